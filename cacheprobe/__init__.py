@@ -1,6 +1,6 @@
-"""cacheprobe: what a language model believed before it committed.
+"""Records what a language model believed before it committed.
 
-The names below are all that a notebook needs; each is loaded when first used, so that the import is quick.
+The names in `__all__` are all that a notebook needs. Each is imported at its first use, to keep the import quick.
 """
 
 import warnings

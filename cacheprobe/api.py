@@ -18,14 +18,14 @@ from cacheprobe.core.values import require_known_options
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.reference import read_rows, run_reference
 from cacheprobe.engine.shapes import choose_shapes
-from cacheprobe.interventions.base import Intervention
+from cacheprobe.interventions.base import Intervention, as_interventions
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.loaders import load_model
 from cacheprobe.models.turns import turn
-from cacheprobe.plan import RunPlan, as_interventions
+from cacheprobe.plan import RunPlan
 from cacheprobe.trace.importers.generate import trace_of_generate
 from cacheprobe.trace.importers.vllm import trace_of_vllm
 from cacheprobe.trace.trace import Trace
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class RunSettings(EngineOptions, total=False):
-    """Names the settings that `reference` and `stream` share with `run`: what a user decides about a run."""
+    """Types the keyword arguments that `stream` and `reference` share with `run`; `run` says what each does."""
 
     drafter: Drafter | None
     deterministic: "bool | float | Iterable[Any]"
@@ -64,26 +64,27 @@ def run(
     progress: bool = True,
     **options: Unpack[EngineOptions],
 ) -> Trace:
-    """Generates text and records the states of every layer for every token, rolled-back drafts included.
+    """Generates text with a model and returns a Trace: the states of every layer for every token, rejected drafts
+    included.
 
-    prompts: strings, lists of token ids, task examples or Requests; one of them, or a sequence.
-    drafter: proposes tokens for every request, all of which are then verified. Without one, the deterministic requests
-        are drafted by the fast path and verified; the others are not.
-    deterministic: all, none, a fraction (evenly spaced indices), or a list of indices or flags.
-    capture: sites to keep, of S, T, C and Z; a CaptureConfig with filters by layer, position and phase, and with what
-        to keep of attention heads; or None for tokens and events alone.
-    lens: what reads Z, the logit lens by default.
-    sampling, max_new_tokens, seed: for requests that do not say themselves; seeds derive from (seed, index).
+    prompts: one prompt or a sequence of them; each is a string, a list of token ids, a task example or a Request.
+    drafter: drafts tokens for every request; every request is then verified. Without a drafter, ordinary decode passes
+        draft for the deterministic requests, which are verified; the others are not.
+    deterministic: which requests are: all (True), none, a fraction (evenly spaced), or a list of indices or flags.
+    capture: sites to keep, of S, T, C and Z; or a CaptureConfig, with filters by layer, position and phase and with
+        attention heads; or None for tokens and events only.
+    lens: the lens that reads Z; the logit lens by default.
+    sampling, max_new_tokens, seed: for requests without settings of their own; seeds derive from (seed, index).
     interventions: changes of states by request, layer, site and absolute position; see `cacheprobe.interventions`.
-        They last as long as the run, act on either path, and leave the other requests' bits alone.
-    progress: show a bar on a terminal, and print how the model did if the prompts come from a task.
+        They act during this run, on the bridge and the fast path, and do not change the other requests' bits.
+    progress: show a bar on a terminal; if the prompts come from a task, print the model's accuracy.
     options: window, group, capacity, prefill_chunk, prefill_group, pad_prefill, max_batch, max_kv_tokens,
         draft_length, acceptance, layers and path; `cacheprobe.core.config.EngineOptions` says what each does. The
         defaults suit the model and the processor.
-    A request whose pass fails ends with an error, with a warning, and the others go on.
-    Ctrl-C ends every request after the pass at hand and raises `cp.Interrupted`, a KeyboardInterrupt. Its `trace` holds
-    what was computed: finished requests complete, the others as they stand. A second Ctrl-C ends at once, without it.
-    Raises: ValueError for settings that cannot be met, before anything is computed; EngineError if all requests failed.
+    A request whose passes fail ends with an error and a warning; the others go on.
+    Ctrl-C ends every request at the next round and raises `cp.Interrupted`, a KeyboardInterrupt whose `trace` holds
+    the tokens and states so far. A second Ctrl-C raises KeyboardInterrupt at once, without a trace.
+    Raises: ValueError for settings that do not fit, before the first pass; EngineError if all requests failed.
     Source: decode-verify-rollback of LLM-42, arXiv 2601.17768.  Twin: `reference`.
     """
     given = dict(
@@ -95,43 +96,42 @@ def run(
     meta = {"kind": "run", "drafter": repr(drafter) if drafter else None}
     with _progress_bar(plan, progress) as bar, cancelling(states, progress) as stop:
         trace = plan.execute(plan.start(drafter), states, bar, **meta)
-    if stop.is_asked:
+    if stop.was_pressed:
         raise Interrupted(trace)
     return _checked(plan, trace, progress)
 
 
 def stream(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> Stream:
-    """Generates text and returns an iterator of `Piece`s, which yields every token as soon as it is committed.
+    """Generates text and returns a Stream: an iterator of `Piece`s, one as soon as tokens of a request are committed.
 
-    Takes the settings of `run`, apart from `progress`; nothing is captured unless `capture=` says so. A piece's text
-    is whole if a character spans tokens, and what was handed over is always a prefix of the final text.
-    `stream.cancel(request_id)` ends a request where it stands; `stream.trace()` is the run's trace, after the last
-    piece.
+    Takes the settings of `run`, apart from `progress`; captures no states unless `capture=` is given. A piece's text
+    holds whole characters only, and the texts of the pieces so far are a prefix of the final text.
+    `stream.cancel(request_id)` ends a request early; `stream.trace()` returns the run's Trace, after the last piece.
     """
     drafter = settings.pop("drafter", None)
-    asked: dict[str, Any] = {"capture": None, **settings}
-    plan = _plan(model, prompts, drafter, asked)
+    given: dict[str, Any] = {"capture": None, **settings}
+    plan = _plan(model, prompts, drafter, given)
     states = plan.states(drafter)
     start, meta = plan.start(drafter), {"kind": "run", "drafter": repr(drafter) if drafter else None}
     return Stream(states, plan.model.decode, lambda observer: plan.recorded(start, states, observer, **meta))
 
 
 def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **settings: Unpack[RunSettings]) -> Trace:
-    """Generates with the slow reference of `run`: each request alone, one verify pass per token.
+    """Generates with the slow reference and returns its Trace: each request runs alone, with one verify pass per token.
 
-    `max_batch`, `max_kv_tokens`, `draft_length` and `acceptance` are accepted and ignored, so that both calls take the
-    same settings. The drafter only sets the default window. Tokens, states and readings of a deterministic request of
-    `run` equal the oracle's bit for bit (D2).
+    `max_batch`, `max_kv_tokens`, `draft_length` and `acceptance` are accepted and have no effect, so that `run` and
+    `reference` take the same settings. A drafter changes the default window only. Tokens, states and readings of a
+    deterministic request of `run` equal those of `reference`, bit for bit (D2 in docs/determinism.md).
     """
-    asked: dict[str, Any] = {**settings}
-    drafter = asked.pop("drafter", None)
+    given: dict[str, Any] = {**settings}
+    drafter = given.pop("drafter", None)
     for unused in ("max_batch", "max_kv_tokens", "draft_length"):
-        asked.pop(unused, None)
-    plan = _plan(model, prompts, drafter, asked, max_in_flight=1)
+        given.pop(unused, None)
+    plan = _plan(model, prompts, drafter, given, max_in_flight=1)
     states = plan.states(drafter, is_all_verified=True)
 
     def start(states: Sequence[SequenceState], observer: Observer) -> Generator[int, None, None]:
-        """Begins the reference loop over these states."""
+        """Returns the slow reference's generator of step numbers over these requests."""
         return run_reference(plan.model, states, plan.config, observer, plan.editor, plan.watch)
 
     with _progress_bar(plan, progress) as bar:
@@ -142,7 +142,10 @@ def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **setting
 def _plan(
     model: CachedLM, prompts: Any, drafter: Drafter | None, given: Mapping[str, Any], max_in_flight: int | None = None
 ) -> RunPlan:
-    """Splits the settings into the engine's shapes, which are completed for the model, and the plan's arguments."""
+    """Returns the RunPlan of a call. Fills in the EngineConfig fields that were not given, for this model.
+
+    Raises: TypeError for an unknown option; ValueError for settings that do not fit.
+    """
     require_known_options(given, RunSettings.__annotations__)
     settings = dict(given)
     shapes = {field.name: settings.pop(field.name) for field in fields(EngineConfig) if field.name in settings}
@@ -160,11 +163,12 @@ def kv_snapshot(
     path: str = "auto",
     interventions: "Intervention | Iterable[Any]" = (),
 ) -> KVSnapshot:
-    """Returns the keys and values of a prompt without its last token, as a deterministic request's prefill writes them.
+    """Returns a KVSnapshot: the keys and values of a prompt without its last token, as for a deterministic request.
 
-    Change them with `edited`, `spliced` and `masked`, and go on: `cp.run(model, cp.Request(prompt, cached=rows))`.
-    Those of a generation: run `cp.Request(prompt, keep_kv=True)`, then `cp.analysis.kv_snapshot(trace, request_id)`.
-    Raises: ValueError for a prompt of one token, and for a model that remembers more than keys and values.
+    Its methods `edited`, `spliced` and `masked` return changed copies. Continue one with
+    `cp.run(model, cp.Request(prompt, cached=snapshot))`. For the keys and values of a generation, run
+    `cp.Request(prompt, keep_kv=True)`, then call `cp.analysis.kv_snapshot(trace, request_id)`.
+    Raises: ValueError for a prompt of one token, and for a model whose cache holds more than keys and values.
     """
     shapes = dict(capacity=capacity, prefill_chunk=prefill_chunk, pad_prefill=pad_prefill)
     chosen = choose_shapes(model, False, shapes)
@@ -185,12 +189,11 @@ def verify(
     interventions: "Intervention | Iterable[Any] | None" = None,
     progress: bool = True,
 ) -> Replay:
-    """Runs a trace's verified requests again by `reference` and compares tokens, and bitwise the states of
-    deterministic ones.
+    """Runs the verified requests of a trace again with `reference`, and returns a Replay: the result of comparing both.
 
-    model: needed for a trace that was loaded from disk.
-    interventions: those of the run, for a trace that was loaded from disk; else the trace has them.
-    Raises: FingerprintMismatch where this machine or model has another schedule; ValueError where nothing was verified.
+    Compares tokens; for deterministic requests also states and readings, bit for bit.
+    model, interventions: those of the run; needed if the trace was loaded from disk.
+    Raises: FingerprintMismatch if this machine or model has another schedule; ValueError if no request was verified.
     """
     model = model or trace.model
     if model is None:
@@ -200,10 +203,10 @@ def verify(
 
 
 def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
-    """Opens a saved trace. Tables are read now, states when first asked for.
+    """Returns the Trace saved in a directory. Reads its tables now, and its states when they are first used.
 
-    model: that of the run, for lenses and analyses that need its weights.
-    Raises: TraceError for a directory without a manifest, of another version, or with a file missing or cut short.
+    model: the run's model, for lenses and analyses that need its weights.
+    Raises: TraceError for a directory without a manifest, of another version, or with a missing or damaged file.
     """
     return readable(open_trace(directory, model))
 
@@ -217,16 +220,17 @@ def import_generate(
     tokenizer: Any = None,
     name: str | None = None,
 ) -> Trace:
-    """Returns a trace of Hugging Face's `generate` output with hidden states: one request for each sequence.
+    """Returns a Trace of the output of Hugging Face's `generate` with hidden states: one request for each sequence.
 
     outputs: of generate(..., return_dict_in_generate=True, output_hidden_states=True), and output_logits=True for
         log-probabilities; or a safetensors file of `sequences`, `hidden_states.PASS.BLOCK`, `logits.PASS` and
         `attention_mask`.
-    attention_mask: [b, prompt], as generate was given it; needed where there is more than one sequence.
-    stop_token_ids: what ended a sequence, () where nothing did; by default the model's.
-    model: what generated, loaded here: states of the first prompt are compared with its own, and lenses can be read.
-    tokenizer: for texts, where no model is given.  name: of the model, for the record.
-    S of every block but the last is there; `trace.missing` says what is not, and asking for it is an error.
+    attention_mask: [b, prompt], as given to `generate`; needed for more than one sequence.
+    stop_token_ids: token ids that end a sequence, () for none; by default the model's.
+    model: the model that generated, loaded here. Its own states of the first prompt are compared with the given ones,
+        and lenses can read them.
+    tokenizer: for texts, if no model is given.  name: the model's, for the metadata.
+    The Trace has S of every block but the last. `trace.missing` lists what is missing; using that raises an error.
     Raises: ImportRefused for beams, drafts, passes without a cache, padding on the right, and states that are not the
     model's.
     """
@@ -251,15 +255,15 @@ def import_vllm(
     tokenizer: Any = None,
     name: str | None = None,
 ) -> Trace:
-    """Returns a trace of hidden states written by vLLM's ExampleHiddenStatesConnector: one request for each file.
+    """Returns a Trace of hidden states written by vLLM's ExampleHiddenStatesConnector: one request for each file.
 
-    outputs: what `LLM.generate` returned, whose `kv_transfer_params` name the files; or files, or folders of them.
-    layers: the setting eagle_aux_hidden_state_layer_ids; id k is S of layer k - 1 here.
-    num_prompt_tokens: for files alone, how many of their tokens are prompt, one number or one for each; by default all.
-        The last generated token stands in no file: its row does not exist.
+    outputs: the result of `LLM.generate`, whose `kv_transfer_params` name the files; or files, or folders of files.
+    layers: the setting eagle_aux_hidden_state_layer_ids; id k becomes S of layer k - 1.
+    num_prompt_tokens: if files are given: how many of their tokens are the prompt, one number or one for each file; all
+        by default. The last generated token is in no file, so that it has no row.
     model, tokenizer, name: as for `import_generate`.
-    `trace.missing` says what is not there, and asking for it is an error.
-    Raises: ImportRefused for another layout, other layers than the file has, values that are no numbers, and states
+    `trace.missing` lists what is missing; using that raises an error.
+    Raises: ImportRefused for another layout, other layers than the file has, NaN or infinite values, and states
     that are not the model's.
     """
     return readable(
@@ -275,19 +279,23 @@ def import_vllm(
 
 
 def _progress_bar(plan: RunPlan, is_shown: bool) -> ProgressBar:
+    """Returns a ProgressBar whose total is the maximum number of new tokens of all requests."""
     total = sum(request.sampling.max_new_tokens or 0 for request in plan.requests if request.sampling)
     return ProgressBar(total, enabled=is_shown)
 
 
 def _checked(plan: RunPlan, trace: Trace, progress: bool) -> Trace:
-    """Returns the trace, and warns of failed requests, of what could not be recorded and of unused interventions."""
+    """Returns the trace unchanged. Warns of failed requests, missing records and interventions that never acted.
+
+    progress: also print the model's path (if heads are captured) and its accuracy on the task.
+    """
     if progress and plan.capture.heads:
         print(f"path: {plan.path_reason}")
     for request_id, error in trace.meta["errors"].items():
         warnings.warn(f"request {request_id} ended with an error: {error}", RuntimeWarning, stacklevel=3)
-    for why in dict.fromkeys(trace.missing.values()):
-        warnings.warn(why, RuntimeWarning, stacklevel=3)
-    if plan.editor is not None and trace.meta["kind"] == "run":  # the oracle runs no drafts that could be changed
+    for reason in dict.fromkeys(trace.missing.values()):
+        warnings.warn(reason, RuntimeWarning, stacklevel=3)
+    if plan.editor is not None and trace.meta["kind"] == "run":  # the slow reference runs no drafts to change
         for one in [one for one in plan.editor.unused() if str(one.request_id) not in trace.meta["errors"]]:
             warnings.warn(f"{one} never acted: no pass computed its positions", RuntimeWarning, stacklevel=3)
     if progress and trace.meta["behaviour"]:

@@ -1,4 +1,4 @@
-"""Checks and resolves the arguments of a run before anything is computed, and executes the run."""
+"""Defines RunPlan: checks and completes the arguments of a run before the first pass, and executes the run."""
 
 import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
@@ -16,8 +16,8 @@ from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.config import CaptureConfig, EngineConfig, captured_layers, pick_deterministic
 from cacheprobe.core.noise import derive_seed
 from cacheprobe.core.records import Observer, Request, SamplingParams
-from cacheprobe.core.values import number, whole_number
-from cacheprobe.drafters.base import Drafter, deadline_seconds, drafted_layers
+from cacheprobe.core.values import whole_number
+from cacheprobe.drafters.base import Drafter, drafted_layers, require_drafter
 from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.engine.consistency import Hooked, serving_config
 from cacheprobe.engine.fingerprint import Fingerprint, schedule_fingerprint
@@ -25,7 +25,7 @@ from cacheprobe.engine.loop import rounds
 from cacheprobe.engine.run_guard import RunGuard, require_ready
 from cacheprobe.engine.sizes import require_cache_fits, require_records_fit
 from cacheprobe.engine.watch import Watch
-from cacheprobe.interventions.base import Intervention
+from cacheprobe.interventions.base import Intervention, as_interventions
 from cacheprobe.interventions.checks import Drafting
 from cacheprobe.interventions.editor import Editor
 from cacheprobe.kvcache.sequence import SequenceState
@@ -42,16 +42,14 @@ from cacheprobe.trace.trace import Trace
 DEFAULT_SAMPLING = SamplingParams(
     temperature=0.0, max_new_tokens=32, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop=(), n=1
 )
-
-MAX_DEADLINE = threading.TIMEOUT_MAX / 20
-"""Seconds; a wait of ten deadlines is then still one that Python can take."""
+"""Sampling settings of a request, if neither the request nor the run gives them."""
 
 Start = Callable[[Sequence[SequenceState], Observer], Generator[int, None, None]]
-"""Begins a run over these states: an iterator of the steps that its rounds end with."""
+"""Type of a function that begins a run over these requests. It returns a generator of step numbers."""
 
 
 class RunPlan:
-    """Holds the checked arguments of `run`, `stream` and `reference`, and executes the run that they describe."""
+    """Holds the checked arguments of `run`, `stream` or `reference`, and executes the run."""
 
     def __init__(
         self,
@@ -70,8 +68,10 @@ class RunPlan:
         interventions: "Intervention | Iterable[Any]" = (),
         max_in_flight: int | None = None,
     ) -> None:
-        """open_shapes: which of config.window and config.group the trial of shapes may replace.
-        max_in_flight: requests that hold a cache row at once, if that is not config.max_batch.
+        """Checks all arguments. Raises: ValueError for arguments that do not fit the model or this machine's memory.
+
+        open_shapes: which of "window" and "group" the trial of shapes may replace.
+        max_in_flight: maximum number of requests with a cache row; config.max_batch if None.
         """
         if not hasattr(model, "new_cache"):
             raise ValueError(f"a run needs a model from cp.load_model(...), got a {type(model).__name__}")
@@ -97,10 +97,10 @@ class RunPlan:
         listed = as_list(prompts)
         chosen = pick_deterministic(deterministic, len(listed))
         self._check_sizes([self._size(item) for item in listed], max_in_flight)
-        read = [self._request(item, i, i in chosen) for i, item in enumerate(listed)]
-        self._check_sizes([(r.num_prompt_tokens, *self._size(r)[1:]) for r in read], max_in_flight)
+        tokenized = [self._request(item, i, i in chosen) for i, item in enumerate(listed)]
+        self._check_sizes([(r.num_prompt_tokens, *self._size(r)[1:]) for r in tokenized], max_in_flight)
         requests: list[Request] = []
-        for request in read:
+        for request in tokenized:
             requests += self._samples(request, len(requests), run_seed or 0)
         self.requests: tuple[Request, ...] = tuple(requests)
         self._check_positions()
@@ -108,19 +108,22 @@ class RunPlan:
     # -- requests
 
     def _size(self, item: Any) -> tuple[int, int, int]:
-        """Returns (prompt tokens, new tokens, samples) of a prompt, as far as known before tokenization."""
+        """Returns (prompt tokens, new tokens, samples) of a prompt. The first is 1, as long as it is not tokenized."""
         own = item.sampling if isinstance(item, Request) and item.sampling else SamplingParams()
-        asked = own.over(self.fallback)
-        return 1, min(asked.max_new_tokens or 1, self.model.n_ctx), asked.n or 1
+        settings = own.over(self.fallback)
+        return 1, min(settings.max_new_tokens or 1, self.model.n_ctx), settings.n or 1
 
     def _check_sizes(self, requests: list[tuple[int, int, int]], max_in_flight: int | None) -> None:
-        """Raises: ValueError for a cache, or for records of all tokens, that this machine's memory cannot hold."""
+        """Raises: ValueError if this machine's memory cannot hold the run's cache or records; see engine/sizes.py.
+
+        requests: (prompt tokens, new tokens, samples) of each prompt.
+        """
         in_flight = min(sum(n for _, _, n in requests), max_in_flight or self.config.max_batch)
         require_cache_fits(self.model, self.config, in_flight, max(prompt + new for prompt, new, _ in requests))
         require_records_fit(self.model, self.capture, self.layers, requests)
 
     def _samples(self, request: Request, first: int, run_seed: int) -> tuple[Request, ...]:
-        """Returns one request per sample, each with an id (from `first` on) and a seed of its own."""
+        """Returns one Request for each of the n samples of a request, with ids from `first` on and different seeds."""
         assert request.sampling is not None and request.sampling.n is not None
         n = request.sampling.n
         made = []
@@ -134,6 +137,10 @@ class RunPlan:
         return tuple(made)
 
     def _request(self, item: Any, index: int, chosen: bool) -> Request:
+        """Returns the complete Request of a prompt: tokenized, with all sampling settings, and checked.
+
+        chosen: the run's `deterministic` argument selects this prompt.
+        """
         given = item if isinstance(item, Request) else Request(())
         prompt: Any = given.prompt if given is item else item
         example = given.example
@@ -156,6 +163,7 @@ class RunPlan:
         return request
 
     def _check_fit(self, request: Request) -> None:
+        """Raises: ValueError if prompt and new tokens exceed the model's context or the cache."""
         assert request.sampling is not None and request.sampling.max_new_tokens is not None
         prompt, new, n_ctx = request.num_prompt_tokens, request.sampling.max_new_tokens, self.model.n_ctx
         if prompt + new > n_ctx:
@@ -166,7 +174,7 @@ class RunPlan:
         _require_room(self.config, request, new)
 
     def _check_positions(self) -> None:
-        """Raises: ValueError for a position to keep that no request reaches."""
+        """Raises: ValueError if no request computes the largest position of capture.positions."""
         lengths = [r.num_prompt_tokens + (r.sampling.max_new_tokens or 0) for r in self.requests if r.sampling]
         last = max(lengths) - 2  # the newest token is never fed
         if max(self.capture.positions or (0,)) > last:
@@ -176,8 +184,11 @@ class RunPlan:
             )
 
     def _check_cached(self, request: Request) -> None:
-        """Raises: ValueError for cached rows that are not of this prompt or this model, for a promise broken, and for
-        rows to keep of a cache that holds more than keys and values."""
+        """Checks the fields `cached` and `keep_kv` of a request.
+
+        Raises: ValueError if `cached` is of another prompt or model; if a deterministic request with `cached` lacks
+        own_fingerprint=True; if keep_kv is set and the model's cache holds more than keys and values.
+        """
         cached, name = request.cached, f"request {request.request_id}"
         if request.keep_kv:
             require_plain(self.model.new_cache(1, 1))
@@ -204,8 +215,10 @@ class RunPlan:
     # -- running
 
     def states(self, drafter: Drafter | None, is_all_verified: bool = False) -> list[SequenceState]:
-        """Returns a fresh state for each request; with a drafter all requests are verified, else the deterministic
-        ones."""
+        """Returns a new SequenceState for each request. With a drafter all are verified, else the deterministic ones.
+
+        Also creates the run's editor of interventions and tries its pass shapes, which may change self.config.
+        """
         states = [
             SequenceState(
                 request,
@@ -222,44 +235,52 @@ class RunPlan:
             before = self.config
             with turn(self.model):
                 is_any = any(state.request.is_deterministic for state in states)
-                # the oracle has the shapes of a deterministic run; drafts alone are no reason for another window
-                free = {*self.open_shapes} - (set() if is_any or is_all_verified else {"window"})
-                self.config = serving_config(self.model, before, free, self._hooked(), is_any, self._require_all_fit)
+                # the slow reference needs the shapes of a deterministic run; other runs keep their window
+                replaceable = {*self.open_shapes} - (set() if is_any or is_all_verified else {"window"})
+                self.config = serving_config(
+                    self.model, before, replaceable, self._hooked(), is_any, self._require_all_fit
+                )
             if self.config.window != before.window:
                 self.editor = self._editor(drafter, states, is_all_verified)
         return states
 
     def _require_all_fit(self, config: EngineConfig) -> None:
-        """Raises: ValueError if these shapes do not suit the model, or a request does not fit them."""
+        """Raises: ValueError if the model refuses the config's window, or a request does not fit the config's cache."""
         self.model.check_settings(config.window)
         for request in self.requests:
             sampling = (request.sampling or self.fallback).over(self.fallback)
             _require_room(config, request, sampling.max_new_tokens or 1)
 
     def _editor(self, drafter: Drafter | None, states: Sequence[SequenceState], is_all_verified: bool) -> Editor | None:
+        """Returns the Editor of the run's interventions; None without interventions."""
         if not self.interventions:
             return None
         drafting = None if is_all_verified else self._drafting(drafter or FastPath())
         return Editor(self.interventions, self.model, states, drafting)
 
     def _hooked(self) -> Hooked:
+        """Returns the hooks of the run on attention heads and by interventions, for the trial of shapes."""
         heads = tuple((site, layer) for layer in self.layers for site in self.capture.heads)
         return Hooked(heads, tuple(self.editor.sites) if self.editor is not None else ())
 
     def _drafting(self, drafter: Drafter) -> Drafting:
-        _check_drafter(drafter, self.model)
+        """Checks the drafter, and returns which blocks its drafts run, for the checks of interventions."""
+        require_drafter(drafter, self.model)
         return Drafting(drafter.name, drafted_layers(drafter, self.model), self.config.window)
 
     def start(self, drafter: Drafter | None) -> Start:
-        """Returns a function that begins the loop over these requests."""
+        """Returns a function that begins the main loop. Raises: ValueError if the drafter does not fit the model."""
         if drafter is not None:
-            _check_drafter(drafter, self.model)
+            require_drafter(drafter, self.model)
         return lambda states, observer: rounds(
             self.model, states, self.config, observer, drafter, self.editor, self.watch
         )
 
     def execute(self, start: Start, states: Sequence[SequenceState], *observers: Observer, **meta: Any) -> Trace:
-        """Runs every request to its end, records it, and returns the trace. Other runs wait meanwhile."""
+        """Runs every request to its end and returns the recorded Trace. Runs in other threads wait meanwhile.
+
+        meta: entries of the Trace's metadata.
+        """
         recorder = self._recorder()
         guard = RunGuard(self.model, self.fingerprint)
         with closing(start(states, Tee(recorder, *observers))) as steps:
@@ -272,8 +293,9 @@ class RunPlan:
     def recorded(
         self, start: Start, states: Sequence[SequenceState], *observers: Observer, **meta: Any
     ) -> Generator[int, None, Trace]:
-        """Runs under a recorder, and yields after each step with the model free of the run's hooks; returns the Trace
-        as the generator's value.
+        """Runs the requests and yields the step number after each round. The generator's return value is the Trace.
+
+        While the generator waits, the run's hooks are not on the model, and other runs may use it.
         """
         recorder = self._recorder()
         guard = RunGuard(self.model, self.fingerprint)
@@ -288,18 +310,20 @@ class RunPlan:
         return self._trace(recorder, guard, states, meta)
 
     def _recorder(self) -> Recorder:
+        """Returns a new Recorder with this run's capture settings, prompts and answers."""
         prompts = {r.request_id: r.prompt_token_ids for r in self.requests}
         known = {request_id: ids for request_id, (ids, _) in self._answers.items() if ids}
         return Recorder(self.model, self.capture, self.layers, self.lens, prompts, known)
 
     @cached_property
     def _answers(self) -> dict[int, tuple[tuple[int, ...], str]]:
-        """Maps each request to the first tokens of its task's answers, and to the reason if they are unknown."""
+        """Request id -> (first token id of each answer of its task, "" or the reason why they are unknown)."""
         return {request.request_id: answer_ids_of(request, self.model) for request in self.requests}
 
     def _trace(
         self, recorder: Recorder, guard: RunGuard, states: Sequence[SequenceState], meta: dict[str, Any]
     ) -> Trace:
+        """Returns the Trace of a finished run, with its metadata, errors, interventions and kept snapshots."""
         errors = {str(state.request_id): state.error for state in states if state.error}
         failed = {f"answers of request {number}": why for number, (_, why) in self._answers.items() if why}
         meta = {**meta, "path_reason": self.path_reason, "errors": errors, "missing": failed}
@@ -312,14 +336,14 @@ class RunPlan:
         return trace
 
     def fingerprint(self) -> Fingerprint:
-        """Returns the schedule fingerprint of the run."""
+        """Returns the run's schedule fingerprint as a dict: see engine/fingerprint.py."""
         return schedule_fingerprint(self.model, self.config, LENS_TILE, self.interventions, self.requests)
 
     @contextmanager
     def hooks(self, recorder: Recorder | None = None) -> Iterator[None]:
-        """Inside the `with`, the model has the hooks of the interventions and of the recorder."""
+        """Inside the `with`, the hooks of the interventions, and of the recorder if given, are on the model."""
         with ExitStack() as stack:
-            if self.editor is not None:  # first, so that what is recorded is what the model went on with
+            if self.editor is not None:  # first, so that the changed states are recorded
                 stack.enter_context(self.model.editing(self.editor.sites, self.editor.edit))
             if recorder is not None:
                 sink = of_this_thread(self.watch.listening(recorder.on_state))
@@ -328,9 +352,9 @@ class RunPlan:
 
 
 def _require_room(config: EngineConfig, request: Request, new: int) -> None:
-    """Raises: ValueError if a request with `new` more tokens does not fit the cache."""
+    """Raises: ValueError if a request with `new` new tokens exceeds the capacity, or max_kv_tokens by itself."""
     prompt, window = request.num_prompt_tokens, config.window
-    needed = config.rows_needed(prompt, new, request.num_cached)
+    needed = config.slots_needed(prompt, new, request.num_cached)
     if needed > config.capacity:
         raise ValueError(
             f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {window} need {needed} "
@@ -345,52 +369,19 @@ def _require_room(config: EngineConfig, request: Request, new: int) -> None:
 
 
 def of_this_thread(sink: StateSink) -> StateSink:
-    """Returns a sink that ignores states of other threads: an abandoned drafter may still compute in its own thread."""
+    """Returns a sink for captured states that ignores states of other threads, such as an abandoned drafter's."""
     owner = threading.get_ident()
 
     def capture(site: str, layer: int, value: Tensor) -> None:
-        """Passes a state on if this thread computed it."""
+        """Calls `sink` with a state if the thread that created this function computed it."""
         if threading.get_ident() == owner:
             sink(site, layer, value)
 
     return capture
 
 
-def as_interventions(given: Any) -> tuple[Intervention, ...]:
-    """Returns one intervention or many as a flat tuple; pairs made by `swap` are unpacked."""
-    listed = [given] if isinstance(given, Intervention) else list(given)
-    flat = [one for item in listed for one in (item if isinstance(item, tuple) else (item,))]
-    for one in flat:
-        if not isinstance(one, Intervention):
-            raise ValueError(f"an intervention is made by cp.interventions.zero(...) and its like, got {one!r:.60}")
-    return tuple(flat)
-
-
 def _check_stops(sampling: SamplingParams, model: CachedLM, where: str = "") -> None:
-    """Raises: ValueError for a stop token outside the model's vocabulary."""
+    """Raises: ValueError if a stop token id lies outside the model's vocabulary. where: prefix of the message."""
     ids = cast("tuple[int, ...]", sampling.stop_token_ids or ())
     if bad := [token_id for token_id in ids if token_id >= model.d_vocab]:
         raise ValueError(f"{where}stop_token_ids holds {bad[0]}, outside the vocabulary of {model.d_vocab}")
-
-
-def _check_drafter(drafter: Any, model: CachedLM) -> None:
-    """Raises: ValueError if `drafter` is not a drafter object, or does not support this model."""
-    missing = [part for part in ("name", "extend", "release", "check") if not hasattr(drafter, part)]
-    if isinstance(drafter, type) or missing:
-        lacks = f", which has no {missing[0]}" if missing and not isinstance(drafter, type | str) else ""
-        raise ValueError(
-            f"a drafter is an object such as cp.drafters.EarlyExit(layer=20), got {drafter!r:.60}{lacks}; names stand "
-            "only in command lines"
-        )
-    seconds = deadline_seconds(drafter)
-    if seconds is not None and not 0 < number("deadline_seconds", seconds) <= MAX_DEADLINE:
-        raise ValueError(
-            f"deadline_seconds of drafter {drafter.name} must be above 0 and at most {MAX_DEADLINE:.0f}, or None for "
-            f"no deadline, got {seconds}"
-        )
-    try:
-        drafter.check(model)
-    except ValueError:
-        raise
-    except Exception as error:  # a user's own code
-        raise ValueError(f"check of drafter {drafter.name} failed, {type(error).__name__}: {error!s:.200}") from error

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cacheprobe.training.lora.evaluate import PEOPLE, Cell
+from cacheprobe.training.lora.evaluate import PEOPLE, LoraScore
 from cacheprobe_analyses.records import fill_page, markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,13 +29,13 @@ def _evaluations() -> str:
     for people in PEOPLE:
         rows.append([people])
         for name, kind, flips, _ in COLUMNS:
-            cells = [Cell.from_dict(cell) for cell in held[name]["cells"][kind]]
+            cells = [LoraScore.from_dict(cell) for cell in held[name]["cells"][kind]]
             cell = next(cell for cell in cells if (cell.people, cell.flip_probability) == (people, flips))
             rows[-1].append(_percent(cell, is_text=kind == "adapter"))
     return f"{commands}\n\n{markdown_table(('people', *(head for *_, head in COLUMNS)), rows)}"
 
 
-def _percent(cell: Cell, is_text: bool) -> str:
+def _percent(cell: LoraScore, is_text: bool) -> str:
     counted = cell.accuracy if is_text else cell.forced_accuracy
     low, high = counted.interval
     right = cell.correct if is_text else cell.forced_correct

@@ -1,4 +1,6 @@
-"""Computes measures, attributions, comparisons and readings from a trace. Functions are imported at their first use."""
+"""Computes measures, attributions, comparisons and lens readings from a trace. Each function is imported at its first
+use.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -68,4 +70,5 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
+    """Returns the public names, for dir() and completion."""
     return list(__all__)

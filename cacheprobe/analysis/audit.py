@@ -26,7 +26,7 @@ Cell: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Audit:
-    """Number of checked lines in each table, and the faults found."""
+    """Holds the result of `audit`: the number of checked lines of each table, and one sentence for each fault found."""
 
     lines: dict[str, int]
     faults: tuple[str, ...]
@@ -34,11 +34,13 @@ class Audit:
 
 @dataclass
 class History:
-    """The course of one request according to its events, in the order of its steps."""
+    """Holds the course of one request, replayed from its events for `audit`: text, roles, verdicts and drafts."""
 
     prompt: list[int]
     is_verified: bool
+    """Whether the request's tokens are verified, so that its decode passes only make drafts."""
     by_equality: bool
+    """Whether a draft token is accepted if it equals the verifier's choice; otherwise rejection sampling decides."""
     text: list[int] = field(default_factory=list)
     """Prompt and committed tokens so far."""
     roles: list[str] = field(default_factory=list)
@@ -50,26 +52,29 @@ class History:
     drafts: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
     """By position: (step that drafted a token for it, outcome of that token)."""
     given_up: list[int] = field(default_factory=list)
-    """Steps after which the request lost its cache row (preemption)."""
+    """Steps after which the request lost its cache row, because it was preempted."""
 
     def length_before(self, step: int) -> int:
-        """Returns the length of the committed text before a step."""
+        """Returns the number of tokens, prompt included, that the request had before a step."""
         return max((length for at, length in self.lengths if at < step), default=len(self.prompt))
 
     def expected_status(self, step: int, phase: str, position: int) -> tuple[str, str]:
-        """Returns the (role, status) of the token row that a pass computed at this position."""
+        """Returns the (role, status) that a row must have, derived from the request's events.
+
+        step, phase, position: of the pass and token of the row.
+        """
         if step in self.verdicts and phase == "verify":
             start, accepted, _ = self.verdicts[step]
             is_kept, status = position < start + accepted, "committed"
         elif phase == "decode" and self.is_verified:
             is_kept, status = position < self.length_before(step), "superseded"
-            if not is_kept:  # it was fed the newest draft token of its position
-                outcome = max(
-                    ((born, said) for born, said in self.drafts.get(position, ()) if born < step), default=(0, "")
+            if not is_kept:  # the row was fed the newest draft token of its position
+                newest = max(
+                    ((born, outcome) for born, outcome in self.drafts.get(position, ()) if born < step), default=(0, "")
                 )
-                if outcome[1] not in ("accepted", "rolled_back"):
+                if newest[1] not in ("accepted", "rolled_back"):
                     return "given_up", "given_up"
-                is_kept = outcome[1] == "accepted"
+                is_kept = newest[1] == "accepted"
         else:
             is_kept, status = True, "committed"
         if not is_kept:
@@ -78,22 +83,26 @@ class History:
 
 
 def audit(trace: Trace, texts: "Callable[[Sequence[int]], list[str]] | None" = None) -> Audit:
-    """Checks every table of a run. texts: returns each token id's text; without it, texts are not checked."""
+    """Checks every table of a trace against the others and against the committed tokens; returns an Audit with the
+    faults.
+
+    texts: a function that returns the text of each token id; without it, token texts are not checked.
+    """
     faults: list[str] = []
     histories: dict[int, History] = {}
     for request in trace.requests:
-        own = trace.event_table[trace.event_table.request_id == request.request_id]
-        history = histories[request.request_id] = _history(trace, request, own)
-        found = (
-            ("events", _event_faults(trace, request, own, history)),  # first: they fill the history
+        events = trace.event_table[trace.event_table.request_id == request.request_id]
+        history = histories[request.request_id] = _history(trace, request, events)
+        checks = (
+            ("events", _event_faults(trace, request, events, history)),  # first: this fills the history
             ("rows", _row_faults(trace, request, history)),
             ("ledger", ledger_faults(trace, request, history.verdicts)),
         )
-        faults += [f"{table}: request {request.request_id} {said}" for table, some in found for said in some]
-    faults += (f"events: {said}" for said in _step_faults(trace))
-    faults += (f"rows: {said}" for said in numbering_faults(trace))
+        faults += [f"{table}: request {request.request_id} {fault}" for table, found in checks for fault in found]
+    faults += (f"events: {fault}" for fault in _step_faults(trace))
+    faults += (f"rows: {fault}" for fault in numbering_faults(trace))
     full = {r: [*trace.requests[r].prompt_token_ids, *trace.tokens[r]] for r in histories}
-    faults += (f"hypotheses: {said}" for said in hypothesis_faults(trace, full))
+    faults += (f"hypotheses: {fault}" for fault in hypothesis_faults(trace, full))
     if texts is not None:
         faults += _text_faults(trace, texts)
     tables = {
@@ -104,6 +113,7 @@ def audit(trace: Trace, texts: "Callable[[Sequence[int]], list[str]] | None" = N
 
 
 def _history(trace: Trace, request: Request, events: pd.DataFrame) -> History:
+    """Returns the History of one request with its prompt, drafts and preemptions; `_event_faults` fills in the rest."""
     prompt = list(request.prompt_token_ids)
     is_all = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
     by_equality = request.is_deterministic or trace.meta["config"].get("acceptance", "equality") == "equality"
@@ -117,33 +127,35 @@ def _history(trace: Trace, request: Request, events: pd.DataFrame) -> History:
 
 
 def _event_faults(trace: Trace, request: Request, events: pd.DataFrame, history: History) -> Iterator[str]:
-    """Replays the request's events, fills its history, and yields the contradictions."""
+    """Replays one request's events, and yields a sentence for each contradiction. Adds text, roles and verdicts to
+    `history`.
+    """
     proposals: list[int] = []
-    since = -1
+    last_step = -1
     has_logprobs = "log-probabilities" not in trace.missing
     finish = trace.meta["finish"][str(request.request_id)]
     for event in events.itertuples():
-        where, committed = f"step {event.step}:", _ints(event.committed_token_ids)
-        if event.step <= since:
-            yield f"{where} stands behind step {since}"
-        if any(since <= lost < event.step for lost in history.given_up):
+        label, committed = f"step {event.step}:", _ints(event.committed_token_ids)
+        if event.step <= last_step:
+            yield f"{label} stands behind step {last_step}"
+        if any(last_step <= lost < event.step for lost in history.given_up):
             proposals = []
-        since = event.step
+        last_step = event.step
         if has_logprobs and len(event.committed_logprobs_nats) != len(committed):
             given = len(event.committed_logprobs_nats)
-            yield f"{where} {given} log-probabilities for {len(committed)} committed tokens"
+            yield f"{label} {given} log-probabilities for {len(committed)} committed tokens"
         if has_logprobs and any(not x <= 0 for x in event.committed_logprobs_nats):
-            yield f"{where} a log-probability of a committed token is above 0 or no number"
+            yield f"{label} a log-probability of a committed token is above 0 or no number"
         proposals += _ints(event.proposed_token_ids)
         if pd.isna(event.draft_start):
-            said = [_null_fault(event, name) for name in ("num_accepted", "num_rolled_back", "recovered_token_id",
+            faults = [_null_fault(event, name) for name in ("num_accepted", "num_rolled_back", "recovered_token_id",
                                                           "bonus_token_id", "finish")]  # fmt: skip
-            yield from (f"{where} {fault}" for fault in said if fault)
+            yield from (f"{label} {fault}" for fault in faults if fault)
             if committed and event.phase != "prefill" and history.is_verified:
-                yield f"{where} tokens of a verified request are committed without a verdict"
+                yield f"{label} tokens of a verified request are committed without a verdict"
             history.roles += ["committed"] * len(committed)
         else:
-            yield from (f"{where} {said}" for said in _verdict_faults(event, history, proposals, committed, finish))
+            yield from (f"{label} {fault}" for fault in _verdict_faults(event, history, proposals, committed, finish))
             proposals = []
         history.text += committed
         history.lengths.append((int(event.step), len(history.text)))
@@ -160,7 +172,12 @@ def _event_faults(trace: Trace, request: Request, events: pd.DataFrame, history:
 def _verdict_faults(
     event: Line, history: History, proposals: list[int], committed: list[int], finish: str
 ) -> Iterator[str]:
-    """Yields the contradictions in one verdict, and adds the verdict to the history."""
+    """Yields a sentence for each contradiction in one verdict, and adds the verdict to `history`.
+
+    event: a line of a verify pass.  proposals: the tokens drafted since the last verdict.  committed: tokens of this
+    event.
+    finish: how the request ended.
+    """
     draft, targets = _ints(event.draft_token_ids), _ints(event.target_token_ids)
     start, length = int(event.draft_start), len(history.text)
     accepted = -1 if pd.isna(event.num_accepted) else int(event.num_accepted)
@@ -182,12 +199,13 @@ def _verdict_faults(
         yield f"committed {committed}, the verdict allows {wanted}"
     elif len(committed) < len(wanted) and pd.isna(event.finish):
         yield f"committed {len(committed)} of {len(wanted)} tokens, though the request did not end"
-    own = committed[-1] if len(committed) > accepted else None
+    verifier_token = committed[-1] if len(committed) > accepted else None
     is_rollback = accepted < len(draft)
-    for name, value in (("recovered", own if is_rollback else None), ("bonus", None if is_rollback else own)):
-        given = _whole(getattr(event, f"{name}_token_id"))
-        if given != value:
-            yield f"{name}_token_id is {given}, the verdict gives {value}"
+    recovered, bonus = (verifier_token, None) if is_rollback else (None, verifier_token)
+    for name, value in (("recovered", recovered), ("bonus", bonus)):
+        recorded = _whole(getattr(event, f"{name}_token_id"))
+        if recorded != value:
+            yield f"{name}_token_id is {recorded}, the verdict gives {value}"
     if not pd.isna(event.finish) and event.finish != finish:
         yield f"finish is {event.finish}, the request ended by {finish}"
     roles = [*["accepted"] * max(accepted, 0), "recovered" if is_rollback else "bonus"]
@@ -196,38 +214,44 @@ def _verdict_faults(
 
 
 def _row_faults(trace: Trace, request: Request, history: History) -> Iterator[str]:
+    """Yields a sentence for each row of a request that contradicts the request's events.
+
+    Also yields a sentence for verify rows that differ from the verdict, and for committed rows that are missing.
+    history: must already be filled by `_event_faults`.
+    """
     table = trace.row_table[trace.row_table.request_id == request.request_id]
     text, prompt = history.text, len(history.prompt)
-    fed: dict[int, list[tuple[int, int]]] = {}
+    verify_rows: dict[int, list[tuple[int, int]]] = {}
     for row in table.itertuples():
-        where = f"step {row.step} position {row.position}:"
-        wanted = history.expected_status(row.step, row.phase, row.position)
-        if (row.role, row.status) != wanted:
-            yield f"{where} role {row.role} and status {row.status}, the events give {wanted[0]} and {wanted[1]}"
+        label = f"step {row.step} position {row.position}:"
+        expected = history.expected_status(row.step, row.phase, row.position)
+        if (row.role, row.status) != expected:
+            yield f"{label} role {row.role} and status {row.status}, the events give {expected[0]} and {expected[1]}"
         elif row.status not in DISCARDED_DRAFT and row.token_id != text[row.position]:
-            yield f"{where} token {row.token_id}, the committed text has {text[row.position]}"
+            yield f"{label} token {row.token_id}, the committed text has {text[row.position]}"
         if (row.position < prompt) != (row.phase == "prefill"):
-            yield f"{where} a {row.phase} pass beside a prompt of {prompt} tokens"
+            yield f"{label} a {row.phase} pass beside a prompt of {prompt} tokens"
         if row.phase == "verify":
-            fed.setdefault(row.step, []).append((row.position, row.token_id))
+            verify_rows.setdefault(row.step, []).append((row.position, row.token_id))
     for step, (start, _, tokens) in history.verdicts.items():
         wanted_rows = [(start - 1 + i, token) for i, token in enumerate(tokens)]
-        if fed.get(step, []) != wanted_rows:
-            yield f"step {step}: its verify rows are {fed.get(step, [])}, the verdict was on {wanted_rows}"
+        if verify_rows.get(step, []) != wanted_rows:
+            yield f"step {step}: its verify rows are {verify_rows.get(step, [])}, the verdict was on {wanted_rows}"
     if not trace.tokens[request.request_id]:
-        return  # it ended before its prompt was read
-    held = table[table.status == "committed"].position.tolist()
-    first = min(held, default=0) if "cached" in trace.fingerprint else 0
-    if sorted(held) != list(range(first, len(text) - 1)):
-        missing = sorted(set(range(first, len(text) - 1)) - set(held))
-        yield f"has {len(held)} committed rows for positions {first} to {len(text) - 2}; missing {missing[:5]}"
+        return  # the request ended before its prompt was computed
+    committed_positions = table[table.status == "committed"].position.tolist()
+    first = min(committed_positions, default=0) if "cached" in trace.fingerprint else 0
+    if sorted(committed_positions) != list(range(first, len(text) - 1)):
+        missing = sorted(set(range(first, len(text) - 1)) - set(committed_positions))
+        count = len(committed_positions)
+        yield f"has {count} committed rows for positions {first} to {len(text) - 2}; missing {missing[:5]}"
 
 
 def _step_faults(trace: Trace) -> Iterator[str]:
-    """Yields steps whose requests or rows disagree on values that are common to the pass."""
+    """Yields a sentence for each step whose requests or rows disagree on phase, batch shape or seconds."""
     events = trace.event_table
-    alike = events.groupby("step")[["phase", "batch_rows", "batch_slots", "seconds"]].nunique()
-    for step in alike.index[(alike > 1).any(axis=1)]:
+    distinct_values = events.groupby("step")[["phase", "batch_rows", "batch_slots", "seconds"]].nunique()
+    for step in distinct_values.index[(distinct_values > 1).any(axis=1)]:
         yield f"step {step}: its requests disagree about phase, shape or seconds"
     phases = dict(zip(events.step, events.phase, strict=True))
     rows = trace.row_table
@@ -236,25 +260,32 @@ def _step_faults(trace: Trace) -> Iterator[str]:
 
 
 def _text_faults(trace: Trace, texts: Callable[[Sequence[int]], list[str]]) -> Iterator[str]:
+    """Yields a sentence for each token id whose text in a table differs from the tokenizer's."""
     tables = [("rows", trace.row_table, "token_id", "token")]
     if trace.hypothesis_table is not None:
         both = (("token_id", "token"), ("committed_token_id", "committed_token"))
         tables += [("hypotheses", trace.hypothesis_table.dropna(subset=[a]), a, b) for a, b in both]
-    for name, table, ids, said in tables:
-        distinct = table[[ids, said]].drop_duplicates()
-        for number, text, want in zip(distinct[ids], distinct[said], texts(distinct[ids].tolist()), strict=True):
-            if text != visible(want):
-                yield f"{name}: {said} of token {number} is {text!r}, the model's tokenizer gives {visible(want)!r}"
+    for name, table, id_column, text_column in tables:
+        distinct = table[[id_column, text_column]].drop_duplicates()
+        for number, text, expected in zip(
+            distinct[id_column], distinct[text_column], texts(distinct[id_column].tolist()), strict=True
+        ):
+            if text != visible(expected):
+                wanted = visible(expected)
+                yield f"{name}: {text_column} of token {number} is {text!r}, the model's tokenizer gives {wanted!r}"
 
 
 def _null_fault(event: Line, name: str) -> str | None:
+    """Returns a sentence if the named field of an event without a verdict is not null; None if it is null."""
     value = getattr(event, name)
     return None if pd.isna(value) else f"{name} is {value} where no draft was verified"
 
 
 def _ints(values: Iterable[SupportsInt]) -> list[int]:
+    """Returns the values as a list of int."""
     return [int(x) for x in values]
 
 
 def _whole(value: Cell) -> int | None:
+    """Returns a number of a table as int; None if it is null."""
     return None if pd.isna(value) else int(value)

@@ -1,4 +1,4 @@
-"""Compares two runs from their tables alone: where they first differ. Does not import torch."""
+"""Compares two runs from their tables alone, and finds where they first differ. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,9 @@ _READING = ["token_id", "logprob_nats", "entropy_nats", "rank", "committed_logpr
 
 @dataclass(frozen=True, slots=True)
 class RequestDifference:
-    """How one request differs between two runs."""
+    """Describes how one request differs between two runs: not at all, in its prompt, its tokens or its
+    log-probabilities.
+    """
 
     request_id: int
     what: str
@@ -28,46 +30,50 @@ def compare_requests(
     ours: Sequence[StoredRequest], theirs: Sequence[StoredRequest], our_events: pd.DataFrame,
     their_events: pd.DataFrame,
 ) -> list[RequestDifference]:  # fmt: skip
-    """Compares two runs request by request, by number: prompts, committed tokens, and their log-probabilities bit for
-    bit.
+    """Returns a list with one RequestDifference for each request number: how the request differs between two runs.
 
-    ours, theirs: like `StoredRun.requests`.  events: like `Trace.events`.
+    Tokens are compared only if the prompts are equal, and log-probabilities, bit for bit, only if the tokens are equal.
+    ours, theirs: as `StoredRun.requests`.  our_events, their_events: as `Trace.events`.
     """
-    found = []
+    differences = []
     logprobs = [_logprobs(events) for events in (our_events, their_events)]
     for request_id in range(max(len(ours), len(theirs))):
         if request_id >= min(len(ours), len(theirs)):
-            found.append(RequestDifference(request_id, "missing"))
+            differences.append(RequestDifference(request_id, "missing"))
             continue
         a, b = ours[request_id], theirs[request_id]
         if a["prompt_token_ids"] != b["prompt_token_ids"]:
-            found.append(RequestDifference(request_id, "prompt"))
-        elif (place := first_difference(a["committed_token_ids"], b["committed_token_ids"])) is not None:
-            found.append(RequestDifference(request_id, "tokens", place))
+            differences.append(RequestDifference(request_id, "prompt"))
+        elif (index := first_difference(a["committed_token_ids"], b["committed_token_ids"])) is not None:
+            differences.append(RequestDifference(request_id, "tokens", index))
         else:
-            pair = [held.get(request_id, []) for held in logprobs]
+            pair = [by_request.get(request_id, []) for by_request in logprobs]
             if a["committed_token_ids"] and not all(pair):
-                found.append(RequestDifference(request_id, "tokens alone"))
+                differences.append(RequestDifference(request_id, "tokens alone"))
                 continue
-            place = first_difference(*pair)
-            found.append(RequestDifference(request_id, "equal" if place is None else "log-probabilities", place))
-    return found
+            index = first_difference(*pair)
+            differences.append(RequestDifference(request_id, "equal" if index is None else "log-probabilities", index))
+    return differences
 
 
 def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
-    """Returns the index of the first item that differs or that only one sequence has; None if they are equal."""
-    for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+    """Returns the index of the first item in which two sequences differ; None if they are equal.
+
+    An item that only the longer sequence has counts as a difference.
+    """
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
-            return place
+            return index
     return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
 
 
 def first_reading_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[int, int] | None:
-    """Returns (position, layer) of the first canonical reading of ours that differs in any number; None if all are
+    """Returns (position, layer) of the first lens reading whose numbers differ between two requests; None if all are
     equal.
 
-    ours, theirs: hypotheses of one request each; null equals null, because the last reading has no committed token to
-    rank.
+    ours, theirs: readings of one request each, as in `Trace.hypotheses`. All readings of `ours` with status "committed"
+    are
+    compared. Null equals null, because the last reading has no committed token to rank.
     """
     keys = ["position", "layer"]
     a, b = (table[table.status == "committed"].set_index(keys)[_READING].sort_index() for table in (ours, theirs))
@@ -80,8 +86,8 @@ def first_reading_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[
 
 
 def _logprobs(events: pd.DataFrame) -> dict[int, list[float]]:
-    """Returns the log-probabilities of each request's committed tokens, in order."""
-    held: dict[int, list[float]] = {}
+    """Returns the log-probabilities of each request's committed tokens, in order: a dict of lists by request id."""
+    by_request: dict[int, list[float]] = {}
     for request_id, nats in zip(events.request_id, events.committed_logprobs_nats, strict=True):
-        held.setdefault(int(request_id), []).extend(float(x) for x in nats)
-    return held
+        by_request.setdefault(int(request_id), []).extend(float(x) for x in nats)
+    return by_request

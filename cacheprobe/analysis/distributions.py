@@ -1,5 +1,4 @@
-"""Measures that need whole distributions, recomputed from the captured states: divergences, and rejected draft
-tokens."""
+"""Computes measures that need whole distributions from captured states: divergences, and ranks of rejected tokens."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -29,14 +28,13 @@ def divergences(
     rows: pd.DataFrame | None = None,
     model: CachedLM | None = None,
 ) -> pd.DataFrame:
-    """Returns how far every layer's reading is from the output and from the next layer's: one line for each row and
-    layer.
+    """Returns a DataFrame with one line for each row and layer: how far the lens reading is from the model's output.
 
     Columns: row, request_id, step, phase, status, position, layer; entropy_nats of the reading; kl_output_nats:
-    KL(output || reading), where output is the model's own distribution at that row, null if the row's last layer was
-    not run or not captured; js_next_nats: Jensen-Shannon divergence to the reading of layer + 1, at most ln 2, null if
-    layer + 1 was not read.
-    layers, rows: as in `analysis.reading.read_states`; rolled-back rows are included.
+    KL(output || reading), where output is the reading of the last layer, null if that layer was not run or not
+    captured;
+    js_next_nats: Jensen-Shannon divergence to the reading of layer + 1, at most ln 2, null if layer + 1 was not read.
+    layers, rows: as in `analysis.reading.read_states`; give rolled-back rows by `rows`.
     Source: KL to the final layer, Belrose et al. 2023 (arXiv 2303.08112), section 3; Jensen-Shannon between layers,
     Chuang et al. 2023 (DoLa, arXiv 2309.03883), section 2.2.
     Twin: tests.twins.measures_slowly.divergences_slowly, close(1e-4): sums are taken in float32.
@@ -46,7 +44,7 @@ def divergences(
     require_readable(lens, model, "S", chosen)
     table = predicting_rows(trace) if rows is None else rows
     for layer in chosen:
-        trace.vectors("S", layer, table[table.num_layers > layer])  # says what was not kept
+        trace.vectors("S", layer, table[table.num_layers > layer])  # raises an error that names what was not kept
     last = model.n_layers - 1
     needed = [*chosen, last] if last in trace.store.layers and last not in chosen else chosen
     kept = {layer: trace.store.all_of("S", layer) for layer in needed}
@@ -69,7 +67,7 @@ def divergences(
 def _divergences_of(
     model: CachedLM, lens: Lens, states: Float[Tensor, "l n m"], layers: list[int], rows: pd.DataFrame, last: int
 ) -> pd.DataFrame:
-    """Returns the divergences of all layers of some rows, computed in one product."""
+    """Returns the lines of `divergences` for the given layers and rows, from one matrix product."""
     number = torch.tensor(layers, device=states.device).repeat_interleave(states.shape[1])
     logits = lens.logits(model, rearrange(states, "l n m -> (l n) m"), number)
     logprobs = rearrange(logits.float().log_softmax(-1), "(l n) v -> l n v", l=len(states))
@@ -77,36 +75,39 @@ def _divergences_of(
     output = logprobs[layers.index(last)] if last in layers else None
     columns: dict[str, list[Tensor]] = {"entropy_nats": [], "kl_output_nats": [], "js_next_nats": []}
     for i, layer in enumerate(layers):
-        here = logprobs[i]
-        columns["entropy_nats"].append(_mean_under(here, -here))
-        columns["kl_output_nats"].append(missing if output is None else _mean_under(output, output - here))
+        of_layer = logprobs[i]
+        columns["entropy_nats"].append(_mean_under(of_layer, -of_layer))
+        columns["kl_output_nats"].append(missing if output is None else _mean_under(output, output - of_layer))
         has_next = i + 1 < len(layers) and layers[i + 1] == layer + 1
-        columns["js_next_nats"].append(_jensen_shannon(here, logprobs[i + 1]) if has_next else missing)
-    about = {key: np.tile(rows[key].to_numpy(), len(layers)) for key in _ABOUT}
+        columns["js_next_nats"].append(_jensen_shannon(of_layer, logprobs[i + 1]) if has_next else missing)
+    row_info = {key: np.tile(rows[key].to_numpy(), len(layers)) for key in _ABOUT}
     values = {name: torch.cat([part.cpu() for part in listed]).numpy() for name, listed in columns.items()}
-    return pd.DataFrame({**about, "layer": np.repeat(layers, len(rows)), **values})
+    return pd.DataFrame({**row_info, "layer": np.repeat(layers, len(rows)), **values})
 
 
 _ABOUT = ("row", "request_id", "step", "phase", "status", "position")
 
 
 def _mean_under(logprobs: Tensor, values: Tensor) -> Tensor:
-    """Returns [n]: the mean of values [n, v] under exp(logprobs); tokens with probability 0 add 0."""
+    """Returns the mean [n] of values [n, v] under the distribution exp(logprobs); tokens with probability 0 add 0."""
     return (logprobs.exp() * values).masked_fill(logprobs == -torch.inf, 0.0).sum(-1)
 
 
 def _jensen_shannon(one: Tensor, other: Tensor) -> Tensor:
+    """Returns the Jensen-Shannon divergence [n], in nats, of two distributions given as log-probabilities [n, v]."""
     middle = torch.logaddexp(one, other) - float(np.log(2))
     return (_mean_under(one, one - middle) + _mean_under(other, other - middle)) / 2
 
 
 def rejected_tokens(trace: "Trace", lens: Lens, model: CachedLM | None = None) -> pd.DataFrame:
-    """Returns the lens rank and log-probability of each rejected token, and of the token committed instead, by layer.
+    """Returns the rank and log-probability, in a lens, of each rejected draft token and of the token committed instead.
 
-    One line for each layer of each verify row after which a draft was rejected: row, request_id, step, position (of the
-    row; both tokens stand at position + 1), layer, rejected_token_id, rejected_token, rejected_rank,
-    rejected_logprob_nats; committed_token_id, committed_token, rank, committed_logprob_nats as in the hypotheses.
+    One DataFrame line for each layer of each verify row that predicted a rejected token: row, request_id, step,
+    position
+    (of the row; both tokens stand at position + 1), layer, rejected_token_id, rejected_token, rejected_rank,
+    rejected_logprob_nats; committed_token_id, committed_token, rank, committed_logprob_nats as in `Trace.hypotheses`.
     Only first mismatches are included: later draft tokens follow text that was never committed.
+    Raises: ValueError if no draft was rejected.
     Twin: tests.twins.measures_slowly.rejected_tokens_slowly, close(1e-5).
     """
     model = require_model(trace, model)
@@ -121,14 +122,14 @@ def rejected_tokens(trace: "Trace", lens: Lens, model: CachedLM | None = None) -
     table = trace.row_table[(trace.row_table.phase == "verify") & (trace.row_table.state_index >= 0)]
     rows = table.merge(drafted, on=["request_id", "step", "position"])
     token_of_row = dict(zip(rows.row, rows.rejected_token_id, strict=True))
-    committed = read_states(trace, lens, rows=rows, model=model)
-    lost = read_states(trace, lens, rows=rows, model=model, targets=token_of_row)
-    about = committed[["row", "request_id", "step", "position", "layer"]]
-    return about.assign(
-        rejected_token_id=lost.committed_token_id,
-        rejected_token=texts_of(lost.committed_token_id.to_numpy(dtype=int), model.token_texts),
-        rejected_rank=lost["rank"],
-        rejected_logprob_nats=lost.committed_logprob_nats,
-        **{name: committed[name] for name in ("committed_token_id", "committed_token", "rank")},
-        committed_logprob_nats=committed.committed_logprob_nats,
+    of_committed = read_states(trace, lens, rows=rows, model=model)
+    of_rejected = read_states(trace, lens, rows=rows, model=model, targets=token_of_row)
+    row_info = of_committed[["row", "request_id", "step", "position", "layer"]]
+    return row_info.assign(
+        rejected_token_id=of_rejected.committed_token_id,
+        rejected_token=texts_of(of_rejected.committed_token_id.to_numpy(dtype=int), model.token_texts),
+        rejected_rank=of_rejected["rank"],
+        rejected_logprob_nats=of_rejected.committed_logprob_nats,
+        **{name: of_committed[name] for name in ("committed_token_id", "committed_token", "rank")},
+        committed_logprob_nats=of_committed.committed_logprob_nats,
     )

@@ -1,5 +1,4 @@
-"""Resumes a generation from a snapshot of its KV cache: the cached keys and values of a request, and new requests from
-there."""
+"""Returns the cached keys and values of a request, and makes new requests that continue from them."""
 
 from dataclasses import replace
 from typing import SupportsIndex
@@ -10,13 +9,12 @@ from cacheprobe.trace.trace import Trace
 
 
 def kv_snapshot(trace: Trace, request_id: SupportsIndex, length: int | None = None) -> KVSnapshot:
-    """Returns a copy of the request's cached keys and values at positions 0 to length - 1, taken when the request
-    ended.
+    """Returns a copy of a request's cached keys and values at positions 0 to length - 1, taken when the request ended.
 
-    length: number of positions; None means all.
+    length: number of positions; None means all. The newest token is not cached.
     Committed positions are never written again, so the first p positions equal the cache's content when position p was
-    new. The newest token is not cached. Provenance is the ledger's: prefill, verified, decoded or edited.
-    Raises: ValueError if the run did not keep them, or for a length that they do not have.
+    new. Provenance is the ledger's: prefill, verified, decoded or edited.
+    Raises: ValueError if the run did not keep them, or if `length` exceeds them; KeyError for an unknown request.
     """
     request = _request(trace, request_id)
     rows = trace.kept_rows.get(int(request_id))
@@ -32,8 +30,9 @@ def kv_snapshot(trace: Trace, request_id: SupportsIndex, length: int | None = No
 
 
 def fork(trace: Trace, request_id: SupportsIndex, length: int, rows: KVSnapshot | None = None) -> Request:
-    """Returns a request that continues from another request's cached positions, with the other's remaining tokens.
+    """Returns a new Request that continues another request of the trace after its first `length` positions.
 
+    The new request starts from the other's cached keys and values, so these positions are not computed again.
     The new prompt is the other request's text up to the first token after the cached positions, and at least its
     prompt. Settings and seed are the other's, and noise is keyed by absolute position: with unchanged keys and values,
     the fork generates the same tokens. States have the same bits if a prefill pass has the shape of a verify pass
@@ -67,6 +66,7 @@ def fork(trace: Trace, request_id: SupportsIndex, length: int, rows: KVSnapshot 
 
 
 def _request(trace: Trace, request_id: SupportsIndex) -> Request:
+    """Returns one request of the trace. Raises: KeyError for an unknown number."""
     requests: dict[int | None, Request] = {request.request_id: request for request in trace.requests}
     if request_id not in requests:
         raise KeyError(f"no request {request_id} in this trace; it has 0 to {len(requests) - 1}")

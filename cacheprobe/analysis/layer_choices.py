@@ -1,4 +1,4 @@
-"""Measures over the hypotheses table: pure functions from tidy table to tidy table."""
+"""Computes measures of each layer's first choice from the table of lens readings; returns tables."""
 
 import pandas as pd
 
@@ -8,28 +8,34 @@ _ROW = ["request_id", "row", "step", "phase", "status", "position", "verdict"]
 
 
 def agreement_by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
-    """Returns how often each layer's first choice is the committed token, by layer (index) and verdict (columns).
+    """Returns the share of lens readings whose first choice is the committed token, by layer (index) and verdict
+    (columns).
 
-    A column holds the readings of positions whose draft was accepted, rejected or never verified; not_drafted holds
-    those of positions for which the row's pass had no draft. `draft_verdicts.by_verdict` defines which rows count.
+    Columns: accepted, rejected, never_judged, for positions with a draft token of this verdict; not_drafted, for
+    positions
+    for which the row's pass had no draft token. `draft_verdicts.by_verdict` defines which rows count.
     Source: "accuracy of the hidden predictions" of the logit lens.
     """
     return by_verdict(hypotheses).groupby(["layer", "verdict"]).agrees.mean().unstack()
 
 
 def prediction_depth_of(hypotheses: pd.DataFrame) -> pd.DataFrame:
-    """Returns the prediction depth of each row, and the choices before it: one line for every row of the trace.
+    """Returns a DataFrame with one line for each row: its prediction depth, and the first choices of its layers in
+    order.
 
     prediction_depth: first layer from which the first choice stays that of the last layer read (Baldock et al. 2021).
-    num_flips: changes of first choice between adjacent layers.  path: the distinct first choices in order, as text.
+    num_flips: changes of first choice between adjacent layers.  path: the first choices in order, as one text; a choice
+    that the next layer keeps is written once.
     final_token: the last layer's first choice.  agrees: whether that is the committed token; null if none was
     committed.
+    hypotheses: as from `Trace.hypotheses`.
+    Raises: ValueError if there are none.
     Source: as for `draft_verdicts.prediction_depths`, which computes the depth.
     Twin: tests.twins.measures_slowly.prediction_depth_slowly, ==.
     """
     if hypotheses.empty:
         raise ValueError("there are no hypotheses; capture must include Z")
-    # what else is in _ROW follows from the row
+    # the other columns of _ROW are equal in all readings of a row
     table = hypotheses.sort_values(["request_id", "row", "layer"], ignore_index=True)
     is_change = (table.row != table.row.shift()) | (table.token_id != table.token_id.shift())
     changes = table[is_change].groupby("row", sort=False).token
@@ -44,8 +50,12 @@ def prediction_depth_of(hypotheses: pd.DataFrame) -> pd.DataFrame:
 
 
 def prediction_depth_by_verdict(hypotheses: pd.DataFrame) -> pd.DataFrame:
-    """Returns, by verdict as in `agreement_by_layer`: rows, prediction depth (median, mean), changes of first choice
-    (mean)."""
+    """Returns a DataFrame with one line for each verdict on a draft token: rows, prediction depth, changes of first
+    choice.
+
+    Columns: rows (their number), prediction_depth_median, prediction_depth_mean, flips_mean. Verdicts are those of
+    `agreement_by_layer`.
+    """
     return (
         prediction_depth_of(by_verdict(hypotheses))
         .groupby("verdict")

@@ -1,4 +1,4 @@
-"""Direct logit attribution: splits one row's logit of a token into a sum over all writes to the residual stream."""
+"""Computes direct logit attribution: splits a row's logit of a token into a sum over writes to the residual stream."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, SupportsIndex
@@ -34,10 +34,11 @@ def attribution(
     heads: bool | None = None,
     model: CachedLM | None = None,
 ) -> pd.DataFrame:
-    """Returns the logit of a token at one row, by layer, site and head: one line for each part; `logit` sums to the
-    whole.
+    """Splits the logit of a token at one row into a sum: a DataFrame with one line for each layer, site and head.
 
-    position: of the canonical row.  row: any row's number, such as a rolled-back one's; give one of the two.
+    position: finds the request's row of status "committed" at this position.  row: any row's number, such as a
+    rolled-back
+    one's; give one of the two.
     token: a token id, or several, whose tables are concatenated. Default: the token committed at the next position; for
     a rolled-back row, its own first choice.
     heads: splits T by head, from z; by default if z was captured.
@@ -56,13 +57,13 @@ def attribution(
     model = require_model(trace, model)
     if not hasattr(model, "output_parts"):
         raise ModelError(f"{model.name} has no `output_parts`, so its logits cannot be divided; see CachedLM")
-    about = _the_row(trace, request_id, position, row)
+    row_info = _find_row(trace, request_id, position, row)
     by_head = HEADS in trace.store.heads if heads is None else heads
-    parts, last = _parts(trace, model, about, by_head)
+    parts, last = _parts(trace, model, row_info, by_head)
     output = model.output_parts()
     norm = FrozenNorm(output.norm, last)
     logits = _logits(model, output, norm, last)
-    token_ids = _token_ids(trace, about, token, logits)
+    token_ids = _token_ids(trace, row_info, token, logits)
     directions = output.weight[token_ids].double().cpu()
     written = norm(torch.stack([vector for *_, vector in parts])) @ directions.T
     lines = [(site, layer, head, written[i]) for i, (site, layer, head, _) in enumerate(parts)]
@@ -75,7 +76,7 @@ def attribution(
     table = pd.DataFrame(
         [
             {
-                **{name: about[name] for name in names},
+                **{name: row_info[name] for name in names},
                 "token_id": token_id,
                 "token": text,
                 "layer": layer,
@@ -90,22 +91,30 @@ def attribution(
     return table.astype({"layer": "Int64", "head": "Int64"})
 
 
-def _the_row(
+def _find_row(
     trace: "Trace", request_id: SupportsIndex, position: SupportsIndex | None, row: SupportsIndex | None
 ) -> pd.Series:
+    """Returns one line of a request's rows table: the row with this number, or the committed row at this position.
+
+    Raises: ValueError if there is none, or unless exactly one of the two is given.
+    """
     if (position is None) == (row is None):
         raise ValueError("say which row: position= for the canonical one, or row= for any, such as a rolled-back one's")
-    mine = trace.rows(request_id)
-    is_it = mine.row == row if row is not None else (mine.position == position) & (mine.status == "committed")
-    found = mine[is_it]
+    rows = trace.rows(request_id)
+    is_wanted = rows.row == row if row is not None else (rows.position == position) & (rows.status == "committed")
+    found = rows[is_wanted]
     if found.empty:
         what = f"row {row}" if row is not None else f"canonical row at position {position}"
         raise ValueError(f"request {request_id} has no {what}; see trace.rows({request_id})")
     return found.iloc[0]
 
 
-def _parts(trace: "Trace", model: CachedLM, about: pd.Series, by_head: bool) -> tuple[list[_Part], Tensor]:
-    """Returns the vectors that were written to the residual stream at this row, and the final stream."""
+def _parts(trace: "Trace", model: CachedLM, row_info: pd.Series, by_head: bool) -> tuple[list[_Part], Tensor]:
+    """Returns (site, layer, head, vector) of every write to the residual stream at one row, and the stream after the
+    last layer.
+
+    Raises: ValueError if a state is missing.
+    """
     if lacking := sorted(set(range(model.n_layers)) - set(trace.store.layers)) or set("STC") - set(trace.store.sites):
         raise ValueError(
             f"a logit falls into S, T and C of all layers; this run kept {', '.join(trace.store.sites) or 'no states'} "
@@ -113,11 +122,11 @@ def _parts(trace: "Trace", model: CachedLM, about: pd.Series, by_head: bool) -> 
         )
 
     def state(site: str, layer: int) -> Tensor:
-        """Returns the captured state of this row at a site and layer."""
-        return trace.vectors(site, layer, [int(about.row)])[0].double()
+        """Returns the captured state of the row at a site and layer, in float64."""
+        return trace.vectors(site, layer, [int(row_info.row)])[0].double()
 
     last = state("S", model.n_layers - 1)
-    parts: list[_Part] = [("embed", None, None, _embedding(model, about))]
+    parts: list[_Part] = [("embed", None, None, _embedding(model, row_info))]
     for layer in range(model.n_layers):
         attention = state("T", layer)
         if by_head:
@@ -129,16 +138,21 @@ def _parts(trace: "Trace", model: CachedLM, about: pd.Series, by_head: bool) -> 
     return [*parts, ("rest", None, None, rest)], last
 
 
-def _embedding(model: CachedLM, about: pd.Series) -> Tensor:
-    """Returns the input of the first block [m], a function of the token and its position."""
-    position = int(about.position)
-    token = torch.tensor([[int(about.token_id)]])
+def _embedding(model: CachedLM, row_info: pd.Series) -> Tensor:
+    """Returns the input of the first block [m] for a row: a function of its token and position."""
+    position = int(row_info.position)
+    token = torch.tensor([[int(row_info.token_id)]])
     return feed(model, token, start=position, num_layers=0).out[0, 0].double().cpu()
 
 
 def _by_head(trace: "Trace", writer: HeadWriter, layer: int, z: Tensor, attention: Tensor) -> list[_Part]:
-    """Splits T by head. Raises: ModelError if the sum of the heads is not T, because the architecture computes more in
-    between."""
+    """Splits the attention output T [m] of one layer into one part for each head, and a part for the bias if there is
+    one.
+
+    Raises: ModelError if the heads do not sum to T, because the architecture computes more between the heads and T. A
+    run
+    with interventions is not checked.
+    """
     written = torch.einsum("hd,hdm->hm", z, writer.weight.double().cpu())
     bias = torch.zeros_like(attention) if writer.bias is None else writer.bias.double().cpu()
     through_norm = 0 * bias
@@ -146,41 +160,48 @@ def _by_head(trace: "Trace", writer: HeadWriter, layer: int, z: Tensor, attentio
         norm = FrozenNorm(writer.norm, written.sum(0) + bias)
         written, bias, through_norm = norm(written), norm(bias[None])[0], norm.bias
     bias = bias + through_norm
-    kept = getattr(torch, trace.meta["capture"]["dtype"] or trace.fingerprint["dtype"])
-    allowed = max(1e-4, 16 * torch.finfo(kept).eps) * float(attention.abs().max())
-    off = float((written.sum(0) + bias - attention).abs().max())
-    if not off <= allowed and not trace.meta.get("interventions"):
+    dtype = getattr(torch, trace.meta["capture"]["dtype"] or trace.fingerprint["dtype"])
+    allowed = max(1e-4, 16 * torch.finfo(dtype).eps) * float(attention.abs().max())
+    error = float((written.sum(0) + bias - attention).abs().max())
+    if not error <= allowed and not trace.meta.get("interventions"):
         raise ModelError(
-            f"layer {layer}: the heads' z through the output projection is not T (off by {off:.2g}); this architecture "
-            "does more between them, so pass heads=False"
+            f"layer {layer}: the heads' z through the output projection is not T (off by {error:.2g}); this "
+            "architecture does more between them, so pass heads=False"
         )
     parts: list[_Part] = [("T", layer, head, vector) for head, vector in enumerate(written)]
     return [*parts, ("T bias", layer, None, bias)] if bool(bias.any()) else parts
 
 
 def _logits(model: CachedLM, output: OutputParts, norm: FrozenNorm, last: Tensor) -> Tensor:
-    """Returns the row's logits [v], before a softcap or a scale.
+    """Returns the row's logits [v] from the final norm and the unembedding, before a softcap or a scale.
 
     Raises: ModelError if they are not the model's own, for example because a library processed the weights.
     """
     logits = (norm(last[None])[0] + norm.bias) @ output.weight.double().cpu().T
     logits = logits if output.bias is None else logits + output.bias.double().cpu()
-    own = model.read_out(last.to(model.device, model.dtype)[None])[0].double().cpu()
-    off = float((output.finish(logits[None])[0] - own).abs().max() / own.abs().max().clamp(min=1e-30))
-    if not off <= max(1e-4, 16 * torch.finfo(model.dtype).eps):
+    model_logits = model.read_out(last.to(model.device, model.dtype)[None])[0].double().cpu()
+    error = float(
+        (output.finish(logits[None])[0] - model_logits).abs().max() / model_logits.abs().max().clamp(min=1e-30)
+    )
+    if not error <= max(1e-4, 16 * torch.finfo(model.dtype).eps):
         raise ModelError(
-            f"{model.name}: its logits are not its final norm and unembedding (off by {off:.2g} of the largest), so "
+            f"{model.name}: its logits are not its final norm and unembedding (off by {error:.2g} of the largest), so "
             "they do not fall into parts here"
         )
     return logits
 
 
 def _token_ids(
-    trace: "Trace", about: pd.Series, token: "SupportsIndex | Sequence[int] | None", logits: Tensor
+    trace: "Trace", row_info: pd.Series, token: "SupportsIndex | Sequence[int] | None", logits: Tensor
 ) -> list[int]:
+    """Returns the token ids to attribute: the given ones; by default the committed next token, or the row's first
+    choice.
+
+    Raises: ValueError for an id outside the vocabulary.
+    """
     if token is None:
-        following = committed_after(trace, trace.row_table[trace.row_table.row == about.row])[about.row]
-        is_followed = about.status != "rolled_back" and following >= 0
+        following = committed_after(trace, trace.row_table[trace.row_table.row == row_info.row])[row_info.row]
+        is_followed = row_info.status != "rolled_back" and following >= 0
         return [following if is_followed else lowest_argmax(logits.float())]
     token_ids = [int(t) for t in token] if isinstance(token, Sequence) else [int(token)]
     if bad := [t for t in token_ids if not 0 <= t < len(logits)]:

@@ -1,8 +1,8 @@
-"""Measures of a row's readings from layer to layer: one line a row, for every status. Tables in, tables out.
+"""Computes measures of a row's lens readings from layer to layer, for rows of every status: tables in, tables out.
 
-All take a hypotheses table (`trace.hypotheses()` or `cp.analysis.read_states(trace, lens)`), whose columns `rank` and
-`committed_logprob_nats` describe the committed token at each layer, and `entropy_nats` the reading itself. Rolled-back
-rows have the same measures; `analysis.distributions.rejected_tokens` describes their draft tokens.
+All take a table of lens readings (`trace.hypotheses()` or `cp.analysis.read_states(trace, lens)`), whose columns `rank`
+and `committed_logprob_nats` describe the committed token at each layer, and `entropy_nats` the reading itself.
+Rolled-back rows have the same measures; `analysis.distributions.rejected_tokens` describes their draft tokens.
 """
 
 import numpy as np
@@ -12,14 +12,15 @@ ROW = ["request_id", "row", "step", "phase", "status", "position"]
 
 
 def by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
-    """Returns, by layer and status: number of rows; median rank, mean log-probability and share of first choices of the
-    committed token, over rows with one; and the mean entropy over all rows.
+    """Returns a DataFrame with one line for each layer and status: how well the readings predict the committed token.
 
-    Columns: layer, status, rows, rank_median, logprob_nats_mean, agrees_mean, entropy_nats_mean.
+    Columns: layer, status, rows (their number); over rows with a committed next token, rank_median and
+    logprob_nats_mean of
+    that token, and agrees_mean, the share of readings whose first choice it is; entropy_nats_mean, over all rows.
     Source: the statistics of a prediction trajectory in Belrose et al. 2023 (arXiv 2303.08112), section 4.
     Twin: tests.twins.measures_slowly.by_layer_slowly, close(1e-9).
     """
-    _require(hypotheses)
+    _check_readings(hypotheses)
     numbers = hypotheses.assign(
         rank=hypotheses["rank"].astype(float).where(hypotheses["rank"].notna()),
         agrees=hypotheses.agrees.astype("Float64").astype(float),
@@ -35,9 +36,10 @@ def by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
 
 
 def commitment(hypotheses: pd.DataFrame, margin: float = 0.5) -> pd.DataFrame:
-    """Returns, by row, the first confident layer, and whether its choice was that of the last layer.
+    """Returns a DataFrame with one line for each row: the first layer that is confident of its first choice.
 
-    commitment_layer: first layer read at which the probability of the first choice exceeds that of the second by
+    commitment_layer: first layer read at which the probability of the first choice exceeds that of the second by at
+    least
     `margin`; null if there is none.  commitment_token: its first choice.  stays: whether that is the last layer's first
     choice.  agrees: whether it is the committed token, null if no token was committed.
     Source: the softmax response of confident early exit, Schuster et al. 2022 (CALM, arXiv 2207.07061), section 3.5.
@@ -45,55 +47,57 @@ def commitment(hypotheses: pd.DataFrame, margin: float = 0.5) -> pd.DataFrame:
     """
     if not 0 <= margin <= 1:
         raise ValueError(f"margin is a difference of probabilities, from 0 to 1, got {margin}")
-    table = _require(hypotheses, choices=2).sort_values(["row", "layer"])
+    table = _check_readings(hypotheses, choices=2).sort_values(["row", "layer"])
     best = np.exp(np.stack(table.top_logprob_nats.to_numpy())[:, :2].astype(np.float64))
-    sure = table[best[:, 0] - best[:, 1] >= margin].groupby("row").head(1).set_index("row")
+    confident = table[best[:, 0] - best[:, 1] >= margin].groupby("row").head(1).set_index("row")
     ends = table.groupby("row").tail(1)
-    layer = ends.row.map(sure.layer).astype("Int64")
-    token = ends.row.map(sure.token_id).astype("Int64")
+    layer = ends.row.map(confident.layer).astype("Int64")
+    token = ends.row.map(confident.token_id).astype("Int64")
     agrees = (token == ends.committed_token_id).astype("boolean")
     return ends[ROW].assign(
         commitment_layer=layer,
         commitment_token_id=token,
-        commitment_token=ends.row.map(sure.token),
+        commitment_token=ends.row.map(confident.token),
         stays=(token == ends.token_id).astype("boolean"),
         agrees=agrees.where((token.notna() & ends.committed_token_id.notna()).to_numpy(dtype=bool)),
     ).reset_index(drop=True)  # fmt: skip
 
 
 def saturation(hypotheses: pd.DataFrame, top: int = 3) -> pd.DataFrame:
-    """Returns, by row, the layer from which each of the last layer's `top` choices keeps its place.
+    """Returns a DataFrame with one line for each row: the layer from which each of the last layer's top choices keeps
+    its rank.
 
     saturation_layer_1..top: first layer from which the k-th choice stays the last layer's k-th; the first equals the
-    prediction depth.  is_in_order: whether they saturate in the order of their places, ties allowed.
-    Source: top-1 saturation of Geva et al. 2022 (arXiv 2203.14680), for further places as in Lioubashevski et al. 2024
+    prediction depth.  is_in_order: whether they saturate in the order of their ranks, ties allowed.
+    Source: top-1 saturation of Geva et al. 2022 (arXiv 2203.14680), for further ranks as in Lioubashevski et al. 2024
     (arXiv 2410.20210), section 3.
     Twin: tests.twins.measures_slowly.saturation_slowly, ==.
     """
-    table = _require(hypotheses, choices=top).sort_values(["row", "layer"])
+    table = _check_readings(hypotheses, choices=top).sort_values(["row", "layer"])
     choices = np.stack(table.top_token_ids.to_numpy())[:, :top]
     row, layer = table.row.to_numpy(), table.layer.to_numpy()
     is_last = np.append(row[1:] != row[:-1], True)
-    run = np.cumsum(np.append(0, is_last[:-1]))  # number of the row's group
-    differs = choices != choices[is_last][run]
+    group = np.cumsum(np.append(0, is_last[:-1]))  # number of the row's group
+    differs = choices != choices[is_last][group]
     is_first = np.append(True, is_last[:-1])
     start = np.flatnonzero(is_first)
-    place = np.arange(len(row))[:, None]
-    latest = np.maximum.reduceat(np.where(differs, place, -1), start, axis=0)
-    settled = layer[np.where(latest < 0, start[:, None], latest + 1)]
-    columns = {f"saturation_layer_{k + 1}": settled[:, k] for k in range(top)}
-    in_order = (np.diff(settled, axis=1) >= 0).all(axis=1)
+    index = np.arange(len(row))[:, None]
+    latest = np.maximum.reduceat(np.where(differs, index, -1), start, axis=0)
+    saturation_layers = layer[np.where(latest < 0, start[:, None], latest + 1)]
+    columns = {f"saturation_layer_{k + 1}": saturation_layers[:, k] for k in range(top)}
+    in_order = (np.diff(saturation_layers, axis=1) >= 0).all(axis=1)
     return table.loc[is_last, ROW].assign(**columns, is_in_order=in_order).reset_index(drop=True)
 
 
 def draft_agreement(hypotheses: pd.DataFrame, window: int) -> pd.DataFrame:
-    """Returns, by layer, how many of its draft tokens the verifier would have accepted, if that layer alone had drafted
-    all greedy requests.
+    """Simulates drafting by one layer's first choices; returns a DataFrame with one line for each layer: accepted draft
+    tokens.
 
     Simulates verify passes of `window` tokens over the committed text: the newest token, and window - 1 draft tokens
     that are the layer's first choices; the first generated token comes from prefill. As long as they equal the text,
-    the layer has read the same text as in the table, so the count equals that of `EarlyExit(layer)`, up to rounding.
-    Every pass ends with a token chosen by the verifier, so the text's last token is never drafted.
+    the layer has read the same text as in the table. So for greedy requests the count equals that of
+    `EarlyExit(layer)`,
+    up to rounding. Every pass ends with a token chosen by the verifier, so the text's last token is never drafted.
     Columns: layer, passes, drafted, accepted, acceptance (accepted / drafted), tokens_per_pass (committed in them).
     Source: number of accepted tokens, Leviathan et al. 2023 (arXiv 2211.17192), section 3.1, counted instead of
     expected.
@@ -101,7 +105,7 @@ def draft_agreement(hypotheses: pd.DataFrame, window: int) -> pd.DataFrame:
     """
     if window < 2:
         raise ValueError(f"a window of {window} rows verifies no draft; give at least 2")
-    known = _require(hypotheses)[lambda t: (t.status == "committed") & (t.role != "prompt") & t.agrees.notna()]
+    known = _check_readings(hypotheses)[lambda t: (t.status == "committed") & (t.role != "prompt") & t.agrees.notna()]
     if known.empty:
         raise ValueError("no canonical reading has a committed token to agree with")
     totals: dict[int, list[int]] = {}
@@ -130,14 +134,19 @@ def draft_agreement(hypotheses: pd.DataFrame, window: int) -> pd.DataFrame:
     return pd.DataFrame(records)
 
 
-def _require(hypotheses: pd.DataFrame, choices: int = 1) -> pd.DataFrame:
+def _check_readings(hypotheses: pd.DataFrame, choices: int = 1) -> pd.DataFrame:
+    """Checks that a table of lens readings is not empty, has one reading per row and layer, and enough choices; returns
+    it.
+
+    Raises: ValueError if not.
+    """
     if hypotheses.empty:
         raise ValueError("there are no hypotheses; capture must include Z")
     if hypotheses.duplicated(["row", "layer"]).any():
         raise ValueError("a layer of a row has more than one reading; measure one lens and one site at a time")
-    held = hypotheses.top_token_ids.map(len).min()
-    if held < choices:
+    num_choices = hypotheses.top_token_ids.map(len).min()
+    if num_choices < choices:
         raise ValueError(
-            f"the readings hold {held} choices, {choices} are needed; run with CaptureConfig(top_k={choices})"
+            f"the readings hold {num_choices} choices, {choices} are needed; run with CaptureConfig(top_k={choices})"
         )
     return hypotheses

@@ -1,4 +1,4 @@
-"""Measures of a trace's own lens readings, and its states as TransformerLens holds them."""
+"""Computes measures of a trace's own lens readings, and exports its states to TransformerLens."""
 
 from typing import TYPE_CHECKING, SupportsIndex
 
@@ -13,50 +13,61 @@ if TYPE_CHECKING:
 
 
 def lens_readings(trace: "Trace", include_rolled_back: bool = False) -> pd.DataFrame:
-    """Returns the lens readings of `trace.hypotheses()` without thoughts, as the measures by layer require."""
+    """Returns the table of `trace.hypotheses()` without thoughts, as the measures by layer require."""
     table = trace.hypotheses(include_rolled_back)
     return table[table.site != "thought"].reset_index(drop=True) if trace.thought_table is not None else table
 
 
 def agreement(trace: "Trace") -> pd.DataFrame:
-    """Returns the share of first choices that equal the committed token, by layer and verdict.
+    """Returns the share of a trace's lens readings whose first choice is the committed token, by layer and verdict.
 
-    See `analysis.layer_choices.agreement_by_layer` for the columns.
+    Layers are the index and verdicts the columns; see `analysis.layer_choices.agreement_by_layer`.
     """
     return agreement_by_layer(lens_readings(trace))
 
 
 def prediction_depth(trace: "Trace") -> pd.DataFrame:
-    """Returns, for every row, the layer from which its first choice stays, the number of earlier changes, and the
-    choices.
+    """Returns a DataFrame with one line for each row: its prediction depth, its number of changed first choices, and
+    these choices.
 
-    See `analysis.layer_choices.prediction_depth_of` for the columns.
+    Prediction depth: the layer from which the first choice stays. The choices are one text, in order. Columns: as in
+    `analysis.layer_choices.prediction_depth_of`.
     """
     return prediction_depth_of(lens_readings(trace))
 
 
 def commitment(trace: "Trace", margin: float = 0.5) -> pd.DataFrame:
-    """Returns, for every row, the first layer that is confident by `margin`; columns as in
-    `analysis.measures.commitment`."""
+    """Returns a DataFrame with one line for each row: the first layer whose first choice leads the second by `margin`.
+
+    margin: a difference of probabilities. Columns: as in `analysis.measures.commitment`.
+    """
     return measures.commitment(lens_readings(trace), margin)
 
 
 def saturation(trace: "Trace", top: int = 3) -> pd.DataFrame:
-    """Returns, for every row, the layer from which each of the last layer's choices stays; as in
-    `analysis.measures.saturation`."""
+    """Returns a DataFrame with one line for each row: the layer from which each of the last layer's `top` choices keeps
+    its rank.
+
+    Columns: as in `analysis.measures.saturation`.
+    """
     return measures.saturation(lens_readings(trace), top)
 
 
 def draft_agreement(trace: "Trace", window: int) -> pd.DataFrame:
-    """Returns how many of each layer's draft tokens would be accepted; columns as in
-    `analysis.measures.draft_agreement`."""
+    """Returns a DataFrame with one line for each layer: how many tokens would be accepted if the layer drafted the
+    run's text.
+
+    window: tokens of one verify pass. Columns: as in `analysis.measures.draft_agreement`.
+    """
     return measures.draft_agreement(lens_readings(trace), window)
 
 
 def to_activation_cache(trace: "Trace", request_id: SupportsIndex) -> object:
-    """Returns TransformerLens' ActivationCache of a request's canonical states, [1, position, m] by hook name.
+    """Returns a request's captured states as a TransformerLens ActivationCache, [1, position, m] by hook name.
 
-    Heads are [1, position, h, d], patterns [1, h, position, position]. Raises: ValueError without a model or states.
+    The states are those of status "committed", one for each position. Heads are [1, position, h, d], patterns
+    [1, h, position, position].
+    Raises: ValueError if the trace has no model or no states.
     """
     if trace.model is None:
         raise ValueError("this trace was loaded without its model; use cp.load_trace(dir, model=...)")
@@ -64,5 +75,5 @@ def to_activation_cache(trace: "Trace", request_id: SupportsIndex) -> object:
         raise ValueError("this run kept no states; run it with S, T or C in capture=")
     rows = trace.rows(request_id, "committed").sort_values("position")
     pairs = [(site, layer) for layer in trace.store.layers for site in (*trace.store.sites, *trace.store.heads)]
-    held = {p: trace.pattern(p[1], request_id) if p[0] == PATTERN else trace.vectors(*p, rows) for p in pairs}
-    return trace.model.to_activation_cache(held)
+    states = {p: trace.pattern(p[1], request_id) if p[0] == PATTERN else trace.vectors(*p, rows) for p in pairs}
+    return trace.model.to_activation_cache(states)

@@ -1,4 +1,4 @@
-"""Reads the states of a trace with any lens: at S, T or C, for any rows, including rolled-back ones."""
+"""Reads the captured states of a trace with any lens: at S, T or C, for any rows, including rolled-back ones."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, cast
@@ -21,14 +21,18 @@ if TYPE_CHECKING:
 
 
 def readable(trace: "Trace") -> "Trace":
-    """Lets `trace.hypotheses()` of an imported trace read its states with the logit lens, once the trace has its
-    model."""
+    """Changes an imported trace so that `trace.hypotheses()` reads its states with the logit lens; returns the same
+    trace.
+
+    The trace needs its model. Another trace than an import is returned unchanged.
+    """
     if trace.meta["kind"] == "import":
         trace.reading_of_import = _by_logit_lens
     return trace
 
 
 def _by_logit_lens(trace: "TraceData") -> pd.DataFrame:
+    """Reads all captured states of a trace with the logit lens."""
     return read_states(cast("Trace", trace), LogitLens())
 
 
@@ -41,11 +45,11 @@ def read_states(
     model: CachedLM | None = None,
     targets: Mapping[int, int] | None = None,
 ) -> pd.DataFrame:
-    """Reads the captured states with this lens at this site; returns a table as of
-    `trace.tables.build.hypotheses_table`.
+    """Reads captured states with a lens; returns a DataFrame with one line for each row and layer.
 
-    layers: by default, the captured ones.  rows: from `trace.rows(...)`; by default every row that predicts a generated
-    token and was not fed a draft token that was never committed.
+    Columns: as in `Trace.hypotheses`.
+    site: S, T or C.  layers: by default, the captured ones.  rows: from `trace.rows(...)`; by default every row that
+    predicts a generated token and was not fed a draft token that was never committed.
     targets: by row number, the token to rank instead of the committed one.
     Layers that did not run for a row (an early exit) have no line. All layers of a row are read in one product.
     Raises: LensError for a lens that cannot read these states, ValueError if the states or the model are missing.
@@ -56,7 +60,7 @@ def read_states(
     require_readable(lens, model, site, chosen)
     table = predicting_rows(trace) if rows is None else rows
     for layer in chosen or (0,):
-        trace.vectors(site, layer, table[table.num_layers > layer])  # says what was not kept
+        trace.vectors(site, layer, table[table.num_layers > layer])  # raises an error that names what was not kept
     if not chosen or table.empty:
         raise ValueError("there is nothing to read: no layer, or no row, was asked for")
     reader = LensReader(model, lens, trace.meta["capture"]["top_k"])
@@ -67,11 +71,11 @@ def read_states(
         if ran:
             states = torch.stack([kept[layer][row.state_index] for layer in ran])
             target = following[row.row] if targets is None else targets[row.row]
-            own = (row.request_id, row.step)
-            reader.queue_resolved(Queued(row.row, row.position, states, torch.tensor(ran), target, *own))
+            request_and_step = (row.request_id, row.step)
+            reader.queue_resolved(Queued(row.row, row.position, states, torch.tensor(ran), target, *request_and_step))
     columns = reader.finish()
-    for why in reader.errors.values():
-        raise LensError(why)
+    for message in reader.errors.values():
+        raise LensError(message)
     table = hypotheses_table(columns, trace.row_table, lens.name, model.token_texts, site)
     lengths = {request.request_id: request.num_prompt_tokens for request in trace.requests}
     table = with_verdicts(table, trace.event_table, lengths, _Texts(model))
@@ -90,34 +94,42 @@ class _Texts(dict[int, str]):
 
 
 def predicting_rows(trace: "Trace") -> pd.DataFrame:
-    """Returns the captured rows that predict a generated token, without those fed a draft token that was not
-    committed."""
+    """Returns the captured rows that predict a generated token, as a DataFrame.
+
+    Rows fed a draft token that was not committed are left out.
+    """
     first = {request.request_id: request.num_prompt_tokens - 1 for request in trace.requests}
     table = trace.row_table[~trace.row_table.status.isin(DISCARDED_DRAFT)]
     return table[(table.position >= table.request_id.map(first)) & (table.state_index >= 0)]
 
 
 def committed_after(trace: "Trace", rows: pd.DataFrame) -> dict[int, int]:
-    """Returns, by row number, the token finally at the row's position + 1; -1 if the text ends before."""
+    """Returns, by row number, the token id that the final text has at the row's position + 1; -1 if the text ends
+    before.
+    """
     texts = {r.request_id: [*(r.prompt_token_ids or ()), *trace.tokens[r.request_id], -1] for r in trace.requests}
-    places = zip(rows.row, rows.request_id, rows.position + 1, strict=True)
-    return {row: texts[request][min(place, len(texts[request]) - 1)] for row, request, place in places}
+    positions = zip(rows.row, rows.request_id, rows.position + 1, strict=True)
+    return {row: texts[request][min(position, len(texts[request]) - 1)] for row, request, position in positions}
 
 
 def require_model(trace: "Trace", model: CachedLM | None) -> CachedLM:
-    """Returns the given model, or the trace's. Raises: ValueError if there is none, or its weights are not those of the
-    run."""
+    """Returns the given model, or the trace's own model if it is None, after checking that its weights are those of the
+    run.
+
+    Raises: ValueError if there is no model, if its weights differ, or if the trace was imported without a model.
+    """
     model = model or trace.model
     if model is None:
         raise ValueError("this trace was loaded without its model; use cp.load_trace(dir, model=...)")
-    here, then = model.fingerprint()["weights_sha256"], trace.fingerprint["weights_sha256"]
-    if not then:
+    model_weights, run_weights = model.fingerprint()["weights_sha256"], trace.fingerprint["weights_sha256"]
+    if not run_weights:
         raise ValueError(
             "this trace was imported without a model, so nothing says whose states it holds; import it again with "
             "model=, which compares them"
         )
-    if here != then:
+    if model_weights != run_weights:
         raise ValueError(
-            f"the trace is of weights {then}, {model.name} has {here}; load {trace.fingerprint['model']} as it was run"
+            f"the trace is of weights {run_weights}, {model.name} has {model_weights}; load "
+            f"{trace.fingerprint['model']} as it was run"
         )
     return model

@@ -1,4 +1,7 @@
-"""Compares a run with the oracle (an uncached reference run), bit for bit."""
+"""Compares a run, bit for bit, with the slow reference (`cp.reference`): each request alone, without a drafter.
+
+Error messages call the reference the oracle.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,12 +24,14 @@ from cacheprobe.trace.state_store import ShardStore
 from cacheprobe.trace.trace import Trace
 
 _SHAPES = ("window", "group", "capacity", "prefill_chunk", "prefill_group", "pad_prefill")
-"""Settings of the run that the oracle takes over."""
+"""Settings of the run that the reference takes over."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of a replay: what was compared, what was not, and the first difference, if any."""
+    """Holds the result of `replay`: the numbers of compared tokens, states and readings, and the first difference, if
+    any.
+    """
 
     num_requests: int
     num_tokens: int
@@ -35,7 +40,8 @@ class Replay:
     num_readings: int
     """Number of lens readings (Z) compared bit for bit."""
     num_skipped: int
-    """Number of requests that were never verified, for which there is no guarantee."""
+    """Number of requests that were not compared: never verified, ended with an error or without a token, or changed by
+    interventions at single steps."""
     first_difference: str | None
     num_logprobs: int = 0
     """Number of log-probabilities compared bit for bit."""
@@ -44,32 +50,32 @@ class Replay:
     lines: Mapping[str, int] = field(default_factory=dict)
     """Number of lines of each table checked against the other tables and the committed tokens."""
     not_compared: tuple[str, ...] = ()
-    """What was not compared, and why, one sentence each."""
+    """One sentence for each part of the run that was not compared, with the reason."""
 
     @property
     def is_equal(self) -> bool:
-        """Whether no difference was found."""
+        """True if the comparison found no difference."""
         return self.first_difference is None
 
     def __repr__(self) -> str:
         return f"Replay({self})"
 
     def __str__(self) -> str:
-        """Returns the complete result in plain words, one fact a line."""
-        said = (
+        """Returns the complete result of the comparison as text, one fact a line."""
+        result = (
             f"equal to the oracle: {self.num_tokens} tokens of {self.num_requests} requests, and {self.num_logprobs} "
             f"log-probabilities, {self.num_states} states and {self.num_readings} readings of the deterministic ones "
             "bit for bit"
         )
         if self.first_difference is not None:
-            said = f"differs from the oracle or from itself: {self.first_difference}"
-        lines = [said]
+            result = f"differs from the oracle or from itself: {self.first_difference}"
+        lines = [result]
         if self.lines:
             tables = ", ".join(f"{count} of {name}" for name, count in self.lines.items())
             lines.append(f"checked against each other and the tokens: the tables' lines ({tables})")
         if self.num_files:
             lines.append(f"compared with their checksums: {self.num_files} files")
-        return "\n".join([*lines, *(f"not compared: {what}" for what in self.not_compared)])
+        return "\n".join([*lines, *(f"not compared: {reason}" for reason in self.not_compared)])
 
 
 def replay(
@@ -79,53 +85,57 @@ def replay(
     progress: bool,
     interventions: Sequence[Intervention] = (),
 ) -> Replay:
-    """Compares a run with the oracle, its tables with each other, and a stored run's files with their checksums.
+    """Compares a run with the slow reference (`cp.reference`), its tables with each other, and its files with their
+    checksums.
 
     For every verified request, the tokens and the end are compared; for deterministic ones also log-probabilities,
     states, heads, thoughts and readings. `Replay.not_compared` lists the rest.
-    Raises: FingerprintMismatch if the schedule or platform differs; ValueError if no request was verified.
+    oracle: the function `cp.reference`.
+    Raises: FingerprintMismatch if the schedule or platform differs; ValueError if no request was verified, and for a
+    run
+    that cannot be made again: an import, or one whose interventions or snapshots are missing.
     """
     require_run(trace)
     config, path = _schedule(trace, model, interventions)
-    asked = _verified_requests(trace, config, interventions)
+    verified = _verified_requests(trace, config, interventions)
     has_readings = trace.hypothesis_table is not None and trace.meta["lens"] == LogitLens.name
-    again = oracle(
+    reference = oracle(
         model,
-        [_as_asked(trace, request) for request in asked],
+        [_reference_request(trace, request) for request in verified],
         **{name: getattr(config, name) for name in _SHAPES},
         capture=_capture(trace, has_readings),
         path=path,
-        interventions=_renumbered(interventions, asked),
+        interventions=_renumbered(interventions, verified),
         progress=progress,
     )
     num_files, faults = _files(trace)
     checked = audit(trace, model.token_texts)
-    found = _Found(next(iter((*faults, *checked.faults)), None))
-    for number, request in enumerate(asked):
-        _compare_request(found, trace, again, model, request, number, has_readings)
+    comparison = _Comparison(next(iter((*faults, *checked.faults)), None))
+    for number, request in enumerate(verified):
+        _compare_request(comparison, trace, reference, model, request, number, has_readings)
     return Replay(
-        len(asked),
-        found.num_tokens,
-        found.num_states,
-        found.num_readings,
-        len(trace.requests) - len(asked),
-        found.difference,
-        found.num_logprobs,
+        len(verified),
+        comparison.num_tokens,
+        comparison.num_states,
+        comparison.num_readings,
+        len(trace.requests) - len(verified),
+        comparison.difference,
+        comparison.num_logprobs,
         num_files,
         checked.lines,
-        tuple(_not_compared(trace, asked, has_readings, num_files)),
+        tuple(_not_compared(trace, verified, has_readings, num_files)),
     )
 
 
 def _schedule(trace: Trace, model: CachedLM, interventions: Sequence[Intervention]) -> tuple[EngineConfig, str]:
-    """Returns the run's engine settings and path.
+    """Returns the run's engine settings and its path ("fast" or "bridge"; "auto" if it had another).
 
     Raises: ValueError for a run that cannot be made again from what was saved; FingerprintMismatch for another
     schedule.
     """
     config, path = EngineConfig(**trace.meta["config"]), str(trace.fingerprint["path"])
     path = path if path in PATHS else "auto"
-    here, _ = choose_path(model, path)
+    chosen_model, _ = choose_path(model, path)
     if trace.meta.get("interventions") and not interventions:
         raise ValueError(
             "this run was changed by interventions, which are not saved with it; make them again and pass them, "
@@ -133,21 +143,21 @@ def _schedule(trace: Trace, model: CachedLM, interventions: Sequence[Interventio
         )
     if "cached" in trace.fingerprint and all(request.cached is None for request in trace.requests):
         raise ValueError("this run went on from cache rows, which are not saved with it; replay it before it is saved")
-    schedule = schedule_fingerprint(here, config, LENS_TILE, interventions, trace.requests)
+    schedule = schedule_fingerprint(chosen_model, config, LENS_TILE, interventions, trace.requests)
     require_same(trace.fingerprint, schedule, "the run and this machine")
     return config, path
 
 
 def _verified_requests(trace: Trace, config: EngineConfig, interventions: Sequence[Intervention]) -> list[Request]:
-    """Returns the requests whose tokens the oracle commits too. Raises: ValueError if there is none.
+    """Returns the requests whose tokens the reference must also commit. Raises: ValueError if there is none.
 
     Left out are requests that ended with an error or without a token, and those with interventions by step, because
-    the oracle has other steps.
+    the reference has other steps.
     """
     is_all_verified = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
     is_by_equality = is_all_verified and config.acceptance == "equality"
     by_step = {one.request_id for one in interventions if one.steps is not None}
-    found = [
+    verified = [
         request
         for request in trace.requests
         if (is_by_equality or request.is_deterministic)
@@ -155,13 +165,16 @@ def _verified_requests(trace: Trace, config: EngineConfig, interventions: Sequen
         and trace.tokens[request.request_id]
         and request.request_id not in by_step
     ]
-    if not found:
+    if not verified:
         raise ValueError("no request of this run was verified: it had no drafter and none was deterministic")
-    return found
+    return verified
 
 
 def _capture(trace: Trace, has_readings: bool) -> CaptureConfig:
-    """Returns what the oracle has to keep. States are kept by layer; readings of a tile depend on no other layer."""
+    """Returns the CaptureConfig of the reference run: the same sites, layers and readings as the run itself kept.
+
+    A reading does not depend on which other layers are read.
+    """
     capture, sites = trace.meta["capture"], "".join(trace.store.sites) + ("Z" if has_readings else "")
     return CaptureConfig(
         sites=sites or None,
@@ -173,19 +186,19 @@ def _capture(trace: Trace, has_readings: bool) -> CaptureConfig:
     )
 
 
-def _renumbered(interventions: Sequence[Intervention], asked: Sequence[Request]) -> list[Intervention]:
-    """Returns the interventions on the asked requests, with the oracle's request numbers."""
+def _renumbered(interventions: Sequence[Intervention], requests: Sequence[Request]) -> list[Intervention]:
+    """Returns copies of the interventions on the compared requests, with the request numbers of the reference run."""
     return [
         replace(one, request_id=number)
-        for number, request in enumerate(asked)
+        for number, request in enumerate(requests)
         for one in interventions
         if one.request_id == request.request_id
     ]
 
 
 @dataclass
-class _Found:
-    """What was compared so far, and the first difference."""
+class _Comparison:
+    """Counts the compared tokens, states and readings, and holds the first difference from the reference as text."""
 
     difference: str | None
     num_tokens: int = 0
@@ -195,40 +208,51 @@ class _Found:
 
 
 def _compare_request(
-    found: _Found, trace: Trace, again: Trace, model: CachedLM, request: Request, number: int, has_readings: bool
+    result: _Comparison,
+    trace: Trace,
+    reference: Trace,
+    model: CachedLM,
+    request: Request,
+    number: int,
+    has_readings: bool,
 ) -> None:
-    """Compares one request with request `number` of the oracle's run, until a difference is found."""
-    found.difference = found.difference or _first_token_difference(trace, again, request, number)
-    found.num_tokens += len(trace.tokens[request.request_id])
-    found.difference = found.difference or _end_difference(trace, again, model, request, number)
-    if found.difference is not None or not request.is_deterministic:
+    """Compares one request with number `number` of the reference run; adds counts and first difference to `result`.
+
+    After a difference, only tokens are still counted.
+    """
+    result.difference = result.difference or _first_token_difference(trace, reference, request, number)
+    result.num_tokens += len(trace.tokens[request.request_id])
+    result.difference = result.difference or _end_difference(trace, reference, model, request, number)
+    if result.difference is not None or not request.is_deterministic:
         return
     if "log-probabilities" not in trace.missing:
-        found.num_logprobs += len(trace.tokens[request.request_id])
-    found.difference, compared = _first_state_difference(trace, again, request, number)
-    found.num_states += compared
-    found.difference = found.difference or _first_thought_difference(trace, again, request, number)
-    if found.difference is None and has_readings:
-        found.difference, compared = _first_reading_difference(trace, again, request, number)
-        found.num_readings += compared
+        result.num_logprobs += len(trace.tokens[request.request_id])
+    result.difference, compared = _first_state_difference(trace, reference, request, number)
+    result.num_states += compared
+    result.difference = result.difference or _first_thought_difference(trace, reference, request, number)
+    if result.difference is None and has_readings:
+        result.difference, compared = _first_reading_difference(trace, reference, request, number)
+        result.num_readings += compared
 
 
 def _files(trace: Trace) -> tuple[int, list[str]]:
+    """Compares the files of a saved run with their checksums; (0, []) for a run in memory."""
     return damaged_files(trace.store.directory) if isinstance(trace.store, ShardStore) else (0, [])
 
 
-def _not_compared(trace: Trace, asked: Sequence[Request], has_readings: bool, num_files: int) -> Iterator[str]:
-    """Yields a sentence for each part of the run that was not derived again."""
-    held = {request.request_id for request in asked}
-    if left := [r.request_id for r in trace.requests if r.request_id not in held]:
+def _not_compared(trace: Trace, requests: Sequence[Request], has_readings: bool, num_files: int) -> Iterator[str]:
+    """Yields a sentence for each part of the run that was not compared with the reference."""
+    compared = {request.request_id for request in requests}
+    if left_out := [r.request_id for r in trace.requests if r.request_id not in compared]:
+        names = ", ".join(map(str, left_out[:8]))
         yield (
-            f"tokens of {len(left)} requests ({', '.join(map(str, left[:8]))}{', ...' if len(left) > 8 else ''}): they "
+            f"tokens of {len(left_out)} requests ({names}{', ...' if len(left_out) > 8 else ''}): they "
             "were never verified, ended without a token or with an error, or interventions changed them by step"
         )
-    if loose := [r.request_id for r in asked if not r.is_deterministic]:
-        yield f"log-probabilities, states and readings of {len(loose)} requests that are not deterministic"
+    if not_deterministic := [r.request_id for r in requests if not r.is_deterministic]:
+        yield f"log-probabilities, states and readings of {len(not_deterministic)} requests that are not deterministic"
     rows = trace.row_table
-    deterministic = [r.request_id for r in asked if r.is_deterministic]
+    deterministic = [r.request_id for r in requests if r.is_deterministic]
     others = int(((rows.status != "committed") & rows.request_id.isin(deterministic)).sum())
     if others:
         yield f"states and readings of {others} rows that are not committed: the fast path or a drafter computed them"
@@ -243,9 +267,9 @@ def _not_compared(trace: Trace, asked: Sequence[Request], has_readings: bool, nu
         yield "files: the run was stored before checksums were (trace format 3 or older)"
 
 
-def _end_difference(trace: Trace, again: Trace, model: CachedLM, request: Request, number: int) -> str | None:
-    """Returns how the request's end or its text differs from the oracle's; None if it does not."""
-    ours, theirs = trace.meta["finish"][str(request.request_id)], again.meta["finish"][str(number)]
+def _end_difference(trace: Trace, reference: Trace, model: CachedLM, request: Request, number: int) -> str | None:
+    """Returns a sentence if the request's end or its text differs from the reference's; else None."""
+    ours, theirs = trace.meta["finish"][str(request.request_id)], reference.meta["finish"][str(number)]
     if ours != theirs and ours != "cancelled":
         return f"request {request.request_id}: ended by {ours}, the oracle by {theirs}"
     if trace.texts[request.request_id] != model.decode(trace.committed(request.request_id)):
@@ -254,40 +278,50 @@ def _end_difference(trace: Trace, again: Trace, model: CachedLM, request: Reques
 
 
 def require_run(trace: Trace) -> None:
-    """Raises: ValueError for an import, which followed no schedule of ours."""
+    """Checks that the trace is a run of the engine. Raises: ValueError for an import, which cannot be replayed."""
     if trace.meta["kind"] == "import":
         raise ValueError(f"this trace was {trace.meta['path_reason']}: it followed no schedule that could be replayed")
 
 
-def _as_asked(trace: Trace, request: Request) -> Request:
-    """Returns the request for the oracle; a cancelled one is limited to the tokens that it had committed."""
+def _reference_request(trace: Trace, request: Request) -> Request:
+    """Returns the request to give to the slow reference (`cp.reference`): its prompt as token ids, without a task
+    example.
+
+    A cancelled request is limited to the tokens that it had committed.
+    """
     sampling = request.sampling
     if trace.meta["finish"][str(request.request_id)] == "cancelled" and sampling is not None:
         sampling = replace(sampling, max_new_tokens=len(trace.tokens[request.request_id]))
     return replace(request, prompt=request.prompt_token_ids, example=None, sampling=sampling, sample_of=None)
 
 
-def _first_token_difference(trace: Trace, again: Trace, request: Request, number: int) -> str | None:
-    ours, theirs = trace.committed(request.request_id), again.committed(number)
+def _first_token_difference(trace: Trace, reference: Trace, request: Request, number: int) -> str | None:
+    """Returns a sentence about the first token that differs from the reference, or about log-probabilities; None if
+    equal.
+    """
+    ours, theirs = trace.committed(request.request_id), reference.committed(number)
     if ours == theirs:
         has_logprobs = request.is_deterministic and "log-probabilities" not in trace.missing
-        if not has_logprobs or trace.logprobs(request.request_id) == again.logprobs(number):
+        if not has_logprobs or trace.logprobs(request.request_id) == reference.logprobs(number):
             return None
         return f"request {request.request_id}: the log-probabilities of its committed tokens differ"
     at = first_difference(ours, theirs) or 0
     position = request.num_prompt_tokens + at
-    said = f"the run committed {ours[at : at + 1]}, the oracle {theirs[at : at + 1]}"
-    return f"request {request.request_id} position {position}: {said}"
+    difference = f"the run committed {ours[at : at + 1]}, the oracle {theirs[at : at + 1]}"
+    return f"request {request.request_id} position {position}: {difference}"
 
 
-def _first_state_difference(trace: Trace, again: Trace, request: Request, number: int) -> tuple[str | None, int]:
+def _first_state_difference(trace: Trace, reference: Trace, request: Request, number: int) -> tuple[str | None, int]:
+    """Returns a sentence about the first state that differs from the reference (None if equal), and the number
+    compared.
+    """
     compared = 0
     rows = trace.rows(request.request_id, "committed").sort_values("position")
     rows = rows[rows.state_index >= 0]
-    theirs = again.rows(number, "committed").set_index("position").loc[rows.position.to_numpy()].reset_index()
+    theirs = reference.rows(number, "committed").set_index("position").loc[rows.position.to_numpy()].reset_index()
     for layer in trace.store.layers:
         for site in (*trace.store.sites, *trace.store.heads):
-            a, b = (run.kept(site, layer, which) for run, which in ((trace, rows), (again, theirs)))
+            a, b = (run.kept(site, layer, of_run) for run, of_run in ((trace, rows), (reference, theirs)))
             for i, position in enumerate(rows.position):
                 if not bitwise(a[i], b[i]):
                     where = f"request {request.request_id} position {position}"
@@ -296,10 +330,11 @@ def _first_state_difference(trace: Trace, again: Trace, request: Request, number
     return None, compared
 
 
-def _first_thought_difference(trace: Trace, again: Trace, request: Request, number: int) -> str | None:
+def _first_thought_difference(trace: Trace, reference: Trace, request: Request, number: int) -> str | None:
+    """Returns a sentence about the first thought that differs from the reference's; None if all are equal."""
     if trace.thought_table is None:
         return None
-    ours, theirs = trace.thoughts_said(request.request_id), again.thoughts_said(number)
+    ours, theirs = trace.thoughts_said(request.request_id), reference.thoughts_said(number)
     if (at := first_difference(ours, theirs)) is None:
         return None
     return (
@@ -307,22 +342,27 @@ def _first_thought_difference(trace: Trace, again: Trace, request: Request, numb
     )
 
 
-def _first_reading_difference(trace: Trace, again: Trace, request: Request, number: int) -> tuple[str | None, int]:
-    """Returns the first difference between readings Z (first choices, log-probabilities, entropies, ranks), and the
-    number compared."""
-    assert trace.hypothesis_table is not None and again.hypothesis_table is not None
+def _first_reading_difference(trace: Trace, reference: Trace, request: Request, number: int) -> tuple[str | None, int]:
+    """Returns a sentence about the first lens reading that differs from the reference (None if equal), and the number
+    compared.
+
+    Compares first choices, log-probabilities, entropies and ranks.
+    """
+    assert trace.hypothesis_table is not None and reference.hypothesis_table is not None
     ours = trace.hypothesis_table[trace.hypothesis_table.request_id == request.request_id]
-    theirs = again.hypothesis_table[again.hypothesis_table.request_id == number]
-    where = first_reading_difference(ours, theirs) or _first_choice_difference(ours, theirs)
-    if where is None:
+    theirs = reference.hypothesis_table[reference.hypothesis_table.request_id == number]
+    difference = first_reading_difference(ours, theirs) or _first_choice_difference(ours, theirs)
+    if difference is None:
         return None, int((ours.status == "committed").sum())
-    position, layer = where
+    position, layer = difference
     return f"request {request.request_id} position {position}: the reading of layer {layer} differs", 0
 
 
 def _first_choice_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[int, int] | None:
-    """Returns (position, layer) of the first canonical reading of ours whose list of choices differs; the oracle may
-    have more."""
+    """Returns (position, layer) of the first lens reading whose list of top choices differs; None if all are equal.
+
+    All readings of `ours` with status "committed" are compared; `theirs`, of the reference, may have more.
+    """
     a, b = (
         table[table.status == "committed"].set_index(["position", "layer"])[["top_token_ids", "top_logprob_nats"]]
         for table in (ours, theirs)

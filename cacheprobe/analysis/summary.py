@@ -11,7 +11,7 @@ from cacheprobe.trace.trace import Trace
 
 
 class Behaviour(TypedDict):
-    """A run's results on its task, as in `trace.meta["behaviour"]`."""
+    """Describes the results of a run on its task, as in `trace.meta["behaviour"]`: accuracy, interval, chance."""
 
     num_examples: int
     num_unparsed: int
@@ -23,7 +23,9 @@ class Behaviour(TypedDict):
 
 
 def behaviour_line(behaviour: Behaviour) -> str:
-    """Returns a line with the accuracy, the probability mass on the answers and the chance level of a task's run."""
+    """Returns one line of text: the accuracy of a run on its task, the probability of the answer words, and the chance
+    level.
+    """
     b = behaviour
     line = (
         f"behaviour: {b['accuracy']:.0%} of {b['num_examples']} answers right "
@@ -42,10 +44,16 @@ def behaviour_line(behaviour: Behaviour) -> str:
 
 
 def summary(trace: Trace) -> str:
-    """Returns the run's shape and self-checks, and at which layers predictions agreed with the committed tokens."""
-    finger, note = trace.fingerprint, trace.meta["weights_note"]
-    platform = f"{finger['dtype']}, {finger['path']} on {finger['device']}, {finger['threads']} threads"
-    lines = [repr(trace), f"model {finger['model']}, {platform}" + (f" ({note})" if note else "")]
+    """Returns text that describes a run: its size, model and self-checks, and at which layers readings agree with the
+    tokens.
+
+    One fact a line; the readings are grouped by layer and verdict on the draft token.
+    """
+    fingerprint, note = trace.fingerprint, trace.meta["weights_note"]
+    platform = (
+        f"{fingerprint['dtype']}, {fingerprint['path']} on {fingerprint['device']}, {fingerprint['threads']} threads"
+    )
+    lines = [repr(trace), f"model {fingerprint['model']}, {platform}" + (f" ({note})" if note else "")]
     for check in trace.meta["checks"]:
         lines.append(
             f"check: {check['name']} in {check['dtype']} on {check['num_rows']} rows, "
@@ -54,11 +62,11 @@ def summary(trace: Trace) -> str:
     if trace.hypothesis_table is not None:
         hypotheses = lens_readings(trace)
         table = agreement_by_layer(hypotheses)
-        shown = sorted({int(layer) for layer in table.index[:: max(len(table) // 6, 1)]} | {int(table.index[-1])})
+        layers = sorted({int(layer) for layer in table.index[:: max(len(table) // 6, 1)]} | {int(table.index[-1])})
         lines += [f"{parting(shares_by_verdict(hypotheses))}."]
         lines += [
             "share of readings with the committed token first, by layer and verdict of the draft:",
-            table.loc[shown].round(2).to_string(na_rep="-"),
+            table.loc[layers].round(2).to_string(na_rep="-"),
         ]
         lines += [
             "prediction depth, by verdict of the draft:",
@@ -68,27 +76,32 @@ def summary(trace: Trace) -> str:
 
 
 def thoughts_text(trace: Trace, request_id: int) -> str:
-    """Returns one request's committed thoughts as lines: the chunk's text, the thought, whether it is true, and whether
-    it was cut."""
+    """Returns text with the committed thoughts of one request, one line for each chunk, and a last line with the
+    answer.
+
+    A line has the chunk's text, the thought, and notes: whether the thought is true, and whether it was cut.
+    """
     table = trace.thoughts()
-    mine = table[(table.request_id == request_id) & (table.status == "committed")].sort_values("end")
+    committed = table[(table.request_id == request_id) & (table.status == "committed")].sort_values("end")
     rows = trace.rows(request_id, "committed").set_index("position").token
     lines = []
-    for thought in mine.itertuples():
-        read = " ".join(str(rows[at]) for at in range(thought.start, thought.end + 1))
+    for thought in committed.itertuples():
+        chunk_text = " ".join(str(rows[at]) for at in range(thought.start, thought.end + 1))
         marks = []
         if not pd.isna(thought.true_state):  # of an empty thought, which says nothing, `agrees` is null
             is_true = not pd.isna(thought.agrees) and bool(thought.agrees)
             marks.append("true" if is_true else f"it is {thought.true_state}")
         if not thought.has_ended:
             marks.append("cut at the limit")
-        lines.append(f"  {read:<36} -> {thought.text}" + (f"  ({'; '.join(marks)})" if marks else ""))
+        lines.append(f"  {chunk_text:<36} -> {thought.text}" + (f"  ({'; '.join(marks)})" if marks else ""))
     return "\n".join([*lines, f"  answer: {trace.text(request_id)}"])
 
 
 def closing(trace: Trace, is_behaviour_printed: bool) -> str:
-    """Returns the text for the end of a run, including the accuracy on its task unless the progress bar has printed
-    it."""
+    """Returns the text that is printed at the end of a run: its summary, after the accuracy on its task.
+
+    is_behaviour_printed: leave out the accuracy, because the progress bar has already printed it.
+    """
     behaviour = trace.meta["behaviour"]
     lines = [behaviour_line(behaviour)] if behaviour and not is_behaviour_printed else []
     return "\n".join([*lines, summary(trace)])

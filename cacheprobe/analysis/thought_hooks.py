@@ -1,5 +1,7 @@
-"""Recomputes the activations inside the thinking block (T) and the compression block (C) from the trace's H and
-thoughts."""
+"""Computes again the activations inside the thinking block and the compression block of a Thinking States model.
+
+Their input is the trace's states at layer l_out - 1 (called H) and its thoughts.
+"""
 
 from typing import TYPE_CHECKING, cast
 
@@ -23,15 +25,18 @@ OTHER_KERNEL = "hook_pattern"
 
 
 def thought_activations(trace: "Trace", thought: int, model: CachedLM | None = None) -> dict[str, Tensor]:
-    """Returns every activation of T and C at one thought, keyed by hook name, except attention patterns.
+    """Returns the activations inside the thinking block and the compression block for one thought: tensors by hook
+    name.
 
-    thought: a number from `trace.thoughts()`, including rolled-back ones.
+    thought: a number from `trace.thoughts()`, including rolled-back ones. Attention patterns are left out.
     "thinking.hook_logits" is [r1, v], all logits of the thought's tokens, with the pad's set to the minimum: line i
-    chose token i. "compression.hook_state" is S, [c, m]. Elsewhere in T, positions are the chunk's c and then the
-    thought's, [c+r, m] or [c+r, h, d]; in C, the thought's. Thoughts are padded to `max_thought`: at the end in T, in
-    front in C.
-    These activations are not stored, because they depend only on H and the thought. The bits equal the run's if its
-    states were stored unrounded.
+    chose token i. "compression.hook_state" is the chunk state, [c, m]. In the thinking block, positions are the chunk's
+    c
+    and then the thought's, [c+r, m] or [c+r, h, d]; in the compression block, the thought's. Thoughts are padded to
+    `max_thought`: at the end in the thinking block, in front in the compression block.
+    These activations are not stored, because they depend only on the output H of layer l_out - 1 and the thought. The
+    bits
+    equal the run's if its states were stored unrounded.
     Raises: LensError if the model writes no thoughts, KeyError for an unknown thought, ValueError if S at layer l_out -
     1 was not captured, or if this model writes another thought than the trace holds.
     Source: Thinking States (arXiv 2602.08332), Eq. 4 and 5.
@@ -43,23 +48,23 @@ def thought_activations(trace: "Trace", thought: int, model: CachedLM | None = N
     if thought not in table.index:
         raise KeyError(f"no thought {thought} in this trace; it has thoughts 0 to {len(table) - 1}")
     line = table.loc[thought]
-    config, said = lm.config, list(line.token_ids)
+    config, token_ids = lm.config, list(line.token_ids)
     hidden = trace.vectors("S", config.l_out - 1, rows_of(trace, line)).to(lm.device, lm.dtype)
-    ids = torch.tensor([[*said, *[config.pad_id] * (config.max_thought - len(said))]], device=lm.device)
+    ids = torch.tensor([[*token_ids, *[config.pad_id] * (config.max_thought - len(token_ids))]], device=lm.device)
     captured: dict[str, Tensor] = {}
 
     def capture(value: Tensor, hook: "HookPoint") -> None:
-        """Keeps an activation by its hook name."""
+        """Copies an activation into `captured`, by its hook name."""
         captured[str(hook.name)] = value[0].clone()
 
     names = [name for name in lm.model.hook_dict if name.startswith(BLOCKS) and not name.endswith(OTHER_KERNEL)]
     with torch.inference_mode(), lm.model.hooks(fwd_hooks=[(name, capture) for name in names]):
         logits = captured["thinking.hook_logits"] = lm.model.think(hidden[None], ids)[0]
         lm.model.compress(ids)
-    again = [lowest_argmax(logits[i].float()) for i in range(len(said))]
-    if again != said:
+    chosen = [lowest_argmax(logits[i].float()) for i in range(len(token_ids))]
+    if chosen != token_ids:
         raise ValueError(
-            f"thought {thought} of request {line.request_id} at step {line.step} is {said}, and {lm.name} thinks "
-            f"{again} there; give the model that wrote the trace, without hooks or edits that it had not"
+            f"thought {thought} of request {line.request_id} at step {line.step} is {token_ids}, and {lm.name} thinks "
+            f"{chosen} there; give the model that wrote the trace, without hooks or edits that it had not"
         )
     return captured

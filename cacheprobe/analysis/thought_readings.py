@@ -1,4 +1,6 @@
-"""Thoughts that the thinking block (T) would write from other layers: the thought lens over a trace's chunks."""
+"""Computes the thoughts that a Thinking States model would write from other layers: the thought lens on a trace's
+chunks.
+"""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -21,9 +23,11 @@ Chunk: TypeAlias = Any
 
 
 def read_thoughts(trace: "Trace", layers: Iterable[int] | None = None, model: CachedLM | None = None) -> pd.DataFrame:
-    """Returns, by thought and layer, what T writes from the chunk's S at that layer: one line each, including
-    rolled-back chunks.
+    """Returns a DataFrame with one line for each thought and layer: what the model would write from that layer's
+    states.
 
+    The thinking block reads S of the chunk at each layer, instead of S at layer l_out - 1. Rolled-back chunks are
+    included.
     layers: by default, the captured ones.
     Columns: thought, request_id, step, status, chunk, start, end and true_state as in `trace.thoughts()`; layer;
     token_ids; said (its words, "" for an empty thought); first_logprob_nats and entropy_nats of its first token's
@@ -39,7 +43,7 @@ def read_thoughts(trace: "Trace", layers: Iterable[int] | None = None, model: Ca
     if unknown := [layer for layer in chosen if not 0 <= layer < lm.n_layers]:
         raise LensError(f"unknown layer {unknown[0]}; {lm.name} has layers 0 to {lm.n_layers - 1}")
     for layer in chosen:
-        trace.vectors("S", layer, [])  # says what was not kept
+        trace.vectors("S", layer, [])  # raises an error that names what was not kept
     read_by = [
         (thought, layer, rows.state_index.tolist())
         for thought in thoughts.itertuples()
@@ -80,8 +84,11 @@ def read_thoughts(trace: "Trace", layers: Iterable[int] | None = None, model: Ca
 
 
 def rows_of(trace: "Trace", thought: Chunk) -> pd.DataFrame:
-    """Returns the rows whose states T read, in order of position: the newest ones of the chunk's positions at that
-    time."""
+    """Returns the rows whose states the thinking block read for a thought, one for each position of its chunk, in
+    order.
+
+    Of several rows at one position, it is the newest one at the thought's step.
+    """
     table = trace.row_table
-    mine = table[(table.request_id == thought.request_id) & table.position.between(thought.start, thought.end)]
-    return mine[mine.step <= thought.step].sort_values(["position", "step"]).groupby("position").tail(1)
+    chunk_rows = table[(table.request_id == thought.request_id) & table.position.between(thought.start, thought.end)]
+    return chunk_rows[chunk_rows.step <= thought.step].sort_values(["position", "step"]).groupby("position").tail(1)

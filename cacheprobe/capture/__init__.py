@@ -1,1 +1,1 @@
-"""Captures states, lens readings and events during a run."""
+"""Records a run while it goes on: states, lens readings, the rows with their status, and events."""

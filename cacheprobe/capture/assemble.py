@@ -1,4 +1,4 @@
-"""Builds the Trace from a recorder, after the run."""
+"""Builds the Trace of a run from its Recorder, after the last pass."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -24,7 +24,10 @@ def assemble(
     capture: CaptureConfig,
     meta: JsonDict,
 ) -> Trace:
-    """Returns the Trace: reads the last lens tiles, joins the states, builds the tables."""
+    """Returns the Trace of a finished run from its Recorder. Call it once, since it frees the recorder's states.
+
+    Reads the remaining rows through the lens, joins the states and builds the tables. meta: added to the Trace's own.
+    """
     model = recorder.model
     tokens = {r.request_id: list(recorder.finished[r.request_id].committed) for r in requests}
     texts = {request_id: model.decode(token_ids) for request_id, token_ids in tokens.items()}
@@ -32,8 +35,8 @@ def assemble(
     columns = recorder.reader.finish() if recorder.reader is not None else {}
     hypotheses = tables.hypotheses_table(columns, rows, recorder.lens.name, model.token_texts) if columns else None
     thoughts, events = recorder.thoughts, tables.events_table(recorder.steps)
-    behaved, failed = _behaviour_or_why(recorder, requests, texts)
-    missing = {**meta.get("missing", {}), **_unread(recorder, columns), **failed}
+    scores, unscored = _behaviour_or_reason(recorder, requests, texts)
+    missing = {**meta.get("missing", {}), **_missing_readings(recorder, columns), **unscored}
     checks = [asdict(check) for check in (recorder.residual_check, recorder.lens_check) if check.num_rows]
     return Trace(
         requests=tuple(requests),
@@ -61,7 +64,7 @@ def assemble(
             "finish": {str(r.request_id): recorder.finished[r.request_id].reason for r in requests},
             "preemptions": recorder.preemptions,
             "self_checks": {"compared": recorder.num_compared, "differences": recorder.differences},
-            "behaviour": behaved,
+            "behaviour": scores,
             **({"missing": missing} if missing else {}),
         },
         model=model,
@@ -69,8 +72,10 @@ def assemble(
 
 
 def _thinking(model: CachedLM) -> dict[str, object]:
-    """Returns the settings that a picture of thoughts needs: the layers where thoughts enter and are read, and the
-    states that are added to the first chunk.
+    """Returns a dict of a Thinking States model's settings, for pictures of its thoughts; None for unknown ones.
+
+    l_in, l_out: the layers where thoughts enter and are read. feeds_back: whether a thought changes later tokens.
+    learned_first_state: whether a learned state is added to the first chunk.
     """
     config = getattr(model, "config", None)
     return {
@@ -81,42 +86,42 @@ def _thinking(model: CachedLM) -> dict[str, object]:
     }
 
 
-def _unread(recorder: Recorder, columns: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns why readings are missing, for each request whose lens failed, and for the whole run if no request has
-    readings.
+def _missing_readings(recorder: Recorder, columns: Mapping[str, Tensor]) -> dict[str, str]:
+    """Returns a dict: "Z of request N" -> why the lens failed on it; {} if no request failed.
+
+    Has the key "Z" too if no request of the run has readings.
     """
     errors = recorder.reader.errors if recorder.reader is not None else {}
     whole = {"Z": next(iter(errors.values()))} if errors and not columns else {}
     return whole | {f"Z of request {request_id}": why for request_id, why in errors.items()}
 
 
-def _behaviour_or_why(
+def _behaviour_or_reason(
     recorder: Recorder, requests: Sequence[Request], texts: dict[int, str]
 ) -> tuple[dict[str, float | None] | None, dict[str, str]]:
-    """Returns (`behaviour`, {}), or (None, {"behaviour": reason}) if a user's own task fails to score the texts."""
+    """Returns (result of `behaviour`, {}), or (None, {"behaviour": error text}) if the task cannot score the texts."""
     try:
         return behaviour(recorder, requests, texts), {}
     except Exception as error:
-        why = f"the task's examples could not be scored, {type(error).__name__}: {error!s:.200}"
-        return None, {"behaviour": why}
+        reason = f"the task's examples could not be scored, {type(error).__name__}: {error!s:.200}"
+        return None, {"behaviour": reason}
 
 
 def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, str]) -> dict[str, float | None] | None:
-    """Returns the model's accuracy on the run's task, the probability of its answers, and chance.
+    """Returns a dict that scores the run on its task: accuracy with interval, chance, answer_mass, forced_accuracy.
 
     answer_mass: mean probability that the first generated token is one of the answers.
     forced_accuracy: share of prompts whose right answer is the most likely of the allowed answers.
-    Both are null if the tokenizer starts two answers with the same token, or joins an answer to the prompt.
-    Returns None if no request came from a task, or if tasks with different answers, so without a common chance, are
-    mixed.
+    Both are None if the tokenizer starts two answers with the same token, or joins an answer to the prompt.
+    Returns None if no request came from a task, or if the requests' tasks have different answers.
     Cancelled requests are left out.
     """
     ended = [r for r in requests if recorder.finished[r.request_id].reason != "cancelled"]
-    asked = [r for r in ended if r.example is not None]
-    if len({tuple(sorted(r.example.question.answers)) for r in asked}) != 1:
+    scored = [r for r in ended if r.example is not None]
+    if len({tuple(sorted(r.example.question.answers)) for r in scored}) != 1:
         return None
-    score = accuracy([r.example for r in asked], [texts[r.request_id] for r in asked])
-    masses = [recorder.answer_mass[r.request_id] for r in asked if r.request_id in recorder.answer_mass]
+    score = accuracy([r.example for r in scored], [texts[r.request_id] for r in scored])
+    masses = [recorder.answer_mass[r.request_id] for r in scored if r.request_id in recorder.answer_mass]
     low, high = score.interval
     known = {
         "num_examples": score.num_examples,
@@ -126,12 +131,12 @@ def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, 
         "num_unparsed": score.num_unparsed,
         "chance": score.chance,
     }
-    if len(masses) < len(asked):
+    if len(masses) < len(scored):
         return {**known, "answer_mass": None, "forced_accuracy": None}
     right = [
         mass[r.example.answers.index(r.example.answer)]
         > max(m for i, m in enumerate(mass) if r.example.answers[i] != r.example.answer)
-        for r, mass in zip(asked, masses, strict=True)
+        for r, mass in zip(scored, masses, strict=True)
     ]
     return {
         **known,

@@ -13,7 +13,7 @@ from cacheprobe.trace.trace import Trace
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised after Ctrl-C stopped a run. `trace` holds the finished requests, and the others as "cancelled"."""
+    """Raised after Ctrl-C stopped a run. `trace` is the run's Trace; requests that had not finished are "cancelled"."""
 
     def __init__(self, trace: Trace) -> None:
         ends = list(trace.meta["finish"].values())
@@ -27,18 +27,17 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass
 class Stop:
-    """Whether Ctrl-C was pressed."""
+    """Holds whether Ctrl-C was pressed during a run (`was_pressed`)."""
 
-    is_asked: bool = False
+    was_pressed: bool = False
 
 
 @contextmanager
-def cancelling(states: Sequence[SequenceState], says_so: bool) -> Iterator[Stop]:
-    """Lets the first Ctrl-C cancel these requests, which end at the loop's next round; a second Ctrl-C raises at once.
+def cancelling(states: Sequence[SequenceState], prints_note: bool) -> Iterator[Stop]:
+    """Inside the `with`, the first Ctrl-C asks these requests to end at the loop's next round. Yields a Stop.
 
-    says_so: print a note on stderr.
-    Has no effect outside the main thread, where Python receives no signals, or if the program has its own Ctrl-C
-    handler.
+    A second Ctrl-C raises KeyboardInterrupt at once. prints_note: print a note on stderr at the first one.
+    Has no effect in other threads than the main one, or if the program has its own Ctrl-C handler.
     """
     stop = Stop()
     is_main = threading.current_thread() is threading.main_thread()
@@ -47,12 +46,12 @@ def cancelling(states: Sequence[SequenceState], says_so: bool) -> Iterator[Stop]
         return
 
     def cancel(number: int, frame: FrameType | None) -> None:
-        """Cancels all requests; the next Ctrl-C raises KeyboardInterrupt."""
+        """Handles the first Ctrl-C: asks all requests to end. The next Ctrl-C raises KeyboardInterrupt."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        stop.is_asked = True
+        stop.was_pressed = True
         for state in states:
             state.is_cancel_requested = True
-        if says_so:
+        if prints_note:
             with suppress(RuntimeError):  # the signal came while stderr was being written
                 print("\nstopping after this pass; Ctrl-C again ends at once", file=sys.stderr, flush=True)
 

@@ -1,12 +1,12 @@
-"""Reads queued states through a lens, in tiles of a fixed number of vectors (site Z).
+"""Reads queued states through a lens (site Z), in tiles: matrices with a fixed number of state vectors.
 
 A reading includes the rank of the next committed token. So a row waits until that token is committed; a row whose next
 position is never committed is read at the end, without a target. A tile always has the same height, so that a row's
-bits do not depend on other rows (in bfloat16 nearly every row's bits change with the tile's height). Free places of a
-tile read its own vectors again; the reader checks that both readings have the same bits.
+bits do not depend on other rows (in bfloat16 nearly every row's bits change with the tile's height). The free end of a
+tile repeats its first vectors; the reader checks that both readings of a vector have the same bits.
 
-A user's own lens may fail on a tile. Then each request's rows are read once more, at the same places of a tile whose
-other rows are zeros. A request whose rows fail again has no readings; the readings of the others do not change.
+A user's own lens may fail on a tile. Then each request's vectors are read again, at the same indices of a tile of
+zeros. A request whose vectors fail again has no readings; the readings of the others do not change.
 """
 
 from collections.abc import Sequence
@@ -21,27 +21,28 @@ from cacheprobe.ops.equality import bitwise
 from cacheprobe.ops.readout import Readout, read_logits
 
 LENS_TILE = 480
-"""Vectors of one unembedding product: 16 tokens of 30 layers. A large tile is needed if the weights must first be
-widened to another dtype."""
+"""Number of state vectors in a tile, which one unembedding product reads: 16 tokens of 30 layers. A large tile pays
+if the weights must first be converted to another dtype."""
 
 
 @dataclass(slots=True)
 class Queued:
-    """One row's states at every layer that ran."""
+    """Holds one row's states at all captured layers that ran, and its target, until the lens reads them."""
 
     row: int
     position: int
     states: Tensor
     """[layers, m], in the model's dtype."""
     layers: Tensor
-    """[layers]: the block after which each state stood."""
+    """[layers]: the block after which each state was taken."""
     target: int = -1
+    """Token committed at the next position; -1 for none."""
     request_id: int = -1
     step: int = -1
 
 
 class LensReader:
-    """Queues rows, reads them through the lens, and returns the readings as columns at the end."""
+    """Queues the rows of a run, reads them through the lens, and returns all readings as columns at the end."""
 
     def __init__(self, model: CachedLM, lens: Lens, top_k: int) -> None:
         self.model, self.lens, self.top_k = model, lens, top_k
@@ -52,16 +53,17 @@ class LensReader:
         self._num_ready = 0
         self._parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Readout]] = []
         self.errors: dict[int, str] = {}
-        """Reason why a request has no readings, by request."""
+        """Request id -> why the lens failed, for each request without readings."""
 
     def queue(self, request_id: int, queued: Queued) -> None:
-        """Adds a row whose next token is not committed yet."""
+        """Adds a row whose target is not known yet: the token at its next position is not committed."""
         self._open.setdefault(request_id, []).append(queued)
 
     def resolve(self, request_id: int, start: int, token_ids: tuple[int, ...], is_over: bool = False) -> None:
-        """Queues the rows whose next token is among `token_ids`, committed at positions start, start + 1, ...
+        """Sets the target of waiting rows whose next token was just committed, and queues these rows for reading.
 
-        is_over: the request has ended, so the remaining rows are read without a target.
+        token_ids: committed at positions start, start + 1, ...
+        is_over: the request has ended, so its other waiting rows are queued without a target.
         """
         still_open = []
         for queued in self._open.get(request_id, []):
@@ -75,7 +77,7 @@ class LensReader:
         self._open[request_id] = still_open
 
     def queue_resolved(self, queued: Queued) -> None:
-        """Adds a row whose target is set (-1: none), and reads all full tiles."""
+        """Queues a row whose target is set (-1: none), and reads all full tiles. Skips requests in `errors`."""
         if queued.request_id in self.errors:
             return
         self._ready.append(queued)
@@ -84,10 +86,10 @@ class LensReader:
             self._read_tile()
 
     def finish(self) -> dict[str, Tensor]:
-        """Reads the rest; returns one tensor for each column: row, layer, target, and those of Readout.
+        """Reads the remaining rows. Returns a dict of columns (tensors): row, layer, target, Readout's fields.
 
-        Leaves out requests in `errors`: readings from before the lens failed would look complete.
-        Raises: RuntimeError if a request with queued rows has not ended.
+        Leaves out requests in `errors`, because readings from before the lens failed would look complete.
+        Returns {} without readings. Raises: RuntimeError if a request with waiting rows has not ended.
         """
         left = [request_id for request_id, rows in self._open.items() if rows]
         if left:
@@ -106,7 +108,7 @@ class LensReader:
         return {name: column[~failed] for name, column in columns.items()} if not bool(failed.all()) else {}
 
     def _read_tile(self) -> None:
-        """Takes up to LENS_TILE vectors from the queue and reads them; a row's layers may fall into two tiles."""
+        """Reads up to LENS_TILE vectors of the queue as one tile. A row's layers may fall into two tiles."""
         taken = self._take()
         count = sum(len(q.layers) for q in taken)
         states = torch.zeros(LENS_TILE, self.model.d_model, dtype=self.model.dtype, device=self.model.device)
@@ -121,18 +123,18 @@ class LensReader:
         )
 
         def keep(readout: Readout, which: "slice | Tensor") -> None:
-            """Stores the readings of these places of the tile."""
-            here = (owners[which], rows[which], layers[:count].cpu()[which], targets[:count].cpu()[which])
-            self._parts.append((*here, Readout(*(column[which] for column in readout))))
+            """Stores the readings of the tile's vectors at the indices `which`."""
+            labels = (owners[which], rows[which], layers[:count].cpu()[which], targets[:count].cpu()[which])
+            self._parts.append((*labels, Readout(*(column[which] for column in readout))))
 
         again = torch.arange(min(count, LENS_TILE - count))
-        for held in (states, layers, targets):
-            held[LENS_TILE - 1 - again] = held[again]
-        whole = self._tried(states, layers, targets, range(count))
+        for tensor in (states, layers, targets):  # the tile's end repeats its first vectors, in reverse order
+            tensor[LENS_TILE - 1 - again] = tensor[again]
+        whole = self._read_or_reason(states, layers, targets, range(count))
         if isinstance(whole, Readout) and (why := _difference(whole, again)):
             for request_id in dict.fromkeys(q.request_id for q in taken):
-                place = int((owners == request_id).nonzero()[0, 0])
-                self._fail(taken, request_id, int(layers[place]), int(rows[place]), why)
+                first = int((owners == request_id).nonzero()[0, 0])
+                self._fail(taken, request_id, int(layers[first]), int(rows[first]), why)
             return
         if isinstance(whole, Readout):
             keep(whole, slice(count))
@@ -141,15 +143,15 @@ class LensReader:
             mine = (owners == request_id).nonzero()[:, 0]
             alone = torch.zeros_like(states)
             alone[mine] = states[mine]
-            readout = self._tried(alone, layers, targets, mine.tolist())
+            readout = self._read_or_reason(alone, layers, targets, mine.tolist())
             if isinstance(readout, Readout):
                 keep(readout, mine)
             else:
-                place, why = readout
-                self._fail(taken, request_id, int(layers[place]), int(rows[place]), why)
+                failed, why = readout
+                self._fail(taken, request_id, int(layers[failed]), int(rows[failed]), why)
 
     def _take(self) -> list[Queued]:
-        """Returns up to LENS_TILE vectors from the queue."""
+        """Removes up to LENS_TILE vectors from the queue and returns their entries. The last entry may be split."""
         taken: list[Queued] = []
         room = LENS_TILE
         while self._ready and room:
@@ -163,26 +165,27 @@ class LensReader:
         self._num_ready -= LENS_TILE - room
         return taken
 
-    def _tried(
-        self, states: Tensor, layers: Tensor, targets: Tensor, places: Sequence[int]
+    def _read_or_reason(
+        self, states: Tensor, layers: Tensor, targets: Tensor, indices: Sequence[int]
     ) -> "Readout | tuple[int, str]":
-        """Returns the lens's reading of a tile, or the first of `places` at which it fails, and the reason."""
+        """Returns the Readout of a tile. If the lens fails at one of `indices`: (the first such index, the reason)."""
         shape = (len(states), self.model.d_vocab)
         try:
             with torch.inference_mode():
                 logits: object = self.lens.logits(self.model, states, layers)
                 if not isinstance(logits, Tensor) or logits.shape != shape or not logits.is_floating_point():
-                    return places[0], f"must return logits {list(shape)}, got {_described(logits)}"
+                    return indices[0], f"must return logits {list(shape)}, got {_described(logits)}"
                 readout = Readout(*(column.cpu() for column in self._read(logits, targets, self.top_k)))
         except Exception as error:  # a user's own code may raise anything; only its readings are lost
             expected = f"expected were logits {list(shape)} of states {list(states.shape)}"
-            return places[0], f"failed with {type(error).__name__}: {error!s:.200}; {expected}"
+            return indices[0], f"failed with {type(error).__name__}: {error!s:.200}; {expected}"
         is_number = readout.entropy_nats.isfinite() & readout.top_logprob_nats[:, 0].isfinite()
-        if bad := [place for place in places if not is_number[place]]:
+        if bad := [index for index in indices if not is_number[index]]:
             return bad[0], f"must return logits {list(shape)} with a finite largest one, got NaN or infinity"
         return readout
 
     def _fail(self, taken: Sequence[Queued], request_id: int, layer: int, row: int, why: str) -> None:
+        """Records why a request has no readings, and removes its rows from the queue."""
         step = next(q.step for q in taken if q.row == row)
         self.errors[request_id] = (
             f"request {request_id} step {step} layer {layer}: lens {self.lens.name} {why}; this request has no "
@@ -193,15 +196,16 @@ class LensReader:
 
 
 def _described(value: object) -> str:
-    """Returns a text for a lens's wrong output: a tensor's shape and dtype, or the value itself."""
+    """Returns text that describes a lens's wrong output: a tensor's shape and dtype, or the value's repr."""
     if isinstance(value, Tensor):
         return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     return f"{value!r:.60}"
 
 
 def _difference(readout: Readout, again: Tensor) -> str | None:
-    """Returns why a tile is unreliable, if its first vectors, read again at its end in reverse, gave other bits; else
-    None.
+    """Returns an error text if a vector that is in the tile twice got two readings with different bits; else None.
+
+    again: indices of these vectors; vector k is repeated at index LENS_TILE - 1 - k.
     """
     for name, column in zip(Readout._fields, readout, strict=True):
         if bitwise(column[again], column[LENS_TILE - 1 - again]):

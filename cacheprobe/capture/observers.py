@@ -1,4 +1,4 @@
-"""Defines observers that forward events to several observers, keep them, or show progress."""
+"""Defines three observers of a run: Tee forwards its events, StepLog keeps them, ProgressBar counts tokens."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ _EVENTS = [name for name in vars(Observer) if not name.startswith("_")]
 
 
 class Tee(Observer):
-    """Forwards every event to every observer, in order."""
+    """Forwards every event of a run to each of several observers, in their order."""
 
     def __init__(self, *observers: Observer) -> None:
         self.observers = observers
@@ -18,10 +18,10 @@ class Tee(Observer):
 
 
 def _all(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
-    """Returns a function that calls each of these with its arguments."""
+    """Returns a function that passes its arguments to each function of `calls`, in order."""
 
     def each(*args: object) -> None:
-        """Calls this method of every observer."""
+        """Calls the same method of every observer with these arguments."""
         for call in calls:
             call(*args)
 
@@ -29,7 +29,7 @@ def _all(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
 
 
 class StepLog(Observer):
-    """Keeps the records of steps, ends and preemptions, and no tensors."""
+    """Keeps a run's step records, how each request ended, and the preemptions; keeps no tensors."""
 
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
@@ -37,31 +37,34 @@ class StepLog(Observer):
         self.preemptions: list[tuple[int, int]] = []
 
     def on_step(self, record: StepRecord) -> None:
-        """Keeps the step's record."""
+        """Appends the step's record to `steps`."""
         self.steps.append(record)
 
     def on_finish(self, finished: Finished) -> None:
-        """Keeps how the request ended."""
+        """Stores how a request ended in `finished`, by request id."""
         self.finished[finished.request_id] = finished
 
     def on_preempt(self, request_id: int, step: int) -> None:
-        """Keeps (request_id, step)."""
+        """Appends (request_id, step) to `preemptions`."""
         self.preemptions.append((request_id, step))
 
 
 class ProgressBar(Observer):
-    """Shows committed tokens, rate and time left. total_tokens: the most that can be committed."""
+    """Shows a bar with the committed tokens, tokens per second and time left.
+
+    total_tokens: the number that is committed if no request ends early.
+    """
 
     def __init__(self, total_tokens: int, enabled: bool = True) -> None:
-        self._shown = Progress(total_tokens, "generating", "tokens", enabled=enabled)
+        self._bar = Progress(total_tokens, "generating", "tokens", enabled=enabled)
 
     def __enter__(self) -> "ProgressBar":
-        self._shown.__enter__()
+        self._bar.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._shown.__exit__(*exc)
+        self._bar.__exit__(*exc)
 
     def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
-        """Counts the committed tokens."""
-        self._shown.advance(len(token_ids))
+        """Advances the bar by the number of committed tokens."""
+        self._bar.advance(len(token_ids))

@@ -1,6 +1,4 @@
-"""Holds what a recorder keeps of one forward pass while the pass runs: the chosen rows, and the tensors copied for
-them.
-"""
+"""Defines OpenPass: the rows that a recorder keeps of the pass that is running, and the tensors that it copies into."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,15 +11,15 @@ from cacheprobe.core.records import RowSlot
 from cacheprobe.trace.head_blocks import HeadBlock
 
 _CHECKED_ROWS = 64
-"""Maximum number of rows of a pass that are checked, evenly spaced."""
+"""Maximum number of rows of a pass, evenly spaced, whose states are checked against each other."""
 
 
 @dataclass
 class OpenPass:
-    """The tensors that one pass writes into, from `before_forward` to `after_forward`.
+    """Holds the tensors that the hooks of one pass copy states into, from `before_forward` to `after_forward`.
 
-    A recorder has one only during an announced pass. The model also runs at other times: to rebuild rows after a
-    preemption, and for a drafter's own forwards. Hooks then find no OpenPass, so those values are not recorded.
+    The model also runs at other times: when a preempted request is rebuilt, and when a drafter calls the model itself.
+    The recorder then has no OpenPass, so that the hooks of these passes record no state.
     """
 
     kept: list[bool]
@@ -31,17 +29,21 @@ class OpenPass:
     keep_index: Tensor
     """[n]: batch_index x width + slot of the kept rows."""
     lens_index: Tensor
+    """As keep_index, for the rows that the lens reads."""
     checked_index: Tensor
+    """As keep_index, for the rows that are checked."""
     check_step: int
+    """Distance between two checked rows, in rows of the pass."""
     layer_index: dict[int, int]
-    """Index of each kept layer in the blocks."""
+    """Layer -> its index in the tensors, for the kept layers."""
     states: dict[str, Tensor] = field(default_factory=dict)
-    """[layers, n, m] by site."""
+    """[layers, n, m] by site, for the kept rows."""
     heads: HeadBlock | None = None
+    """Activations of attention heads, for the kept rows."""
     lens_block: Tensor | None = None
     """[layers, n, m] of S, for the rows that the lens reads."""
     watched: dict[tuple[str, int], Tensor] | None = None
-    """States of the checked rows, by site and layer; None in a pass without a self-check."""
+    """States of the checked rows, by (site, layer); None in a pass without a self-check."""
 
     @classmethod
     def of(
@@ -53,7 +55,10 @@ class OpenPass:
         layer_index: dict[int, int],
         device: torch.device,
     ) -> "OpenPass":
-        """Returns an OpenPass with the rows of a pass of `width` slots chosen. The caller opens its blocks."""
+        """Returns an OpenPass that knows which rows to keep, read and check; the caller allocates its tensors.
+
+        width: token slots of the pass for each batch index.
+        """
         flat = torch.tensor([row.batch_index * width + row.slot for row in rows])
         step = -(-len(rows) // _CHECKED_ROWS)
         chosen = (flat[torch.tensor(kept)], flat[torch.tensor(lens_rows)], flat[::step])
@@ -61,7 +66,7 @@ class OpenPass:
         return cls(kept, lens_rows, keep, lens, checked, step, layer_index)
 
     def take(self, site: str, layer: int, value: Tensor, device: torch.device) -> None:
-        """Copies the wanted rows of a hook's value, [b, t, m] or of heads; keeps no reference to the tensor."""
+        """Copies the kept, read and checked rows out of a hook's tensor: [b, t, m], or heads as in HeadBlock.keep."""
         if site in HEAD_SITES:
             if self.heads is not None:
                 self.heads.keep(site, layer, value)
@@ -79,7 +84,7 @@ class OpenPass:
 
 
 def _take(flat: Tensor, index: Tensor, out: Tensor) -> None:
-    """Copies flat[index] to `out`, without an intermediate copy if dtype and device are the same."""
+    """Copies the rows flat[index] to `out`, without an intermediate tensor if dtype and device are the same."""
     if flat.dtype == out.dtype and flat.device == out.device:
         torch.index_select(flat.detach(), 0, index, out=out)
     else:

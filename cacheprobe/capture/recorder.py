@@ -1,6 +1,8 @@
-"""Keeps what the engine computes: every row's states, role and status, and the queue of lens readings.
+"""Records a run: the states of every row, its role and status, and its lens readings. A row is one token of one pass.
 
-A row whose input is a draft token gets its role at the verdict; every other row gets its role at once.
+`Recorder._label_row` sets the status of a row: committed, superseded, rolled_back or given_up. A row that was fed a
+draft token is labelled at the verdict (`on_commit`, `on_rollback`, `on_give_up`), every other row at once
+(`after_forward`). So the states of a rejected draft token are in the rows that `on_rollback` labels rolled_back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,41 +23,43 @@ from cacheprobe.trace.rows import LedgerChange, RowRecord
 from cacheprobe.trace.state_store import Blocks, MemoryStore
 
 CHECK_EVERY = 16
-"""Passes between self-checks; the first pass of each phase is checked too."""
+"""A pass is checked if its step is a multiple of this number; the first pass of each phase is checked too."""
 _LENS_CHECK_ROWS = 16
-"""Maximum number of rows of a pass whose logits are compared with the lens."""
+"""Maximum number of rows of a pass whose logits are compared with those read from the last layer's S."""
 
 
 @dataclass
 class Unconfirmed:
-    """What the passes since the last report have added. If their step fails, all of it is discarded."""
+    """Holds what the passes since the last confirmed step have added; a failed step discards it."""
 
     first_row: int = 0
-    """Number of rows that are confirmed; those behind are not."""
+    """Number of confirmed rows; all later rows are unconfirmed."""
     first_thought: int = 0
-    """Number of thoughts that are confirmed."""
+    """Number of confirmed thoughts."""
     num_blocks: int = 0
-    """Number of blocks of states that these passes opened."""
+    """Number of blocks of states that the unconfirmed passes opened."""
+    num_head_blocks: int = 0
+    """The same for head activations; one less than num_blocks if memory ran out between the two."""
     reads: list[tuple[RowRecord, Queued]] = field(default_factory=list)
     """Lens readings to queue once the step is confirmed."""
     masses: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    """Entries of `Recorder.answer_mass`."""
+    """Unconfirmed entries of `Recorder.answer_mass`."""
 
 
 @dataclass
 class Recorder(Observer):
-    """An Observer that collects what a Trace is built from."""
+    """Collects during a run what its Trace is built from: rows with their status, states, lens readings and events."""
 
     model: CachedLM
     config: CaptureConfig
     layers: tuple[int, ...]
     lens: Lens
     prompts: Mapping[int, Sequence[int]]
-    """Prompt token ids by request."""
+    """Prompt token ids by request id."""
     answers: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """First token ids of the answers that a request's task allows."""
+    """By request id: the first token id of each answer that the request's task allows."""
     answer_mass: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    """Probability of each answer as the first generated token."""
+    """By request id: the probability of each answer as the first generated token."""
     rows: list[RowRecord] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     ledger: list[LedgerChange] = field(default_factory=list)
@@ -66,7 +70,7 @@ class Recorder(Observer):
     num_compared: int = 0
     """Number of verify passes that were computed twice and compared."""
     differences: list[str] = field(default_factory=list)
-    """Where the two computations of a verify pass differed."""
+    """One text for each verify pass whose two computations differed."""
 
     def __post_init__(self) -> None:
         dtype = getattr(torch, self.config.dtype) if self.config.dtype else self.model.dtype
@@ -87,7 +91,10 @@ class Recorder(Observer):
         self._layers_below = _LayersBelow(self.layers)
 
     def wanted(self) -> list[tuple[str, int]]:
-        """Returns the (site, layer) pairs to hook. The self-check needs all of them, whichever are kept."""
+        """Returns the list of (site, layer) hooks that the run needs; [] if it keeps no states.
+
+        S, T and C of every layer are among them, because the self-check compares them.
+        """
         if not self.config.keeps_kv:
             return []
         entering = [("pre", layer) for layer in sorted({0, *self.model.injected_layers})]
@@ -95,14 +102,14 @@ class Recorder(Observer):
         return entering + states + [(site, layer) for layer in self.layers for site in self.config.heads]
 
     def store(self) -> MemoryStore:
-        """Returns all kept states. Call it once, at the end, since it frees the blocks."""
+        """Returns a MemoryStore of all kept states. Call it once, at the end, since it frees the recorder's."""
         heads = self.head_blocks.joined() if self.head_blocks is not None else {}
         return MemoryStore({**self.blocks.joined(), **heads})
 
     # -- one pass
 
     def before_forward(self, step: int, phase: str, rows: Sequence[RowSlot], shape: tuple[int, int]) -> None:
-        """Chooses the rows to keep and opens their blocks."""
+        """Chooses which rows of the coming pass to keep, read and check, and allocates the tensors for them."""
         device, width = self.model.device, self.model.d_model
         kept = [self._keeps(phase, row.position) for row in rows]
         reads = [self.reader is not None and self._reads(row) and k for row, k in zip(rows, kept, strict=True)]
@@ -113,6 +120,7 @@ class Recorder(Observer):
             if self.head_blocks is not None:
                 positions = [row.position for row, is_kept in zip(rows, kept, strict=True) if is_kept]
                 now.heads = self.head_blocks.open(now.keep_index, positions)
+                self._unconfirmed.num_head_blocks += 1
         if any(reads):
             size = (len(self.layers), len(now.lens_index), width)
             now.lens_block = torch.empty(size, dtype=self.model.dtype, device=device)
@@ -121,12 +129,15 @@ class Recorder(Observer):
         self._seen_phases.add(phase)
 
     def on_state(self, site: str, layer: int, value: Tensor) -> None:
-        """Takes a hook's value from the model. Outside an open pass the value is ignored: see `OpenPass`."""
+        """Copies a hook's tensor into the open pass; without one, ignores it (see `OpenPass`)."""
         if self._now is not None:
             self._now.take(site, layer, value, self.model.device)
 
     def after_forward(self, record: ForwardRecord) -> None:
-        """Labels the pass's rows, queues their lens readings, and checks the captured states."""
+        """Adds a RowRecord for each token of the pass, collects its lens readings, and checks the captured states.
+
+        Rows fed a draft token get no label yet. Raises: CaptureError if the states contradict the model.
+        """
         ran = self.model.n_layers if record.num_layers is None else record.num_layers
         now, self._now = self._now, None
         assert now is not None
@@ -146,8 +157,8 @@ class Recorder(Observer):
             if slot.is_draft:
                 self._undecided[slot.request_id].append(row)
             else:
-                row.role = self._roles[slot.request_id][slot.position]
-                row.status = "committed" if slot.is_canonical else "superseded"
+                status = "committed" if slot.is_canonical else "superseded"
+                self._label_row(row, self._roles[slot.request_id][slot.position], status)
             self.rows.append(row)
             if is_read:
                 assert now.lens_block is not None
@@ -157,6 +168,7 @@ class Recorder(Observer):
             self._check(record, now, now.watched, ran)
 
     def _keeps(self, phase: str, position: int) -> bool:
+        """Returns True if the capture settings keep the states of a row of this phase and position."""
         phases, positions = self.config.phases, self.config.positions
         return (
             self.config.keeps_kv
@@ -165,15 +177,18 @@ class Recorder(Observer):
         )
 
     def _reads(self, row: RowSlot) -> bool:
+        """Returns True if the lens reads the row: it predicts a generated token, or prompt readings are wanted."""
         return self.config.prompt_hypotheses or row.position >= len(self.prompts[row.request_id]) - 1
 
     def _queue(self, row: RowRecord, states: Tensor, ran: int) -> None:
+        """Collects the newest row for the lens reader. states: [layers, m], of which the first `ran` blocks ran."""
         layers = self._layers_below[ran]
         states = states[: len(layers)].clone()
         queued = Queued(len(self.rows) - 1, row.position, states, layers, request_id=row.request_id, step=row.step)
         self._unconfirmed.reads.append((row, queued))
 
-    def _pass_on(self, row: RowRecord, queued: Queued) -> None:
+    def _queue_reading(self, row: RowRecord, queued: Queued) -> None:
+        """Hands a confirmed row to the lens reader, with its target if the next token is of the prompt."""
         assert self.reader is not None
         prompt = self.prompts[row.request_id]
         if row.position + 1 < len(prompt):
@@ -183,12 +198,17 @@ class Recorder(Observer):
             self.reader.queue(row.request_id, queued)
 
     def _check(self, record: ForwardRecord, now: OpenPass, watched: Mapping[tuple[str, int], Tensor], ran: int) -> None:
+        """Checks in some rows that S = input + T + C in each block, and that the last S gives the model's logits.
+
+        Rows whose residual stream an intervention replaced are left out. Raises: CaptureError.
+        """
         for layer in range(ran):
             pre = watched["pre", layer] if ("pre", layer) in watched else watched["S", layer - 1]
             sites = [watched[site, layer] for site in "TCS"]
             if rewritten := record.rewritten.get(layer):
-                own = [i for i, row in enumerate(range(0, len(record.rows), now.check_step)) if row not in rewritten]
-                pre, *sites = (value[own] for value in (pre, *sites))
+                checked_rows = range(0, len(record.rows), now.check_step)
+                unchanged = [i for i, row in enumerate(checked_rows) if row not in rewritten]
+                pre, *sites = (value[unchanged] for value in (pre, *sites))
             checks.check_residual(self.residual_check, pre, *sites, step=record.step)
         if record.logits is not None and ran == self.model.n_layers:
             rows = now.checked_index[:_LENS_CHECK_ROWS]
@@ -196,9 +216,9 @@ class Recorder(Observer):
             checks.check_lens(self.lens_check, logits, record.logits.flatten(0, 1)[rows], record.step)
 
     def _confirm(self) -> None:
-        """Confirms all rows since the last report: they belong to a step that did not fail.
+        """Confirms all rows of the passes since the last call, and hands their lens readings to the reader.
 
-        Hands their lens readings on. The engine commits only after every choice of a step, so no failed step gets here.
+        The engine commits only after every choice of a step, so a step that fails is never confirmed.
         """
         for row in self.rows[self._unconfirmed.first_row :]:
             if row.role == "prompt" and row.status == "committed":
@@ -206,16 +226,17 @@ class Recorder(Observer):
         for row, queued in self._unconfirmed.reads:
             if row.role == "prompt":
                 self._prompt_reads.setdefault(row.request_id, []).append(replace(queued))
-            self._pass_on(row, queued)
+            self._queue_reading(row, queued)
         self.answer_mass |= self._unconfirmed.masses
         self._unconfirmed = Unconfirmed(len(self.rows), len(self.thoughts))
 
     def on_failure(self, step: int) -> None:
-        """Discards all passes since the last report; the engine runs them again."""
+        """Discards the rows, thoughts and states of all unconfirmed passes, because their step failed."""
         first_row, first_thought = self._unconfirmed.first_row, self._unconfirmed.first_thought
         for _ in range(self._unconfirmed.num_blocks):
             self.blocks.drop_last()
-            if self.head_blocks is not None:
+        if self.head_blocks is not None:
+            for _ in range(self._unconfirmed.num_head_blocks):
                 self.head_blocks.drop_last()
         lost = {id(row) for row in self.rows[first_row:]}
         for request_id, rows in self._undecided.items():
@@ -225,8 +246,9 @@ class Recorder(Observer):
         self._now = None
 
     def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:
-        """Copies the prompt rows of the source, which share its vectors; only the next token of the last row
-        differs.
+        """Adds copies of the prompt rows and thoughts of request `source_id`, which has the same prompt.
+
+        The copies refer to the source's stored vectors. Their lens readings have targets of their own.
         """
         reads = {queued.row: queued for queued in self._prompt_reads.get(source_id, ())}
         numbers = {id(row): number for number, row in enumerate(self.rows)} if reads else {}
@@ -241,66 +263,79 @@ class Recorder(Observer):
             self.thoughts.append(replace(thought, request_id=request_id))
 
     def on_thought(self, thought: Thought) -> None:
-        """Keeps the thought."""
+        """Appends the thought to `thoughts`."""
         self.thoughts.append(thought)
 
     def on_compared(self, step: int, difference: str | None) -> None:
-        """Counts the comparison and keeps its difference."""
+        """Counts a verify pass that was computed twice, and appends the difference, if any, to `differences`."""
         self.num_compared += 1
         if difference is not None:
             self.differences.append(f"step {step}: {difference}")
 
     def on_preempt(self, request_id: int, step: int) -> None:
-        """Keeps (request_id, step)."""
+        """Appends (request_id, step) to `preemptions`."""
         self.preemptions.append((request_id, step))
 
     # -- roles and status
 
     def on_rollback(self, request_id: int, step: int, start: int, end: int) -> None:
-        """Marks the rows of these draft tokens as rolled_back."""
-        self._drop(request_id, start, end, "rolled_back")
+        """Labels rolled_back: rows fed the rejected draft token or one after it, at positions start..end-1."""
+        self._label_drafts(request_id, start, end, "rolled_back")
 
     def on_give_up(self, request_id: int, step: int, start: int, end: int) -> None:
-        """Marks the rows of these draft tokens as given_up."""
-        self._drop(request_id, start, end, "given_up")
+        """Labels given_up: rows fed draft tokens without a verdict, at positions start..end-1."""
+        self._label_drafts(request_id, start, end, "given_up")
 
-    def _drop(self, request_id: int, start: int, end: int, status: str) -> None:
+    @staticmethod
+    def _label_row(row: RowRecord, role: str, status: str) -> None:
+        """Sets a row's role and status. No other code sets a status, which is one of:
+
+        committed: the row that counts for a committed token.
+        superseded: a row that the verifier computed again.
+        rolled_back: a row fed a rejected draft token, or a draft token after it.
+        given_up: a row fed a draft token that never had a verdict.
+        """
+        row.role, row.status = role, status
+
+    def _label_drafts(self, request_id: int, start: int, end: int, status: str) -> None:
+        """Labels the undecided rows at positions start..end-1: role and status are both `status`."""
         for row in self._undecided[request_id]:
             if not row.role and start <= row.position < end:
-                row.role = row.status = status
+                self._label_row(row, status, status)
 
     def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
-        """Sets the roles of committed tokens. For an accepted draft the verifier's rows are canonical, the drafter's
-        are superseded.
+        """Labels the rows that were fed the accepted draft tokens: the verifier's committed, the drafter's superseded.
+
+        Also confirms the rows of the step, and gives the lens reader the committed tokens as targets.
         """
         self._confirm()
         self._roles[request_id].update(zip(range(start, start + len(roles)), roles, strict=True))
         for row in self._undecided[request_id]:
             if not row.role:
-                row.role = self._roles[request_id][row.position]
-                row.status = "committed" if row.phase == "verify" else "superseded"
+                status = "committed" if row.phase == "verify" else "superseded"
+                self._label_row(row, self._roles[request_id][row.position], status)
         self._undecided[request_id] = []
         if self.reader is not None:
             self.reader.resolve(request_id, start, tuple(token_ids))
 
     def on_choice(self, request_id: int, step: int, position: int, token_id: int, logits: Tensor) -> None:
-        """Keeps the probability of each of the task's answers as the first generated token."""
+        """Keeps the probability of each answer of the task, if `position` is that of the first generated token."""
         answers = self.answers.get(request_id)
         if answers and position == len(self.prompts[request_id]) and request_id not in self.answer_mass:
             probs = logits.float().softmax(-1)
             self._unconfirmed.masses[request_id] = tuple(float(probs[token]) for token in answers)
 
     def on_ledger(self, request_id: int, step: int, start: int, end: int, provenance: str) -> None:
-        """Keeps the change of provenance."""
+        """Appends a LedgerChange: slots start..end-1 of the request's cache row take this provenance."""
         self.ledger.append(LedgerChange(request_id, step, start, end, provenance))
 
     def on_step(self, record: StepRecord) -> None:
-        """Confirms the step's rows and keeps the step's record."""
+        """Confirms the step's rows, and appends its record to `steps`."""
         self._confirm()
         self.steps.append(record)
 
     def on_finish(self, finished: Finished) -> None:
-        """Keeps how the request ended, and reads its remaining rows without a target."""
+        """Keeps how a request ended, and queues its waiting rows for the lens without a target."""
         self.finished[finished.request_id] = finished
         if self.reader is not None:
             end = len(self.prompts[finished.request_id]) + len(finished.committed)
@@ -308,7 +343,7 @@ class Recorder(Observer):
 
 
 class _LayersBelow(dict[int, Tensor]):
-    """Maps a number of layers to a tensor of the kept layers below it, built once for each number."""
+    """Maps a number of blocks that ran to a tensor of the kept layers among them, built once for each number."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Defines the commands report, verify and stress, and lists all others."""
+"""Defines the commands report, verify and stress of the command line, and lists all other commands."""
 
 import os
 import select
@@ -31,13 +31,13 @@ app.command(
     help="Generate from prompts or a task's examples, and save the trace.",
     config=fill,
 )
-for name, said in {
+for name, text in {
     "show": "Say what a stored run holds, or one of its requests.",
     "hypotheses": "Write what every layer of a stored run would have said as CSV or Parquet.",
     "models": "Say which models are here, which will run, and how to get the rest.",
     "doctor": "Say what of this machine cacheprobe uses, and what is missing.",
 }.items():
-    app.command(f"cacheprobe.cli.look:{name}", name=name, help=said)
+    app.command(f"cacheprobe.cli.look:{name}", name=name, help=text)
 app.command("cacheprobe.cli.imports:imports", name="import", help="Make a run of what another program kept.")
 app.command("cacheprobe.cli.bench:bench", name="bench", help="Measure, list or compare benchmarks.")
 app.command("cacheprobe.cli.sweep:sweep", name="sweep", help="Run every combination that a file names.")
@@ -87,7 +87,8 @@ def report(
 
 @app.command
 def verify(run: Path, *, model: str | None = None, adapter: str | None = None, progress: bool = True) -> int:
-    """Compare a stored run with the oracle, its tables with each other and its files with their checksums.
+    """Compare a stored run with the slow reference (cp.reference), its tables with each other, and its files with their
+    checksums.
 
     Prints what was compared and what was not. Exits with 1 and the first difference if there is one.
 
@@ -111,14 +112,14 @@ def verify(run: Path, *, model: str | None = None, adapter: str | None = None, p
         return 1
     trace = cp.load_trace(run)
     require_run(trace)
-    finger = trace.fingerprint
+    settings = trace.fingerprint
     loaded = cp.load_model(
-        model or finger["model"],
-        dtype=finger["dtype"],
-        device=finger["device"],
-        adapter=adapter or finger.get("adapter"),
-        products="compiled" if "products_compiled" in finger else "torch",
-        think_while_decoding=finger.get("think_while_decoding"),
+        model or settings["model"],
+        dtype=settings["dtype"],
+        device=settings["device"],
+        adapter=adapter or settings.get("adapter"),
+        products="compiled" if "products_compiled" in settings else "torch",
+        think_while_decoding=settings.get("think_while_decoding"),
         progress=progress,
     )
     result = cp.verify(trace, loaded, progress=progress)
@@ -136,7 +137,8 @@ def stress(
     seed: int = 0,
     progress: bool = True,
 ) -> int:
-    """Compare random traffic with the oracle, bit for bit; exit 1 after a difference, or if the control is void.
+    """Compare random traffic with the slow reference (cp.reference), bit for bit; exit 1 after a difference, or if the
+    negative control is void.
 
     Parameters
     ----------
@@ -145,7 +147,7 @@ def stress(
     tokens
         Tokens to compare, those of earlier calls with the same --out included.
     out
-        Directory of the results; a stress test that is there is continued.
+        Directory of the results; a stress test that was begun in it is continued.
     real
         Include SmolLM2 in bfloat16 and the negative control; without them the result is void.
     seed
@@ -157,15 +159,14 @@ def stress(
 
     figures = run_stress(tokens, out, real=real, seed=seed, progress=progress)
     count = figures["differences"]
-    said = "no difference" if not count else "1 difference" if count == 1 else f"{count} differences"
-    print(f"{said} in {figures['compared_tokens']} compared tokens; negative control: {figures['negative_control']}")
+    outcome = "no difference" if not count else "1 difference" if count == 1 else f"{count} differences"
+    print(f"{outcome} in {figures['compared_tokens']} compared tokens; negative control: {figures['negative_control']}")
     return 0 if figures["has_passed"] or (not real and not figures["differences"]) else 1
 
 
 def _has_reader_gone() -> bool:
-    """Returns whether the reader of stdout has ended, as in `cacheprobe show RUN | head`; if so, discards further
-    output.
-    """
+    """Returns whether the program that reads stdout has ended, as in `cacheprobe show RUN | head`; if it has, later
+    output is discarded."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLOUT)
     if not any(events & select.POLLERR for _, events in poll.poll(0)):
@@ -175,7 +176,8 @@ def _has_reader_gone() -> bool:
 
 
 def main() -> None:
-    """Runs the command line. An error of use is printed as one line on stderr, with exit code 2."""
+    """Runs the command line with the arguments of the process, and exits with the command's exit code. A user's error
+    is printed as one line on stderr, with exit code 2."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         result = app(sys.argv[1:], result_action="return_value")

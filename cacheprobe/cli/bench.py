@@ -1,4 +1,5 @@
-"""Implements `cacheprobe bench`: list, measure, compare. Heavy imports are made when a command runs."""
+"""Implements `cacheprobe bench`: lists, measures and compares benchmarks. Heavy imports are made when a command
+runs."""
 
 from importlib import import_module
 from json import dumps, loads
@@ -14,7 +15,7 @@ bench = App(name="bench", help="Measure, in one process, and print ratios of med
 
 @bench.default
 def measure(name: str | None = None, *, json: Path | None = None, rounds: int = 3, small: bool = False) -> None:
-    """Measure, in one process, and print ratios of medians. Without a name, list the benchmarks.
+    """Measure a benchmark in one process, and print ratios of medians. Without a name, list the benchmarks.
 
     Parameters
     ----------
@@ -27,7 +28,7 @@ def measure(name: str | None = None, *, json: Path | None = None, rounds: int = 
     small
         Run a small form that only shows that the benchmark works.
     """
-    catalogue = _part("catalogue")
+    catalogue = _benchmarks_module("catalogue")
     if name in (None, "list"):
         for known, question in catalogue.questions().items():
             print(f"{known:14} {question}")
@@ -50,10 +51,10 @@ def compare(old: Path, new: Path) -> int:
     old
         A file written by cacheprobe bench NAME --json.
     new
-        Another of the same benchmark.
+        Another file of the same benchmark.
     """
-    comparison = _part("compare")
-    before, after = (_read(path) for path in (old, new))
+    comparison = _benchmarks_module("compare")
+    before, after = (_read_result(path) for path in (old, new))
     changes = comparison.compare(before, after)
     print(comparison.table(changes))
     for line in comparison.elsewhere(before, after):
@@ -61,7 +62,7 @@ def compare(old: Path, new: Path) -> int:
     return int(any(change.verdict == "worse" for change in changes))
 
 
-def _part(name: str) -> ModuleType:
+def _benchmarks_module(name: str) -> ModuleType:
     try:
         return import_module(f"cacheprobe_benchmarks.{name}")
     except ModuleNotFoundError as missing:
@@ -70,11 +71,11 @@ def _part(name: str) -> ModuleType:
         raise ValueError("the benchmarks are not installed; run from a checkout with pip install -e .") from None
 
 
-def _read(path: Path) -> JsonDict:
+def _read_result(path: Path) -> JsonDict:
     try:
-        held = loads(path.read_text(encoding="utf-8"))
+        result = loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a result: {error}") from None
-    if not isinstance(held, dict):
+    if not isinstance(result, dict):
         raise ValueError(f"{path} holds no result of a benchmark")
-    return held
+    return result

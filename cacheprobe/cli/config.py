@@ -1,4 +1,5 @@
-"""Reads settings of a command from a YAML file; flags override them. Also defines flags that take several values."""
+"""Reads settings of a command from a YAML file; flags override them. Also defines the parameter for flags that take
+several values."""
 
 import inspect
 from collections.abc import Sequence
@@ -11,13 +12,13 @@ from cacheprobe.core.values import nearest_or_all
 FLAG = "config"
 
 SEVERAL = Parameter(negative="", consume_multiple=1, show_default=False)
-"""Parameter of a flag that takes one or more values: --layer 3 5 and --layer 3 --layer 5 are equal."""
+"""cyclopts parameter of a flag that takes one or more values: --layer 3 5 and --layer 3 --layer 5 are equal."""
 
 
 def fill(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Adds to a command's arguments the settings of its --config file; flags override them.
+    """Adds the settings of a command's --config file to its arguments; flags override them. cyclopts calls this
+    function before the command.
 
-    This is a config source of cyclopts.
     Raises: ValueError for an unreadable file, and for a setting that the command does not have.
     """
     from cyclopts import Token
@@ -31,8 +32,8 @@ def fill(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> 
     settings = read(path, known)
     for argument in arguments:
         # an argument without a flag is filled here, since cyclopts fills flags only
-        name, listed = argument.field_info.name, argument.field_info.kind is inspect.Parameter.VAR_POSITIONAL
-        if listed and name in settings:
+        name, has_no_flag = argument.field_info.name, argument.field_info.kind is inspect.Parameter.VAR_POSITIONAL
+        if has_no_flag and name in settings:
             value = settings.pop(name)
             words = value if isinstance(value, list) else [value]
             if not argument.tokens:
@@ -42,18 +43,19 @@ def fill(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> 
 
 
 def read(path: Path, known: Sequence[str]) -> dict[str, object]:
-    """Returns the settings of a YAML file by name, with _ in names. Raises: ValueError for an unknown name.
+    """Returns the settings of a YAML file as a dict, with _ in the names. Raises: ValueError for an unknown name and
+    for a name given twice.
 
-    known: names of the command's flags. In the file, - and _ in names are equal.
+    known: names of the command's flags. In the file, - and _ in names are equal. A setting of null is left out.
     """
     from cacheprobe.core.strict_yaml import read_yaml
 
-    held = read_yaml(path, "config")
-    if not isinstance(held, dict) or not held:
-        what = "nothing" if held is None or held == {} else f"a {type(held).__name__}"
+    content = read_yaml(path, "config")
+    if not isinstance(content, dict) or not content:
+        what = "nothing" if content is None or content == {} else f"a {type(content).__name__}"
         raise ValueError(f"{path} holds {what} instead of settings; write a line such as `seed: 3` for each")
     settings: dict[str, object] = {}
-    for key, value in held.items():
+    for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in known:
             raise ValueError(f"unknown setting {str(key)!r} in {path}; {nearest_or_all(name, known)}")

@@ -27,7 +27,7 @@ def open_runs(
     Parameters
     ----------
     runs
-        Directories of saved runs, directories that hold some, or result files (.json) and folders of them.
+        Directories of saved runs, directories that hold several, or result files (.json) and folders of such files.
     config
         A YAML file of settings, named as these flags are, and a list of runs; flags win.
     port
@@ -41,8 +41,8 @@ def open_runs(
         Directory of a tuned lens, or several, for reading kept states.
     """
     if not runs:
-        eaten = "; name runs before --lens, which takes all that follows it" if lens else ""
-        raise ValueError(f"name at least one saved run, as in cacheprobe dash runs/demo{eaten}")
+        reminder = "; name runs before --lens, which takes all that follows it" if lens else ""
+        raise ValueError(f"name at least one saved run, as in cacheprobe dash runs/demo{reminder}")
     if not 0 <= port <= 65535:
         raise ValueError(f"--port is a number from 0 to 65535, got {port}; 0 takes any that is free")
     if find_spec("dash") is None:
@@ -64,8 +64,8 @@ def open_runs(
     for entry in shelf.entries:
         print(plain(f"{entry.name}: {f'cannot be opened, {entry.reason}' if entry.book is None else entry.book.run}"))
     is_every = host in ("0.0.0.0", "::")
-    shown = "127.0.0.1" if is_every else f"[{host}]" if ":" in host else host
-    where = f"http://{shown}:{server.port}/" + (
+    reachable = "127.0.0.1" if is_every else f"[{host}]" if ":" in host else host
+    where = f"http://{reachable}:{server.port}/" + (
         f" and every other address of this machine ({host})" if is_every else ""
     )
     print(f"listening at {where} (Ctrl-C ends it)", flush=True)

@@ -19,7 +19,7 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     Parameters
     ----------
     out
-        Directory for the run and its report.html; an earlier run there is replaced.
+        Directory for the first run and its report.html; the second run goes to OUT-thinking. Earlier runs are replaced.
     progress
         Show progress bars.
     """
@@ -30,33 +30,33 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     from cacheprobe.plots.report.insight import first_insight
     from cacheprobe.trace.places import require_free
 
-    beside = out.with_name(f"{out.name}-thinking")
-    for directory in (out, beside):
+    thinking_out = out.with_name(f"{out.name}-thinking")
+    for directory in (out, thinking_out):
         require_free(directory, overwrite=True)
     trace = _first_run(progress)
     trace.save(out, overwrite=True)
     rows, readings = trace.rows(), lens_readings(trace)
-    seen = first_insight(readings, rows, trace.events(), token_texts(rows, readings))
+    insight = first_insight(readings, rows, trace.events(), token_texts(rows, readings))
     print(closing(trace, is_behaviour_printed=progress))
     print(f"run: {out}\nreport: {write_report(trace, out / 'report.html', progress=progress)}")
 
     thinker = cast("ThinkingLM", cp.load_model(THINKING))
 
-    asked = cp.tasks.CoinFlip(people=5).examples(n=4, seed=3)
-    trace = cp.run(thinker, asked, window=4, deterministic=True, capacity=128, max_new_tokens=4, progress=False)
-    trace.save(beside, overwrite=True)
+    examples = cp.tasks.CoinFlip(people=5).examples(n=4, seed=3)
+    trace = cp.run(thinker, examples, window=4, deterministic=True, capacity=128, max_new_tokens=4, progress=False)
+    trace.save(thinking_out, overwrite=True)
     print(f"\n{thinker.name} ({thinker.weights_note})")
     print(f"thinks while it reads, a thought after every {thinker.chunk} tokens:")
     print(thoughts_text(trace, 0))
-    print(f"run: {beside}\nreport: {write_report(trace, beside / 'report.html')}")
-    print(f"\none thing to see: {seen}" if seen else "")
-    print(f"to look at it, and at every layer at every token, in a browser: {_program()} dash {out} {beside}")
+    print(f"run: {thinking_out}\nreport: {write_report(trace, thinking_out / 'report.html')}")
+    print(f"\none thing to see: {insight}" if insight else "")
+    print(f"to look at it, and at every layer at every token, in a browser: {_program()} dash {out} {thinking_out}")
 
 
 def _first_run(progress: bool) -> "Trace":
-    """Returns a run of SmolLM2, or of a shipped model at temperature 1 if SmolLM2 is not installed.
+    """Runs SmolLM2, or a shipped model at temperature 1 if SmolLM2 is not installed, and returns the trace.
 
-    A greedy run of the shipped model would roll back no token, since its layer 0 already agrees.
+    A greedy run of the shipped model would roll back no token, since its layer 0 already agrees with the whole model.
     """
     import cacheprobe as cp
     from cacheprobe.models.inventory import PLAIN, SMOLLM2, smollm2_state

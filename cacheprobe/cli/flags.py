@@ -1,4 +1,4 @@
-"""Gives a command one flag for each field of the settings that it takes: a flag is defined where its setting is."""
+"""Gives a command one flag for each field of its settings dataclasses, with the field's docstring as help."""
 
 import ast
 import inspect
@@ -16,7 +16,7 @@ Command = Callable[..., Any]
 
 
 def with_flags(command: Command) -> Command:
-    """Returns the command with every parameter that is a dataclass of settings replaced by one flag for each field.
+    """Decorates a command: every parameter that is a settings dataclass becomes one flag for each field.
 
     The field's docstring is the flag's help. A field with metadata {"flag": False} is no flag and keeps its default.
     """
@@ -42,12 +42,13 @@ def with_flags(command: Command) -> Command:
 
 
 def flagged(settings: type) -> list[Field]:
-    """Returns the fields of a settings class that are flags."""
+    """Returns the fields of a settings dataclass that are flags, as a list: all but those with metadata {"flag":
+    False}."""
     return [field for field in fields(settings) if field.metadata.get("flag", True)]
 
 
 def _flags(settings: type) -> Iterator[inspect.Parameter]:
-    kinds, said = get_type_hints(settings), attribute_docs(settings)
+    kinds, docs = get_type_hints(settings), attribute_docs(settings)
     for field in flagged(settings):
         kind = kinds[field.name]
         several = (SEVERAL,) if get_origin(kind) is tuple else ()
@@ -55,20 +56,21 @@ def _flags(settings: type) -> Iterator[inspect.Parameter]:
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=field.default,
-            annotation=Annotated[kind, *several, Parameter(help=said.get(field.name))],
+            annotation=Annotated[kind, *several, Parameter(help=docs.get(field.name))],
         )
 
 
 def attribute_docs(settings: type) -> dict[str, str]:
-    """Returns the docstring below each field of a class, read from its source; nothing if there is no source file."""
+    """Returns the docstring below each field of a class, as a dict by field name, read from the source; {} without a
+    source file."""
     try:
         source = inspect.getsource(settings)
     except OSError:
         return {}
-    (found,) = ast.parse(dedent(source)).body
-    assert isinstance(found, ast.ClassDef)
+    (class_node,) = ast.parse(dedent(source)).body
+    assert isinstance(class_node, ast.ClassDef)
     docs = {}
-    for field, doc in zip(found.body, found.body[1:], strict=False):
+    for field, doc in zip(class_node.body, class_node.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
             docs[ast.unparse(field.target)] = inspect.cleandoc(str(doc.value.value))
     return docs

@@ -1,4 +1,5 @@
-"""Implements `cacheprobe import`: saves another program's generation as a run. Heavy imports are made when it runs."""
+"""Implements `cacheprobe import`: saves another program's generation as a run. Heavy imports are made when the command
+runs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,9 @@ imports = App(name="import", help="Make a run of what another program kept.", he
 
 
 @dataclass(frozen=True)
-class ModelFlags:
-    """Settings about the model that generated; the docstrings of the fields are the help of the flags."""
+class ImportFlags:
+    """Holds the flags of `cacheprobe import` about the model that generated; the docstrings of the fields are the
+    flags' help."""
 
     model: str | None = None
     """Name or directory of the model that generated; its own states are compared with the imported ones."""
@@ -40,9 +42,9 @@ def generate(
     out: Path,
     overwrite: bool = False,
     stop: Annotated[tuple[int, ...] | None, SEVERAL] = None,
-    origin: ModelFlags,
+    origin: ImportFlags,
 ) -> None:
-    """Import what Hugging Face's generate returned with hidden states.
+    """Save what Hugging Face's generate returned with hidden states as a run.
 
     Parameters
     ----------
@@ -72,9 +74,9 @@ def vllm(
     out: Path,
     overwrite: bool = False,
     num_prompt_tokens: int | None = None,
-    origin: ModelFlags,
+    origin: ImportFlags,
 ) -> None:
-    """Import hidden states that vLLM's ExampleHiddenStatesConnector wrote.
+    """Save hidden states that vLLM's ExampleHiddenStatesConnector wrote as a run.
 
     Parameters
     ----------
@@ -101,15 +103,17 @@ def vllm(
 
 
 class _Keywords(TypedDict, total=False):
-    """Keywords of the imports about the model: its name, and what gives texts to token ids."""
+    """Declares the types of the keywords of `cp.import_generate` and `cp.import_vllm` about the model: its name, and
+    the model or tokenizer that turns token ids into text."""
 
     name: str | None
     model: "CachedLM"
     tokenizer: "PreTrainedTokenizerBase"
 
 
-def _keywords(origin: ModelFlags) -> _Keywords:
-    """Returns the name, and the loaded model, or else the tokenizer if one is given."""
+def _keywords(origin: ImportFlags) -> _Keywords:
+    """Returns keywords for an import: the model's name, and the loaded model, or the tokenizer if only a tokenizer is
+    given."""
     import cacheprobe as cp
     from cacheprobe.models.known import require_known
 

@@ -1,4 +1,4 @@
-"""Implements show, hypotheses, models and doctor. Heavy imports are made when a command runs."""
+"""Implements the commands show, hypotheses, models and doctor. Heavy imports are made when a command runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +7,7 @@ from cacheprobe.cli.config import SEVERAL
 
 
 def show(run: Path, *, request: int | None = None) -> None:
-    """List a stored run: its settings, requests, verdicts, and agreement by layer.
+    """List a stored run: its settings, requests, verdicts on drafts, and how often each layer predicts the token.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ def hypotheses(
 
 
 def models() -> None:
-    """List the models on this machine, which others will run, and how to get them."""
+    """List the models on this machine, the model families that will run, and how to get other models."""
     from cacheprobe.core import terminal
     from cacheprobe.doctor.listing import model_listings
 

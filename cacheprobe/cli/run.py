@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SHAPES = ("window", "group", "capacity", "max_batch", "max_kv_tokens")
 PASSED_ON = ("deterministic", "max_new_tokens", "seed", *SHAPES)
-"""Settings that `cp.run` takes as they are."""
+"""Settings that are passed to `cp.run` unchanged."""
 
 
 @with_flags
@@ -58,15 +58,15 @@ def run(
     sampling = SamplingParams(
         temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, stop=settings.stop
     )
-    kept = cp.CaptureConfig(settings.capture, heads=settings.heads)
-    drafter, read = _checked(model, prompts, settings)
+    capture = cp.CaptureConfig(settings.capture, heads=settings.heads)
+    drafter, to_read = _drafter_and_prompts(model, prompts, settings)
     loaded = cp.load_model(**asdict(model), progress=progress)
-    own = {name: getattr(settings, name) for name in PASSED_ON}
+    passed_on = {name: getattr(settings, name) for name in PASSED_ON}
     stopped = None
     try:
         trace = cp.run(
-            loaded, read, drafter=drafter, capture=kept, layers=list(settings.layers) or "all", sampling=sampling,
-            progress=progress, **own,
+            loaded, to_read, drafter=drafter, capture=capture, layers=list(settings.layers) or "all", sampling=sampling,
+            progress=progress, **passed_on,
         )  # fmt: skip
     except cp.Interrupted as interrupted:
         trace, stopped = interrupted.trace, interrupted
@@ -83,10 +83,13 @@ def run(
     return 0
 
 
-def _checked(model: ModelFlags, prompts: PromptFlags, settings: RunFlags) -> "tuple[Drafter | None, list[object]]":
-    """Checks settings against each other, and returns the drafter and the prompts.
+def _drafter_and_prompts(
+    model: ModelFlags, prompts: PromptFlags, settings: RunFlags
+) -> "tuple[Drafter | None, list[object]]":
+    """Checks settings against each other, and returns the drafter (or None) and what the model reads: prompts, or a
+    task's examples.
 
-    Raises: ValueError for settings that the run could not be made with.
+    Raises: ValueError for settings that no run could be made with.
     """
     from cacheprobe.core.config import resolve_layers
     from cacheprobe.core.records import SamplingParams
@@ -100,19 +103,20 @@ def _checked(model: ModelFlags, prompts: PromptFlags, settings: RunFlags) -> "tu
     choose_shapes(None, settings.drafter is not None, {name: getattr(settings, name) for name in SHAPES})
     for text in prompts.prompt:
         require_encodable("--prompt", text)
-    read: list[object] = list(prompts.prompt)
+    to_read: list[object] = list(prompts.prompt)
     if prompts.task is not None:
-        read = make("tasks", prompts.task, **prompts.task_settings).examples(prompts.n, settings.seed)
+        to_read = make("tasks", prompts.task, **prompts.task_settings).examples(prompts.n, settings.seed)
     drafter = make("drafters", settings.drafter) if settings.drafter else None
     if (depth := num_layers(model.model)) is not None:
         resolve_layers(settings.layers or "all", depth)
         if isinstance(drafter, EarlyExit):
             drafter.check_layers(depth, model.model)
-    return drafter, read
+    return drafter, to_read
 
 
 def _save_stopped(stopped: "Interrupted", out: Path) -> int:
-    """Saves the trace of a run that Ctrl-C stopped, never over an earlier run, and returns the exit code."""
+    """Saves the trace of a run that Ctrl-C stopped, to a free folder so that no earlier run is overwritten; returns
+    exit code 130."""
     from cacheprobe.trace.places import free_beside
 
     trace = stopped.trace
@@ -130,5 +134,5 @@ def _save_stopped(stopped: "Interrupted", out: Path) -> int:
 
 
 def _given(settings: ModelFlags | PromptFlags | RunFlags) -> JsonDict:
-    """Returns the settings that are set, from flags, file and defaults, as they are stored with the run."""
+    """Returns the settings that have a value, from flags, file and defaults, as a dict to store with the run."""
     return {name: value for name, value in asdict(settings).items() if value not in (None, ())}

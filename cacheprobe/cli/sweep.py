@@ -19,9 +19,10 @@ def sweep(
     dry_run: bool = False,
     progress: bool = True,
 ) -> int:
-    """Run every combination of models, tasks, drafters and interventions that a file names; skip committed ones.
+    """Run every combination (cell) of models, tasks, drafters and interventions that a file names; skip finished cells.
 
-    Exits with 0 if every cell is committed, 3 if some are (and lists the others, with the reasons), 1 if none is.
+    Exits with 0 if every cell is committed, 3 if some are or the sweep was interrupted (and lists the others, with the
+    reasons), 1 if none is.
 
     Parameters
     ----------
@@ -58,7 +59,7 @@ def sweep(
 
 
 def query(sweep: str, sql: str, *, out: Path | None = None, all_versions: bool = False) -> None:
-    """Query the results of a sweep in SQL: tables cells, layers, and hypotheses, rows, events, ledger of every shard.
+    """Query the results of a sweep in SQL. Tables: cells, layers, and of every shard hypotheses, rows, events, ledger.
 
     Parameters
     ----------
@@ -73,10 +74,10 @@ def query(sweep: str, sql: str, *, out: Path | None = None, all_versions: bool =
     """
     from cacheprobe.sweeps.results import load_sweep
 
-    held = load_sweep(sweep, all_versions=all_versions)
-    table = held.query(sql)
-    if held.pending or held.num_others:
-        print(held, file=sys.stderr)
+    results = load_sweep(sweep, all_versions=all_versions)
+    table = results.query(sql)
+    if results.pending or results.num_others:
+        print(results, file=sys.stderr)
     if out is not None:
         from cacheprobe.core.export import require_ending, write_table
 

@@ -82,7 +82,7 @@ def thinking_states(
         Of s5: tiny.
         Of variables: tiny, attention-crowding.
         Bare-chain differs from tiny in what the arm chain_of_thought writes; its other arms are those of tiny.
-        All-jump differs from tiny in its other arms, whose positions jump in training as those of thoughts do.
+        Position-jumps differs from tiny in its other arms, whose positions jump in training as those of thoughts do.
     arm
         thinking; plain (no thoughts); no_feedback (thoughts that change nothing); chain_of_thought.
     form
@@ -110,7 +110,7 @@ def tuned_lens(
     settings: TunedLensSettings,
     progress: bool = True,
 ) -> None:
-    """Train a tuned lens on the tasks' prompts and the model's own words, and compare it with the logit lens.
+    """Train a tuned lens on the tasks' prompts and the model's own answers, and compare it with the logit lens.
 
     Parameters
     ----------

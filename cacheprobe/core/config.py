@@ -1,4 +1,4 @@
-"""Checks the settings of a run once, before anything is computed, and freezes them."""
+"""Defines the settings of a run (`EngineConfig`, `CaptureConfig`) as frozen dataclasses that check their own values."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,16 +10,18 @@ from cacheprobe.core.values import HintsAtNewArguments, flag, is_flag, whole_num
 ACCEPTANCES = ("equality", "rejection")
 RUN_DTYPES = ("float32", "bfloat16", "float16")
 DTYPES = (*RUN_DTYPES, "float64")
-"""float64 serves as the reference that shows how exact the other dtypes are; it takes twice the bytes of float32."""
+"""dtypes of kept states. float64 serves as the reference that shows how exact the other dtypes are; it takes twice the
+bytes of float32."""
 
 
 class EngineOptions(TypedDict, total=False):
-    """Settings of how a run is computed: the keywords of `run`, `reference` and `stream` that rarely change."""
+    """Declares the types of the optional keywords of `run`, `reference` and `stream` that set how passes are computed,
+    such as window, group and capacity."""
 
     window: int | None
-    """Token positions of a verify pass for each request (W). By default 1 without a drafter on a CPU, otherwise 16,
-    or what the model and the capacity allow. With window=1 nothing is drafted: a verify pass is a decode of a fixed
-    shape. If no group gives the same bits everywhere with this window, 16, 8, 4 and 2 are tried."""
+    """Token positions of a verify pass for each request (W). By default 1 without a drafter on a CPU, otherwise 16, or
+    the largest number that the model and the capacity allow. With window=1 nothing is drafted: a verify pass is a
+    decode of a fixed shape. If no group gives the same bits everywhere with this window, 16, 8, 4 and 2 are tried."""
     group: int | None
     """Requests of a verify pass (G). By default the first number for which every batch index gives the same bits on
     this machine."""
@@ -34,13 +36,14 @@ class EngineOptions(TypedDict, total=False):
     max_batch: int
     """Requests in flight at once, by default 64."""
     max_kv_tokens: int | None
-    """Tokens in the cache at once; if they run out, the newest request is preempted and resumed later."""
+    """Cache slots in use at once; if the running requests need more, the newest request is preempted and resumed
+    later."""
     draft_length: "int | str | None"
-    """Candidates before each verification: None for all that the window takes, a number, or "adaptive"."""
+    """Draft tokens before each verification: None for all that the window takes, a number, or "adaptive"."""
     acceptance: str
     """"equality", or "rejection" for speculative sampling of requests that are not deterministic."""
     layers: "str | int | Iterable[int]"
-    """Layers to keep states of: "all", a number or a list. Not together with those of a CaptureConfig."""
+    """Layers to keep states of: "all", a number or a list. Must be left out if the CaptureConfig sets layers."""
     path: str
     """"fast" (fast forward), "bridge" (TransformerLens), or "auto": the fast forward unless an intervention edits
     states."""
@@ -48,16 +51,18 @@ class EngineOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class EngineConfig(HintsAtNewArguments):
-    """Fixed shapes of the engine's passes. window, group, capacity, prefill_chunk and prefill_group enter the
-    fingerprint.
+    """Holds the checked settings of the engine: the fixed shapes of passes, and the limits of the cache. window, group,
+    capacity, prefill_chunk and prefill_group enter the schedule fingerprint.
+
+    Raises: ValueError for a value out of range, and for two settings that contradict each other.
     """
 
     window: int = 16
-    """W: token positions of a verify pass for each request, so at most W - 1 candidates are verified at once."""
+    """W: token positions of a verify pass for each request, so at most W - 1 draft tokens are verified at once."""
     group: int = 4
     """G: requests of a verify pass. Dummy requests pad a pass to exactly G x W."""
     capacity: int = 512
-    """C: cache positions of each request. In passes of a fixed shape, attention runs over all of them, masked."""
+    """C: cache slots of each request. In passes of a fixed shape, attention runs over all C slots, masked."""
     prefill_chunk: int = 32
     """Prompt tokens of a verified request that one prefill pass takes."""
     prefill_group: int = 1
@@ -65,14 +70,14 @@ class EngineConfig(HintsAtNewArguments):
     max_batch: int = 64
     """Requests in flight at once; the others wait."""
     max_kv_tokens: int | None = None
-    """Token positions in use in the cache at once, over all requests. If they run out, the newest request is preempted.
-    None: no limit but max_batch x capacity."""
+    """Cache slots in use at once, over all requests. If the running requests need more, the newest request is
+    preempted. None: no limit but max_batch x capacity."""
     draft_length: "int | str | None" = None
-    """Candidates before each verification: None for all that the window takes, a number, or "adaptive"."""
+    """Draft tokens before each verification: None for all that the window takes, a number, or "adaptive"."""
     acceptance: str = "equality"
-    """"equality": a candidate is accepted if the verifier chose the same token. "rejection": speculative sampling."""
+    """"equality": a draft token is accepted if the verifier chose the same token. "rejection": speculative sampling."""
     pad_prefill: bool = True
-    """Whether a prompt's last chunk is padded to the length of the others. Without padding it costs less, and its shape
+    """Whether a prompt's last chunk is padded to the length of the others. An unpadded chunk costs less, and its shape
     still depends on the prompt alone. Prompts that share a prefill pass need padding, because a pass has one shape."""
 
     def __post_init__(self) -> None:
@@ -97,28 +102,31 @@ class EngineConfig(HintsAtNewArguments):
         if self.acceptance not in ACCEPTANCES:
             raise ValueError(f"unknown acceptance {self.acceptance!r}; choose one of {', '.join(ACCEPTANCES)}")
 
-    def rows_needed(self, num_prompt_tokens: int, max_new_tokens: int, num_cached: int = 0) -> int:
-        """Returns how many cache positions a request may write: pads go past its length, in verify and in a padded
-        prefill.
+    def slots_needed(self, num_prompt_tokens: int, max_new_tokens: int, num_cached: int = 0) -> int:
+        """Returns the number of cache slots that a request may write, pads included. Pads stand after the last token of
+        a verify pass and of a padded prefill.
 
         num_cached: prompt tokens that are in the cache already; the chunks begin after them.
         """
         if not self.pad_prefill:
             return num_prompt_tokens + max_new_tokens + self.window
-        chunks = -(-(num_prompt_tokens - num_cached) // self.prefill_chunk)
-        return max(num_prompt_tokens + max_new_tokens + self.window, num_cached + chunks * self.prefill_chunk)
+        num_chunks = -(-(num_prompt_tokens - num_cached) // self.prefill_chunk)  # rounded up: the last one is padded
+        return max(num_prompt_tokens + max_new_tokens + self.window, num_cached + num_chunks * self.prefill_chunk)
 
 
 @dataclass(frozen=True)
 class CaptureConfig(HintsAtNewArguments):
-    """Settings of what the recorder keeps."""
+    """Holds what the recorder keeps of a run: sites, heads, layers, positions, phases and dtype.
+
+    Raises: ValueError for an unknown or an empty setting.
+    """
 
     sites: "str | None" = "STCZ"
     """Sites to keep: letters of S, T, C (states) and Z (lens readings at site S); None for tokens and events alone."""
     heads: "str | Sequence[str]" = ()
     """Head activations to keep: one or more of q, k, v, z and pattern. Only the bridge gives patterns."""
     layers: tuple[int, ...] | None = None
-    """Layers to keep; None for those of the run's `layers`, all by default."""
+    """Layers to keep; None for those of the run's argument `layers`, which by default are all."""
     positions: Sequence[int] | None = None
     """Absolute positions to keep; None for all."""
     phases: tuple[str, ...] | None = None
@@ -167,22 +175,23 @@ class CaptureConfig(HintsAtNewArguments):
 
     @property
     def state_sites(self) -> tuple[str, ...]:
-        """Sites at which states are kept, in the order S, T, C."""
+        """Sites at which states are kept, as a tuple in the order S, T, C."""
         return tuple(site for site in SITES if site in (self.sites or ""))
 
     @property
     def keeps_kv(self) -> bool:
-        """Whether states, head activations or lens readings are kept beside the tokens."""
+        """Whether the run keeps states, head activations or lens readings, and not only tokens and events."""
         return bool(self.sites or self.heads)
 
     @property
     def reads_lens(self) -> bool:
-        """Whether a lens reads the states (site Z)."""
+        """Whether a lens reads the states (True if `sites` has the letter Z)."""
         return "Z" in (self.sites or "")
 
 
 def _joined_sites(sites: object) -> str:
-    """Returns the sites as one text; a list of them is joined."""
+    """Returns capture sites, a text or a list of texts, as one text such as "STCZ". Raises: ValueError for other
+    types."""
     listed = _listed("capture", [sites] if isinstance(sites, str) else sites, "a text of S, T, C and Z, or None")
     if not all(isinstance(site, str) for site in listed):
         raise ValueError(f"capture must be a text of S, T, C and Z, or None, got {sites!r:.60}")
@@ -190,7 +199,8 @@ def _joined_sites(sites: object) -> str:
 
 
 def _listed(name: str, given: object, wanted: str) -> tuple:
-    """Returns one text, or several entries, as a tuple. Raises: ValueError for anything else."""
+    """Returns `given` as a tuple: a text as its only entry, or the entries of an iterable. Raises: ValueError for
+    anything else; its message has `name` and `wanted`."""
     if isinstance(given, str):
         return (given,)
     if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray):
@@ -199,7 +209,8 @@ def _listed(name: str, given: object, wanted: str) -> tuple:
 
 
 def resolve_layers(layers: object, n_layers: int) -> tuple[int, ...]:
-    """Returns sorted layer numbers >= 0 for a number, a list of numbers, "all" or None (every layer).
+    """Returns, as a sorted tuple, the layer numbers that `layers` means: a number, a list of numbers, or "all" or None
+    for every layer.
 
     Negative numbers count from the last layer. Raises: ValueError for a layer that the model does not have.
     """
@@ -207,6 +218,7 @@ def resolve_layers(layers: object, n_layers: int) -> tuple[int, ...]:
         return tuple(range(n_layers))
     if isinstance(layers, str | bytes):
         raise ValueError(f"unknown layers {layers!r}; give 'all', a number or a list of numbers")
+    # an array of no dimension is one number, although its type is iterable
     listed = layers if isinstance(layers, Iterable) and getattr(layers, "ndim", 1) else [layers]
     wanted = [whole_number("layers: a layer", layer) for layer in listed]
     if not wanted:
@@ -218,7 +230,8 @@ def resolve_layers(layers: object, n_layers: int) -> tuple[int, ...]:
 
 
 def captured_layers(capture: CaptureConfig, layers: object, n_layers: int) -> tuple[int, ...]:
-    """Returns the layers that a run keeps: those of `capture`, or else `layers`.
+    """Returns, as a sorted tuple, the layers whose states a run keeps: `capture.layers`, or the argument `layers` if
+    `capture.layers` is None.
 
     Raises: ValueError if both name layers, and for a layer that the model does not have.
     """
@@ -232,14 +245,14 @@ def captured_layers(capture: CaptureConfig, layers: object, n_layers: int) -> tu
 
 
 def pick_deterministic(deterministic: object, n: int) -> frozenset[int]:
-    """Returns the indices of the deterministic requests among n.
+    """Returns the indices of the deterministic requests among the `n` requests of a run, as a frozenset.
 
-    deterministic: True (all), False (none), a fraction (evenly spaced), or a list of indices or of n flags.
+    deterministic: True (all), False (none), a fraction (evenly spaced), a list of indices, or a list of n flags.
     Raises: ValueError for anything else.
     """
     given = deterministic
     if getattr(given, "ndim", None) == 0 and isinstance(item := getattr(given, "item", None), Callable):
-        given = item()  # one number or flag of numpy or torch
+        given = item()  # a single number or flag of numpy or torch becomes Python's
     if isinstance(given, bool):
         return frozenset(range(n)) if given else frozenset()
     if isinstance(given, int | float):

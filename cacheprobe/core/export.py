@@ -1,4 +1,4 @@
-"""Filters the hypotheses table and writes it to a CSV or Parquet file."""
+"""Filters the table of lens readings (hypotheses) and writes it to a CSV or Parquet file."""
 
 import json
 from collections.abc import Sequence
@@ -14,45 +14,46 @@ _FILTERS = {"request": "request_id", "layer": "layer", "site": "site", "status":
 
 
 def select_hypotheses(hypotheses: pd.DataFrame, **wanted: Sequence[object]) -> pd.DataFrame:
-    """Returns the readings that pass every filter: request, layer, site, status, lens, each a list of allowed values.
+    """Returns the lines of the table `hypotheses` (one for each lens reading) that pass every filter, with a new index.
+    Filters: request, layer, site, status and lens, each a list of allowed values; an empty list allows all.
 
-    An empty list filters nothing.
     Raises: ValueError for a value that no reading has, and if no reading passes all filters.
     """
     chosen = hypotheses
     for name, values in wanted.items():
         column = _FILTERS[name]
-        there = hypotheses[column].unique().tolist()
+        present = hypotheses[column].unique().tolist()
         for value in values:
-            if value not in there:
-                raise ValueError(f"no reading of {name} {value!r}; this run has {', '.join(map(str, sorted(there)))}")
+            if value not in present:
+                raise ValueError(f"no reading of {name} {value!r}; this run has {', '.join(map(str, sorted(present)))}")
         if values:
             chosen = chosen[chosen[column].isin(list(values))]
     if chosen.empty:
-        said = ", ".join(f"{name} {' or '.join(map(str, values))}" for name, values in wanted.items() if values)
-        raise ValueError(f"no reading fits {said or 'an empty table'} all at once; drop one of the filters")
+        filters = ", ".join(f"{name} {' or '.join(map(str, values))}" for name, values in wanted.items() if values)
+        raise ValueError(f"no reading fits {filters or 'an empty table'} all at once; drop one of the filters")
     return chosen.reset_index(drop=True)
 
 
 def require_ending(path: Path) -> None:
-    """Checks the file's ending. Raises: ValueError unless it is .csv or .parquet."""
+    """Checks the ending of a table's file name. Raises: ValueError unless it is .csv or .parquet."""
     if path.suffix not in ENDINGS:
         raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; a table is written as {' or '.join(ENDINGS)}")
 
 
 def write_table(table: pd.DataFrame, path: Path) -> Path:
-    """Writes a table as .csv or .parquet; after an error the earlier file is unchanged. CSV holds lists as JSON.
+    """Writes a DataFrame to a .csv or .parquet file and returns the path; after an error the earlier file is unchanged.
+    CSV stores lists (columns top_...) as JSON.
 
     Raises: ValueError for another ending.
     """
     require_ending(path)
     if path.suffix == ".parquet":
-        return write_whole(path, lambda beside: table.to_parquet(beside, index=False))
+        return write_whole(path, lambda temporary: table.to_parquet(temporary, index=False))
     lists = [name for name in table.columns if name.startswith("top_")]
     flat = table.assign(**{name: [_listed(value) for value in table[name]] for name in lists})
-    return write_whole(path, lambda beside: flat.to_csv(beside, index=False))
+    return write_whole(path, lambda temporary: flat.to_csv(temporary, index=False))
 
 
 def _listed(value: object) -> str | None:
-    """Returns a list as JSON; None for a thought, which has no list."""
+    """Returns a list of numbers as JSON text; None for a thought, which has no list."""
     return json.dumps(np.asarray(value).tolist()) if isinstance(value, list | tuple | np.ndarray) else None

@@ -1,4 +1,5 @@
-"""Lists the TransformerLens hook names of the sites that cacheprobe reads. No other file spells them out."""
+"""Lists the TransformerLens hook names of the sites that cacheprobe reads. No other file of the package writes them
+out."""
 
 SITES = ("S", "T", "C")
 """S: residual stream after a block; T: attention output; C: MLP output."""
@@ -17,14 +18,15 @@ ROTATED = ("hook_rot_q", "hook_rot_k")
 """Queries and keys after the rotary embedding."""
 
 INPUT_POINT, OUTPUT_POINT = "hook_in", "hook_out"
-"""Last part of a canonical hook name: the hook sits at the input or at the output of a component of the bridge."""
+"""Last part of a canonical hook name of TransformerBridge: the hook is at the input or at the output of a component."""
 
 
 def hook_name(site: str, layer: int) -> str:
-    """Returns the full TransformerLens name of a site at a layer; "pre" is the residual stream before the block."""
+    """Returns the full TransformerLens hook name of a site at a layer, such as "blocks.3.hook_resid_post" for S. Site
+    "pre" is the residual stream before the block."""
     return f"blocks.{layer}.{_HOOKS[site]}"
 
 
 def resid_pre_name(layer: int) -> str:
-    """Returns the full TransformerLens name of the residual stream that enters a block."""
+    """Returns the full TransformerLens hook name of the residual stream that enters block `layer`."""
     return f"blocks.{layer}.{RESID_PRE}"

@@ -1,10 +1,12 @@
-"""Types of live objects of transformers and TransformerLens whose attributes those libraries leave untyped."""
+"""Names types of objects of transformers and TransformerLens that these libraries leave untyped; to Python each name is
+Any."""
 
 from typing import Any, TypeAlias
 
 LiveModule: TypeAlias = Any
-"""A live module of transformers or TransformerLens: torch types a module's attributes as Tensor | Module, so a type
-checker cannot follow `layer.self_attn.q_proj`. Each function that takes one checks the module's family first."""
+"""A module of a loaded model of transformers or TransformerLens. torch types a module's attributes as Tensor | Module,
+so a type checker cannot follow `layer.self_attn.q_proj`. Each function that takes one checks the module's family first.
+"""
 
 LiveConfig: TypeAlias = Any
 """A transformers config: the fields depend on the architecture."""

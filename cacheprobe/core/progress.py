@@ -14,12 +14,12 @@ P = TypeVar("P", bound="Progress")
 
 
 class Progress:
-    """Shows a job's progress while the `with` block runs; shows nothing if it is not enabled.
+    """Shows a job's progress on stderr while the `with` block runs; prints nothing if `enabled` is False.
 
     The same object may be entered again later. A terminal shows one bar at a time.
     total: units of the job.  done: units that an earlier call finished; they do not count for the rate.
     doing, unit: words such as "generating" and "tokens".
-    says_end: print a line at the end also for a short job without a terminal; by default such a job prints nothing.
+    says_end: print a line when the job is complete, even if it took less than 20 seconds and there is no terminal.
     """
 
     def __init__(
@@ -27,16 +27,16 @@ class Progress:
     ) -> None:
         self.total, self.doing, self.unit, self.enabled, self.says_end = total, doing, unit, enabled, says_end
         self.done = self._first = done
-        self._spent = 0.0
-        self._began: float | None = None
-        self._spoken = 0.0
+        self._earlier_seconds = 0.0
+        self._entered_at: float | None = None
+        self._last_line_at = 0.0
         self._bar: Bar | None = None
         self._task: TaskID | None = None
 
     def __enter__(self: P) -> P:
-        self._began = time.monotonic()
-        if not self._spent:
-            self._spoken = self._began
+        self._entered_at = time.monotonic()
+        if not self._earlier_seconds:
+            self._last_line_at = self._entered_at
         if self.enabled and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -50,41 +50,43 @@ class Progress:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._spent, self._began = self._seconds(), None
+        self._earlier_seconds, self._entered_at = self._seconds(), None
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
     def advance(self, units: int = 1, note: str = "") -> None:
-        """Adds finished units. note: a few words shown beside the rate."""
+        """Adds finished units to the count and updates the display. note: a few words shown beside the rate."""
         self.at(self.done + units, note)
 
     def at(self, done: int, note: str = "") -> None:
-        """Sets how many units are finished in all."""
+        """Sets the number of finished units in all and updates the display. note: a few words shown beside the rate."""
         self.done = done
-        if self._began is None:
+        if self._entered_at is None:
             return
         now = time.monotonic()
         rate = (done - self._first) / max(self._seconds(), 1e-9)
-        said = ", ".join(filter(None, (f"{_number(rate)} {self.unit}/s", note)))
+        rate_and_note = ", ".join(filter(None, (f"{_rounded(rate)} {self.unit}/s", note)))
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, note=said)
-        elif self.enabled and (now - self._spoken > SECONDS_BETWEEN_LINES or (self.says_end and done >= self.total)):
-            self._spoken = now
+            self._bar.update(self._task, completed=done, note=rate_and_note)
+        elif self.enabled and (
+            now - self._last_line_at > SECONDS_BETWEEN_LINES or (self.says_end and done >= self.total)
+        ):
+            self._last_line_at = now
             left = f"{(self.total - done) / rate / 60:.1f} minutes left" if rate else "time left unknown"
-            self.say(f"{self.doing}: {done} of {self.total} {self.unit}, {said}, {left}")
+            self.say(f"{self.doing}: {done} of {self.total} {self.unit}, {rate_and_note}, {left}")
 
     def _seconds(self) -> float:
         """Returns the seconds spent inside the `with` block, over all entries."""
-        return self._spent + (0.0 if self._began is None else time.monotonic() - self._began)
+        return self._earlier_seconds + (0.0 if self._entered_at is None else time.monotonic() - self._entered_at)
 
     def say(self, line: str) -> None:
-        """Prints a line that stays above the bar."""
+        """Prints a line on stderr that stays above the bar; prints nothing if progress is not enabled."""
         if self._bar is not None:
             self._bar.console.print(line, highlight=False, markup=False)
         elif self.enabled:
             print(line, file=sys.stderr, flush=True)
 
 
-def _number(rate: float) -> str:
+def _rounded(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}" if rate >= 1 else f"{rate:.3f}"

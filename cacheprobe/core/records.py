@@ -1,4 +1,4 @@
-"""Defines the records that all folders exchange: frozen, self-checking, free of torch.
+"""Defines the records that all folders exchange: frozen dataclasses that check their own values, without torch.
 
 Imports neither models nor tensors nor files. `Observer` is the interface through which the engine reports.
 """
@@ -13,13 +13,13 @@ from cacheprobe.core.values import HintsAtNewArguments, flag, require_encodable,
 PHASES = ("prefill", "decode", "verify")
 """Kinds of forward pass."""
 ROLES = ("prompt", "committed", "accepted", "recovered", "bonus", "rolled_back", "given_up")
-"""How a token came to its position."""
+"""Roles of a row (one token of one pass): how its input token came to its position."""
 STATUSES = ("committed", "superseded", "rolled_back", "given_up")
 DISCARDED_DRAFT = ("rolled_back", "given_up")
-"""Statuses of rows whose input was a draft token that was never committed: rejected, behind a rejected one, or given up
-without a verdict."""
+"""Statuses of rows that were fed a draft token that was never committed. rolled_back: the rejected token or a later
+one. given_up: the draft got no verdict."""
 VERDICTS = ("accepted", "rejected", "never_judged")
-"""Verdicts on a drafted token.
+"""Verdicts on a draft token.
 accepted: the verifier chose it.  rejected: the verifier chose another token.  never_judged: it followed a rejected
 token, or its draft was given up (the request was preempted or cancelled, or a pass failed)."""
 PROVENANCES = ("free", "prefill", "decoded", "provisional", "verified", "edited")
@@ -27,7 +27,8 @@ PROVENANCES = ("free", "prefill", "decoded", "provisional", "verified", "edited"
 
 @dataclass(frozen=True, slots=True)
 class Request(HintsAtNewArguments):
-    """One sequence to generate, as the user wrote it. `cacheprobe.run` fills in the fields left open."""
+    """Holds one sequence to generate, as the user wrote it. `cacheprobe.run` fills in the fields that the user left
+    out."""
 
     prompt: "str | Sequence[int]"
     """Text, or token ids."""
@@ -35,21 +36,23 @@ class Request(HintsAtNewArguments):
     is_deterministic: bool = False
     """Whether to verify this request, so that its tokens and states do not depend on other requests in the batch."""
     request_id: "int | Any" = None
-    """Index of the request in the run; the run sets it. None before, so nobody who reads a trace meets None."""
+    """Index of the request in the run, set by the run. None only before the run."""
     prompt_token_ids: tuple[int, ...] = ()
     example: Any = None
     """Task example that the prompt was made from, if any (`tasks.Example`)."""
     arrival_step: int = 0
-    """The request joins at the first round that begins at this step or later; at once if no other request runs."""
+    """The request joins at the first round that begins at this step or later. If no other request runs, it joins at
+    once."""
     sample_of: int | None = None
-    """request_id of the first of the samples (SamplingParams.n) that share this prompt; the run sets it."""
+    """request_id of the first of the samples (SamplingParams.n) that share this prompt, set by the run; None for a
+    request that is no sample of several."""
     cached: Any = field(default=None, repr=False)
     """KVSnapshot of the prompt's first tokens. Generation continues from it, so those tokens are not computed again."""
     own_fingerprint: bool = False
     """Must be True for a deterministic request with `cached`. Such a request is comparable only with requests that
     start from the same snapshot."""
     keep_kv: bool = False
-    """Whether to copy the cache rows of the request when it ends, for `cp.analysis.kv_snapshot` and `fork`. The copy
+    """Whether to copy the request's keys and values when it ends, for `cp.analysis.kv_snapshot` and `fork`. The copy
     stays in memory with the trace."""
 
     def __post_init__(self) -> None:
@@ -67,18 +70,19 @@ class Request(HintsAtNewArguments):
 
     @property
     def num_cached(self) -> int:
-        """Number of prompt tokens that the snapshot in `cached` holds; 0 without one."""
+        """Number of prompt tokens that the snapshot in `cached` holds; 0 if `cached` is None."""
         return 0 if self.cached is None else len(self.cached)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of prompt tokens."""
+        """Number of prompt tokens of the request; 0 until the run has tokenised the prompt."""
         return len(self.prompt_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verifier's decision about one draft.
+    """Holds the verifier's decision about one draft: the draft tokens, the verifier's own tokens, and how many were
+    accepted and committed.
 
     Source: decode-verify-rollback of LLM-42 (arXiv 2601.17768, section 4.2), the variant with a bonus token.
     """
@@ -89,9 +93,8 @@ class Verdict:
     """Absolute position of the first draft token."""
     draft_token_ids: tuple[int, ...]
     target_token_ids: tuple[int, ...]
-    """Tokens that the verifier chose at each draft position, and one after the draft. After a drafted stop token there
-    is
-    none: that token is compared but never fed."""
+    """Tokens that the verifier chose at each draft position, and one after the draft. After a draft stop token that one
+    is absent: the stop token is compared but never fed."""
     num_accepted: int
     """Length of the longest prefix of the draft that the verifier would have chosen itself."""
     num_committed: int
@@ -109,34 +112,38 @@ class Verdict:
 
     @property
     def committed(self) -> tuple[int, ...]:
-        """Accepted tokens, then one recovered token (or the bonus token, if all were accepted)."""
+        """Token ids that the verdict commits, as a tuple: the accepted draft tokens, then the recovered token (or the
+        bonus token, if all were accepted). Shorter if the request ended."""
         n = self.num_accepted
         return (self.draft_token_ids[:n] + self.target_token_ids[n : n + 1])[: self.num_committed]
 
     @property
     def recovered(self) -> int | None:
-        """The verifier's own token at the first mismatch; None without a mismatch."""
+        """Token id that the verifier chose at the first mismatch and that was committed; None if all draft tokens were
+        accepted or the request ended before it."""
         return self.committed[-1] if self.is_rollback and self.num_committed > self.num_accepted else None
 
     @property
     def bonus(self) -> int | None:
-        """The verifier's own next token after a full match; None without one."""
+        """Token id that the verifier chose after a draft accepted in full and that was committed; None after a mismatch
+        or if the request ended before it."""
         return self.committed[-1] if not self.is_rollback and self.num_committed > self.num_accepted else None
 
     @property
     def is_rollback(self) -> bool:
-        """Whether some draft tokens were not accepted."""
+        """Whether a draft token was rejected."""
         return self.num_accepted < len(self.draft_token_ids)
 
     @property
     def rolled_back(self) -> tuple[int, ...]:
-        """Draft tokens that were not accepted."""
+        """Draft token ids from the first mismatch on, as a tuple: the rejected one and all after it."""
         return self.draft_token_ids[self.num_accepted :]
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One forward pass of the engine, and the tokens and verdicts that followed from it."""
+    """Holds one step of the engine (a forward pass, or the copy of a shared prompt): phase, shape, requests, seconds,
+    and the resulting tokens and verdicts."""
 
     step: int
     phase: str
@@ -148,7 +155,7 @@ class StepRecord:
     committed: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(request_id, tokens) committed without a verdict: by a prefill, or by a decode that is never verified."""
     proposed: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(request_id, tokens) added to drafts."""
+    """(request_id, tokens) added to drafts by this step."""
     verdicts: tuple[Verdict, ...] = ()
     logprobs: tuple[tuple[int, tuple[float, ...]], ...] = ()
     """(request_id, log-probability in nats of each token that this step committed), under the model's unprocessed
@@ -159,7 +166,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class RowSlot:
-    """Request, place and token of one row (one token of one pass)."""
+    """Holds the request, batch index, position and token of one row (one token of one pass)."""
 
     request_id: int
     batch_index: int
@@ -170,14 +177,16 @@ class RowSlot:
     """Absolute position of the row's input token."""
     token_id: int
     is_canonical: bool
-    """True if the request keeps these states: rows of prefill, verify, and decode that is never verified."""
+    """True for rows of prefill, of verify, and of the decode of a never verified request. Their states are final,
+    unless a verdict rejects the token."""
     is_draft: bool = False
-    """Whether the input token is a candidate without a verdict so far."""
+    """Whether the input token is a draft token without a verdict so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardRecord:
-    """Output of one pass, for observers. The tensors belong to the pass: an observer copies what it keeps."""
+    """Holds the output of one pass for observers. The tensors belong to the pass, so an observer must copy what it
+    keeps."""
 
     step: int
     phase: str
@@ -192,7 +201,8 @@ class ForwardRecord:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """The thought that a Thinking States model wrote after one chunk.
+    """Holds the thought that a Thinking States model wrote after one chunk: its tokens, log-probabilities, and the
+    state [c, m] added to the next chunk.
 
     A thought is committed or rolled back together with its chunk's last token.
     Source: Thinking States (arXiv 2602.08332), Eq. 4 and 5.
@@ -218,7 +228,8 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How and when a request ended. reason: stop, length, cancelled or error."""
+    """Holds how and at which step a request ended, and its generated tokens. reason: stop, length, cancelled or
+    error."""
 
     request_id: int
     step: int
@@ -240,43 +251,44 @@ _LATER_FIELDS = {
 
 
 def fingerprint_differences(a: Mapping[str, object], b: Mapping[str, object]) -> list[tuple[str, object, object]]:
-    """Returns (field, value in a, value in b) for the fields in which two schedule fingerprints differ.
+    """Returns (field, value in a, value in b) for every field in which two schedule fingerprints differ, sorted by
+    field.
 
-    A value is None if the fingerprint lacks the field. A field that an earlier version did not record is compared as
-    its default, and the value then says so. Names of model and adapter are not compared, because the weights are.
+    A value is None if the fingerprint lacks the field. A field that an earlier version did not record is compared by
+    its default, and its value is then a text that says so. Names of model and adapter are not compared, because the
+    weights are.
     """
     keys = sorted({*a, *b} - {"model", "adapter"})
     differing = [key for key in keys if _field(a, key) != _field(b, key)]
-    return [(key, _shown(a, key), _shown(b, key)) for key in differing]
+    return [(key, _value_or_note(a, key), _value_or_note(b, key)) for key in differing]
 
 
 def _field(fingerprint: Mapping[str, object], key: str) -> object:
     return fingerprint.get(key, _LATER_FIELDS.get(key))
 
 
-def _shown(fingerprint: Mapping[str, object], key: str) -> object:
-    """Returns a field's value, or a text if the value is an assumed default."""
+def _value_or_note(fingerprint: Mapping[str, object], key: str) -> object:
+    """Returns the value of one fingerprint field, or a text that says so if the value is an assumed default."""
     is_assumed = key not in fingerprint and key in _LATER_FIELDS and key != "pad_prefill"  # absent means True there
     return f"not recorded, so taken as {_LATER_FIELDS[key]!r}" if is_assumed else _field(fingerprint, key)
 
 
 class Observer:
-    """Receives the engine's events, in order, and ignores them; a subclass overrides the methods that it needs.
-
-    It must not change the tensors.
-    """
+    """Receives the engine's events, in order, and ignores them; a subclass overrides the methods that it needs. An
+    observer must not change the tensors."""
 
     def before_forward(self, step: int, phase: str, rows: Sequence[RowSlot], shape: tuple[int, int]) -> None:
-        """Called before a pass of `shape` (batch size, token slots) over these rows."""
+        """Called before a pass. rows: its real tokens. shape: batch size and token slots, pads and dummies included."""
 
     def after_forward(self, record: ForwardRecord) -> None:
-        """Called after a pass, with its logits."""
+        """Called after a pass, with its rows and logits."""
 
     def on_thought(self, thought: Thought) -> None:
-        """Called after `after_forward`, for each thought of that pass."""
+        """Called after `after_forward`, once for each thought that a Thinking States model wrote in that pass."""
 
     def on_choice(self, request_id: int, step: int, position: int, token_id: int, logits: Any) -> None:
-        """Called when a token is chosen for `position` from logits [v]. Its verdict may still be open."""
+        """Called when a token is chosen for `position` from logits [v]: a draft token, or the verifier's own. It may
+        never be committed."""
 
     def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
         """Called when `token_ids` are committed at positions start, start + 1, ...; `roles` has one role for each
@@ -284,30 +296,33 @@ class Observer:
         """
 
     def on_rollback(self, request_id: int, step: int, start: int, end: int) -> None:
-        """Called when draft tokens at positions start..end-1 are rejected."""
+        """Called when a verdict drops the draft tokens at positions start..end-1: the rejected one at `start`, and all
+        after it."""
 
     def on_give_up(self, request_id: int, step: int, start: int, end: int) -> None:
-        """Called when draft tokens at positions start..end-1 are dropped without a verdict."""
+        """Called when the draft tokens at positions start..end-1 are dropped without a verdict."""
 
     def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:
-        """Called when a request copies the cache rows of its prompt from `source_id`, which has the same prompt."""
+        """Called when a request copies the keys and values of its prompt from request `source_id`, which has the same
+        prompt."""
 
     def on_preempt(self, request_id: int, step: int) -> None:
-        """Called when a request loses its place in the cache. Its positions are computed again later, without these
-        events.
-        """
+        """Called when a request loses its cache row. Its keys and values are computed again later: then `on_step`,
+        `on_ledger` and `on_choice` are called, but no call announces rows or thoughts."""
 
     def on_compared(self, step: int, difference: str | None) -> None:
-        """Called when a pass computed one request's tokens twice. difference: where the bits differ, or None."""
+        """Called when a verify pass computed the tokens of one request twice. difference: text on where the bits
+        differ; None if they are equal."""
 
     def on_failure(self, step: int) -> None:
-        """Called when a step fails: discard all that was reported of its passes since the last on_step."""
+        """Called when a step fails. The observer must discard all that was reported of the step's passes since the last
+        `on_step`."""
 
     def on_ledger(self, request_id: int, step: int, start: int, end: int, provenance: str) -> None:
-        """Called when cache rows start..end-1 of a request take this provenance."""
+        """Called when cache slots start..end-1 of a request's cache row take the given provenance."""
 
     def on_step(self, record: StepRecord) -> None:
-        """Called after each step that did not fail."""
+        """Called after each step that did not fail, with its record."""
 
     def on_finish(self, finished: Finished) -> None:
         """Called when a request ends."""

@@ -1,8 +1,9 @@
-"""Finds plug-ins (drafters, lenses, tasks, kernels), which are one file each, by importing their folder.
+"""Finds plug-ins (drafters, lenses, tasks, kernels) by importing every file of their folder.
 
-A kind of plug-in is a folder of cacheprobe, or a package beside it. A file in it marks a class or function with
-`@register("drafters", "early_exit")`. The folder's files are imported when a name of that kind is first looked up. The
-folder's package may define a mapping INSTEAD: for a name known from elsewhere, what to write here.
+A kind of plug-in is a folder of cacheprobe, such as drafters, or a separate package. A file in it marks a class or
+function with `@register("drafters", "early_exit")`. The folder's files are imported when a name of that kind is first
+looked up. The folder's package may define a mapping INSTEAD, from a name used elsewhere to the name here, for error
+messages.
 """
 
 import importlib
@@ -17,8 +18,9 @@ P = TypeVar("P")
 Plugin: TypeAlias = Any
 """A registered class or function. Its kind fixes its type; the registry serves all kinds."""
 
-BESIDE = {"kernels": "cacheprobe_kernels"}
-"""Kinds that are a package of their own: cacheprobe runs without what they need."""
+SEPARATE_PACKAGES = {"kernels": "cacheprobe_kernels"}
+"""Packages of the kinds of plug-ins that are not a folder of cacheprobe. cacheprobe runs without the packages that they
+need."""
 
 _ONE_OF = {"lenses": "lens"}
 """Singular of the kinds whose plural is not formed with an s."""
@@ -28,7 +30,8 @@ _scanned: set[str] = set()
 
 
 def register(kind: str, name: str) -> Callable[[P], P]:
-    """Returns a decorator that registers a class or function as `name`. Raises: ValueError if the name is taken."""
+    """Returns a decorator that registers a class or function as plug-in `name` of `kind`. Raises: ValueError if another
+    one has that name."""
 
     def keep(plugin: P) -> P:
         """Registers the plug-in and returns it unchanged."""
@@ -42,40 +45,42 @@ def register(kind: str, name: str) -> Callable[[P], P]:
 
 
 def available(kind: str) -> MappingProxyType[str, Plugin]:
-    """Returns every plug-in of a kind by name, in alphabetical order."""
+    """Returns all plug-ins of a kind as a read-only mapping from name to class or function, in alphabetical order."""
     _scan(kind)
     return MappingProxyType(dict(sorted(_plugins.get(kind, {}).items())))
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """Returns the sorted names of the plug-ins of a kind."""
+    """Returns the names of all plug-ins of a kind, as a sorted tuple."""
     return tuple(available(kind))
 
 
 def find(kind: str, name: str) -> Plugin:
-    """Returns the plug-in of that kind and name; - and _ count as equal. Raises: ValueError for an unknown name."""
+    """Returns the class or function registered under that kind and name; - and _ in names count as equal. Raises:
+    ValueError for an unknown name."""
     plugins = available(kind)
-    if (found := same_name(name, plugins)) is None:
+    if (registered := same_name(name, plugins)) is None:
         instead: dict[str, str] = getattr(importlib.import_module(_package(kind)), "INSTEAD", {})
         choice = f"write {instead[name]} here" if name in instead else "choose one"
         raise ValueError(
             f"unknown name {name!r} among {kind}; there are {', '.join(plugins) or 'none'}; "
             f"{choice}, or add a file to {_package(kind).replace('.', '/')} that registers it"
         )
-    return plugins[found]
+    return plugins[registered]
 
 
 def same_name(name: str, among: Iterable[str]) -> str | None:
-    """Returns the entry of `among` that equals `name`, with - and _ taken as equal; None if there is none."""
+    """Returns the entry of `among` that equals `name`, with - and _ counted as equal; None if no entry does."""
     known = list(among)
     same = (other for other in known if other.replace("-", "_") == name.replace("-", "_"))
     return name if name in known else next(same, None)
 
 
 def make(kind: str, text: str, **options: object) -> Plugin:
-    """Returns the object that the plug-in makes for NAME or NAME:key=value,...
+    """Calls the plug-in named in `text`, NAME or NAME:key=value,..., with those settings and `options`, and returns the
+    new object.
 
-    Raises: ValueError if the settings do not fit.
+    Raises: ValueError for an unknown name, and for settings that the plug-in does not take.
     """
     name, _, listed = text.partition(":")
     options |= parse_options(listed, kind)
@@ -88,7 +93,8 @@ def make(kind: str, text: str, **options: object) -> Plugin:
 
 
 def _require_settings(plugin: Plugin, what: str, options: Mapping[str, object]) -> None:
-    """Checks the names of the settings. Raises: ValueError for an unknown setting and for a missing one."""
+    """Checks the names of the settings given to a plug-in. Raises: ValueError for an unknown setting and for a missing
+    one."""
     fields = inspect.signature(plugin).parameters
     known = [name for name, field in fields.items() if field.kind in (field.POSITIONAL_OR_KEYWORD, field.KEYWORD_ONLY)]
     needed = [name for name in known if fields[name].default is inspect.Parameter.empty and name not in options]
@@ -104,7 +110,8 @@ def _require_settings(plugin: Plugin, what: str, options: Mapping[str, object]) 
 
 
 def parse_options(listed: str, what: str) -> dict[str, object]:
-    """Returns key=value,... as a mapping; a value that reads as a number, true or false becomes one."""
+    """Returns the text key=value,... as a dict; values that read as a number, true or false are converted. Raises:
+    ValueError for an item without "="."""
     options: dict[str, object] = {}
     for item in filter(None, listed.split(",")):
         key, equals, value = item.partition("=")
@@ -126,14 +133,15 @@ def _value(text: str) -> bool | int | float | str:
 
 
 def _scan(kind: str) -> None:
-    """Imports the files of the kind's package, once; an error of an import is passed on."""
+    """Imports every file of a kind's package, at the first call only. Raises: ValueError for an unknown kind; an error
+    inside a file is passed on."""
     if kind in _scanned:
         return
     package_name = _package(kind)
     try:
         package = importlib.import_module(package_name)
     except ModuleNotFoundError as missing:
-        if missing.name != package_name or kind in BESIDE:
+        if missing.name != package_name or kind in SEPARATE_PACKAGES:
             raise
         raise ValueError(f"unknown kind of plug-in {kind!r}: there is no folder cacheprobe/{kind}") from None
     for module in pkgutil.iter_modules(package.__path__):
@@ -142,7 +150,7 @@ def _scan(kind: str) -> None:
 
 
 def _package(kind: str) -> str:
-    return BESIDE.get(kind, f"cacheprobe.{kind}")
+    return SEPARATE_PACKAGES.get(kind, f"cacheprobe.{kind}")
 
 
 def _origin(plugin: object) -> str:

@@ -1,4 +1,4 @@
-"""Defines once the settings of a run that are written as text: flags of `cacheprobe run`, and lines of its YAML file.
+"""Defines the settings of a run that can be written as text: flags of `cacheprobe run`, and lines of its YAML file.
 
 Each field is a flag; its docstring is the flag's help. Names are those of `cp.load_model` and `cp.run`. A sweep's file
 takes its defaults from here.
@@ -12,7 +12,7 @@ from cacheprobe.core.config import CaptureConfig, EngineConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
-    """Settings that `cp.load_model` takes."""
+    """Holds the flags of `cacheprobe run` that `cp.load_model` takes."""
 
     model: str = "smollm2-135m"
     """"smollm2-135m", a hub name or a local directory."""
@@ -31,7 +31,7 @@ class ModelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFlags:
-    """Settings of what a run reads: texts, or examples of a task."""
+    """Holds the flags of `cacheprobe run` that say what the model reads: texts, or examples of a task."""
 
     prompt: tuple[str, ...] = ()
     """A prompt's text, or several."""
@@ -49,20 +49,20 @@ class PromptFlags:
     """Use the model's chat template, in tasks that have it."""
 
     def require_one_source(self) -> None:
-        """Raises: ValueError unless either prompts or a task are given."""
+        """Checks that either prompts or a task are given, not both. Raises: ValueError otherwise."""
         if bool(self.prompt) == (self.task is not None):
             raise ValueError("give either --prompt (once or more) or --task, such as --task coin_flip")
 
     @property
     def task_settings(self) -> dict[str, object]:
-        """Settings of the task that are given, by name."""
+        """Settings of the task that were given as flags, as a dict by name; unset ones are left out."""
         named = {name: getattr(self, name) for name in ("people", "flip_probability", "shots", "chat")}
         return {name: value for name, value in named.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """Settings that `cp.run` takes."""
+    """Holds the flags of `cacheprobe run` that `cp.run` takes."""
 
     drafter: str | None = None
     """NAME or NAME:key=value,... such as early_exit:layer=20. Without one, only deterministic requests are verified."""
@@ -91,9 +91,9 @@ class RunFlags:
     seed: int = 0
     """Seed of the task's examples and of the sampling noise."""
     capacity: int = EngineConfig.capacity
-    """Cache rows of each request; prompt, new tokens and window must fit."""
+    """Cache slots of each request; prompt, new tokens and window must fit."""
     max_batch: int = EngineConfig.max_batch
     """Requests in flight at once; the others wait."""
     max_kv_tokens: int | None = EngineConfig.max_kv_tokens
-    """Cache rows in use at once; if they run out, the newest request is preempted and resumed later. No limit by
-    default."""
+    """Cache slots in use at once; if the running requests need more, the newest is preempted and resumed later. No
+    limit by default."""

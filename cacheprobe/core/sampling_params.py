@@ -1,4 +1,4 @@
-"""Defines the sampling settings of a request."""
+"""Defines `SamplingParams`: how one request chooses its tokens."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -8,9 +8,9 @@ from cacheprobe.core.values import hint, number, require_encodable, whole_number
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Settings of how a request chooses its tokens. A field left at None takes the run's value, then the default.
+    """Holds how a request chooses its tokens. A field left at None takes the run's value, then the default.
 
-    Order, as in Hugging Face: repetition penalty, temperature, top_k, top_p, min_p. Every one of them is a function of
+    Order, as in Hugging Face: repetition penalty, temperature, top_k, top_p, min_p. Each of the five is a function of
     the committed tokens alone, so a rollback has no state to restore. Among equal logits the lower token id ranks
     first.
     """
@@ -59,18 +59,19 @@ class SamplingParams:
             object.__setattr__(self, "stop", _stop_texts(self.stop))
 
     def over(self, fallback: "SamplingParams") -> "SamplingParams":
-        """Returns these settings, with `fallback`'s value for every field that is None."""
+        """Returns these settings as a new SamplingParams, with the value of `fallback` for every field that is None."""
         mine = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(fallback, **{name: value for name, value in mine.items() if value is not None})
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is chosen: temperature 0 or None."""
+        """Whether the most likely token is always chosen: temperature 0 or None."""
         return not self.temperature
 
     @property
     def is_plain(self) -> bool:
-        """Whether logits are used unchanged, apart from the temperature."""
+        """Whether logits are used unchanged, apart from the temperature: no top_k, top_p, min_p or repetition
+        penalty."""
         return not self.top_k and self.top_p in (None, 1) and not self.min_p and self.repetition_penalty in (None, 1)
 
 
@@ -91,7 +92,8 @@ _LIMITS = {
 
 
 def _stop_token_ids(given: object) -> tuple[int, ...]:
-    """Returns one token id or several as a tuple. The run checks later whether the vocabulary has them."""
+    """Returns one token id, or several, as a tuple of ints. Raises: ValueError for a negative id. The run checks later
+    whether the vocabulary has them."""
     listed = given if isinstance(given, Iterable) and getattr(given, "ndim", 1) else (given,)
     ids = tuple(whole_number("stop_token_ids: a token id", token_id) for token_id in listed)
     if min(ids, default=0) < 0:
@@ -100,7 +102,7 @@ def _stop_token_ids(given: object) -> tuple[int, ...]:
 
 
 def _stop_texts(given: object) -> tuple[str, ...]:
-    """Returns one stop text or several as a tuple. Raises: ValueError for an empty text and for other types."""
+    """Returns one stop text, or several, as a tuple. Raises: ValueError for an empty text and for other types."""
     listed = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
     texts = tuple(text for text in listed if isinstance(text, str) and text)
     if len(texts) != len(listed):

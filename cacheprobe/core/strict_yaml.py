@@ -1,4 +1,5 @@
-"""Reads YAML that holds plain values only and names every key once; plain YAML would silently keep the last of two."""
+"""Reads YAML files of plain values in which no key is given twice; the yaml package alone would silently keep the last
+of two equal keys."""
 
 from collections.abc import Hashable
 from pathlib import Path
@@ -7,13 +8,14 @@ import yaml
 
 
 class StrictLoader(yaml.SafeLoader):
-    """Loads plain values, without tags that build Python objects, and refuses a key that is given twice."""
+    """Loads YAML of plain values, without tags that build Python objects, and refuses a key that is given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
-        """Returns the mapping. Raises: yaml.constructor.ConstructorError if it holds a key twice."""
+        """Returns one mapping of the file as a dict. Raises: yaml.constructor.ConstructorError if a key is given
+        twice."""
         keys = [self.construct_object(key) for key, _ in node.value]
-        if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is given twice", node.start_mark)
+        if repeated := [key for i, key in enumerate(keys) if key in keys[:i]]:
+            raise yaml.constructor.ConstructorError(None, None, f"{repeated[0]} is given twice", node.start_mark)
         return super().construct_mapping(node, deep=True)
 
 
@@ -21,14 +23,15 @@ StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, Str
 
 
 def read_yaml(path: Path, kind: str) -> object:
-    """Returns the content of a YAML file of settings. kind: a word for the file in messages, such as "sweep".
+    """Returns the content of a YAML file of settings, usually a dict. kind: a word for the file in messages, such as
+    "sweep".
 
-    Raises: ValueError if the file is absent or not readable.
+    Raises: ValueError if the file is absent or is not valid YAML.
     """
     if not path.is_file():
         raise ValueError(f"there is no {kind} file {path}; give a YAML file of settings")
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"{path} is not readable as YAML ({said}); write a line `name: value` for each") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is not readable as YAML ({reason}); write a line `name: value` for each") from error

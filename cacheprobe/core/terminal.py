@@ -6,25 +6,26 @@ from typing import NamedTuple
 
 
 class Listing(NamedTuple):
-    """A title above lines of text cells. The caller has already made white space in a run's texts visible."""
+    """Holds a small table for a terminal: a title, columns, lines of text cells, and a note. White space in the cells
+    must already be visible."""
 
     title: str
     columns: tuple[str, ...]
-    """() if every line is a name and a value."""
+    """Names of the columns; () if every line is a name and a value."""
     rows: Sequence[tuple[str, ...]]
     note: str = ""
-    """Printed below the lines, or in their place if there are none."""
+    """Text printed below the lines, or in their place if there are none."""
 
 
 def show(listings: Iterable[Listing]) -> None:
-    """Prints the listings on stdout: drawn by rich on a terminal, else as lines with aligned columns."""
+    """Prints the listings on stdout: drawn by rich on a terminal, else as plain lines with aligned columns."""
     draw = _draw if sys.stdout.isatty() else _write
     for listing in listings:
         draw(listing)
 
 
 def lines(listing: Listing) -> list[str]:
-    """Returns the listing as plain lines with aligned columns."""
+    """Returns a listing as a list of plain text lines with aligned columns."""
     table = [listing.columns, *listing.rows] if listing.columns and listing.rows else list(listing.rows)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     aligned = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]

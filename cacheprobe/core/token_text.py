@@ -1,4 +1,5 @@
-"""Turns token texts into their visible form, for tables, pictures and the command line."""
+"""Turns token texts into visible text, in which white space shows as signs, for tables, pictures and the command
+line."""
 
 _SIGNS = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽"}
 
@@ -6,7 +7,7 @@ _SIGNS = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽"}
 def visible(text: str) -> str:
     """Returns the text with white space as signs, such as ␣A and ⏎, and unprintable characters as <U+hex>.
 
-    An empty text is ∅. A text in visible form does not change.
+    An empty text becomes ∅. A text that is already visible does not change.
     """
     if not text:
         return "∅"

@@ -19,7 +19,8 @@ NO_FLAG = {"flag": False}
 
 
 def whole_number(name: str, value: object) -> int:
-    """Returns the value as Python's int; takes integers of numpy and torch. Raises: ValueError that names `name`."""
+    """Returns `value` as a Python int; takes integers of numpy and torch too. Raises: ValueError that names `name` for
+    anything else."""
     if not is_flag(value):
         try:
             return index(cast(SupportsIndex, value))
@@ -29,7 +30,8 @@ def whole_number(name: str, value: object) -> int:
 
 
 def number(name: str, value: object) -> float:
-    """Returns the value as Python's float. Raises: ValueError for a flag, a text or anything else without a float."""
+    """Returns `value` as a Python float. Raises: ValueError that names `name` for a flag, a text or anything else that
+    is no number."""
     if not is_flag(value) and not isinstance(value, str | bytes | bytearray):
         try:
             return float(cast(SupportsFloat, value))
@@ -39,7 +41,8 @@ def number(name: str, value: object) -> float:
 
 
 def flag(name: str, value: object) -> bool:
-    """Returns the value as Python's bool; takes numpy's flags. Raises: ValueError for anything else."""
+    """Returns `value` as a Python bool; takes flags of numpy and torch too. Raises: ValueError that names `name` for
+    anything else."""
     if not is_flag(value):
         raise ValueError(f"{name} must be True or False, got {value!r:.60}")
     return bool(value)
@@ -51,7 +54,8 @@ def is_flag(value: object) -> bool:
 
 
 def require_encodable(name: str, text: str) -> None:
-    """Checks that UTF-8 can encode the text. Raises: ValueError for half of a surrogate pair."""
+    """Checks that UTF-8 can encode `text`. Raises: ValueError that names `name` if it holds half of a surrogate
+    pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -62,7 +66,8 @@ def require_encodable(name: str, text: str) -> None:
 
 
 def require_settings(settings: Any, above_zero: Iterable[str]) -> None:
-    """Checks the numbers of a dataclass of settings: none is negative, and those of `above_zero` are not 0.
+    """Checks the int and float fields of a settings dataclass: none may be negative, and those named in `above_zero`
+    may not be 0.
 
     Raises: ValueError that names the setting.
     """
@@ -79,7 +84,8 @@ def require_settings(settings: Any, above_zero: Iterable[str]) -> None:
 
 
 def nearest_or_all(name: str, known: Sequence[str]) -> str:
-    """Returns, for the message about an unknown name, the known name that is nearest to it, else all known names."""
+    """Returns the part of an error message that helps with an unknown name: "did you mean NEAR?", or, if no known name
+    is near, "there are A, B, ..."."""
     near = get_close_matches(name, known, 1, 0.5)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
 
@@ -114,13 +120,13 @@ RENAMED = {
     "all-jump": "position-jumps",
     "no-jumps": "no-position-jumps",
 }
-"""Maps names of earlier versions to those of today. A hint is given only if the place at hand knows the new name."""
+"""Maps names of earlier versions to those of today. An error mentions the new name only if the object in question has
+it."""
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """Returns "; it is named NEW now" for a name of an earlier version, "; did you mean NEAR?" for a misspelt one, or
-    "".
-    """
+    """Returns the end of an error message for an unknown name: "; it is named NEW now" for a name of an earlier
+    version, "; did you mean NEAR?" for a misspelt one, else ""."""
     known = tuple(known)
     if RENAMED.get(name) in known:
         return f"; it is named {RENAMED[name]} now"
@@ -129,7 +135,8 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 
 def require_known_options(given: Mapping[str, object], known: Iterable[str]) -> None:
-    """Checks that every option exists. Raises: TypeError that names the option's new name, or the nearest one."""
+    """Checks that every option of `given` is in `known`. Raises: TypeError that gives the option's new name, or the
+    nearest one."""
     known = tuple(known)
     for name in given:
         if name not in known:
@@ -137,12 +144,14 @@ def require_known_options(given: Mapping[str, object], known: Iterable[str]) -> 
 
 
 def no_attribute(owner: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Returns the error for an attribute that `owner` does not have, with the hint of `hint`."""
+    """Returns an AttributeError for a name that `owner` does not have; its message gives the new name or the nearest
+    one."""
     return AttributeError(f"{owner} has no attribute {name!r}{hint(name, known)}")
 
 
 class HintsAtNewNames:
-    """Base of classes whose unknown arguments and attributes are refused with the new name, or with the nearest one."""
+    """Gives its subclasses a helpful AttributeError: for an attribute of an earlier version, the message has today's
+    name."""
 
     __slots__ = ()
 
@@ -155,13 +164,14 @@ class HintsAtNewNames:
 
 
 class HintsAtNewArguments(HintsAtNewNames):
-    """Base of frozen settings: adds the check of the keywords that they are made with."""
+    """Checks the keywords of frozen settings: an unknown keyword of a subclass raises a TypeError that gives its new
+    name, or the nearest one."""
 
     __slots__ = ()
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __new__(cls, *args: object, **settings: object):  # returns Self, which beartype does not take in a method
-        """Raises: TypeError for an unknown keyword, with its new name or the nearest one."""
+        """Raises: TypeError for an unknown keyword argument, with its new name or the nearest one."""
         require_known_options(settings, cls.__dataclass_fields__)
         return object.__new__(cls)

@@ -1,3 +1,1 @@
-"""Runs `cacheprobe dash`: linked views over stored runs, in a browser. Each view is one file; `plots` draws the
-figures.
-"""
+"""Runs `cacheprobe dash`: linked views of stored runs in a browser. Each tab is one file; `plots` draws the figures."""

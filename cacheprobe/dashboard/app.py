@@ -1,4 +1,4 @@
-"""Builds the Dash app, and one address (/ask) that answers the page's questions (assets/talk.js)."""
+"""Builds the Dash app, with one address (/ask) that answers the questions of the page's script (assets/talk.js)."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,21 +9,21 @@ from dash import ClientsideFunction, Dash, Input
 from flask import Flask, Response, abort, request
 
 from cacheprobe.dashboard import facts, shell
-from cacheprobe.dashboard.questions import Answer, Question, answered
-from cacheprobe.dashboard.reader import Reader
+from cacheprobe.dashboard.questions import PageAnswer, PageQuestion, answered
+from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs import cache, card, compare, decode, lens, results, thoughts, timeline
 
 CONTROLS = ("run", "request", "step", "site", "lens", "colour", "rows", "against")
-"""Menus and the slider, in the order of assets/talk.js."""
+"""Ids of the menus and the slider, in the order of assets/talk.js."""
 MOST_BYTES = 16 * 2**10
-"""Largest size of one question."""
+"""Largest size of the page's questions in one request, in bytes."""
 
-Views = dict[str, Callable[[Question], str | Answer]]
+Views = dict[str, Callable[[PageQuestion], str | PageAnswer]]
 
 
 def make_app(shelf: Shelf) -> Dash:
-    """Returns a Dash app over the runs and results that the command line named; it loads no file from the network."""
+    """Returns the Dash app over the runs and results of `shelf`. The page loads no file from other servers."""
     app = Dash(
         "cacheprobe",
         title="cacheprobe",
@@ -35,11 +35,11 @@ def make_app(shelf: Shelf) -> Dash:
     app.index_string = shell.index(shelf)
     app.layout = shell.layout(shelf)
     app.clientside_callback(ClientsideFunction("cacheprobe", "heard"), *(Input(name, "value") for name in CONTROLS))
-    _answer(app.server, _views(shelf, Reader(shelf)))
+    _answer(app.server, _views(shelf, RunReader(shelf)))
     return app
 
 
-def _views(shelf: Shelf, reader: Reader) -> Views:
+def _views(shelf: Shelf, reader: RunReader) -> Views:
     return {
         "facts": partial(facts.run_facts, shelf, reader),
         "story": partial(facts.request_story, shelf),
@@ -59,33 +59,34 @@ def _views(shelf: Shelf, reader: Reader) -> Views:
 
 
 def _answer(server: Flask, views: Views) -> None:
-    """Adds POST /ask with {view: question}: the answer has one line of JSON for each view, in order, each sent when
-    ready.
-    """
+    """Adds the address POST /ask to the server. The browser sends {view: question}; the server answers with one
+    line of JSON for each view, in order, each sent as soon as it is computed."""
 
     @server.post("/ask")
     def ask() -> Response:
-        """Answers the questions of one POST: streams one line of JSON for each view."""
+        """Answers one POST of questions as a stream: one line of JSON for each view. A request that is malformed or
+        too large gets status 400, 413 or 415."""
         if not request.is_json:  # a form on another site cannot send JSON
             abort(Response("questions are application/json\n", 415))
         if request.content_length is None or request.content_length > MOST_BYTES:
             abort(Response(f"questions have at most {MOST_BYTES} bytes\n", 413))
-        asked = request.get_json(silent=True)
-        if not isinstance(asked, dict) or not all(isinstance(question, dict) for question in asked.values()):
+        questions = request.get_json(silent=True)
+        if not isinstance(questions, dict) or not all(isinstance(question, dict) for question in questions.values()):
             abort(Response("questions are one object, {view: {...}}\n", 400))
-        if unknown := set(asked) - set(views):
+        if unknown := set(questions) - set(views):
             abort(Response(f"there is no view {min(unknown)!r:.40}; there are {', '.join(views)}\n", 400))
 
         def lines() -> Iterator[str]:
-            """Yields one line of JSON for each view."""
-            for name, question in asked.items():
+            """Yields one line of JSON for each view, in the order of the questions."""
+            for name, question in questions.items():
                 yield json.dumps({"view": name, **answered(views[name], question)}) + "\n"
 
         return Response(lines(), mimetype="application/x-ndjson", headers={"Cache-Control": "no-store"})
 
 
 def guard(app: Dash, host: str) -> None:
-    """Makes the browser fetch from this server only, and a local server answer only to local host names.
+    """Protects the app against other sites: the browser may fetch from this server only, and a server on a local host
+    answers only requests for a local host name.
 
     Otherwise a page of another site could reach the server under a host name of its own.
     """
@@ -95,20 +96,20 @@ def guard(app: Dash, host: str) -> None:
         "img-src 'self' data: blob:; "
         "font-src 'self' data:; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
     )
-    is_local = host in LOCAL
+    is_local_server = host in LOCAL
 
     @app.server.before_request
     def refuse_strangers() -> None:
-        """Answers 403 to a request for another host name."""
+        """Answers status 403 if the server is local and the request is for another host name."""
         name = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
-        if is_local and name not in LOCAL:
+        if is_local_server and name not in LOCAL:
             abort(
                 Response(f"this server answers to {', '.join(LOCAL)} alone; start it with --host to change that\n", 403)
             )
 
     @app.server.after_request
     def add_policy(response: Response) -> Response:
-        """Adds the security headers."""
+        """Adds the security headers to a response, and returns the response."""
         response.headers["Content-Security-Policy"] = policy
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers["Referrer-Policy"] = "no-referrer"

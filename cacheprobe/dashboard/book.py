@@ -1,4 +1,4 @@
-"""Wraps one stored run, and keeps what the views compute from its tables."""
+"""Wraps one stored run for the dashboard, and caches what the views compute from its tables."""
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -15,33 +15,34 @@ from cacheprobe.trace.tables.token_history import standing_at, token_history
 
 
 class Book:
-    """A stored run with look-ups by request, by step and by page of positions; results are cached."""
+    """Holds one stored run, and looks up its tables by request, by step and by page of positions. Results are
+    cached."""
 
     def __init__(self, run: StoredRun) -> None:
         self.run = run
         self.name = run.directory.name
         self.readings = lru_cache(maxsize=32)(run.readings)
-        self.story = lru_cache(maxsize=64)(self._story)
+        self.steps_in_words = lru_cache(maxsize=64)(self._steps_in_words)
         self.windows = lru_cache(maxsize=64)(self._windows)
         self.history_of = lru_cache(maxsize=256)(self._history_of)
 
     @cached_property
     def steps(self) -> range:
-        """All steps of the run."""
+        """Range of all steps of the run."""
         steps = self.run.events.step
         return range(int(steps.min()), int(steps.max()) + 1) if len(steps) else range(0)
 
     @cached_property
     def finding(self) -> str:
-        """The sentence above the timeline, about the whole run."""
+        """Sentence above the timeline, about the whole run, as plain text."""
         return timeline_finding(self.run.events)
 
     @cached_property
     def verified(self) -> dict[int, bool]:
-        """By request: whether it was ever verified."""
+        """Dict from request id to whether the request was ever verified."""
         events = self.run.events
-        spoken = set(events.request_id[events.phase == "verify"].tolist())
-        return {r["request_id"]: r["request_id"] in spoken for r in self.run.requests}
+        verified_requests = set(events.request_id[events.phase == "verify"].tolist())
+        return {r["request_id"]: r["request_id"] in verified_requests for r in self.run.requests}
 
     @cached_property
     def _by_request(self) -> dict[int, pd.DataFrame]:
@@ -56,55 +57,57 @@ class Book:
         return dict(iter(self.run.ledger.groupby("request_id")))
 
     @cached_property
-    def _in_use(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """By request: its last step, the steps at which its number of cache rows changed, and the numbers from
-        then on.
-        """
+    def _slots_by_step(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """List with (last step, steps at which the number of used cache slots changed, number from each of these
+        steps on) of each request."""
         tables = rows_in_use(self.run.ledger).groupby("request_id")
         last = self.run.events.groupby("request_id").step.max()
         return [(int(last[r]), table.step.to_numpy(), table.rows.to_numpy()) for r, table in tables]
 
     def events_of(self, request_id: int) -> pd.DataFrame:
-        """Returns the events of one request."""
+        """Returns a DataFrame: the lines of the events table of one request; empty for an unknown request."""
         return self._by_request.get(request_id, self.run.events.iloc[:0])
 
     def events_of_all(self, requests: Sequence[int]) -> pd.DataFrame:
-        """Returns the events of several requests."""
+        """Returns a DataFrame: the lines of the events table of several requests."""
         return pd.concat([self.run.events.iloc[:0], *(self.events_of(r) for r in requests)])
 
     def rows_of(self, request_id: int) -> pd.DataFrame:
-        """Returns the rows of one request."""
+        """Returns a DataFrame: the lines of the rows table of one request; empty for an unknown request."""
         return self._rows_by_request.get(request_id, self.run.rows.iloc[:0])
 
     def ledger(self, request_id: int, step: int) -> pd.DataFrame:
-        """Returns the ledger of a request's cache slots after a step, a table as `Trace.ledger` returns it."""
+        """Returns a DataFrame with one line for each cache slot of a request after a step, as `Trace.ledger` does."""
         changes = self._ledger_by_request.get(request_id)
         return ledger_at(self.run.ledger.iloc[:0] if changes is None else changes, step)
 
-    def held(self, step: int) -> tuple[int, int]:
-        """Returns two counts at a step: the cache slots in use, and the requests that use them."""
-        rows = requests = 0
-        for last, steps, counts in self._in_use:
-            place = int(np.searchsorted(steps, step, side="right")) - 1
-            if place >= 0 and last >= step and counts[place]:
-                rows, requests = rows + int(counts[place]), requests + 1
-        return rows, requests
+    def slots_in_use(self, step: int) -> tuple[int, int]:
+        """Returns (number of cache slots in use, number of requests that use them) after a step. Requests that have
+        ended do not count."""
+        num_slots = num_requests = 0
+        for last_step, change_steps, counts in self._slots_by_step:
+            change = int(np.searchsorted(change_steps, step, side="right")) - 1
+            if change >= 0 and last_step >= step and counts[change]:
+                num_slots, num_requests = num_slots + int(counts[change]), num_requests + 1
+        return num_slots, num_requests
 
     def warm(self) -> None:
-        """Computes what the first page needs, so that the page loads faster."""
-        _ = self.opening, self.verified, self.finding, self._in_use, self.run.token_texts
+        """Computes and caches what the first page needs, so that the page loads faster."""
+        _ = self.opening, self.verified, self.finding, self._slots_by_step, self.run.token_texts
 
     def prompt_length(self, request_id: int) -> int:
         """Returns the number of prompt tokens of a request."""
         return len(self.run.request(request_id)["prompt_token_ids"])
 
     def predicting_rows(self, request_id: int) -> pd.DataFrame:
-        """Returns the rows from the prompt's last token on; lens readings are of these rows."""
+        """Returns a DataFrame: the lines of the rows table of one request from the prompt's last token on. These
+        rows predict generated tokens and have lens readings."""
         rows = self.rows_of(request_id)
         return rows[rows.position >= self.prompt_length(request_id) - 1]
 
-    def standing(self, requests: range, step: int) -> pd.DataFrame:
-        """Returns the tokens at each place after a step, as `token_history.standing_at`."""
+    def tokens_after(self, requests: range, step: int) -> pd.DataFrame:
+        """Returns a DataFrame with one line for each request and generated token after a step, with its state, as
+        `token_history.standing_at` does."""
         return standing_at(pd.concat([self.history_of(r) for r in requests], ignore_index=True), step)
 
     def _history_of(self, request_id: int) -> pd.DataFrame:
@@ -114,44 +117,45 @@ class Book:
         events = self.events_of(request_id)
         return find_windows(events, request_id) if len(events) else ()
 
-    def _story(self, request_id: int) -> list[list[int | str]]:
-        """Returns, for each step of the request: [step, words, position that the step concerns]."""
-        last = self.rows_of(request_id).groupby("step").position.max()
-        story: list[list[int | str]] = []
+    def _steps_in_words(self, request_id: int) -> list[list[int | str]]:
+        """Returns a list with [step, text on the step, position that the step concerns] for each step of the
+        request."""
+        last_position = self.rows_of(request_id).groupby("step").position.max()
+        lines: list[list[int | str]] = []
         for event in self.events_of(request_id).itertuples():
-            at = int(last.get(event.step, -1))
+            position = int(last_position.get(event.step, -1))
             if event.phase == "verify" and pd.notna(event.num_accepted):
-                at = int(event.draft_start) + int(event.num_accepted) - 1
-            story.append([int(event.step), step_words(event), at])
-        return story
+                position = int(event.draft_start) + int(event.num_accepted) - 1
+            lines.append([int(event.step), step_words(event), position])
+        return lines
 
     @cached_property
     def opening(self) -> dict[str, int]:
-        """The request and step to show first: the first partly accepted rollback, else any verify pass, else the first
-        step.
-        """
+        """{"request": id, "step": number} to show first: the first partly accepted draft, else the first rollback,
+        else the first verify pass, else the first step."""
         events = self.run.events
-        if (at := opening(events)) is not None:
-            return {"request": at.request_id, "step": at.step}
+        if (place := opening(events)) is not None:
+            return {"request": place.request_id, "step": place.step}
         if events.empty:
             return {"request": 0, "step": 0}
         return {"request": int(events.request_id.iloc[0]), "step": int(events.step.iloc[0])}
 
     def page(self, request_id: int, position: int, include: str, columns: int) -> range:
-        """Returns the positions of the page of the lens grid that holds `position`: at most `columns` rows, at least
-        one position.
+        """Returns the page of the lens grid with `position`, as a range of positions. A page has at most `columns` rows
+        of the trace, but at least one position; range(0) if the request has no such rows.
 
-        include: "committed" or "all"; with candidates and rolled-back rows a position has several columns.
+        include: "committed" for committed rows, or "all"; a position then has a column for each of its rows. A
+        `position` that no page has gives the last page.
         """
         rows = self.predicting_rows(request_id)
         if include == "committed":
             rows = rows[rows.status == "committed"]
         counts = rows.groupby("position").size()
-        start, used = None, 0
-        for at, count in zip(counts.index, counts, strict=True):
-            if start is None or used + count > columns:
-                if start is not None and start <= position < at:
-                    return range(start, int(at))
-                start, used = int(at), 0
-            used += int(count)
+        start, num_columns = None, 0
+        for first_position, count in zip(counts.index, counts, strict=True):
+            if start is None or num_columns + count > columns:
+                if start is not None and start <= position < first_position:
+                    return range(start, int(first_position))
+                start, num_columns = int(first_position), 0
+            num_columns += int(count)
         return range(0) if start is None else range(start, int(counts.index[-1]) + 1)

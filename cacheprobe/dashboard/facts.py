@@ -1,18 +1,19 @@
-"""Answers what the page must know of a run, and of a request, before it asks for pictures."""
+"""Answers what the page needs to know about a run or a request before it asks for pictures."""
 
 from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.book import Book
-from cacheprobe.dashboard.questions import Question
-from cacheprobe.dashboard.reader import Reader
+from cacheprobe.dashboard.questions import PageQuestion
+from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.report.prompt_block import prompt_block
 
-LONGEST_PROMPT = 44
-"""Number of characters of a prompt's end in the menu of requests."""
+MOST_LETTERS = 44
+"""Number of letters of a prompt's end in the menu of requests."""
 
 
-def run_facts(shelf: Shelf, reader: Reader, question: Question) -> JsonDict:
-    """Returns requests, steps, layers and menus of a run."""
+def run_facts(shelf: Shelf, reader: RunReader, question: PageQuestion) -> JsonDict:
+    """Returns a dict of what the page needs to fill its controls for a run: name, a sentence, request labels, first
+    and last step, what to show first, layers, sites, menu of lenses, and why states cannot be read."""
     book = shelf.book(question["run"])
     run = book.run
     return {
@@ -30,46 +31,50 @@ def run_facts(shelf: Shelf, reader: Reader, question: Question) -> JsonDict:
     }
 
 
-def request_story(shelf: Shelf, question: Question) -> JsonDict:
-    """Returns the steps of one request in words, and the lengths of its prompt and answer."""
+def request_story(shelf: Shelf, question: PageQuestion) -> JsonDict:
+    """Returns a dict on one request for the page: its steps in words, and the numbers of its prompt tokens and
+    generated tokens."""
     book, request_id = shelf.book_and_request(question)
     request = book.run.request(request_id)
     return {
-        "steps": book.story(request_id),
+        "steps": book.steps_in_words(request_id),
         "prompt": len(request["prompt_token_ids"]),
         "tokens": len(request["committed_token_ids"]),
     }
 
 
-def prompt_view(shelf: Shelf, question: Question) -> str:
-    """Returns the prompt and the answer of a request, as markup."""
+def prompt_view(shelf: Shelf, question: PageQuestion) -> str:
+    """Returns HTML of a request's prompt with its answer marked."""
     book, request_id = shelf.book_and_request(question)
     request = book.run.request(request_id)
-    asked, given = len(request["prompt_token_ids"]), len(request["committed_token_ids"])
+    num_prompt_tokens, num_generated = len(request["prompt_token_ids"]), len(request["committed_token_ids"])
     return (
-        f"<h2>Request {request['request_id']} was asked in {asked} tokens and answered in {given}</h2>"
+        f"<h2>Request {request['request_id']} was asked in {num_prompt_tokens} tokens "
+        f"and answered in {num_generated}</h2>"
         f"{prompt_block(request, book.run.token_texts)}"
     )
 
 
 def sentence(book: Book) -> str:
-    """Returns the run in one line of plain text."""
+    """Returns sentences as plain text on a run: model, number of requests and passes, draft tokens accepted and
+    rolled back."""
     run, events = book.run, book.run.events
-    finger = run.fingerprint
+    fingerprint = run.fingerprint
     passes = events.step.nunique()
-    said = f"{finger['model']} in {finger['dtype']}, {len(run.requests)} requests in {passes} passes. "
+    text = f"{fingerprint['model']} in {fingerprint['dtype']}, {len(run.requests)} requests in {passes} passes. "
     verdicts = events[events.phase == "verify"]
     drafted = int(verdicts.draft_token_ids.map(len).sum())
-    lost = int(verdicts.num_rolled_back.fillna(0).sum())
+    rolled_back = int(verdicts.num_rolled_back.fillna(0).sum())
     if not drafted:
-        return said + "Nothing was drafted."
-    by = run.meta["drafter"] or "The fast path"
-    return f"{said}{by} drafted {drafted} candidates: {drafted - lost} accepted, {lost} rolled back."
+        return text + "Nothing was drafted."
+    drafter_name = run.meta["drafter"] or "The fast path"
+    accepted = drafted - rolled_back
+    return f"{text}{drafter_name} drafted {drafted} candidates: {accepted} accepted, {rolled_back} rolled back."
 
 
 def _request_label(request: JsonDict) -> str:
     prompt = request["prompt"] if isinstance(request["prompt"], str) else "token ids"
     end = " ".join(prompt.split())
-    end = end if len(end) <= LONGEST_PROMPT else "…" + end[-LONGEST_PROMPT:]
+    end = end if len(end) <= MOST_LETTERS else "…" + end[-MOST_LETTERS:]
     kind = " · deterministic" if request["is_deterministic"] else ""
     return f"request {request['request_id']}{kind} · {end}"

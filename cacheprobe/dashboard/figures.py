@@ -1,4 +1,4 @@
-"""Turns figures into components of the page; the browser loads plotly with the first of them."""
+"""Turns plotly figures into components of the page, as JSON; the browser loads plotly with the first figure."""
 
 import json
 from collections.abc import Sequence
@@ -15,18 +15,19 @@ _PANEL, _BARS = 210, 46
 
 
 def graphs(name: str, figures: Sequence[Figure], *, dark: bool) -> list[JsonDict]:
-    """Returns the figures as components in JSON, one below the other, each at its own height.
+    """Returns a list of Dash components in JSON: the figures one below the other, each at its own height. Changes the
+    figures: their titles are removed, and the light or dark template is set.
 
-    The caller shows the first figure's title; the other titles become headings.
+    The caller shows the first figure's title; the other titles become headings. name: start of the components' ids.
     """
-    drawn = []
+    components = []
     for i, figure in enumerate(figures):
         title = figure.layout.title.text
         if i and title:
-            drawn.append(html.H3(unescape(title).replace("<br>", " ")).to_plotly_json())
-        height = (figure.layout.height or 450) - 40
+            components.append(html.H3(unescape(title).replace("<br>", " ")).to_plotly_json())
+        height = (figure.layout.height or 450) - 40  # without its title the figure needs 40 px less
         figure.update_layout(template=layout_template(dark=dark), height=None, autosize=True, title=None, margin_t=44)
-        place = dcc.Graph(
+        graph = dcc.Graph(
             id=f"{name}-{i}",
             figure=json.loads(figure.to_json()),
             config={**FIGURE_CONFIG, "displayModeBar": False},
@@ -34,16 +35,17 @@ def graphs(name: str, figures: Sequence[Figure], *, dark: bool) -> list[JsonDict
             style={"height": "100%"},
         )
         style = {"height": f"{height}px", "minWidth": f"{narrowest(figure)}px"}
-        drawn.append(html.Div(place.to_plotly_json(), style=style).to_plotly_json())
-    return drawn
+        components.append(html.Div(graph.to_plotly_json(), style=style).to_plotly_json())
+    return components
 
 
 def narrowest(figure: Figure) -> int:
-    """Returns the least width in pixels for the figure's panels and groups of bars; 0 if any width will do."""
+    """Returns the least width in pixels that the figure's panels, or its groups of bars, need; 0 if any width will
+    do."""
     starts = {axis.domain[0] for axis in figure.select_xaxes() if axis.domain}
-    groups = max((len(set(bars.x)) for bars in figure.select_traces({"type": "bar"}) if _named(bars.x)), default=0)
+    groups = max((len(set(bars.x)) for bars in figure.select_traces({"type": "bar"}) if _are_names(bars.x)), default=0)
     return max(_PANEL * len(starts) if len(starts) > 1 else 0, _BARS * groups)
 
 
-def _named(places: Sequence[object] | np.ndarray | None) -> bool:
-    return places is not None and len(places) > 0 and isinstance(places[0], str)
+def _are_names(x: Sequence[object] | np.ndarray | None) -> bool:
+    return x is not None and len(x) > 0 and isinstance(x[0], str)

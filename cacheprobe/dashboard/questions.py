@@ -1,4 +1,4 @@
-"""Checks the page's questions, and turns errors into a text that is shown in place of the answer."""
+"""Checks what the page asks the server for, and turns errors into text that the page shows in place of the answer."""
 
 import logging
 from collections.abc import Callable
@@ -10,11 +10,13 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.shelf import CannotShow, whole
 from cacheprobe.plots.text import markup
 
-Question = JsonDict
-"""A question of the page, as JSON. Every value is checked before its use."""
-Answer = JsonDict
-"""html: markup with every text of a run escaped.  graphs: components from `figures.graphs`.  more: markup below them.
-error: the reason if the view cannot be shown."""
+PageQuestion = JsonDict
+"""A question of the page for one view, as JSON, such as {"run": 0, "step": 7}. Every value is checked before its
+use."""
+PageAnswer = JsonDict
+"""html: HTML with every text of a run escaped.  graphs: components from `figures.graphs`.  more: HTML below them.
+error: the reason if the view cannot be shown.
+"""
 
 T = TypeVar("T", bound=str)
 
@@ -22,31 +24,33 @@ _EXPECTED = (ValueError, KeyError, OSError, ArrowException)
 _log = logging.getLogger(__name__)
 
 
-def answered(view: Callable[[Question], str | Answer], question: Question) -> Answer:
-    """Returns the view's answer, or the error as an answer, so that an error in one view does not affect the others."""
+def answered(view: Callable[[PageQuestion], str | PageAnswer], question: PageQuestion) -> PageAnswer:
+    """Calls a view with the page's question, and returns the view's result as a dict for the page. An error becomes
+    a dict with html and error, so that an error in one view does not affect the others."""
     try:
-        said = view(question)
+        result = view(question)
     except _EXPECTED as error:
         return {"html": refusal(error), "error": reason(error)}
     except Exception as error:
         _log.exception("no answer to %r", question)
-        said = f"this cannot be shown: {type(error).__name__}: {error}"
-        return {"html": refusal(ValueError(said)), "error": said}
-    return {"html": said} if isinstance(said, str) else said
+        message = f"this cannot be shown: {type(error).__name__}: {error}"
+        return {"html": refusal(ValueError(message)), "error": message}
+    return {"html": result} if isinstance(result, str) else result
 
 
 def reason(error: Exception) -> str:
-    """Returns the error's message, without the quotes that a KeyError adds."""
+    """Returns an error's message as text, without the quotes that a KeyError adds."""
     return str(error.args[0] if isinstance(error, KeyError) and error.args else error)
 
 
 def refusal(error: Exception) -> str:
-    """Returns the error's message as a paragraph of HTML."""
+    """Returns an error's message as a paragraph of HTML."""
     return f'<p class="refused">{markup(reason(error))}</p>'
 
 
 def span(value: object, what: str, most: int) -> range:
-    """Returns [first, end] as a range of 1 to `most` numbers. Raises: CannotShow for anything else."""
+    """Returns the list [first, end] as a range of 1 to `most` numbers. what: the name of the value in the error.
+    Raises: CannotShow for anything else."""
     if (
         not isinstance(value, list)
         or len(value) != 2
@@ -58,17 +62,30 @@ def span(value: object, what: str, most: int) -> range:
 
 
 def number(value: object, what: str) -> int:
-    """Returns the value as a whole number. Raises: CannotShow for anything else."""
+    """Returns the value if it is a whole number. what: the name of the value in the error. Raises: CannotShow for
+    anything else."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise CannotShow(f"{what} is a whole number, got {value!r:.40}")
     return value
 
 
 def one_of(value: object, what: str, known: tuple[T, ...]) -> T:
-    """Returns the value, one of `known`. Raises: CannotShow for anything else."""
+    """Returns the value if it is one of `known`. what: the name of the value in the error. Raises: CannotShow for
+    anything else."""
     if value not in known:
         raise CannotShow(f"{what} is {' or '.join(known)}, got {value!r:.40}")
     return known[known.index(value)]
 
 
-__all__ = ["Answer", "CannotShow", "Question", "answered", "number", "one_of", "reason", "refusal", "span", "whole"]
+__all__ = [
+    "CannotShow",
+    "PageAnswer",
+    "PageQuestion",
+    "answered",
+    "number",
+    "one_of",
+    "reason",
+    "refusal",
+    "span",
+    "whole",
+]

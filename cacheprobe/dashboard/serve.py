@@ -1,4 +1,4 @@
-"""Runs the server: one process, whose address is printed once it accepts connections."""
+"""Opens the dashboard's web server on a host and port."""
 
 import socket
 from contextlib import suppress
@@ -13,27 +13,29 @@ from cacheprobe.dashboard.shelf import Shelf
 
 
 def listen(shelf: Shelf, host: str = "127.0.0.1", port: int = 8050) -> BaseWSGIServer:
-    """Returns a server bound to its address; call `serve_forever()` to answer. port: 0 for any free one.
+    """Returns a web server of the dashboard that is bound to its address; the caller then calls `serve_forever()`. The
+    first run's tables are computed in the background.
 
-    Raises: OSError if the address cannot be used, with what to give instead.
+    port: 0 for any free port.
+    Raises: OSError if the address cannot be used; the message says what to give instead.
     """
     app = make_app(shelf)
     guard(app, host)
     if shelf.entries and (book := shelf.entries[shelf.first].book) is not None:
         Thread(target=_warm, args=(book,), daemon=True).start()
-    with _bound(host, port) as bound:  # werkzeug copies the socket; given a taken port, it would end the program
+    with _bound_socket(host, port) as bound:  # werkzeug copies the socket; given a taken port, it would end the program
         return make_server(host, port, app.server, threaded=True, request_handler=_Quiet, fd=bound.fileno())
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bound_socket(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    every = host == "::" and socket.has_dualstack_ipv6()  # as 0.0.0.0 is every address of IPv4, of IPv6 and IPv4 too
+    both_families = host == "::" and socket.has_dualstack_ipv6()  # "::" then means every address of IPv6 and IPv4
     try:
-        return socket.create_server((host, port), family=family, dualstack_ipv6=every)
+        return socket.create_server((host, port), family=family, dualstack_ipv6=both_families)
     except OSError as error:
-        why = "another program listens there" if error.errno == EADDRINUSE else error.strerror or str(error)
+        reason = "another program listens there" if error.errno == EADDRINUSE else error.strerror or str(error)
         raise OSError(
-            f"cannot listen at {host}, port {port}: {why}; give another --port, 0 for any that is free, or --host"
+            f"cannot listen at {host}, port {port}: {reason}; give another --port, 0 for any that is free, or --host"
         ) from error
 
 
@@ -44,12 +46,13 @@ def _warm(book: Book) -> None:
 
 
 class _Quiet(WSGIRequestHandler):
-    """Logs only requests that failed. Werkzeug closes the connection after each answer."""
+    """Handles requests as werkzeug does, but logs only those that failed with a server error. Werkzeug closes the
+    connection after each answer."""
 
     protocol_version = "HTTP/1.1"  # allows chunks: lines of an answer are sent before its length is known
     disable_nagle_algorithm = True  # send each piece of an answer at once
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Logs a request that failed with a server error."""
+        """Logs the request if its status code is 5xx, a server error."""
         if str(code).startswith("5"):
             super().log_request(code, size)

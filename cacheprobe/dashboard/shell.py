@@ -1,4 +1,5 @@
-"""Builds the page: header, transport, tabs, and an empty place for every view, which assets/ fills."""
+"""Builds the page as Dash components: header, replay controls, tabs, and an empty card for every view, which the
+scripts in assets/ fill."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from cacheprobe.plots.text import markup
 from cacheprobe.plots.thoughts.strokes import WAITING
 
 Element: TypeAlias = object
-"""A component of dash, which creates their classes at run time; None shows nothing."""
+"""A component of Dash, which creates their classes at run time; None shows nothing."""
 
 TABS = (
     ("replay", "Replay"),
@@ -26,21 +27,20 @@ TABS = (
 
 
 def index(shelf: Shelf) -> str:
-    """Returns the HTML that Dash fills. Its body lists the runs and results, so the page knows them before it loads
-    more.
-    """
-    listed = {"first": shelf.first, "runs": _runs(shelf), "results": [kind_of(path) for path in shelf.results]}
-    about = markup(json.dumps(listed)).replace("{%", "&#123;%")
+    """Returns the HTML document that Dash fills. Its body lists the runs and results as JSON, so that the page's
+    script knows them before its first question."""
+    content = {"first": shelf.first, "runs": _runs(shelf), "results": [kind_of(path) for path in shelf.results]}
+    content_json = markup(json.dumps(content)).replace("{%", "&#123;%")
     return (
         '<!DOCTYPE html><html lang="en"><head>{%metas%}<title>{%title%}</title>{%favicon%}'
         f"<style>{DIAGRAM_CSS}{SHADE_CSS}{GRID_CSS}{CARD_CSS}{THEME_CSS}</style>{{%css%}}</head>"
-        f'<body class="cp" data-shelf="{about}">{svg.TEXTURES}{WAITING}{{%app_entry%}}'
+        f'<body class="cp" data-shelf="{content_json}">{svg.TEXTURES}{WAITING}{{%app_entry%}}'
         "<footer>{%config%}{%scripts%}{%renderer%}</footer></body></html>"
     )
 
 
 def _runs(shelf: Shelf) -> list[dict[str, object]]:
-    """Returns the options of the menu of runs."""
+    """Returns the options of the menu of runs as a list of dicts: label, value, and whether the option is disabled."""
     return [
         {
             "label": entry.name if entry.book else f"{entry.name} (cannot be opened)",
@@ -52,22 +52,22 @@ def _runs(shelf: Shelf) -> list[dict[str, object]]:
 
 
 def layout(shelf: Shelf) -> Element:
-    """Returns the page's components."""
+    """Returns the page as one Dash component: header, replay controls, tabs, and empty cards."""
     return html.Div(
         [
             _header(shelf),
-            _broken(shelf),
+            _failed_runs(shelf),
             html.Div(id="notice", role="status", hidden=True),
             _transport(),
             _tabs(),
             html.Main(
                 [
-                    _panel("replay", _replay()),
-                    _panel("thoughts", [_place("thoughts")]),
-                    _panel(
-                        "compare", [html.Div(_menu("against", "compare with"), className="menus"), _place("compare")]
+                    _tab_panel("replay", _replay_cards()),
+                    _tab_panel("thoughts", [_card("thoughts")]),
+                    _tab_panel(
+                        "compare", [html.Div(_menu("against", "compare with"), className="menus"), _card("compare")]
                     ),
-                    _panel("results", _results(shelf)),
+                    _tab_panel("results", _results(shelf)),
                 ]
             ),
             html.Div(id="tip", hidden=True),
@@ -89,18 +89,18 @@ def _header(shelf: Shelf) -> Element:
     )
 
 
-def _broken(shelf: Shelf) -> Element:
-    """Returns a list of the runs that cannot be opened, with the reasons."""
-    broken = [entry for entry in shelf.entries if entry.book is None]
-    if not broken:
+def _failed_runs(shelf: Shelf) -> Element:
+    """Returns a component with the runs that cannot be opened and the reasons; None if all can."""
+    failed = [entry for entry in shelf.entries if entry.book is None]
+    if not failed:
         return None
-    items = [html.Li([html.B(entry.name), f": {entry.reason}"]) for entry in broken]
-    return html.Div([f"{len(broken)} of {len(shelf.entries)} could not be opened.", html.Ul(items)], className="broken")
+    items = [html.Li([html.B(entry.name), f": {entry.reason}"]) for entry in failed]
+    return html.Div([f"{len(failed)} of {len(shelf.entries)} could not be opened.", html.Ul(items)], className="broken")
 
 
 def _transport() -> Element:
     def button(sign: str, says: str, **intent: str) -> Element:
-        """Returns a button with a sign and a tip."""
+        """Returns a button with a sign and a hover text. intent: names and values of its data-attributes."""
         return html.Button(sign, className="icon", title=says, **{f"data-{k}": v for k, v in intent.items()})
 
     return html.Section(
@@ -138,31 +138,32 @@ def _tabs() -> Element:
     )
 
 
-def _panel(name: str, children: list[Element]) -> Element:
+def _tab_panel(name: str, children: list[Element]) -> Element:
     return html.Div(children, id=f"panel-{name}", className="tabpanel", role="tabpanel", hidden=name != "replay")
 
 
-def _place(name: str, classes: str = "", below: Sequence[Element] = ()) -> Element:
-    inside = [html.Div(className="waiting"), html.Div(id=f"{name}-view"), *below]
-    return html.Section(inside, className=f"card {classes}", id=f"{name}-card")
+def _card(name: str, classes: str = "", below: Sequence[Element] = ()) -> Element:
+    content = [html.Div(className="waiting"), html.Div(id=f"{name}-view"), *below]
+    return html.Section(content, className=f"card {classes}", id=f"{name}-card")
 
 
-def _contributions() -> Element:
-    """Returns the button that computes the logit attribution from kept states, which takes longer than the card."""
+def _attribution_button() -> Element:
+    """Returns a component with a button that computes the logit attribution of a row, and empty places for the
+    figure. The figure waits for a click because it takes longer than the card."""
     button = html.Button("What gave this logit?", className="plain", **{"data-intent": "gave"})
-    return html.Div([button, html.Div(_figure("gave"), id="gave-box", hidden=True)], className="gave")
+    return html.Div([button, html.Div(_figure_places("gave"), id="gave-box", hidden=True)], className="gave")
 
 
-def _replay() -> list[Element]:
+def _replay_cards() -> list[Element]:
     return [
-        html.Div([_place("timeline", "wide"), _place("decode"), _place("cache", "side")], className="grid"),
-        html.Div([_lens(), _place("card", "side", [_contributions()])], className="grid"),
-        _place("window"),
-        _place("prompt"),
+        html.Div([_card("timeline", "wide"), _card("decode"), _card("cache", "side")], className="grid"),
+        html.Div([_lens_card(), _card("card", "side", [_attribution_button()])], className="grid"),
+        _card("window"),
+        _card("prompt"),
     ]
 
 
-def _lens() -> Element:
+def _lens_card() -> Element:
     colours = [("logprob", "log-probability"), ("entropy", "entropy"), ("rank", "rank")]
     rows = [("committed", "committed path"), ("all", "with rows that lost")]
     return html.Section(
@@ -195,7 +196,7 @@ def _results(shelf: Shelf) -> list[Element]:
         )
         for i, (path, kind) in enumerate(zip(shelf.results, kinds, strict=True))
     ]
-    empty = [
+    absent_kinds = [
         html.Section(
             [html.H2(absent), html.P([remedy[0], html.Code(remedy[1])], className="note")],
             className="card",
@@ -204,18 +205,17 @@ def _results(shelf: Shelf) -> list[Element]:
         for kind, _, absent, remedy in KINDS
         if kind not in kinds
     ]
-    inside = [html.Div(className="waiting"), *_figure("result")]
+    content = [html.Div(className="waiting"), *_figure_places("result")]
     return [
         html.Div(buttons, className="verdicts", id="result-list"),
-        *empty,
-        html.Section(inside, className="card", id="result-card"),
+        *absent_kinds,
+        html.Section(content, className="card", id="result-card"),
     ]
 
 
-def _figure(name: str) -> list[Element]:
-    """Returns three places: for the text of a figure, for the figure, and for what follows. The first figure loads
-    plotly.
-    """
+def _figure_places(name: str) -> list[Element]:
+    """Returns three empty components, for the text above a figure, for the figure, and for the text below. The
+    browser loads plotly for the first figure."""
     return [
         html.Div(id=f"{name}-view"),
         html.Div(className="plot", id=f"{name}-place", hidden=True),

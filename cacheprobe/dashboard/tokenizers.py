@@ -1,4 +1,4 @@
-"""Finds texts of tokens that no table of a run names, with the model's tokenizer if it is on this machine."""
+"""Finds the texts of tokens that no table of a run names, with the model's tokenizer if its file is on this machine."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def texts_of(model: str, token_ids: set[int]) -> dict[int, str]:
-    """Returns texts by token id; {} if the model's tokenizer is not here. Loads no weights, and no torch."""
+    """Returns a dict from token id to text, made by the tokenizer of a model; {} if its file is not on this
+    machine. Loads no weights, and no torch."""
     tokenizer = _tokenizer(model) if token_ids else None
     if tokenizer is None:
         return {}
@@ -21,7 +22,7 @@ def texts_of(model: str, token_ids: set[int]) -> dict[int, str]:
 
 @lru_cache(maxsize=8)
 def _tokenizer(model: str) -> "Tokenizer | None":
-    path = _file(model)
+    path = _tokenizer_file(model)
     if path is None:
         return None
     from tokenizers import Tokenizer
@@ -29,8 +30,9 @@ def _tokenizer(model: str) -> "Tokenizer | None":
     return Tokenizer.from_file(str(path))
 
 
-def _file(model: str) -> Path | None:
-    """Returns the path of a model's tokenizer.json, by the model's name or directory; None if it is not here."""
+def _tokenizer_file(model: str) -> Path | None:
+    """Returns the path of a model's tokenizer.json, by the model's name or directory; None if the file is not on
+    this machine."""
     if model == "smollm2-135m":
         from cacheprobe.models.smollm2 import smollm2_if_converted
 

@@ -1,1 +1,1 @@
-"""Checks what cacheprobe can use on this machine, and what is missing: `cacheprobe doctor`."""
+"""Implements `cacheprobe doctor`: checks what cacheprobe can use on this machine, and what is missing."""

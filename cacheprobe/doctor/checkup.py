@@ -1,4 +1,5 @@
-"""Runs the whole check-up: what is installed, what is missing, and whether the demo can run."""
+"""Runs the whole check-up of `cacheprobe doctor`: what is installed, what is missing, and whether `cacheprobe demo` can
+run."""
 
 from dataclasses import dataclass
 
@@ -6,7 +7,7 @@ from cacheprobe.core.terminal import Listing
 from cacheprobe.doctor.findings import Finding
 from cacheprobe.doctor.kernels import kernels
 from cacheprobe.doctor.machine import dtypes, machine
-from cacheprobe.doctor.models import models
+from cacheprobe.doctor.models import model_findings
 from cacheprobe.doctor.pictures import pictures
 from cacheprobe.doctor.software import software, versions
 from cacheprobe.models.settings import numeric_settings
@@ -16,13 +17,13 @@ _NAMED = ("cacheprobe", "torch", "transformers", "transformer-lens", "plotly", "
 
 @dataclass(frozen=True)
 class Checkup:
-    """Findings by section."""
+    """Holds the findings of a check-up: a dict from the name of a section to its list of findings."""
 
     sections: dict[str, list[Finding]]
 
     @property
     def missing(self) -> list[Finding]:
-        """Findings that are missing, of all sections."""
+        """Findings of items that are missing, from all sections, as a list."""
         return [finding for findings in self.sections.values() for finding in findings if not finding.is_there]
 
     @property
@@ -32,8 +33,10 @@ class Checkup:
 
     @property
     def listings(self) -> list[Listing]:
-        """A listing for each section, and one of the missing items with how to get them."""
-        sections = [Listing(name, (), [(f.name, f.said) for f in found]) for name, found in self.sections.items()]
+        """Tables to print, as a list: one for each section, and one of the missing items and how to get each."""
+        sections = [
+            Listing(name, (), [(f.name, f.result) for f in findings]) for name, findings in self.sections.items()
+        ]
         rows = [(f.name, f.remedy, "yes" if f.demo_needs_it else "no") for f in self.missing]
         return [
             *sections,
@@ -42,7 +45,7 @@ class Checkup:
 
     @property
     def verdict(self) -> str:
-        """A sentence on whether the demo can run."""
+        """A sentence, as text, that says whether the demo can run, and if not, what it lacks."""
         if self.can_demo:
             return "cacheprobe demo can run"
         lacking = ", ".join(finding.name for finding in self.missing if finding.demo_needs_it)
@@ -50,7 +53,7 @@ class Checkup:
 
 
 def checkup() -> Checkup:
-    """Checks everything; takes a second or two, most of it for imports."""
+    """Runs every check and returns the Checkup. Takes a second or two, most of it for imports."""
     fingerprint = [Finding(name, str(value) or "not set") for name, value in numeric_settings().items()]
     return Checkup(
         {
@@ -60,7 +63,7 @@ def checkup() -> Checkup:
             "fingerprint fields of this machine": fingerprint,
             "packages": software(),
             "kernels": kernels(),
-            "models": models(),
+            "models": model_findings(),
             "pictures": pictures(),
         }
     )

@@ -1,14 +1,14 @@
-"""Defines the result of one check."""
+"""Defines the result of one check of `cacheprobe doctor`."""
 
 from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    """The checked item, the result in words, and a remedy if the item is missing."""
+    """Holds the name of a checked item, the result in words, and a remedy if the item is missing."""
 
     name: str
-    said: str
+    result: str
     is_there: bool = True
     remedy: str = ""
-    """One line: how to get it, or what works without it."""
+    """One line: how to get the item, or what works without it."""
     demo_needs_it: bool = False

@@ -1,4 +1,4 @@
-"""Reports for which operations `ops.dispatch` takes a kernel on this machine, and that runs take none."""
+"""Reports which operations of `ops.dispatch` have a usable kernel on this machine. Runs use no kernel."""
 
 import torch
 
@@ -7,16 +7,18 @@ from cacheprobe.ops.dispatch import KERNEL, paths
 
 
 def kernels() -> list[Finding]:
-    """Returns a finding on runs, and one for each operation, or one for all if they share a reason.
+    """Returns a list of findings on the Triton kernels. The first says that runs use no kernel; the others give the
+    result of each operation, or one result if all are the same.
 
-    On a GPU it compiles the kernels.
+    On a GPU the call compiles the kernels.
     """
     runs = Finding("runs", "use none of them, on any device; programs call them through cacheprobe.ops.dispatch")
-    found = paths("cuda" if torch.cuda.is_available() else "cpu")
-    said_of = {name: f"{path.runs}: {path.reason}" for name, path in found.items()}
-    if len(set(said_of.values())) == 1:
-        return [runs, Finding(f"all {len(said_of)}", next(iter(said_of.values())))]
+    path_of = paths("cuda" if torch.cuda.is_available() else "cpu")
+    result_of = {name: f"{path.runs}: {path.reason}" for name, path in path_of.items()}
+    if len(set(result_of.values())) == 1:
+        return [runs, Finding(f"all {len(result_of)}", next(iter(result_of.values())))]
     own = [
-        Finding(name, said, found[name].runs == KERNEL, "the reference runs instead") for name, said in said_of.items()
+        Finding(name, result, path_of[name].runs == KERNEL, "the reference runs instead")
+        for name, result in result_of.items()
     ]
     return [runs, *own]

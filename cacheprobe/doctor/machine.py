@@ -14,15 +14,15 @@ from cacheprobe.models.settings import CPU_INFO, numeric_settings, processor_nam
 from cacheprobe.ops.compiled.build import CompilerError, compiler
 
 IN_HARDWARE = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
-"""Flags of the processor; any of them means that it multiplies matrices of that dtype in hardware."""
+"""Flags of the processor, by dtype; any of them means that it multiplies matrices of that dtype in hardware."""
 SAVES = 0.8
-"""A 16-bit matrix product in less than this share of float32's time counts as computed in hardware."""
+"""A 16-bit matrix product counts as computed in hardware if it takes less than this share of float32's time."""
 _SHAPE = (128, 512)
 _REPEATS = 5
 
 
 def machine() -> list[Finding]:
-    """Returns findings on processor, memory, instruction set and threads."""
+    """Returns a list of findings on Python, processor, memory, instruction set, threads, C++ compiler and GPU."""
     facts = numeric_settings()
     limits = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")}
     limits_set = ", ".join(f"{name}={value}" for name, value in limits.items() if value)
@@ -48,26 +48,26 @@ def _compiler() -> Finding:
 
 
 def dtypes(seconds_of: "Callable[[str], float] | None" = None) -> list[Finding]:
-    """Returns the time of a matrix product in each dtype compared with float32, measured now, and the processor's
-    flags.
+    """Returns a list of findings, one for each dtype: how long a matrix product takes compared with float32, measured
+    now, and the processor's flags for the dtype.
 
-    seconds_of: returns the seconds of one product in a dtype.
+    seconds_of: function that returns the seconds of one product in a dtype.
     """
     seconds_of = seconds_of or product_seconds
     flags = set(CPU_INFO.read_text(encoding="utf-8").split()) if CPU_INFO.exists() else set()
     base = seconds_of("float32")
-    found = [Finding("float32", f"a product takes {1000 * base:.1f} ms")]
+    findings = [Finding("float32", f"a product takes {1000 * base:.1f} ms")]
     for name in [name for name in RUN_DTYPES if name != "float32"]:
         ratio = seconds_of(name) / base
         where = "in hardware" if ratio < SAVES else "not in hardware"
         named = [flag for flag in IN_HARDWARE[name] if flag in flags]
-        says = f"the processor names {', '.join(named)}" if named else f"no {' or '.join(IN_HARDWARE[name])} is named"
-        found.append(Finding(name, f"{where}: {ratio:.2f} of float32's time; {says}"))
-    return found
+        note = f"the processor names {', '.join(named)}" if named else f"no {' or '.join(IN_HARDWARE[name])} is named"
+        findings.append(Finding(name, f"{where}: {ratio:.2f} of float32's time; {note}"))
+    return findings
 
 
 def product_seconds(dtype: str) -> float:
-    """Returns the seconds of a product of a 128 x 512 and a 512 x 512 matrix, the median of a few."""
+    """Returns the median seconds of a few products of a 128 x 512 and a 512 x 512 matrix in `dtype`."""
     rows, width = _SHAPE
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(n, width, generator=generator).to(getattr(torch, dtype)) for n in (rows, width))

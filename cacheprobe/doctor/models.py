@@ -1,4 +1,4 @@
-"""Reports which models are here, and whether there is room to convert one."""
+"""Reports which models this machine has, and whether its disk has room to convert one."""
 
 import shutil
 from pathlib import Path
@@ -11,8 +11,8 @@ from cacheprobe.models.smollm2 import INSTALL, cache_directory
 CONVERSION_BYTES = 600_000_000
 
 
-def models() -> list[Finding]:
-    """Returns findings on SmolLM2, the shipped checkpoints and adapters, and the disk of the cache folder."""
+def model_findings() -> list[Finding]:
+    """Returns a list of findings on SmolLM2, the shipped checkpoints and adapters, and the disk of the cache folder."""
     return [*_smollm2(), *_shipped()]
 
 
@@ -23,8 +23,8 @@ def _smollm2() -> list[Finding]:
     if state == "hub":
         return [Finding(SMOLLM2, f"as {SMOLLM2_ON_HUB} in the hub's cache")]
     if state == "absent":
-        said = f"not installed; the demo runs on {PLAIN} instead"
-        return [Finding(SMOLLM2, said, False, INSTALL), Finding("disk", disk)]
+        result = f"not installed; the demo runs on {PLAIN} instead"
+        return [Finding(SMOLLM2, result, False, INSTALL), Finding("disk", disk)]
     if state == "converted":
         return [Finding(SMOLLM2, "converted"), Finding("disk", disk)]
     has_room = free >= CONVERSION_BYTES
@@ -37,14 +37,14 @@ def _smollm2() -> list[Finding]:
 
 def _shipped() -> list[Finding]:
     remedy = "they are in a checkout's data/ and in the wheel; install one of these again"
-    found = []
+    findings = []
     for kind in ("checkpoints", "adapters"):
-        there, demo_needs_it = shipped_names(kind), kind == "checkpoints"
-        is_there = {PLAIN, THINKING} <= set(there) if demo_needs_it else bool(there)
-        found.append(Finding(kind, ", ".join(there) or "none", is_there, "" if is_there else remedy, demo_needs_it))
-    return found
+        names, demo_needs_it = shipped_names(kind), kind == "checkpoints"
+        is_there = {PLAIN, THINKING} <= set(names) if demo_needs_it else bool(names)
+        findings.append(Finding(kind, ", ".join(names) or "none", is_there, "" if is_there else remedy, demo_needs_it))
+    return findings
 
 
 def _existing(path: Path) -> Path:
-    """Returns the path, or the nearest existing folder above it."""
+    """Returns `path` if it exists, else the nearest existing folder above it."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.exists())

@@ -1,4 +1,4 @@
-"""Reports whether figures can be written to files."""
+"""Reports whether figures can be written to picture files."""
 
 from importlib.util import find_spec
 
@@ -10,7 +10,7 @@ _HTML = "reports in HTML need neither"
 
 
 def pictures() -> list[Finding]:
-    """Returns findings on kaleido and Chromium, which `cacheprobe report --figures` needs."""
+    """Returns findings on kaleido and Chromium, which `cacheprobe report --figures` needs to write pictures."""
     has_kaleido, browser = find_spec("kaleido") is not None, browser_path()
     return [
         Finding("kaleido", "installed" if has_kaleido else f"not installed; {_HTML}", has_kaleido,

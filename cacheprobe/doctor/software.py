@@ -11,36 +11,38 @@ INSTALL = "pip install 'cacheprobe{0}', or in a checkout pip install -e '.{0}'"
 
 
 def software(project: str = "cacheprobe") -> list[Finding]:
-    """Returns a finding on the required packages with their versions, and one on each extra."""
+    """Returns a list of findings on the packages that `project` declares: one on all required packages, and one on each
+    extra."""
     try:
-        asked = [Requirement(text) for text in metadata.requires(project) or ()]
+        required = [Requirement(text) for text in metadata.requires(project) or ()]
     except metadata.PackageNotFoundError:
         return [
             Finding(project, "not installed, used as source: what it needs cannot be looked up", True),
         ]
-    base = [one for one in asked if one.marker is None or one.marker.evaluate({"extra": ""})]
-    found = [_finding("base", base, INSTALL.format(""), True)]
+    base = [need for need in required if need.marker is None or need.marker.evaluate({"extra": ""})]
+    findings = [_finding("base", base, INSTALL.format(""), True)]
     for extra in metadata.metadata(project).get_all("Provides-Extra") or ():
-        own = [one for one in asked if one not in base and one.marker and one.marker.evaluate({"extra": extra})]
-        found.append(_finding(f"extra {extra}", own, INSTALL.format(f"[{extra}]"), False))
-    return found
+        own = [need for need in required if need not in base and need.marker and need.marker.evaluate({"extra": extra})]
+        findings.append(_finding(f"extra {extra}", own, INSTALL.format(f"[{extra}]"), False))
+    return findings
 
 
 def versions(names: Iterable[str]) -> list[Finding]:
-    """Returns the installed versions of packages by name."""
+    """Returns a list of findings, one for each package name, with the installed version."""
     return [Finding(name, _version(name) or "not installed", _version(name) is not None) for name in names]
 
 
-def _finding(name: str, asked: list[Requirement], remedy: str, demo_needs_it: bool) -> Finding:
+def _finding(name: str, required: list[Requirement], remedy: str, demo_needs_it: bool) -> Finding:
     wrong = []
-    for one in asked:
-        version = _version(one.name)
+    for need in required:
+        version = _version(need.name)
         if version is None:
-            wrong.append(f"{one.name} is missing")
-        elif not one.specifier.contains(version, prereleases=True):
-            wrong.append(f"{one.name} is {version} instead of {one.specifier}")
-    said = "; ".join(wrong) or f"installed: {', '.join(sorted(one.name for one in asked)) or 'nothing is asked for'}"
-    return Finding(name, said, not wrong, remedy if wrong else "", demo_needs_it)
+            wrong.append(f"{need.name} is missing")
+        elif not need.specifier.contains(version, prereleases=True):
+            wrong.append(f"{need.name} is {version} instead of {need.specifier}")
+    names = ", ".join(sorted(need.name for need in required)) or "nothing is asked for"
+    result = "; ".join(wrong) or f"installed: {names}"
+    return Finding(name, result, not wrong, remedy if wrong else "", demo_needs_it)
 
 
 def _version(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Drafters: plug-ins that propose tokens, one file each. The verifier checks every proposed token."""
+"""Exports the drafters as `cp.drafters.NAME`. base.py says what a drafter is, and how to add one."""
 
 from cacheprobe.drafters.early_exit import EarlyExit
 from cacheprobe.drafters.fast_path import FastPath

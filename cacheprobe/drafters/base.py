@@ -1,52 +1,92 @@
-"""The interface of a drafter, and of the engine functions that a drafter may call."""
+"""Defines the interface of a drafter. A drafter proposes draft tokens, which the verifier accepts or rejects.
 
+To add a drafter, write one file in this folder, such as repeat_last.py, which drafts the newest token three times:
+
+    from dataclasses import dataclass
+    from typing import ClassVar
+
+    from cacheprobe.core.registry import register
+
+
+    @register("drafters", "repeat_last")
+    @dataclass(frozen=True)  # its repr names the drafter and the settings
+    class RepeatLast:
+        name: ClassVar[str] = "repeat_last"  # equal to the registered name
+        drafted_layers: ClassVar[int] = 0  # runs no block of the verified model
+
+        def check(self, model): ...
+
+        def release(self, state): ...
+
+        def extend(self, context, states):
+            return [[] if state.draft else [state.token_ids[-1]] * 3 for state in states]
+
+- Every drafter has `name`, `check`, `extend` and `release`; class Drafter below says what each does. Two further
+  attributes are optional: `drafted_layers` and `deadline_seconds`.
+- `extend` is called again and again for one draft. `state.draft` holds the tokens of the earlier calls. The draft goes
+  to the verifier when it is full (at most window - 1 tokens), or when `extend` returns an empty list for its request.
+- The registry imports every file of this folder, so that `--drafter repeat_last` works at once. Add the class to
+  __init__.py to have it as `cp.drafters.RepeatLast`.
+- Add one line to EXAMPLES in tests/drafters/test_drafters.py: "repeat_last": lambda: RepeatLast(). The tests fail
+  without this line. With it, `test_the_contract` runs the drafter in the engine.
+"""
+
+import threading
 from collections.abc import Sequence
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from cacheprobe.core.values import number
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 
 
 @runtime_checkable
 class DraftContext(Protocol):
-    """The engine functions that a drafter may call: recorded forwards, and each request's own token choice."""
+    """Defines the engine functions that a drafter may call: a recorded decode pass, and the choice of a token."""
 
     model: CachedLM
 
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
-        """Feeds each request's newest token in one batch, writing keys and values to the request's cache row.
+        """Runs the verified model on each request's newest token, in one batch. Returns logits [b, v].
 
-        Returns logits [b, v], or the residual stream [b, m] after `num_layers` blocks if given.
+        With `num_layers`, stops after that many blocks and returns the residual stream [b, m] instead.
+        Keys and values are written to the cache row of each request.
         """
         ...
 
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
-        """Returns the token that this request would choose from logits [v], with its own settings and keyed noise.
+        """Returns the token id that a request would choose from logits [v], with its own sampling settings and noise.
 
-        drafted: draft tokens of the same `extend` call that stand between the request's newest token and this one.
+        drafted: draft tokens of the same `extend` call that come before this one.
         """
         ...
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes draft tokens. The verifier checks them, so wrong tokens change the cost of a run but never its output.
+    """Proposes draft tokens. The verifier checks every one, so wrong tokens cost time but commit no wrong token.
 
-    A drafter that does not run the verified model, or stops before its last block, declares `drafted_layers`. A call
-    that exceeds `deadline_seconds` ends its requests.
+    drafted_layers (optional attribute): how many blocks of the verified model a draft runs; all if absent.
+    deadline_seconds (optional attribute): limit of one call, see the function `deadline_seconds`. A request ends with
+        an error if a call for this request alone exceeds the limit.
     """
 
     name: ClassVar[str]
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
-        """Returns the next draft tokens of each request; an empty list if the request's draft should be verified
-        now."""
+        """Returns a list of draft token ids for each request; an empty list sends the request's draft to the verifier.
+
+        Called again until each draft is full or its list is empty. state.draft: the tokens of earlier calls.
+        """
         ...
 
     def release(self, state: SequenceState) -> None:
-        """Forgets what was stored for a request, which has left its cache row."""
+        """Deletes what the drafter stored for a request. Called when the request ends, and when it is preempted.
+
+        A preempted request returns later. The request may never have drafted.
+        """
         ...
 
     def check(self, model: CachedLM) -> None:
@@ -55,7 +95,7 @@ class Drafter(Protocol):
 
 
 def drafted_layers(drafter: Drafter, model: CachedLM) -> int:
-    """Returns how many of the model's blocks the drafter runs; interventions reach its drafts only in these blocks.
+    """Returns the number of the model's blocks that a drafter runs. Interventions act on drafts in these blocks only.
 
     Reads the attribute `drafted_layers` (0 for a drafter that runs another model or none); all blocks if absent.
     """
@@ -64,12 +104,39 @@ def drafted_layers(drafter: Drafter, model: CachedLM) -> int:
 
 
 DEADLINE_SECONDS = 60.0
-"""Default limit for one call of a drafter, without the time of the verified model's passes."""
+"""Default time limit in seconds of one call of a user's drafter. Passes of the verified model do not count."""
+
+
+MAX_DEADLINE = threading.TIMEOUT_MAX / 20
+"""Maximum of a drafter's deadline_seconds: Python can still wait for ten such deadlines."""
 
 
 def deadline_seconds(drafter: Drafter) -> float | None:
-    """Returns the time limit of one call of a user's drafter: its attribute `deadline_seconds`, 60 if absent.
+    """Returns the time limit in seconds of one call of a user's drafter: its attribute `deadline_seconds`, else 60.
 
-    None means no deadline; the drafter then runs in the thread that called `cp.run`, otherwise in a thread of its own.
+    None means no limit; the drafter then runs in the thread that called `cp.run`. Otherwise it runs in a second thread.
     """
     return getattr(drafter, "deadline_seconds", DEADLINE_SECONDS)
+
+
+def require_drafter(drafter: Any, model: CachedLM) -> None:
+    """Raises: ValueError if `drafter` is not a drafter object, has a wrong deadline, or refuses this model."""
+    missing = [part for part in ("name", "extend", "release", "check") if not hasattr(drafter, part)]
+    if isinstance(drafter, type) or missing:
+        lacks = f", which has no {missing[0]}" if missing and not isinstance(drafter, type | str) else ""
+        raise ValueError(
+            f"a drafter is an object such as cp.drafters.EarlyExit(layer=20), got {drafter!r:.60}{lacks}; names stand "
+            "only in command lines"
+        )
+    seconds = deadline_seconds(drafter)
+    if seconds is not None and not 0 < number("deadline_seconds", seconds) <= MAX_DEADLINE:
+        raise ValueError(
+            f"deadline_seconds of drafter {drafter.name} must be above 0 and at most {MAX_DEADLINE:.0f}, or None for "
+            f"no deadline, got {seconds}"
+        )
+    try:
+        drafter.check(model)
+    except ValueError:
+        raise
+    except Exception as error:  # a user's own code
+        raise ValueError(f"check of drafter {drafter.name} failed, {type(error).__name__}: {error!s:.200}") from error

@@ -1,4 +1,4 @@
-"""Drafts with an early layer of the model, read through a lens."""
+"""Defines EarlyExit, a drafter that stops the model early and drafts the token that a lens reads there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,24 +18,24 @@ from cacheprobe.models.base import CachedLM
 @register("drafters", "early_exit")
 @dataclass(frozen=True)
 class EarlyExit:
-    """Stops after block `layer` and drafts the token that the lens reads there. Later blocks are not computed.
+    """Drafts one token a pass: runs the model up to block `layer` and reads the residual stream there through a lens.
 
-    The cache slots of later layers stay stale until the verifier writes them, which it does for every accepted token.
-    Source: self-speculation as in LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710), without its trained exit.
+    Later blocks are not computed. Their cache slots hold old values until the verify pass writes them.
+    Source: self-speculation as in LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710), without a trained exit.
     """
 
     layer: int
-    """Block after which the lens reads the draft, 0 to n_layers - 2."""
+    """Index of the block after which the model stops, 0 to n_layers - 2."""
     lens: Lens = field(default_factory=LogitLens)
     name: ClassVar[str] = "early_exit"
 
     @property
     def drafted_layers(self) -> int:
-        """Number of blocks that a draft runs through."""
+        """Number of blocks of the model that run for a draft token: layer + 1."""
         return self.layer + 1
 
     def check_layers(self, n_layers: int, name: str) -> None:
-        """Raises: ValueError if a model of this name, with this number of layers, cannot stop after `layer`."""
+        """Raises: ValueError if `layer` is not one of 0 to n_layers - 2. name: the model's, for the message."""
         if not 0 <= whole_number("layer of early_exit", self.layer) < n_layers - 1:
             raise ValueError(
                 f"unknown layer {self.layer} for EarlyExit; {name} can stop after 0 to {n_layers - 2}; "
@@ -43,15 +43,15 @@ class EarlyExit:
             )
 
     def check(self, model: CachedLM) -> None:
-        """Raises: ValueError if the model has no such layer; LensError if the lens cannot read it."""
+        """Raises: ValueError if the model cannot stop after block `layer`; LensError if the lens does not fit."""
         self.check_layers(model.n_layers, model.name)
         require_readable(self.lens, model, "S", [self.layer])
 
     def release(self, state: SequenceState) -> None:
-        """Does nothing: no state is stored for a request."""
+        """Does nothing: this drafter stores no data for a request."""
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
-        """Returns one draft token for each request, read after block `layer`."""
+        """Returns a list of one draft token for each request, chosen from the lens's logits after block `layer`."""
         residual = context.feed_newest(states, num_layers=self.layer + 1)
         layers = torch.full((len(states),), self.layer, device=residual.device)
         logits = self.lens.logits(context.model, residual, layers)

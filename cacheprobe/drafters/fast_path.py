@@ -1,4 +1,4 @@
-"""Drafts with ordinary batched decode steps, which are not batch-invariant."""
+"""Defines FastPath, a drafter that decodes all requests in one batch with the whole model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,9 @@ from cacheprobe.models.base import CachedLM
 @register("drafters", "fast_path")
 @dataclass(frozen=True)
 class FastPath:
-    """Drafts with all layers, batched with every other request: almost always right, but not batch-invariant.
+    """Drafts one token a pass with all layers, for all drafting requests in one batch.
+
+    The drafts are nearly always accepted. They are not batch-invariant: other requests may change the last bits.
 
     Source: LLM-42 (arXiv 2601.17768), section 4.2: the decode of a deterministic request is its draft.
     """
@@ -21,12 +23,12 @@ class FastPath:
     name: ClassVar[str] = "fast_path"
 
     def check(self, model: CachedLM) -> None:
-        """Accepts every model."""
+        """Accepts every model, without a check."""
 
     def release(self, state: SequenceState) -> None:
-        """Does nothing: no state is stored for a request."""
+        """Does nothing: this drafter stores no data for a request."""
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
-        """Returns one draft token for each request, from one decode step."""
+        """Returns a list of one draft token for each request, from one decode pass of the whole model."""
         logits = context.feed_newest(states)
         return [[context.choose(state, row)] for state, row in zip(states, logits, strict=True)]

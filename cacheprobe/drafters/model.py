@@ -1,4 +1,4 @@
-"""Drafts with a smaller model, which reads the same text with its own cache."""
+"""Defines DraftModel, a drafter that runs a second, smaller model with a KV cache of its own."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,28 +21,29 @@ _PROBE_TEXTS = (
     "def f(x):\n    return {'a': [x, -1.5e-3]}  # ok\n\t\n",
     " Größe, naïve, 東京, Ελλάδα, привет, 🙂 ",
 )
-"""Words, numbers, code, spaces and scripts, on which tokenizers of different models differ."""
+"""Texts on which two tokenizers are compared: words, numbers, code, spaces and several scripts."""
 
 _FEED_WIDTH = 64
-"""Tokens of one text that are fed at once. Prompts are fed in pieces, so that no pass grows with the longest prompt."""
+"""Maximum number of tokens of one text in a pass of the draft model. Longer texts take several passes."""
 
 _CAPACITY_STEP = 128
+"""Slots; the capacity of the draft model's cache is a multiple of this number."""
 
 
 @register("drafters", "draft_model")
 @dataclass(frozen=True)
 class DraftModel:
-    """Drafts with another, smaller model that has the same tokenizer; all requests in one batch, token by token.
+    """Drafts with a smaller model that has the same tokenizer, token by token, for all requests in one batch.
 
-    Tokens are chosen by `DraftContext.choose`, with the same noise as the verifier's, so at any temperature the draft
-    is right whenever the two models agree. The smaller model's passes are neither captured nor counted as steps.
+    Draft tokens are chosen with the verifier's own noise, so that similar models choose the same token at any
+    temperature. The smaller model's passes are neither captured nor counted as steps.
     Source: speculative decoding, Leviathan et al. 2023 (arXiv 2211.17192).
     Twin: tests.twins.equivalence.greedy_continuation, == in float32, whatever was accepted and rolled back before.
     """
 
     model: CachedLM
     length: int = 4
-    """Maximum draft tokens before each verification; the engine's window and draft_length may set a lower limit."""
+    """Maximum number of tokens in a draft; the engine's window and draft_length may set a lower limit."""
     name: ClassVar[str] = "draft_model"
     drafted_layers: ClassVar[int] = 0
     _reader: "_Reader" = field(init=False, repr=False, compare=False)
@@ -56,8 +57,10 @@ class DraftModel:
         object.__setattr__(self, "_reader", _Reader(self.model))
 
     def check(self, model: CachedLM) -> None:
-        """Raises: ValueError for a draft model that shares the verifier's weights, or whose token ids mean other
-        texts."""
+        """Raises: ValueError if the draft model is the verified model, or has another vocabulary size or tokenizer.
+
+        Also chooses how the draft model runs (bridge or fast forward), for the hooks that are on it now.
+        """
         ours = self.model
         if _weights(ours) is _weights(model):
             raise ValueError(
@@ -80,11 +83,11 @@ class DraftModel:
         self._reader.model, _ = choose_path(ours)  # of the hooks that it has now
 
     def release(self, state: SequenceState) -> None:
-        """Forgets the request's text in the draft model's cache."""
+        """Frees the request's row in the draft model's cache."""
         self._reader.forget(state)
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
-        """Returns up to `length` draft tokens for each request."""
+        """Returns a list of draft tokens for each request, as many as fill its draft up to `length` tokens."""
         proposals: dict[SequenceState, list[int]] = {state: [] for state in states}
         drafting = [state for state in states if self._room(state) > 0]
         while drafting:
@@ -100,17 +103,17 @@ class DraftModel:
         return list(proposals.values())
 
     def _room(self, state: SequenceState) -> int:
-        """Returns how many tokens may still be added to a request's draft."""
+        """Returns how many tokens may still be added to a request's draft; none if 0 or less."""
         limit = min(self.length, state.num_left - 1)
         if state.draft_cap is not None:
             limit = min(limit, state.draft_cap)
-        # the last candidate is chosen from the row of the token before it, and is not read itself
+        # the last draft token is chosen from the logits of the token before it, and is never fed to the draft model
         num_readable = self.model.n_ctx - len(state.token_ids)
         return min(limit, num_readable + 1) - len(state.draft)
 
 
 class _Reader:
-    """The draft model's own cache: one row for each request, with the tokens that were fed. Grows as needed."""
+    """Runs the draft model over a KV cache of its own, which has one row for each request and grows if needed."""
 
     def __init__(self, model: CachedLM) -> None:
         self.model = model
@@ -118,30 +121,33 @@ class _Reader:
         self.fed: WeakKeyDictionary[SequenceState, _Fed] = WeakKeyDictionary()
 
     def forget(self, state: SequenceState) -> None:
-        """Frees a request's cache row."""
+        """Frees a request's row in the draft model's cache."""
         self.fed.pop(state, None)
 
     def next_logits(self, texts: Mapping[SequenceState, Sequence[int]]) -> dict[SequenceState, Float[Tensor, "v"]]:
-        """Returns logits [v] after the last token of each text; computes only the tokens that were not fed before.
+        """Returns a dict: request -> the draft model's logits [v] after the last token of its text.
 
-        Tokens that were fed and then rolled back are dropped here; their cache slots stay stale and masked until
-        written again.
+        Feeds only the tokens that the request's cache row does not hold yet. Fed tokens that are no longer in the text
+        are dropped; their slots stay masked until they are written again.
         """
         self._make_room(texts)
         for state, text in texts.items():
             fed = self.fed[state].token_ids
             del fed[min(_num_shared(fed, text), len(text) - 1) :]
-        # by their rows, so that a full batch is one contiguous view of the cache
-        waiting = sorted(texts, key=lambda state: self.fed[state].cache_row)
+        # sorted by cache row, so that a full batch is one contiguous view of the cache
+        unfinished = sorted(texts, key=lambda state: self.fed[state].cache_row)
         logits: dict[SequenceState, Tensor] = {}
-        while waiting:
-            logits |= self._feed({state: texts[state] for state in waiting})
-            waiting = [state for state in waiting if state not in logits]
+        while unfinished:
+            logits |= self._feed({state: texts[state] for state in unfinished})
+            unfinished = [state for state in unfinished if state not in logits]
         return logits
 
     def _feed(self, texts: Mapping[SequenceState, Sequence[int]]) -> dict[SequenceState, Tensor]:
-        """Runs one pass over the next tokens of each text, padded on the right. Returns logits [v] of the texts that
-        are complete."""
+        """Runs one pass of the draft model over the next tokens of each text, padded on the right.
+
+        Returns a dict: request -> logits [v] after its last token, for the texts that are now fed to their end.
+        Raises: ValueError for NaN or infinite logits.
+        """
         assert self.cache is not None
         fed = [self.fed[state] for state in texts]
         starts = [len(one.token_ids) for one in fed]
@@ -161,42 +167,42 @@ class _Reader:
         }
 
     def _make_room(self, texts: Mapping[SequenceState, Sequence[int]]) -> None:
-        """Gives every text a cache row, and enlarges the cache to hold the longest text and its pads."""
+        """Gives every request a row of the draft model's cache, and enlarges the cache if a text needs more slots."""
         for state in texts:
             if state not in self.fed:
                 taken = {one.cache_row for one in self.fed.values()}
                 self.fed[state] = _Fed(min(set(range(len(taken) + 1)) - taken))
-        held = self.cache
+        old = self.cache
         rows = 1 + max(one.cache_row for one in self.fed.values())
         capacity = max(len(text) for text in texts.values()) + _FEED_WIDTH
-        if held is not None and rows <= held.rows and capacity <= held.capacity:
+        if old is not None and rows <= old.rows and capacity <= old.capacity:
             return
-        if held is not None:  # at least twice as much of what is short, so that copies stay rare
-            rows = max(held.rows, 2 * held.rows if rows > held.rows else 0, rows)
-            capacity = max(held.capacity, 2 * held.capacity if capacity > held.capacity else 0, capacity)
+        if old is not None:  # double what is too small, so that copies stay rare
+            rows = max(old.rows, 2 * old.rows if rows > old.rows else 0, rows)
+            capacity = max(old.capacity, 2 * old.capacity if capacity > old.capacity else 0, capacity)
         self.cache = self.model.new_cache(rows, -(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP)
-        if held is not None:
-            pairs = zip((*self.cache.keys, *self.cache.values), (*held.keys, *held.values), strict=True)
-            for new, old in pairs:
-                new[: held.rows, :, : held.capacity] = old
+        if old is not None:
+            pairs = zip((*self.cache.keys, *self.cache.values), (*old.keys, *old.values), strict=True)
+            for new_tensor, old_tensor in pairs:
+                new_tensor[: old.rows, :, : old.capacity] = old_tensor
 
 
 @dataclass
 class _Fed:
-    """A request's row in the draft model's cache, and the tokens that the row holds."""
+    """Holds the number of a request's row in the draft model's cache, and the tokens that were fed to it."""
 
     cache_row: int
     token_ids: list[int] = field(default_factory=list)
 
 
 def _weights(model: CachedLM) -> object:
-    """Returns the object that all forms of one model (bridge, fast forward) share."""
+    """Returns the object that identifies a model's weights: the bridge and the fast forward of one model share it."""
     model = getattr(model, "origin", model)
     return getattr(model, "bridge", model)
 
 
 def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """Returns the length of the longest common prefix."""
+    """Returns the length of the longest common prefix of two token lists."""
     n = min(len(a), len(b))
     if a[:n] == b[:n]:
         return n

@@ -1,4 +1,4 @@
-"""Drafts tokens from a user's function: for experiments with a chosen draft, and for adversarial tests."""
+"""Defines Scripted, a drafter that drafts the tokens returned by a user's function: for experiments and tests."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,22 +16,22 @@ Script = Callable[[SequenceState], Sequence[int]]
 @register("drafters", "scripted")
 @dataclass(frozen=True)
 class Scripted:
-    """Drafts `script(state)`, of any length; the engine cuts the draft to what one pass can hold."""
+    """Drafts the token ids that the user's function `script(state)` returns. The engine cuts long drafts."""
 
     script: Script
     deadline_seconds: float | None = field(default=DEADLINE_SECONDS, repr=False, compare=False)
-    """Limit for one call of the script; see `drafters.base.deadline_seconds`."""
+    """Time limit in seconds of one `extend` call, which calls the script for each request; None for no limit."""
     name: ClassVar[str] = "scripted"
     drafted_layers: ClassVar[int] = 0
 
     def check(self, model: CachedLM) -> None:
-        """Accepts every model: the engine checks each token when it arrives."""
+        """Accepts every model. The engine checks each drafted token id later."""
 
     def release(self, state: SequenceState) -> None:
-        """Does nothing: no state is stored for a request."""
+        """Does nothing: this drafter stores no data for a request."""
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
-        """Returns the script's tokens for each request; [] if a draft is already open."""
+        """Returns a list of the script's token ids for each request; [] if the request already has a draft."""
         return [
             [] if state.draft else [whole_number("a token", token) for token in self.script(state)] for state in states
         ]

@@ -1,4 +1,4 @@
-"""Chooses a token from logits, records how probable it was, and judges drafts."""
+"""Chooses tokens from logits, and judges a draft: how many of its tokens the verifier accepts."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,20 +14,20 @@ from cacheprobe.ops.sampling import choose_token, sample_token, two_largest
 
 
 class Choice(NamedTuple):
-    """Holds a chosen token with its log-probability and rank."""
+    """Holds a chosen token id, its log-probability, and the margin between the two most likely tokens."""
 
     token_id: int
     logprob_nats: float
-    """Of the token under the model's own logits, before any processor."""
+    """Log-probability of the token, in nats, under the model's own logits, before temperature and other processing."""
     margin_nats: float
-    """Between the two best tokens: how settled the choice was."""
+    """Difference in nats between the log-probabilities of the two most likely tokens."""
 
 
 def choose_next(state: SequenceState, logits: Float[Tensor, "v"], drafted: Sequence[int], position: int) -> int:
-    """Returns the token that the request chooses: a function of the logits, its settings and the tokens before
-    `position`.
+    """Returns the token id that a request chooses for `position`, from logits [v] and its sampling settings.
 
-    Of a request whose rows are rebuilt, later tokens are known already, and may not matter.
+    drafted: draft tokens after the committed ones. Tokens at or after `position` are ignored: while a preempted request
+    is rebuilt, they are known already.
     """
     sampling = state.sampling
     if sampling.is_plain:
@@ -37,8 +37,10 @@ def choose_next(state: SequenceState, logits: Float[Tensor, "v"], drafted: Seque
 
 
 def describe(token_id: int, logits: Float[Tensor, "v"]) -> Choice:
-    """Returns the Choice of one token: log-probability and top-two margin. Computes one row at a time, because the bits
-    of the sum must not depend on the number of rows."""
+    """Returns the Choice of a token: its log-probability and the margin, from logits [v].
+
+    Takes the logits of one position only, because the bits of a sum must not depend on the number of positions.
+    """
     values = logits.float()
     largest, other = two_largest(values)
     logsumexp = (values - largest).exp_().sum().log() + largest
@@ -46,22 +48,27 @@ def describe(token_id: int, logits: Float[Tensor, "v"]) -> Choice:
 
 
 class Judgement(NamedTuple):
-    """Holds the verifier's own tokens at each draft position and one beyond, and the number of accepted candidates."""
+    """Holds the verifier's own token at each draft position and one after, and the number of accepted draft tokens."""
 
     target_token_ids: tuple[int, ...]
     num_accepted: int
 
 
 def judge_by_equality(state: SequenceState, logits: Float[Tensor, "t v"], start: int) -> Judgement:
-    """Accepts candidates up to the first that differs from the verifier's choice. Noise is keyed by position, so this
-    works at any temperature."""
+    """Accepts the draft tokens before the first that differs from the verifier's choice. Returns a Judgement.
+
+    logits: [t, v]; row t is for position start + t. The noise depends on the position alone, so that this works at any
+    temperature.
+    """
     draft = state.draft
     targets = tuple(choose_next(state, row, draft[:t], start + t) for t, row in enumerate(logits))
     return Judgement(targets, num_accepted(draft, targets))
 
 
 def judge_by_rejection(state: SequenceState, logits: Float[Tensor, "t v"], start: int) -> Judgement:
-    """Accepts candidates by speculative sampling: each with probability min(1, p / q).
+    """Accepts draft tokens by speculative sampling, each with probability min(1, p / q). Returns a Judgement.
+
+    p, q: the token's probability under the model and under the drafter. logits: as for `judge_by_equality`.
 
     Source: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1.
     """
@@ -70,24 +77,25 @@ def judge_by_rejection(state: SequenceState, logits: Float[Tensor, "t v"], start
     if sampling.is_greedy:
         return judge_by_equality(state, logits, start)
     targets: list[int] = []
-    n = 0
+    count = 0  # of accepted draft tokens
     for t, row in enumerate(logits):
         position = start + t
-        if t < len(draft) and n == t:
+        if t < len(draft) and count == t:
             prefix = [*state.token_ids, *draft[:t]]
-            candidate, probs = state.draft_probs.get(position, (-1, None))
+            drawn_id, probs = state.draft_probs.get(position, (-1, None))
             is_accepted, token_id = accept_or_recover(
                 target_probs(row, sampling, prefix),
-                probs if candidate == draft[t] else None,
+                probs if drawn_id == draft[t] else None,
                 draft[t],
                 sampling.seed,
                 position,
             )
-            n += is_accepted
+            count += is_accepted
         else:
             token_id = choose_next(state, row, draft[:t], position)
         targets.append(token_id)
-    return Judgement(tuple(targets), n)
+    return Judgement(tuple(targets), count)
 
 
 JUDGES = {"equality": judge_by_equality, "rejection": judge_by_rejection}
+"""The function that judges a draft, by the setting EngineConfig.acceptance."""

@@ -1,4 +1,7 @@
-"""Commits, rolls back, preempts and ends requests: the only module that changes their tokens and cache contents."""
+"""Commits tokens, rolls back drafts, preempts and ends requests. Reports each change to the observer.
+
+The observer capture/recorder.py labels the recorded rows of a draft token as committed, rolled back or given up.
+"""
 
 from collections.abc import Sequence
 
@@ -18,27 +21,33 @@ from cacheprobe.ops.sampling import lowest_argmax
 
 
 class Committer:
-    """Commits, rolls back, preempts and finishes requests after a pass; tells the observer of every change."""
+    """Chooses tokens after a pass, and commits, rolls back, preempts and ends requests. Reports all of this."""
 
     def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
         self.runner, self.config = runner, config
         self.cache, self.observer = runner.cache, runner.observer
         self._choices: dict[tuple[int, int], Choice] = {}
-        """By request and position, since the last report."""
+        """By (request id, position): the choices since the last report."""
         self._logprobs: list[tuple[int, tuple[float, ...]]] = []
+        """(request id, log-probabilities in nats) of the tokens committed since the last report."""
 
     # -- choosing
 
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int], position: int) -> int:
-        """Returns the token that this request chooses for `position` from logits [v], after the tokens `drafted`."""
+        """Returns the token id that a request chooses for `position` from logits [v], after the draft tokens `drafted`.
+
+        Raises: EngineError for logits that the request's sampling settings cannot use.
+        """
         with self._naming(state):
             token_id = choose_next(state, logits, drafted, position)
         self._note(state, position, token_id, logits)
         return token_id
 
-    def draw_candidate(self, state: SequenceState, logits: Tensor, drafted: Sequence[int], position: int) -> int:
-        """Draws a candidate for rejection sampling with noise of its own, and keeps its distribution for the
-        verdict."""
+    def draw_draft_token(self, state: SequenceState, logits: Tensor, drafted: Sequence[int], position: int) -> int:
+        """Returns a draft token id drawn from logits [v], for acceptance="rejection".
+
+        Its noise differs from the verifier's. The distribution is kept in state.draft_probs until the verdict.
+        """
         assert state.sampling.seed is not None
         with self._naming(state):
             probs = target_probs(logits, state.sampling, [*state.token_ids, *drafted])
@@ -49,28 +58,33 @@ class Committer:
         return token_id
 
     def verify_draft(self, entry: Entry, logits: Tensor) -> Verdict:
-        """Returns the verdict on a draft from the logits [t, v] of its tokens."""
+        """Returns the Verdict on a request's draft, from the verify pass's logits [t, v]. Commits no token."""
         state, draft, start = entry.state, tuple(entry.state.draft), entry.start + 1
         logits = logits[: len(entry.token_ids)]
-        by = "equality" if state.request.is_deterministic else self.config.acceptance
+        acceptance = "equality" if state.request.is_deterministic else self.config.acceptance
         with self._naming(state):
-            targets, n = JUDGES[by](state, logits, start)
+            targets, n = JUDGES[acceptance](state, logits, start)
         for t, (token_id, row) in enumerate(zip(targets, logits, strict=True)):
             self._note(state, start + t, token_id, row)
         ending = find_ending(state.generated, draft[:n] + targets[n : n + 1], state.stop_rule, state.num_left)
         return Verdict(state.request_id, self.runner.step, start, draft, targets, n, ending.num_kept, ending.finish)
 
     def _note(self, state: SequenceState, position: int, token_id: int, logits: Tensor) -> None:
+        """Keeps the Choice of a token for the next report, and reports the choice to the observer."""
         self._choices[state.request_id, position] = describe(token_id, logits)
         self.observer.on_choice(state.request_id, self.runner.step, position, token_id, logits)
 
     def _naming(self, state: SequenceState) -> "_Naming":
+        """Returns a context manager whose errors name this request and the current step."""
         return _Naming(f"request {state.request_id} step {self.runner.step}", self.runner.model.name)
 
     # -- committing
 
     def apply_verdict(self, state: SequenceState, verdict: Verdict) -> None:
-        """Commits the tokens that a verdict accepts, and truncates the cache behind them."""
+        """Commits the accepted draft tokens and the verifier's own next token; reports the others as rolled back.
+
+        The slots of rolled-back tokens are freed. Ends the request if the verdict says so.
+        """
         last_committed_position, committed = state.last_committed_position, verdict.committed
         self._truncate(state, last_committed_position)
         self.write_ledger(state, last_committed_position, last_committed_position + len(committed), "verified")
@@ -78,15 +92,18 @@ class Committer:
             start = verdict.start + verdict.num_accepted
             self.observer.on_rollback(state.request_id, verdict.step, start, verdict.start + len(state.draft))
         self._keep_logprobs(state, verdict.start, len(committed))
-        own = "recovered" if verdict.is_rollback else "bonus"
-        roles = ["accepted"] * verdict.num_accepted + [own]
+        last_role = "recovered" if verdict.is_rollback else "bonus"  # of the verifier's own token
+        roles = ["accepted"] * verdict.num_accepted + [last_role]
         self._adapt(state, verdict)
         state.commit(committed)
         self.observer.on_commit(state.request_id, verdict.step, verdict.start, committed, roles[: len(committed)])
         self._end(state, verdict.finish)
 
     def commit_plain(self, state: SequenceState, token_id: int) -> tuple[int, ...]:
-        """Commits one token that needs no verdict: after a prefill, or of a request that is never verified."""
+        """Commits one token without a verdict: the first one after a prompt, or one of a never verified request.
+
+        Ends the request if the token does. Returns (token_id,).
+        """
         position = state.last_committed_position + 1
         self._keep_logprobs(state, position, 1)
         ending = find_ending(state.generated, (token_id,), state.stop_rule, state.num_left)
@@ -96,11 +113,14 @@ class Committer:
         return (token_id,)
 
     def _keep_logprobs(self, state: SequenceState, start: int, count: int) -> None:
+        """Keeps, for the next report, the log-probabilities of `count` committed tokens from position `start` on."""
         nats = tuple(self._choices[state.request_id, start + t].logprob_nats for t in range(count))
         self._logprobs.append((state.request_id, nats))
 
     def _adapt(self, state: SequenceState, verdict: Verdict) -> None:
-        """Lengthens the draft limit by two after a full match, and shortens it by one after a mismatch.
+        """Changes the limit of a request's next draft: two more tokens after a full match, one less after a mismatch.
+
+        Does nothing unless draft_length is "adaptive".
 
         Source: the "heuristic" schedule of transformers' assisted generation.
         """
@@ -110,6 +130,7 @@ class Committer:
         state.draft_cap = max(state.draft_cap - 1, 1) if verdict.is_rollback else min(state.draft_cap + 2, longest)
 
     def _end(self, state: SequenceState, reason: str | None, error: str | None = None) -> None:
+        """Ends a request and reports its end; does nothing if `reason` is None."""
         if reason is not None:
             state.end(reason, error)
             finished = Finished(state.request_id, self.runner.step, reason, tuple(state.generated))
@@ -118,27 +139,33 @@ class Committer:
     # -- leaving early
 
     def stop(self, state: SequenceState, reason: str, error: str | None = None) -> None:
-        """Ends a request: its open draft is discarded, its committed tokens stay."""
+        """Ends a request outside a pass: its draft is given up, its committed tokens stay.
+
+        reason: "cancelled", or "error" with the message `error`; a failed request's cache row is zeroed.
+        """
         if error is None:
             self._give_up_draft(state)
         else:
             self.clear_draft(state)
-            # NaN may have come with an earlier pass than the one that failed of it
+            # an earlier pass may have written the NaN that made this one fail
             self.cache.scrub(state.cache_row, 0)
         self._end(state, reason, error)
 
     def clear_draft(self, state: SequenceState) -> None:
-        """Removes a request's draft and its uncommitted cache contents after a failed pass."""
+        """Gives up a request's draft after a failed pass, and frees and zeroes the slots after its committed tokens."""
         self._give_up_draft(state)
         self._truncate(state, min(state.last_committed_position, int(self.cache.lengths[state.cache_row])))
         self.scrub(state)
 
     def scrub(self, state: SequenceState) -> None:
-        """Zeroes the cache behind a request's last token after a failed pass, pads included."""
+        """Zeroes all slots of a request's cache row after the last slot in use, where a failed pass may leave NaN."""
         self.cache.scrub(state.cache_row, int(self.cache.lengths[state.cache_row]))
 
     def preempt(self, state: SequenceState) -> None:
-        """Preempts a request: frees its place in the cache, which is later rebuilt by the same schedule."""
+        """Preempts a request: gives up its draft and frees its cache row. Its committed tokens stay.
+
+        `Prefill.rebuild` fills a new row when the request is admitted again.
+        """
         self._give_up_draft(state)
         self._truncate(state, 0)
         self.cache.release(state.cache_row)
@@ -146,6 +173,7 @@ class Committer:
         self.observer.on_preempt(state.request_id, self.runner.step)
 
     def _give_up_draft(self, state: SequenceState) -> None:
+        """Drops a request's draft without a verdict, and reports its positions to the observer."""
         if state.draft:
             start = state.last_committed_position + 1
             self.observer.on_give_up(state.request_id, self.runner.step, start, start + len(state.draft))
@@ -154,18 +182,22 @@ class Committer:
     # -- the ledger and the record
 
     def write_ledger(self, state: SequenceState, start: int, end: int, provenance: str) -> None:
-        """Records in the ledger that cache slots start..end-1 of the request hold real tokens."""
+        """Marks slots start..end-1 of a request's cache row as in use, with this provenance, and reports it."""
         self.cache.extend(state.cache_row, start, end, provenance)
         self.observer.on_ledger(state.request_id, self.runner.step, start, end, provenance)
 
     def _truncate(self, state: SequenceState, length: int) -> None:
-        held = int(self.cache.lengths[state.cache_row])
-        if held > length:
+        """Frees the used slots of a request's cache row from slot `length` on, and reports it."""
+        num_used = int(self.cache.lengths[state.cache_row])
+        if num_used > length:
             self.cache.truncate(state.cache_row, length)
-            self.observer.on_ledger(state.request_id, self.runner.step, length, held, "free")
+            self.observer.on_ledger(state.request_id, self.runner.step, length, num_used, "free")
 
     def report(self, phase: str, states: Sequence[SequenceState], **outcome: tuple) -> None:
-        """Reports a step to the observer, with the choices made since the last report."""
+        """Reports a step to the observer as a StepRecord, with the choices made since the last report.
+
+        outcome: the fields committed, proposed and verdicts of StepRecord.
+        """
         runner = self.runner
         self.observer.on_step(
             StepRecord(
@@ -185,12 +217,12 @@ class Committer:
                 state.check()
 
     def forget_choices(self) -> None:
-        """Drops the choices of a failed step, so that they are not reported."""
+        """Drops the choices since the last report, so that those of a failed step are not reported."""
         self._choices, self._logprobs = {}, []
 
 
 class _Naming:
-    """Turns a ValueError raised inside the `with` into an EngineError that names the request and the step."""
+    """Turns a ValueError raised inside the `with` into an EngineError. where: the request and the step, as text."""
 
     def __init__(self, where: str, model_name: str) -> None:
         self.where, self.model_name = where, model_name

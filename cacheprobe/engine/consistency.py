@@ -1,10 +1,8 @@
-"""Tries whether a fixed shape gives a token the same bits in every batch index and window slot, before a run relies on
-it.
+"""Tests, before a run, whether a pass shape gives a token the same bits at every batch index and every window slot.
 
-Decode-verify-rollback needs the same bits for a token in any row of the batch and any slot of the window. Libraries do
-not promise it, and some shapes break it: a vectorised loop ends with a scalar tail, and a matrix product may treat its
-last row by itself, so that the last rows of an odd shape are rounded differently (measured on CPU: SiLU over 9 rows of
-48 in float32; 13 rows of 576 x 1536 in bfloat16).
+Decode-verify-rollback relies on this. Libraries do not promise it, and some shapes break it: a vectorised loop ends
+with a scalar tail, and a matrix product may treat its last row by itself, so that the last rows of an odd shape are
+rounded differently (measured on CPU: SiLU over 9 rows of 48 in float32; 13 rows of 576 x 1536 in bfloat16).
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
@@ -22,37 +20,38 @@ from cacheprobe.ops.attention.by_request import SPAN_STEP, Reach, reach_of_pass,
 from cacheprobe.ops.equality import bitwise
 
 _NEARBY = 8
-"""Larger groups that are tried for the error message."""
+"""Groups that exceed the given one by less than this are tried, so that the error message can name one that works."""
 _GROUPS_OF_ONE_ROW = (16, 32, 8, 24, 48, 4, 2)
-"""Groups to choose from for windows of one row: as many requests as a decode serves at little more cost than one."""
+"""Groups to choose from if the window is 1, in this order: 16 requests cost little more in a pass than one."""
 _GROUPS = (4, 8, 2, 16, 6, 12)
-"""Groups to choose from for longer windows."""
+"""Groups to choose from for longer windows, in this order."""
 _WINDOWS = (16, 8, 4, 2, 1)
-"""Windows to try if no group serves the one that was chosen."""
+"""Windows to try, in this order, if no group works with the chosen one."""
 _STREAMS = 5
-"""Texts of a trial at most; neighbouring rows of a pass hold different ones."""
+"""Maximum number of different texts in a trial; neighbouring batch indices hold different ones."""
 _STARTS = (0.0, 0.37, 0.71, 0.13, 1.0, 0.52, 0.89)
-"""Where the texts begin, as shares of the capacity."""
+"""Positions at which the texts begin, as shares of the capacity."""
 _ROWS_TRIED, _MOST_CYCLES = 1000, 6
-"""Rows x layers to compute at least in a trial, and rounds of other texts at most: a fault shows in a few elements
-only, so small models are tried with more texts."""
+"""Minimum of tokens x layers that a trial computes, and maximum of its cycles, each with new texts. Small models need
+more texts, because a fault shows in few elements."""
 
 
 class ShapeRefused(ValueError):
-    """The trial found that a fixed shape does not give every row the same bits. Raised before a request is computed."""
+    """Raised before a run if the trial found that no allowed pass shape is batch-invariant."""
 
 
 @dataclass(frozen=True)
 class Hooked:
-    """Lists the hooks that a run puts on the model: a model with hooks may run another forward than one without."""
+    """Lists the hooks of a run. The trial puts the same ones on the model, since hooks may change how it computes."""
 
     listened: tuple[tuple[str, int], ...] = ()
-    """(site, layer) of attention heads that are listened to."""
+    """(site, layer) of the attention heads that are captured."""
     edited: tuple[tuple[str, int], ...] = ()
     """(site, layer) that interventions change."""
 
 
 _known: "WeakKeyDictionary[CachedLM, dict[Hashable, str | None]]" = WeakKeyDictionary()
+"""Results of `_fault`, by model, then by shape, hooks and numeric settings."""
 
 
 def serving_config(
@@ -63,16 +62,14 @@ def serving_config(
     is_any_deterministic: bool = True,
     require_fit: Callable[[EngineConfig], None] | None = None,
 ) -> EngineConfig:
-    """Returns the config with a window and a group whose passes are batch-invariant.
+    """Returns the EngineConfig with a window and a group whose passes are batch-invariant on this machine.
 
-    open_shapes: which of "window" and "group" may be replaced. Another window is tried only if no group serves this
-    one.
-    is_any_deterministic: whether any request is deterministic. If none is, and no shape is batch-invariant, the first
-    group tried is taken: drafts are then checked in a shape whose rounding may depend on the batch index, as in any
-    other engine.
-    require_fit: raises ValueError if the model or a request cannot have another window.
+    open_shapes: which of "window" and "group" may be replaced. Another window is tried only if no group works.
+    is_any_deterministic: if False and no shape is batch-invariant, the first group is taken: rounding may then depend
+        on the batch index, as in other engines.
+    require_fit: raises ValueError for a config whose window the model or a request cannot use.
     Each shape is tried once for a model and the numeric settings of the process.
-    Raises: ShapeRefused for a given group that is not batch-invariant, naming one that is; and if no shape is.
+    Raises: ShapeRefused if the given group is not batch-invariant, naming one that is, or if no shape is.
     """
     if "group" in open_shapes:
         windows = _other_windows(model, config, require_fit) if "window" in open_shapes else ()
@@ -91,6 +88,10 @@ def serving_config(
 def _choose(
     model: CachedLM, config: EngineConfig, others: Iterable[EngineConfig], hooked: Hooked, is_any_deterministic: bool
 ) -> EngineConfig:
+    """Returns the first of `config` and `others`, with the first group, that the trial finds batch-invariant.
+
+    Raises: ShapeRefused if there is none and a request is deterministic; else returns `config` with its first group.
+    """
     faults = []
     for shape in (config, *others):
         for group in _groups(shape.window):
@@ -108,13 +109,14 @@ def _choose(
 
 
 def _groups(window: int) -> tuple[int, ...]:
+    """Returns the groups to try for a window, in order."""
     return _GROUPS_OF_ONE_ROW if window == 1 else _GROUPS
 
 
 def _other_windows(
     model: CachedLM, config: EngineConfig, require_fit: Callable[[EngineConfig], None] | None = None
 ) -> Iterator[EngineConfig]:
-    """Yields the config with each other window that its capacity, its other settings and the model allow."""
+    """Yields copies of the config with another window, for each window that its capacity and the model allow."""
     for window in _WINDOWS:
         if window == config.window or 2 * window > config.capacity:
             continue
@@ -127,12 +129,13 @@ def _other_windows(
 
 
 def _require_verify(model: CachedLM, config: EngineConfig, hooked: Hooked) -> None:
-    size = config.window, config.capacity, "verify"
-    fault = _fault(model, config.group, *size, hooked)
+    """Raises: ShapeRefused if verify passes of the given group and window are not batch-invariant."""
+    shape = config.window, config.capacity, "verify"
+    fault = _fault(model, config.group, *shape, hooked)
     if fault is None:
         return
     nearby = (*range(config.group + 1, config.group + _NEARBY), *_GROUPS)
-    better = next((group for group in nearby if _fault(model, group, *size, hooked) is None), None)
+    better = next((group for group in nearby if _fault(model, group, *shape, hooked) is None), None)
     remedy = f"set group={better}" if better else _remedy(model, config, hooked)
     raise ShapeRefused(
         f"verify passes of {config.group} x {config.window} rows do not compute every row alike on this machine: "
@@ -141,7 +144,7 @@ def _require_verify(model: CachedLM, config: EngineConfig, hooked: Hooked) -> No
 
 
 def _remedy(model: CachedLM, config: EngineConfig, hooked: Hooked) -> str:
-    """Returns a remedy, as text, for a window that no group serves."""
+    """Returns text for an error message: a window and a group that work instead, or other settings to try."""
     for other in _other_windows(model, config):
         for group in _groups(other.window):
             if _fault(model, group, other.window, config.capacity, "verify", hooked) is None:
@@ -150,26 +153,28 @@ def _remedy(model: CachedLM, config: EngineConfig, hooked: Hooked) -> str:
 
 
 def _fault(model: CachedLM, batch: int, width: int, capacity: int, phase: str, hooked: Hooked) -> str | None:
-    """Returns in words the first token whose bits differ from the same token's elsewhere in the shape, or None."""
+    """Tries a pass shape. Returns text about the first token with two different results, or None if all bits are equal.
+
+    Each shape is tried once; later calls return the stored result.
+    """
     shapes = _known.setdefault(model, {})
     key = (batch, width, capacity, phase, hooked, *numeric_settings().values())
     if key in shapes:
         return shapes[key]
-    found, num_cycles = None, min(max(_ROWS_TRIED // (batch * width * model.n_layers), 1), _MOST_CYCLES)
+    difference, num_cycles = None, min(max(_ROWS_TRIED // (batch * width * model.n_layers), 1), _MOST_CYCLES)
     with ExitStack() as stack:
         stack.enter_context(model.editing(hooked.edited, _change_nothing)) if hooked.edited else None
-        stack.enter_context(model.capturing(hooked.listened, _hear_nothing)) if hooked.listened else None
+        stack.enter_context(model.capturing(hooked.listened, _ignore)) if hooked.listened else None
         for number in range(num_cycles):
             cycle = _Cycle(model, batch, width, capacity, phase, number)
-            while found is None and cycle.has_more():
-                found = cycle.run()
-    shapes[key] = found
-    return found
+            while difference is None and cycle.has_more():
+                difference = cycle.run()
+    shapes[key] = difference
+    return difference
 
 
 class _Cycle:
-    """Computes a few texts several times at different batch indices, window slots and neighbours, and compares the
-    bits.
+    """Computes the same texts in several passes, at other batch indices, slots and neighbours, and compares the bits.
 
     Every cache row holds one text. Logits, states, keys and values of a token must have the bits of the first pass. The
     texts begin at positions spread over the capacity, after keys and values drawn at random.
@@ -190,34 +195,35 @@ class _Cycle:
         self.num_run = 0
         self._fill(draw)
         self.first: dict[tuple[str, int, int], Tensor] = {}
-        """By site, layer and stream: the bits of its tokens in the first pass."""
+        """By (site, layer, text): the values of its tokens in the first pass."""
         self.found: str | None = None
         self.shift_of_row: list[int] = []
         self.is_compared: list[bool] = []
         self.stream_of_row: list[int] = []
 
     def _fill(self, draw: torch.Generator) -> None:
-        held = self.cache.keys[0]
+        """Fills the slots before each text with random keys and values, equal in all rows of one text."""
+        first = self.cache.keys[0]
         for row in range(self.batch):
             start = self.starts[row % self.num_streams]
-            for kept in (*self.cache.keys, *self.cache.values):
-                if kept.shape[1:] != held.shape[1:] or (row < self.num_streams and kept is held):
-                    noise = torch.randn(kept.shape[1], start, kept.shape[3], generator=draw)
-                    kept[row, :, :start] = noise.to(kept)
-                else:
-                    kept[row, :, :start] = held[row % self.num_streams, :, :start]
+            for tensor in (*self.cache.keys, *self.cache.values):
+                if tensor.shape[1:] != first.shape[1:] or (row < self.num_streams and tensor is first):
+                    noise = torch.randn(tensor.shape[1], start, tensor.shape[3], generator=draw)
+                    tensor[row, :, :start] = noise.to(tensor)
+                else:  # layers of one shape share the noise of the first
+                    tensor[row, :, :start] = first[row % self.num_streams, :, :start]
 
     def has_more(self) -> bool:
-        """Returns whether a pass is left to run. The last pass has other neighbours, if there are any."""
+        """Returns True if a pass is left to run. The last one changes the texts of half of the batch indices."""
         return self.num_run < self.num_passes + (self.batch > 1)
 
     def run(self) -> str | None:
-        """Runs the next pass; returns the first difference from the first pass, in words."""
+        """Runs the next pass. Returns text about the first difference from the first pass, or None."""
         number, self.num_run = self.num_run, self.num_run + 1
         rows = [(b + number) % self.batch for b in range(self.batch)]
-        turn = [(b + number + self.number) % len(self.shifts) for b in range(self.batch)]
+        shift_index = [(b + number + self.number) % len(self.shifts) for b in range(self.batch)]
         has_others = number == self.num_passes
-        self.shift_of_row = [self.shifts[i] if number and not has_others else 0 for i in turn]
+        self.shift_of_row = [self.shifts[i] if number and not has_others else 0 for i in shift_index]
         self.stream_of_row = [row % self.num_streams for row in rows]
         of_row = list(zip(self.stream_of_row, self.shift_of_row, strict=True))
         starts = [self.starts[stream] + shift for stream, shift in of_row]
@@ -235,19 +241,25 @@ class _Cycle:
             logits = self.model.forward(fed, self.cache, rows, starts)
         self._compare("logits", self.model.n_layers, logits)
         for layer, (keys, values) in enumerate(zip(self.cache.keys, self.cache.values, strict=True)):
-            for name, held in (("keys", keys), ("values", values)):
-                pieces = [held[row, :, s : s + self.width].transpose(0, 1) for row, s in zip(rows, starts, strict=True)]
+            for name, tensor in (("keys", keys), ("values", values)):
+                pieces = [
+                    tensor[row, :, s : s + self.width].transpose(0, 1) for row, s in zip(rows, starts, strict=True)
+                ]
                 self._compare(name, layer, pieces)
         return self.found
 
     def _replace_neighbours(self, fed: Tensor) -> None:
-        """Every second row feeds another text, so that the rows between them have other neighbours than before."""
+        """Changes the tokens `fed` at every second batch index in place, so that the others have new neighbours.
+
+        The changed ones are not compared.
+        """
         for b in range(self.batch):
             if (b + self.number) % 2:
                 self.is_compared[b] = False
                 fed[b] = (fed[b] + 1 + b) % self.model.d_vocab
 
     def _compare(self, site: str, layer: int, value: "Tensor | Sequence[Tensor]") -> None:
+        """Stores a value [b, t, ...] in the first pass; later compares it, and sets `found` to text on a difference."""
         if self.found is not None:
             return
         for b, (stream, shift) in enumerate(zip(self.stream_of_row, self.shift_of_row, strict=True)):
@@ -269,4 +281,4 @@ class _Cycle:
 def _change_nothing(site: str, layer: int, value: Tensor) -> None: ...
 
 
-def _hear_nothing(site: str, layer: int, value: Tensor) -> None: ...
+def _ignore(site: str, layer: int, value: Tensor) -> None: ...

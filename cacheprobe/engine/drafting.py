@@ -1,15 +1,14 @@
-"""Calls a drafter, checks its result, and abandons a call that does not return.
+"""Calls a drafter, checks its result, and abandons a call that does not return before its deadline.
 
-A user's own drafter runs in a thread of its own, because nothing else leaves the run alive beside a call that never
-returns: a watchdog can raise an exception in a Python loop, but not in a C call, and a signal reaches only the main
-thread. What the drafter asks of the engine (passes of the model, choices) is sent back and done in the run's own
-thread, one thing at a time. So every pass has the thread, and with it the OpenMP team, the autocast and inference mode
-and the hooks, that it would have without the other thread; and a call that was given up can touch neither the model nor
-the cache any more. Only its own code goes on: a Python loop is ended by an exception, and a C call is left behind in a
-daemon thread. A C call that holds the interpreter's lock for ever is the one case that no thread can outlive.
+A user's drafter runs in a second thread, so that the run can go on if a call never returns. (A watchdog can raise an
+exception in a Python loop, but not in a C call, and a signal reaches only the main thread.) If the drafter calls the
+engine, for a pass of the model or a choice of a token, the run's own thread does the work and sends back the result.
+So every pass runs in the run's thread, with its OpenMP team, autocast and inference mode, and hooks. An abandoned call
+can no longer reach the model or the cache. A Python loop in it is ended by an exception; a C call stays in a daemon
+thread. A C call that holds the interpreter's lock for ever blocks the run, too.
 
-cacheprobe's own drafters run no code of the user's, and are called directly. So is one with deadline_seconds = None,
-such as one that holds a connection that belongs to its thread.
+cacheprobe's own drafters are called directly, in the run's thread. So is a user's drafter with deadline_seconds = None,
+for example one with a connection that only one thread may use.
 """
 
 import contextvars
@@ -34,15 +33,15 @@ from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.turns import computing
 
 MOST_GIVEN_UP = 8
-"""Calls of one run that may run out of time; the drafter is then not called again. Each one leaves a thread behind."""
+"""Number of abandoned calls after which a run does not call the drafter again. Each may leave a thread running."""
 _LITTLE_SECONDS = 0.002
-"""Of the processor's time: a thread that only waits takes less of it in a tenth of a second."""
-_PASSES_COUNT = 10
-"""Deadlines that a call may take in all, the passes that it asks for included."""
+"""Processor seconds; a thread that only waits uses less in a tenth of a second."""
+_MAX_DEADLINES = 10
+"""Limit of a call, in deadlines, if the passes of the model that it requests count too."""
 
 
 class DrafterCalls:
-    """Makes the calls of one run to its drafter."""
+    """Makes the calls of one run to its drafter, with their deadlines and error messages."""
 
     def __init__(self, drafter: Drafter | None) -> None:
         self._drafter = drafter
@@ -51,16 +50,16 @@ class DrafterCalls:
 
     @property
     def name(self) -> str:
-        """Returns the drafter's name, "fast_path" if there is none."""
+        """The drafter's name; "fast_path" without a drafter."""
         return "fast_path" if self._drafter is None else self._drafter.name
 
     def extend(
-        self, context: DraftContext, states: Sequence[SequenceState], step: int, most: int
+        self, context: DraftContext, states: Sequence[SequenceState], step: int, max_tokens: int
     ) -> list[tuple[int, ...]]:
-        """Returns the drafter's next candidates of each request, at most `most`.
+        """Calls the drafter once. Returns a tuple of up to `max_tokens` draft token ids for each request.
 
-        Raises: EngineError naming requests and step where the drafter raises, returns anything else, or does not
-        return.
+        Raises: EngineError, with the requests and the step, if the drafter raises, returns no lists of token ids, or
+        exceeds its deadline.
         """
         drafter = self._drafter
         assert drafter is not None
@@ -69,28 +68,29 @@ class DrafterCalls:
         try:
             return self._run(
                 drafter,
-                lambda lent: _checked(drafter.extend(lent, states), states, most, step, drafter.name),
+                lambda usable: _checked(drafter.extend(usable, states), states, max_tokens, step, drafter.name),
                 context,
             )
         except EngineError:
             raise
         except _OutOfTimeError as error:
             raise EngineError(f"{where} {error}") from error
-        except Exception as error:  # a user's own code: whatever it raises concerns these requests alone
+        except Exception as error:  # a user's own code may raise anything; it fails these requests only
             raise EngineError(f"{where} failed with {type(error).__name__}: {error!s:.200}") from error
 
     def release(self, state: SequenceState) -> None:
-        """Calls the drafter's `release` for a request that left its cache place. A failure is only a warning: no token
-        is lost."""
+        """Calls the drafter's `release` for a request that left its cache row. Warns if the call fails."""
         drafter = self._drafter
         if drafter is None or self._num_given_up >= MOST_GIVEN_UP:
             return
         try:
             self._run(drafter, lambda _: drafter.release(state))
         except Exception as error:
-            said = str(error) if isinstance(error, _OutOfTimeError) else f"failed with {type(error).__name__}: {error}"
+            reason = (
+                str(error) if isinstance(error, _OutOfTimeError) else f"failed with {type(error).__name__}: {error}"
+            )
             warnings.warn(
-                f"request {state.request_id}: drafter {drafter.name} {said:.200}, in release",
+                f"request {state.request_id}: drafter {drafter.name} {reason:.200}, in release",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -102,6 +102,10 @@ class DrafterCalls:
             self._thread = None
 
     def _run(self, drafter: Drafter, job: "Callable[[Any], Any]", context: DraftContext | None = None) -> Any:
+        """Returns job(context), run in the drafter's thread if a user's drafter has a deadline.
+
+        Raises: _OutOfTimeError after the deadline; what the job raises.
+        """
         seconds = deadline_seconds(drafter)
         if seconds is None or is_own(drafter):
             return job(context)
@@ -121,20 +125,25 @@ class DrafterCalls:
 
 
 def is_own(drafter: Any) -> bool:
-    """Returns whether a drafter is cacheprobe's own and runs no function or lens of the user."""
+    """Returns True if a drafter is one of cacheprobe's and runs no function or lens of the user."""
     parts = [drafter, *([lens] if (lens := getattr(drafter, "lens", None)) is not None else [])]
     return not isinstance(drafter, Scripted) and all(type(p).__module__.split(".")[0] == "cacheprobe" for p in parts)
 
 
-def _checked(given: Any, states: Sequence[SequenceState], most: int, step: int, name: str) -> list[tuple[int, ...]]:
-    """Returns a drafter's result as token ids. Raises: EngineError naming the request whose entry is something else."""
+def _checked(
+    result: Any, states: Sequence[SequenceState], max_tokens: int, step: int, name: str
+) -> list[tuple[int, ...]]:
+    """Returns a drafter's result as a tuple of up to `max_tokens` token ids for each request.
+
+    Raises: EngineError that names the request if its entry is not a list of token ids.
+    """
     numbers = ", ".join(str(state.request_id) for state in states)
     wanted = f"must return {len(states)} lists of token ids, one for each request"
-    if not _is_list(given):
-        raise EngineError(f"requests {numbers} step {step}: drafter {name} {wanted}, got {given!r:.60}")
-    proposals = list(islice(given, len(states) + 1))
+    if not _is_list(result):
+        raise EngineError(f"requests {numbers} step {step}: drafter {name} {wanted}, got {result!r:.60}")
+    proposals = list(islice(result, len(states) + 1))
     if len(proposals) != len(states):
-        count = len(given) if hasattr(given, "__len__") else f"{len(proposals)} or more"
+        count = len(result) if hasattr(result, "__len__") else f"{len(proposals)} or more"
         raise EngineError(f"requests {numbers} step {step}: drafter {name} {wanted}, got {count} lists")
     kept = []
     for state, token_ids in zip(states, proposals, strict=True):
@@ -142,56 +151,63 @@ def _checked(given: Any, states: Sequence[SequenceState], most: int, step: int, 
         if not _is_list(token_ids):
             raise EngineError(f"{where} must propose a list of token ids, got {token_ids!r:.60}")
         try:
-            kept.append(tuple(whole_number("a proposed token", token_id) for token_id in islice(token_ids, most)))
+            kept.append(tuple(whole_number("a proposed token", token_id) for token_id in islice(token_ids, max_tokens)))
         except ValueError as error:
             raise EngineError(f"{where}: {error}; propose token ids") from error
     return kept
 
 
 def _is_list(value: Any) -> bool:
+    """Returns True for an iterable that is neither text nor bytes nor a mapping."""
     return isinstance(value, Iterable) and not isinstance(value, str | bytes | bytearray | Mapping)
 
 
 class _OutOfTimeError(Exception):
-    """Says that a call did not return before its deadline."""
+    """Raised if a call of the drafter did not return before its deadline."""
 
 
 class _GivenUpError(BaseException):
-    """Raised inside a drafter whose call was given up; no Exception, so that `except Exception` lets it through."""
+    """Raised inside a drafter whose call was abandoned. `except Exception` does not catch it."""
 
 
 class _Thread:
-    """A thread that runs one job at a time, and whose questions to the engine are answered in the caller's thread."""
+    """Runs the drafter's jobs in a second thread. Its calls of the engine are done in the thread that calls `run`."""
 
     def __init__(self) -> None:
         self.jobs: SimpleQueue[Any] = SimpleQueue()
-        self._said: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-        self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._messages: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+        """From the thread: ("call", (method, arguments)), ("returned", value) or ("raised", error)."""
+        self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        """To the thread: (result, error) of a call of the engine."""
         self._is_given_up = threading.Event()
-        # no reference to `self`: a run that is let go can then end at once
+        # no reference to `self`, so that a run to which no reference is left ends at once
         self._thread = threading.Thread(
-            target=_work, args=(self.jobs, self._said, self._is_given_up), name="drafter", daemon=True
+            target=_work, args=(self.jobs, self._messages, self._is_given_up), name="drafter", daemon=True
         )
         self._thread.start()
 
     def run(self, job: "Callable[[Any], Any]", context: DraftContext | None, seconds: float) -> Any:
-        """Runs a job in the thread and returns its result; the job gets a context that its thread may use.
+        """Runs a job in the thread and returns its result. The job gets a DraftContext that this thread may use.
 
-        Raises: what the job raises; _OutOfTimeError after `seconds`, passes of the model apart.
+        Raises: what the job raises; _OutOfTimeError after `seconds`, without the time of the model's passes.
         """
-        lent = None
+        usable = None
         if context is not None:
-            lent = _Lent(context.model, self._said, self._answers, self._is_given_up)
+            usable = _ThreadContext(context.model, self._messages, self._results, self._is_given_up)
         with computing.lent_to(self._thread.ident):  # it may run a model by itself
-            self.jobs.put((_settings(), lambda: job(lent)))
+            self.jobs.put((_settings(), lambda: job(usable)))
             return self._wait(context, seconds)
 
     def _wait(self, context: DraftContext | None, seconds: float) -> Any:
+        """Returns the result of the thread's job. Meanwhile runs the job's calls of the engine.
+
+        Raises: as `run`.
+        """
         began = time.monotonic()
-        until, last = began + seconds, began + _PASSES_COUNT * seconds
+        until, last = began + seconds, began + _MAX_DEADLINES * seconds
         while True:
             try:
-                kind, value = self._said.get(timeout=max(min(until, last) - time.monotonic(), 0))
+                kind, value = self._messages.get(timeout=max(min(until, last) - time.monotonic(), 0))
             except Empty:
                 raise _OutOfTimeError(
                     f"did not return within {seconds:g} s; a slower one sets its attribute deadline_seconds"
@@ -200,26 +216,26 @@ class _Thread:
                 return value
             if kind == "raised":
                 raise value
-            asked = time.monotonic()
-            self._answers.put(_answer(context, value))
-            until += time.monotonic() - asked
+            call_began = time.monotonic()
+            self._results.put(_call_engine(context, value))
+            until += time.monotonic() - call_began
 
     def give_up(self) -> None:
-        """Abandons the thread: its further requests to the engine are refused, and a Python loop in it is ended.
+        """Abandons the thread: it can no longer call the engine, and a Python loop in it is ended by an exception.
 
         A thread that only waits gets no exception: while one is pending for a blocked thread, Python 3.11 hangs as soon
         as a profiler or a debugger is set in any other thread.
         """
         self._is_given_up.set()
-        self._answers.put((None, _GivenUpError()))
+        self._results.put((None, _GivenUpError()))
         ident = self._thread.ident
-        if ident is not None and _is_computing(ident):  # it lives: jobs end with the None below
+        if ident is not None and _is_computing(ident):  # alive, because the None below has not ended it
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_GivenUpError))
         self.jobs.put(None)
 
 
 def _is_computing(ident: int) -> bool:
-    """Returns whether a living thread computes during the next tenth of a second; True if the system cannot tell."""
+    """Returns True if a living thread uses the processor in the next 0.1 s, or if the system cannot tell."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return True
     clock = time.pthread_getcpuclockid(ident)
@@ -231,66 +247,68 @@ def _is_computing(ident: int) -> bool:
     return False
 
 
-class _Lent:
-    """Implements DraftContext for the drafter's thread: passes each call to the engine's thread and waits for the
-    result."""
+class _ThreadContext:
+    """Is the DraftContext of the drafter's thread: sends each call to the run's thread and waits for the result."""
 
-    def __init__(self, model: Any, said: SimpleQueue, answers: SimpleQueue, is_given_up: threading.Event) -> None:
+    def __init__(self, model: Any, messages: SimpleQueue, results: SimpleQueue, is_given_up: threading.Event) -> None:
         self.model = model
-        self._said, self._answers, self._is_given_up = said, answers, is_given_up
+        self._messages, self._results, self._is_given_up = messages, results, is_given_up
 
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
-        """See DraftContext.feed_newest."""
-        return self._ask("feed_newest", states, num_layers)
+        """Returns the result of the engine's `feed_newest`; see DraftContext.feed_newest."""
+        return self._call("feed_newest", states, num_layers)
 
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
-        """See DraftContext.choose."""
-        return self._ask("choose", state, logits, drafted)
+        """Returns the result of the engine's `choose`; see DraftContext.choose."""
+        return self._call("choose", state, logits, drafted)
 
-    def _ask(self, name: str, *args: Any) -> Any:
+    def _call(self, name: str, *args: Any) -> Any:
+        """Sends a call to the run's thread, waits, and returns its result or raises its error."""
         if self._is_given_up.is_set():
             raise _GivenUpError
-        self._said.put(("asked", (name, args)))
-        value, error = self._answers.get()
+        self._messages.put(("call", (name, args)))
+        value, error = self._results.get()
         if error is not None:
             raise error
         return value
 
 
-def _answer(context: DraftContext | None, asked: tuple[str, tuple[Any, ...]]) -> tuple[Any, BaseException | None]:
-    name, args = asked
+def _call_engine(context: DraftContext | None, call: tuple[str, tuple[Any, ...]]) -> tuple[Any, BaseException | None]:
+    """Calls a method of the context. Returns (result, None), or (None, error) if it raises."""
+    name, args = call
     try:
         return getattr(context, name)(*args), None
-    except Exception as error:  # the drafter's to see, as if it had called by itself
+    except Exception as error:  # raised again in the drafter, as if it had made the call itself
         return None, error
 
 
-def _work(jobs: SimpleQueue, said: SimpleQueue, is_given_up: threading.Event) -> None:
-    """Runs jobs until there are no more."""
+def _work(jobs: SimpleQueue, messages: SimpleQueue, is_given_up: threading.Event) -> None:
+    """Runs jobs from a queue and puts their results into `messages`, until a job is None or the call is abandoned."""
     try:
         while (job := jobs.get()) is not None and not is_given_up.is_set():
-            said.put(_result(*job))
-            del job  # what it holds is the run's: a run that is let go ends at once
+            messages.put(_result(*job))
+            del job  # it refers to the run, which ends when no reference is left
     except _GivenUpError:  # it came just after the job had returned
         pass
 
 
 def _result(settings: "Callable[[ExitStack], contextvars.Context]", job: Callable[[], Any]) -> tuple[str, Any]:
+    """Runs a job under `settings`. Returns ("returned", its result) or ("raised", its error)."""
     try:
         with ExitStack() as stack:
             return "returned", settings(stack).run(job)
-    except BaseException as error:  # KeyboardInterrupt and SystemExit are the caller's to see, too
+    except BaseException as error:  # KeyboardInterrupt and SystemExit are raised again in the caller, too
         return "raised", error
 
 
 def _settings() -> "Callable[[ExitStack], contextvars.Context]":
-    """Returns a function that enters this thread's torch settings and context variables in another thread."""
+    """Returns a function that applies this thread's torch settings and context variables in another thread."""
     has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     variables = contextvars.copy_context()
 
     def enter(stack: ExitStack) -> contextvars.Context:
-        """Enters the settings on the stack, and returns the context variables."""
+        """Applies the torch settings until the stack closes, and returns the context variables."""
         stack.enter_context(torch.inference_mode(is_inference))
         stack.enter_context(torch.set_grad_enabled(has_grad))
         for kind, dtype in casts:

@@ -1,5 +1,5 @@
-"""Computes the schedule fingerprint: everything that the bits of a deterministic request depend on, besides its prompt
-and settings."""
+"""Computes the schedule fingerprint of a run: all that a deterministic request's bits depend on, besides its prompt and
+sampling settings (model, platform, pass shapes, interventions, cached keys and values)."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ Fingerprint = dict[str, str | int | float]
 
 
 class FingerprintMismatch(ValueError):
-    """Says that two runs have different schedules, so that their bits cannot be compared."""
+    """Raised if two runs have different schedule fingerprints, so that their bits cannot be compared."""
 
 
 def schedule_fingerprint(
@@ -23,8 +23,11 @@ def schedule_fingerprint(
     interventions: Sequence[Intervention] = (),
     requests: Sequence[Request] = (),
 ) -> Fingerprint:
-    """Returns the schedule fingerprint: model, platform, fixed shapes, interventions and cache snapshots by request.
-    `max_batch`, the drafter and the traffic are left out, because results must not depend on them."""
+    """Returns the schedule fingerprint of a run as a dict: model, platform, shapes, interventions, cache snapshots.
+
+    lens_tile: LENS_TILE of capture/lens_reader.py. `max_batch`, the drafter and the other requests are left out,
+    because results must not depend on them.
+    """
     shapes = {
         "window": config.window,
         "group": config.group,
@@ -35,13 +38,16 @@ def schedule_fingerprint(
         **({} if config.pad_prefill else {"pad_prefill": False}),
     }
     facts = model.fingerprint()
-    begun = [f"request {r.request_id}: {r.cached.digest()}" for r in requests if r.cached is not None]
-    cached = {"cached": "; ".join(begun)} if begun else {}
+    snapshots = [f"request {r.request_id}: {r.cached.digest()}" for r in requests if r.cached is not None]
+    cached = {"cached": "; ".join(snapshots)} if snapshots else {}
     return {**facts, **shapes, **changes_fingerprint(interventions, facts), **cached}
 
 
 def require_same(a: Fingerprint, b: Fingerprint, what: str) -> None:
-    """Raises: FingerprintMismatch with the fields that differ. A model is its weights, wherever it was loaded from."""
+    """Raises: FingerprintMismatch that names the fields in which two schedule fingerprints differ.
+
+    what: the two things compared, for the message. The names of model and adapter may differ; their weights may not.
+    """
     differing = [f"{key}: {x!r} against {y!r}" for key, x, y in fingerprint_differences(a, b)]
     if differing:
         raise FingerprintMismatch(f"{what} ran under different schedules; {'; '.join(differing)}")

@@ -1,7 +1,8 @@
-"""Runs the main loop, on one screen: prefill, decode, verify, commit or roll back.
+"""Runs the main loop: prefill, decode, verify, then commit or roll back. Read this file first.
 
-Without a drafter the fast path drafts for the deterministic requests, in one batch with the others, which commit as
-they decode. With a drafter every request is verified.
+Without a drafter, one decode pass serves all requests. A deterministic request drafts with it and is then verified; the
+others commit the decoded tokens. With a drafter every request is verified.
+Memory: sizes.py says what happens when memory runs out (refusal, preemption at max_kv_tokens, failed passes).
 """
 
 from collections.abc import Generator, Sequence
@@ -21,7 +22,7 @@ from cacheprobe.kvcache.status import is_checking
 from cacheprobe.models.base import CachedLM
 
 FIRST_DRAFT_LENGTH = 4
-"""Candidates that the adaptive length starts from."""
+"""Draft tokens that a request may have at first if draft_length is "adaptive"."""
 
 
 def rounds(
@@ -33,10 +34,10 @@ def rounds(
     editor: Editor | None = None,
     watch: Watch | None = None,
 ) -> Generator[int, None, None]:
-    """Runs the loop one round at a time, and yields the step number after each. Between rounds a request may be
-    cancelled.
+    """Runs the main loop. Yields the number of the last step after each round, until every request has ended.
 
-    editor: interventions, whose hooks are on the model already.  watch: compares verify passes with themselves.
+    Requests may be cancelled between rounds. editor: applies interventions; its hooks must be on the model already.
+    watch: computes tokens of a verify pass twice and compares them.
 
     A request whose pass fails ends with an error, and the others go on. Raises: EngineError if every request failed.
     Twin: cacheprobe.engine.reference.run_reference, == for tokens; bitwise for the states of deterministic requests.
@@ -49,7 +50,7 @@ def rounds(
         while not scheduler.is_done:
             for state in scheduler.cancelled():
                 engine.committer.stop(state, "cancelled")
-            for state in scheduler.retire():  # before others have to give way for them
+            for state in scheduler.retire():  # so that no other request is preempted for them
                 calls.release(state)
             for state in scheduler.to_preempt():
                 engine.committer.preempt(state)
@@ -57,17 +58,17 @@ def rounds(
             admitted = scheduler.admit(engine.runner.step + 1)
             for prefill, group in engine.prefills(admitted, scheduler.running):
                 for attempt in engine.attempts(group):
-                    with attempt as some:
-                        prefill(some)
+                    with attempt as requests:
+                        prefill(requests)
             piggybacked = scheduler.piggybacked()
             if drafting := [state for state in scheduler.drafting() if state not in piggybacked]:
                 for attempt in engine.attempts(drafting):
-                    with attempt as some:
-                        decode(some)
+                    with attempt as requests:
+                        decode(requests)
             for group in scheduler.ready_groups(piggybacked):
                 for attempt in engine.attempts(group):
-                    with attempt as some:
-                        engine.verify(some)
+                    with attempt as requests:
+                        engine.verify(requests)
             for state in scheduler.retire():
                 calls.release(state)
             if is_checking():
@@ -89,8 +90,10 @@ def prepare(
     editor: Editor | None = None,
     watch: Watch | None = None,
 ) -> tuple[Engine, Scheduler]:
-    """Allocates a cache with a place for each request in flight and one for all dummies; returns its engine and
-    scheduler."""
+    """Returns (Engine, Scheduler) for these requests, and allocates their cache: a row for each running request.
+
+    One more row is for dummies. Raises: EngineError without a request.
+    """
     if not states:
         raise EngineError("there is no request to run")
     in_flight = min(len(states), config.max_batch)

@@ -1,10 +1,11 @@
-"""Runs one forward pass of the engine: pads its rows, returns logits, and reports every real token to the observer.
+"""Runs one forward pass of the engine: adds pads and dummies, and reports every real token to the observer.
 
-Verdicts are not made here. A pass either happens whole or raises before anything was committed.
+Returns logits, and commits no token. A pass that fails raises an EngineError.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,50 +18,54 @@ from cacheprobe.interventions.editor import Editor, Slot, token_phase
 from cacheprobe.kvcache.cache import Copy, KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
-from cacheprobe.ops.attention.by_request import SPAN_STEP, Piece, Reach, reach_of_pass, reach_of_positions
+from cacheprobe.ops.attention.by_request import SPAN_STEP, Reach, SlotSpan, reach_of_pass, reach_of_positions
 
 PAD_TOKEN_ID = 0
-"""Fed in pads and dummies. What it is cannot matter: nothing attends to them."""
+"""Token id that pads and dummies feed. Its value has no effect, because no real token attends to them."""
+
+_CPU_REFUSAL = "can't allocate memory"
+"""Text of the RuntimeError that torch raises if the CPU's memory is used up; this error has no class of its own."""
 
 
 class EngineError(RuntimeError):
-    """Says why a run cannot go on. Names the request and the step; nothing of the failed pass was committed."""
+    """Raised if a pass failed or a run cannot go on; names requests and step. The failed pass committed no token."""
 
 
 class ShapeFault(EngineError):
-    """Says that a pass computed one request's tokens twice with different bits: its shape is not reliable here."""
+    """Raised if a verify pass computed a request's tokens twice and got different bits: its shape is not reliable."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Holds the tokens that one request feeds in a pass."""
+    """Holds the tokens that one request feeds in a pass, and their positions."""
 
     state: SequenceState
     token_ids: tuple[int, ...]
     start: int
     """Absolute position of the first token."""
     is_canonical: bool
+    """Whether the states of this pass count for the request, unless a token is rejected."""
     num_drafts: int = 0
-    """How many of the last tokens are candidates with an open verdict."""
+    """How many of the last tokens are draft tokens without a verdict."""
 
     @property
     def end(self) -> int:
-        """Returns the position behind the last token."""
+        """Absolute position after the last token."""
         return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Holds the output of a pass, and the batch index of each entry."""
+class PassOutcome:
+    """Holds the output tensor of a pass, and the batch index of each Entry."""
 
     out: Tensor
-    """What CachedLM.forward returned."""
+    """What CachedLM.forward returned: logits [b, t, v], or the residual stream [b, t, m] with num_layers."""
     batch_index: tuple[int, ...]
-    """Row b of the pass, for each entry."""
+    """Index b in `out`, for each entry of the pass."""
 
 
 class ModelRunner:
-    """Runs passes over one cache and counts them: the step number is the pass's place in the run."""
+    """Runs passes of the model over one cache. `step` numbers them: 0 for the first pass of the run."""
 
     def __init__(
         self,
@@ -70,8 +75,8 @@ class ModelRunner:
         editor: Editor | None = None,
         watch: Watch | None = None,
     ) -> None:
-        """editor: changes states inside the model, and is told before each pass where every position stands.
-        watch: compares verify passes with themselves; by default their logits, keys and values.
+        """editor: applies interventions, from the positions of each pass that `run` gives to `Editor.aim`.
+        watch: computes tokens of a verify pass twice and compares the bits; by default of logits, keys and values.
         """
         self.model, self.cache, self.observer, self.editor = model, cache, observer, editor
         self.step = -1
@@ -80,7 +85,7 @@ class ModelRunner:
         self.shape = (0, 0)
 
     def skip(self) -> None:
-        """Counts a step that ran no model."""
+        """Counts a step without a pass of the model."""
         self.step += 1
         self.shape, self.seconds = (0, 0), 0.0
 
@@ -94,12 +99,14 @@ class ModelRunner:
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
         is_hidden: bool = False,
-    ) -> Outcome:
-        """Feeds the entries in a [batch, width] pass, with pads behind each, and dummies in free batch indices.
+    ) -> PassOutcome:
+        """Runs a [batch, width] pass over the entries, with pads after each entry and dummies at unused batch indices.
+
+        Returns an Outcome. num_layers, logit_slots: as for CachedLM.forward.
 
         batch: fixed number of batch indices; attention then runs over the whole capacity. None: one batch index for
         each entry, with attention over the slots in use.
-        is_hidden: do not report to the observer, which has seen these tokens before.
+        is_hidden: the pass rebuilds a preempted request, so its rows and thoughts are not reported again.
         Raises: EngineError if the entries do not fit the shape, or if the model fails.
         """
         self.step += 1
@@ -129,7 +136,8 @@ class ModelRunner:
         self.shape = (size, width)
         began = time.perf_counter()
         if not is_hidden:
-            self.observer.before_forward(self.step, phase, slots, self.shape)
+            with self._recording(phase, entries):
+                self.observer.before_forward(self.step, phase, slots, self.shape)
         if self.editor is not None:
             self.editor.aim(self.step, _aims(phase, entries, batch_index), is_hidden)
         reach = self._reach(phase, entries, batch_index, size, copy) if is_by_request else None
@@ -148,39 +156,57 @@ class ModelRunner:
             with self.cache.attending_to(span, reach, copy), self.watch.comparing(copy):
                 out = forward()
                 if copy is not None and not bool(torch.isfinite(out.amax(-1)).all()):
-                    copy = None  # told below: what is no number has no bits to compare
+                    copy = None  # `_require_numbers` reports NaN; there are no bits to compare
                 differs = None if copy is None else self.watch.difference(self.model, self.cache, copy, out, forward)
         except Exception as error:
-            names = ", ".join(str(entry.state.request_id) for entry in entries)
-            raise EngineError(
-                f"step {self.step}: the {phase} pass of requests {names}, {size} x {width}, failed with "
-                f"{type(error).__name__}: {error!s:.200}; nothing of it was committed"
-            ) from error
+            raise self._failed(phase, entries, error) from error
         finally:
             if self.editor is not None:
                 self.editor.rest()
         if copy is not None:
             self.observer.on_compared(self.step, None if differs is None else str(differs))
         if differs is not None:
-            raise ShapeFault(self._told(differs, entries, batch_index))
+            raise ShapeFault(self._difference_message(differs, entries, batch_index))
         if phase == "verify":
             self.watch.remember(states, batch_index, starts, out)
         self._require_numbers(out, entries, batch_index, range(width) if logit_slots is None else logit_slots)
         if not is_hidden:
             logits = None if num_layers is not None or logit_slots is not None else out
             rewritten = {} if self.editor is None else self.editor.rewritten
-            self.observer.after_forward(ForwardRecord(self.step, phase, slots, logits, num_layers, rewritten))
-        self._pass_on_thoughts(phase, entries, is_hidden)
+            with self._recording(phase, entries):
+                self.observer.after_forward(ForwardRecord(self.step, phase, slots, logits, num_layers, rewritten))
+        self._report_thoughts(phase, entries, is_hidden)
         self.seconds = time.perf_counter() - began
-        return Outcome(out, batch_index)
+        return PassOutcome(out, batch_index)
+
+    def _failed(self, phase: str, entries: Sequence[Entry], error: Exception) -> EngineError:
+        """Returns an EngineError that names the pass, its requests and the error that the pass ended with."""
+        names = ", ".join(str(entry.state.request_id) for entry in entries)
+        batch, width = self.shape
+        return EngineError(
+            f"step {self.step}: the {phase} pass of requests {names}, {batch} x {width}, failed with "
+            f"{type(error).__name__}: {error!s:.200}; nothing of it was committed"
+        )
+
+    @contextmanager
+    def _recording(self, phase: str, entries: Sequence[Entry]) -> Iterator[None]:
+        """Turns an out-of-memory error of the observer into an EngineError of the pass. Other errors end the run."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, MemoryError | torch.OutOfMemoryError) and _CPU_REFUSAL not in str(error):
+                raise
+            raise self._failed(phase, entries, error) from error
 
     def _reach(
         self, phase: str, entries: Sequence[Entry], batch_index: Sequence[int], size: int, copy: Copy | None
     ) -> Reach:
-        """Returns the Reach: how many cache slots each request attends over. It depends on the position of each token;
-        in a long chunk of a prompt it is the same for all tokens of the chunk."""
+        """Returns a Reach: how many cache slots each token's attention runs over, from the token's position.
+
+        In a prefill chunk longer than SPAN_STEP it is the same for all tokens of the chunk.
+        """
         of = reach_of_pass if phase == "prefill" and self.shape[1] > SPAN_STEP else reach_of_positions
-        pieces: list[tuple[Piece, ...]] = [()] * size
+        pieces: list[tuple[SlotSpan, ...]] = [()] * size
         for b, entry in zip(batch_index, entries, strict=True):
             pieces[b] = of(entry.start, len(entry.token_ids), self.cache.capacity)
         if copy is not None:
@@ -188,7 +214,8 @@ class ModelRunner:
             pieces[copy.copy] = of(start - copy.shift, copy.shift + copy.num_tokens, self.cache.capacity)
         return Reach(tuple(pieces))
 
-    def _told(self, differs: Difference, entries: Sequence[Entry], batch_index: Sequence[int]) -> str:
+    def _difference_message(self, differs: Difference, entries: Sequence[Entry], batch_index: Sequence[int]) -> str:
+        """Returns the text of a ShapeFault: request, step, shape, where the bits differ, and what to set instead."""
         whose = next(e.state.request_id for b, e in zip(batch_index, entries, strict=True) if b == differs.original)
         group, window = self.shape
         return (
@@ -198,8 +225,8 @@ class ModelRunner:
             f"was committed; set another group or window, torch.set_num_threads(1), or path='bridge'"
         )
 
-    def _pass_on_thoughts(self, phase: str, entries: Sequence[Entry], is_hidden: bool) -> None:
-        """Reports the thoughts whose chunk ended in a real token; thoughts of pads and dummies are dropped."""
+    def _report_thoughts(self, phase: str, entries: Sequence[Entry], is_hidden: bool) -> None:
+        """Reports the thoughts (of Thinking States) whose chunk ends in a real token of the pass; drops the others."""
         by_row = {entry.state.cache_row: entry for entry in entries}
         for made in self.cache.take_thoughts():
             entry = by_row.get(made.cache_row)
@@ -223,26 +250,29 @@ class ModelRunner:
     def _require_numbers(
         self, out: Tensor, entries: Sequence[Entry], batch_index: Sequence[int], slots: Sequence[int]
     ) -> None:
-        """Raises: EngineError if a request's logits, or states, have no finite maximum."""
-        best = out.amax(-1).cpu()
-        if bool(torch.isfinite(best).all()):
+        """Raises: EngineError if the logits of an entry's token contain NaN, or their maximum is infinite.
+
+        slots: the token slots that `out` holds.
+        """
+        top = out.amax(-1).cpu()  # the largest number of each slot
+        if bool(torch.isfinite(top).all()):
             return
         for entry, b in zip(entries, batch_index, strict=True):
             own = [i for i, slot in enumerate(slots) if slot < len(entry.token_ids)]
-            own = own[-1:] if len(slots) < self.shape[1] else own  # of chosen slots, only the entry's last one is its
+            own = own[-1:] if len(slots) < self.shape[1] else own  # of chosen slots, the entry needs only its last
             for i in own:
-                if not torch.isfinite(best[b, i]):
+                if not torch.isfinite(top[b, i]):
                     raise EngineError(
                         f"request {entry.state.request_id} step {self.step}: logits for position "
-                        f"{entry.start + slots[i] + 1} hold {'NaN' if torch.isnan(best[b, i]) else float(best[b, i])}; "
+                        f"{entry.start + slots[i] + 1} hold {'NaN' if torch.isnan(top[b, i]) else float(top[b, i])}; "
                         f"nothing of this step was committed; load {self.model.name} in float32 or check its weights"
                     )
 
 
 def place_rows(taken: Sequence[int], size: int, cache: KVCache) -> list[int] | None:
-    """Returns the cache row of each batch index: those of the requests, then one free row for all dummies.
+    """Returns the cache row of each batch index: first the requests' rows `taken`; then one free row for all dummies.
 
-    The batch index of a request cannot change its bits. Returns None if there are too many requests or no row is free.
+    Returns None if there are more than `size` requests, or if dummies are needed and no row is free.
     """
     if len(taken) == size:
         return list(taken)
@@ -251,6 +281,7 @@ def place_rows(taken: Sequence[int], size: int, cache: KVCache) -> list[int] | N
 
 
 def _slots(entries: Sequence[Entry], batch_index: Sequence[int]) -> list[RowSlot]:
+    """Returns a RowSlot for each real token of a pass, entry by entry, for the observer."""
     return [
         RowSlot(
             entry.state.request_id,
@@ -267,7 +298,7 @@ def _slots(entries: Sequence[Entry], batch_index: Sequence[int]) -> list[RowSlot
 
 
 def _aims(phase: str, entries: Sequence[Entry], batch_index: Sequence[int]) -> list[Slot]:
-    """Returns the tokens of `_slots`, in the same order, as the editor needs them."""
+    """Returns a Slot for each real token of a pass, in the order of `_slots`, for the editor of interventions."""
     return [
         Slot(e.state.request_id, b, t, e.start + t, token_phase(e.state, e.start + t, phase))
         for b, e in zip(batch_index, entries, strict=True)

@@ -1,6 +1,6 @@
-"""Reads prompts: in fixed chunks for verified requests, in any shape for the others, once for requests that share one.
+"""Reads prompts into the cache: in fixed chunks for verified requests, in free shapes for never verified ones.
 
-Also rebuilds a preempted request: its committed tokens are computed again by the schedule that computed them first.
+A prompt that several requests have is read once. A preempted request is rebuilt: its tokens are computed again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,20 +14,20 @@ from cacheprobe.kvcache.status import Status
 from cacheprobe.kvcache.surgery import put_snapshot
 
 FREE_PREFILL_WIDTH = 128
-"""Token slots at most in the prefill of requests that are never verified; others use the fixed chunk."""
+"""Maximum tokens of a prompt in one prefill pass of never verified requests; the others use prefill_chunk."""
 
 
 class Prefill:
-    """Writes prompts into cache rows, and commits each request's first token."""
+    """Writes prompts into cache rows and commits each request's first token; rebuilds preempted requests."""
 
     def __init__(self, runner: ModelRunner, committer: Committer) -> None:
         self.runner, self.committer, self.config = runner, committer, committer.config
 
     def read(self, states: Sequence[SequenceState]) -> None:
-        """Reads these requests' prompts and commits the first token of each. All are verified, or none.
+        """Reads the prompts of these requests, and commits the first token of each. All must be verified, or none.
 
-        Verified requests run in passes of prefill_group x prefill_chunk, so that their schedule depends on the prompt
-        alone (D1). The last chunk is shorter if it is not padded. Unverified requests run together in any shape.
+        Verified requests run in passes of prefill_group x prefill_chunk tokens, so that a request's passes depend on
+        its prompt alone. The last chunk is shorter if it is not padded. Other requests share passes of any shape.
         """
         for state in states:
             self._begin(state)
@@ -55,7 +55,7 @@ class Prefill:
             self.committer.report("prefill", [e.state for e in entries], committed=tuple(committed))
 
     def _prompt_passes(self, states: Sequence[SequenceState]) -> Iterator[tuple[list[Entry], int]]:
-        """Yields the tokens and the width of each next pass, until every prompt is read."""
+        """Yields (entries, width) of each prefill pass, until every prompt is read. Its caller sets num_prefilled."""
         is_fixed = states[0].is_verified
         size = self.config.prefill_group if is_fixed else len(states)
         chunk = self.config.prefill_chunk if is_fixed else FREE_PREFILL_WIDTH
@@ -69,10 +69,10 @@ class Prefill:
                 yield entries, chunk if is_padded else max(len(entry.token_ids) for entry in entries)
 
     def _begin(self, state: SequenceState) -> None:
-        """Records the length of the prompt in its cache row, for models that read prompts differently from generated
-        tokens.
+        """Prepares a request's cache row before its first prefill pass: stores the prompt's length in the cache.
 
-        If the request continues a KVSnapshot, the snapshot is copied into the row, and the chunks begin after it.
+        Models that read prompts differently from generated tokens need the length. If the request continues a
+        KVSnapshot, the snapshot is copied into the row, and the prefill begins after it.
         """
         request = state.request
         self.runner.cache.prompt_lengths[state.cache_row] = request.num_prompt_tokens
@@ -84,16 +84,18 @@ class Prefill:
         state.num_prefilled = request.num_cached
 
     def _logit_slots(self, last: Sequence[int | None], width: int, is_fixed: bool) -> list[int] | None:
-        """Returns the slots whose logits are needed. None, for all slots, in a fixed pass of several prompts: how many
-        rows are read out must not depend on where the others end.
+        """Returns the token slots whose logits a prefill pass computes; None for all slots.
+
+        last: for each prompt, the slot of its last token, or None if the pass does not reach it. In a fixed pass of
+        several prompts it is all slots or one, so that a prompt's bits do not depend on where the others end.
         """
         needed = sorted({slot for slot in last if slot is not None})
         return None if needed and is_fixed and self.config.prefill_group > 1 else needed or [width - 1]
 
     def share(self, source: SequenceState, states: Sequence[SequenceState]) -> None:
-        """Copies the prompt's keys and values of `source` to a request with the same prompt and schedule.
+        """Copies the keys and values of a prompt from request `source` to another one, and commits its first token.
 
-        states: that request alone.
+        states: one request, whose prompt and schedule are those of `source`. Runs no pass of the model.
         """
         (state,) = states
         assert source.prompt_logits is not None
@@ -112,12 +114,12 @@ class Prefill:
     # -- after a preemption
 
     def rebuild(self, states: Sequence[SequenceState]) -> None:
-        """Computes a preempted request's keys and values again. The observer gets no report, because these tokens were
-        reported before.
+        """Computes the keys and values of a preempted request again. states: that request alone.
 
-        A verified request goes through the same shapes as the first time, so every bit is the same: the prompt in its
-        chunks, the committed tokens in windows of the verifier, whose choices must be those tokens again.
-        states: that request alone.
+        The observer receives the steps, the choices and the ledger changes. It receives no rows and no thoughts,
+        because it has them already.
+        A verified request runs through the pass shapes of the first time, so that every bit is the same: its prompt in
+        chunks, its committed tokens in windows. Raises: EngineError if the verifier now chooses another token.
         """
         (state,) = states
         self._begin(state)
@@ -139,7 +141,10 @@ class Prefill:
         state.become(Status.RUNNING)
 
     def _passes_again(self, state: SequenceState) -> Iterator[tuple[str, int, int, int, int | None]]:
-        """Yields (phase, first position, position behind the last, width, batch) of each pass of a rebuild."""
+        """Yields (phase, start, end, width, batch) of each pass of a rebuild, which feeds positions start..end-1.
+
+        width, batch: the shape of the pass; batch None for any.
+        """
         config, num_prompt, last = self.config, state.request.num_prompt_tokens, state.last_committed_position
         if not state.is_verified:
             for start in range(state.request.num_cached, last, FREE_PREFILL_WIDTH):
@@ -154,13 +159,13 @@ class Prefill:
             yield "verify", start, min(start + config.window, last), config.window, config.group
 
     def _mark(self, state: SequenceState, end: int, provenance: str) -> None:
-        """Writes the provenance of the slots from the last one in the ledger up to `end`."""
+        """Marks the slots from the first unused one to `end` - 1 of a request's cache row with this provenance."""
         start = int(self.runner.cache.lengths[state.cache_row])
         if end > start:
             self.committer.write_ledger(state, start, end, provenance)
 
     def _require_same_choice(self, state: SequenceState, logits: Tensor, position: int) -> None:
-        """Raises: EngineError if the verifier chooses another token than the committed one."""
+        """Raises: EngineError if the request now chooses another token for `position` than the committed one."""
         again = self.committer.choose(state, logits, (), position)
         if again != state.token_ids[position]:
             raise EngineError(

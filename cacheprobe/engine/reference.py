@@ -1,6 +1,6 @@
-"""Runs the slow reference: each request alone, one verify pass per token, no fast path and no drafter.
+"""Runs the slow reference (`cp.reference`): each request alone, one verify pass per token, without a drafter.
 
-Slow on purpose. What the loop commits must equal what this commits.
+The main loop must commit the same tokens as this one.
 """
 
 from collections.abc import Generator, Sequence
@@ -19,7 +19,10 @@ from cacheprobe.models.base import CachedLM
 def read_rows(
     model: CachedLM, state: SequenceState, config: EngineConfig, observer: Observer, editor: Editor | None = None
 ) -> KVSnapshot:
-    """Returns the keys and values of a prompt without its last token, as the reference's prefill writes them."""
+    """Returns a KVSnapshot of a prompt without its last token: keys and values as the slow reference writes them.
+
+    Raises: EngineError if a prefill pass fails.
+    """
     cache = model.new_cache(2, config.capacity)
     state.admit(cache)
     engine = Engine(ModelRunner(model, cache, observer, editor), config)
@@ -39,19 +42,20 @@ def run_reference(
     editor: Editor | None = None,
     watch: Watch | None = None,
 ) -> Generator[int, None, None]:
-    """Runs each request by itself on a fresh cache: prefill in fixed chunks, then verify passes with empty drafts.
+    """Runs each request alone on a fresh cache. Yields the step number after every verify pass (one committed token).
 
-    Yields the step after each token.
+    The prompt is read in fixed chunks; then verify passes run with empty drafts. Raises: EngineError if all requests
+    failed.
 
     Source: LLM-42 (arXiv 2601.17768): the declared reference is the verifier's schedule, not batch-1 decoding.
     """
-    first_step = -1
+    last_step = -1
     for state in states:
         cache = model.new_cache(2, config.capacity)
         state.admit(cache)
-        passes = ModelRunner(model, cache, observer, editor, watch)
-        passes.step = first_step
-        engine = Engine(passes, config)
+        runner = ModelRunner(model, cache, observer, editor, watch)
+        runner.step = last_step
+        engine = Engine(runner, config)
         for attempt in engine.attempts([state]):
             with attempt as alone:
                 engine.prefill.read(alone)
@@ -59,9 +63,9 @@ def run_reference(
             for attempt in engine.attempts([state]):
                 with attempt as alone:
                     engine.verify(alone)
-            yield passes.step
+            yield runner.step
         cache.check_integrity()
         state.leave_row()
-        first_step = passes.step
+        last_step = runner.step
     if all(state.error for state in states):
         raise EngineError(states[0].error)

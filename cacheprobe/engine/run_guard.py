@@ -1,4 +1,4 @@
-"""Guards a run against other runs, changed settings and edited weights."""
+"""Guards a run: keeps other runs out of its steps, and notices changed numeric settings and edited weights."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,16 +10,18 @@ from cacheprobe.models.turns import live_model, require_idle, turn
 
 
 def require_ready(model: CachedLM) -> None:
-    """Raises: ModelError if no run of this model can begin now: inside a step of another run, or if the process's
-    threads round in two ways."""
+    """Raises: ModelError if no run of this model can begin now.
+
+    Reasons: this thread is inside a step of another run of the model, or only some threads flush denormal numbers.
+    """
     require_idle(model)
     require_one_flush_mode()
 
 
 class RunGuard:
-    """Keeps the settings and weights that a run began with, and checks that they still hold.
+    """Keeps the numeric settings and the weights' versions that a run began with, and checks that they are unchanged.
 
-    The model has the run's hooks on it in its own turns alone, so that streams may take turns on one model.
+    The run's hooks are on the model only during the run's own steps, so that several streams may use one model.
     """
 
     def __init__(self, model: CachedLM, fingerprint: Callable[[], Fingerprint]) -> None:
@@ -30,24 +32,25 @@ class RunGuard:
 
     @contextmanager
     def turn(self, hooks: AbstractContextManager[object]) -> Iterator[None]:
-        """Locks out other threads during steps of the run, with the run's hooks on the model.
+        """Inside the `with`, the run's hooks are on the model and no other thread computes; steps of the run go here.
 
-        Raises: FingerprintMismatch naming a numeric setting that changed since the run began; ModelError inside a step
-        of another run of the model.
+        The lock is one for all models. Raises: FingerprintMismatch if a numeric setting changed since the run began;
+        ModelError inside a step of another run of the model.
         """
         with turn(self.model), hooks:
             self._require_settings()
             yield
 
     def _require_settings(self) -> None:
+        """Raises: FingerprintMismatch if a numeric setting of the process changed since the run began."""
         what = "two steps of one run, which must end before a setting is changed,"
         require_same(self._settings, numeric_settings(), what)
 
     def require_unchanged(self, had_pauses: bool) -> None:
-        """Raises: FingerprintMismatch if settings or weights are others than at the run's begin.
+        """Raises: FingerprintMismatch if numeric settings or weights differ from those at the run's begin.
 
-        had_pauses: read all bytes of the weights again, since the caller's code ran in between; else do so if one was
-            edited or moved.
+        had_pauses: the caller's code ran between steps, so all bytes of the weights are read again. Otherwise they are
+            read again only if a setting changed, or if a weight was edited or moved.
         """
         if had_pauses or numeric_settings() != self._settings or _versions(self.model) != self._versions:
             what = "begin and end of one run, which must end before weights or settings are changed,"
@@ -55,7 +58,7 @@ class RunGuard:
 
 
 def _versions(model: CachedLM) -> tuple[tuple[int, int], ...]:
-    """Returns the address and edit count of every parameter. Edits through `weight.data` are not counted."""
+    """Returns (address, edit count) of every parameter. Edits through `weight.data` are not counted."""
     live = live_model(model)
     weights = live.parameters() if hasattr(live, "parameters") else ()
     return tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights)

@@ -1,7 +1,4 @@
-"""Schedules requests: arrival, admission, drafting, verification and preemption.
-
-Reads no tensors, but for the places of the cache.
-"""
+"""Decides which requests are admitted, preempted and retired, and which ones draft or are verified next."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,12 +9,12 @@ from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import Status
 
 WATCHED_EVERY = 16
-"""Of so many full passes, one leaves a place free, in which the pass is compared with itself; a request waits for the
-next pass."""
+"""One of this many full verify passes leaves out its last request. The free batch index then computes another request's
+tokens a second time, for comparison (see watch.py)."""
 
 
 class Scheduler:
-    """Admits requests in the order of arrival, at most `max_running` at once. Each takes the lowest free cache row."""
+    """Admits requests in the order of arrival, at most `max_running` at once, and chooses the requests of each pass."""
 
     def __init__(self, states: Sequence[SequenceState], cache: KVCache, config: EngineConfig, max_running: int) -> None:
         self.waiting = deque(sorted(states, key=lambda state: state.request.arrival_step))
@@ -28,15 +25,16 @@ class Scheduler:
 
     @property
     def is_done(self) -> bool:
-        """Whether every request has ended."""
+        """True if every request has ended and left its cache row."""
         return not self.waiting and not self.running
 
     # -- coming and going
 
     def admit(self, step: int) -> list[SequenceState]:
-        """Gives free cache rows to requests that have arrived; returns the admitted requests.
+        """Gives the lowest free cache rows to requests that have arrived, and returns the admitted requests.
 
-        If no request is running, the next one is admitted before its arrival step.
+        A request waits if `max_running` or max_kv_tokens would be exceeded. If no request is running, the next one is
+        admitted even before its arrival step.
         """
         admitted = []
         while self.waiting and len(self.running) < self.max_running:
@@ -49,12 +47,15 @@ class Scheduler:
             self._num_admitted += 1
             self.running.append(state)
             admitted.append(state)
-        # in the order of their rows, so that a full batch is one contiguous view of the cache
+        # sorted by cache row, so that a full batch is one contiguous view of the cache
         self.running.sort(key=lambda state: state.cache_row)
         return admitted
 
     def to_preempt(self) -> list[SequenceState]:
-        """Takes out the newest requests until the others fit into max_kv_tokens; they are next in line."""
+        """Removes the newest running requests until the others fit into max_kv_tokens slots; returns those removed.
+
+        They wait at the front of the queue. The last running request stays. The caller frees the cache rows.
+        """
         preempted = []
         while (
             self.config.max_kv_tokens is not None
@@ -68,47 +69,48 @@ class Scheduler:
         return preempted
 
     def cancelled(self) -> list[SequenceState]:
-        """Returns the requests cancelled since the last round; those not yet admitted leave the queue."""
+        """Returns the requests that were cancelled since the last round. Waiting ones move to `running`."""
         for state in [s for s in self.waiting if s.is_cancel_requested]:
             self.waiting.remove(state)
             self.running.append(state)
         return [s for s in self.running if s.is_cancel_requested and not s.is_ended]
 
     def retire(self) -> list[SequenceState]:
-        """Frees the cache places of finished requests, and returns these requests."""
-        finished = [state for state in self.running if state.is_ended]
-        for state in finished:
+        """Removes ended requests, frees their cache rows, and returns these requests."""
+        ended = [state for state in self.running if state.is_ended]
+        for state in ended:
             self.running.remove(state)
             cache_row = state.cache_row
             state.leave_row()
             if cache_row >= 0:
                 self.cache.release(cache_row)
-        return finished
+        return ended
 
     def _fits(self, state: SequenceState) -> bool:
-        return self.config.max_kv_tokens is None or self._demand() + self._rows_of(state) <= self.config.max_kv_tokens
+        """Returns True if the request and the running ones need at most max_kv_tokens slots."""
+        return self.config.max_kv_tokens is None or self._demand() + self._slots_of(state) <= self.config.max_kv_tokens
 
     def _demand(self) -> int:
-        return sum(self._rows_of(state) for state in self.running)
+        """Returns the number of cache slots that the running requests need together."""
+        return sum(self._slots_of(state) for state in self.running)
 
-    def _rows_of(self, state: SequenceState) -> int:
-        """Returns the number of cache slots that a request may hold until its next commit."""
+    def _slots_of(self, state: SequenceState) -> int:
+        """Returns the number of cache slots that a request may need until its next commit."""
         return len(state.token_ids) + (self.config.window if state.is_verified else 1)
 
     # -- who does what in this round
 
     def drafting(self) -> list[SequenceState]:
-        """Returns the requests of the next decode: all but those that wait for the verifier."""
+        """Returns the requests of the next decode pass: the running ones whose draft is not ready to be verified."""
         return [
             state for state in self.running if state.status is Status.RUNNING and not state.is_ready(self.config.window)
         ]
 
     def piggybacked(self) -> list[SequenceState]:
-        """Returns unverified requests that fill the empty batch places of a verify pass; [] if the window is longer
-        than 1.
+        """Returns never verified requests that take the unused batch indices of the next verify pass.
 
-        With a window of 1 a verify pass is a decode of a fixed number of requests: a token in an empty place costs no
-        more.
+        Returns [] if the window is longer than 1. With a window of 1, a verify pass is a decode pass of a fixed batch
+        size, so a token at an unused batch index costs no more.
         """
         if self.config.window > 1:
             return []
@@ -116,17 +118,20 @@ class Scheduler:
         return [state for state in self.drafting() if not state.is_verified][: -num_ready % self.config.group]
 
     def ready_groups(self, piggybacked: Sequence[SequenceState] = ()) -> list[list[SequenceState]]:
-        """Returns full groups for the verifier; a group with dummies only if no verified request is still drafting."""
+        """Returns groups of requests, one for each verify pass of this round.
+
+        A group that is not full must wait while a verified request is still drafting. Later, dummies fill it.
+        """
         ready = [state for state in self.running if state.is_ready(self.config.window)] + list(piggybacked)
         ready.sort(key=lambda state: state.cache_row)
         size = self.config.group
         groups = [ready[i : i + size] for i in range(0, len(ready), size)]
         others_coming = any(state.is_verified for state in self.drafting())
         chosen = [group for group in groups if len(group) == size or not others_coming]
-        return [self._leaving_a_place(group) for group in chosen]
+        return [self._leaving_room_for_copy(group) for group in chosen]
 
-    def _leaving_a_place(self, group: list[SequenceState]) -> list[SequenceState]:
-        """Returns the group, without its last request if it is this full pass's turn to be compared with a copy."""
+    def _leaving_room_for_copy(self, group: list[SequenceState]) -> list[SequenceState]:
+        """Returns the group; every WATCHED_EVERY-th full group loses its last request, which waits for a later pass."""
         if len(group) < self.config.group or len(group) == 1:
             return group
         self._num_full += 1

@@ -1,4 +1,4 @@
-"""Chooses the fixed shapes of a run that its caller left open, for the model and the device."""
+"""Chooses the pass shapes of a run (window, group, prefill chunk ...) that its caller did not give."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,28 +6,29 @@ from typing import Any
 from cacheprobe.core.config import EngineConfig
 
 DRAFTED_WINDOW = 16
-"""Rows of a verify pass where something is drafted: enough for the drafts of every drafter to pay."""
+"""Default window, in tokens, of a run that drafts: long enough for the drafts of every drafter to pay."""
 UNPADDED_CHUNK, PADDED_CHUNK = 128, 32
-"""Prompt tokens of a prefill pass: without pads a longer pass costs nothing, with pads they are a part of it."""
+"""Default prompt tokens of a prefill pass, without and with pads. With pads a longer pass costs more."""
 
 
-def choose_shapes(model: Any, is_drafted: bool, asked: Mapping[str, Any]) -> tuple[EngineConfig, frozenset[str]]:
-    """Returns the engine's settings with every shape filled in, and which of "window" and "group" were not given: the
-    trial of shapes may replace these.
+def choose_shapes(model: Any, is_drafted: bool, settings: Mapping[str, Any]) -> tuple[EngineConfig, frozenset[str]]:
+    """Returns (an EngineConfig with every shape filled in, the names among "window" and "group" that were chosen here).
 
-    asked: fields of EngineConfig; None for what is chosen here. What is chosen depends on the model, its device and on
-    whether there is a drafter, never on the requests, so that a request alone has the shapes of a request in a batch.
+    The trial of shapes (consistency.py) may replace the chosen ones.
+    settings: fields of EngineConfig; a missing field or None is chosen here. The choice depends on the model, its
+    device, and whether there is a drafter, not on the requests. So a request alone gets the shapes of a batch.
 
-    Without a drafter on a CPU the window is one row: a verify pass is then a decode of a fixed shape, and nothing is
-    computed twice. With a drafter, or on a GPU, it is 16. Prompts are read without pads, one a pass.
+    Without a drafter on a CPU the window is 1: a verify pass is then a decode pass of a fixed shape, and no token is
+    computed twice. With a drafter, or on a GPU, the window is 16. Prompts are read without pads, one a pass.
     """
-    given = {name: value for name, value in asked.items() if value is not None}
+    given = {name: value for name, value in settings.items() if value is not None}
+    given_names = tuple(given)
     window = given.get("window")
     if window is None:
         capacity = given.get("capacity")
         window = _window(model, is_drafted)
         window = given["window"] = min(window, capacity) if type(capacity) is int and capacity > 0 else window
-    open_shapes = frozenset({"window", "group"} - {name for name in asked if asked[name] is not None})
+    open_shapes = frozenset({"window", "group"} - set(given_names))
     given.setdefault("group", 16 if window == 1 else 4)
     given.setdefault("prefill_group", 1)
     given.setdefault("pad_prefill", given["prefill_group"] != 1)
@@ -36,6 +37,7 @@ def choose_shapes(model: Any, is_drafted: bool, asked: Mapping[str, Any]) -> tup
 
 
 def _window(model: Any, is_drafted: bool) -> int:
+    """Returns the default window; if the model refuses it, the first of 4, 8 and 16 that the model accepts."""
     device = getattr(getattr(model, "device", None), "type", "cpu")
     wanted = DRAFTED_WINDOW if is_drafted or device != "cpu" else 1
     if not hasattr(model, "check_settings"):

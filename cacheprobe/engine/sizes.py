@@ -1,7 +1,15 @@
-"""Estimates a run's memory from its settings, and refuses sizes that cannot fit before anything is allocated.
+"""Refuses a run that does not fit into memory, before it starts. What happens when memory runs out:
 
-An estimate is a lower bound of what the run takes if every request reaches its full length. A request that meets a stop
-token ends earlier and takes less, which nothing says beforehand: a run that would end early may be refused.
+1. Before the run: `require_cache_fits` and `require_records_fit` in this file estimate its memory from its settings.
+   They raise a ValueError that names the largest sizes that fit (plan.py calls them). The estimate assumes that every
+   request reaches its full length, so a run that would end early may be refused.
+2. During the run, with `max_kv_tokens`: if the running requests need more cache slots, `Scheduler.to_preempt`
+   (scheduler.py) takes out the newest ones. `Committer.preempt` (committer.py) gives up their drafts and frees their
+   cache rows. They wait; when they are admitted again, `Prefill.rebuild` (prefill.py) computes their cache rows again.
+   Committed tokens do not change.
+3. An out-of-memory error in a pass, of the model or of the recorder: `Engine.attempts` (step.py) runs the pass for each
+   request alone, then without its draft. A request that fails again ends with status failed; the others go on.
+4. An out-of-memory error outside a pass, such as when the cache is allocated or the trace is built, ends the run.
 """
 
 import os
@@ -15,40 +23,42 @@ from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.models.base import CachedLM
 
 TOKEN_BYTES = 2_300
-"""Rows, events and ledger of one generated token, as Python and pandas hold them. Measured: 1,500 requests x 32 tokens
-of a tiny model, without capture."""
+"""Bytes of the records of one generated token (rows, events, ledger) in Python and pandas, without states. Measured:
+1,500 requests x 32 tokens of a tiny model, without capture."""
 READING_BYTES = 900
-"""One lens reading of five tokens, with its line in the table. Measured likewise, with capture="STCZ"."""
+"""Bytes of one lens reading of five tokens, with its line in the table. Measured likewise, with capture="STCZ"."""
 MEMINFO = Path("/proc/meminfo")
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def available_bytes(device: torch.device | None = None) -> int | None:
-    """Returns the bytes that an allocation can still take on this device (None: the machine's memory); None if
-    unknown."""
+    """Returns the number of bytes that can still be allocated on a device; None if it is unknown.
+
+    device: None for the machine's main memory.
+    """
     if device is not None and device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
     if device is not None and device.type != "cpu":
         return None
-    told = [_from_meminfo(), *map(_from_cgroup, CGROUP_LIMITS)]
-    known = [value for value in told if value is not None]
-    if not known and hasattr(os, "sysconf"):  # a machine without /proc: all of its memory is a bound, too
+    limits = [_from_meminfo(), *map(_from_cgroup, CGROUP_LIMITS)]
+    known = [limit for limit in limits if limit is not None]
+    if not known and hasattr(os, "sysconf"):  # without /proc, the size of the main memory is the limit
         known = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     return min(known, default=None)
 
 
 def _from_meminfo() -> int | None:
-    """Returns MemAvailable, which counts the page cache as free; SC_AVPHYS_PAGES does not."""
+    """Returns MemAvailable of /proc/meminfo in bytes, which counts the page cache as free; None without the file."""
     lines = MEMINFO.read_text().splitlines() if MEMINFO.exists() else []
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return found[0] if found else None
+    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return available[0] if available else None
 
 
 def _from_cgroup(path: Path) -> int | None:
-    """Returns the memory limit of a container; None for no limit."""
-    said = path.read_text().strip() if path.exists() else ""
-    return int(said) if said.isdecimal() else None
+    """Returns the memory limit of a container in bytes, read from `path`; None without a limit."""
+    text = path.read_text().strip() if path.exists() else ""
+    return int(text) if text.isdecimal() else None
 
 
 # -- the cache, which one allocation takes
@@ -57,12 +67,13 @@ def _from_cgroup(path: Path) -> int | None:
 def require_cache_fits(model: CachedLM, config: EngineConfig, in_flight: int, num_needed: int = 1) -> None:
     """Raises: ValueError if the KV cache and the logits of one verify pass exceed a device's available memory.
 
-    in_flight: requests that hold a cache row at once.  num_needed: capacity that the longest request needs.
+    The message names the largest sizes that fit.
+    in_flight: maximum number of requests with a cache row.  num_needed: slots that the longest request needs.
     """
     probe = model.new_cache(1, 1)
     per_slot: Counter[torch.device] = Counter()
-    for held in (*probe.keys, *probe.values):
-        per_slot[held.device] += held.numel() * held.element_size()
+    for tensor in (*probe.keys, *probe.values):
+        per_slot[tensor.device] += tensor.numel() * tensor.element_size()
     group, window = config.group or 1, config.window or 1
     spare = max(group, config.prefill_group or 1)
     widest = "group" if spare == group else "prefill_group"
@@ -84,12 +95,12 @@ def require_cache_fits(model: CachedLM, config: EngineConfig, in_flight: int, nu
         remedy = f"largest that fits: {' or '.join(fits)}" if fits else "lower several of them together"
         raise ValueError(
             f"a cache of {in_flight + spare} sequences ({in_flight} requests at once + {spare} of {widest}) x capacity "
-            f"{config.capacity}, and the logits of {group} x {window} tokens, need {_said(needed)} on {device}; "
-            f"{_said(available)} are available; {remedy}"
+            f"{config.capacity}, and the logits of {group} x {window} tokens, need {_bytes_text(needed)} on {device}; "
+            f"{_bytes_text(available)} are available; {remedy}"
         )
 
 
-# -- what is kept of every token, which grows with the number of requests
+# -- the records, which grow with every token
 
 
 def require_records_fit(
@@ -98,15 +109,18 @@ def require_records_fit(
     layers: Sequence[int],
     requests: Sequence[tuple[int, int, int]],
 ) -> None:
-    """Raises: ValueError if what the run keeps exceeds the machine's available memory.
+    """Raises: ValueError if the records of a run (rows, states, lens readings) exceed the machine's available memory.
 
-    requests: (prompt tokens, new tokens, samples n) of each prompt. Samples share the prompt's states.
+    The message names the largest sizes that fit.
+
+    requests: (prompt tokens, new tokens, samples n) of each prompt. Samples share the prompt's
+        states.
     """
     states, reading = _state_bytes(model, capture, layers), len(layers) * READING_BYTES * capture.reads_lens
     phases = set(capture.phases or ("prefill", "decode", "verify"))
     of_prompt = states if "prefill" in phases else 0
     of_token = TOKEN_BYTES + (states if phases & {"decode", "verify"} else 0) + reading
-    if capture.positions is not None:  # few are kept; how many, each request's length says
+    if capture.positions is not None:  # few states are kept, so none are counted
         of_prompt, of_token = 0, TOKEN_BYTES
     of_prompts = sum(prompt * of_prompt for prompt, _, _ in requests)
     of_tokens = sum(new * of_token * n for _, new, n in requests)
@@ -122,18 +136,19 @@ def require_records_fit(
     bare = "; capture less" if of_token > TOKEN_BYTES else ""
     raise ValueError(
         f"{num_requests} requests (prompts x n) of {sum(new * n for _, new, n in requests)} new tokens in all need "
-        f"{_said(needed)} for what is kept of them; {_said(available)} are available; largest that fits: "
+        f"{_bytes_text(needed)} for what is kept of them; {_bytes_text(available)} are available; largest that fits: "
         f"{fits or 'none of these prompts'}{bare}"
     )
 
 
 def _state_bytes(model: CachedLM, capture: CaptureConfig, layers: Sequence[int]) -> int:
-    """Returns the bytes captured of one token. Attention patterns, which grow with position, are left out."""
+    """Returns the number of bytes of the states kept for one token. Attention patterns are left out."""
     dtype = getattr(torch, capture.dtype) if capture.dtype else model.dtype
     heads, width = model.head_shape
     query = heads * width * sum(site in ("q", "z") for site in capture.heads)
     return (len(capture.state_sites) * model.d_model + query) * len(layers) * dtype.itemsize
 
 
-def _said(count: int) -> str:
+def _bytes_text(count: int) -> str:
+    """Returns text: a number of bytes, and the same in GiB."""
     return f"{count:,} bytes ({count / 2**30:.1f} GiB)"

@@ -1,5 +1,7 @@
-"""Runs prefill, decode and verify passes. If a pass fails, each of its requests gets a pass alone, then one without its
-draft, before it is given up. A failed pass has committed nothing: every choice is made before the first commit.
+"""Runs prefill, decode and verify passes, and repeats a pass that fails.
+
+Each request of a failed pass gets a pass alone, then one without its draft; if that fails too, the request ends with an
+error. A failed pass has committed no token, because all choices of a pass are made before the first commit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +22,10 @@ from cacheprobe.ops.acceptance import clip_draft
 
 
 class Attempt:
-    """Holds one try of a pass: `with attempt as states:` runs it, and keeps the EngineError that it ends with."""
+    """Holds the requests of one attempt at a pass. Inside `with attempt as states:` the caller runs the pass.
+
+    An EngineError does not leave the `with`: it is kept in `error`. Other errors do.
+    """
 
     def __init__(self, states: Sequence[SequenceState]) -> None:
         self.states = states
@@ -37,7 +42,7 @@ class Attempt:
 
 
 class Engine:
-    """Runs prefill, decode and verify passes, and isolates requests whose pass fails; the drafters' DraftContext."""
+    """Runs prefill, decode and verify passes, and isolates requests whose pass fails. Is also the DraftContext."""
 
     def __init__(self, runner: ModelRunner, config: EngineConfig, drafter: Drafter | None = None) -> None:
         self.runner, self.config = runner, config
@@ -51,10 +56,10 @@ class Engine:
     def prefills(
         self, states: Sequence[SequenceState], running: Sequence[SequenceState]
     ) -> Iterator[tuple[Callable[[Sequence[SequenceState]], None], Sequence[SequenceState]]]:
-        """Yields the prefills of admitted requests, up to the first token of each: a function, and its requests.
+        """Yields (function, requests) for each prefill that the newly admitted requests `states` need.
 
-        Preempted requests are rebuilt. Of requests with one prompt the first reads it and the others copy its keys and
-        values; if the first one failed or has left, the next one reads the prompt.
+        The caller calls the function with the requests. Preempted requests are rebuilt. If several requests have the
+        same prompt, the first reads it, and the others copy its keys and values. If the first failed, the next reads.
         """
         for state in [s for s in states if s.num_generated]:
             yield self.prefill.rebuild, [state]
@@ -74,9 +79,9 @@ class Engine:
     # -- decode
 
     def decode(self, states: Sequence[SequenceState]) -> None:
-        """Runs a decode pass without a drafter: every request takes the token that it chooses.
+        """Runs one decode pass, for runs without a drafter. Each request chooses its next token.
 
-        A request that is never verified commits the token; for the others it is the next candidate of their draft.
+        A never verified request commits the token; the others add it to their draft.
         Source: LLM-42 (arXiv 2601.17768), section 4.2: the decode of a deterministic request is its draft.
         """
         entries = _newest_entries(states)
@@ -85,7 +90,7 @@ class Engine:
         self._take(states, [[self.choose(state, row)] for state, row in zip(states, out[:, 0], strict=True)])
 
     def draft(self, states: Sequence[SequenceState]) -> None:
-        """Appends the drafter's next candidates to every draft."""
+        """Calls the drafter once, and appends its draft tokens to the draft of each request."""
         before = self.runner.step
         proposals = self.drafter_calls.extend(self, states, before, self.config.window)
         if self.runner.step == before:  # a drafter that runs no model
@@ -93,6 +98,10 @@ class Engine:
         self._take(states, proposals)
 
     def _take(self, states: Sequence[SequenceState], proposals: Sequence[Sequence[int]]) -> None:
+        """Adds each request's proposed tokens to its draft, or commits them if it is never verified; reports a step.
+
+        A draft without new tokens is closed: it goes to the verifier.
+        """
         kept = [self._clip(state, token_ids) for state, token_ids in zip(states, proposals, strict=True)]
         committed, proposed = [], []
         for state, token_ids in zip(states, kept, strict=True):
@@ -105,6 +114,7 @@ class Engine:
         self.committer.report("decode", states, committed=tuple(committed), proposed=tuple(proposed))
 
     def _clip(self, state: SequenceState, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Returns the proposed tokens that fit the request's draft. Raises: EngineError for an unknown token id."""
         if not state.is_verified:
             return tuple(token_ids)
         limit = state.draft_limit(self.config.window) - len(state.draft)
@@ -118,34 +128,34 @@ class Engine:
         return kept
 
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
-        """See DraftContext.feed_newest."""
+        """Runs a decode pass on each request's newest token. Returns logits [b, v]; see DraftContext.feed_newest."""
         entries = _newest_entries(states)
         out = self.runner.run("decode", entries, 1, num_layers=num_layers).out
         self._write_newest(entries)
         return out[:, 0]
 
     def _write_newest(self, entries: Sequence[Entry]) -> None:
+        """Marks the slots of a decode pass in the ledger: provisional for verified requests, else decoded."""
         for entry in entries:
             provenance = "provisional" if entry.state.is_verified else "decoded"
             self.committer.write_ledger(entry.state, entry.start, entry.end, provenance)
 
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
-        """See DraftContext.choose."""
+        """Returns the token id that a request chooses next from logits [v]; see DraftContext.choose."""
         drafted = [*state.draft, *drafted]
         position = state.last_committed_position + len(drafted) + 1
         is_drawn = self.config.acceptance == "rejection" and state.is_verified and not state.request.is_deterministic
         if is_drawn and not state.sampling.is_greedy:
-            return self.committer.draw_candidate(state, logits, drafted, position)
+            return self.committer.draw_draft_token(state, logits, drafted, position)
         return self.committer.choose(state, logits, drafted, position)
 
     # -- verify
 
     def verify(self, states: Sequence[SequenceState]) -> None:
-        """Runs one pass of exactly G x W tokens: accepts the longest matching prefix, adds the verifier's own next
-        token.
+        """Runs one verify pass of exactly group x window tokens, then commits the accepted tokens of each draft.
 
-        The verifier's keys and values have overwritten the fast path's; those of rejected rows are truncated. Requests
-        that are never verified may ride along in a window of one row: a dummy's place costs nothing.
+        Each request also commits the verifier's own next token. The pass overwrites the drafter's keys and values; the
+        slots of rejected tokens are freed. With a window of 1, never verified requests may take unused batch indices.
         """
         entries = [verify_entry(state) for state in states]
         result = self.runner.run("verify", entries, self.config.window, batch=self.config.group)
@@ -171,29 +181,31 @@ class Engine:
             committed=tuple(committed),
         )
 
-    # -- where a pass fails
+    # -- if a pass fails
 
     def attempts(self, states: Sequence[SequenceState]) -> Iterator[Attempt]:
-        """Yields the attempts of a pass: all requests together; if that fails, each alone; then the failing ones
-        without their draft.
+        """Yields an Attempt with all requests; if it fails, one for each alone; then one without the request's draft.
 
-        A request that fails without a draft ends with the error. A bad draft costs one pass and ends no request.
+        A request that fails without a draft ends with the error. So a bad draft costs passes, but ends no request.
         """
-        waiting = [states]
-        while waiting:
-            attempt = Attempt(waiting.pop(0))
+        groups = [states]
+        while groups:
+            attempt = Attempt(groups.pop(0))
             yield attempt
             if attempt.error is not None:
-                waiting[:0] = self._retries(attempt.states, attempt.error)
+                groups[:0] = self._retries(attempt.states, attempt.error)
 
     def _retries(self, states: Sequence[SequenceState], error: EngineError) -> list[Sequence[SequenceState]]:
-        """Removes what a failed pass left, and returns the groups to try again."""
+        """Removes what a failed pass left in recorder and cache. Returns the groups of requests to try again.
+
+        Ends a request that failed alone and without a draft, and deterministic ones after a ShapeFault.
+        """
         self.runner.observer.on_failure(self.runner.step)
         self.committer.forget_choices()
         for state in states:
             self.committer.scrub(state)
         if isinstance(error, ShapeFault):
-            for state in [s for s in states if s.request.is_deterministic]:  # what they committed is in doubt
+            for state in [s for s in states if s.request.is_deterministic]:  # their committed tokens are in doubt
                 self.committer.stop(state, "error", error=str(error))
         if len(states) > 1:
             return [[state] for state in states if not state.error]
@@ -208,7 +220,7 @@ class Engine:
 
 
 def _newest_entries(states: Sequence[SequenceState]) -> list[Entry]:
-    """Returns what requests feed to a decode pass: the newest token of each, committed or drafted."""
+    """Returns an Entry for each request of a decode pass: its newest token, committed or drafted."""
     return [
         Entry(state, state.newest[:1], state.newest[1], not state.is_verified, 1 if state.draft else 0)
         for state in states
@@ -216,15 +228,19 @@ def _newest_entries(states: Sequence[SequenceState]) -> list[Entry]:
 
 
 def verify_entry(state: SequenceState) -> Entry:
-    """Returns what a request feeds to a verify pass: its newest committed token, then its candidates.
+    """Returns a request's Entry for a verify pass: its newest committed token, then its draft tokens.
 
-    A candidate that would end the request is compared and never fed.
+    A draft token that would end the request is compared but not fed.
     """
     fed = state.draft[:-1] if state.draft_ends() else state.draft
     return Entry(state, (state.token_ids[-1], *fed), state.last_committed_position, True, len(fed))
 
 
 def _same_prompt(state: SequenceState, others: Sequence[SequenceState]) -> SequenceState | None:
+    """Returns the first of `others` with the prompt of `state` and the same prefill schedule; None without one.
+
+    Requests with interventions or with cached rows share no prompt.
+    """
     if state.is_edited:
         return None
     wanted = (state.request.prompt_token_ids, state.is_verified)
@@ -233,8 +249,7 @@ def _same_prompt(state: SequenceState, others: Sequence[SequenceState]) -> Seque
 
 
 def _with_same_prompt(state: SequenceState, running: Sequence[SequenceState]) -> SequenceState | None:
-    """Returns a running request whose cache holds the same prompt, computed by the same schedule; None if there is
-    none."""
+    """Returns a running request whose cache row holds the prompt of `state`, by the same schedule; None without one."""
     return _same_prompt(
         state, [s for s in running if s.prompt_logits is not None and s.status is not Status.FAILED and s is not state]
     )

@@ -1,7 +1,7 @@
-"""Compares a verify pass with itself while it runs: a free place of the pass computes one request's tokens again.
+"""Checks verify passes while a run goes on: an unused batch index computes one request's tokens a second time.
 
-What no library promises, that a token has the same bits in any batch index and any slot, is tried before a shape is
-used (engine.consistency) and watched here for as long as it is used.
+Both results must have the same bits. No library promises this, so engine/consistency.py tests a shape before a run, and
+this file checks it during the run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,19 +25,19 @@ _PARTS = {
     "C": "the MLP output (made by a norm, products and an activation)",
     "S": "the residual stream that leaves",
 }
-"""What is compared in a layer, in the order in which it is computed."""
+"""What is compared in a layer, by site, in the order of computation; the values are words for messages."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Names the first operation at which a request's tokens, computed twice in one pass, got different bits."""
+    """Says where a request's tokens, computed twice in one pass, first got different bits: operation and layer."""
 
     operation: str
     layer: int | None
     """None for the logits."""
     original: int
     copy: int
-    """Batch rows of the pass."""
+    """Batch indices of the two computations."""
 
     def __str__(self) -> str:
         where = self.operation if self.layer is None else f"{self.operation} of layer {self.layer}"
@@ -45,26 +45,27 @@ class Difference:
 
 
 class Watch:
-    """Places the copies of one run and compares them.
+    """Adds a copy of one request to verify passes that have room, and compares the bits of copy and original.
 
     Twin: cacheprobe.engine.consistency, which tries shapes on texts of its own before a run.
     """
 
     def __init__(self) -> None:
         self._times: dict[int, int] = {}
-        """By request: how often it was compared."""
+        """By request id: how often the request was compared."""
         self._before: dict[int, tuple[int, int, Tensor]] = {}
-        """By cache row: request, first position and logits [t, v] of its last verify pass."""
+        """By cache row: (request id, first position, logits [t, v]) of the last verify pass."""
         self._logits_before: Tensor | None = None
-        """Of the last tokens [n, v] that the copy of the pass at hand computes again, where they are known."""
+        """Logits [n, v] of an earlier pass for the tokens that the current copy computes again; None if unknown."""
         self._copy: Copy | None = None
-        self._heard: list[tuple[int, str]] = []
+        self._differing: list[tuple[int, str]] = []
+        """(layer, site) of each captured state that differs between the original and its copy."""
 
     def listening(self, sink: StateSink) -> StateSink:
-        """Returns a sink that compares a state with its copy's and passes it on."""
+        """Returns a sink for captured states that compares original and copy, then calls `sink` with the state."""
 
         def capture(site: str, layer: int, value: Tensor) -> None:
-            """Compares a state with its copy's, and passes it on."""
+            """Compares the states of original and copy, if the pass has a copy, and calls `sink`."""
             if self._copy is not None:
                 self._compare_state(self._copy, site, layer, value)
             sink(site, layer, value)
@@ -81,24 +82,23 @@ class Watch:
         starts: list[int],
         fed: Tensor,
     ) -> Copy | None:
-        """Copies a deterministic request of the pass into the last, free batch index, so that it is computed twice.
+        """Copies a deterministic request into the last, unused batch index of a verify pass. Returns a Copy, or None.
 
-        Returns the Copy, or None if no request qualifies. Takes the request that was compared least often.
-        token_ids: what each request feeds; committed tokens before it are in its state.  rows, starts, fed [b, t]: of
-        the pass; changed in place.
-        The copy begins up to a window of committed tokens earlier, so that window slots are compared too. Tokens that
-        an earlier pass computed are compared with what that pass stored, beside other neighbours.
+        Changes cache_rows, starts and fed [b, t] of the pass in place. None: no request qualifies. Takes the request
+        that was compared least often. token_ids: what each request feeds.
+        The copy begins up to a window of committed tokens earlier, so that other window slots are compared too. The
+        results for these tokens are compared with those of the earlier pass.
         """
-        able = [i for i, s in enumerate(states) if s.request.is_deterministic and not s.is_edited]
-        if not able or not cache.can_compute_twice:
+        eligible = [i for i, s in enumerate(states) if s.request.is_deterministic and not s.is_edited]
+        if not eligible or not cache.can_compute_twice:
             return None
-        i = min(able, key=lambda i: self._times.get(states[i].request_id, 0))
+        i = min(eligible, key=lambda i: self._times.get(states[i].request_id, 0))
         state, original, width = states[i], batch_index[i], fed.shape[1]
         times = self._times[state.request_id] = self._times.get(state.request_id, 0) + 1
         start, copy = starts[original], len(cache_rows) - 1
         num_verified = max(start - state.request.num_prompt_tokens, 0) if state.is_verified else 0
-        turn = times - (width == 1)  # of a longer window slots first: a short request may be compared only once
-        shift = min(turn % (width + 1), start, width if num_verified else width - 1)
+        # shifted first if the window is longer than 1, because a short request may be compared only once
+        shift = min((times - (width == 1)) % (width + 1), start, width if num_verified else width - 1)
         count = min(len(token_ids[i]), width - shift)
         fed[copy, : shift + count] = torch.tensor([*state.token_ids[start - shift : start], *token_ids[i][:count]])
         cache_rows[copy], starts[copy] = cache_rows[original], start - shift
@@ -107,7 +107,7 @@ class Watch:
         return Copy(original, copy, shift, count, num_again)
 
     def _known_logits(self, state: SequenceState, start: int, num_again: int) -> Tensor | None:
-        """Returns logits of up to `num_again` tokens before `start`, from the request's last verify pass."""
+        """Returns logits [n, v] of up to `num_again` tokens before `start`, kept from the last verify pass, or None."""
         request_id, first, logits = self._before.get(state.cache_row, (-1, 0, torch.zeros(0)))
         is_its_own = request_id == state.request_id and first < start
         return logits[max(start - num_again - first, 0) : start - first] if is_its_own else None
@@ -115,7 +115,10 @@ class Watch:
     def remember(
         self, states: Sequence[SequenceState], batch_index: Sequence[int], starts: Sequence[int], logits: Tensor
     ) -> None:
-        """Keeps a verify pass's logits until the next one; of longer windows those of the request to compare next."""
+        """Keeps a verify pass's logits [b, t, v] for the comparison in a later pass.
+
+        With windows longer than 1, keeps only those of the request that will be compared next.
+        """
         kept = list(zip(states, batch_index, strict=True))
         if logits.shape[1] > 1:
             self._before.clear()
@@ -125,9 +128,9 @@ class Watch:
 
     @contextmanager
     def comparing(self, copy: Copy | None) -> Iterator[None]:
-        """Inside the `with`, captured states are compared with those of their copy."""
+        """Inside the `with`, the states that the hooks capture are compared between original and copy."""
         self._copy = copy
-        self._heard.clear()
+        self._differing.clear()
         try:
             yield
         finally:
@@ -136,35 +139,37 @@ class Watch:
     def difference(
         self, model: CachedLM, cache: KVCache, copy: Copy, logits: Tensor, forward: Callable[[], Tensor]
     ) -> Difference | None:
-        """Returns the first difference between the original and its copy in the pass just run, or None.
+        """Returns the first Difference between original and copy in the pass just run; None if all bits are equal.
 
-        If they differ, the pass is repeated with all states captured, to name the operation.
+        logits: [b, t, v] of the pass.  forward: runs it again; called only after a difference, to find its operation.
         """
         before = self._logits_before
         made_again = logits[copy.copy, copy.shift - (0 if before is None else len(before)) : copy.shift]
         is_equal = bitwise(*_pair(copy, logits)) and (before is None or bitwise(before, made_again))
-        if is_equal and not self._heard and not cache.copy_differs_at:
+        if is_equal and not self._differing and not cache.copy_differs_at:
             return None
-        seen = self._first(cache)
-        with model.capturing([(s, n) for n in range(model.n_layers) for s in "STC"], self.listening(_hear_nothing)):
+        first_seen = self._first_difference(cache)
+        with model.capturing([(s, n) for n in range(model.n_layers) for s in "STC"], self.listening(_ignore)):
             forward()
-        place = self._first(cache) or seen
-        operation = "the logits (made by the final norm and the unembedding)" if place is None else _PARTS[place[1]]
-        return Difference(operation, None if place is None else place[0], copy.original, copy.copy)
+        layer, site = self._first_difference(cache) or first_seen or (None, None)
+        operation = "the logits (made by the final norm and the unembedding)" if site is None else _PARTS[site]
+        return Difference(operation, layer, copy.original, copy.copy)
 
-    def _first(self, cache: KVCache) -> tuple[int, str] | None:
+    def _first_difference(self, cache: KVCache) -> tuple[int, str] | None:
+        """Returns the first (layer, site) in the order of computation at which original and copy differ, or None."""
         order = list(_PARTS)
-        return min((*self._heard, *cache.copy_differs_at), key=lambda at: (at[0], order.index(at[1])), default=None)
+        return min((*self._differing, *cache.copy_differs_at), key=lambda at: (at[0], order.index(at[1])), default=None)
 
     def _compare_state(self, copy: Copy, site: str, layer: int, value: Tensor) -> None:
+        """Adds (layer, site) to the differences if original and copy have other bits in a captured state."""
         tokens = value.transpose(1, 2) if site == PATTERN else value
         if not bitwise(*_pair(copy, tokens)):
-            self._heard.append((layer, site if site in _PARTS else "T"))
+            self._differing.append((layer, site if site in _PARTS else "T"))
 
 
 def _pair(copy: Copy, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the original's and the copy's tokens of a value [b, t, ...]."""
+    """Returns (original, copy): the compared tokens of a tensor [b, t, ...], each [num_tokens, ...]."""
     return value[copy.original, : copy.num_tokens], value[copy.copy, copy.shift : copy.shift + copy.num_tokens]
 
 
-def _hear_nothing(site: str, layer: int, value: Tensor) -> None: ...
+def _ignore(site: str, layer: int, value: Tensor) -> None: ...

@@ -1,4 +1,4 @@
-"""Interventions: change states at absolute positions; for `interventions=` of `run`, `reference` and `stream`."""
+"""Exports the functions that create interventions: changes of states, for `interventions=` of `cp.run`."""
 
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.interventions.make import add, mean, replace, resample, swap, zero

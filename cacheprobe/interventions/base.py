@@ -1,5 +1,4 @@
-"""One change of a request's states, given by absolute position. This file contains no code for passes, slots or
-models."""
+"""Defines Intervention: one change of a request's states, given by site, layer and absolute positions."""
 
 import hashlib
 from collections.abc import Iterable
@@ -14,50 +13,52 @@ from cacheprobe.core.noise import RESAMPLE_STREAM, uniform_noise
 from cacheprobe.core.records import PHASES
 
 EDITED_SITES = (*SITES, "pre")
+"""Sites whose states an intervention may change: S, T, C, and "pre", the input of a block."""
 ACTIONS = ("replace", "add")
+"""Replace a state by a vector, or add a vector to the state."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Intervention:
-    """Changes states of one request whenever these positions are computed: in drafts, verification and recomputation.
+    """Changes the states of one request at one site and layer, whenever its positions are computed: also in drafts.
 
-    Create one with `zero`, `mean`, `resample`, `add`, `replace` or `swap`. In the layers above, the cached keys and
-    values of a position follow from its changed states, as in a forward without a cache.
+    Create one with `zero`, `mean`, `resample`, `add`, `replace` or `swap`. Later layers compute their keys and values
+    from the changed states, as in a forward pass without a cache.
     """
 
     name: str
-    """The function that created it, such as "zero"."""
+    """Name of the function that created the intervention, such as "zero"."""
     action: str
     """"replace" or "add"."""
     vectors: Tensor = field(repr=False)
-    """[n, w] in float32, or in float64 if given so: one for all positions, one for each position, or, with `seed`,
-    those to choose from. w is d_model, the head's width, or 1 for the same number in every dimension."""
+    """[n, w], float32 or float64: one vector for all positions, one for each position, or, with `seed`, the vectors to
+    choose from. w is d_model, the head's width, or 1 for the same number in every dimension."""
     request_id: int
-    """The request's number in the trace."""
+    """Number of the request in the run."""
     site: str
     """S, T, C, or "pre": the residual stream that enters the block."""
     layer: int
     positions: Any = None
-    """Absolute positions of input tokens, a number or several (stored as a tuple); the prompt's first is 0. None for
+    """Absolute positions of input tokens, one or several (stored as a tuple); 0 is the prompt's first token. None for
     every computed position."""
     head: int | None = None
-    """At site T: changes only what this head gives to the output projection, [d_head], instead of the whole of T."""
+    """At site T: changes this head's z [d_head] (its input of the output projection) instead of T. None for T."""
     phases: "str | Iterable[str] | None" = None
-    """Of prefill (prompts), decode (drafts of the fast path, and all tokens of requests that are never verified) and
-    verify; None for all."""
+    """One or more of prefill (prompts), decode (draft tokens when they are drafted, and the tokens of never verified
+    requests) and verify; None for all."""
     steps: Any = None
-    """Steps of the run in which to act; None for all. Positions recomputed after a preemption repeat their earlier
-    changes."""
+    """Steps of the run in which to act; None for all. If a preempted request is rebuilt, its earlier changes are
+    repeated."""
     own_fingerprint: bool = False
-    """Must be True for a deterministic request: its results are comparable only with runs of the same interventions."""
+    """Must be True for a deterministic request. Its bits then equal only those of runs with the same interventions."""
     seed: int | None = None
-    """If set, each position takes one of `vectors`, chosen by noise keyed by (seed, position)."""
+    """If set, each position takes one of `vectors`, drawn from (seed, position)."""
     num_prompt_tokens: int | None = None
-    """Required length of the request's prompt, if `positions` are meaningful for that length only."""
+    """Prompt length that the request must have, in tokens; None for any."""
 
     def __post_init__(self) -> None:
         def keep(name: str, value: object) -> None:
-            """Sets a field of the frozen dataclass."""
+            """Sets a field although the dataclass is frozen."""
             object.__setattr__(self, name, value)
 
         keep("vectors", _checked(self.vectors, str(self)))
@@ -85,11 +86,11 @@ class Intervention:
 
     @property
     def place(self) -> tuple[str, int]:
-        """(site, layer) of the hook through which this intervention acts."""
+        """(site, layer) of the hook through which the intervention acts; for a head, the site of z."""
         return self.site if self.head is None else HEADS, self.layer
 
     def vectors_at(self, positions: list[int]) -> Tensor:
-        """Returns the vector of each of these positions, [len, w]."""
+        """Returns the vector for each of `positions`, [len(positions), w]."""
         if self.seed is not None:
             n = len(self.vectors)
             return self.vectors[[int(uniform_noise(self.seed, p, 1, RESAMPLE_STREAM)[0] * n) for p in positions]]
@@ -99,22 +100,37 @@ class Intervention:
         return self.vectors[[self.positions.index(p) for p in positions]]
 
     def record(self) -> dict[str, object]:
-        """Returns all fields for a manifest, with the SHA-256 of the vectors instead of the vectors."""
+        """Returns a dict for the run's metadata: the fields, with the SHA-256 of the vectors instead of the vectors."""
         names = ("name", "action", "request_id", "site", "layer", "positions", "head", "phases", "steps", "seed")
-        held = {name: getattr(self, name) for name in names}
-        listed = {name: list(value) if isinstance(value, tuple) else value for name, value in held.items()}
-        return {**listed, "vectors_sha256": hashlib.sha256(self.vectors.numpy().tobytes()).hexdigest()}
+        values = {name: getattr(self, name) for name in names}
+        as_lists = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {**as_lists, "vectors_sha256": hashlib.sha256(self.vectors.numpy().tobytes()).hexdigest()}
+
+
+def as_interventions(given: Any) -> tuple[Intervention, ...]:
+    """Returns a flat tuple of Interventions from one, or from a sequence of them and of the pairs that `swap` returns.
+
+    Raises: ValueError for any other object.
+    """
+    listed = [given] if isinstance(given, Intervention) else list(given)
+    flat = [one for item in listed for one in (item if isinstance(item, tuple) else (item,))]
+    for one in flat:
+        if not isinstance(one, Intervention):
+            raise ValueError(f"an intervention is made by cp.interventions.zero(...) and its like, got {one!r:.60}")
+    return tuple(flat)
 
 
 def as_wide(vectors: object) -> Tensor:
-    """Returns vectors as float32; a float64 tensor, such as the states of a float64 model, stays float64."""
+    """Returns vectors as a float32 tensor; a float64 tensor, such as the states of a float64 model, stays float64."""
     made = torch.as_tensor(vectors)
     return made if isinstance(vectors, Tensor) and made.dtype == torch.float64 else made.float()
 
 
 def _checked(vectors: object, what: str) -> Tensor:
-    """Returns a copy as finite [n, w] float32 or float64 on the CPU. Raises: ValueError for other shapes, NaN or
-    infinity."""
+    """Returns a copy of vectors [w] or [n, w] as [n, w], in float32 or float64, on the CPU.
+
+    Raises: ValueError for other shapes, NaN or infinity. what: prefix of the message.
+    """
     made = as_wide(vectors).detach().to("cpu", copy=True)
     made = made[None] if made.dim() == 1 else made
     if made.dim() != 2 or not made.numel():
@@ -125,6 +141,10 @@ def _checked(vectors: object, what: str) -> Tensor:
 
 
 def _as_numbers(given: Any, noun: str, what: str) -> tuple[int, ...] | None:
+    """Returns one number or several as a tuple of int; None for None.
+
+    Raises: ValueError for no number, a negative one, or one that is given twice.
+    """
     if given is None:
         return None
     listed = tuple(int(x) for x in given) if isinstance(given, Iterable) else (int(given),)

@@ -1,4 +1,4 @@
-"""Checks that an intervention can act on this model and this request, before the run."""
+"""Checks, before a run, that an intervention fits the model and can act on its request."""
 
 from dataclasses import dataclass
 
@@ -11,17 +11,18 @@ from cacheprobe.models.base import CachedLM, ModelError
 
 @dataclass(frozen=True)
 class Drafting:
-    """How a run drafts for the requests that are verified."""
+    """Says how a run drafts, so that an intervention that acts in drafts only can be checked."""
 
     drafter: str
     """The drafter's name."""
     layers: int
-    """Number of the model's blocks that the drafts run through, see `drafters.base.drafted_layers`."""
+    """Number of the model's blocks that a draft runs, see `drafters.base.drafted_layers`."""
     window: int
+    """Tokens of one request in a verify pass."""
 
 
 def require_hooks(model: object) -> None:
-    """Raises: ModelError for a custom model without `editing`, which interventions need."""
+    """Raises: ModelError if a user's own model has no method `editing`, which interventions need."""
     if not hasattr(model, "editing"):
         raise ModelError(
             f"{getattr(model, 'name', model)} has no `editing`, so interventions cannot act on it; see CachedLM"
@@ -29,7 +30,10 @@ def require_hooks(model: object) -> None:
 
 
 def check_model(one: Intervention, model: CachedLM) -> None:
-    """Raises: ValueError for a layer, head or width that the model does not have."""
+    """Raises: ValueError if the model lacks the intervention's layer or head, or its vectors have another width.
+
+    Also raises if the vectors are infinite in the model's dtype.
+    """
     if not 0 <= one.layer < model.n_layers:
         raise ValueError(f"{one}: unknown layer {one.layer}; the model has layers 0 to {model.n_layers - 1}")
     heads, head_width = model.head_shape
@@ -46,10 +50,10 @@ def check_model(one: Intervention, model: CachedLM) -> None:
 
 
 def check_request(one: Intervention, state: SequenceState, drafting: Drafting | None = None) -> None:
-    """Raises: ValueError for positions or phases that the request never computes, and for settings that break
-    determinism.
+    """Raises: ValueError if the request never computes the intervention's positions, or not in its phases.
 
-    drafting: None for the oracle (the uncached reference run), which drafts no tokens.
+    For a deterministic request, also if `steps` are given or own_fingerprint is not True.
+    drafting: None for the slow reference (`cp.reference`), which drafts no tokens.
     """
     request, prompt = state.request, state.request.num_prompt_tokens
     assert state.sampling.max_new_tokens is not None
@@ -91,8 +95,7 @@ def check_request(one: Intervention, state: SequenceState, drafting: Drafting | 
 def _possible_phases(
     one: Intervention, state: SequenceState, last: int, drafting: Drafting | None
 ) -> tuple[set[str], str]:
-    """Returns the phases in which the hook can fire at one of its positions, and why it cannot in a draft ("" if it
-    can).
+    """Returns (the phases that compute one of the intervention's positions, why drafts do not compute one or "").
 
     last: the last position that the request computes.
     """
@@ -110,7 +113,7 @@ def _possible_phases(
 
 
 def _undrafted(one: Intervention, drafting: Drafting, first: int, last: int) -> str:
-    """Returns why no draft computes the first of these positions at its layer; "" if a draft can."""
+    """Returns text: why no draft computes position `first` at the intervention's layer; "" if one can."""
     if drafting.window == 1:
         return "a window of 1 drafts nothing"
     if not drafting.layers:

@@ -1,7 +1,7 @@
-"""Applies interventions over the cache: before every pass, finds the token slots that hold their positions.
+"""Applies interventions during a run: finds, before every pass, the token slots that hold their positions.
 
-In a decode pass, slot 0 is the newest token, so a hook that uses the slot index would change a different position in
-every pass. Here each pass lists the request and the absolute position of every slot.
+A hook sees slots, not positions: in a decode pass, slot 0 holds another position each time. So the engine gives the
+request and the absolute position of every slot before each pass.
 """
 
 import hashlib
@@ -19,34 +19,38 @@ from cacheprobe.models.base import CachedLM
 
 
 class Slot(NamedTuple):
-    """One real token of a pass."""
+    """Says which token a slot of a pass holds: its request, absolute position and phase. Pads have no Slot."""
 
     request_id: int
     batch_index: int
     slot: int
     position: int
     phase: str
-    """Phase of the token, not of the pass: prefill for a prompt token, decode for a draft or a token that is never
-    verified."""
+    """Phase of the token, not of the pass: prefill for a prompt token, else see `token_phase`."""
 
 
 class _Hit(NamedTuple):
+    """Says where one intervention acts in a pass: at batch indices b, slots t, which hold `positions`."""
+
     number: int
-    """Index of the intervention."""
+    """Index of the intervention among those of the run."""
     b: Tensor
     t: Tensor
     positions: list[int]
 
 
 def token_phase(state: SequenceState, position: int, pass_phase: str) -> str:
-    """Returns the phase of a token. A token that another phase's pass recomputes keeps its own phase."""
+    """Returns the phase of a token for interventions: prefill for a prompt token, decode for a never verified request.
+
+    Otherwise it is the phase of the pass. So a pass that rebuilds a preempted request does not change the phases.
+    """
     if position < state.request.num_prompt_tokens:
         return "prefill"
     return pass_phase if state.is_verified else "decode"
 
 
 class Editor:
-    """Applies the interventions of one run. Call `aim` before a forward, `edit` inside it, and `rest` after it."""
+    """Applies the interventions of one run. Call `aim` before a pass and `rest` after it; hooks call `edit` in it."""
 
     def __init__(
         self,
@@ -55,8 +59,9 @@ class Editor:
         states: Sequence[SequenceState],
         drafting: Drafting | None = None,
     ) -> None:
-        """drafting: how the run drafts; None for the oracle (the uncached reference run).
+        """Checks the interventions, and sets is_edited on the requests that they change.
 
+        drafting: how the run drafts; None for the slow reference (`cp.reference`).
         Raises: ValueError for an intervention that could never act as specified; ModelError for a model without hooks.
         """
         require_hooks(model)
@@ -72,21 +77,24 @@ class Editor:
         self.applied: list[set[tuple[int, int]]] = [set() for _ in self.interventions]
         """For each intervention, the (step, position) pairs at which it acted."""
         self.rewritten: dict[int, frozenset[int]] = {}
-        """Layer -> slots of this pass, by number, whose residual stream differs from what the blocks computed."""
+        """Layer -> indices, in the list given to `aim`, of the tokens whose residual stream interventions change."""
         self._written: list[set[int]] = [set() for _ in self.interventions]
-        """For each intervention, the positions whose last visible write was changed; needed to recompute after a
-        preemption."""
+        """For each intervention, the positions that it changed when they were last computed. If a preempted request is
+        rebuilt, an intervention with `steps` acts on these positions again."""
         self._aimed: dict[tuple[str, int], list[_Hit]] = {}
+        """By (site, layer): where interventions act in the current pass."""
         self._step = -1
 
     @property
     def sites(self) -> list[tuple[str, int]]:
-        """The hooks that the interventions need."""
+        """The (site, layer) pairs of the hooks that the interventions need, sorted."""
         return sorted({one.place for one in self.interventions})
 
     def aim(self, step: int, slots: Sequence[Slot], is_hidden: bool) -> None:
-        """Prepares for the next pass, which holds these tokens. is_hidden: the pass recomputes positions after a
-        preemption."""
+        """Finds where the interventions act in the coming pass. Must be called before every pass of the engine.
+
+        slots: the tokens of the pass.  is_hidden: the pass rebuilds a preempted request.
+        """
         self._step, self._aimed = step, {}
         rewritten: dict[int, set[int]] = {}
         for number, one in enumerate(self.interventions):
@@ -103,6 +111,7 @@ class Editor:
         self.rewritten = {layer: frozenset(numbers) for layer, numbers in rewritten.items()}
 
     def _acts(self, number: int, one: Intervention, slot: Slot, is_hidden: bool) -> bool:
+        """Returns True if intervention `one`, with index `number`, changes the token of this slot in this pass."""
         if slot.request_id != one.request_id or (one.positions is not None and slot.position not in one.positions):
             return False
         if one.phases is not None and slot.phase not in one.phases:
@@ -112,14 +121,13 @@ class Editor:
         return slot.position in self._written[number] if is_hidden else self._step in one.steps
 
     def rest(self) -> None:
-        """Ends the engine's pass, so that forwards of other callers are not changed."""
+        """Ends the current pass: until the next `aim`, `edit` changes no state."""
         self._aimed = {}
 
     def edit(self, site: str, layer: int, value: Tensor) -> Tensor | None:
-        """Returns the activation with the interventions applied, None if unchanged (a StateEdit). Other slots keep
-        their bits.
+        """Returns a changed copy of a hook's tensor, or None if no intervention acts at this site and layer.
 
-        Raises: ValueError if a result is not finite in the model's dtype.
+        All other slots keep their bits. Raises: ValueError if a result is NaN or infinite in the model's dtype.
         """
         hits = self._aimed.get((site, layer))
         if not hits:
@@ -127,10 +135,10 @@ class Editor:
         value = value.clone()
         for hit in hits:
             one = self.interventions[hit.number]
-            where = (hit.b, hit.t) if one.head is None else (hit.b, hit.t, one.head)
+            index = (hit.b, hit.t) if one.head is None else (hit.b, hit.t, one.head)
             new = one.vectors_at(hit.positions).to(value.device, value.dtype)
-            value[where] = new.expand_as(value[where]) if one.action == "replace" else value[where] + new
-            if not bool(torch.isfinite(value[where]).all()):
+            value[index] = new.expand_as(value[index]) if one.action == "replace" else value[index] + new
+            if not bool(torch.isfinite(value[index]).all()):
                 raise ValueError(f"{one} makes a state of positions {hit.positions} NaN or infinite in {value.dtype}")
             self.applied[hit.number].update((self._step, position) for position in hit.positions)
         return value
@@ -138,11 +146,11 @@ class Editor:
     # -- reports
 
     def unused(self) -> list[Intervention]:
-        """Returns the interventions that never acted, for example because their positions were not reached."""
+        """Returns a list of the interventions that never acted, for example because a request ended before."""
         return [one for one, applied in zip(self.interventions, self.applied, strict=True) if not applied]
 
     def record(self) -> list[dict[str, object]]:
-        """Returns, for a manifest, each intervention and the number of distinct positions and of writes."""
+        """Returns a list of dicts for the run's metadata: each intervention, its number of positions and of changes."""
         return [
             {
                 **one.record(),
@@ -154,8 +162,7 @@ class Editor:
 
 
 def digests(interventions: Iterable[Intervention]) -> dict[int, str]:
-    """Returns the SHA-256 of each changed request's interventions, in their order, as that request's part of the
-    fingerprint."""
+    """Returns a dict: request id -> SHA-256 of the interventions on this request, in their order."""
     texts: dict[int, list[dict[str, object]]] = {}
     for one in interventions:
         texts.setdefault(one.request_id, []).append({**one.record(), "request_id": None})
@@ -163,8 +170,10 @@ def digests(interventions: Iterable[Intervention]) -> dict[int, str]:
 
 
 def changes_fingerprint(interventions: Sequence[Intervention], model_facts: Mapping[str, object]) -> dict[str, str]:
-    """Returns the entries that interventions add to the schedule fingerprint: the changed requests, and whose hooks
-    act."""
+    """Returns the entries that interventions add to the schedule fingerprint; {} without interventions.
+
+    The entries hold the `digests` of the requests, and whether hooks of the bridge or of the fast path act.
+    """
     if not interventions:
         return {}
     named = "; ".join(f"request {r}: {digest}" for r, digest in digests(interventions).items())

@@ -1,4 +1,7 @@
-"""Functions that create interventions. `where` holds the other fields: request_id, site, layer, positions, head ..."""
+"""Defines the functions that create interventions: zero, replace, add, mean, resample and swap.
+
+`**where` are the other fields of the Intervention: request_id, site, layer, positions, head, phases, steps ...
+"""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,29 +17,29 @@ from cacheprobe.interventions.base import Intervention, as_wide
 
 @runtime_checkable
 class RecordedStates(Protocol):
-    """The part of a Trace that `swap` reads."""
+    """Defines the members of a Trace that `swap` uses."""
 
     @property
     def requests(self) -> Sequence[Request]:
-        """The run's requests."""
+        """All requests of the run."""
         ...
 
     @property
     def meta(self) -> Mapping[str, object]:
-        """The run's metadata."""
+        """Metadata of the run."""
         ...
 
     def states(self, site: str, layer: int, request_id: int) -> Tensor:
-        """Returns the states [p, m] of a request."""
+        """Returns a request's states at a site and layer, [p, m], one for each position."""
         ...
 
     def heads(self, site: str, layer: int, request_id: int) -> Tensor:
-        """Returns the head activations [p, h, d] of a request."""
+        """Returns a request's head activations at a head site and layer, [p, h, d], one for each position."""
         ...
 
 
 class SwapWhere(TypedDict, total=False):
-    """Fields of an Intervention that say where and when to act, without the request."""
+    """Types the keyword arguments of `swap`: where and when its interventions act."""
 
     site: Required[str]
     layer: Required[int]
@@ -48,30 +51,35 @@ class SwapWhere(TypedDict, total=False):
 
 
 class Where(SwapWhere, total=False):
-    """Fields of an Intervention that say where and when to act."""
+    """Types the keyword arguments of the other functions: the request, and where and when to act."""
 
     request_id: Required[int]
     num_prompt_tokens: int | None
 
 
 def zero(**where: Unpack[Where]) -> Intervention:
-    """Returns an intervention that sets states to zero."""
+    """Returns an Intervention that sets the states to zero."""
     return Intervention(name="zero", action="replace", vectors=torch.zeros(1, 1), **where)
 
 
 def replace(vectors: Tensor, **where: Unpack[Where]) -> Intervention:
-    """Returns an intervention that sets states to `vectors`: [m] for all positions, or [n, m]; for a head, [d] or [n,
-    d]."""
+    """Returns an Intervention that sets the states to `vectors`: [m] for all positions, or [n, m], one for each.
+
+    For a head: [d] or [n, d].
+    """
     return Intervention(name="replace", action="replace", vectors=vectors, **where)
 
 
 def add(vectors: Tensor, **where: Unpack[Where]) -> Intervention:
-    """Returns an intervention that adds `vectors`, shaped as for `replace`, to the states, in the model's dtype."""
+    """Returns an Intervention that adds `vectors` to the states: [m] for all positions, or [n, m], one for each.
+
+    For a head: [d] or [n, d]. The sum is computed in the model's dtype.
+    """
     return Intervention(name="add", action="add", vectors=vectors, **where)
 
 
 def mean(states: Tensor, **where: Unpack[Where]) -> Intervention:
-    """Returns an intervention that sets states to the mean of `states` [n, m], such as `trace.states("S", 3, 0)`.
+    """Returns an Intervention that sets each state to the mean of `states` [n, m], such as `trace.states("S", 3, 0)`.
 
     The mean is computed in float32, or in float64 for float64 states.
     Source: mean ablation of Wang et al. 2022 (arXiv 2211.00593), section 2.1.
@@ -80,8 +88,9 @@ def mean(states: Tensor, **where: Unpack[Where]) -> Intervention:
 
 
 def resample(states: Tensor, *, seed: int = 0, **where: Unpack[Where]) -> Intervention:
-    """Returns an intervention that gives each position one of `states` [n, m], chosen by (seed, position) in every
-    computation.
+    """Returns an Intervention that sets each position's state to one of `states` [n, m], drawn from (seed, position).
+
+    A position that is computed again gets the same state.
 
     Source: resample ablation of causal scrubbing (Chan et al. 2022).
     """
@@ -89,13 +98,12 @@ def resample(states: Tensor, *, seed: int = 0, **where: Unpack[Where]) -> Interv
 
 
 def swap(trace: RecordedStates, a: int, b: int, **where: Unpack[SwapWhere]) -> tuple[Intervention, Intervention]:
-    """Returns two interventions that exchange the states of requests a and b, as recorded in `trace`.
+    """Returns two Interventions: one sets states of request a to those recorded for request b, the other the reverse.
 
-    trace: a run of both requests without interventions. For a head of T, its z is exchanged, which the run must have
-    kept: CaptureConfig(heads=("z",)).
-    The requests to which the interventions are applied must have prompts of the same length as those in the trace.
-    `positions` is required, and both requests must have computed these positions.
-    Raises: ValueError for other positions, and for prompts of different length, whose positions do not correspond.
+    trace: a run of both requests without interventions. For a head of T, its z is exchanged; the run must have kept it
+    with CaptureConfig(heads=("z",)).
+    `positions` is required. In the new run, the two prompts must have the same lengths as in `trace`.
+    Raises: ValueError for positions that a request did not compute, or if the prompts of a and b differ in length.
     Source: interchange interventions, Geiger et al. 2021 (arXiv 2106.02997), section 3.
     """
     requests = {request.request_id: request for request in trace.requests}
@@ -115,7 +123,7 @@ def swap(trace: RecordedStates, a: int, b: int, **where: Unpack[SwapWhere]) -> t
         raise ValueError("swap: the trace's own run was changed by interventions; take a trace of a plain run")
 
     def one(target: int, source: int) -> Intervention:
-        """Returns the intervention for one of the two requests."""
+        """Returns the Intervention that sets states of request `target` to those of request `source`."""
         blank = Intervention(name="swap", action="replace", vectors=torch.zeros(1, 1), request_id=target, **where)
         if blank.head is None:
             states = trace.states(blank.site, blank.layer, source)
@@ -133,6 +141,7 @@ def swap(trace: RecordedStates, a: int, b: int, **where: Unpack[SwapWhere]) -> t
 
 
 def _rows(states: Tensor, what: str) -> Tensor:
+    """Returns `states` unchanged. Raises: ValueError unless they are [n, m] with n >= 1."""
     if states.dim() != 2 or not len(states):
         raise ValueError(f"{what}: states must be [n, m] with at least one row, got {list(states.shape)}")
     return states

@@ -1,1 +1,2 @@
-"""The KV cache: its rows (one for each sequence), the provenance of each slot, masks, shared prefixes, and surgery."""
+"""Holds the KV cache: its rows (one for each sequence), the provenance of each slot, masks, shared prefixes, and
+surgery on cached keys and values."""

@@ -1,4 +1,4 @@
-"""The changing state of one request: its committed tokens, which only grow, and its open draft."""
+"""Defines the changing state of one request: committed tokens, to which a run only adds, and an open draft."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,36 +8,36 @@ from torch import Tensor
 
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.kvcache.status import ALLOWED, ENDED, FIELDS, OF_FINISH, Status, StatusError
+from cacheprobe.kvcache.status import ALLOWED, ENDED, FIELDS, STATUS_OF_REASON, Status, StatusError
 from cacheprobe.kvcache.surgery import KVSnapshot, take_snapshot
 from cacheprobe.ops.acceptance import StopRule
 
 
 @dataclass(eq=False)
 class SequenceState:
-    """One request during a run: committed tokens, an open draft, and its cache row.
+    """Holds one request during a run: its committed tokens, its open draft, its cache row and its status.
 
     prompt + committed tokens                  | draft
     0 ................ last_committed_position | last_committed_position + 1 ...
     Keys and values are cached up to last_committed_position - 1; the newest committed token is pending until a pass has
-    fed it. `status` says what the request does, `check` which values of the other fields fit it.
+    fed it. `status` says what the request does; `check` tests whether the other fields fit the status.
     """
 
     request: Request
     is_verified: bool
-    """Whether every token of this request passes the verifier."""
+    """Whether every token of this request is decided by the verifier."""
     sampling: SamplingParams
     """Sampling settings, with every None replaced by its default."""
     decode: Callable[[Sequence[int]], str] = str
     """Converts token ids to text, for stop strings."""
     status: Status = Status.WAITING
-    """What the request does now; only `become` changes it."""
+    """What the request does now; only `become` changes the field."""
     cache_row: int = -1
-    """Cache row; -1 while the request has none."""
+    """Number of the request's cache row; -1 while the request has none."""
     cache: KVCache | None = field(default=None, repr=False)
-    """The cache that holds the row."""
+    """The cache of the request's cache row; None while the request has none."""
     kept_rows: KVSnapshot | None = field(default=None, repr=False)
-    """Snapshot of the cache row, copied at the end of a request with keep_kv."""
+    """Snapshot of the request's keys and values, copied at the end of a request with keep_kv; else None."""
     token_ids: list[int] = field(default_factory=list)
     """Prompt and committed tokens."""
     draft: list[int] = field(default_factory=list)
@@ -49,19 +49,20 @@ class SequenceState:
     """For rejection sampling, keyed by absolute position: the draft token and the distribution [v] it was sampled
     from."""
     num_prefilled: int = 0
-    """Prompt tokens whose keys and values are cached."""
+    """Number of prompt tokens whose keys and values are cached."""
     prompt_logits: Tensor | None = None
     """Logits [v] of the last prompt token, kept for other requests with the same prompt."""
     admitted_at: int = -1
-    """Order of admission; if cache rows run out, the newest request is preempted first."""
+    """Order of admission. If the running requests need more than max_kv_tokens slots, the newest request is preempted
+    first."""
     is_edited: bool = False
-    """True if interventions act on this request; its cache row is then not shared, even with the same prompt."""
+    """True if interventions act on this request; its keys and values are then not shared, even with the same prompt."""
     is_cancel_requested: bool = False
-    """True if the caller wants the request to end; the loop cancels it at the next round."""
+    """True if the caller wants the request to end; the engine cancels the request at the next round."""
     finish: str | None = None
-    """Reason of the end: "stop", "length", "cancelled" or "error"."""
+    """Reason of the end: "stop", "length", "cancelled" or "error"; None before."""
     error: str | None = None
-    """Message of the error that a failed request ended with."""
+    """Message of the error that a failed request ended with; else None."""
 
     def __post_init__(self) -> None:
         self.token_ids = self.token_ids or list(self.request.prompt_token_ids)
@@ -78,13 +79,13 @@ class SequenceState:
 
     @property
     def request_id(self) -> int:
-        """The request's number in the run."""
+        """The request's number in the run, from 0 on."""
         assert self.request.request_id is not None
         return self.request.request_id
 
     @property
     def generated(self) -> list[int]:
-        """Committed token ids without the prompt."""
+        """Committed token ids without the prompt, as a new list."""
         return self.token_ids[self.request.num_prompt_tokens :]
 
     @property
@@ -105,7 +106,8 @@ class SequenceState:
 
     @property
     def newest(self) -> tuple[int, int]:
-        """(token id, absolute position) of the newest token, drafts included."""
+        """(token id, absolute position) of the newest token: of the draft if one is open, else of the committed
+        tokens."""
         return (self.draft or self.token_ids)[-1], self.last_committed_position + len(self.draft)
 
     @property
@@ -114,17 +116,19 @@ class SequenceState:
         return self.status in ENDED
 
     def draft_limit(self, window: int) -> int:
-        """Returns how many draft tokens one pass could still commit: the minimum of W - 1, the tokens left minus one,
-        and the adaptive length."""
+        """Returns the largest number of draft tokens that one verify pass could commit: the minimum of window - 1, the
+        tokens left minus one, and the adaptive length."""
         limit = min(window - 1, self.num_left - 1)
         return limit if self.draft_cap is None else min(limit, self.draft_cap)
 
     def draft_ends(self) -> bool:
-        """Returns whether the newest draft token would end the request; a token after it could never be committed."""
+        """Returns whether the newest draft token would end the request; False without a draft. A token after it could
+        never be committed."""
         return bool(self.draft) and self.stop_rule.ends([*self.generated, *self.draft])
 
     def is_ready(self, window: int) -> bool:
-        """Returns whether the draft has its full length and waits for the verifier."""
+        """Returns whether this request waits for the verifier: it is running and verified, and its draft can grow no
+        further in a pass of `window` tokens."""
         if not self.is_verified or self.status is not Status.RUNNING:
             return False
         return self.draft_is_closed or len(self.draft) >= self.draft_limit(window) or self.draft_ends()
@@ -132,7 +136,7 @@ class SequenceState:
     # -- from status to status
 
     def become(self, status: Status) -> None:
-        """Changes the status. Raises: StatusError for a transition that is not allowed."""
+        """Changes the status to `status`. Raises: StatusError for a transition that is not allowed."""
         if status not in ALLOWED[self.status]:
             allowed = ", ".join(sorted(one.value for one in ALLOWED[self.status])) or "nothing"
             raise StatusError(
@@ -142,35 +146,38 @@ class SequenceState:
         self.status = status
 
     def admit(self, cache: KVCache, order: int = 0) -> None:
-        """Gives the request a free row of the cache. order: of its admission among those of the run."""
+        """Gives the request a free cache row and the status prefilling. order: number of this admission in the run."""
         self.become(Status.PREFILLING)
         self.cache_row, self.cache, self.admitted_at = cache.allocate(), cache, order
 
     def commit(self, token_ids: tuple[int, ...]) -> None:
-        """Appends tokens that can no longer change, and drops the draft. The first ones end the prefill."""
+        """Appends tokens to the committed ones, and drops the draft. A request that was prefilling becomes running."""
         self.token_ids.extend(token_ids)
         self.drop_draft()
         if self.status is Status.PREFILLING:
             self.become(Status.RUNNING)
 
     def preempt(self) -> None:
-        """Takes the row away; the caller releases it. The committed tokens stay, and the row is rebuilt from them."""
+        """Sets the status to preempted and forgets the cache row, which the caller must release before this call.
+        Committed tokens stay; `Prefill.rebuild` later fills a new row from them."""
         self.become(Status.PREEMPTED)
         self.cache_row, self.cache, self.num_prefilled, self.prompt_logits = -1, None, 0, None
 
     def end(self, reason: str, error: str | None = None) -> None:
-        """Ends the request for this reason; with an error if the reason is "error"."""
-        self.become(OF_FINISH.get(reason, Status.FINISHED))
+        """Ends the request: sets finish to `reason`, and the status that follows from the reason. error: the message if
+        the reason is "error"."""
+        self.become(STATUS_OF_REASON.get(reason, Status.FINISHED))
         self.finish, self.error = reason, error
 
     def check(self) -> None:
-        """Checks that the fields fit the status (FIELDS), and that the cache holds what was committed and drafted.
+        """Checks that the fields fit the status (table FIELDS), and that the cache holds as many tokens as were
+        committed and drafted.
 
         A running request has at least every committed token but the newest in the cache, and at most the whole draft.
-        Raises: StatusError that names the request and what is wrong.
+        Raises: StatusError that names the request and the fault.
         """
         status, last = self.status, self.last_committed_position
-        held = {
+        is_set_by_name = {
             "cache_row": self.cache_row >= 0,
             "cache": self.cache is not None,
             "prompt_logits": self.prompt_logits is not None,
@@ -182,12 +189,12 @@ class SequenceState:
             "error": self.error is not None,
             "kept_rows": self.kept_rows is not None,
         }
-        for name, is_set in held.items():
+        for name, is_set in is_set_by_name.items():
             must, may = FIELDS[name]
             if (status in must and not is_set) or (is_set and status not in may):
                 value = "not set" if not is_set else f"{getattr(self, name)!r:.40}"
                 raise StatusError(f"request {self.request_id} is {status.value}, but its {name} is {value}")
-        if self.finish is not None and OF_FINISH.get(self.finish, Status.FINISHED) is not status:
+        if self.finish is not None and STATUS_OF_REASON.get(self.finish, Status.FINISHED) is not status:
             raise StatusError(f"request {self.request_id} is {status.value}, but its finish is {self.finish!r}")
         if status is Status.RUNNING and self.num_prefilled != self.request.num_prompt_tokens:
             raise StatusError(f"request {self.request_id} is running, but its prompt is read to {self.num_prefilled}")
@@ -199,26 +206,30 @@ class SequenceState:
             )
 
     def snapshot(self) -> KVSnapshot:
-        """Returns a copy of the request's cached keys and values: of every committed token but the newest, which is not
-        cached yet.
+        """Returns a copy of the request's keys and values as a KVSnapshot: of every committed token but the newest,
+        which is not cached yet.
 
-        Raises: ValueError if the request holds no complete cache row: it waits, was preempted, has failed or has ended.
+        Raises: ValueError if the request has no complete cache row: it waits, was preempted, has failed or has ended.
         """
-        held = 0 if self.cache is None or self.status is Status.FAILED else int(self.cache.lengths[self.cache_row])
-        if self.cache is None or not 1 <= self.last_committed_position <= held:
+        num_cached = (
+            0 if self.cache is None or self.status is Status.FAILED else int(self.cache.lengths[self.cache_row])
+        )
+        if self.cache is None or not 1 <= self.last_committed_position <= num_cached:
             raise ValueError(
-                f"request {self.request_id} holds {held} cache rows now, of {self.last_committed_position}: {self!r}"
+                f"request {self.request_id} holds {num_cached} cache rows now, of {self.last_committed_position}: "
+                f"{self!r}"
             )
         return take_snapshot(self.cache, self.cache_row, self.token_ids[: self.last_committed_position])
 
     def leave_row(self) -> None:
-        """Gives up the cache row at the end of the request, after a snapshot if the request has keep_kv."""
+        """Forgets the cache row at the end of the request; before that, takes a snapshot if the request has keep_kv and
+        did not fail. The caller releases the row."""
         if self.request.keep_kv and self.cache_row >= 0 and self.status is not Status.FAILED and self.num_generated:
             self.kept_rows = self.snapshot()
         self.cache_row, self.cache, self.prompt_logits = -1, None, None
 
     def drop_draft(self) -> None:
-        """Drops the draft tokens without verification."""
+        """Drops all draft tokens without a verdict."""
         self.draft.clear()
         self.draft_probs.clear()
         self.draft_is_closed = False

@@ -1,4 +1,5 @@
-"""The status of a request in a run, and the transitions between statuses that are allowed."""
+"""Defines the status of a request in a run, and which status may follow which. The status of a trace's row is another
+thing (`core.records.STATUSES`)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,22 +8,22 @@ from enum import Enum
 
 
 class Status(Enum):
-    """What a request does now. It has exactly one status at any time."""
+    """Names what a request does now. A request has exactly one status at any time."""
 
     WAITING = "waiting"
-    """Not admitted yet: it has no place in the cache."""
+    """The request is not admitted yet: it has no cache row."""
     PREFILLING = "prefilling"
-    """Admitted: its prompt is read, or after a preemption its cache contents are computed again."""
+    """The request is admitted: a pass reads its prompt, or after a preemption computes its keys and values again."""
     RUNNING = "running"
-    """Its prompt is cached and a first token is committed."""
+    """The prompt is cached and a first token is committed."""
     PREEMPTED = "preempted"
-    """It gave up its place in the cache, and waits to be admitted again."""
+    """The request lost its cache row, and waits to be admitted again."""
     FINISHED = "finished"
-    """It has ended by a stop token, a stop text or its length."""
+    """The request has ended by a stop token, a stop text or its length."""
     FAILED = "failed"
-    """It has ended because its passes fail."""
+    """The request has ended because its passes fail."""
     CANCELLED = "cancelled"
-    """It has ended because its caller asked for that."""
+    """The request has ended because its caller cancelled it."""
 
     __hash__ = object.__hash__  # an Enum's own hash is Python code, which the loop would run for every request
 
@@ -38,8 +39,8 @@ ALLOWED: dict[Status, frozenset[Status]] = {
 }
 """The statuses that may follow each status. A prefill ends with a commit, so a request runs before it finishes."""
 
-OF_FINISH = {"error": Status.FAILED, "cancelled": Status.CANCELLED}
-"""The status for each reason of an end; FINISHED for the others."""
+STATUS_OF_REASON = {"error": Status.FAILED, "cancelled": Status.CANCELLED}
+"""Status of an ended request, by its finish reason; FINISHED for every reason that is not in the table."""
 
 
 _ADMITTED = frozenset({Status.PREFILLING, Status.RUNNING})
@@ -60,9 +61,10 @@ FIELDS: dict[str, tuple[frozenset[Status], frozenset[Status]]] = {
     "error": (frozenset({Status.FAILED}), frozenset({Status.FAILED})),
     "kept_rows": (_NONE, frozenset({Status.FINISHED, Status.CANCELLED})),
 }
-"""For fields of a SequenceState: the statuses in which the field must be set, and those in which it may be set.
+"""For fields of a SequenceState: (statuses in which the field must be set, statuses in which it may be set).
 
-An ended request keeps its row until the scheduler retires it at the end of the round."""
+An ended request keeps its cache row until the scheduler retires it at the end of the round.
+"""
 
 
 class StatusError(RuntimeError):
@@ -73,13 +75,14 @@ _is_checking: ContextVar[bool] = ContextVar("is_checking", default=False)
 
 
 def is_checking() -> bool:
-    """Returns whether runs check the state of their requests after every step."""
+    """Returns whether runs check the state of their requests after every step, as inside `checked_states`."""
     return _is_checking.get()
 
 
 @contextmanager
 def checked_states() -> Iterator[None]:
-    """Inside the `with`, runs check the state of their requests after every step; the tests and the stress command do.
+    """Makes every run inside the `with` check the state of its requests after every step. The tests and `cacheprobe
+    stress` do so.
 
     Raises: StatusError in a run whose request breaks `SequenceState.check`.
     """

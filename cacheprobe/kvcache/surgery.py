@@ -1,4 +1,5 @@
-"""Cache surgery: takes the keys and values of one request out of a cache, changes, compares, or puts them into another.
+"""Takes the keys and values of one request out of a cache, changes or compares them, and puts them into another cache
+(cache surgery).
 
 A `KVSnapshot` is immutable: every operation returns a new one, so many requests can continue from the same snapshot.
 """
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from cacheprobe.core.values import HintsAtNewNames
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.kvcache.head_masks import Place
+from cacheprobe.kvcache.head_masks import LayerHeadPosition
 
 if TYPE_CHECKING:  # loaded where a table is made
     import pandas as pd
@@ -23,43 +24,44 @@ EDITED = "edited"
 
 @dataclass(frozen=True, eq=False)
 class KVSnapshot(HintsAtNewNames):
-    """The keys and values of a text's first positions, 0 to len - 1, copied from a cache.
+    """Holds a copy of the keys and values of a text's first positions, 0 to len - 1, taken from a cache.
 
     Keys include their rotary rotation, so each position's keys are valid at that position only.
     """
 
     token_ids: tuple[int, ...]
-    """The text from which the keys and values were computed."""
+    """The tokens from which the keys and values were computed."""
     keys: tuple[Tensor, ...] = field(repr=False)
-    """[h, s, d] of each layer."""
+    """Keys [h, s, d] of each layer; `values` likewise."""
     values: tuple[Tensor, ...] = field(repr=False)
     provenance: tuple[str, ...] = field(repr=False)
-    """Provenance of each position, as in the ledger; "edited" if a value was changed."""
+    """Provenance of each position, as in the ledger; "edited" if keys, values or visibility were changed."""
     hidden: frozenset[int] = frozenset()
-    """Positions that no later token attends to."""
-    head_masks: frozenset[Place] = field(default=frozenset(), repr=False)
-    """(layer, head, position) places that no later token attends to."""
+    """Positions that no later token attends to, in all layers and heads."""
+    head_masks: frozenset[LayerHeadPosition] = field(default=frozenset(), repr=False)
+    """(layer, head, position) at which no later token attends."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def digest(self) -> str:
-        """Returns the SHA-256 over tokens, keys, values and hidden places."""
-        said = (self.token_ids, sorted(self.hidden), *([sorted(self.head_masks)] if self.head_masks else []))
-        digest = hashlib.sha256(repr(said).encode())
-        for held in (*self.keys, *self.values):
-            digest.update(f"{held.dtype} {tuple(held.shape)}".encode())
-            digest.update(held.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        """Returns the SHA-256 over tokens, keys, values and hidden positions, as 64 hexadecimal digits."""
+        text = (self.token_ids, sorted(self.hidden), *([sorted(self.head_masks)] if self.head_masks else []))
+        digest = hashlib.sha256(repr(text).encode())
+        for tensor in (*self.keys, *self.values):
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
         return digest.hexdigest()
 
     def cut(self, length: int) -> "KVSnapshot":
-        """Returns the first `length` positions. Raises: ValueError for a length of 0 or more than there are."""
+        """Returns a snapshot of the first `length` positions. Raises: ValueError for a length below 1 or above the
+        number of positions."""
         if not 1 <= length <= len(self):
             raise ValueError(f"rows of {len(self)} positions cannot be cut to {length}; give 1 to {len(self)}")
-        keys, values = (tuple(held[:, :length] for held in part) for part in (self.keys, self.values))
+        keys, values = (tuple(tensor[:, :length] for tensor in part) for part in (self.keys, self.values))
         hidden = frozenset(p for p in self.hidden if p < length)
-        parts = frozenset(place for place in self.head_masks if place[2] < length)
-        return KVSnapshot(self.token_ids[:length], keys, values, self.provenance[:length], hidden, parts)
+        head_masks = frozenset(place for place in self.head_masks if place[2] < length)
+        return KVSnapshot(self.token_ids[:length], keys, values, self.provenance[:length], hidden, head_masks)
 
     def edited(
         self,
@@ -70,8 +72,8 @@ class KVSnapshot(HintsAtNewNames):
         heads: "int | Iterable[int] | None" = None,
         parts: str = "KV",
     ) -> "KVSnapshot":
-        """Returns a snapshot in which `change` has replaced the chosen keys and values, [h, s, d] for each layer and
-        part.
+        """Returns a new snapshot in which the chosen keys and values are replaced by `change` of them: a function from
+        a tensor [h, s, d], for each layer and part, to one of the same shape.
 
         layers, heads: None for all; heads are key heads, fewer than query heads in grouped attention.
         parts: "K", "V" or "KV".  Raises: ValueError for a place that does not exist, for another shape, and for results
@@ -79,7 +81,7 @@ class KVSnapshot(HintsAtNewNames):
         """
 
         def changed(layer: int, part: str, old: Tensor) -> Tensor:
-            """Returns the changed values, after checking their shape."""
+            """Returns the result of `change`. Raises: ValueError for another shape."""
             new = change(old.clone())
             if new.shape != old.shape:
                 raise ValueError(
@@ -99,16 +101,17 @@ class KVSnapshot(HintsAtNewNames):
         heads: "int | Iterable[int] | None" = None,
         parts: str = "KV",
     ) -> "KVSnapshot":
-        """Returns a snapshot with the donor's keys and values at these positions; the token ids stay.
+        """Returns a new snapshot with the donor's keys and values at `positions`, and this snapshot's elsewhere. The
+        token ids do not change.
 
         Raises: ValueError for a donor of another length or model, and for a place that does not exist.
         """
         _require_alike(self, donor)
-        where = list(_numbers(positions, len(self), "position"))
+        where = list(_checked_numbers(positions, len(self), "position"))
         chosen = list(self._heads(0, heads))
 
         def taken(layer: int, part: str, old: Tensor) -> Tensor:
-            """Returns the donor's values for this layer and part."""
+            """Returns the donor's keys or values for this layer, at the chosen heads and positions."""
             source = donor.keys if part == "K" else donor.values
             return source[layer][chosen][:, where]
 
@@ -121,30 +124,30 @@ class KVSnapshot(HintsAtNewNames):
         layers: "int | Iterable[int] | None" = None,
         heads: "int | Iterable[int] | None" = None,
     ) -> "KVSnapshot":
-        """Returns a snapshot in which no later token attends to these positions, in these layers and heads.
+        """Returns a new snapshot in which no later token attends to `positions`, in the chosen layers and heads.
 
         layers, heads: None for all; heads are key heads: hiding one hides it from all query heads that share it.
         Twin: tests.kvcache.test_masked_parts: attention patterns cut by hooks in a whole forward without a cache.
         Raises: ValueError for a place that does not exist.
         """
-        where = _numbers(positions, len(self), "position")
-        provenance = _marked(self.provenance, where)
+        where = _checked_numbers(positions, len(self), "position")
+        provenance = _provenance_after_edit(self.provenance, where)
         if layers is None and heads is None:
             return replace(self, hidden=self.hidden | set(where), provenance=provenance)
-        parts = {
+        hidden_places = {
             (layer, head, position)
             for layer in self._layers(layers)
             for head in self._heads(layer, heads)
             for position in where
         }
-        return replace(self, head_masks=self.head_masks | parts, provenance=provenance)
+        return replace(self, head_masks=self.head_masks | hidden_places, provenance=provenance)
 
     def _layers(self, layers: "int | Iterable[int] | None") -> Iterable[int]:
-        return range(len(self.keys)) if layers is None else _numbers(layers, len(self.keys), "layer")
+        return range(len(self.keys)) if layers is None else _checked_numbers(layers, len(self.keys), "layer")
 
     def _heads(self, layer: int, heads: "int | Iterable[int] | None") -> Iterable[int]:
         count = self.keys[layer].shape[0]
-        return range(count) if heads is None else _numbers(heads, count, "head")
+        return range(count) if heads is None else _checked_numbers(heads, count, "head")
 
     def _with(
         self,
@@ -156,12 +159,12 @@ class KVSnapshot(HintsAtNewNames):
     ) -> "KVSnapshot":
         if not parts or set(parts) - set("KV"):
             raise ValueError(f"unknown parts {parts!r}; give K, V or KV")
-        where = _numbers(positions, len(self), "position")
-        held = {"K": list(self.keys), "V": list(self.values)}
+        where = _checked_numbers(positions, len(self), "position")
+        new_parts = {"K": list(self.keys), "V": list(self.values)}
         for layer in self._layers(layers):
             index = torch.tensor(list(self._heads(layer, heads)))
             for part in parts:
-                tensor = held[part][layer].clone()
+                tensor = new_parts[part][layer].clone()
                 place = (index[:, None], torch.tensor(where)[None])
                 tensor[place] = change(layer, part, tensor[place]).to(tensor.dtype)
                 if not bool(torch.isfinite(tensor[place]).all()):
@@ -170,12 +173,14 @@ class KVSnapshot(HintsAtNewNames):
                         f"{tensor.dtype}: attention would be poisoned even where the slot is masked; give finite "
                         "numbers, or use masked() to hide positions"
                     )
-                held[part][layer] = tensor
-        return replace(self, keys=tuple(held["K"]), values=tuple(held["V"]), provenance=_marked(self.provenance, where))
+                new_parts[part][layer] = tensor
+        keys, values = tuple(new_parts["K"]), tuple(new_parts["V"])
+        return replace(self, keys=keys, values=values, provenance=_provenance_after_edit(self.provenance, where))
 
 
 def take_snapshot(cache: KVCache, cache_row: int, token_ids: Iterable[int]) -> KVSnapshot:
-    """Returns a snapshot of a cache row's first positions, those of these tokens.
+    """Copies the keys and values of the tokens `token_ids`, which stand at the first positions of a cache row; returns
+    a KVSnapshot.
 
     Raises: ValueError for more tokens than are cached, and for a cache that holds more than keys and values.
     """
@@ -184,15 +189,17 @@ def take_snapshot(cache: KVCache, cache_row: int, token_ids: Iterable[int]) -> K
     if not 1 <= len(token_ids) <= int(cache.lengths[cache_row]):
         raise ValueError(f"cache row {cache_row} holds {int(cache.lengths[cache_row])} positions, not {len(token_ids)}")
     keys, values = (
-        tuple(held[cache_row, :, : len(token_ids)].clone() for held in part) for part in (cache.keys, cache.values)
+        tuple(tensor[cache_row, :, : len(token_ids)].clone() for tensor in part) for part in (cache.keys, cache.values)
     )
     hidden = frozenset(cache.hidden[cache_row, : len(token_ids)].nonzero().flatten().tolist())
-    parts = cache.head_masks.of(cache_row, len(token_ids))
-    return KVSnapshot(token_ids, keys, values, tuple(cache.ledger.names(cache_row, len(token_ids))), hidden, parts)
+    head_masks = cache.head_masks.of(cache_row, len(token_ids))
+    provenance = tuple(cache.ledger.names(cache_row, len(token_ids)))
+    return KVSnapshot(token_ids, keys, values, provenance, hidden, head_masks)
 
 
 def put_snapshot(snapshot: KVSnapshot, cache: KVCache, cache_row: int) -> None:
-    """Writes keys, values and hidden places into a cache row; the caller sets the length and the ledger.
+    """Writes a snapshot's keys, values and hidden positions into a cache row. The caller must set the row's length and
+    ledger.
 
     Raises: ValueError if the cache has other shapes or another dtype.
     """
@@ -202,21 +209,21 @@ def put_snapshot(snapshot: KVSnapshot, cache: KVCache, cache_row: int) -> None:
             target[cache_row, :, : len(snapshot)] = source
     cache.hidden[cache_row] = False
     cache.hidden[cache_row, sorted(snapshot.hidden)] = True
-    cache.head_masks.put(cache_row, snapshot.head_masks, [held.shape[0] for held in snapshot.keys])
+    cache.head_masks.put(cache_row, snapshot.head_masks, [keys.shape[0] for keys in snapshot.keys])
 
 
 def require_fit(snapshot: KVSnapshot, cache: KVCache) -> None:
-    """Raises: ValueError unless the cache has these shapes and this dtype, and every number of the snapshot is
-    finite."""
+    """Checks that a snapshot can be put into a cache. Raises: ValueError unless the cache has the same shapes and
+    dtype, and every number of the snapshot is finite."""
     require_plain(cache)
     for name, part in (("keys", snapshot.keys), ("values", snapshot.values)):
-        if bad := [layer for layer, held in enumerate(part) if not bool(torch.isfinite(held).all())]:
+        if bad := [layer for layer, tensor in enumerate(part) if not bool(torch.isfinite(tensor).all())]:
             raise ValueError(
                 f"the rows' {name} of layer {bad[0]} hold NaN or infinity, which poisons attention even where they are "
                 "masked; change rows with edited(), which refuses that, or take them anew"
             )
-    ours = [(held.dtype, held.shape[0], held.shape[2]) for held in (*snapshot.keys, *snapshot.values)]
-    theirs = [(held.dtype, held.shape[1], held.shape[3]) for held in (*cache.keys, *cache.values)]
+    ours = [(tensor.dtype, tensor.shape[0], tensor.shape[2]) for tensor in (*snapshot.keys, *snapshot.values)]
+    theirs = [(tensor.dtype, tensor.shape[1], tensor.shape[3]) for tensor in (*cache.keys, *cache.values)]
     if ours != theirs:
         raise ValueError(
             f"cache rows of {len(snapshot.keys)} layers, {ours[0][1]} x {ours[0][2]} in {ours[0][0]}, do not fit a "
@@ -226,7 +233,7 @@ def require_fit(snapshot: KVSnapshot, cache: KVCache) -> None:
 
 
 def diff_rows(a: KVSnapshot, b: KVSnapshot) -> "pd.DataFrame":
-    """Returns a tidy table of the differences between two snapshots: one line for each layer, head and position.
+    """Returns a DataFrame of the differences between two snapshots: one line for each layer, head and position.
 
     Columns: layer, head, position, key and value: the norm of the difference divided by the norm in `a` (0 if equal).
     Raises: ValueError for snapshots of different length or model.
@@ -236,20 +243,22 @@ def diff_rows(a: KVSnapshot, b: KVSnapshot) -> "pd.DataFrame":
     _require_alike(a, b)
     parts = []
     for layer in range(len(a.keys)):
-        far = [_relative(x[layer], y[layer]) for x, y in ((a.keys, b.keys), (a.values, b.values))]
-        heads, length = far[0].shape
+        distances = [_relative_distance(x[layer], y[layer]) for x, y in ((a.keys, b.keys), (a.values, b.values))]
+        heads, length = distances[0].shape
         index = pd.MultiIndex.from_product([[layer], range(heads), range(length)], names=["layer", "head", "position"])
-        parts.append(pd.DataFrame({"key": far[0].flatten(), "value": far[1].flatten()}, index=index).reset_index())
+        parts.append(
+            pd.DataFrame(dict(key=distances[0].flatten(), value=distances[1].flatten()), index=index).reset_index()
+        )
     return pd.concat(parts, ignore_index=True)
 
 
-def _relative(a: Tensor, b: Tensor) -> Tensor:
+def _relative_distance(a: Tensor, b: Tensor) -> Tensor:
     a, b = a.double().cpu(), b.double().cpu()
-    return (a - b).norm(dim=-1) / a.norm(dim=-1).clamp(min=1e-30)
+    return (a - b).norm(dim=-1) / a.norm(dim=-1).clamp(min=1e-30)  # no division by the norm 0
 
 
 def require_plain(cache: KVCache) -> None:
-    """Raises: ValueError for a cache that holds more than keys and values."""
+    """Checks that a cache holds keys and values only. Raises: ValueError for a cache of a model that stores more."""
     if type(cache) is not KVCache:
         raise ValueError(
             f"a {type(cache).__name__} holds more than keys and values, which surgery would leave behind; use a model "
@@ -263,7 +272,7 @@ def _require_alike(a: KVSnapshot, b: KVSnapshot) -> None:
             f"rows of {len(a)} and {len(b)} positions: the same position does not mean the same in both; cut() the "
             "longer one, or use texts of one length"
         )
-    shapes = [[(held.shape, held.dtype) for held in (*snapshot.keys, *snapshot.values)] for snapshot in (a, b)]
+    shapes = [[(tensor.shape, tensor.dtype) for tensor in (*snapshot.keys, *snapshot.values)] for snapshot in (a, b)]
     if shapes[0] != shapes[1]:
         ours, theirs = (f"{len(one) // 2} layers, {list(one[0][0])} in {one[0][1]}" for one in shapes)
         raise ValueError(
@@ -272,11 +281,11 @@ def _require_alike(a: KVSnapshot, b: KVSnapshot) -> None:
         )
 
 
-def _marked(provenance: tuple[str, ...], where: Iterable[int]) -> tuple[str, ...]:
+def _provenance_after_edit(provenance: tuple[str, ...], where: Iterable[int]) -> tuple[str, ...]:
     return tuple(EDITED if p in set(where) else name for p, name in enumerate(provenance))
 
 
-def _numbers(given: "int | Iterable[int]", count: int, noun: str) -> tuple[int, ...]:
+def _checked_numbers(given: "int | Iterable[int]", count: int, noun: str) -> tuple[int, ...]:
     listed = tuple(int(x) for x in given) if isinstance(given, Iterable) else (int(given),)
     if not listed:
         raise ValueError(f"there is no {noun}, so nothing would change; give at least one")

@@ -1,4 +1,4 @@
-"""The record of a thought that a Thinking States model wrote for one cache row."""
+"""Defines the record of a thought that a Thinking States model wrote for one cache row."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RowThought:
-    """A thought that a forward wrote for one cache row (one sequence)."""
+    """Holds a thought that a Thinking States model wrote for one cache row (one sequence): its tokens,
+    log-probabilities and chunk state."""
 
     cache_row: int
     end: int
@@ -20,4 +21,4 @@ class RowThought:
     first_logits: Tensor
     """Logits [v] of the first thought token."""
     state: Tensor
-    """The chunk state [c, m] that is added to the next chunk."""
+    """The chunk state [c, m], which is added to the next chunk."""

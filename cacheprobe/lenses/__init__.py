@@ -1,4 +1,4 @@
-"""Lenses: plug-ins that turn a layer's state into a distribution over the vocabulary. One file each."""
+"""Exports the lenses as `cp.lenses.NAME`. A lens turns a layer's state into logits over the vocabulary."""
 
 from cacheprobe.lenses.base import LensError
 from cacheprobe.lenses.jacobian import JacobianLens

@@ -1,4 +1,4 @@
-"""The interface of every lens, and the checks before a lens reads states."""
+"""Defines the interface of a lens, and the checks before a lens reads states."""
 
 import hashlib
 from collections.abc import Iterable
@@ -12,16 +12,16 @@ from cacheprobe.models.base import CachedLM
 
 
 class LensError(ValueError):
-    """A lens cannot read what it was given; the message says what to do."""
+    """Raised if a lens does not fit a model, a site or a layer; the message says what to do."""
 
 
 @runtime_checkable
 class Lens(Protocol):
-    """Maps states [n, m] of any layers to logits [n, v] in the model's own dtype, all layers in one product."""
+    """Maps states [n, m], each of any layer, to logits [n, v] in the model's dtype, by one matrix product."""
 
     name: ClassVar[str]
     sites: ClassVar[tuple[str, ...]]
-    """Which of the sites S, T and C the lens reads."""
+    """The sites that the lens can read: some of S, T and C."""
 
     @classmethod
     def fresh(cls, model: CachedLM) -> "Lens":
@@ -33,11 +33,9 @@ class Lens(Protocol):
         ...
 
     def logits(self, model: CachedLM, states: Tensor, layers: Tensor) -> Tensor:
-        """Returns logits [n, v]. states: [n, m], one vector a row; layers: [n], the block after which each state was
-        taken.
+        """Returns logits [n, v] of states [n, m], one for each state. layers: [n], the block that each state is from.
 
-        A row's logits are batch-invariant: they depend only on that row and its layer. At the last layer, S gives the
-        model's own output.
+        The logits of a state must not depend on the other states. For S of the last layer they are the model's output.
         """
         ...
 
@@ -61,9 +59,10 @@ def require_readable(lens: object, model: CachedLM, site: str, layers: Iterable[
 
 
 def require_made_for(model: CachedLM, kind: str, layers: int, width: int, unembedding: str, remedy: str) -> None:
-    """Raises: LensError if a lens was made for a model with another shape or another unembedding.
+    """Raises: LensError if a lens was made for a model with other layers, another width or another unembedding.
 
-    kind, remedy: the lens's name, and what the user should do.
+    layers, width, unembedding: of the model that the lens was made for; the last is an `unembedding_sha256`.
+    kind, remedy: for the message: the lens's name, and what the user should do.
     """
     if (layers, width) != (model.n_layers, model.d_model):
         raise LensError(
@@ -77,10 +76,9 @@ def require_made_for(model: CachedLM, kind: str, layers: int, width: int, unembe
 
 
 def unembedding_sha256(model: CachedLM) -> str:
-    """Returns the hash of the unembedding's shape and float32 numbers; equal if one model is loaded in float32 or
-    float64.
+    """Returns the SHA-256, as hex text, of the shape and float32 numbers of a model's unembedding matrix.
 
-    A lens stores this hash, because a translation into one vocabulary is meaningless in another.
+    A lens stores this hash, because it fits only one unembedding. The hash is equal in float32 and float64.
     """
     weight = model.unembedding.detach().to("cpu", torch.float32).contiguous()
     digest = hashlib.sha256(f"{tuple(weight.shape)}".encode())

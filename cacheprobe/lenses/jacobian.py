@@ -1,4 +1,4 @@
-"""The Jacobian lens: TransformerLens' own transport matrices, applied to our states."""
+"""Defines JacobianLens, which applies the Jacobian matrices that TransformerLens fits to recorded states."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -17,13 +17,12 @@ from cacheprobe.ops.by_layer import product_by_layer
 @register("lenses", "jacobian")
 @dataclass(frozen=True, eq=False)
 class JacobianLens:
-    """Maps a layer's residual stream h to its average effect on the output: J h, then the model's final norm and
-    unembedding.
+    """Reads a layer's residual stream h as J h, followed by the model's final norm and unembedding.
 
-    J is the mean derivative of the last block's output with respect to the layer's output; the last layer has no J and
-    gives the model's output. TransformerLens fits, merges and loads such lenses; `of` converts one.
+    J is the mean derivative of the last block's output with respect to the layer's output. The last layer has no J and
+    gives the model's output. TransformerLens fits and loads such lenses; `of` converts one.
     Source: transformer_lens.tools.analysis.JacobianLens, whose transport and readout these are.
-    Twin: its `readout`, close(1e-5) in float32.
+    Twin: the `readout` of that class, close(1e-5) in float32.
     """
 
     matrices: Float[Tensor, "l m m"]
@@ -31,14 +30,16 @@ class JacobianLens:
     unembedding: str
     """SHA-256 of the unembedding that the lens was made for, from `lenses.base.unembedding_sha256`."""
     about: dict[str, object] = field(default_factory=dict, repr=False)
-    """n_prompts, and TransformerLens' metadata."""
+    """Number of prompts of the fit (n_prompts), and TransformerLens' metadata."""
     name: ClassVar[str] = "jacobian"
     sites: ClassVar[tuple[str, ...]] = ("S",)
 
     @classmethod
     def fresh(cls, model: CachedLM) -> "Lens":
-        """Returns a lens with identity matrices, which equals the logit lens. Raises: LensError for a model of one
-        layer."""
+        """Returns an untrained lens: all J are the identity, so that it reads as the logit lens.
+
+        Raises: LensError for a model of one layer.
+        """
         if model.n_layers < 2:
             raise LensError(f"{model.name} has one layer, which is its output: there is nothing to transport")
         eye = torch.eye(model.d_model, device=model.device)
@@ -46,10 +47,9 @@ class JacobianLens:
 
     @classmethod
     def of(cls, theirs: LiveModule, model: LiveModule) -> "JacobianLens":
-        """Returns the lens for this model from TransformerLens' fitted or loaded JacobianLens.
+        """Returns a JacobianLens for `model` from TransformerLens' own JacobianLens `theirs`, fitted or loaded.
 
-        Raises: LensError if a layer other than the last has no matrix, or if TransformerLens' own check refuses the
-        model.
+        Raises: LensError if a layer other than the last has no matrix, or if TransformerLens refuses the model.
         """
         if not hasattr(theirs, "jacobians"):
             raise LensError(f"expected a JacobianLens of transformer_lens.tools.analysis, got {theirs!r:.60}")
@@ -67,12 +67,12 @@ class JacobianLens:
         return cls(matrices.to(model.device, torch.float32), unembedding_sha256(model), about)
 
     def check(self, model: CachedLM) -> None:
-        """Raises: LensError if shapes or the unembedding's hash differ from the model's."""
+        """Raises: LensError if the lens was fitted for a model with other layers, another width or unembedding."""
         layers, width = self.matrices.shape[:2]
         require_made_for(model, "Jacobian", layers + 1, width, self.unembedding, "fit one for it")
 
     def logits(self, model: CachedLM, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n v"]:
-        """Returns logits [n, v] of states [n, m] taken after blocks `layers` [n]."""
+        """Returns logits [n, v] of residual streams `states` [n, m], each taken after the block in `layers` [n]."""
         last = len(self.matrices)
         exact = states.float()
         zeros = torch.zeros(last, states.shape[1], device=states.device)

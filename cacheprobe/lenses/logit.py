@@ -1,4 +1,4 @@
-"""The logit lens: the model's prediction if it stopped at this layer."""
+"""Defines LogitLens, which reads a state as if it were the model's last residual stream."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +13,7 @@ from cacheprobe.models.base import CachedLM
 @register("lenses", "logit")
 @dataclass(frozen=True)
 class LogitLens:
-    """Applies the model's own final norm and unembedding to any layer's residual stream.
+    """Reads a state of any layer with the model's own final norm and unembedding.
 
     The lens has no parameters, so it fits every model. T and C are read as if they were the residual stream.
     Source: nostalgebraist 2020, "interpreting GPT: the logit lens".
@@ -25,12 +25,12 @@ class LogitLens:
 
     @classmethod
     def fresh(cls, model: CachedLM) -> "LogitLens":
-        """Returns a logit lens."""
+        """Returns a LogitLens, which has no parameters to train."""
         return cls()
 
     def check(self, model: CachedLM) -> None:
-        """Accepts every model: each is read through its own unembedding."""
+        """Accepts every model, because the lens uses the model's own unembedding."""
 
     def logits(self, model: CachedLM, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n v"]:
-        """Returns logits [n, v] of states [n, m]; the layers do not matter to this lens."""
+        """Returns logits [n, v] of states [n, m]. The argument `layers` has no effect."""
         return model.read_out(states)

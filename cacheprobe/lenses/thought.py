@@ -1,5 +1,4 @@
-"""The thought lens: the thought that a Thinking States model would write if T, its thinking block, read another
-layer."""
+"""Defines ThoughtLens: the thought that a Thinking States model would write from another layer."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -15,27 +14,27 @@ if TYPE_CHECKING:
 
 
 class ReadThoughts(NamedTuple):
-    """The thoughts that T writes for n chunks."""
+    """Holds the thoughts that a thinking block writes for n chunks of tokens."""
 
     token_ids: Int[Tensor, "n r"]
-    """Greedily decoded; padded after a thought's end."""
+    """Token ids of each thought, chosen greedily; pad ids after its end."""
     first_logits: Float[Tensor, "n v"]
     """Logits of each thought's first token."""
 
 
 @dataclass(frozen=True)
 class ThoughtLens:
-    """Applies T to a chunk's residual stream after any block; after block l_out - 1 the result is the model's own
-    thought.
+    """Applies the model's thinking block to the residual stream of a chunk (c tokens) after any block.
 
-    Reads whole chunks, not single vectors, so it is not in the registry of lenses.
+    After block l_out - 1 the result is the model's own thought. The lens reads whole chunks, not single vectors, so it
+    is not in the registry of lenses.
     Source: the idea of the logit lens, applied to the thinking block of Thinking States (arXiv 2602.08332), Eq. 4.
     """
 
     name: ClassVar[str] = "thought"
 
     def check(self, model: object) -> None:
-        """Raises: LensError for a model that writes no thoughts."""
+        """Raises: LensError for any model but a Thinking States model that writes thoughts."""
         if not getattr(getattr(model, "config", None), "thinks", False):
             raise LensError(
                 f"the thought lens reads Thinking States models, {getattr(model, 'name', model)} writes no thoughts; "
@@ -44,8 +43,9 @@ class ThoughtLens:
 
     @torch.inference_mode()
     def read(self, model: "ThinkingLM", chunks: Float[Tensor, "n c m"]) -> ReadThoughts:
-        """Returns the thoughts of chunks [n, c, m], of all layers in one batch; each pass of T adds one token to every
-        thought.
+        """Returns ReadThoughts of n chunks, each of any layer. chunks: [n, c, m], the residual streams of their tokens.
+
+        Each pass of the thinking block adds one token to every thought that has not ended.
 
         Twin: tests.twins.lenses_slowly.thought_slowly, a chunk alone, without pads: tokens ==, logits close(1e-5).
         """
@@ -60,7 +60,7 @@ class ThoughtLens:
         for i in range(config.max_thought):
             logits = model.model.think(chunks, ids)[:, i].float()
             first = logits if i == 0 else first
-            best = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)  # of equal ones the lowest id
+            best = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)  # the lowest id of equal logits
             ids[is_open, i] = best[is_open]
             is_open &= best != config.eos_id
             if not bool(is_open.any()):

@@ -1,4 +1,4 @@
-"""The tuned lens: an affine translator for every layer, followed by the model's own unembedding."""
+"""Defines TunedLens: a trained affine translator for every layer, followed by the model's own unembedding."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +19,10 @@ from cacheprobe.ops.by_layer import product_by_layer
 @register("lenses", "tuned")
 @dataclass(frozen=True, eq=False)
 class TunedLens:
-    """Maps a layer's residual stream to logits after a learned affine change of basis.
+    """Reads a layer's residual stream h as h + h W + b, followed by the model's final norm and unembedding.
 
-    A layer's h becomes h + h W + b before the final norm; the last layer has no translator and gives the model's
-    output. With zero W and b the lens equals the logit lens. The sum is computed in float32 and rounded to the model's
-    dtype.
+    W and b are trained for each layer. The last layer has no translator and gives the model's output. With zero W and b
+    the lens equals the logit lens. The sum is computed in float32 and rounded to the model's dtype.
     Source: Belrose et al. 2023 (arXiv 2303.08112), section 3, in the residual form of its tuned-lens package.
     Twin: tests.twins.lenses_slowly.tuned_logits_slowly, close(1e-5) in float32.
     """
@@ -31,10 +30,11 @@ class TunedLens:
     weights: Float[Tensor, "l m m"]
     """W of every layer but the last, float32; multiplied from the right."""
     biases: Float[Tensor, "l m"]
+    """b of every layer but the last, float32."""
     unembedding: str
     """SHA-256 of the unembedding that the lens was made for, from `lenses.base.unembedding_sha256`."""
     about: dict[str, Json] = field(default_factory=dict, repr=False)
-    """Training settings and results."""
+    """Training settings and results, as stored in config.json."""
     name: ClassVar[str] = "tuned"
     sites: ClassVar[tuple[str, ...]] = ("S",)
 
@@ -50,7 +50,7 @@ class TunedLens:
 
     @classmethod
     def fresh(cls, model: CachedLM) -> "Lens":
-        """Returns an untrained lens for a model: all translators are zero, so it reads as the logit lens does.
+        """Returns an untrained lens for a model: all W and b are zero, so that it reads as the logit lens.
 
         Raises: LensError for a model of one layer.
         """
@@ -62,8 +62,7 @@ class TunedLens:
 
     @classmethod
     def load(cls, directory: "str | Path", model: CachedLM) -> "TunedLens":
-        """Returns a lens from `cacheprobe train tuned-lens`, or from the tuned-lens package's files; see
-        `lenses.tuned_files`.
+        """Returns the TunedLens saved in a directory by `cacheprobe train tuned-lens` or by the tuned-lens package.
 
         Raises: LensError for a directory without a tuned lens, or with a lens of another model.
         """
@@ -72,21 +71,21 @@ class TunedLens:
         return lens
 
     def save(self, directory: "str | Path") -> Path:
-        """Writes translators.safetensors and config.json into the directory."""
+        """Writes translators.safetensors and config.json into a directory, and returns its path."""
         return save_tuned_lens(Translators(self.weights, self.biases, self.unembedding, self.about), Path(directory))
 
     def check(self, model: CachedLM) -> None:
-        """Raises: LensError if shapes or the unembedding's hash differ from the model's."""
+        """Raises: LensError if the lens was trained for a model with other layers, another width or unembedding."""
         layers, width = self.biases.shape
         remedy = "train one with cacheprobe train tuned-lens"
         require_made_for(model, "tuned", layers + 1, width, self.unembedding, remedy)
 
     def logits(self, model: CachedLM, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n v"]:
-        """Returns logits [n, v] of states [n, m] taken after blocks `layers` [n]."""
+        """Returns logits [n, v] of residual streams `states` [n, m], each taken after the block in `layers` [n]."""
         return model.read_out(self.translated(states, layers))
 
     def translated(self, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n m"]:
-        """Returns the states in the last layer's basis, [n, m], in their own dtype."""
+        """Returns h + h W + b for each of `states` [n, m], in their dtype. States of the last layer are unchanged."""
         last = len(self.weights)
         exact = states.float()
         moved = product_by_layer(exact, layers.clamp(max=last - 1), self.weights, self.biases)

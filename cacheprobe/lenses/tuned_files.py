@@ -1,4 +1,4 @@
-"""Saves and loads tuned lenses: our own safetensors files, and files of the tuned-lens package."""
+"""Saves and loads tuned lenses: cacheprobe's own safetensors files, and files of the tuned-lens package."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ _KIND, _VERSION = "cacheprobe tuned lens", 1
 
 
 class Translators(NamedTuple):
-    """The content of a tuned lens; the fields are those of `lenses.TunedLens`."""
+    """Holds the content of a tuned lens; the fields are those of `lenses.TunedLens`."""
 
     weights: Tensor
     biases: Tensor
@@ -30,7 +30,10 @@ class Translators(NamedTuple):
 
 
 def save_tuned_lens(lens: Translators, directory: Path) -> Path:
-    """Writes the translators and their config; each file is replaced whole. Returns the directory."""
+    """Writes a tuned lens into a directory (translators.safetensors, config.json), and returns the directory.
+
+    A file is replaced in one step, so no reader sees half of it.
+    """
     layers, width = lens.biases.shape
     config = {
         "kind": _KIND,
@@ -48,9 +51,10 @@ def save_tuned_lens(lens: Translators, directory: Path) -> Path:
 
 
 def require_tuned_lens(directory: Path) -> dict[str, Json]:
-    """Returns the config of a lens in a directory, ours or the package's, after checking that all its files exist.
+    """Returns the config of the tuned lens in a directory, as a dict, after checking that its files are complete.
 
-    Does not read the weights. Raises: LensError for a directory without a lens, or with a broken one.
+    The lens is cacheprobe's or the tuned-lens package's. Does not read the weights.
+    Raises: LensError for a directory without a lens, or with a broken one.
     """
     try:
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
@@ -69,6 +73,7 @@ def require_tuned_lens(directory: Path) -> dict[str, Json]:
 
 
 def _require_whole(directory: Path, config: dict[str, Json]) -> None:
+    """Raises: LensError if cacheprobe's own files in a directory are of another version or do not fit their config."""
     if config.get("version") != _VERSION:
         raise LensError(f"{directory}: tuned lens of version {config.get('version')}, this release reads {_VERSION}")
     try:
@@ -85,9 +90,9 @@ def _require_whole(directory: Path, config: dict[str, Json]) -> None:
 
 
 def load_tuned_lens(directory: Path, model: CachedLM) -> Translators:
-    """Reads the lens in a directory, ours or the package's, onto the model's device.
+    """Returns the Translators of the tuned lens in a directory, cacheprobe's or the package's, on the model's device.
 
-    Raises: LensError as `require_tuned_lens` does.
+    Raises: LensError for a directory without a lens, with a broken one, or with a package lens of another model.
     """
     config = require_tuned_lens(directory)
     if config.get("kind") == _KIND:
@@ -100,10 +105,10 @@ def load_tuned_lens(directory: Path, model: CachedLM) -> Translators:
 
 
 def read_package_artefact(directory: Path, config: dict[str, Json], model: CachedLM) -> Translators:
-    """Reads files of tuned-lens 0.2.0: config.json, and a state dict with one Linear for each hidden state.
+    """Returns the Translators in files of the package tuned-lens 0.2.0, which stores a Linear for each block's input.
 
-    Its translator i reads the input of block i, so ours of layer i is its i + 1; the first, which reads the embedding,
-    has no layer here and is not read. The state dict is loaded as weights only, never as code.
+    The package's translator i + 1 reads the output of block i and becomes that of layer i. Its translator 0, for the
+    embedding, is left out. The state dict is loaded as weights only, never as code.
     Source: github.com/AlignmentResearch/tuned-lens 0.2.0, nn/lenses.py.
     Raises: LensError for another shape of lens, or an unembedding with another hash.
     """
@@ -121,7 +126,7 @@ def read_package_artefact(directory: Path, config: dict[str, Json], model: Cache
     path = directory / PACKAGE_TRANSLATORS
     try:
         held = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of many kinds, some from modules that are not imported here
+    except Exception as error:  # torch.load raises errors of many kinds
         raise LensError(f"{path} holds no weights ({error!s:.120})") from error
     if not isinstance(held, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in held.values()):
         raise LensError(f"{path} holds no weights: it should be a dictionary of tensors")
@@ -138,7 +143,9 @@ def read_package_artefact(directory: Path, config: dict[str, Json], model: Cache
 
 
 def package_unembedding_hash(model: CachedLM) -> str:
-    """Returns the tuned-lens package's own hash of an unembedding: of the corners of the matrix, printed to one digit.
+    """Returns the hash by which the tuned-lens package names an unembedding matrix, as hex text.
+
+    It hashes the corners of the matrix, printed to one digit.
 
     Source: tuned-lens 0.2.0, utils.tensor_hash.
     """

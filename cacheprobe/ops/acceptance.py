@@ -1,5 +1,4 @@
-"""The accept rule (keep the longest draft prefix that the verifier would choose itself), and the rule where output
-ends."""
+"""Finds how many draft tokens a verifier accepts by equality, and at which generated token a request ends."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,7 +6,7 @@ from typing import NamedTuple
 
 
 def num_accepted(draft_token_ids: Sequence[int], target_token_ids: Sequence[int]) -> int:
-    """Returns the length of the longest prefix of the draft that equals the verifier's own choices.
+    """Returns the length of the longest prefix of the draft that equals the verifier's own tokens.
 
     Source: LLM-42 (arXiv 2601.17768), section 4.2.  Twin: tests.twins.equivalence.num_accepted_slowly, ==.
     """
@@ -19,15 +18,16 @@ def num_accepted(draft_token_ids: Sequence[int], target_token_ids: Sequence[int]
 
 @dataclass(frozen=True)
 class StopRule:
-    """Stop tokens and stop texts. The rule depends only on the generated tokens, so a rollback has nothing to undo."""
+    """Holds the stop tokens and stop texts of a request. The rule depends only on the generated tokens, so a rollback
+    has nothing to undo."""
 
     token_ids: frozenset[int]
     texts: tuple[str, ...]
     decode: Callable[[Sequence[int]], str]
 
     def ends(self, generated: Sequence[int]) -> bool:
-        """Returns whether output ends with the last of these generated tokens: a stop token, or the last part of a stop
-        text.
+        """Returns whether the tokens `generated` end the request: the last one is a stop token, or their text contains
+        a stop text.
 
         A stop text may span tokens and windows, so the whole output is decoded.
         """
@@ -37,23 +37,27 @@ class StopRule:
 
 
 class Ending(NamedTuple):
-    """How many of some new tokens are kept, and why the request ends there (None if it does not end)."""
+    """Holds the number of new tokens that a request keeps, and the reason if it ends after them: stop, length, or
+    None."""
 
     num_kept: int
     finish: str | None
 
 
 def find_ending(generated: Sequence[int], token_ids: Sequence[int], rule: StopRule, num_left: int) -> Ending:
-    """Cuts new tokens, which follow `generated`, after the first ending and at the `num_left` tokens still allowed."""
-    said = list(generated)
+    """Returns the Ending for the new tokens `token_ids`, which follow `generated`: tokens after the first stop, and
+    tokens beyond the `num_left` still allowed, are not kept."""
+    tokens_so_far = list(generated)
     for index, token_id in enumerate(token_ids[:num_left]):
-        said.append(token_id)
-        if rule.ends(said):
+        tokens_so_far.append(token_id)
+        if rule.ends(tokens_so_far):
             return Ending(index + 1, "stop")
     return Ending(num_left, "length") if len(token_ids) >= num_left else Ending(len(token_ids), None)
 
 
 def clip_draft(generated: Sequence[int], token_ids: Sequence[int], rule: StopRule, limit: int) -> tuple[int, ...]:
-    """Returns at most `limit` draft tokens and none after an ending, because such tokens could never be committed."""
-    kept = tuple(token_ids)[: max(limit, 0)]
-    return kept[: find_ending(generated, kept, rule, len(kept) + 1).num_kept]
+    """Returns the draft tokens that could still be committed, as a tuple: at most `limit`, and none after a token that
+    ends the request. `generated` holds all earlier tokens."""
+    clipped = tuple(token_ids)[: max(limit, 0)]
+    num_left = len(clipped) + 1  # more than there are, so that only a stop cuts them
+    return clipped[: find_ending(generated, clipped, rule, num_left).num_kept]

@@ -1,7 +1,7 @@
-"""Writes new keys and values into a preallocated cache and frees slots, on plain tensors, for many sequences at once.
+"""Writes new keys and values into a preallocated cache, and frees slots, on plain tensors, for many cache rows at once.
 
-`kvcache.cache.KVCache` raises an error for a bad request. On a GPU, raising would mean waiting for the device, so a row
-with invalid numbers is left unchanged and reported.
+`kvcache.cache.KVCache` raises an error for a bad argument. On a GPU, an error would have to wait for the device. So
+these functions leave a cache row with invalid numbers unchanged, and report it.
 """
 
 import torch
@@ -25,12 +25,13 @@ def store_kv(
     counts: Int[Tensor, "b"],
     provenance: int | None = None,
 ) -> Bool[Tensor, "b"]:
-    """Writes token slot t of batch index b to slot starts[b] + t of cache row rows[b], including pads, which stay
-    masked.
+    """Writes the keys and values of token slot t of batch index b to slot starts[b] + t of cache row rows[b]. Pads are
+    written too, and stay masked.
 
     keys, values: of one layer, changed in place.  codes, lengths: the ledger, changed if a provenance is given: the
     first counts[b] slots hold real tokens and are marked.  rows: each cache row at most once.
-    Returns refused [b]: True for a row outside the cache or beyond a hole, which was not changed.
+    Returns refused [b]: True for a batch index of which nothing was written, since its cache row or slots lie outside
+    the cache or would leave a hole.
     Twin: kvcache.cache.KVCache: `write` and `extend`, == (tests.kvcache.test_cache_rows).
     """
     refused = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
@@ -56,10 +57,11 @@ def truncate_rows(
     rows: Int[Tensor, "b"],
     new_lengths: Int[Tensor, "b"],
 ) -> Bool[Tensor, "b"]:
-    """Frees the slots of cache row rows[b] from new_lengths[b] on: free in the ledger, no longer hidden.
+    """Frees the slots of cache row rows[b] from new_lengths[b] on: they become free in the ledger, and are no longer
+    hidden.
 
     Changes the ledger in place; keys and values stay, stale and masked.  rows: each cache row at most once.
-    Returns refused [b]: True for a row outside the cache or that would grow, which was not changed.
+    Returns refused [b]: True for a row outside the cache or that would grow; such a row was not changed.
     Twin: kvcache.cache.KVCache.truncate, == (tests.kvcache.test_cache_rows).
     """
     refused = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)

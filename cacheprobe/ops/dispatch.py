@@ -1,6 +1,8 @@
-"""Operations that have a kernel: runs the kernel if possible, else the reference, and reports which one and why.
+"""Runs operations that have a Triton kernel: with the kernel if possible, else with the reference function; reports
+which one, and why.
 
-The kernels' package is imported only when a call could use it; cacheprobe runs without triton.
+The kernels' package is imported only when a call could use it; cacheprobe runs without triton. The engine's runs do not
+use these operations.
 """
 
 import os
@@ -24,7 +26,7 @@ KERNEL, REFERENCE = "kernel", "reference"
 
 
 class Path(NamedTuple):
-    """Which implementation runs, and why."""
+    """Holds which implementation of an operation runs on a device (`runs`: KERNEL or REFERENCE), and the reason."""
 
     runs: str
     """KERNEL or REFERENCE."""
@@ -32,10 +34,10 @@ class Path(NamedTuple):
 
 
 class Operation(Generic[A, R]):
-    """A reference function and a kernel with the same arguments; call the object like either.
+    """Runs a reference function or a kernel with the same arguments; the object is called like the function.
 
-    The kernel is tested on a small case before its first use; if it fails to compile or differs from the reference,
-    this process does not use it. Whichever runs raises the errors for bad arguments.
+    The kernel is tested on a small case before its first use. If it fails to compile or differs from the reference,
+    this process does not use it. The chosen implementation raises the errors for bad arguments.
     """
 
     def __init__(self, name: str, reference: Callable[A, R]) -> None:
@@ -46,48 +48,47 @@ class Operation(Generic[A, R]):
         return f"Operation({self.name})"
 
     def __call__(self, *args: A.args, **kwargs: A.kwargs) -> R:
-        """Runs the operation on the device of its first tensor."""
+        """Runs the operation on the device of its first tensor and returns its result."""
         first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         if self.path(first.device).runs == REFERENCE:
             return self.reference(*args, **kwargs)
         return find("kernels", self.name).run(*args, **kwargs)
 
     def path(self, device: torch.device | str) -> Path:
-        """Returns which implementation runs for tensors on this device. The first call for a GPU compiles and tests the
-        kernel."""
+        """Returns the Path (kernel or reference, and why) for tensors on this device. The first call for a GPU compiles
+        and tests the kernel."""
         device = torch.device(device)
-        key = (str(device), is_interpreted())
+        key = (str(device), uses_triton_interpreter())
         if key not in self._paths:
             self._paths[key] = self._choose(device)
         return self._paths[key]
 
     def _choose(self, device: torch.device) -> Path:
-        if why_not := unsuited(device):
+        if why_not := reason_against(device):
             return Path(REFERENCE, why_not)
         try:
             kernel = find("kernels", self.name)
         except ModuleNotFoundError as absent:
-            wanted = "pip install 'cacheprobe[kernels]'"
-            return Path(REFERENCE, f"{absent.name} is not installed: {wanted}")
+            return Path(REFERENCE, f"{absent.name} is not installed: pip install 'cacheprobe[kernels]'")
         try:
-            found = kernel.tried(device)
+            differences = kernel.tried(device)
         except Exception as error:  # of a compiler, an assembler or a driver: each has its own
-            said = (str(error).strip().splitlines() or [""])[-1]
-            return Path(REFERENCE, f"the kernel fails on {device}: {type(error).__name__}: {said:.200}")
-        if found:
-            return Path(REFERENCE, f"the kernel is not its reference on {device}: {found[0]:.200}")
-        return Path(KERNEL, "in Triton's interpreter" if device.type == "cpu" else f"compiled for {described(device)}")
+            last_line = (str(error).strip().splitlines() or [""])[-1]
+            return Path(REFERENCE, f"the kernel fails on {device}: {type(error).__name__}: {last_line:.200}")
+        if differences:
+            return Path(REFERENCE, f"the kernel is not its reference on {device}: {differences[0]:.200}")
+        return Path(KERNEL, "in Triton's interpreter" if device.type == "cpu" else f"compiled for {gpu_text(device)}")
 
 
-def is_interpreted() -> bool:
-    """Returns whether kernels run slowly on the CPU, for tests ($TRITON_INTERPRET, read when triton is first
-    imported)."""
+def uses_triton_interpreter() -> bool:
+    """Returns whether $TRITON_INTERPRET asks Triton to run kernels in its slow interpreter on the CPU, for tests. The
+    variable must be set before triton is first imported."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes")
 
 
-def unsuited(device: torch.device) -> str:
-    """Returns why no kernel runs on a device; "" if one can."""
-    if device.type == "cpu" and is_interpreted():
+def reason_against(device: torch.device) -> str:
+    """Returns the reason, as text, why no kernel runs on a device; "" if one can."""
+    if device.type == "cpu" and uses_triton_interpreter():
         return ""
     if device.type == "cpu" and not torch.cuda.is_available():
         return "there is no GPU"
@@ -95,16 +96,16 @@ def unsuited(device: torch.device) -> str:
         return f"tensors are on {device.type}; kernels are compiled for CUDA"
     if torch.version.hip is not None:
         return "this torch is for ROCm; kernels are compiled for CUDA"
-    if is_interpreted():
+    if uses_triton_interpreter():
         return "TRITON_INTERPRET is set, so that nothing is compiled; unset it"
     if torch.cuda.get_device_capability(device) not in CAPABILITIES:
         known = " and ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
-        return f"{described(device)}; kernels are compiled and inspected for {known}"
+        return f"{gpu_text(device)}; kernels are compiled and inspected for {known}"
     return ""
 
 
-def described(device: torch.device) -> str:
-    """Returns the GPU's name and compute capability."""
+def gpu_text(device: torch.device) -> str:
+    """Returns a GPU's name and compute capability, as text."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
 
@@ -124,5 +125,6 @@ OPERATIONS: tuple[Operation[..., object], ...] = (
 
 
 def paths(device: torch.device | str) -> dict[str, Path]:
-    """Returns the path of every operation on a device, keyed by the kernel's name."""
+    """Returns the Path (kernel or reference, and why) of every operation on a device, as a dict by the kernel's
+    name."""
     return {operation.name: operation.path(device) for operation in OPERATIONS}

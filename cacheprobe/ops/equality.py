@@ -1,4 +1,4 @@
-"""Two kinds of "equal": bitwise and close. Tokens are compared with ==."""
+"""Compares tensors in two senses of "equal": bitwise, and close. Tokens are compared with ==."""
 
 import torch
 from torch import Tensor
@@ -7,25 +7,29 @@ _AS_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(a: Tensor) -> Tensor:
-    """Returns the tensor's bits as integers of the same width."""
+    """Returns the bits of a tensor's numbers as integers of the same width, in the same shape."""
     return a.contiguous().view(_AS_INT[a.element_size()])
 
 
 def bitwise(a: Tensor, b: Tensor) -> bool:
-    """Returns whether shape, dtype and bits are the same; a NaN equals the same NaN, and +0 differs from -0."""
+    """Returns whether two tensors have the same shape, dtype and bits. A NaN equals the same NaN, and +0 differs from
+    -0."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
 def ordered_bits(a: Tensor) -> Tensor:
-    """Returns int64 keys in the order of the numbers: neighbouring floats differ by one, and both zeros give 0."""
+    """Returns int64 keys that sort like the numbers of a float tensor: neighbouring floats have keys that differ by
+    one; +0 and -0 have key 0."""
     as_int = bits(a).long()
     lowest = -(1 << (8 * a.element_size() - 1))
     return torch.where(as_int < 0, lowest - as_int, as_int)
 
 
 def close(a: Tensor, b: Tensor, rtol: float, *, because: str) -> bool:
-    """Returns whether |a - b| <= rtol * max(1, largest |b|) everywhere; `because` is the reason for not being
-    bitwise."""
+    """Returns whether two tensors of one shape satisfy |a - b| <= rtol * max(1, largest |b|) everywhere.
+
+    because: the reason why they are not bitwise equal. Raises: ValueError for an empty reason.
+    """
     if not because:
         raise ValueError("close() needs the reason why the two are not bitwise equal")
     if a.shape != b.shape:

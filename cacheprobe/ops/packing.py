@@ -1,4 +1,4 @@
-"""Gathers rows of a pass into one block, in 16 or 8 bits per number."""
+"""Copies chosen rows of a pass into one block of 16 or 8 bits per number, and converts such a block back to float32."""
 
 from typing import NamedTuple
 
@@ -8,23 +8,24 @@ from torch import Tensor
 
 KINDS = ("bfloat16", "int8")
 LARGEST = 127
-"""Largest int8 value used; -128 is not used."""
+"""Largest absolute int8 value used; -128 is not used."""
 
 
 class Packed(NamedTuple):
-    """Holds rows taken from a tensor, stored in 16 or 8 bits: row i is `values[i] * scales[i]`."""
+    """Holds vectors in 16 or 8 bits per number: vector i is `values[i] * scales[i]`."""
 
     values: Tensor
     """[n, m] bfloat16 or int8."""
     scales: Tensor
-    """[n] float32. For bfloat16 always 1; for int8 NaN if the row held NaN or infinity, or lies outside the source."""
+    """[n] float32. For bfloat16 always 1. For int8 NaN if the vector had NaN or infinity, or lay outside the source."""
 
 
 def pack_rows(states: Float[Tensor, "b t m"], rows: Int[Tensor, "n"], kind: str) -> Packed:
-    """Returns rows b * t + slot of states (any strides) in a smaller type.
+    """Returns the state vectors numbered `rows` as a Packed, in bfloat16 or int8. Number b * t + slot is batch index b,
+    token slot `slot` of states [b, t, m], with any strides.
 
-    kind: bfloat16, rounded to nearest, ties to even; or int8, each row scaled by its largest absolute number. A row
-    outside the source becomes NaN.
+    kind: bfloat16, rounded to nearest, ties to even; or int8, each vector scaled by its largest absolute number. A
+    number outside the source gives NaN.
     Raises: ValueError for an unknown kind.
     Twin: tests.twins.kernels_slowly.pack_rows_slowly, ==.
     """
@@ -43,5 +44,5 @@ def pack_rows(states: Float[Tensor, "b t m"], rows: Int[Tensor, "n"], kind: str)
 
 
 def unpack(packed: Packed) -> Float32[Tensor, "n m"]:
-    """Returns the numbers as float32, with the rounding of `pack_rows`."""
+    """Returns the vectors of a Packed as float32 [n, m]; the rounding of `pack_rows` remains."""
     return packed.values.float() * packed.scales[:, None]

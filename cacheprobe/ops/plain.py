@@ -1,4 +1,4 @@
-"""A model's basic operations, computed exactly as its modules compute them."""
+"""Computes a model's RMSNorm and linear projection with the same bits as its modules."""
 
 import torch
 from jaxtyping import Float
@@ -7,12 +7,12 @@ from torch.nn.functional import linear
 
 
 def rms_norm(values: Float[Tensor, "n m"], weight: Float[Tensor, "m"], eps: float) -> Float[Tensor, "n m"]:
-    """Returns values / sqrt(mean(values^2) + eps) * weight, row by row.
+    """Returns values / sqrt(mean(values^2) + eps) * weight, for each vector of `values` [n, m].
 
     The mean square is computed in float32 (float64 for float64 input), the product with the weight in the dtype of
     `values`.
     Source: Zhang & Sennrich 2019 (arXiv 1910.07467), equation 4.
-    Twin: models.fast.functional's, which is the modules' own, bitwise (tests.ops.test_plain_ops).
+    Twin: the rms_norm of models.fast.functional, which is that of the modules, bitwise (tests.ops.test_plain_ops).
     """
     wide = values if values.dtype == torch.float64 else values.float()
     scaled = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -22,5 +22,5 @@ def rms_norm(values: Float[Tensor, "n m"], weight: Float[Tensor, "m"], eps: floa
 def project(
     values: Float[Tensor, "n i"], weight: Float[Tensor, "o i"], bias: Float[Tensor, "o"] | None = None
 ) -> Float[Tensor, "n o"]:
-    """Returns values weight^T + bias, in the dtype of `values`."""
+    """Returns values weight^T + bias, as a tensor [n, o] in the dtype of `values`."""
     return linear(values, weight, bias)

@@ -1,7 +1,7 @@
 """Computes the log-weights that a request samples from: repetition penalty, temperature, top_k, top_p, min_p.
 
-Noise is added elsewhere. All steps use float64 and NumPy, because NumPy's sums, unlike torch's, do not depend on the
-number of threads.
+Gumbel noise is added in `ops.sampling`. All steps use float64 and NumPy, because NumPy's sums, unlike torch's, do not
+depend on the number of threads.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,8 @@ def target_scores(logits: Float[Tensor, "v"], sampling: SamplingParams, prefix: 
 
 
 def target_probs(logits: Float[Tensor, "v"], sampling: SamplingParams, prefix: Sequence[int]) -> Float64[Tensor, "v"]:
-    """Returns the probabilities [v], softmax of `target_scores`; at temperature 0, all probability on the lowest best
-    token."""
+    """Returns the probabilities [v] from which a request samples its next token: the softmax of `target_scores`. At
+    temperature 0, probability 1 for the best token (the lowest id of equal ones)."""
     scores = target_scores(logits, sampling, prefix).numpy()
     if sampling.is_greedy:
         probs = np.zeros_like(scores)
@@ -58,13 +58,15 @@ def _require_a_best(scores: np.ndarray) -> None:
 
 
 def _penalise(scores: np.ndarray, penalty: float, token_ids: np.ndarray) -> None:
-    """Divides positive and multiplies negative scores of the tokens in the prefix; once for each distinct token."""
+    """Divides positive scores and multiplies negative scores by `penalty`, in place, once for each distinct token of
+    the prefix."""
     seen = scores[token_ids]
     scores[token_ids] = np.where(seen < 0, seen * penalty, seen / penalty)
 
 
 def _filter(scores: np.ndarray, sampling: SamplingParams) -> None:
-    """Sets scores that top_k, top_p and min_p remove to -inf; each filter acts on the result of the previous one."""
+    """Sets the scores that top_k, top_p and min_p remove to -inf, in place. Each filter acts on the result of the
+    previous one."""
     if sampling.top_k and sampling.top_k < len(scores):
         threshold = np.partition(scores, -sampling.top_k)[-sampling.top_k]
         _keep_best(scores, sampling.top_k, threshold)
@@ -79,8 +81,8 @@ def _filter(scores: np.ndarray, sampling: SamplingParams) -> None:
 
 
 def _keep_best(scores: np.ndarray, count: int, threshold: float) -> None:
-    """Sets all but the `count` best scores to -inf; among scores equal to `threshold`, the last kept value, the lowest
-    ids stay."""
+    """Sets all but the `count` best scores to -inf, in place. threshold: the lowest score kept; of scores equal to it,
+    the lowest ids stay."""
     above = scores > threshold
     tied = np.flatnonzero(scores == threshold)[: count - np.count_nonzero(above)]
     above[tied] = True

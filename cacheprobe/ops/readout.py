@@ -1,4 +1,4 @@
-"""Statistics of vocabulary logits: top tokens, log-sum-exp, entropy, and the rank of given tokens."""
+"""Computes statistics of vocabulary logits: top tokens, entropy, and the rank and log-probability of given tokens."""
 
 from typing import NamedTuple
 
@@ -10,34 +10,36 @@ from cacheprobe.ops.equality import ordered_bits
 from cacheprobe.ops.plain import project, rms_norm
 
 _ROWS_AT_ONCE, _IDS_AT_ONCE = 60, 4096
-"""Rows and ids reduced together: few enough to stay in the shared cache, and enough that starting each parallel pass
-costs little."""
+"""Logit rows and token ids reduced together: few enough to stay in the shared cache, and enough that starting each
+parallel pass costs little."""
 
 BLOCK = 128
-"""Number of ids whose maximum is computed first when searching the largest logits."""
+"""Number of token ids whose maximum is computed first when the largest logits are searched."""
 
 
 class Readout(NamedTuple):
-    """Statistics of a distribution over the vocabulary, row by row."""
+    """Holds statistics of n distributions over the vocabulary: top tokens, entropy, and the target token's rank and
+    log-probability."""
 
     top_token_ids: Tensor
-    """[n, k] best first; equal logits in the order of their ids."""
+    """[n, k] token ids, best first; equal logits in the order of their ids."""
     top_logprob_nats: Tensor
     """[n, k]"""
     entropy_nats: Tensor
     """[n]"""
     target_rank: Tensor
-    """[n] number of tokens ranked before the target: larger logits, and equal ones with a lower id. -1 if there is no
+    """[n] number of tokens ranked before the target: larger logits, and equal ones with a lower id. -1 without a
     target."""
     target_logprob_nats: Tensor
-    """[n] NaN if there is no target."""
+    """[n] NaN without a target."""
 
 
 def read_logits(logits: Float[Tensor, "n v"], target_token_ids: Int[Tensor, "n"], top_k: int) -> Readout:
-    """Returns top tokens, entropy and the targets' ranks, from logits in the model's own dtype.
+    """Returns the Readout (top tokens, entropy, the targets' ranks and log-probabilities) of logits [n, v] in the
+    model's own dtype.
 
-    logits: [n, v].  target_token_ids: [n], -1 for none.  Sums are computed in float32; for float64 logits in float64,
-    then rounded to float32.
+    target_token_ids: [n], -1 for no target.  Sums are computed in float32; for float64 logits in float64, then rounded
+    to float32.
     Source: logit lens (nostalgebraist 2020) statistics; entropy and rank as in Belrose et al. 2023, section 3.
     Twin: tests.twins.equivalence.read_logits_slowly: ids and ranks ==, numbers close(1e-5) since sums are reordered.
     """
@@ -57,7 +59,8 @@ def read_states(
     top_k: int,
     bias: Float[Tensor, "v"] | None = None,
 ) -> Readout:
-    """Returns `read_logits` of states after a final RMSNorm and an unembedding.
+    """Returns the Readout of states [n, m] after a final RMSNorm and an unembedding: top tokens, entropy, the targets'
+    ranks and log-probabilities.
 
     norm_weight: None for states that are already normalised.  eps: of the norm.  bias: of the unembedding.
     Source: logit lens (nostalgebraist 2020).  Twin: the two steps by themselves (tests.ops.test_plain_ops), bitwise.
@@ -67,8 +70,8 @@ def read_states(
 
 
 def _read_chunk(logits: Tensor, targets: Tensor, top_k: int) -> Readout:
-    """Returns the Readout of n rows in one pass over tiles of ids; running sums are rescaled when a larger logit
-    appears."""
+    """Returns the Readout of a few rows of logits, in one pass over tiles of token ids; running sums are rescaled when
+    a larger logit appears."""
     rows, width = logits.shape
     is_cpu = logits.device.type == "cpu"
     size = min(_IDS_AT_ONCE if is_cpu else width, -(-width // BLOCK) * BLOCK)
@@ -95,13 +98,13 @@ def _read_chunk(logits: Tensor, targets: Tensor, top_k: int) -> Readout:
         larger = torch.maximum(best, blocks.amax(-1, keepdim=True))
         shift, best = best - larger, larger
         torch.exp(values.sub_(best), out=weights)
-        here = weights.sum(-1, keepdim=True)
-        mean = weights.mul_(values).sum(-1, keepdim=True)
-        if bool(mean.isnan().any()):  # 0 times -inf: a token that cannot occur, which adds nothing to the mean
-            mean = weights.nan_to_num_(nan=0.0).sum(-1, keepdim=True)
-        kept = shift.exp()
-        weighted = (weighted + total * shift) * kept + mean
-        total = total * kept + here
+        tile_total = weights.sum(-1, keepdim=True)
+        tile_weighted = weights.mul_(values).sum(-1, keepdim=True)
+        if bool(tile_weighted.isnan().any()):  # 0 times -inf: a token that cannot occur, which adds nothing to the sum
+            tile_weighted = weights.nan_to_num_(nan=0.0).sum(-1, keepdim=True)
+        rescale = shift.exp()
+        weighted = (weighted + total * shift) * rescale + tile_weighted
+        total = total * rescale + tile_total
 
     logsumexp = total.log() + best
     top_values, top_ids = best_of_blocks(logits, tops, top_k)
@@ -115,8 +118,8 @@ def _read_chunk(logits: Tensor, targets: Tensor, top_k: int) -> Readout:
 
 
 def _num_before(values: Tensor, scratch: Tensor, target_values: Tensor, offsets: Tensor) -> Tensor:
-    """Returns [n]: how many of a tile's values [n, w] rank before the target, whose place relative to the tile is
-    `offsets` [n].
+    """Returns [n]: how many values of one tile [n, w] of logits rank before the target, whose index relative to the
+    tile is `offsets` [n].
 
     In a tile of lower ids, values equal to or larger than the target rank before it; in a tile of higher ids, only
     larger values do.
@@ -125,26 +128,28 @@ def _num_before(values: Tensor, scratch: Tensor, target_values: Tensor, offsets:
     lower = torch.nextafter(target_values, torch.full_like(target_values, -torch.inf))
     limits = torch.where((offsets >= width)[:, None], lower, target_values)
     count = torch.gt(values, limits, out=scratch).sum(-1).long()  # whole numbers, exact in float32 up to 2^24
-    unlikely = target_values[:, 0].isneginf() & (offsets >= width)  # no number is lower
+    is_lowest = target_values[:, 0].isneginf() & (offsets >= width)  # `lower` cannot lie below -inf
     inside = ((offsets >= 0) & (offsets < width)).nonzero()[:, 0]
     if len(inside):
         ids = torch.arange(width, device=values.device, dtype=torch.int32)
         equal = (values[inside] == target_values[inside]) & (ids < offsets[inside, None].int())
         count[inside] += equal.view(torch.int8).sum(-1, dtype=torch.int32)  # a sum of bits would widen each to 64
-    return count.masked_fill_(unlikely, width)
+    return count.masked_fill_(is_lowest, width)
 
 
 def best_of_blocks(values: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Returns the k largest of values [n, v] and their ids, given the maximum of every BLOCK ids.
+    """Returns the k largest of values [n, v] and their ids, [n, k] each. tops: the maximum of every BLOCK consecutive
+    values.
 
-    The k largest values lie in the k blocks with the largest maxima (the first of equal ones), because each block
-    before another one holds a value that ranks before all of the other's. Only the values of these blocks are sorted.
+    The k largest values lie in the k blocks with the largest maxima (the first of equal ones). Each block before
+    another one holds a value that ranks before all values of the other block. Only the values of these k blocks are
+    sorted.
     Twin: tests.twins.equivalence.lowest_topk_slowly, ==.
     """
     width = values.shape[1]
     k = min(k, width)
     best = _first_largest(tops, min(k, tops.shape[1]))
-    blocks = best.sort(dim=1).values  # ids ascend again, so that a lower place is a lower id
+    blocks = best.sort(dim=1).values  # ids ascend again, so that a lower index means a lower id
     ids = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device=values.device)).flatten(1)
     candidates = values.gather(1, ids.clamp(max=width - 1)).masked_fill_(ids >= width, -torch.inf)
     order = _first_largest(candidates, k)
@@ -152,9 +157,9 @@ def best_of_blocks(values: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tensor
 
 
 def _first_largest(values: Tensor, k: int) -> Tensor:
-    """Returns [n, k]: the places of the k largest values of each row; among equal values, the first place first.
+    """Returns [n, k]: the column indices of the k largest values of each row; of equal values, the lowest index first.
 
-    Sorts int64 keys that combine the float32 order and the place, so no two keys are equal; this is faster than a
+    Sorts int64 keys that combine the order of float32 with the index, so no two keys are equal; this is faster than a
     stable sort. float64 does not fit into such keys and is sorted stably.
     """
     if values.dtype == torch.float64:

@@ -1,8 +1,8 @@
-"""The accept rule of speculative sampling: a draft token is kept with a probability such that output follows the target
-exactly.
+"""Implements the accept rule of speculative sampling: a draft token is kept with a probability such that output follows
+the target distribution exactly.
 
-The rule in `ops.acceptance` uses no chance: noise is keyed, so tokens can be compared exactly at any temperature. This
-rule accepts more tokens of a drafter that samples by itself.
+The rule in `ops.acceptance` uses no chance: noise is keyed, so tokens can be compared exactly at any temperature. The
+rule here accepts more tokens of a drafter that samples by itself.
 """
 
 import numpy as np
@@ -13,7 +13,8 @@ from cacheprobe.core.noise import ACCEPT_STREAM, RECOVER_STREAM, uniform_noise
 
 
 def acceptance_prob(target_prob: float, draft_prob: float) -> float:
-    """Returns the probability of keeping a draft token, from its probability under target and draft: min(1, p / q).
+    """Returns the probability min(1, p / q) of keeping a draft token with probability p under the target and q under
+    the draft distribution.
 
     Raises: ValueError for a draft token with probability 0 under the draft distribution.
     """
@@ -25,9 +26,10 @@ def acceptance_prob(target_prob: float, draft_prob: float) -> float:
 def recovery_probs(
     target_probs: Float64[Tensor, "v"], draft_probs: Float64[Tensor, "v"] | None, draft_token_id: int
 ) -> Float64[Tensor, "v"] | None:
-    """Returns the distribution [v] of the token that replaces a rejected one: max(target - draft, 0), normalised.
+    """Returns the distribution [v] of the token that replaces a rejected draft token: max(target - draft, 0),
+    normalised. draft_probs None: the draft token had draft probability 1.
 
-    Returns None if target nowhere exceeds draft: the two are equal up to rounding, and no token is rejected.
+    Returns None if the target nowhere exceeds the draft: the two are equal up to rounding, and no token is rejected.
     """
     if draft_probs is None:
         excess = target_probs.clone()
@@ -45,7 +47,8 @@ def accept_or_recover(
     seed: int,
     position: int,
 ) -> tuple[bool, int]:
-    """Returns whether the draft token for absolute position `position` is kept, and the token that then stands there.
+    """Returns (whether the draft token for absolute position `position` is kept, the token id that is then at that
+    position).
 
     target_probs: [v] distribution that the output must follow.  draft_probs: [v] distribution from which the draft
     token was sampled, given the same tokens before it; None if it was not sampled, so that q is 1.
@@ -62,7 +65,9 @@ def accept_or_recover(
     recovery = recovery_probs(target_probs, draft_probs, draft_token_id)
     if recovery is None:
         return True, draft_token_id
-    reached = np.cumsum(recovery.cpu().numpy())
-    # of the last sum, which rounding may leave below 1 and even below the chance
-    unit = reached[-1] * uniform_noise(seed, position, 1, RECOVER_STREAM)[0]
-    return False, int(np.searchsorted(reached, unit))  # the first that reaches it: never a token of probability 0
+    cumulative = np.cumsum(recovery.cpu().numpy())
+    # scaled by the last sum, which rounding may leave below 1 and even below the random number
+    unit = cumulative[-1] * uniform_noise(seed, position, 1, RECOVER_STREAM)[0]
+    return False, int(
+        np.searchsorted(cumulative, unit)
+    )  # the first sum that reaches it: never a token of probability 0

@@ -1,4 +1,5 @@
-"""Chooses a token from logits: greedy, or at a temperature with keyed noise. Ties go to the lowest id."""
+"""Chooses a token from logits: greedily, or at a temperature with noise keyed by (seed, position). Ties go to the
+lowest id."""
 
 from collections.abc import Sequence
 
@@ -13,14 +14,15 @@ from cacheprobe.ops.processors import target_scores
 
 
 def lowest_argmax(logits: Float[Tensor, "v"]) -> int:
-    """Returns the id of the largest logit; the lowest id among equal ones."""
+    """Returns the index of the largest of logits [v]; the lowest index among equal ones."""
     if logits.device.type == "cpu":
         return int(_as_numpy(logits).argmax())  # NumPy promises the first one, torch does not
     return int((logits == logits.max()).nonzero()[0, 0])
 
 
 def sample_token(logits: Float[Tensor, "v"], temperature: float, seed: int, position: int) -> int:
-    """Returns the token for absolute position `position`.
+    """Returns the token id chosen from logits [v] for absolute position `position`: greedy at temperature 0, else a
+    sample.
 
     logits: [v] in the model's own dtype.  position: where the chosen token will stand.
     At temperature 0, the lowest id of the largest logit; else a sample from softmax(logits / temperature) by the
@@ -37,7 +39,8 @@ def sample_token(logits: Float[Tensor, "v"], temperature: float, seed: int, posi
 
 
 def choose_token(logits: Float[Tensor, "v"], sampling: SamplingParams, prefix: Sequence[int], position: int) -> int:
-    """Returns the token for absolute position `position` under all sampling settings of a request.
+    """Returns the token id chosen from logits [v] for absolute position `position`, under all sampling settings of a
+    request.
 
     logits: [v] in the model's own dtype.  prefix: the tokens at positions 0 to position - 1.
     The noise is that of `sample_token`, independent of the filters; without filters the token equals `sample_token`'s.
@@ -55,21 +58,21 @@ def choose_token(logits: Float[Tensor, "v"], sampling: SamplingParams, prefix: S
 
 
 def two_largest(values: Float[Tensor, "v"]) -> tuple[float, float]:
-    """Returns the largest and the second largest value, which may be equal, of v >= 2 values.
+    """Returns the largest and the second largest of values [v], as floats; they may be equal. v must be at least 2.
 
     Twin: torch.topk, ==, which takes ten times as long.
     """
     if values.device.type != "cpu":
         best = values.topk(2).values
         return float(best[0]), float(best[1])
-    held = _as_numpy(values)
-    first = int(held.argmax())
-    rest = [part.max() for part in (held[:first], held[first + 1 :]) if len(part)]
-    return float(held[first]), float(max(rest))
+    array = _as_numpy(values)
+    first = int(array.argmax())
+    maxima_around = [part.max() for part in (array[:first], array[first + 1 :]) if len(part)]
+    return float(array[first]), float(max(maxima_around))
 
 
 def _as_numpy(values: Tensor) -> np.ndarray:
-    """Returns the values in a dtype that holds each one exactly: NumPy has no bfloat16."""
+    """Returns the tensor as a NumPy array, in a dtype that holds each number exactly: NumPy has no bfloat16."""
     values = values.detach()
     return (values if values.dtype == torch.float64 else values.float()).numpy()
 

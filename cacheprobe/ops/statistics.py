@@ -1,17 +1,18 @@
-"""Confidence intervals of shares."""
+"""Computes confidence intervals of shares."""
 
 from statistics import NormalDist
 
 
 def wilson(share: float, number: float) -> tuple[float, float]:
-    """Returns Wilson's 95 % score interval of a share among `number` independent trials, which need not be a whole
-    number.
+    """Returns (low, high), Wilson's 95 % score interval of a share in 0..1 among `number` independent trials, which
+    need not be a whole number.
 
     Source: Wilson 1927, "Probable inference".  Twin: scipy's binomtest(...).proportion_ci(method="wilson"),
     close(1e-12) for whole numbers.
     """
-    z = NormalDist().inv_cdf(0.975)
+    z = NormalDist().inv_cdf(0.975)  # 2.5 % lie outside on each side
     centre = share + z * z / (2 * number)
-    reach = z * (share * (1 - share) / number + z * z / (4 * number * number)) ** 0.5
-    low, high = (centre - reach) / (1 + z * z / number), (centre + reach) / (1 + z * z / number)
-    return max(0.0, min(low, share)), min(1.0, max(high, share))  # rounding put aside
+    half_width = z * (share * (1 - share) / number + z * z / (4 * number * number)) ** 0.5
+    scale = 1 + z * z / number
+    low, high = (centre - half_width) / scale, (centre + half_width) / scale
+    return max(0.0, min(low, share)), min(1.0, max(high, share))  # rounding must not exclude the share itself

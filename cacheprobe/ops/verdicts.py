@@ -1,4 +1,8 @@
-"""Computes verdicts on a batch of drafts and updates the cache's ledger, on plain tensors."""
+"""Computes verdicts on a batch of drafts and updates the cache's ledger, on plain tensors, as the reference of a GPU
+kernel.
+
+The engine does not call this file; its verdicts are made in `engine.committer`.
+"""
 
 from typing import NamedTuple
 
@@ -12,20 +16,21 @@ from cacheprobe.ops.cache_rows import FREE
 
 VERIFIED = PROVENANCES.index("verified")
 FINISHES = (None, "stop", "length")
-"""Finish reasons, indexed by the codes in Settled.finish."""
+"""Finish reasons, indexed by the codes in `Settled.finish`."""
 
 
 class Settled(NamedTuple):
-    """Verdicts, one for each batch index; all -1 for a refused one, of which nothing was changed."""
+    """Holds the verdicts on a batch of drafts, one for each batch index. All numbers are -1 for a batch index with
+    invalid arguments, of which nothing was changed."""
 
     num_accepted: Tensor
     """[b] length of the longest prefix of the draft that the verifier would have chosen itself."""
     num_committed: Tensor
     """[b] tokens committed: the accepted ones and the verifier's next, or fewer if the request ended."""
     finish: Tensor
-    """[b] index into FINISHES."""
+    """[b] index into FINISHES: why the request ended, or 0 if it goes on."""
     committed: Tensor
-    """[b, k + 1] the committed tokens, then -1."""
+    """[b, k + 1] the committed tokens, followed by -1."""
 
 
 def apply_verdicts(
@@ -42,12 +47,12 @@ def apply_verdicts(
     hidden: Bool[Tensor, "r s"],
     lengths: Int[Tensor, "r"],
 ) -> Settled:
-    """Compares drafts with the verifier's choices, commits tokens and updates the ledger, for each batch index of a
-    verify pass.
+    """Compares drafts with the verifier's own tokens, commits tokens and updates the ledger, for each batch index of a
+    verify pass; returns the Settled verdicts.
 
     drafts, draft_lengths: draft tokens, of which the first draft_lengths[b] count.  targets, target_lengths: the
-    verifier's own choices, one more than draft tokens, or as many if the last draft token ends the request.  num_left:
-    tokens that may still be committed.  stop_token_ids: -1 for none; stop texts are not supported here.
+    verifier's own tokens, one more than draft tokens, or as many if the last draft token ends the request.  num_left:
+    tokens that may still be committed.  stop_token_ids: -1 for none; stop texts are not supported.
     last_positions: position of the newest committed token, whose slot the pass has written.
     Changes in place: token_ids[row] by position, from the last committed position + 1 on; the ledger of the row, in
     which committed slots become verified and all later ones free; lengths.  rows: each cache row at most once.
@@ -67,12 +72,12 @@ def apply_verdicts(
         draft, chosen = drafts[b, :num_drafted].tolist(), targets[b, :num_targets].tolist()
         stops = frozenset(token for token in stop_token_ids[b].tolist() if token >= 0)
         n = num_accepted(draft, chosen)
-        said = draft[:n] + chosen[n : n + 1]
-        ending = find_ending((), said, StopRule(stops, (), str), left)
+        decided = draft[:n] + chosen[n : n + 1]
+        ending = find_ending((), decided, StopRule(stops, (), str), left)
         end = last_committed_position + ending.num_kept
         if end > codes.shape[1] or end + 1 > token_ids.shape[1]:
             continue
-        kept = torch.tensor(said[: ending.num_kept], dtype=torch.long, device=drafts.device)
+        kept = torch.tensor(decided[: ending.num_kept], dtype=torch.long, device=drafts.device)
         out[:, b] = torch.tensor([n, ending.num_kept, FINISHES.index(ending.finish)])
         committed[b, : len(kept)] = kept
         token_ids[row, last_committed_position + 1 : end + 1] = kept

@@ -1,4 +1,4 @@
-"""Computes matrix products of many 16-bit rows in float32, on a CPU without fast 16-bit arithmetic."""
+"""Computes matrix products of many 16-bit vectors in float32, for a CPU without fast 16-bit arithmetic."""
 
 from functools import cache
 
@@ -7,22 +7,23 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 WIDE_ROWS = 32
-"""From this many rows on, widening the weights for one product saves more time than it costs, with one or two
-threads."""
+"""From this many vectors on, converting the weights to float32 for one product saves more time than it costs, with one
+or two threads."""
 WIDE_ROWS_IN_LANES = 64
-"""The same limit for a CPU that has bfloat16 only in vector lanes: an instruction does twice the work at half the
-rate."""
+"""The same limit for a CPU that computes bfloat16 only in vector lanes: one instruction does twice the work of
+float32's at half the rate."""
 
 _OUTPUTS, _NUMBERS = 192, 2**18
-"""How much of the weights is widened at once. The number of outputs is a multiple of the first (for fewer, MKL's
-products of few rows are several times slower); the second is the approximate count of numbers, which fit into a
+"""How much of the weights is converted to float32 at once. The number of outputs is a multiple of _OUTPUTS: for fewer,
+MKL's products of few vectors are several times slower. _NUMBERS is the approximate count of weights, which fit into a
 core's cache."""
 
 _INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
-    """Returns whether products of this dtype run on an x86-64 CPU that lacks instructions for them."""
+    """Returns True if products of this dtype run on an x86-64 CPU that has no instructions for the dtype, and so
+    emulates them slowly."""
     return device.type == "cpu" and dtype in _INSTRUCTIONS and _lacks(_INSTRUCTIONS[dtype])
 
 
@@ -33,21 +34,22 @@ def _lacks(instructions: tuple[str, ...]) -> bool:
 
 
 def wide_rows(dtype: torch.dtype, device: torch.device) -> int | None:
-    """Returns the number of rows from which products of this dtype are computed in float32; None for never."""
+    """Returns from how many vectors on products of this dtype on this device are computed in float32; None if they
+    never are."""
     if is_emulated(dtype, device):
         return WIDE_ROWS
     return WIDE_ROWS_IN_LANES if device.type == "cpu" and dtype == torch.bfloat16 and _has_lanes_alone() else None
 
 
 def widening(from_rows: int | None) -> str:
-    """Returns the setting as text for a fingerprint."""
+    """Returns a limit of `wide_rows` as text for the schedule fingerprint: "from N rows", or "never" for None."""
     return "never" if from_rows is None else f"from {from_rows} rows"
 
 
 @cache
 def _has_lanes_alone() -> bool:
-    """Returns whether this is an Intel CPU with bfloat16 vector lanes but without matrix units; on other CPUs, such
-    lanes do twice float32's work."""
+    """Returns whether this is an Intel CPU with bfloat16 vector lanes but without bfloat16 matrix units. On other CPUs,
+    such lanes do twice float32's work."""
     capabilities = torch.cpu.get_capabilities()
     is_intel = str(capabilities.get("cpu_name", "")).startswith("Intel")
     return is_intel and bool(capabilities.get("avx512_bf16")) and not capabilities.get("amx_bf16")
@@ -56,9 +58,9 @@ def _has_lanes_alone() -> bool:
 def wide_product(values: Tensor, weight: Tensor, bias: Tensor | None = None, from_rows: int = WIDE_ROWS) -> Tensor:
     """Returns values weight^T + bias, from [..., i] and [o, i] to [..., o], in the dtype of `values`.
 
-    From `from_rows` rows on, both factors are widened to float32, the weights part by part, and each sum is rounded
-    once. The decision depends only on the number of rows of a pass, not on their contents, so it belongs to the
-    schedule.
+    From `from_rows` vectors on, both factors are converted to float32, the weights part by part, and each sum is
+    rounded once. The decision depends only on the number of vectors in a pass, not on their contents, so it belongs to
+    the schedule.
     Twin: torch.nn.functional.linear, equal to one unit in the last place of the largest sum: the order of sums differs.
     """
     if values.numel() < from_rows * values.shape[-1]:
@@ -67,7 +69,8 @@ def wide_product(values: Tensor, weight: Tensor, bias: Tensor | None = None, fro
 
 
 def widened(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns the product computed in float32, for any number of rows."""
+    """Returns values weight^T + bias, computed in float32 and rounded to the dtype of `values`, for any number of
+    vectors."""
     rows = values.numel() // values.shape[-1]
     size, num_outputs = outputs_at_once(rows, weight.shape[1]), weight.shape[0]
     wide = values.reshape(rows, -1).float()
@@ -82,6 +85,7 @@ def widened(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def outputs_at_once(rows: int, num_inputs: int) -> int:
-    """Returns how many outputs' weights are widened at once; more if there are many rows."""
+    """Returns how many outputs of a product have their weights converted to float32 at once; about four times as many
+    from 64 vectors on."""
     numbers = _NUMBERS * (1 if rows < 2 * WIDE_ROWS else 4)
     return _OUTPUTS * max(numbers // (_OUTPUTS * num_inputs), 1)

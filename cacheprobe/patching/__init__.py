@@ -1,9 +1,10 @@
-"""Patching grids: puts states of one run into another, at each layer and position, and measures how the answer
-changes."""
+"""Computes patching grids: puts states of one run into another, at each layer and position, and measures how the answer
+changes.
+"""
 
 from cacheprobe.patching.activation import activation
-from cacheprobe.patching.grid import Grid
+from cacheprobe.patching.grid import PatchingGrid
 from cacheprobe.patching.prefix import prefix
 from cacheprobe.patching.tracing import causal_tracing
 
-__all__ = ["Grid", "activation", "causal_tracing", "prefix"]
+__all__ = ["PatchingGrid", "activation", "causal_tracing", "prefix"]

@@ -1,4 +1,4 @@
-"""Activation patching: puts one state of the clean run at a time into the corrupted run."""
+"""Runs activation patching: puts one state of the clean run at a time into the corrupted run."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,8 +19,8 @@ from cacheprobe.patching.arguments import (
     grid_config,
     usable,
 )
-from cacheprobe.patching.cells import Cell, Edit, cell
-from cacheprobe.patching.grid import Grid
+from cacheprobe.patching.cells import Edit, PatchingCell, cell
+from cacheprobe.patching.grid import PatchingGrid
 from cacheprobe.patching.pair import answers, grid_of_pair, run_pair
 from cacheprobe.patching.runs import Run
 from cacheprobe.patching.sweep import Group, Index
@@ -36,17 +36,18 @@ def activation(
     heads: bool = False,
     answer: "Sequence[str | int] | None" = None,
     **options: Unpack[GridOptions],
-) -> Grid:
-    """Runs the corrupted prompt once for each layer and position, with the clean run's state there, and measures its
-    answer.
+) -> PatchingGrid:
+    """Runs the corrupted prompt once for each layer and position, with the clean run's state there, and returns a Grid.
 
+    Each result is the logit difference between two answer tokens.
     clean, corrupt: prompts of one length: text, token ids or task examples.
     site: S, T, C, or "pre", the residual stream that enters the block.  heads: at site T, one head at a time.
     answer: the clean answer and the other one; by default the first choices of the two runs.
     options, the keywords of GridOptions: layers and positions of the grid, None for all; store, a folder for finished
     cells, from which the same call resumes; path, "fast", "bridge" or "auto", as in `cp.run`; progress.
-    Returns a Grid; its table has layer, position, head (if requested), token, logit_difference, nld, flip,
-    logprob_nats.
+    The Grid's table has layer, position, head (if requested), token, logit_difference, nld (normalised logit
+    difference),
+    flip, logprob_nats.
     Raises: ValueError for prompts of different length, for equal prompts, for a site, layer or position that does not
     exist, and for answers between which both runs have the same logit difference; ModelError for a model whose memory
     is more than keys and values.
@@ -67,7 +68,9 @@ def activation(
     count = model.head_shape[0] if heads else 1
 
     def indices(position: int) -> list[Index]:
-        """Returns the index of each cell at one position."""
+        """Returns a list with the index of each patched run of the grid at one position: (layer, position) or with a
+        head.
+        """
         return [(layer, position, *((head,) if heads else ())) for layer in in_layers for head in range(count)]
 
     groups = [
@@ -78,10 +81,16 @@ def activation(
     return grid_of_pair(model, "activation", place, axes, runs, pair, in_layers, groups, config)
 
 
-def _cells(donor: Run, site: str, indices: list[Index]) -> Mapping[Index, Cell]:
+def _cells(donor: Run, site: str, indices: list[Index]) -> Mapping[Index, PatchingCell]:
+    """Returns a dict of patched runs (cells) by index; each copies one state of the clean run (`donor`)."""
     return {index: _cell(donor, site, *index) for index in indices}
 
 
-def _cell(donor: Run, site: str, layer: int, position: int, head: int | None = None) -> Cell:
+def _cell(donor: Run, site: str, layer: int, position: int, head: int | None = None) -> PatchingCell:
+    """Returns the patched run (Cell) that copies one state of the clean run: of a layer, a position and, if given, one
+    head.
+
+    donor: the clean run.
+    """
     vectors = donor.at(site, layer)[position : position + 1]
     return cell([Edit((site, layer), (position,), vectors if head is None else vectors[:, head], head)])

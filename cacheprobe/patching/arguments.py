@@ -16,23 +16,25 @@ PATCHED_SITES = (*RESIDUAL_SITES, "T", "C")
 
 
 class GridOptions(TypedDict, total=False):
-    """Keywords that `activation`, `prefix` and `causal_tracing` share: the extent of a grid and how it is computed."""
+    """Lists the keyword arguments that `activation`, `prefix` and `causal_tracing` share: layers, positions, store,
+    path, progress.
+    """
 
     layers: "Iterable[int] | None"
     """Layers of the grid; None for all."""
     positions: "Iterable[int] | None"
     """Positions of the grid; None for all."""
     store: "str | Path | None"
-    """A folder for finished cells; the same call resumes from there."""
+    """A folder for finished cells, from which the same call resumes."""
     path: str
     """"fast", "bridge" or "auto", as in `cp.run`."""
     progress: bool
-    """Whether a bar is shown on a terminal."""
+    """Whether to draw a progress bar on a terminal."""
 
 
 @dataclass(frozen=True)
 class GridConfig:
-    """Holds the GridOptions of one call, with a default for each that was not given."""
+    """Holds the options of one patching grid (layers, positions, store, path, progress), with defaults."""
 
     layers: "Iterable[int] | None" = None
     positions: "Iterable[int] | None" = None
@@ -42,32 +44,36 @@ class GridConfig:
 
 
 def grid_config(**options: Unpack[GridOptions]) -> GridConfig:
-    """Returns the options with their defaults. Raises: TypeError for an unknown option, with the nearest name."""
+    """Returns the options of a grid as a GridConfig, with defaults. Raises: TypeError for an unknown option.
+
+    The error names the nearest option.
+    """
     require_known_options(options, GridOptions.__annotations__)
     return GridConfig(**options)
 
 
 def usable(model: CachedLM, path: str) -> CachedLM:
-    """Returns the model to run, the bridge or the fast forward.
+    """Returns the model that runs the grid: the TransformerBridge or the fast forward, as `path` says.
 
-    Raises: ModelError for a model without `editing`, and for one that caches more than keys and values, so that patched
-    runs could not share a prefix.
+    Raises: ValueError for a model that `cp.load_model` did not return; ModelError for a model without `editing`, and
+    for
+    one that caches more than keys and values, so that patched runs could not share a prefix.
     """
     if not hasattr(model, "new_cache"):
         raise ValueError(f"a patching grid needs a model from cp.load_model(...), got a {type(model).__name__}")
     chosen, _ = choose_path(model, path)
     if not hasattr(chosen, "editing"):
         raise ModelError(f"{chosen.name} has no `editing`, so nothing can be patched in it; see CachedLM")
-    if type(kept := chosen.new_cache(1, 1)) is not KVCache:
+    if type(cache := chosen.new_cache(1, 1)) is not KVCache:
         raise ModelError(
-            f"{chosen.name} keeps a {type(kept).__name__}, more than keys and values, which cells cannot share; use a "
+            f"{chosen.name} keeps a {type(cache).__name__}, more than keys and values, which cells cannot share; use a "
             "model whose only memory is keys and values"
         )
     return chosen
 
 
 def as_token_ids(model: CachedLM, prompt: Prompt, what: str) -> tuple[int, ...]:
-    """Returns the token ids of a text, a list of token ids, or a task example.
+    """Returns the token ids of a prompt given as text, token ids or a task example. what: the prompt's name in errors.
 
     Raises: ValueError for an empty prompt, an unknown token, or more tokens than the model's context.
     """
@@ -88,8 +94,10 @@ def as_token_ids(model: CachedLM, prompt: Prompt, what: str) -> tuple[int, ...]:
 
 
 def as_pair(model: CachedLM, clean: Prompt, corrupt: Prompt) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the token ids of both prompts. Raises: ValueError for prompts of different length, and for equal
-    prompts."""
+    """Returns the token ids of the clean and the corrupted prompt.
+
+    Raises: ValueError for prompts of different length, and for equal prompts.
+    """
     pair = as_token_ids(model, clean, "clean"), as_token_ids(model, corrupt, "corrupted")
     if len(pair[0]) != len(pair[1]):
         raise ValueError(
@@ -102,7 +110,10 @@ def as_pair(model: CachedLM, clean: Prompt, corrupt: Prompt) -> tuple[tuple[int,
 
 
 def as_answer(model: CachedLM, answer: "str | int") -> int:
-    """Returns the token id of an answer. Raises: ValueError for text that is not one token, and for an unknown id."""
+    """Returns the token id of an answer given as text or id.
+
+    Raises: ValueError for text that is not one token, and for an unknown id.
+    """
     if isinstance(answer, str):
         ids = model.encode(answer, add_special_tokens=False)
         if len(ids) != 1:
@@ -114,22 +125,25 @@ def as_answer(model: CachedLM, answer: "str | int") -> int:
 
 
 def check_site(site: str, sites: Iterable[str]) -> None:
-    """Raises: ValueError for a site that this grid does not have."""
+    """Checks that a grid can patch this site. Raises: ValueError if not."""
     if site not in sites:
         raise ValueError(f"unknown site {site!r}; sites of this grid are {', '.join(sites)}")
 
 
 def as_layers(layers: "Iterable[int] | None", model: CachedLM) -> tuple[int, ...]:
-    """Returns the layers of the grid; None means all. Raises: ValueError for a layer that the model does not have."""
+    """Returns the layers of the grid as a tuple; None means all. Raises: ValueError for a layer that does not exist."""
     return _numbers(layers, model.n_layers, "layer", "the model")
 
 
 def as_positions(positions: "Iterable[int] | None", length: int) -> tuple[int, ...]:
-    """Returns the positions of the grid; None means all. Raises: ValueError for a position outside the prompt."""
+    """Returns the positions of the grid as a tuple; None means all. Raises: ValueError for one outside the prompt."""
     return _numbers(positions, length, "position", "the prompt")
 
 
 def _numbers(given: "Iterable[int] | None", count: int, noun: str, whole: str) -> tuple[int, ...]:
+    """Returns the distinct given numbers, or 0 to count - 1 if None. Raises: ValueError for none, or one outside the
+    range.
+    """
     listed = tuple(range(count)) if given is None else tuple(dict.fromkeys(int(x) for x in given))
     if not listed:
         raise ValueError(f"there is no {noun}, so the grid is empty; leave out {noun}s= for all")

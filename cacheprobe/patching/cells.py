@@ -1,4 +1,4 @@
-"""Runs many cells of a grid in one forward: each cell joins the batch at the layer where its states begin to differ.
+"""Runs many cells (patched runs) of a grid in one forward: each joins the batch where its states begin to differ.
 
 Below its patched layer, a cell equals the unpatched run; before its first patched position, it does so in every layer.
 A forward over the later positions therefore carries the cells of all layers: one batch index at the bottom, and one
@@ -17,16 +17,16 @@ from cacheprobe.core.hook_names import HEADS
 from cacheprobe.kvcache.prefix import SharedPrefix
 from cacheprobe.models.base import CachedLM
 from cacheprobe.patching.arguments import RESIDUAL_SITES
-from cacheprobe.patching.runs import Place, Run
+from cacheprobe.patching.runs import Run, SiteLayer
 
 MOST_ROWS = 16384
 """Token positions computed in one forward: limits the memory for long prompts."""
 
 
 class Edit(NamedTuple):
-    """States that replace a cell's own."""
+    """Holds states that replace those of a patched run (cell) at one site and layer, at given positions."""
 
-    place: Place
+    place: SiteLayer
     positions: tuple[int, ...]
     vectors: Tensor
     """[len(positions), w]"""
@@ -35,70 +35,85 @@ class Edit(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Cell:
-    """One patched run."""
+class PatchingCell:
+    """Describes one patched run of a grid: its edits, and where its computation starts."""
 
     edits: tuple[Edit, ...]
     """Lowest layer first. A cell without edits is the unpatched run, computed from `enters` and `start` on."""
     start: int
     """First computed position; no earlier position is edited."""
-    enters: Place
+    enters: SiteLayer
     """The (site, layer) at which the cell joins the batch with the unpatched run's states: pre or S, not above its
     first edit."""
 
 
-def cell(edits: Sequence[Edit], start: int | None = None) -> Cell:
-    """Returns a cell that starts at its first edit. start: an earlier position to start from."""
+def cell(edits: Sequence[Edit], start: int | None = None) -> PatchingCell:
+    """Returns a Cell (patched run) with these edits, computed from its first edited position on.
+
+    start: an earlier position to compute from.
+    """
     site, layer = edits[0].place
     enters = (site, layer) if site in RESIDUAL_SITES else ("pre", layer)
-    return Cell(tuple(edits), min(min(e.positions) for e in edits) if start is None else start, enters)
+    return PatchingCell(tuple(edits), min(min(e.positions) for e in edits) if start is None else start, enters)
 
 
-def is_idle(one: Cell, base: Run) -> bool:
-    """Returns whether every edit writes the states that are there already, bit for bit, so that the cell is the
-    unpatched run."""
-    return bool(one.edits) and all(torch.equal(_there(edit, base), edit.vectors) for edit in one.edits)
+def is_idle(one: PatchingCell, base: Run) -> bool:
+    """Returns True if a patched run needs no computing: every edit writes the bits that the unpatched run has anyway.
+
+    A cell without edits returns False.
+    """
+    return bool(one.edits) and all(torch.equal(_unpatched_states(edit, base), edit.vectors) for edit in one.edits)
 
 
-def _there(edit: Edit, base: Run) -> Tensor:
+def _unpatched_states(edit: Edit, base: Run) -> Tensor:
+    """Returns the unpatched run's states at the layer, positions and head of an edit."""
     states = base.at(*edit.place)[list(edit.positions)]
     return states if edit.head is None else states[:, edit.head]
 
 
-def run_cells(model: CachedLM, base: Run, cells: Sequence[Cell]) -> Tensor:
-    """Returns logits [len(cells), v] of the last position of each cell; all cells must have the same `start`.
+def run_cells(model: CachedLM, base: Run, cells: Sequence[PatchingCell]) -> Tensor:
+    """Runs patched runs (cells) in batches; returns the logits [len(cells), v] of the last position of each.
 
-    base: the unpatched run that the cells change.
+    base: the unpatched run that the cells change. All cells must have the same `start`.
     Twin: tests.twins.patching_slowly.patched_logits, close(1e-5) in float32: rows of a batch are summed in another
     order.
     """
     (start,) = {one.start for one in cells}
-    order = sorted(range(len(cells)), key=lambda i: _height(cells[i].enters))
-    height = max(1, MOST_ROWS // (len(base.token_ids) - start))
+    order = sorted(range(len(cells)), key=lambda i: _forward_order(cells[i].enters))
+    batch_size = max(1, MOST_ROWS // (len(base.token_ids) - start))
     out: list[Tensor] = [base.logits] * len(cells)
-    for part in _parts(order, height):
-        for i, logits in zip(part, _run_together(model, base, start, [cells[i] for i in part]), strict=True):
+    for batch in _batches(order, batch_size):
+        for i, logits in zip(batch, _run_together(model, base, start, [cells[i] for i in batch]), strict=True):
             out[i] = logits
     return torch.stack(out)
 
 
-def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[Cell]) -> Tensor:
-    """Runs cells in one forward. cells: in the order in which they join."""
+def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[PatchingCell]) -> Tensor:
+    """Runs patched runs (cells) in one forward, and returns their logits [len(cells), v] at the last position.
+
+    cells: in the order in which they join the batch.
+    """
     joined = 0
 
     def change(site: str, layer: int, value: Tensor) -> Tensor | None:
-        """Adds the cells that join here to the batch, and applies the edits of this site and layer."""
+        """Adds the cells that join at this site and layer to the batch `value`, and applies the edits of this site and
+        layer.
+
+        Returns None if nothing changes.
+        """
         nonlocal joined
-        here = (site, layer)
-        coming = sum(one.enters == here for one in cells)
-        if coming:
-            rows = base.at(*here)[start:].expand(coming, -1, -1)
-            value = torch.cat([value, rows]) if joined else rows.clone()  # the first ones take the carrier's place
-            joined += coming
-        edited = [(b, edit) for b, one in enumerate(cells[:joined]) for edit in one.edits if edit.place == here]
+        site_layer = (site, layer)
+        num_joining = sum(one.enters == site_layer for one in cells)
+        if num_joining:
+            rows = base.at(*site_layer)[start:].expand(num_joining, -1, -1)
+            value = (
+                torch.cat([value, rows]) if joined else rows.clone()
+            )  # the first cells replace the unpatched run at batch index 0
+            joined += num_joining
+        edited = [(b, edit) for b, one in enumerate(cells[:joined]) for edit in one.edits if edit.place == site_layer]
         if not edited:
-            return value if coming else None
-        value = value if coming else value.clone()
+            return value if num_joining else None
+        value = value if num_joining else value.clone()
         for b, edit in edited:
             slots = [position - start for position in edit.positions]
             if edit.head is None:
@@ -107,18 +122,19 @@ def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[Cell])
                 value[b, slots, edit.head] = edit.vectors
         return value
 
-    places = {one.enters for one in cells} | {edit.place for one in cells for edit in one.edits}
+    hook_points = {one.enters for one in cells} | {edit.place for one in cells for edit in one.edits}
     slots = len(base.token_ids) - start
-    with model.editing(sorted(places, key=_height), change):
+    with model.editing(sorted(hook_points, key=_forward_order), change):
         ids = torch.tensor([base.token_ids[start:]])
         cache = SharedPrefix(base.cache, start)
         return model.forward(ids, cache, [0], [start], logit_slots=[slots - 1])[:, 0]
 
 
-def _height(place: Place) -> tuple[int, int]:
-    """Returns a sort key: the order in which a forward reaches the sites."""
+def _forward_order(place: SiteLayer) -> tuple[int, int]:
+    """Returns a sort key of a (site, layer): the order in which a forward reaches the sites."""
     return place[1], ("pre", HEADS, "T", "C", "S").index(place[0])
 
 
-def _parts(order: list[int], height: int) -> Iterator[list[int]]:
-    yield from (order[i : i + height] for i in range(0, len(order), height))
+def _batches(order: list[int], batch_size: int) -> Iterator[list[int]]:
+    """Yields the list `order` in parts of at most `batch_size` items."""
+    yield from (order[i : i + batch_size] for i in range(0, len(order), batch_size))

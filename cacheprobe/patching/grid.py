@@ -1,4 +1,4 @@
-"""The result of a patching experiment: a tidy table and its metadata."""
+"""Defines Grid, the result of a patching experiment: a tidy table and its metadata."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ _META = ("kind", "site", "value", "model")
 
 
 class GridMeta(TypedDict, total=False):
-    """Metadata of a grid: the request, the model, and the results of the unpatched runs. Files of `Grid.save` hold it.
+    """Lists the metadata of a Grid: the request, the model, and the results of the unpatched runs.
 
     The first block is part of every grid, the second of grids of two prompts, the third of causal tracing.
     """
@@ -53,8 +53,10 @@ class GridMeta(TypedDict, total=False):
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
-    """The result of every cell. `cp.plots.patching_grid(grid)` draws it."""
+class PatchingGrid:
+    """Holds the result of a patching experiment: a table with one line for each cell. `cp.plots.patching_grid` draws
+    it.
+    """
 
     table: pd.DataFrame = field(repr=False)
     """One line for each cell; the docstrings of `activation`, `prefix` and `causal_tracing` list the columns."""
@@ -67,7 +69,7 @@ class Grid:
         return f"Grid({self.meta['kind']}, site {self.meta['site']}, {shape}, {self.meta['model']})"
 
     def matrix(self, value: str | None = None) -> pd.DataFrame:
-        """Returns one number for each layer (index) and position (columns); the mean over heads or samples.
+        """Returns one column of the grid's table as a DataFrame, layers x positions; the mean over heads or samples.
 
         value: a column; by default nld or effect, as the kind of grid requires.
         Raises: ValueError for a column that does not exist.
@@ -80,13 +82,13 @@ class Grid:
         )
 
     def save(self, path: "str | Path") -> None:
-        """Writes the grid as one JSON file, which appears whole or not at all."""
+        """Writes the grid to one JSON file, completely or not at all."""
         columns = {name: self.table[name].tolist() for name in self.table.columns}
         write_json(Path(path), {"format": _FORMAT, "meta": self.meta, "table": columns}, indent=None)
 
     @classmethod
-    def load(cls, path: "str | Path") -> "Grid":
-        """Returns the grid that `save` wrote. Raises: ValueError for another file."""
+    def load(cls, path: "str | Path") -> "PatchingGrid":
+        """Reads a Grid from the JSON file that `Grid.save` wrote. Raises: ValueError for another file."""
         try:
             stored = json.loads(Path(path).read_text(encoding="utf-8"))
             if stored["format"] != _FORMAT:
@@ -108,10 +110,13 @@ def pair_table(
     clean: AnswerLogits,
     corrupt: AnswerLogits,
 ) -> pd.DataFrame:
-    """Returns a table of layer, position (and head), the position's token, and the result of each cell.
+    """Returns the table of a grid of two prompts: a DataFrame with one line for each cell (patched run).
 
-    Columns: logit_difference (first answer minus second), nld (0 as in the corrupted run, 1 as in the clean run), flip
-    (whether the cell prefers another answer than the corrupted run), logprob_nats (of the first answer).
+    Columns: layer, position (and head), token (of the position), logit_difference (first answer minus second), nld (0
+    as in
+    the corrupted run, 1 as in the clean run), flip (whether the cell prefers another answer than the corrupted run),
+    logprob_nats (of the first answer).
+    results: by index of the cell, whose numbers are named by `axes`.  clean, corrupt: the unpatched runs.
     Source: normalised logit difference as in Li, Guo and Andreas 2025 (arXiv 2503.02854).
     """
     low, high = difference(corrupt), difference(clean)
@@ -125,12 +130,12 @@ def pair_table(
 
 
 def difference(logits: AnswerLogits) -> float:
-    """Returns the logit of the first answer minus that of the second."""
+    """Returns the logit of the first answer token minus that of the second."""
     return logits.first - logits.second
 
 
 def pair_meta(model: CachedLM, kind: str, site: str, runs: tuple[Run, Run], answer: tuple[int, int]) -> GridMeta:
-    """Returns the metadata of a grid from a clean and a corrupted run."""
+    """Returns the metadata of a grid of two prompts. runs: the unpatched clean and corrupted run."""
     clean, corrupt = (read(run.logits[None], answer)[0] for run in runs)
     return {
         "kind": kind,

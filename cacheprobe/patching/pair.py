@@ -6,8 +6,8 @@ from pathlib import Path
 from cacheprobe.core.token_text import visible
 from cacheprobe.models.base import CachedLM
 from cacheprobe.patching.arguments import GridConfig, as_answer
-from cacheprobe.patching.grid import Grid, difference, pair_meta, pair_table
-from cacheprobe.patching.parts import Parts
+from cacheprobe.patching.grid import PatchingGrid, difference, pair_meta, pair_table
+from cacheprobe.patching.parts import CellStore
 from cacheprobe.patching.runs import Run, read, run_once
 from cacheprobe.patching.sweep import Group, sweep
 
@@ -19,10 +19,10 @@ below it."""
 def run_pair(
     model: CachedLM, clean: tuple[int, ...], corrupt: tuple[int, ...], sites: Iterable[str]
 ) -> tuple[Run, Run]:
-    """Returns the clean and the corrupted run, which share the same bits as far as their texts agree.
+    """Runs the clean and the corrupted prompt without patches, and returns both runs.
 
-    Both are computed from there on in one shape, so rounding affects both in the same way; NLD divides by their
-    difference.
+    Positions before the first different token are computed once and copied, so they have the same bits in both runs.
+    From that token on, both are computed in one shape, so rounding affects both alike; NLD divides by their difference.
     """
     whole = run_once(model, corrupt, sites)
     shared = (whole, whole.begins_like(clean))
@@ -30,7 +30,8 @@ def run_pair(
 
 
 def answers(model: CachedLM, answer: "Sequence[str | int] | None", clean: Run, corrupt: Run) -> tuple[int, int]:
-    """Returns the two answers' token ids; by default the first choices of the two runs.
+    """Returns the token ids of the two answers whose logits a grid compares; by default the first choices of the two
+    runs.
 
     Raises: ValueError if they are equal, or if both runs have the same logit difference between them.
     """
@@ -42,11 +43,11 @@ def answers(model: CachedLM, answer: "Sequence[str | int] | None", clean: Run, c
     if isinstance(answer, str) or len(pair := tuple(answer)) != 2:
         raise ValueError(f"answer must be two tokens, the clean one and the other, got {answer!r}")
     first, second = (as_answer(model, one) for one in pair)
-    apart = [difference(read(run.logits[None], (first, second))[0]) for run in (clean, corrupt)]
-    if not abs(apart[0] - apart[1]) >= _LEAST_DIFFERENCE:
+    differences = [difference(read(run.logits[None], (first, second))[0]) for run in (clean, corrupt)]
+    if not abs(differences[0] - differences[1]) >= _LEAST_DIFFERENCE:
         raise ValueError(
-            f"both prompts put {apart[0]:.4f} between the answers {first} and {second}, so NLD has no scale; give an "
-            "answer=(a, b) that the prompts differ in"
+            f"both prompts put {differences[0]:.4f} between the answers {first} and {second}, so NLD has no scale; "
+            "give an answer=(a, b) that the prompts differ in"
         )
     return first, second
 
@@ -61,19 +62,25 @@ def grid_of_pair(
     layers: Sequence[int],
     groups: Sequence[Group],
     config: GridConfig,
-) -> Grid:
-    """Runs the cells of a clean and a corrupted run, or reads them from `config.store`; returns the Grid.
+) -> PatchingGrid:
+    """Computes a patching grid of a clean and a corrupted run: runs its cells, or reads finished ones; returns the
+    Grid.
 
-    axes: columns that index a cell.
+    axes: columns that index a cell, such as layer and position.  config.store: the folder of finished cells.
     """
     clean, corrupt = (run.token_ids for run in runs)
-    asked = dict(kind=kind, site=site, layers=layers, answer=answer, clean=clean, corrupt=corrupt)
-    results = dict(sorted(sweep(model, groups, answer, parts_of(config.store, model, asked), config.progress).items()))
+    settings = dict(kind=kind, site=site, layers=layers, answer=answer, clean=clean, corrupt=corrupt)
+    store = open_cell_store(config.store, model, settings)
+    results = dict(sorted(sweep(model, groups, answer, store, config.progress).items()))
     ends = (read(run.logits[None], answer)[0] for run in runs)
     table = pair_table(results, axes, [visible(text) for text in model.token_texts(corrupt)], *ends)
-    return Grid(table, pair_meta(model, kind, site, runs, answer))
+    return PatchingGrid(table, pair_meta(model, kind, site, runs, answer))
 
 
-def parts_of(store: "str | Path | None", model: CachedLM, asked: Mapping[str, object]) -> Parts:
-    """Returns the folder of finished cells for exactly this request and model; keeps no cells if `store` is None."""
-    return Parts(store, {} if store is None else {**asked, "fingerprint": model.fingerprint()})
+def open_cell_store(store: "str | Path | None", model: CachedLM, settings: Mapping[str, object]) -> CellStore:
+    """Opens the folder of a patching grid's finished results as a CellStore; if `store` is None, results are not kept.
+
+    settings: of the grid; the model's fingerprint is added.
+    Raises: ValueError if the folder contains cells of another grid, or other files.
+    """
+    return CellStore(store, {} if store is None else {**settings, "fingerprint": model.fingerprint()})

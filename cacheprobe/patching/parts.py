@@ -1,5 +1,4 @@
-"""Keeps finished cells on the disk, so that a grid can resume: one small file for each group of cells, written
-whole."""
+"""Stores finished cells of a patching grid on disk, so that the grid can resume: a JSON file for each group."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,52 +7,56 @@ from pathlib import Path
 from cacheprobe.core.files import write_json
 from cacheprobe.patching.runs import AnswerLogits
 
-_ASKED = "asked.json"
+_SETTINGS_FILE = "asked.json"
 
 
-class Parts:
-    """A folder of finished groups of one grid; keeps nothing if there is no folder."""
+class CellStore:
+    """Stores results of a patching grid in a folder, so that the grid can resume; without a folder, keeps nothing."""
 
-    def __init__(self, folder: "str | Path | None", asked: Mapping[str, object]) -> None:
-        """asked: everything that the cells' results depend on.
+    def __init__(self, folder: "str | Path | None", settings: Mapping[str, object]) -> None:
+        """Opens or creates the folder of a grid's results. settings: everything that the results depend on.
 
-        Raises: ValueError for a folder that holds the cells of another grid, or other files.
+        Raises: ValueError for a folder that contains the results of another grid, or other files.
         """
         self.folder = None if folder is None else Path(folder)
         if self.folder is None:
             return
-        wanted = json.loads(json.dumps(asked))
-        path = self.folder / _ASKED
+        requested = json.loads(json.dumps(settings))
+        path = self.folder / _SETTINGS_FILE
         if path.exists():
-            held = _read(path)
-            if differing := [name for name in {**held, **wanted} if held.get(name) != wanted.get(name)]:
+            stored = _read(path)
+            if differing := [name for name in {**stored, **requested} if stored.get(name) != requested.get(name)]:
                 name = differing[0]
                 raise ValueError(
-                    f"{self.folder} holds the cells of another grid: {name} is {held.get(name)!r:.80} there and "
-                    f"{wanted.get(name)!r:.80} here; give another store=, or remove the folder"
+                    f"{self.folder} holds the cells of another grid: {name} is {stored.get(name)!r:.80} there and "
+                    f"{requested.get(name)!r:.80} here; give another store=, or remove the folder"
                 )
         elif self.folder.exists() and any(self.folder.iterdir()):
             raise ValueError(f"{self.folder} is not empty and holds no cells of a grid; give another store=")
         else:
-            write_json(path, wanted, indent=None)
+            write_json(path, requested, indent=None)
 
     def get(self, name: str) -> list[AnswerLogits] | None:
-        """Returns the results of a finished group's cells; None for a group that must still run."""
+        """Returns the stored results of a group of patched runs, as a list of AnswerLogits; None if the group must
+        still run.
+        """
         if self.folder is None or not (path := self._path(name)).exists():
             return None
         return [AnswerLogits(float(a), float(b), float(c), int(d)) for a, b, c, d in _read(path)]
 
     def put(self, name: str, results: Sequence[AnswerLogits]) -> None:
-        """Writes the results of a finished group's cells to the folder, if there is one."""
+        """Writes the results of a group of patched runs to the folder, if there is one."""
         if self.folder is not None:
             write_json(self._path(name), [list(one) for one in results], indent=None)
 
     def _path(self, name: str) -> Path:
+        """Returns the path of the JSON file with the results of a group."""
         assert self.folder is not None
         return self.folder / f"cells-{name}.json"
 
 
 def _read(path: Path):
+    """Reads a JSON file of the store. Raises: ValueError if it is not JSON, with the remedy."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Prefix patching: patches every position up to one position, at one layer."""
+"""Runs prefix patching: patches every position up to one position, at one layer."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,8 +18,8 @@ from cacheprobe.patching.arguments import (
     grid_config,
     usable,
 )
-from cacheprobe.patching.cells import Cell, Edit
-from cacheprobe.patching.grid import Grid
+from cacheprobe.patching.cells import Edit, PatchingCell
+from cacheprobe.patching.grid import PatchingGrid
 from cacheprobe.patching.pair import answers, grid_of_pair, run_pair
 from cacheprobe.patching.runs import Run
 from cacheprobe.patching.sweep import Group, Index
@@ -34,12 +34,13 @@ def prefix(
     site: str = "S",
     answer: "Sequence[str | int] | None" = None,
     **options: Unpack[GridOptions],
-) -> Grid:
-    """Runs, for every layer and position p, the corrupted prompt with the clean run's states at all positions up to p.
+) -> PatchingGrid:
+    """Runs the corrupted prompt once for each layer and position p, with the clean run's states at positions 0 to p.
 
+    Returns a Grid, with the columns of `activation`.
     Above the layer, the patched positions equal the clean run's, including keys and values. A cell is therefore
     computed from p + 1 on only: the clean run, continued with the corrupted run's states at that layer.
-    site: S, or "pre"; other arguments, columns and errors as in `activation`.
+    site: S, or "pre"; other arguments and errors as in `activation`.
     Source: Li, Guo and Andreas 2025 (arXiv 2503.02854), prefix patching.
     Twin: tests.twins.patching_slowly.naive_grid, close(1e-5) in float32.
     """
@@ -52,7 +53,7 @@ def prefix(
     pair = answers(model, answer, *runs)
 
     def indices(position: int) -> list[Index]:
-        """Returns the index of each cell at one position."""
+        """Returns a list with the index (layer, position) of each patched run of the grid at one position."""
         return [(layer, position) for layer in in_layers]
 
     groups = [
@@ -63,17 +64,21 @@ def prefix(
     return grid_of_pair(model, "prefix", site, axes, runs, pair, in_layers, groups, config)
 
 
-def _cells(runs: tuple[Run, Run], site: str, indices: Sequence[Index]) -> Mapping[Index, Cell]:
+def _cells(runs: tuple[Run, Run], site: str, indices: Sequence[Index]) -> Mapping[Index, PatchingCell]:
+    """Returns a dict of patched runs (cells) by index (layer, position), each made by `prefix_cell`."""
     return {(layer, position): prefix_cell(*runs, site, layer, position) for layer, position in indices}
 
 
-def prefix_cell(clean: Run, corrupt: Run, site: str, layer: int, position: int) -> Cell:
-    """Returns the cell that changes the clean run: from `position` + 1 on, states are those of the corrupted run.
+def prefix_cell(clean: Run, corrupt: Run, site: str, layer: int, position: int) -> PatchingCell:
+    """Returns the patched run with the clean run's states up to `position` and the corrupted run's states after it, at
+    one layer.
 
     If `position` is the last one, the cell has no edits, and the positions from the first different token on are
     recomputed from clean states.
     """
     rest = tuple(range(position + 1, len(clean.token_ids)))
     if not rest:
-        return Cell((), clean.begins_like(corrupt.token_ids), (site, layer))
-    return Cell((Edit((site, layer), rest, corrupt.at(site, layer)[position + 1 :]),), position + 1, (site, layer))
+        return PatchingCell((), clean.begins_like(corrupt.token_ids), (site, layer))
+    return PatchingCell(
+        (Edit((site, layer), rest, corrupt.at(site, layer)[position + 1 :]),), position + 1, (site, layer)
+    )

@@ -1,4 +1,4 @@
-"""One unpatched run: its keys and values, the states that cells start from or take, and its prediction."""
+"""Runs a prompt once without patches, and keeps its keys and values, its states and its prediction."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +12,14 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.feeding import feed
 
-Place = tuple[str, int]
+SiteLayer = tuple[str, int]
 """(site, layer)"""
 
 
 class AnswerLogits(NamedTuple):
-    """The prediction for the next token at a run's last position, in float64 of the model's own logits."""
+    """Holds a run's prediction at its last position, in float64: the logits of two answers, the log-sum-exp, the top
+    token.
+    """
 
     first: float
     """Logit of the first answer."""
@@ -29,23 +31,25 @@ class AnswerLogits(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A text that was run once."""
+    """Holds a prompt that was run once: its tokens, cache, states by (site, layer), and the logits of its last
+    position.
+    """
 
     token_ids: tuple[int, ...]
     cache: KVCache = field(repr=False)
-    """The cache whose row 0 holds the text."""
-    states: dict[Place, Tensor] = field(repr=False)
+    """The cache whose cache row 0 contains the prompt."""
+    states: dict[SiteLayer, Tensor] = field(repr=False)
     """States [n, w] keyed by (site, layer), [n, h, d] for single heads; S and the input of block 0 are always
     included."""
     logits: Tensor = field(repr=False)
     """Logits [v] of the last position."""
 
     def at(self, site: str, layer: int) -> Tensor:
-        """Returns the states of a site; the input of a block is the output of the previous one."""
+        """Returns the states of the run at a site and layer, [n, w]. Site "pre" is read as S of the layer before."""
         return self.states["S", layer - 1] if site == "pre" and layer > 0 else self.states[site, layer]
 
     def begins_like(self, token_ids: Sequence[int]) -> int:
-        """Returns how many first tokens are the same."""
+        """Returns the number of leading tokens that the run shares with another prompt of the same length."""
         same = [a == b for a, b in zip(self.token_ids, token_ids, strict=True)]
         return same.index(False) if False in same else len(same)
 
@@ -57,11 +61,11 @@ def run_once(
     after: tuple[Run, int] | None = None,
     noise: Callable[[Tensor], Tensor] | None = None,
 ) -> Run:
-    """Runs a text, and keeps S of every layer and the states of these sites.
+    """Runs a prompt once and returns a Run: its cache, last logits, and states (S of every layer, and the given sites).
 
     after: (a run, number of first positions shared with that run); these positions are copied from that run instead of
     computed, so they have the same bits.
-    noise: changes the input of block 0, [n - shared, m].
+    noise: a function that changes the input of block 0, [n - shared, m].
     """
     first = after[1] if after is not None else 0
     cache = model.new_cache(1, len(token_ids))
@@ -72,11 +76,11 @@ def run_once(
             cache.values[layer][:, :, :first] = after[0].cache.values[layer][:, :, :first]
 
     def add_noise(site: str, layer: int, value: Tensor) -> Tensor | None:
-        """Changes the input of block 0."""
+        """Changes the input of block 0 by `noise`, if given."""
         return None if noise is None else noise(value[0])[None].to(value.dtype)
 
-    wanted = {"S", *(site for site in sites if site in (*SITES, HEADS))}
-    places = [("pre", 0), *((site, layer) for layer in range(model.n_layers) for site in sorted(wanted))]
+    captured = {"S", *(site for site in sites if site in (*SITES, HEADS))}
+    places = [("pre", 0), *((site, layer) for layer in range(model.n_layers) for site in sorted(captured))]
     with model.editing([("pre", 0)], add_noise):
         ids = torch.tensor([list(token_ids[first:])])
         fed = feed(model, ids, places, start=first, cache=cache, logit_slots=[ids.shape[1] - 1])
@@ -88,7 +92,7 @@ def run_once(
 
 
 def read(logits: Tensor, answer: tuple[int, int]) -> list[AnswerLogits]:
-    """Returns the prediction of each row of logits [b, v] about the two answers."""
+    """Returns the prediction of each row of logits [b, v] about two answer tokens, as a list of AnswerLogits."""
     values = logits.double()
     columns = (values[:, answer[0]], values[:, answer[1]], values.logsumexp(-1), values.argmax(-1))
     return [AnswerLogits(a, b, c, int(d)) for a, b, c, d in zip(*(column.tolist() for column in columns), strict=True)]

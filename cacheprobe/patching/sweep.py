@@ -1,12 +1,12 @@
-"""Runs groups of cells one after another, with a progress bar; finished groups are read from the disk."""
+"""Runs the cells of a patching grid group by group, with a progress bar; finished groups are read from the disk."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cacheprobe.core.progress import Progress
 from cacheprobe.models.base import CachedLM
-from cacheprobe.patching.cells import Cell, is_idle, run_cells
-from cacheprobe.patching.parts import Parts
+from cacheprobe.patching.cells import PatchingCell, is_idle, run_cells
+from cacheprobe.patching.parts import CellStore
 from cacheprobe.patching.runs import AnswerLogits, Run, read
 
 Index = tuple[int, ...]
@@ -15,33 +15,44 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Group:
-    """Cells that share a first position, created when they are needed."""
+    """Describes a group of patched runs (cells) of one grid that are run and stored together."""
 
     name: str
     count: int
     """Number of cells."""
     base: Callable[[], Run]
-    cells: Callable[[], Mapping[Index, Cell]]
+    """Returns the unpatched run that the cells change; called only if the group must run."""
+    cells: Callable[[], Mapping[Index, PatchingCell]]
+    """Returns the cells by index; called only if the group must run."""
     indices: Sequence[Index]
 
 
 def sweep(
-    model: CachedLM, groups: Sequence[Group], answer: tuple[int, int], parts: Parts, progress: bool
+    model: CachedLM, groups: Sequence[Group], answer: tuple[int, int], store: CellStore, progress: bool
 ) -> dict[Index, AnswerLogits]:
-    """Returns the result of every cell by index. A cell whose edits change no bit takes the unpatched run's result."""
+    """Runs every cell of a patching grid, or reads finished groups from `store`; returns a dict of AnswerLogits by
+    index.
+
+    A cell whose edits change no bit takes the unpatched run's result.
+    answer: the two answer tokens whose logits are measured.
+    """
     out: dict[Index, AnswerLogits] = {}
     with Progress(sum(group.count for group in groups), "patching", "cells", enabled=progress) as bar:
         for group in groups:
-            results = parts.get(group.name)
+            results = store.get(group.name)
             if results is None:
                 results = _run_group(model, group, answer)
-                parts.put(group.name, results)
+                store.put(group.name, results)
             out |= dict(zip(group.indices, results, strict=True))
             bar.advance(group.count)
     return out
 
 
 def _run_group(model: CachedLM, group: Group, answer: tuple[int, int]) -> list[AnswerLogits]:
+    """Runs one group of patched runs, and returns their AnswerLogits in the order of `group.indices`.
+
+    Cells whose edits change no bit are not run: they get the unpatched run's result.
+    """
     base, cells = group.base(), group.cells()
     (unpatched,) = read(base.logits[None], answer)
     results = dict.fromkeys(group.indices, unpatched)

@@ -1,4 +1,4 @@
-"""Causal tracing: adds noise to the subject's embeddings, then restores one clean state at a time."""
+"""Runs causal tracing: adds noise to the subject's embeddings, then restores one clean state at a time."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
@@ -22,9 +22,9 @@ from cacheprobe.patching.arguments import (
     grid_config,
     usable,
 )
-from cacheprobe.patching.cells import Cell, Edit, cell
-from cacheprobe.patching.grid import Grid, GridMeta
-from cacheprobe.patching.pair import parts_of
+from cacheprobe.patching.cells import Edit, PatchingCell, cell
+from cacheprobe.patching.grid import GridMeta, PatchingGrid
+from cacheprobe.patching.pair import open_cell_store
 from cacheprobe.patching.runs import AnswerLogits, Run, read, run_once
 from cacheprobe.patching.sweep import Group, Index, sweep
 
@@ -42,10 +42,12 @@ def causal_tracing(
     samples: int = 10,
     seed: int = 0,
     **options: Unpack[GridOptions],
-) -> Grid:
-    """Runs the prompt with noise on the subject's embeddings, once for each layer and position with the clean state
-    restored there.
+) -> PatchingGrid:
+    """Runs the prompt with noise on the subject's embeddings, and restores the clean state at one layer and position at
+    a time.
 
+    Returns a Grid; its table has layer, position, sample, token, probability (of the answer), effect (its gain over the
+    noisy run, the indirect effect) and is_top (whether the answer is the first choice again).
     prompt: text, token ids or a task example.  subject: positions of its subject.
     site: S, T, C or "pre".  window: restore this many layers around the cell's own; the paper uses 10 for T and C.
     answer: the token whose probability is measured; by default the first choice of the clean run.
@@ -53,8 +55,6 @@ def causal_tracing(
     The paper uses 3 times that of embeddings over many subjects, without positions.
     samples: number of noise draws, each with its own grid; draw i depends on (seed, i) only.
     options: layers, positions, store, path and progress, as in `activation`.
-    Returns a Grid; its table has layer, position, sample, token, probability (of the answer), effect (its gain over the
-    noisy run, the indirect effect) and is_top (whether the answer is the first choice again).
     Raises: ValueError for a site, layer or position that does not exist, and for invalid window, samples or noise.
     Source: Meng et al. 2022 (arXiv 2202.05262), section 2.1; 3 standard deviations, ten draws and a window of ten
     layers are those of its code.
@@ -77,14 +77,14 @@ def causal_tracing(
 
     @cache
     def noisy(sample: int) -> Run:
-        """Runs the prompt with one draw of noise."""
-        added = _draw_noise(sorted(noisy_at), scale, derive_seed(seed, sample))
+        """Returns the run of the prompt with noise draw number `sample` on its subject: states, cache and logits."""
+        added = _noise_adder(sorted(noisy_at), scale, derive_seed(seed, sample))
         return run_once(model, ids, (site,), after=(clean, min(noisy_at)), noise=added)
 
     restored = {layer: window_of(layer, window, model.n_layers) for layer in in_layers}
 
     def indices(sample: int, position: int) -> list[Index]:
-        """Returns the index of each cell of one sample and position."""
+        """Returns a list with the index (layer, position, sample) of each patched run for one draw and position."""
         return [(layer, position, sample) for layer in in_layers]
 
     groups = [
@@ -93,43 +93,53 @@ def causal_tracing(
         for i in range(samples)
         for p in at_positions
     ]  # fmt: skip
-    asked = dict(kind="causal tracing", site=site, window=window, answer=first, prompt=ids, subject=noisy_at)
-    asked |= dict(noise=noise, seed=seed, layers=in_layers)
-    both = (first, first)
-    results = sweep(model, groups, both, parts_of(config.store, model, asked), config.progress)
-    probabilities = [_probability(read(noisy(i).logits[None], both)[0]) for i in range(samples)]
+    settings = dict(kind="causal tracing", site=site, window=window, answer=first, prompt=ids, subject=noisy_at)
+    settings |= dict(noise=noise, seed=seed, layers=in_layers)
+    answer_pair = (first, first)
+    results = sweep(model, groups, answer_pair, open_cell_store(config.store, model, settings), config.progress)
+    probabilities = [_probability(read(noisy(i).logits[None], answer_pair)[0]) for i in range(samples)]
     texts = model.token_texts(ids)
     meta: GridMeta = {
         "kind": "causal tracing", "site": site, "window": window, "answer": first, "prompt": list(ids),
         "subject": list(noisy_at), "noise": noise, "seed": seed, "layers": list(in_layers), "value": "effect",
         "samples": samples, "model": model.name, "weights": model.weights_note, "clean_tokens": texts,
         "answer_ids": [first], "answer_tokens": model.token_texts([first]), "noise_standard_deviation": scale,
-        "clean_probability": _probability(read(clean.logits[None], both)[0]), "noisy_probabilities": probabilities,
+        "clean_probability": _probability(read(clean.logits[None], answer_pair)[0]),
+        "noisy_probabilities": probabilities,
         "fingerprint": model.fingerprint(),
     }  # fmt: skip
-    return Grid(_table(dict(sorted(results.items())), texts, probabilities, first), meta)
+    return PatchingGrid(_table(dict(sorted(results.items())), texts, probabilities, first), meta)
 
 
 def window_of(layer: int, window: int, n_layers: int) -> range:
-    """Returns this many layers around one layer, cut at the model's first and last layer."""
+    """Returns the range of `window` layers around one layer, cut at the model's first and last layer."""
     low = layer - (window - 1) // 2
     return range(max(0, low), min(n_layers, low + window))
 
 
-def _draw_noise(positions: Sequence[int], scale: float, seed: int) -> Callable[[Tensor], Tensor]:
-    """Returns a function that adds noise to the input of block 0 at these positions."""
+def _noise_adder(positions: Sequence[int], scale: float, seed: int) -> Callable[[Tensor], Tensor]:
+    """Returns a function that adds noise to the input of block 0 at these positions. Equal seeds add equal noise.
+
+    positions: sorted.  scale: standard deviation of the noise.
+    """
 
     def add(states: Tensor) -> Tensor:
-        """Adds the noise to states that begin at the first of these positions."""
-        drawn = torch.randn(len(positions), states.shape[1], generator=torch.Generator().manual_seed(seed % 2**63))
+        """Returns a copy of states [n, m] with noise added. The first of the n positions is the first noisy one."""
+        noise = torch.randn(len(positions), states.shape[1], generator=torch.Generator().manual_seed(seed % 2**63))
         out = states.clone()
-        out[[p - positions[0] for p in positions]] += (scale * drawn).to(states.device, states.dtype)
+        out[[p - positions[0] for p in positions]] += (scale * noise).to(states.device, states.dtype)
         return out
 
     return add
 
 
-def _cells(clean: Run, site: str, layers: Mapping[int, range], indices: Sequence[Index]) -> Mapping[Index, Cell]:
+def _cells(
+    clean: Run, site: str, layers: Mapping[int, range], indices: Sequence[Index]
+) -> Mapping[Index, PatchingCell]:
+    """Returns a dict of patched runs (cells) by index; each restores the clean state of one position in a window of
+    layers.
+    """
+
     def edit(layer: int, position: int) -> Edit:
         """Returns the edit that restores the clean state of a layer and position."""
         return Edit((site, layer), (position,), clean.at(site, layer)[position : position + 1])
@@ -138,12 +148,17 @@ def _cells(clean: Run, site: str, layers: Mapping[int, range], indices: Sequence
 
 
 def _probability(logits: AnswerLogits) -> float:
+    """Returns the probability of the first answer token, from its logit and the log-sum-exp."""
     return float(torch.tensor(logits.first - logits.logsumexp, dtype=torch.float64).exp())
 
 
 def _table(
     results: Mapping[Index, AnswerLogits], tokens: Sequence[str], noisy_probabilities: Sequence[float], answer: int
 ) -> pd.DataFrame:
+    """Returns the table of a causal-tracing grid: one line for each layer, position and noise draw.
+
+    noisy_probabilities: the answer's probability without any restored state, by noise draw.
+    """
     table = pd.DataFrame(list(results), columns=["layer", "position", "sample"])
     table["token"] = [tokens[position] for position in table.position]
     table["probability"] = [_probability(one) for one in results.values()]

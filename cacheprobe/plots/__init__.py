@@ -1,4 +1,4 @@
-"""Draws a trace: pure functions from its tables to figures and HTML, and a report on one page."""
+"""Draws a trace: functions that turn its tables into plotly figures and HTML pictures, and a report on one page."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,5 @@
-"""Draws how far a patch moves the answer, by layer and place, and the share of right answers under each change."""
+"""Draws how far a patched state moves the answer, by layer and place, and the share of right answers for each change of
+the model."""
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -18,10 +19,11 @@ _TREATMENTS = {  # colour, dash
 
 
 def carried_figure(table: pd.DataFrame) -> go.Figure:
-    """Returns the mean normalised logit difference by layer, a panel for each place and a line for each treatment.
+    """Returns a plotly figure with one panel for each place in the prompt and one line for each treatment: the mean
+    normalised logit difference by layer. 0 is the unchanged answer, 1 the answer of the question whose state was
+    patched in.
 
-    table: from `cacheprobe_analyses.coin.coin_state_patch`: place, layer, treatment, n, nld, flips. 0 is the unchanged
-    answer, 1 the answer of the question whose state was patched in.
+    table: from `cacheprobe_analyses.coin.coin_state_patch`: place, layer, treatment, n, nld, flips.
     Raises: ValueError for an empty table.
     """
     if table.empty:
@@ -35,23 +37,23 @@ def carried_figure(table: pd.DataFrame) -> go.Figure:
     )
     for number, place in enumerate(places):
         for name, (color, dash) in _TREATMENTS.items():
-            t = table[(table.place == place) & (table.treatment == name)].sort_values("layer")
-            if t.empty:
+            lines = table[(table.place == place) & (table.treatment == name)].sort_values("layer")
+            if lines.empty:
                 continue
             figure.add_scatter(
-                x=t.layer.tolist(), y=t.nld.tolist(), name=name, legendgroup=name, showlegend=not number,
+                x=lines.layer.tolist(), y=lines.nld.tolist(), name=name, legendgroup=name, showlegend=not number,
                 mode="lines+markers", line=dict(color=color, dash=dash, width=2), marker=dict(size=5),
-                customdata=[[int(line.flips), int(line.n)] for line in t.itertuples()],
+                customdata=[[int(line.flips), int(line.n)] for line in lines.itertuples()],
                 hovertemplate=f"{markup(place)}, layer %{{x}}, {name}: %{{y:.3f}}<br>%{{customdata[0]}} of "
                 "%{customdata[1]} answers flip<extra></extra>",
                 row=1 + number // columns, col=1 + number % columns,
             )  # fmt: skip
-    first = table[table.treatment == next(iter(_TREATMENTS))]
-    best = (first if len(first) else table).sort_values("nld").iloc[-1]
-    said = (
+    swapped = table[table.treatment == next(iter(_TREATMENTS))]
+    best = (swapped if len(swapped) else table).sort_values("nld").iloc[-1]
+    claim = (
         "One state carries most of the answer" if best.nld > 0.5 else "No state carries half of the answer; the most is"
     )
-    title = f"{said} at {markup(best.place)}, layer {best.layer}: {best.nld:.2f}"
+    title = f"{claim} at {markup(best.place)}, layer {best.layer}: {best.nld:.2f}"
     figure.update_layout(
         template=layout_template(), title=title, height=180 + 220 * rows, margin=dict(l=48, r=12, t=110, b=48)
     )
@@ -62,7 +64,8 @@ def carried_figure(table: pd.DataFrame) -> go.Figure:
 
 
 def ways_figure(table: pd.DataFrame) -> go.Figure:
-    """Returns the share of right answers for each change of the model, with 95 % intervals and a line at chance.
+    """Returns a plotly bar figure: the share of right answers for each change of the model (column `way`), with 95 %
+    intervals and a line at chance.
 
     table: from `cacheprobe_analyses.thinking.state_or_attention`: way, share, low, high, right, examples, chance.
     Raises: ValueError for an empty table.
@@ -78,10 +81,10 @@ def ways_figure(table: pd.DataFrame) -> go.Figure:
     )  # fmt: skip
     chance = float(table.chance.iloc[0])
     figure.add_hline(y=chance, line=dict(color=_GREY, dash="dot"), annotation_text="chance")
-    lost = table[table.low <= chance]
-    what = ", ".join(markup(way) for way in lost.way) or "no way here"
+    at_chance = table[table.low <= chance]
+    names = ", ".join(markup(way) for way in at_chance.way) or "no way here"
     figure.update_layout(
-        template=layout_template(), title=f"No more than chance is left with: {what}", height=400,
+        template=layout_template(), title=f"No more than chance is left with: {names}", height=400,
         margin=dict(l=48, r=12, t=72, b=96),
     )  # fmt: skip
     figure.update_yaxes(title="answers right", range=[0, 1.03])

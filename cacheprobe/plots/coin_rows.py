@@ -1,4 +1,4 @@
-"""Draws which cache rows carry the coin: how far each change of a span, or of a row, moves the answer."""
+"""Draws how far the answer to a coin-flip question moves if slots of its cache are swapped, masked or made noisy."""
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -17,10 +17,12 @@ _TREATMENTS = {  # colour, texture
 
 
 def coin_rows_figure(effects: pd.DataFrame, *, unit: str = "span", people: int | None = None) -> go.Figure:
-    """Returns bars of the mean normalised logit difference: 0 is unchanged, 1 the answer with the other coin.
+    """Returns a plotly bar figure of the mean normalised logit difference, for each changed part of the cache and each
+    treatment. 0 is the unchanged answer, 1 the answer with the other coin.
 
     effects: from `cacheprobe_analyses.coin.coin_rows`: people, unit, where, treatment, n, total, flips.
-    unit: "span" or "row".  people: only questions about this many people; None for all.
+    unit: "span" (several cache slots) or "row" (one slot).  people: only questions about this many people; None for
+    all.
     Raises: ValueError if no line has this unit and number of people.
     """
     chosen = effects[effects.unit == unit]
@@ -35,13 +37,13 @@ def coin_rows_figure(effects: pd.DataFrame, *, unit: str = "span", people: int |
     summed["nld"] = summed.total / summed.n
     figure = Figure()
     for name, (colour, texture) in _TREATMENTS.items():
-        rows = summed[summed.treatment == name]
+        lines = summed[summed.treatment == name]
         figure.add_bar(
-            x=[markup(where) for where in rows["where"]],
-            y=rows.nld.tolist(),
+            x=[markup(where) for where in lines["where"]],
+            y=lines.nld.tolist(),
             name=name,
             marker=dict(color=colour, pattern=dict(shape=texture)),
-            customdata=[[int(row.flips), int(row.n)] for row in rows.itertuples()],
+            customdata=[[int(row.flips), int(row.n)] for row in lines.itertuples()],
             hovertemplate=f"%{{x}}, {name}: %{{y:.3f}}<br>%{{customdata[0]}} of %{{customdata[1]}} flip<extra></extra>",
         )
     figure.update_layout(

@@ -1,4 +1,4 @@
-"""Draws figures of a whole run: agreement by layer for accepted and rejected drafts, and prediction depths."""
+"""Draws two figures of a whole run: agreement by layer for accepted and rejected drafts, and prediction depths."""
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -10,7 +10,7 @@ from cacheprobe.plots.text import markup, shorten
 from cacheprobe.trace.tables.draft_verdicts import NOT_DRAFTED, parting, shares_by_verdict
 
 _MOST_POINTS = 600
-"""Number of rows drawn one by one; with more rows, only the outliers are drawn."""
+"""Largest number of rows that are all drawn as points; with more rows, only the outliers are drawn."""
 _NARROW = dict(l=48, r=12, t=56, b=48)
 
 
@@ -20,29 +20,29 @@ _LINES = (
     ("rejected", "drafted_first", "draft rejected: the drafted token", "rolled_back", "dot"),
     (NOT_DRAFTED, "committed_first", "nothing drafted", "superseded", "dash"),
 )
-"""Verdict, column, name, style and dash of each line of `draft_verdicts`."""
+"""Verdict, column of the shares, name, style and dash of each line of `draft_verdicts`."""
 
 
 def draft_verdicts(hypotheses: pd.DataFrame) -> go.Figure:
-    """Returns, by layer, the share of readings whose most likely token is the committed or the drafted one.
+    """Returns a plotly figure with lines by layer: the share of lens readings whose most likely token is the committed
+    token, or the draft token. Accepted drafts have one line, rejected drafts two (committed token, draft token), and
+    positions without a draft one.
 
-    One line for positions whose draft was accepted, two for those whose draft was rejected (the committed token, and
-    the drafted one), and one for positions without a draft. Readings of the draft pass and of the verify pass count
-    alike. Drafts that were never judged are left out.
+    Readings of the draft pass and of the verify pass both count. Draft tokens without a verdict are left out.
     hypotheses: from `Trace.hypotheses`; lines of thoughts are left out.
     Raises: ValueError if no reading has a committed token.
     """
     shares = shares_by_verdict(hypotheses[hypotheses.site != "thought"])
     figure = Figure()
     for verdict, column, name, style, dash in _LINES:
-        mine = shares[shares.verdict == verdict]
-        if mine.empty:
+        lines = shares[shares.verdict == verdict]
+        if lines.empty:
             continue
         figure.add_scatter(
-            x=mine.layer.tolist(),
-            y=mine[column].tolist(),
+            x=lines.layer.tolist(),
+            y=lines[column].tolist(),
             mode="lines+markers",
-            name=f"{name} ({mine.rows.max()} readings)",
+            name=f"{name} ({lines.rows.max()} readings)",
             line=dict(color=STATUS_STYLES[style]["color"], dash=dash, width=2),
             marker=dict(symbol=STATUS_STYLES[style]["symbol"], size=7),
             hovertemplate=f"{name}, layer %{{x}}: first choice in %{{y:.1%}} of the readings<extra></extra>",
@@ -73,13 +73,14 @@ _BOXES = {
 
 
 def prediction_depth_figure(depths: pd.DataFrame) -> go.Figure:
-    """Returns box plots of each row's prediction depth, by verdict and pass.
+    """Returns a plotly figure of horizontal box plots: the prediction depth of each row, grouped by the draft's verdict
+    and by the pass (draft or verify) that computed the row. The prediction depth is the first layer from which the most
+    likely token no longer changes.
 
-    The prediction depth is the first layer from which the most likely token stays that of the last layer.
     depths: from `cp.analysis.prediction_depth`. Rows of a draft pass have boxes of their own: a drafter may stop at an
-    early layer, which limits the depth. Left out are drafts that were never judged, and rows whose input was a draft
+    early layer, which limits the depth. Left out are draft tokens without a verdict, and rows that were fed a draft
     token that was never committed.
-    Raises: ValueError for a table without any other row.
+    Raises: ValueError if no row is left to draw.
     """
     known = depths[~depths.status.isin(DISCARDED_DRAFT) & (depths.verdict != "never_judged").fillna(True)]
     if known.empty:
@@ -121,16 +122,16 @@ def _box_name(verdict: str | None, phase: str) -> str:
 
 
 def _depth_finding(depths: pd.DataFrame, group: pd.Series) -> str:
-    said = []
-    for name, words in (
+    medians = []
+    for name, group_words in (
         ("draft accepted, verify pass", "accepted drafts"),
         ("draft rejected, verify pass", "rejected drafts"),
         ("nothing drafted", "positions without a draft"),
     ):
         rows = depths[group == name]
         if not rows.empty:
-            said.append(f"{words} at layer {rows.prediction_depth.median():g}")
-    return f"Median prediction depth: {', '.join(said)}" if said else "Prediction depth"
+            medians.append(f"{group_words} at layer {rows.prediction_depth.median():g}")
+    return f"Median prediction depth: {', '.join(medians)}" if medians else "Prediction depth"
 
 
 def _hover(row: TableLine) -> str:

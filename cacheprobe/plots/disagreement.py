@@ -1,4 +1,5 @@
-"""Draws, by layer, the drafted against the committed token, and when the most likely token is final."""
+"""Draws two figures by layer: when the most likely token is final, and how often a rejected draft token leads the
+committed one."""
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -14,32 +15,36 @@ _TIME = dict(template=layout_template(), height=400, margin=dict(l=48, r=12, t=9
 
 
 def final_choice_figure(table: pd.DataFrame) -> go.Figure:
-    """Returns the share of rows whose most likely token at a layer is their last layer's, a line for each kind of row.
+    """Returns a plotly figure with one line for each kind of row: by layer, the share of rows whose most likely token
+    is already that of their last layer. A dotted line shows chance: the share that equals another row's last choice.
 
-    table: kind, layer, share, low, high (95 %), chance (share that equals another row's last choice).
+    table: kind, layer, share, low, high (95 %), chance. The first four kinds are drawn.
     Raises: ValueError for an empty table.
     """
     if table.empty:
         raise ValueError("the table of final choices is empty; read some rows")
     table = table.assign(kind=table.kind.map(markup))
     figure = Figure()
-    said = []
+    halfway = []
     for kind, color in zip(dict.fromkeys(table.kind), _COLORS, strict=False):
-        t = table[table.kind == kind].sort_values("layer")
+        lines = table[table.kind == kind].sort_values("layer")
         figure.add_scatter(
-            x=t.layer.tolist(), y=t.share.tolist(), name=kind, mode="lines+markers", line=dict(color=color, width=2),
-            error_y=error_bars(t, "share"), customdata=interval_texts(t, "share", ".1%", rows="rows"),
+            x=lines.layer.tolist(), y=lines.share.tolist(), name=kind, mode="lines+markers",
+            line=dict(color=color, width=2),
+            error_y=error_bars(lines, "share"), customdata=interval_texts(lines, "share", ".1%", rows="rows"),
             hovertemplate=f"{kind}, layer %{{x}}: %{{customdata}}<extra></extra>",
         )  # fmt: skip
         figure.add_scatter(
-            x=t.layer.tolist(), y=t.chance.tolist(), name=f"{kind}: another row's choice", mode="lines",
+            x=lines.layer.tolist(), y=lines.chance.tolist(), name=f"{kind}: another row's choice", mode="lines",
             line=dict(color=color, width=1, dash="dot"),
             hovertemplate=f"{kind}, another row's choice, layer %{{x}}: %{{y:.1%}}<extra></extra>",
         )  # fmt: skip
-        half = t[t.share >= 0.5]
-        if len(half):
-            said.append(f"{kind} from layer {half.layer.iloc[0]}")
-    title = f"Half hold their final choice: {', '.join(said)}" if said else "No layer has half of the final choices"
+        at_least_half = lines[lines.share >= 0.5]
+        if len(at_least_half):
+            halfway.append(f"{kind} from layer {at_least_half.layer.iloc[0]}")
+    title = (
+        f"Half hold their final choice: {', '.join(halfway)}" if halfway else "No layer has half of the final choices"
+    )
     figure.update_layout(title=title, **_TIME)
     figure.update_xaxes(title="layer", **layer_ticks(table.layer))
     figure.update_yaxes(title="share of rows", tickformat=".0%", range=[-0.02, 1.04])
@@ -47,9 +52,11 @@ def final_choice_figure(table: pd.DataFrame) -> go.Figure:
 
 
 def disagreement_figure(table: pd.DataFrame) -> go.Figure:
-    """Returns, by layer, how often a rejected draft token is more likely than the token committed in its place.
+    """Returns a plotly figure with one panel for each drafter: by layer, the share of rejected draft tokens that are
+    more likely than the token committed in their place. A dotted line shows the same share for rejected tokens of other
+    rows.
 
-    table: drafter, layer, share, low, high (95 %), control (the same for rejected tokens of other rows).
+    table: drafter, layer, share, low, high (95 %), control (the dotted line).
     Raises: ValueError for an empty table.
     """
     if table.empty:
@@ -58,23 +65,30 @@ def disagreement_figure(table: pd.DataFrame) -> go.Figure:
     drafters = list(dict.fromkeys(table.drafter))
     figure = make_subplots(rows=1, cols=len(drafters), shared_yaxes=True, subplot_titles=drafters, figure=Figure())
     for column, drafter in enumerate(drafters, start=1):
-        t = table[table.drafter == drafter].sort_values("layer")
+        lines = table[table.drafter == drafter].sort_values("layer")
         figure.add_scatter(
-            x=t.layer.tolist(), y=t.share.tolist(), name="the rejected token", showlegend=column == 1,
+            x=lines.layer.tolist(), y=lines.share.tolist(), name="the rejected token", showlegend=column == 1,
             mode="lines+markers", line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=6),
             row=1, col=column,
-            error_y=error_bars(t, "share"), customdata=interval_texts(t, "share", ".1%", rejected="rejected drafts"),
+            error_y=error_bars(lines, "share"),
+            customdata=interval_texts(lines, "share", ".1%", rejected="rejected drafts"),
             hovertemplate=f"{drafter}, layer %{{x}}: %{{customdata}}<extra></extra>",
         )  # fmt: skip
         figure.add_scatter(
-            x=t.layer.tolist(), y=t.control.tolist(), name="another row's rejected token", showlegend=column == 1,
-            mode="lines", line=dict(color=_GREY, dash="dot", width=1.5), row=1, col=column,
+            x=lines.layer.tolist(), y=lines.control.tolist(), name="another row's rejected token",
+            showlegend=column == 1, mode="lines", line=dict(color=_GREY, dash="dot", width=1.5), row=1, col=column,
             hovertemplate=f"{drafter}, another row's rejected token, layer %{{x}}: %{{y:.1%}}<extra></extra>",
         )  # fmt: skip
     ends = table.sort_values("layer").groupby("drafter", sort=False)
-    said = [f"{name} until layer {int(t[t.share > 0.5].layer.max())}" for name, t in ends if (t.share > 0.5).any()]
+    held_until = [
+        f"{name} until layer {int(lines[lines.share > 0.5].layer.max())}"
+        for name, lines in ends
+        if (lines.share > 0.5).any()
+    ]
     title = (
-        f"Most hold the rejected token likelier: {', '.join(said)}" if said else "The committed token leads throughout"
+        f"Most hold the rejected token likelier: {', '.join(held_until)}"
+        if held_until
+        else "The committed token leads throughout"
     )
     figure.update_layout(title=title, **_TIME)
     figure.update_xaxes(title="layer", **layer_ticks(table.layer))

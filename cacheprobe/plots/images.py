@@ -1,4 +1,5 @@
-"""Writes figures as PNG, SVG or PDF with kaleido; its Chromium is started once and kept until the program ends."""
+"""Writes figures as PNG, SVG or PDF with kaleido, which draws them in a Chromium browser; kaleido's browser starts once
+and runs until the program ends."""
 
 import os
 import subprocess
@@ -14,9 +15,9 @@ import plotly.graph_objects as go
 
 FORMATS = ("png", "svg", "pdf")
 SCALE = 2
-"""Pixels of a PNG for each pixel of a page."""
+"""Pixels of a PNG for each pixel of the figure."""
 SECONDS = 90
-"""Longest time for one picture, the start of the browser included."""
+"""Longest time in seconds for one picture, the start of the browser included."""
 _QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
           "--disable-background-networking", "--disable-component-update", "--no-pdf-header-footer")  # fmt: skip
 _TITLE_COLUMN, _TITLE_LINE = 8.2, 22
@@ -24,21 +25,24 @@ _TITLE_COLUMN, _TITLE_LINE = 8.2, 22
 
 
 class ImageError(RuntimeError):
-    """Raised if pictures cannot be drawn here; the message says what is missing and how to get it."""
+    """Raised if a picture cannot be drawn on this machine, because kaleido or Chromium is missing or fails. The message
+    says what to do."""
 
 
 def browser_path() -> str | None:
-    """Returns the Chromium or relative that kaleido would start; None if there is none, or no kaleido."""
+    """Returns the path of the Chromium (or related browser) that kaleido would start, as text. Returns None if this
+    machine has no such browser, or no choreographer, the package with which kaleido starts browsers."""
     if find_spec("choreographer") is None:
         return None
     from choreographer.browsers.chromium import Chromium
 
-    found = Chromium.find_browser(skip_local=False)
-    return found if found and os.access(found, os.X_OK) else None
+    path = Chromium.find_browser(skip_local=False)
+    return path if path and os.access(path, os.X_OK) else None
 
 
 def require_browser() -> None:
-    """Checks that kaleido and a Chromium are installed. Raises: ImageError if not."""
+    """Checks that kaleido and a Chromium browser are installed. Raises: ImageError, with the command that installs the
+    missing one."""
     if find_spec("kaleido") is None:
         raise ImageError("pictures are drawn by kaleido, which is not here: pip install 'cacheprobe[dash]'")
     if browser_path() is None:
@@ -49,9 +53,9 @@ def require_browser() -> None:
 
 
 def image(figure: go.Figure, kind: str, *, width: int | None = None) -> bytes:
-    """Returns the figure as the bytes of a file: kind is png, svg or pdf.
+    """Returns a plotly figure as the bytes of a file. kind: "png", "svg" or "pdf".
 
-    width: pixels; by default the figure's own, or 900.
+    width: pixels; by default the figure's own width, or 900.
     Raises: ImageError if the figure cannot be drawn; ValueError for another kind.
     """
     if kind not in FORMATS:
@@ -59,42 +63,43 @@ def image(figure: go.Figure, kind: str, *, width: int | None = None) -> bytes:
     require_browser()
     import kaleido
 
-    shown = _for_paper(figure, width or figure.layout.width or 900)
+    on_paper = _for_paper(figure, width or figure.layout.width or 900)
     options = {"format": kind, "scale": SCALE if kind == "png" else 1}
 
     def draw() -> bytes:
-        """Returns the picture that kaleido draws."""
+        """Starts kaleido's browser if it does not run, and returns the drawn picture as bytes."""
         kaleido.start_sync_server(silence_warnings=True, mathjax=False, timeout=SECONDS)
-        return kaleido.calc_fig_sync(shown.to_plotly_json(), opts=options)
+        return kaleido.calc_fig_sync(on_paper.to_plotly_json(), opts=options)
 
     return _within(SECONDS + 10, draw)
 
 
 def svg_image(markup: str, width: int, height: int, kind: str) -> bytes:
-    """Returns an SVG file as the bytes of a PNG, or of a PDF that keeps lines and letters.
+    """Returns an SVG file, given as text (`markup`), as the bytes of a PNG or a PDF. The PDF keeps lines and letters as
+    vectors.
 
-    width, height: of the SVG, in pixels.
+    width, height: of the SVG, in pixels.  kind: "png"; any other text gives a PDF.
     Raises: ImageError if the file cannot be drawn.
     """
     if kind == "png":
-        return image(_holding(markup, width, height), kind)
+        return image(_figure_of_svg(markup, width, height), kind)
     require_browser()
     page = f"<style>@page{{size:{width}px {height}px;margin:0}}body{{margin:0}}svg{{display:block}}</style>{markup}"
     with TemporaryDirectory(prefix="cacheprobe-") as folder:
-        source, printed = Path(folder) / "page.html", Path(folder) / "page.pdf"
+        source, pdf = Path(folder) / "page.html", Path(folder) / "page.pdf"
         source.write_text(f'<!doctype html><meta charset="utf-8">{page}', encoding="utf-8")
-        options = [*_QUIET, f"--user-data-dir={folder}/profile", f"--print-to-pdf={printed}", source.as_uri()]
+        options = [*_QUIET, f"--user-data-dir={folder}/profile", f"--print-to-pdf={pdf}", source.as_uri()]
         try:
             subprocess.run([str(browser_path()), *options], capture_output=True, timeout=SECONDS, check=False)
         except subprocess.TimeoutExpired:
             pass
-        if not printed.exists():
+        if not pdf.exists():
             raise ImageError(f"{browser_path()} printed nothing within {SECONDS} s; does it start, with --headless?")
-        return printed.read_bytes()
+        return pdf.read_bytes()
 
 
-def _holding(markup: str, width: int, height: int) -> go.Figure:
-    """Returns a figure that shows only this SVG file."""
+def _figure_of_svg(markup: str, width: int, height: int) -> go.Figure:
+    """Returns a plotly figure of this width and height in pixels that shows only the SVG file `markup`."""
     source = "data:image/svg+xml;base64," + b64encode(markup.encode()).decode()
     whole = dict(xref="paper", yref="paper", x=0, y=1, sizex=1, sizey=1, sizing="stretch", source=source)
     bare = dict(margin=dict(t=0, b=0, l=0, r=0), xaxis_visible=False, yaxis_visible=False)
@@ -102,10 +107,11 @@ def _holding(markup: str, width: int, height: int) -> go.Figure:
 
 
 def _for_paper(figure: go.Figure, width: int) -> go.Figure:
-    """Returns the figure on white, with its title wrapped."""
-    shown = go.Figure(figure)
-    shown.update_layout(width=width, paper_bgcolor="white", plot_bgcolor="white")
-    title = shown.layout.title.text
+    """Returns a copy of the figure on a white ground, `width` pixels wide. A long title is wrapped, and the copy is
+    higher by the added lines."""
+    copy = go.Figure(figure)
+    copy.update_layout(width=width, paper_bgcolor="white", plot_bgcolor="white")
+    title = copy.layout.title.text
     if title:
         columns = max(int(width / _TITLE_COLUMN), 20)
         lines = [
@@ -114,31 +120,32 @@ def _for_paper(figure: go.Figure, width: int) -> go.Figure:
             for line in textwrap.wrap(part, columns, break_long_words=False, break_on_hyphens=False)
         ]
         more = _TITLE_LINE * (len(lines) - 1 - title.count("<br>"))
-        top = shown.layout.margin.t if shown.layout.margin.t is not None else 100
-        height = shown.layout.height or 450
-        shown.update_layout(title_text="<br>".join(lines), margin_t=top + more, height=height + more)
-    return shown
+        top = copy.layout.margin.t if copy.layout.margin.t is not None else 100
+        height = copy.layout.height or 450
+        copy.update_layout(title_text="<br>".join(lines), margin_t=top + more, height=height + more)
+    return copy
 
 
 def _within(seconds: float, draw: Callable[[], bytes]) -> bytes:
-    """Returns the result of `draw`, run in a thread: if the browser dies, kaleido would wait without limit.
+    """Calls `draw` in a thread and returns the bytes of its picture. The time limit is needed because kaleido waits for
+    ever if its browser dies.
 
-    Raises: ImageError after `seconds`, and if `draw` fails.
+    Raises: ImageError if `draw` fails or takes more than `seconds`.
     """
-    held: list[bytes | BaseException] = []
+    results: list[bytes | BaseException] = []
 
-    def job() -> None:
-        """Keeps the picture or the error."""
+    def draw_in_thread() -> None:
+        """Calls `draw`, and appends its picture or its error to `results`."""
         try:
-            held.append(draw())
+            results.append(draw())
         except BaseException as error:
-            held.append(error)
+            results.append(error)
 
-    thread = Thread(target=job, daemon=True)
+    thread = Thread(target=draw_in_thread, daemon=True)
     thread.start()
     thread.join(seconds)
-    if not held:
+    if not results:
         raise ImageError(f"{browser_path()} drew nothing within {seconds:.0f} s; does it start, with --headless?")
-    if isinstance(held[0], BaseException):
-        raise ImageError(f"{browser_path()} could not draw the picture: {held[0]}") from held[0]
-    return held[0]
+    if isinstance(results[0], BaseException):
+        raise ImageError(f"{browser_path()} could not draw the picture: {results[0]}") from results[0]
+    return results[0]

@@ -1,4 +1,5 @@
-"""Selects and orders lens readings of one request for a grid, and computes the values of its colours."""
+"""Selects and orders the lens readings of one request for a grid of layers and positions, and computes the numbers that
+colour the grid."""
 
 from typing import Literal, NamedTuple, SupportsIndex
 
@@ -14,7 +15,7 @@ Measure = Literal["logprob", "entropy", "rank"]
 Include = Literal["committed", "all"]
 
 TOKEN_COLUMNS = 6
-"""Width of a token in a cell or below a column."""
+"""Largest width of a token in a cell or below a column, in columns of a monospaced font."""
 SIGNS = {"committed": "", "superseded": "◇ ", "rolled_back": "✗ ", "given_up": "⊘ "}
 MARKS = {
     "superseded": "◇ computed again by the verifier",
@@ -23,22 +24,26 @@ MARKS = {
 }
 NOTHING_TO_COMPARE = "fed a draft that was never committed, so no committed token can be compared with it"
 NOT_COMPARED = "not compared with a committed token"
-"""Legend of the grey cells: the row's input was a rejected or given-up token, or no next token was committed."""
+"""Text of the legend for grey cells: the row was fed a rejected or given-up draft token, or no next token was
+committed."""
 BELOW = "position, token read → token to predict, the one committed next"
-"""Explains the lines below a column; see `column_label`."""
+"""Text that explains the lines below a column of the grid, which `column_label` makes."""
 _FLOOR_NATS = -12.0
-"""Log-probabilities below this value share one colour."""
+"""Log-probabilities below this value, in nats, share one colour."""
 _RANKS = (0, 9, 99, 999, 9999)
 
 
 def reads_and_predicts(position: SupportsIndex) -> str:
-    """Returns the positions of a row's input and of its prediction, in the words that every picture uses."""
+    """Returns text such as "reads position 7, predicts 8": the position of a row's input token, and of the token that
+    the row predicts."""
     return f"reads position {int(position)}, predicts {int(position) + 1}"
 
 
 def column_words(column: TableLine) -> str:
-    """Returns a row's input token and the next committed token, in full, not escaped. column: a line of the
-    readings.
+    """Returns text on one row of the trace, such as "read 2 → predicts 4": its input token and the next committed
+    token, in full, not escaped. Without a committed token to compare, the text says why.
+
+    column: a line of the hypotheses table.
     """
     read = f"read {visible(column.read_token)}"
     if column.status in DISCARDED_DRAFT:
@@ -49,20 +54,24 @@ def column_words(column: TableLine) -> str:
 
 
 def column_label(column: TableLine) -> tuple[str, str, str]:
-    """Returns the lines below a column: sign and position, input token, → the token committed next. Not escaped.
+    """Returns the three lines of text below a column of the lens grid: sign and position, input token, and "→" with the
+    token committed next. Tokens are cut to 6 columns and not escaped.
 
-    Tokens are cut to fit. A dash replaces the next token if none was committed, or none can be compared.
+    A dash replaces the next token if none was committed, or if none can be compared with the row.
+    column: a line of the hypotheses table.
     """
-    is_none = pd.isna(column.committed_token) or column.status in DISCARDED_DRAFT
-    following = "—" if is_none else token_label(column.committed_token, TOKEN_COLUMNS)
-    arrow = "→ " if width_of(following) < TOKEN_COLUMNS else "→"
+    has_no_next = pd.isna(column.committed_token) or column.status in DISCARDED_DRAFT
+    next_token = "—" if has_no_next else token_label(column.committed_token, TOKEN_COLUMNS)
+    arrow = "→ " if width_of(next_token) < TOKEN_COLUMNS else "→"
     read = token_label(column.read_token, TOKEN_COLUMNS)
-    return f"{SIGNS[column.status]}{column.position}", read, f"{arrow}{following}"
+    return f"{SIGNS[column.status]}{column.position}", read, f"{arrow}{next_token}"
 
 
 class Scale(NamedTuple):
-    """Values that colour the cells, with their range. values: by reading, NaN for none.  ticks: values and
-    their names.
+    """Holds the number that colours each cell of the lens grid, with the range and the ticks of the colour scale.
+
+    values: one number for each reading, NaN for a grey cell.  is_reversed: low numbers have the strongest colour.
+    ticks: (number, label).
     """
 
     title: str
@@ -74,16 +83,16 @@ class Scale(NamedTuple):
 
 
 def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
-    """Returns the scale of a colour: log-probability of the committed token or entropy (nats), or that token's rank (0
-    is first).
+    """Returns the colour `Scale` of some lens readings. colour: "logprob" of the committed token (nats), "entropy"
+    (nats), or "rank" of the committed token (0 is the first choice; the numbers are log10(rank + 1)).
 
-    For a row whose input was a rejected or given-up token, only the entropy has a value: no committed token can be
-    compared with it.
+    A row that was fed a rejected or given-up draft token has a number only for the entropy: no committed token can be
+    compared with the row.
     Raises: ValueError for another colour.
     """
-    is_known = rows["rank"].notna() & ~rows.status.isin(DISCARDED_DRAFT)
+    is_comparable = rows["rank"].notna() & ~rows.status.isin(DISCARDED_DRAFT)
     if colour == "logprob":
-        values = rows.committed_logprob_nats.astype(float).where(is_known)
+        values = rows.committed_logprob_nats.astype(float).where(is_comparable)
         ticks = ((_FLOOR_NATS, "≤ −12"), *((t, f"−{-t:g}") for t in (-9.0, -6.0, -3.0)), (0.0, "0"))
         return Scale("log p of the committed token (nats)", values, _FLOOR_NATS, 0.0, False, ticks)
     if colour == "entropy":
@@ -92,7 +101,7 @@ def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
         ticks = tuple((float(t), f"{t:g}") for t in np.linspace(0, np.floor(high), 3)) if high >= 2 else ((0.0, "0"),)
         return Scale("entropy (nats)", values, 0.0, high, True, ticks)
     if colour == "rank":
-        rank = rows["rank"].where(is_known).astype("Float64").to_numpy(dtype=float, na_value=np.nan)
+        rank = rows["rank"].where(is_comparable).astype("Float64").to_numpy(dtype=float, na_value=np.nan)
         ticks = tuple((float(np.log10(t + 1)), str(t)) for t in _RANKS)
         values = pd.Series(np.log10(rank + 1), index=rows.index)
         return Scale("rank of the committed token", values, 0.0, ticks[-1][0], True, ticks)
@@ -100,57 +109,58 @@ def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
 
 
 def finding(rows: pd.DataFrame, request_id: int) -> str:
-    """Returns a sentence that names the median layer from which the most likely token stays the committed one. Only
-    rows of status `committed` count."""
-    known = rows[(rows.status == "committed") & rows.agrees.notna()]
-    if known.empty:
+    """Returns a sentence as plain text: the median, over a request's rows, of the first layer from which the most
+    likely token stays the committed one. rows: readings of the request; only those of status "committed" count."""
+    comparable = rows[(rows.status == "committed") & rows.agrees.notna()]
+    if comparable.empty:
         return f"Request {request_id}: no committed token to compare with"
-    firsts = sorted(_agrees_from(known))
-    median = firsts[len(firsts) // 2]
+    first_layers = sorted(_agrees_from(comparable))
+    median = first_layers[len(first_layers) // 2]
     if median == np.inf:
         return f"Request {request_id}: at most positions no layer settles on the committed token"
     return f"Request {request_id}: the committed token is the first choice from layer {int(median)} on (median)"
 
 
 def _agrees_from(readings: pd.DataFrame) -> list[float]:
-    """Returns, for each row, the first layer from which the most likely token is the committed one, or infinity."""
-    since: dict[int, float] = {}
+    """Returns a list with one number for each row: the first layer from which the most likely token is the committed
+    one up to the last layer; infinity if the last layer has another token."""
+    agrees_from: dict[int, float] = {}
     columns = (readings[name].tolist() for name in ("layer", "row", "agrees"))
     for layer, row, agrees in sorted(zip(*columns, strict=True)):
-        since[row] = min(since.get(row, np.inf), float(layer)) if agrees else np.inf
-    return list(since.values())
+        agrees_from[row] = min(agrees_from.get(row, np.inf), float(layer)) if agrees else np.inf
+    return list(agrees_from.values())
 
 
 def select(hypotheses: pd.DataFrame, request_id: int, include: Include, positions: range | None) -> pd.DataFrame:
-    """Returns the readings to show. Raises: ValueError if no reading matches, or if `include` is not "committed" or
-    "all"."""
+    """Returns the lines of the hypotheses table to draw: those of one request, at `positions` (None for all). include:
+    "committed" for committed rows, "all" for every row. Raises: ValueError if no line is left, or for another
+    `include`."""
     if include not in ("committed", "all"):
         raise ValueError(f"unknown include {include!r}; it is 'committed' or 'all'")
-    own = hypotheses[hypotheses.request_id == request_id]
-    rows = own if include == "all" else own[own.status == "committed"]
+    of_request = hypotheses[hypotheses.request_id == request_id]
+    rows = of_request if include == "all" else of_request[of_request.status == "committed"]
     if positions is not None:
         rows = rows[rows.position.isin(positions)]
     if not rows.empty:
         return rows
-    if own.empty:
-        there = f"the table has requests {sorted(hypotheses.request_id.unique().tolist())}"
+    if of_request.empty:
+        available = f"the table has requests {sorted(hypotheses.request_id.unique().tolist())}"
     else:
-        counts = own.drop_duplicates("row").status.value_counts().to_dict()
-        there = f"it has {counts} rows at positions {own.position.min()} to {own.position.max()}"
+        counts = of_request.drop_duplicates("row").status.value_counts().to_dict()
+        available = f"it has {counts} rows at positions {of_request.position.min()} to {of_request.position.max()}"
     wanted = "" if positions is None else f" at positions {positions.start} to {positions.stop - 1}"
-    raise ValueError(f"no {include} hypotheses of request {request_id}{wanted}; {there}")
+    raise ValueError(f"no {include} hypotheses of request {request_id}{wanted}; {available}")
 
 
 def columns_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns one line for each column of the picture: by position, the canonical row first, then in order of
-    computation.
-    """
+    """Returns a DataFrame with one line for each row of the trace, in the order of the grid's columns: by position; at
+    one position the committed row first, then superseded rows, then rolled-back and given-up rows by step."""
     order = rows.status.map({"committed": 0, "superseded": 1, "rolled_back": 2, "given_up": 2})
     columns = rows.assign(order=order).drop_duplicates("row").sort_values(["position", "order", "step", "row"])
     return columns.reset_index(drop=True)
 
 
-def runs_of(layers: list[int]) -> list[tuple[int, int]]:
-    """Returns the first and last number of each unbroken run of these sorted numbers."""
-    starts = [n for n in layers if n - 1 not in layers]
-    return list(zip(starts, [n for n in layers if n + 1 not in layers], strict=True))
+def runs_of(numbers: list[int]) -> list[tuple[int, int]]:
+    """Returns (first, last) of each unbroken run of numbers in a sorted list: [1, 2, 3, 7] gives [(1, 3), (7, 7)]."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    return list(zip(starts, [n for n in numbers if n + 1 not in numbers], strict=True))

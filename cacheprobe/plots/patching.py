@@ -1,4 +1,5 @@
-"""Draws a patching grid: layers up, positions across, with marks for changed answers."""
+"""Draws a patching grid as a heat map: layers upwards, positions across, with circles where the patch changed the
+answer."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -9,47 +10,48 @@ import plotly.graph_objects as go
 from cacheprobe.plots.style import STATUS_STYLES, Figure, layout_template
 from cacheprobe.plots.text import markup, token_label, visible
 
-_SAID = {
+_COLUMN_WORDS = {
     "nld": ("normalised logit difference", "0 corrupted, 1 clean"),
     "effect": ("gain of the answer's probability", "over the noisy run"),
 }
-_TURNED = {"flip": "the answer turns over", "is_top": "the answer is the first choice again"}
+_ANSWER_CHANGES = {"flip": "the answer turns over", "is_top": "the answer is the first choice again"}
 _COLUMNS = 10
-"""Width of a token's label."""
+"""Largest width of a token's label, in columns of a monospaced font."""
 _MOST_TICKS = 16
 _LOWEST = 340
-"""Least height in pixels: the words beside the colour scale need it."""
+"""Least height of the figure in pixels: the words beside the colour scale need it."""
 
 
 @runtime_checkable
 class PatchingResult(Protocol):
-    """The parts of a `cp.patching` result that are drawn."""
+    """Describes the two parts of a `cp.patching` result that `patching_grid` draws: its table and its settings."""
 
     @property
     def table(self) -> pd.DataFrame:
-        """One line for each patched cell."""
+        """A DataFrame with one line for each patched cell: layer, position, token, and head or sample if there are
+        several."""
         ...
 
     @property
     def meta(self) -> Mapping[str, object]:
-        """Settings of the patching; `value` names the column to draw."""
+        """Settings of the patching; meta["value"] names the column to draw."""
         ...
 
 
 def patching_grid(
     grid: PatchingResult | pd.DataFrame, *, value: str | None = None, head: int | None = None
 ) -> go.Figure:
-    """Returns a heat map of one column of a grid, layers up, positions across.
+    """Returns a plotly heat map of one column of a patching grid: layers upwards, positions across. A circle marks a
+    cell if more than half of its patches changed the answer.
 
-    grid: a result of `cp.patching`, or its table, which may come from a file.  value: a column; by default nld or
-    effect.
-    head: one head of a grid by heads; by default the mean over heads. Samples of causal tracing are averaged too. A
-    cell is marked if the answer changed in more than half of the values that it averages.
+    grid: a result of `cp.patching`, or its table, which may come from a file.  value: a column; by default the one that
+    the result names, or nld or effect for a table.
+    head: one head of a grid by heads; by default the mean over heads. Samples of causal tracing are averaged too.
     Raises: ValueError for an unknown column or head, and for an empty table.
     """
-    table, own = (grid, "") if isinstance(grid, pd.DataFrame) else (grid.table, str(grid.meta["value"]))
+    table, own_column = (grid, "") if isinstance(grid, pd.DataFrame) else (grid.table, str(grid.meta["value"]))
     if value is None:
-        value = str(own or next((name for name in _SAID if name in table.columns), "nld"))
+        value = str(own_column or next((column for column in _COLUMN_WORDS if column in table.columns), "nld"))
     if value not in table.columns or not pd.api.types.is_numeric_dtype(table[value]):
         raise ValueError(f"unknown column {value!r}; a picture shows numbers, the table has {', '.join(table.columns)}")
     if head is not None:
@@ -60,13 +62,13 @@ def patching_grid(
         raise ValueError("the table of the grid is empty; there is nothing to draw")
     cells = _cells(table, value)
     layers, positions = (sorted(cells[axis].unique()) for axis in ("layer", "position"))
-    shown = cells.pivot(index="layer", columns="position", values="value")
-    low, high = min(0.0, float(shown.min(axis=None))), max(0.0, float(shown.max(axis=None)))
+    values = cells.pivot(index="layer", columns="position", values="value")
+    low, high = min(0.0, float(values.min(axis=None))), max(0.0, float(values.max(axis=None)))
     figure = Figure(
         go.Heatmap(
             x=list(range(len(positions))),
             y=list(range(len(layers))),
-            z=shown.to_numpy(),
+            z=values.to_numpy(),
             zmin=low,
             zmax=high if high > low else low + 1,
             text=cells.pivot(index="layer", columns="position", values="hover").to_numpy(),
@@ -74,19 +76,21 @@ def patching_grid(
             xgap=1,
             ygap=1,
             colorbar=dict(
-                title=dict(text="<br>".join(map(markup, _SAID.get(value, (value,)))), side="right", font=dict(size=12)),
+                title=dict(
+                    text="<br>".join(map(markup, _COLUMN_WORDS.get(value, (value,)))), side="right", font=dict(size=12)
+                ),
                 thickness=12,
                 x=1.01,
             ),
         )
     )
-    name = next((name for name in _TURNED if name in table.columns), None)
-    if name is not None and (turned := cells[cells.turned > 0.5]).size:
+    change = next((change for change in _ANSWER_CHANGES if change in table.columns), None)
+    if change is not None and (changed := cells[cells.turned > 0.5]).size:
         figure.add_scatter(
-            x=[positions.index(p) for p in turned.position],
-            y=[layers.index(layer) for layer in turned.layer],
+            x=[positions.index(p) for p in changed.position],
+            y=[layers.index(layer) for layer in changed.layer],
             mode="markers",
-            name=_TURNED[name],
+            name=_ANSWER_CHANGES[change],
             marker=dict(symbol="circle-open", size=7, color=STATUS_STYLES["rolled_back"]["color"]),
             hoverinfo="skip",
             showlegend=True,
@@ -112,11 +116,10 @@ def patching_grid(
 
 
 def _cells(table: pd.DataFrame, value: str) -> pd.DataFrame:
-    """Returns one line for each layer and position: the mean value, the share that changed the answer, and a hover
-    text.
-    """
-    name = next((name for name in _TURNED if name in table.columns), None)
-    turned = table[name].astype(float) if name else 0.0
+    """Returns a DataFrame with one line for each layer and position of a patching grid: the mean value, the share of
+    patches that changed the answer, and a hover text."""
+    change = next((change for change in _ANSWER_CHANGES if change in table.columns), None)
+    turned = table[change].astype(float) if change else 0.0
     grouped = table.assign(value=table[value].astype(float), turned=turned).groupby(["layer", "position"])
     cells = grouped.agg(
         value=("value", "mean"), turned=("turned", "mean"), token=("token", "first"), n=("value", "size")
@@ -125,13 +128,14 @@ def _cells(table: pd.DataFrame, value: str) -> pd.DataFrame:
     cells["hover"] = [
         f"layer {c.layer} · position {c.position} · <b>{markup(visible(c.token))}</b><br>{value} {c.value:.3f}"
         + (f", mean of {c.n}" if c.n > 1 else "")
-        + (f"<br>{_TURNED[name]}: {c.turned:.0%}" if name else "")
+        + (f"<br>{_ANSWER_CHANGES[change]}: {c.turned:.0%}" if change else "")
         for c in cells.itertuples()
     ]
     return cells
 
 
 def _finding(cells: pd.DataFrame, value: str) -> str:
+    """Returns the figure's title: the largest value, with its layer, position and token."""
     best = cells.loc[cells.value.idxmax()]
     where = f"layer {best.layer}, position {best.position} ({markup(visible(best.token))})"
-    return f"Largest {markup(_SAID.get(value, (value,))[0])}: {best.value:.2f}, at {where}"
+    return f"Largest {markup(_COLUMN_WORDS.get(value, (value,))[0])}: {best.value:.2f}, at {where}"

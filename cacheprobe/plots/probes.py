@@ -1,4 +1,4 @@
-"""Draws probes: accuracy by layer and place with its baselines, and how well states predict rollbacks."""
+"""Draws probes of hidden states: accuracy by layer and place with baselines, and how well states predict rollbacks."""
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -11,44 +11,45 @@ from cacheprobe.plots.text import markup, shorten
 _SITES = {"S": ("#7c5fbd", "circle", "S, residual stream"), "T": ("#2b8cbe", "diamond", "T, attention output"),
           "C": ("#c2702b", "square", "C, MLP output")}  # fmt: skip
 _PANEL_COLUMNS = 22
-"""Width of the name above a panel."""
+"""Largest width of the name above a panel, in columns of a monospaced font."""
 _BASELINES = {"untrained": ("#7b858f", "dash"), "embedding": ("#7b858f", "dot"), "majority": ("#7b858f", "solid")}
 _CONTROLS = {"position": ("position alone", "dash"), "margin": ("margin alone", "dot"),
              "shuffled": ("labels shuffled", "solid")}  # fmt: skip
 
 
 def probe_figure(table: pd.DataFrame) -> go.Figure:
-    """Returns held-out accuracy by layer, a panel for each place and a line for each site, with 95 % intervals.
+    """Returns a plotly figure of the probes' accuracy on held-out examples by layer: a panel for each place in the
+    text, a line for each site (S, T, C), and 95 % intervals. Grey lines are baselines without the trained states.
 
-    table: from `cacheprobe.probes.ProbeResult`. Grey lines are baselines without the trained states: the untrained
-    model (of the first site), the word embeddings, and the most common class.
+    table: from `cacheprobe.probes.ProbeResult`. The baselines are the untrained model (of the first site), the word
+    embeddings, and the most common class.
     Raises: ValueError for an empty table.
     """
     if table.empty:
         raise ValueError("the table of probes is empty; fit some")
     places = list(dict.fromkeys(zip(table["at"], table.place, strict=True)))
-    titles = [_place(*place, most=_PANEL_COLUMNS) for place in places]
+    titles = [_place_name(*place, most=_PANEL_COLUMNS) for place in places]
     figure = make_subplots(rows=1, cols=len(places), shared_yaxes=True, subplot_titles=titles, figure=Figure())
     for column, (at, place) in enumerate(places, start=1):
-        here = table[(table["at"] == at) & (table.place == place)]
-        for site in [site for site in _SITES if (here.site == site).any()]:
+        of_place = table[(table["at"] == at) & (table.place == place)]
+        for site in [site for site in _SITES if (of_place.site == site).any()]:
             color, symbol, name = _SITES[site]
-            t = here[here.site == site].sort_values("layer")
+            lines = of_place[of_place.site == site].sort_values("layer")
             figure.add_scatter(
-                x=t.layer.tolist(), y=t.accuracy.tolist(), name=name, legendgroup=site, showlegend=column == 1,
+                x=lines.layer.tolist(), y=lines.accuracy.tolist(), name=name, legendgroup=site, showlegend=column == 1,
                 mode="lines+markers", line=dict(color=color, width=2), marker=dict(symbol=symbol, size=6),
-                error_y=error_bars(t, "accuracy"),
-                customdata=interval_texts(t, "accuracy", ".3f", examples="examples", groups="groups"),
-                hovertemplate=f"{site}, layer %{{x}}, {_place(at, place)}: %{{customdata}}<extra></extra>",
+                error_y=error_bars(lines, "accuracy"),
+                customdata=interval_texts(lines, "accuracy", ".3f", examples="examples", groups="groups"),
+                hovertemplate=f"{site}, layer %{{x}}, {_place_name(at, place)}: %{{customdata}}<extra></extra>",
                 row=1, col=column,
             )  # fmt: skip
-        first = here[here.site == here.site.iloc[0]].sort_values("layer")
+        first = of_place[of_place.site == of_place.site.iloc[0]].sort_values("layer")
         for name, (color, dash) in _BASELINES.items():
             if first[name].notna().all():
                 figure.add_scatter(
                     x=first.layer.tolist(), y=first[name].tolist(), name=name, legendgroup=name, mode="lines",
                     showlegend=column == 1, line=dict(color=color, dash=dash, width=1.5), row=1, col=column,
-                    hovertemplate=f"{name}, layer %{{x}}, {_place(at, place)}: %{{y:.3f}}<extra></extra>",
+                    hovertemplate=f"{name}, layer %{{x}}, {_place_name(at, place)}: %{{y:.3f}}<extra></extra>",
                 )  # fmt: skip
     above = table[table.is_above].groupby(["at", "place"]).ngroups
     title = f"At {above} of {len(places)} places some layer tells the state better than any baseline"
@@ -60,18 +61,20 @@ def probe_figure(table: pd.DataFrame) -> go.Figure:
     return figure
 
 
-def _place(at: str, place: object, most: int = 200) -> str:
-    """Returns the name of a place, cut to `most` columns and escaped."""
+def _place_name(at: str, place: object, most: int = 200) -> str:
+    """Returns the name of a probed place as escaped text, such as "operation 3", or "prompt's last token" for place -1.
+    Other names are cut to `most` columns."""
     if at == "event":
         return f"operation {place}"
     return "prompt's last token" if place == -1 else markup(shorten(f"{at} {place}", most))
 
 
 def rollback_prediction_figure(table: pd.DataFrame, unit: str = "draft") -> go.Figure:
-    """Returns the AUROC by layer of predicting a rollback from states, a panel for each drafter, with its controls.
+    """Returns a plotly figure of the AUROC by layer with which probes of hidden states predict a rollback: one panel
+    for each drafter. Grey lines are controls: position alone, margin alone, and shuffled labels.
 
-    table: from `cacheprobe.probes.RollbackPrediction`, of one or more drafters.  unit: lines to draw, draft or
-    candidate.
+    table: from `cacheprobe.probes.RollbackPrediction`, of one or more drafters.  unit: lines to draw: "draft" (whole
+    drafts) or "candidate" (single draft tokens).
     Raises: ValueError if the table has no line of this unit.
     """
     rows = table[table.unit == unit] if len(table) else table
@@ -81,24 +84,24 @@ def rollback_prediction_figure(table: pd.DataFrame, unit: str = "draft") -> go.F
     drafters = list(dict.fromkeys(rows.drafter))
     figure = make_subplots(rows=1, cols=len(drafters), shared_yaxes=True, subplot_titles=drafters, figure=Figure())
     for column, drafter in enumerate(drafters, start=1):
-        t = rows[rows.drafter == drafter].sort_values("layer")
+        lines = rows[rows.drafter == drafter].sort_values("layer")
         figure.add_scatter(
-            x=t.layer.tolist(), y=t.auroc.tolist(), name="states", showlegend=column == 1, mode="lines+markers",
+            x=lines.layer.tolist(), y=lines.auroc.tolist(), name="states", showlegend=column == 1, mode="lines+markers",
             line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=7), row=1, col=column,
-            error_y=error_bars(t, "auroc"), customdata=interval_texts(t, "auroc", ".3f"),
+            error_y=error_bars(lines, "auroc"), customdata=interval_texts(lines, "auroc", ".3f"),
             hovertemplate=f"states before {drafter}'s {unit}, layer %{{x}}: %{{customdata}}<extra></extra>",
         )  # fmt: skip
         for name in _CONTROLS:
             figure.add_scatter(
-                x=t.layer.tolist(), y=t[name].tolist(), name=_CONTROLS[name][0],
+                x=lines.layer.tolist(), y=lines[name].tolist(), name=_CONTROLS[name][0],
                 showlegend=column == 1, mode="lines", line=dict(color="#7b858f", dash=_CONTROLS[name][1], width=1.5),
                 row=1, col=column,
                 hovertemplate=f"{_CONTROLS[name][0]}, {drafter}, layer %{{x}}: %{{y:.3f}}<extra></extra>",
             )  # fmt: skip
     last = rows.sort_values("layer").groupby("drafter", sort=False).tail(1)
     better = [line.drafter for line in last.itertuples() if line.gain_low > 0]
-    whom = ", ".join(better) or "no drafter here"
-    title = f"States foretell a rollback better than position or margin for {whom}"
+    drafter_names = ", ".join(better) or "no drafter here"
+    title = f"States foretell a rollback better than position or margin for {drafter_names}"
     figure.update_layout(template=layout_template(), title=title, height=400, margin=dict(l=48, r=12, t=110, b=48))
     figure.update_xaxes(title="layer", **layer_ticks(rows.layer, 6))
     figure.update_yaxes(range=[0.35, 1.02])

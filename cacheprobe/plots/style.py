@@ -1,7 +1,7 @@
 """Defines the colours, patterns and plotly settings of all pictures.
 
-Blue prefill, yellow candidate or provisional row, green accepted or verified, red rejected, hatched pending, grey other
-requests. Each has a texture or a sign beside its colour, so that no picture needs colour vision.
+Blue prefill, yellow draft token or provisional slot, green accepted or verified, red rejected, hatched pending, grey
+other requests. Each has a texture or a sign beside its colour, so that no picture needs colour vision.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from typing import SupportsInt
 import plotly.graph_objects as go
 
 FIGURE_CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
-"""plotly's settings of every figure, on a page or in a notebook; the upload button stays off."""
+"""plotly's settings of every figure, on a page or in a notebook; the button that uploads the data stays off."""
 
 SANS = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Noto Sans", "Liberation Sans", sans-serif'
 MONO = 'ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace'
@@ -34,7 +34,7 @@ STATUS_STYLES = {
     "rolled_back": {"color": "#d9483b", "dash": "dot", "symbol": "x"},
     "given_up": {"color": "#7b858f", "dash": "dot", "symbol": "circle-open"},
 }
-"""Lines and marks of figures, readable on white and on black."""
+"""Colour, line dash and marker of each row status in plotly figures, readable on white and on black."""
 
 _SCALES = {
     False: ["#f3f0f9", "#d5cbeb", "#aa97d6", "#7c5fbd", "#4a2c8f"],
@@ -43,18 +43,21 @@ _SCALES = {
 
 
 class Figure(go.Figure):
-    """A plotly figure that always uses FIGURE_CONFIG. Without it, plotly shows a button that sends the data away."""
+    """Holds a plotly figure that is always shown with FIGURE_CONFIG, which hides plotly's button for uploading the
+    data."""
 
     def show(self, *args: object, **settings: object) -> object:
-        """Shows the figure, as plotly's method of that name."""
+        """Shows the figure as `go.Figure.show` does, with FIGURE_CONFIG as the defaults of the argument `config`."""
         return super().show(*args, **_configured(settings))
 
     def to_html(self, *args: object, **settings: object) -> str:
-        """Returns the figure as HTML, as plotly's method of that name."""
+        """Returns the figure as HTML text, as `go.Figure.to_html` does, with FIGURE_CONFIG as the defaults of the
+        argument `config`."""
         return super().to_html(*args, **_configured(settings))
 
     def write_html(self, *args: object, **settings: object) -> object:
-        """Writes the figure to an HTML file, as plotly's method of that name."""
+        """Writes the figure to an HTML file, as `go.Figure.write_html` does, with FIGURE_CONFIG as the defaults of the
+        argument `config`."""
         return super().write_html(*args, **_configured(settings))
 
     def _repr_mimebundle_(
@@ -67,10 +70,11 @@ class Figure(go.Figure):
 
 
 def layer_ticks(layers: Iterable[SupportsInt], most: int = 8) -> dict[str, int]:
-    """Returns plotly's ticks of an axis of layers: every layer, or every second, fifth, tenth ... if there are many."""
-    places = sorted({int(layer) for layer in layers})
-    span = places[-1] - places[0]
-    return {"tick0": places[0], "dtick": next(step for step in (1, 2, 5, 10, 20, 50, 10**6) if span <= step * most)}
+    """Returns plotly's settings (tick0, dtick) of an axis of layers as a dict: a tick at every layer, or at every
+    second, fifth, tenth ..., so that at most `most` + 1 ticks are drawn."""
+    numbers = sorted({int(layer) for layer in layers})
+    span = numbers[-1] - numbers[0]
+    return {"tick0": numbers[0], "dtick": next(step for step in (1, 2, 5, 10, 20, 50, 10**6) if span <= step * most)}
 
 
 def _configured(settings: Mapping[str, object]) -> dict[str, object]:
@@ -79,26 +83,28 @@ def _configured(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def layout_template(*, dark: bool = False) -> go.layout.Template:
-    """Returns plotly's template for a light or a dark page. Values are violet, since the other colours are words."""
-    ink = _DARK if dark else _LIGHT
-    axis = {"gridcolor": ink["line"], "linecolor": ink["line"], "zeroline": False, "ticks": "", "automargin": True}
+    """Returns the plotly template of all figures, for a light or a dark page. Heat maps are violet, because the other
+    colours stand for phases and statuses."""
+    colours = _DARK if dark else _LIGHT
+    line = colours["line"]
+    axis = {"gridcolor": line, "linecolor": line, "zeroline": False, "ticks": "", "automargin": True}
     axis["title"] = {"font": {"size": 13}}
-    scale = [[i / (len(_SCALES[dark]) - 1), colour] for i, colour in enumerate(_SCALES[dark])]
+    scale = [[i / (len(_SCALES[dark]) - 1), shade] for i, shade in enumerate(_SCALES[dark])]
     return go.layout.Template(
         layout={
-            "font": {"family": SANS, "size": 13, "color": ink["ink"]},
+            "font": {"family": SANS, "size": 13, "color": colours["ink"]},
             "title": {"x": 0, "xref": "paper", "font": {"size": 16}},
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
             "xaxis": axis,
             "yaxis": axis,
             "hoverlabel": {
-                "bgcolor": ink["card"],
-                "bordercolor": ink["line"],
-                "font": {"color": ink["ink"]},
+                "bgcolor": colours["card"],
+                "bordercolor": colours["line"],
+                "font": {"color": colours["ink"]},
                 "align": "left",
             },
-            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": ink["muted"], "activecolor": ink["ink"]},
+            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": colours["muted"], "activecolor": colours["ink"]},
             "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"},
         },
         data={"heatmap": [{"colorscale": scale, "colorbar": {"outlinewidth": 0, "ticks": ""}}]},
@@ -157,16 +163,16 @@ DIAGRAM_CSS = f"""
 """
 
 SHADES = 20
-"""Steps from the lightest to the darkest violet, for cells drawn without plotly: classes v0 to v19."""
+"""Number of violet shades, from weakest to strongest, of cells drawn without plotly: CSS classes v0 to v19."""
 
 
 def _shades(dark: bool) -> list[str]:
-    anchors = [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in _SCALES[dark]]
+    rgb = [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in _SCALES[dark]]
     colours = []
     for shade in range(SHADES):
-        place, share = divmod(shade * (len(anchors) - 1) / (SHADES - 1), 1)
-        low, high = anchors[int(place)], anchors[min(int(place) + 1, len(anchors) - 1)]
-        colours.append("#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in zip(low, high, strict=True)))
+        anchor, fraction = divmod(shade * (len(rgb) - 1) / (SHADES - 1), 1)
+        low, high = rgb[int(anchor)], rgb[min(int(anchor) + 1, len(rgb) - 1)]
+        colours.append("#" + "".join(f"{round(a + (b - a) * fraction):02x}" for a, b in zip(low, high, strict=True)))
     return colours
 
 
@@ -178,11 +184,12 @@ _DARKER_HALF = "".join(f".cp svg .v{i} text{{fill:var(--paper)}}" for i in range
 SHADE_CSS = (
     f"{_shade_rules('', dark=False)}@media (prefers-color-scheme:dark){{{_shade_rules('', dark=True)}}}{_DARKER_HALF}"
 )
-"""Rules of these classes, light or dark as the browser prefers."""
+"""CSS rules of the classes v0 to v19, light or dark as the browser prefers."""
 
 THEME_CSS = "".join(
     f":root[data-theme={theme}] .cp{{{_variables(colours)}color-scheme:{theme}}}"
     + _shade_rules(f":root[data-theme={theme}] ", dark=theme == "dark")
     for theme, colours in (("light", _LIGHT), ("dark", _DARK))
 )
-"""Rules for a page with its own switch: the document's data-theme overrides the browser's preference."""
+"""CSS rules for a page with a light/dark switch of its own: the document's data-theme overrides the browser's
+preference."""

@@ -1,4 +1,4 @@
-"""Draws a sweep as small multiples: one curve by layer for each pair of values of two axes."""
+"""Draws a sweep as small multiples: one panel, with one curve by layer, for each pair of values of two axes."""
 
 import re
 from collections.abc import Iterable
@@ -12,8 +12,8 @@ from cacheprobe.plots.style import STATUS_STYLES, Figure, layer_ticks, layout_te
 from cacheprobe.plots.text import markup, shorten
 
 MOST = 8
-"""Largest number of values of an axis that are drawn."""
-_SAID = {
+"""Largest number of values of one axis that are drawn."""
+_VALUE_WORDS = {
     "agrees_mean": "share of first choices that are the committed token",
     "rank_median": "median rank of the committed token",
     "logprob_nats_mean": "mean log-probability of the committed token (nats)",
@@ -21,14 +21,15 @@ _SAID = {
 }
 _SHARES = {"agrees_mean"}
 _NAME = 18
-"""Letters of the name beside a panel."""
+"""Largest width of the name beside a panel, in columns of a monospaced font."""
 NONE = "none"
 _PARTS = re.compile(r"\d+|\D+")
 T = TypeVar("T")
 
 
 def in_order(values: Iterable[T]) -> list[T]:
-    """Returns the values of an axis in drawing order: layer=9 before layer=10, numbers before texts."""
+    """Returns the values of a sweep's axis as a list in drawing order. Numbers in a text are compared as numbers:
+    layer=9 comes before layer=10."""
     return sorted(values, key=lambda value: [(*_number(part), part) for part in _PARTS.findall(str(value))])
 
 
@@ -37,10 +38,11 @@ def _number(part: str) -> tuple[bool, int]:
 
 
 def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agrees_mean") -> go.Figure:
-    """Returns a panel for each value of the axis `rows` (down) and `columns` (across), with `value` by layer.
+    """Returns a plotly figure of small multiples: a panel for each pair of values of two sweep axes, `rows` downwards
+    and `columns` across. A panel's curve is the column `value` by layer, as the mean over the sweep's cells with this
+    pair.
 
-    A curve is the mean over the cells of its panel, of committed rows.
-    layers: from `Sweep.layers`.  value: one of its numbers, by default agrees_mean.
+    Only committed rows count. layers: from `Sweep.layers`.  value: one of its numeric columns, by default agrees_mean.
     Raises: ValueError for an unknown column, one axis given twice, more than 8 values of an axis, and an empty table.
     """
     if rows == columns:
@@ -71,13 +73,13 @@ def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agre
             if (a, b) not in means.index.droplevel("layer"):
                 continue
             panel = means.loc[(a, b)]
-            where = markup(f"{rows}={a}, {columns}={b}")
+            panel_name = markup(f"{rows}={a}, {columns}={b}")
             figure.add_scatter(
                 x=panel.index.tolist(), y=panel["mean"].tolist(), customdata=panel["size"].tolist(),
                 row=i + 1, col=j + 1,
-                mode="lines+markers", name=where, showlegend=False, line=dict(color=style["color"], width=2),
+                mode="lines+markers", name=panel_name, showlegend=False, line=dict(color=style["color"], width=2),
                 marker=dict(symbol=style["symbol"], size=5),
-                hovertemplate=f"{where}<br>layer %{{x}}: %{{y:.3f}}, committed rows, mean of %{{customdata}} cells"
+                hovertemplate=f"{panel_name}<br>layer %{{x}}: %{{y:.3f}}, committed rows, mean of %{{customdata}} cells"
                 "<extra></extra>",
             )  # fmt: skip
         figure.update_yaxes(title=markup(shorten(f"{rows}={a}", _NAME)), row=i + 1, col=1)
@@ -85,14 +87,14 @@ def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agre
     figure.update_xaxes(title="layer", row=len(down))
     if value in _SHARES:
         figure.update_yaxes(range=[-0.04, 1.06])
-    last = means.groupby([rows, columns]).tail(1)["mean"]
-    (a, b, _), best = last.idxmax(), last.max()
-    where = f"{rows}={shorten(str(a), 32)}, {columns}={shorten(str(b), 32)}"
-    said = f"Last layer, largest {_SAID.get(value, value)}: {best:.2f} at {where}"
-    if len(last) > 1 and (last == best).all():
-        said = f"Last layer, {_SAID.get(value, value)}: {best:.2f} in every panel"
+    last_layer = means.groupby([rows, columns]).tail(1)["mean"]
+    (a, b, _), best = last_layer.idxmax(), last_layer.max()
+    panel_name = f"{rows}={shorten(str(a), 32)}, {columns}={shorten(str(b), 32)}"
+    title = f"Last layer, largest {_VALUE_WORDS.get(value, value)}: {best:.2f} at {panel_name}"
+    if len(last_layer) > 1 and (last_layer == best).all():
+        title = f"Last layer, {_VALUE_WORDS.get(value, value)}: {best:.2f} in every panel"
     figure.update_layout(
-        template=layout_template(), title=markup(said), height=120 + 150 * len(down), dragmode=False,
+        template=layout_template(), title=markup(title), height=120 + 150 * len(down), dragmode=False,
         margin=dict(l=64, r=12, t=84, b=48),
     )  # fmt: skip
     return figure

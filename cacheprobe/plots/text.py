@@ -1,6 +1,6 @@
-"""Prepares token texts for pictures: makes white space visible, cuts to fit, and escapes for markup.
+"""Prepares token texts for pictures: makes white space visible, cuts to a width, and escapes for HTML and SVG.
 
-Texts come from users, so every text is escaped before it becomes part of markup.
+Texts come from users, so every text is escaped before it becomes part of HTML or SVG.
 """
 
 import unicodedata
@@ -16,17 +16,18 @@ _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
 def plain(text: str) -> str:
-    """Returns the text on one line for a terminal: spaces stay, control characters become visible."""
+    """Returns the text on one line for a terminal: spaces stay, and control characters become visible signs."""
     return visible(text).replace("␣", " ")
 
 
 def columns_of(text: str) -> int:
-    """Returns the width of a text in columns of a monospaced font."""
+    """Returns the width of a text in columns of a monospaced font: 2 for a wide East Asian letter, 0 for a combining
+    mark, 1 for others."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def shorten(text: str, width: int) -> str:
-    """Returns the text in at most `width` columns, with an ellipsis if it was cut."""
+    """Returns the text, cut to at most `width` columns of a monospaced font; a cut text ends with an ellipsis."""
     if columns_of(text) <= width:
         return text
     kept = ""
@@ -38,26 +39,27 @@ def shorten(text: str, width: int) -> str:
 
 
 def token_label(text: str, width: int) -> str:
-    """Returns a token for a picture: visible and cut to fit, not escaped."""
+    """Returns a token's text for a picture: white space made visible, cut to `width` columns, not escaped."""
     return shorten(visible(text), width)
 
 
 def markup(text: str) -> str:
-    """Returns the text escaped for HTML, SVG and plotly, which would otherwise read <b> or <|im_start|> as a tag."""
+    """Returns the text escaped for HTML, SVG and plotly, so that <b> or <|im_start|> is shown and not read as a tag."""
     return escape(str(text), quote=True)
 
 
 def subscript(number: int) -> str:
-    """Returns the number in subscript digits."""
+    """Returns the number as text in subscript digits: 12 gives "₁₂"."""
     return str(number).translate(_SUBSCRIPTS)
 
 
 def token_texts(rows: pd.DataFrame, hypotheses: pd.DataFrame | None = None) -> dict[int, str]:
-    """Returns token id -> text, for every token in the tables of a trace."""
+    """Returns a dict from token id to text, for every token that the rows table or the hypotheses table of a trace
+    names."""
     table = token_texts_of(rows, hypotheses)
     return dict(zip(table.token_id.tolist(), table.token.tolist(), strict=True))
 
 
 def text_of(texts: Mapping[int, str], token_id: int) -> str:
-    """Returns a token's text; "<id>" if no table names the token."""
+    """Returns the text of a token by its id; "<id>" with the number if `texts` lacks the id."""
     return texts.get(token_id, f"<{token_id}>")

@@ -1,4 +1,4 @@
-"""Probes: linear classifiers on states, compared with baselines that do not use the states."""
+"""Fits probes: linear classifiers on captured states, compared with baselines that do not use the states."""
 
 from typing import TYPE_CHECKING
 

@@ -11,13 +11,17 @@ LEAST = 20
 
 
 class ProbeError(ValueError):
-    """A probe cannot be fitted as requested; the message says what to do."""
+    """Raised if a probe cannot be fitted as requested. The message says what to do."""
 
 
 def chosen_pairs(
     held_sites: Sequence[str], held_layers: Sequence[int], sites: "Iterable[str] | None", layers: "Iterable[int] | None"
 ) -> list[tuple[str, int]]:
-    """Returns every requested site with every requested layer. Raises: ProbeError for one that was not captured."""
+    """Returns a list of (site, layer): every requested site with every requested layer; None requests all captured
+    ones.
+
+    Raises: ProbeError for a site or layer that was not captured, or if none remains.
+    """
     sites, layers = list(held_sites if sites is None else sites), list(held_layers if layers is None else layers)
     if unknown := [site for site in sites if site not in held_sites]:
         raise ProbeError(f"there is no site {unknown[0]!r} to probe; there are {', '.join(held_sites) or 'none'}")
@@ -28,35 +32,42 @@ def chosen_pairs(
     return [(site, layer) for site in sites for layer in layers]
 
 
-def require_enough(about: pd.DataFrame, place: Hashable, folds: int, least: int) -> None:
-    """Raises: ProbeError for a place with too few groups of a class."""
-    labels = about.label.astype(str)
+def require_enough(lines: pd.DataFrame, place: Hashable, folds: int, least: int) -> None:
+    """Checks that the examples of one place (operation or position) suffice for a probe.
+
+    There must be two classes, `least` groups of each class, and as many groups as folds.
+    lines: the examples of this place, with label and group.
+    Raises: ProbeError if not.
+    """
+    labels = lines.label.astype(str)
     classes = labels.nunique()
     if classes < 2:
-        raise ProbeError(f"place {place}: all {len(about)} examples are of class {labels.iloc[0]!r}; nothing to tell")
-    groups = about.assign(label=labels).groupby("label").group.nunique()
+        raise ProbeError(f"place {place}: all {len(lines)} examples are of class {labels.iloc[0]!r}; nothing to tell")
+    groups = lines.assign(label=labels).groupby("label").group.nunique()
     if (groups < least).any():
         raise ProbeError(
-            f"place {place}: {len(about)} examples of {classes} classes; class {groups.idxmin()!r} has {groups.min()} "
+            f"place {place}: {len(lines)} examples of {classes} classes; class {groups.idxmin()!r} has {groups.min()} "
             f"groups of prompts, {least} are needed; give more prompts (those that begin alike are one group), or "
             "least= fewer"
         )
-    if about.group.nunique() < folds:
-        raise ProbeError(f"place {place}: {about.group.nunique()} groups cannot be split into {folds} folds")
+    if lines.group.nunique() < folds:
+        raise ProbeError(f"place {place}: {lines.group.nunique()} groups cannot be split into {folds} folds")
 
 
 def require_above_chance(trace: Trace) -> dict[str, float]:
-    """Returns the run's accuracy on its task. Raises: ProbeError unless the accuracy's interval lies above chance.
+    """Checks that a run's accuracy on its task is above chance, and returns the accuracy with its interval as a dict.
 
     If a model does not perform the task, a probe's result does not describe the model's own state.
+    Raises: ProbeError unless the 95 % interval lies above chance, and for a run without a task.
     """
-    known = trace.meta["behaviour"]
-    if known is None:
+    behaviour = trace.meta["behaviour"]
+    if behaviour is None:
         raise ProbeError("the run has no accuracy: its prompts are of no task, or of tasks with different answers")
-    if known["accuracy_low"] <= known["chance"]:
+    low, chance = behaviour["accuracy_low"], behaviour["chance"]
+    if low <= chance:
         raise ProbeError(
-            f"{trace.fingerprint['model']} answers {known['accuracy']:.0%} of {known['num_examples']} prompts right "
-            f"(95 % from {known['accuracy_low']:.0%}), chance is {known['chance']:.0%}: what its states hold of the "
+            f"{trace.fingerprint['model']} answers {behaviour['accuracy']:.0%} of {behaviour['num_examples']} prompts "
+            f"right (95 % from {low:.0%}), chance is {chance:.0%}: what its states hold of the "
             "task cannot be asked; use a model that does it"
         )
-    return known
+    return behaviour

@@ -1,4 +1,4 @@
-"""Collects drafts before their verification: the state, the model's certainty, and the outcome."""
+"""Collects drafts before their verification: the row whose state predicted the draft, and the outcome."""
 
 from collections.abc import Iterable
 
@@ -11,16 +11,17 @@ from cacheprobe.trace.trace import Trace
 
 
 def drafted(trace: Trace, unit: str = "draft") -> pd.DataFrame:
-    """Returns one line for each verified draft, or for each draft token that follows committed text.
+    """Returns a DataFrame with one line for each verified draft, or for each of its tokens: the row that predicted it.
 
-    unit: "draft", with the state that predicted its first token; or "candidate": each draft token up to the first
-    mismatch, since later ones follow text that was never committed.
+    unit: "draft", with the row that predicted its first token; or "candidate", one line for each draft token up to the
+    first mismatch, since later ones follow text that was never committed.
     Columns: request_id, step (of the verdict), row, num_layers (blocks that ran for this row), position (of the first
     draft token), generated (tokens before it), index (of the draft token), length (of the draft), is_rolled_back:
     whether any part of the draft was rolled back, or whether this draft token was the first mismatch.
-    row: number of the newest token row before the verification on whose text the draft token depends: of the draft pass
+    row: number of the newest row before the verification on whose text the draft token depends: of the draft pass
     that proposed it, or, for a drafter that runs no model, of the canonical pass that chose the newest committed token.
     Drafts without a captured row are left out.
+    Raises: ValueError for another unit.
     """
     if unit not in ("draft", "candidate"):
         raise ValueError(f"unknown unit {unit!r}; give 'draft' or 'candidate'")
@@ -28,27 +29,27 @@ def drafted(trace: Trace, unit: str = "draft") -> pd.DataFrame:
     rows_of = dict(list(table.groupby("request_id")))
     prompts = {request.request_id: request.num_prompt_tokens for request in trace.requests}
     verified = trace.event_table[trace.event_table.phase == "verify"].sort_values(["request_id", "step"])
-    before: dict[int, int] = {}
+    last_verified_step: dict[int, int] = {}
     records = []
     for event in verified.itertuples():
-        since, before[event.request_id] = before.get(event.request_id, -1), event.step
+        last_verified, last_verified_step[event.request_id] = last_verified_step.get(event.request_id, -1), event.step
         length = len(event.draft_token_ids)
         rows = rows_of.get(event.request_id)
         if not length or rows is None:
             continue
         start, accepted = int(event.draft_start), int(event.num_accepted)
-        last = 0 if unit == "draft" else min(accepted, length - 1)
-        own = (rows.phase == "decode") & (rows.step > since)
-        known = rows[(rows.step < event.step) & (own | (rows.status == "committed"))]
-        for index in range(last + 1):
-            read = known[known.position < start + index]
-            if read.empty:
+        last_index = 0 if unit == "draft" else min(accepted, length - 1)
+        is_draft_row = (rows.phase == "decode") & (rows.step > last_verified)
+        earlier = rows[(rows.step < event.step) & (is_draft_row | (rows.status == "committed"))]
+        for index in range(last_index + 1):
+            before_token = earlier[earlier.position < start + index]
+            if before_token.empty:
                 continue
-            row = read.sort_values(["position", "step"]).iloc[-1]
-            lost = accepted < length if unit == "draft" else index == accepted
+            row = before_token.sort_values(["position", "step"]).iloc[-1]
+            is_rolled_back = accepted < length if unit == "draft" else index == accepted
             records.append(
                 (event.request_id, event.step, row.row, row.num_layers, start, start - prompts[event.request_id], index,
-                 length, lost)
+                 length, is_rolled_back)
             )  # fmt: skip
     columns = [
         "request_id", "step", "row", "num_layers", "position", "generated", "index", "length", "is_rolled_back",
@@ -57,9 +58,8 @@ def drafted(trace: Trace, unit: str = "draft") -> pd.DataFrame:
 
 
 def margins(trace: Trace, rows: Iterable[int], layer: int, model: CachedLM | None = None) -> pd.Series:
-    """Returns, by row number, the log-probability gap in nats between the two best tokens of the logit lens at
-    `layer`."""
-    about = trace.row_table[trace.row_table.row.isin(set(rows))]
-    read = read_states(trace, LogitLens(), layers=[layer], rows=about, model=model)
+    """Returns the gap in nats between the logit lens's two best tokens at `layer`, as a Series by row number."""
+    row_table = trace.row_table[trace.row_table.row.isin(set(rows))]
+    read = read_states(trace, LogitLens(), layers=[layer], rows=row_table, model=model)
     best = read.top_logprob_nats.map(lambda nats: float(nats[0] - nats[1]))
     return pd.Series(best.to_numpy(), index=read.row.to_numpy())

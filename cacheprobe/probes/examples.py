@@ -1,4 +1,4 @@
-"""Examples for probes, from a trace of task prompts or from vectors with labels."""
+"""Collects the examples that probes are fitted on, from a trace of task prompts or from vectors with labels."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from cacheprobe.probes.checks import ProbeError, chosen_pairs
 from cacheprobe.probes.places import embeddings, labelled
 from cacheprobe.trace.trace import Trace
 
-States = Mapping[tuple[str, int], Tensor]
+LabelledStates = Mapping[tuple[str, int], Tensor]
 """Vectors [n, m], keyed by (site, layer)."""
 
 Given = tuple[
@@ -21,21 +21,23 @@ Given = tuple[
 
 @dataclass(frozen=True)
 class Examples:
-    """The n examples that probes are fitted on, and their baselines."""
+    """Holds the n examples that probes are fitted on: labels and groups, states by (site, layer), and baseline
+    features.
+    """
 
     about: pd.DataFrame
     """One line for each example: label, group, place and, if known, word."""
-    states: States
+    states: LabelledStates
     kind: str
-    """"event", "position" or "given": where the examples come from."""
-    untrained: States | None
+    """"event", "position" or "given": how the examples were chosen."""
+    untrained: LabelledStates | None
     """States of the same examples in an untrained model."""
     embedding: Tensor | None
     """Features [n, 2m] of the words alone."""
 
     @property
     def places(self) -> list[Hashable]:
-        """Places, in the order of their first example."""
+        """The distinct places (such as operation numbers or positions), in the order of their first example."""
         return list(self.about.place.drop_duplicates())
 
 
@@ -44,29 +46,38 @@ def of_trace(
     at: "str | Iterable[int]",
     sites: "Iterable[str] | None",
     layers: "Iterable[int] | None",
-    untrained: "Trace | States | None",
+    untrained: "Trace | LabelledStates | None",
     embedding: Tensor | None,
 ) -> Examples:
-    """Returns the examples of a trace of task prompts. Raises: ProbeError for a site or layer that was not captured."""
+    """Returns the probe examples of a trace of task prompts: labels from the task, and the captured states of their
+    rows.
+
+    at: the places, as in `labelled`.  untrained, embedding: baselines, as in `fit`.
+    Raises: ProbeError for a site or layer that was not captured, and for an untrained run of other prompts.
+    """
     at = at if isinstance(at, str) else list(at)
-    about = labelled(trace, at)
-    wanted = chosen_pairs(trace.store.sites, trace.store.layers, sites, layers)
-    states = {pair: trace.vectors(*pair, about) for pair in wanted}
-    bare = None if untrained is None else _aligned(untrained, about, at, wanted)
-    embedding = embeddings(trace, about) if embedding is None else embedding
-    return Examples(about, states, "event" if isinstance(at, str) else "position", bare, embedding)
+    lines = labelled(trace, at)
+    pairs = chosen_pairs(trace.store.sites, trace.store.layers, sites, layers)
+    states = {pair: trace.vectors(*pair, lines) for pair in pairs}
+    bare = None if untrained is None else _aligned(untrained, lines, at, pairs)
+    embedding = embeddings(trace, lines) if embedding is None else embedding
+    return Examples(lines, states, "event" if isinstance(at, str) else "position", bare, embedding)
 
 
 def of_vectors(
-    vectors: States,
+    vectors: LabelledStates,
     given: Given,
     at: "str | Iterable[int]",
     sites: "Iterable[str] | None",
     layers: "Iterable[int] | None",
-    untrained: "Trace | States | None",
+    untrained: "Trace | LabelledStates | None",
     embedding: Tensor | None,
 ) -> Examples:
-    """Returns vectors [n, m] with their labels and groups as examples. Raises: ProbeError if their numbers differ."""
+    """Returns the probe examples for given vectors [n, m] by (site, layer), with labels, groups, places and words in
+    `given`.
+
+    Raises: ProbeError if labels or groups are missing, or if their number is not n.
+    """
     labels, groups, places, words = given
     if labels is None or groups is None:
         raise ProbeError("vectors need labels, and groups: what stands in one group is never split, such as a prompt")
@@ -88,21 +99,27 @@ def of_vectors(
 
 
 def pooled_examples(examples: Examples) -> Examples:
-    """Returns the examples with one place for all of them."""
+    """Returns the examples with all places merged into one, "all", so that one probe is fitted for all of them."""
     return replace(examples, about=examples.about.assign(place="all"))
 
 
 def _aligned(
-    untrained: "Trace | States", about: pd.DataFrame, at: "str | Iterable[int]", pairs: Sequence[tuple[str, int]]
-) -> States:
-    """Returns the untrained model's states of the same examples."""
+    untrained: "Trace | LabelledStates",
+    lines: pd.DataFrame,
+    at: "str | Iterable[int]",
+    pairs: Sequence[tuple[str, int]],
+) -> LabelledStates:
+    """Returns the untrained model's states, by (site, layer), of the same examples.
+
+    Raises: ProbeError if the untrained run is of other prompts, or lacks a state.
+    """
     if isinstance(untrained, Trace):
         same = labelled(untrained, at)
         columns = ["request_id", "place", "position", "label", "word"]
-        if len(same) != len(about) or not same[columns].equals(about[columns]):
+        if len(same) != len(lines) or not same[columns].equals(lines[columns]):
             raise ProbeError("the untrained model's run is of other prompts; run it on the same examples")
         untrained = {(site, layer): untrained.vectors(site, layer, same) for site, layer in pairs}
     for pair in pairs:
-        if pair not in untrained or len(untrained[pair]) != len(about):
+        if pair not in untrained or len(untrained[pair]) != len(lines):
             raise ProbeError(f"the untrained model's states have no {pair[0]} of layer {pair[1]} for every example")
     return untrained

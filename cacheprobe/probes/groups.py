@@ -1,4 +1,4 @@
-"""Groups of examples that a split must keep together, folds of groups, and the effective number of examples."""
+"""Computes groups of examples that a split keeps together, folds of groups, and the effective number of examples."""
 
 from collections.abc import Hashable, Iterable
 
@@ -6,10 +6,11 @@ import numpy as np
 
 
 def joined_groups(members: Iterable[Hashable], shared: Iterable[Hashable]) -> np.ndarray:
-    """Returns group numbers [n]: examples with the same member are in one group, and so are members that share a text.
+    """Returns a group number for each of n examples, [n]. A train-test split must keep each group together.
 
+    Examples with the same member are in one group, and so are members that share a text.
     members, shared: two keys of each example, such as its prompt and the text read up to its place. A causal model's
-    state is a function of that text, so two prompts with the same beginning have the same state there.
+    state is a function of that text, so two prompts with the same beginning have the same state at that place.
     """
     members, parent = list(members), {}
 
@@ -28,26 +29,26 @@ def joined_groups(members: Iterable[Hashable], shared: Iterable[Hashable]) -> np
 
 
 def group_folds(groups: Iterable[Hashable], num_folds: int, seed: int = 0) -> np.ndarray:
-    """Returns fold numbers [n] with all examples of a group in one fold: shuffled groups, largest first, to the
-    smallest fold.
+    """Returns a fold number for each of n examples, [n]; all examples of a group are in one fold.
 
+    Groups are shuffled, then assigned, largest first, to the fold that is smallest so far.
+    Raises: ValueError for fewer groups than folds.
     Source: the greedy rule of scikit-learn's GroupKFold, over shuffled groups.
     """
     keys, inverse, sizes = np.unique(np.array(list(groups)), return_inverse=True, return_counts=True)
     if len(keys) < num_folds:
         raise ValueError(f"{len(keys)} groups cannot be split into {num_folds} folds; give more prompts or fewer folds")
     shuffled = np.random.default_rng(seed).permutation(len(keys))
-    held = np.zeros(num_folds, dtype=int)
+    fold_sizes = np.zeros(num_folds, dtype=int)
     fold_of = np.zeros(len(keys), dtype=int)
     for group in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
-        fold_of[group] = int(held.argmin())
-        held[fold_of[group]] += sizes[group]
+        fold_of[group] = int(fold_sizes.argmin())
+        fold_sizes[fold_of[group]] += sizes[group]
     return fold_of[inverse]
 
 
 def effective_number(groups: Iterable[Hashable]) -> float:
-    """Returns the number of independent examples if each group counts as one example: (sum of sizes)^2 / sum of
-    squares.
+    """Returns the effective number of examples if all examples of a group are equal: (sum of sizes)^2 / sum of sizes^2.
 
     Source: Kish 1965, "Survey Sampling", section 8.2, for a correlation of one within clusters.
     """
@@ -56,13 +57,13 @@ def effective_number(groups: Iterable[Hashable]) -> float:
 
 
 def control_labels(words: Iterable[Hashable], labels: np.ndarray, number: int, seed: int) -> np.ndarray:
-    """Returns labels [number, n] of control tasks: each distinct word gets one label, drawn at random from the true
-    labels.
+    """Returns random labels [number, n] for control tasks: in each task, every distinct word has one random label.
 
+    The random labels are drawn from the true ones.
     Source: Hewitt and Liang 2019 (arXiv 1909.03368), section 2.
     """
     words = list(words)
-    kinds = sorted(set(words), key=str)
-    place = {kind: i for i, kind in enumerate(kinds)}
-    drawn = np.random.default_rng(seed).choice(labels, size=(number, len(kinds)))
-    return drawn[:, [place[word] for word in words]]
+    distinct = sorted(set(words), key=str)
+    column = {kind: i for i, kind in enumerate(distinct)}
+    drawn = np.random.default_rng(seed).choice(labels, size=(number, len(distinct)))
+    return drawn[:, [column[word] for word in words]]

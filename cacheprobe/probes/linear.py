@@ -1,4 +1,4 @@
-"""Linear probes by site, layer and place, each compared with baselines that do not use the states."""
+"""Fits linear probes by site, layer and place, and compares each with baselines that do not use the states."""
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from torch import Tensor
 from cacheprobe.core.values import require_known_options
 from cacheprobe.ops.statistics import wilson
 from cacheprobe.probes.checks import LEAST, ProbeError, require_enough
-from cacheprobe.probes.examples import Examples, States, of_trace, of_vectors, pooled_examples
+from cacheprobe.probes.examples import Examples, LabelledStates, of_trace, of_vectors, pooled_examples
 from cacheprobe.probes.groups import control_labels, effective_number, group_folds
 from cacheprobe.probes.ridge import held_out_scores
 from cacheprobe.trace.trace import Trace
@@ -25,12 +25,12 @@ COLUMNS = [
 
 
 class ProbeOptions(TypedDict, total=False):
-    """Keywords of `fit` for how a probe is tested."""
+    """Lists the keyword arguments of `fit` that say how a probe is tested: folds, controls, least and seed."""
 
     folds: int
     """Number of folds; each is tested by a probe fitted on the others."""
     controls: int
-    """Number of tasks in which every word has a random label; without words there are none."""
+    """Number of control tasks, in which every word has a random label; none if there are no words."""
     least: int
     """Minimum number of groups of each class at a place."""
     seed: int
@@ -39,7 +39,9 @@ class ProbeOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """Holds the ProbeOptions of one call, with a default for each that was not given."""
+    """Holds the options of one call of `fit` (folds, controls, least, seed), with a default for each that was not
+    given.
+    """
 
     folds: int = 5
     controls: int = 10
@@ -49,7 +51,7 @@ class ProbeConfig:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Results of probes, one line for each site, layer and place.
+    """Holds the results of probes in `table`: one line for each site, layer and place, with accuracy and baselines.
 
     table: site, layer, at ("event", "position" or "given"), place ("all" if pooled), examples, groups, classes;
     accuracy on held-out groups, and its 95 % interval low to high; control (mean accuracy on the control tasks, over
@@ -76,7 +78,7 @@ class ProbeResult:
 
 
 def fit(
-    states: "Trace | States",
+    states: "Trace | LabelledStates",
     labels: "Iterable[object] | None" = None,
     groups: "Iterable[Hashable] | None" = None,
     *,
@@ -86,12 +88,13 @@ def fit(
     sites: "Iterable[str] | None" = None,
     layers: "Iterable[int] | None" = None,
     pooled: bool = False,
-    untrained: "Trace | States | None" = None,
+    untrained: "Trace | LabelledStates | None" = None,
     embedding: Tensor | None = None,
     **options: Unpack[ProbeOptions],
 ) -> ProbeResult:
     """Fits a linear classifier of the true state for every site, layer and place, and tests it on held-out groups.
 
+    Returns a ProbeResult.
     states: a trace of task prompts, whose labels, groups, places and words are those of `labelled(trace, at)`; or
     vectors [n, m] keyed by (site, layer), with `labels` and `groups` [n], and optionally `places` and `words`.
     sites, layers: by default, those that were captured.  pooled: one probe for all places instead of one for each.
@@ -123,64 +126,77 @@ def fit(
 
 
 def _tables(examples: Examples, place: Hashable, config: ProbeConfig) -> Iterator[pd.DataFrame]:
-    """Yields the lines of one place, one table for each site."""
-    here = np.flatnonzero((examples.about.place == place).to_numpy())
-    some = examples.about.iloc[here]
-    require_enough(some, place, config.folds, config.least)
-    known = _Place(some, config.folds, config.controls, config.seed)
+    """Fits the probes of one place (operation or position); yields a DataFrame for each site, with a line for each
+    layer.
+
+    Raises: ProbeError if the place has too few examples.
+    """
+    indices = np.flatnonzero((examples.about.place == place).to_numpy())
+    of_place = examples.about.iloc[indices]
+    require_enough(of_place, place, config.folds, config.least)
+    place_data = _PlaceData(of_place, config.folds, config.controls, config.seed)
     embedding, baseline = examples.embedding, np.nan
     if embedding is not None:
-        baseline = known.accuracies(embedding[here][None])[0][0]
+        baseline = place_data.accuracies(embedding[indices][None])[0][0]
     for site in dict.fromkeys(site for site, _ in examples.states):
         at_site = [layer for s, layer in examples.states if s == site]
-        found = known.accuracies(_stacked(examples.states, site, at_site, here), with_controls=True)
-        without = np.full(len(at_site), np.nan)
+        accuracies = place_data.accuracies(_stacked(examples.states, site, at_site, indices), with_controls=True)
+        untrained_accuracy = np.full(len(at_site), np.nan)
         if examples.untrained is not None:
-            without = known.accuracies(_stacked(examples.untrained, site, at_site, here))[0]
-        yield known.lines(site, at_site, found, without, baseline).assign(place=place, at=examples.kind)
+            untrained_accuracy = place_data.accuracies(_stacked(examples.untrained, site, at_site, indices))[0]
+        lines = place_data.lines(site, at_site, accuracies, untrained_accuracy, baseline)
+        yield lines.assign(place=place, at=examples.kind)
 
 
-def _stacked(states: States, site: str, layers: list[int], here: np.ndarray) -> Tensor:
-    return torch.stack([states[site, layer][here] for layer in layers])
+def _stacked(states: LabelledStates, site: str, layers: list[int], indices: np.ndarray) -> Tensor:
+    """Returns the states [l, n, m] of some layers at one site, for the examples with these indices."""
+    return torch.stack([states[site, layer][indices] for layer in layers])
 
 
-class _Place:
-    """The examples of one place: their folds, their labels, and the control tasks."""
+class _PlaceData:
+    """Holds the examples of one place (operation or position): classes, groups, folds, control tasks."""
 
-    def __init__(self, about: pd.DataFrame, folds: int, controls: int, seed: int) -> None:
-        self.classes, self.truth = np.unique(about.label.astype(str).to_numpy(), return_inverse=True)
-        self.groups = about.group.to_numpy()
+    def __init__(self, lines: pd.DataFrame, folds: int, controls: int, seed: int) -> None:
+        self.classes, self.truth = np.unique(lines.label.astype(str).to_numpy(), return_inverse=True)
+        self.groups = lines.group.to_numpy()
         self.folds = group_folds(self.groups, folds, seed)
         for fold in range(folds):
             if missing := set(range(len(self.classes))) - set(self.truth[self.folds != fold]):
-                lost = self.classes[missing.pop()]
-                raise ProbeError(f"every example of class {lost!r} is in one fold of groups; give more groups of it")
-        words = about.word.tolist() if "word" in about and controls else []
-        self.drawn = control_labels(words, self.truth, controls, seed) if words else np.zeros((0, len(about)), int)
-        homes: dict[Hashable, set[int]] = {}
+                absent = self.classes[missing.pop()]
+                raise ProbeError(f"every example of class {absent!r} is in one fold of groups; give more groups of it")
+        words = lines.word.tolist() if "word" in lines and controls else []
+        self.drawn = control_labels(words, self.truth, controls, seed) if words else np.zeros((0, len(lines)), int)
+        folds_of_word: dict[Hashable, set[int]] = {}
         for word, fold in zip(words, self.folds, strict=False):
-            homes.setdefault(word, set()).add(int(fold))
-        self.is_seen = np.array([len(homes[word]) > 1 for word in words], dtype=bool)  # in training too
+            folds_of_word.setdefault(word, set()).add(int(fold))
+        self.is_seen = np.array([len(folds_of_word[word]) > 1 for word in words], dtype=bool)  # in training too
 
     def accuracies(self, states: Tensor, with_controls: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns, for states [l, n, m]: accuracy [l], mean accuracy on the control tasks [l], median penalty [l]."""
+        """Fits the probes of all folds on states [l, n, m], and returns three arrays [l], one value for each layer.
+
+        They are the accuracy, the mean accuracy on the control tasks (NaN without `with_controls`), and the median
+        penalty.
+        """
         sets = np.stack([self.truth, *(self.drawn if with_controls else ())])  # [t, n]
-        hot = np.eye(len(self.classes))[sets]
-        flat = torch.from_numpy(rearrange(hot, "t n k -> n (t k)"))
+        one_hot = np.eye(len(self.classes))[sets]
+        flat = torch.from_numpy(rearrange(one_hot, "t n k -> n (t k)"))
         widths = [len(self.classes)] * len(sets)
         scores, strengths = held_out_scores(states, flat, torch.from_numpy(self.folds), widths)
-        said = rearrange(scores, "l n (t k) -> l n t k", t=len(sets)).argmax(-1).numpy()
-        right = said == sets.T
+        predicted = rearrange(scores, "l n (t k) -> l n t k", t=len(sets)).argmax(-1).numpy()
+        right = predicted == sets.T
         control = np.full(len(states), np.nan)
         if with_controls and self.is_seen.any():
             control = right[:, self.is_seen, 1:].mean((1, 2))
         return right[:, :, 0].mean(1), control, strengths.median(0).values.numpy()
 
     def lines(
-        self, site: str, layers: list[int], found: tuple, untrained: np.ndarray, embedding: float
+        self, site: str, layers: list[int], accuracies: tuple, untrained: np.ndarray, embedding: float
     ) -> pd.DataFrame:
-        """Returns the table's lines for one site."""
-        accuracy, control, strength = found
+        """Returns the lines of `ProbeResult.table` for one site as a DataFrame, one line for each layer.
+
+        accuracies: from the method of this name.  untrained, embedding: accuracies of the baselines.
+        """
+        accuracy, control, strength = accuracies
         number = effective_number(self.groups)
         low, high = zip(*(wilson(float(share), number) for share in accuracy), strict=True)
         majority = np.bincount(self.truth).max() / len(self.truth)

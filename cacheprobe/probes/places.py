@@ -1,5 +1,6 @@
-"""Finds the places in a run that a probe can use: rows with the true task state, and groups that a split must keep
-together."""
+"""Finds the rows of a run that a probe can use, with the true task state, and the groups that a split must keep
+together.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -16,11 +17,11 @@ from cacheprobe.trace.trace import Trace
 
 
 def labelled(trace: Trace, at: "str | Iterable[int]" = "event", *, model: CachedLM | None = None) -> pd.DataFrame:
-    """Returns the canonical rows of the prompts with the task's true state: one line for each place of each request.
+    """Returns a DataFrame of prompt rows with the task's true state: one line for each place (operation or position).
 
     at: "event", the token that completes the words of the k-th operation, k = 1, 2, ...; or positions, counted from 0
     at the first token of the text, or from -1 at the last token of the prompt. The statement of the initial state is no
-    place, because all prompts with the same statement have the same model state there.
+    place, because all prompts with the same statement have the same model state at that token.
     Columns: request_id, place (k, or the requested position), position (absolute), row, label, word (the words of the
     newest operation), group: prompts that share their text up to one of the places are in one group.
     Raises: ValueError for requests without a task, positions that do not exist, and places without a true state.
@@ -40,9 +41,9 @@ def labelled(trace: Trace, at: "str | Iterable[int]" = "event", *, model: Cached
                 f"request {request.request_id} comes from no task, so its true state is not known; give fit() labels"
             )
         ids = tuple(request.prompt_token_ids or ())
-        known = request.example.states_after_tokens(model.tokenizer)
-        first = len(ids) - len(known)  # pads and special tokens stand in front
-        for place, token, label, word in _places(request, model.tokenizer, known, at):
+        states = request.example.states_after_tokens(model.tokenizer)
+        first = len(ids) - len(states)  # pads and special tokens stand in front
+        for place, token, label, word in _places(request, model.tokenizer, states, at):
             row = int(rows.loc[(request.request_id, first + token)])
             records.append((request.request_id, place, first + token, row, label, word))
             prompts.append(ids[first:])
@@ -52,9 +53,13 @@ def labelled(trace: Trace, at: "str | Iterable[int]" = "event", *, model: Cached
 
 
 def _places(
-    request: Request, tokenizer: LiveTokenizer, known: Sequence[str | None], at: "str | Sequence[int]"
+    request: Request, tokenizer: LiveTokenizer, states: Sequence[str | None], at: "str | Sequence[int]"
 ) -> Iterator[tuple[int, int, str, str]]:
-    """Yields (place, token of the text, true state, words of the newest operation)."""
+    """Yields (place, token index in the text, true state, words of the newest operation) for each place of one request.
+
+    known: the true state after each token.
+    Raises: ValueError for a position that does not exist or has no true state.
+    """
     example = request.example
     text, spans = example.prompt_text(tokenizer), example.rendering(tokenizer).operations
     completed = example.completing_tokens(tokenizer)[1]
@@ -63,12 +68,12 @@ def _places(
         yield from zip(range(1, len(spans) + 1), completed, example.states[1:], words, strict=True)
         return
     for position in at:
-        token = position if position >= 0 else len(known) + position
-        if not 0 <= token < len(known):
+        token = position if position >= 0 else len(states) + position
+        if not 0 <= token < len(states):
             raise ValueError(
-                f"request {request.request_id} has no position {position}: its text has {len(known)} tokens"
+                f"request {request.request_id} has no position {position}: its text has {len(states)} tokens"
             )
-        state = known[token]
+        state = states[token]
         if state is None:
             raise ValueError(f"request {request.request_id}: no state holds yet at position {position}")
         newest = sum(index <= token for index in completed)
@@ -80,7 +85,8 @@ def embeddings(trace: Trace, table: pd.DataFrame, model: CachedLM | None = None)
     """Returns baseline features [n, 2m] for each line of the `labelled` table: the input of block 0 at the token,
     joined with its running mean up to that token.
 
-    Returns None for a model that adds thoughts before block 0, whose input there is more than the words.
+    Returns None for a model that adds thoughts before block 0, because the input of block 0 is then more than the
+    words.
     """
     model = model or trace.model
     if model is None:
@@ -91,7 +97,7 @@ def embeddings(trace: Trace, table: pd.DataFrame, model: CachedLM | None = None)
     out: dict[int, Tensor] = {}
     for request_id in table.request_id.unique():
         ids = torch.tensor([by_request[request_id].prompt_token_ids])
-        entered = feed(model, ids, [("pre", 0)], num_layers=1).states["pre", 0][0].float().cpu()
-        so_far = entered.cumsum(0) / torch.arange(1, len(entered) + 1)[:, None]
-        out[request_id] = torch.cat([entered, so_far], dim=1)
+        inputs = feed(model, ids, [("pre", 0)], num_layers=1).states["pre", 0][0].float().cpu()
+        running_mean = inputs.cumsum(0) / torch.arange(1, len(inputs) + 1)[:, None]
+        out[request_id] = torch.cat([inputs, running_mean], dim=1)
     return torch.stack([out[line.request_id][line.position] for line in table.itertuples()])

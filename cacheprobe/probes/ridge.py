@@ -1,4 +1,4 @@
-"""Ridge classifiers for many layers and many sets of labels at once, each tested on held-out folds."""
+"""Fits ridge classifiers for many layers and many sets of labels at once, each tested on held-out folds."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,13 +10,14 @@ from torch import Tensor
 STRENGTHS = (0.01, 0.1, 1.0, 10.0, 100.0)
 """Penalties to try, in units of the number of features."""
 _NUMBERS_AT_ONCE = 20_000_000
+"""Limit on the state values (layers x examples x features) of one batch of layers, for memory."""
 
 
 class HeldOut(NamedTuple):
-    """Scores of every example by probes that were fitted without its fold."""
+    """Holds cross-validated scores: every example is scored by a probe that was fitted without the example's fold."""
 
     scores: Tensor
-    """[l, n, q]"""
+    """[l, n, q]: for each layer and example, one score for each target column."""
     strengths: Tensor
     """[f, l]: the penalty of each fold and layer, chosen for the first set of labels."""
 
@@ -28,12 +29,14 @@ def held_out_scores(
     widths: Sequence[int],
     strengths: Sequence[float] = STRENGTHS,
 ) -> HeldOut:
-    """Returns float64 scores [l, n, q] of each fold by ridge regressions on the other folds, one for each layer.
+    """Fits ridge regressions by cross-validation, one for each layer and fold; returns held-out scores [l, n, q] as
+    HeldOut.
 
     targets: columns to regress on, such as one for each class.  widths: number of columns of each set of labels; every
     set has its own penalty.  folds: the fold of each example, 0, 1, ...; at least three.
     Features are centred and scaled, and columns centred, with statistics of the training examples. The chosen penalty
     has the smallest squared error on the next fold when fitted on the rest; among equal ones, the largest.
+    Raises: ValueError for fewer than three folds.
     Source: ridge regression as a classifier, Hastie, Tibshirani and Friedman 2009, sections 3.4.1 and 4.2.
     Twin: tests.twins.probes_slowly.held_out_slowly (scikit-learn), close(1e-6).
     """
@@ -41,13 +44,17 @@ def held_out_scores(
     if num_folds < 3:
         raise ValueError(f"{num_folds} folds leave none to choose the penalty on; give at least 3")
     at_once = max(_NUMBERS_AT_ONCE // (states.shape[1] * states.shape[2]), 1)
-    parts = [_of_layers(some, targets, folds, num_folds, widths, strengths) for some in states.split(at_once)]
+    parts = [_of_layers(layers, targets, folds, num_folds, widths, strengths) for layers in states.split(at_once)]
     return HeldOut(torch.cat([part.scores for part in parts]), torch.cat([part.strengths for part in parts], 1))
 
 
 def _of_layers(
     states: Tensor, targets: Tensor, folds: Tensor, num_folds: int, widths: Sequence[int], strengths: Sequence[float]
 ) -> HeldOut:
+    """Returns the held-out scores of a few layers; `held_out_scores` calls it for as many layers as fit into memory.
+
+    In each fold, the penalty is chosen on the next fold; then the probe is fitted on everything outside the fold.
+    """
     states, targets = states.double(), targets.double()
     penalties = torch.tensor(sorted(strengths, reverse=True), dtype=torch.float64)
     scores = states.new_zeros(*states.shape[:2], targets.shape[1])
@@ -55,12 +62,12 @@ def _of_layers(
     for fold in range(num_folds):
         test, inner = folds == fold, folds == (fold + 1) % num_folds
         rest = ~test & ~inner
-        tried = ridge_scores(states[:, rest], targets[rest], states[:, inner], penalties)
-        errors = (tried - targets[inner]).square().sum(2)  # [s, l, q]
+        inner_scores = ridge_scores(states[:, rest], targets[rest], states[:, inner], penalties)
+        errors = (inner_scores - targets[inner]).square().sum(2)  # [s, l, q]
         best = [part.sum(-1).argmin(0) for part in errors.split(list(widths), dim=2)]  # each [l]
         column = torch.cat([index[:, None].expand(-1, width) for index, width in zip(best, widths, strict=True)], 1)
-        said = ridge_scores(states[:, ~test], targets[~test], states[:, test], penalties)
-        scores[:, test] = said.gather(0, column[None, :, None].expand(1, -1, said.shape[2], -1))[0]
+        test_scores = ridge_scores(states[:, ~test], targets[~test], states[:, test], penalties)
+        scores[:, test] = test_scores.gather(0, column[None, :, None].expand(1, -1, test_scores.shape[2], -1))[0]
         chosen.append(penalties[best[0]])
     return HeldOut(scores, torch.stack(chosen))
 
@@ -71,18 +78,21 @@ def ridge_scores(
     test: Float[Tensor, "l b m"],
     penalties: Float[Tensor, "s"],
 ) -> Float[Tensor, "s l b q"]:
-    """Returns the scores of `test` from regressions on `train`, for every penalty. Solves the smaller of the two
-    systems, over examples or features."""
+    """Fits ridge regressions on `train`, one for each layer and penalty, and returns their scores of `test`, [s, l, b,
+    q].
+
+    Solves the smaller of the two equivalent systems: over examples or over features.
+    """
     num_examples, num_features = train.shape[1:]
     mean, scale = train.mean(1, keepdim=True), train.std(1, correction=0, keepdim=True)
-    scale = torch.where(scale > 1e-12, scale, 1.0)  # of a feature that never varies nothing is learnt
+    scale = torch.where(scale > 1e-12, scale, 1.0)  # a feature that never varies gets weight 0
     train, test = (train - mean) / scale, (test - mean) / scale
     offset = targets.mean(0)
-    wanted = (targets - offset).expand(len(train), -1, -1)
+    centred = (targets - offset).expand(len(train), -1, -1)
     is_wide = num_examples <= num_features
     gram = (train @ train.mT if is_wide else train.mT @ train) / num_features
-    right = wanted if is_wide else train.mT @ wanted / num_features
-    read = test @ train.mT / num_features if is_wide else test
-    same = torch.eye(gram.shape[-1], dtype=gram.dtype)
-    solved = [torch.cholesky_solve(right, torch.linalg.cholesky(gram + penalty * same)) for penalty in penalties]
-    return torch.stack([read @ weights for weights in solved]) + offset
+    right_side = centred if is_wide else train.mT @ centred / num_features
+    test_side = test @ train.mT / num_features if is_wide else test
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype)
+    factors = [torch.linalg.cholesky(gram + penalty * identity) for penalty in penalties]
+    return torch.stack([test_side @ torch.cholesky_solve(right_side, factor) for factor in factors]) + offset

@@ -24,7 +24,8 @@ CONTROLS = ("position", "margin")
 
 @dataclass(frozen=True)
 class RollbackPrediction:
-    """The result of a rollback prediction, or the reason why there is none. The counts are always present.
+    """Holds the result of a rollback prediction: an answer, its reason, counts of drafts, and a table of AUROCs by
+    layer.
 
     answer: "yes" if the states of the last layer predict better than position and margin, "no more than the controls",
     or "cannot tell", with its reason.
@@ -59,9 +60,11 @@ def rollback_prediction(
 ) -> RollbackPrediction:
     """Tests how well a linear classifier predicts, from states before verification, that a draft will be rolled back.
 
+    Returns a RollbackPrediction.
     traces: runs with the same drafter, whose captured states include `site`, and S, from which margins are computed.
-    unit: "draft" or "candidate", as in `drafts.drafted`.  layers: by default all captured layers that ran for every
-    draft.
+    unit: "draft" or "candidate" (single draft tokens), as in `drafts.drafted`.  layers: by default all captured layers
+    that
+    ran for every draft.
     least: minimum number of rollbacks; with fewer, the answer is "cannot tell".
     All examples of a prompt are in one fold. The answer uses the last layer only, so that no layer is selected after
     the fact.
@@ -76,17 +79,17 @@ def rollback_prediction(
     if about.empty:
         raise ProbeError("no draft with a kept state reached the verifier; give a drafter and keep S, T or C")
     prompts = {(i, r.request_id): r.prompt_token_ids for i, trace in enumerate(traces) for r in trace.requests}
-    read = pd.Series([prompts[key] for key in zip(about.trace, about.request_id, strict=True)])
-    about["group"] = pd.factorize(read)[0]
-    lost = about.is_rolled_back.to_numpy(dtype=int)
-    counts = dict(drafts=len(about), rollbacks=int(lost.sum()), requests=int(about.group.nunique()))
-    reason = _too_little(counts, about, lost, folds, least)
+    prompt_of_draft = pd.Series([prompts[key] for key in zip(about.trace, about.request_id, strict=True)])
+    about["group"] = pd.factorize(prompt_of_draft)[0]
+    is_rolled_back = about.is_rolled_back.to_numpy(dtype=int)
+    counts = dict(drafts=len(about), rollbacks=int(is_rolled_back.sum()), requests=int(about.group.nunique()))
+    reason = _too_little(counts, about, is_rolled_back, folds, least)
     if reason:
         return RollbackPrediction(names[0], unit, "cannot tell", reason, **counts, table=pd.DataFrame())
     layers = _layers(traces, about, site, layers)
-    table = _compared(traces, about, lost, site, layers, folds, seed, model)
+    table = _compared(traces, about, is_rolled_back, site, layers, folds, seed, model)
     last = table.iloc[-1]
-    said = (
+    sentence = (
         f"at layer {last.layer} the states tell with an AUROC of {last.auroc:.3f} ({last.low:.3f} to {last.high:.3f}), "
         f"position alone {last.position:.3f}, margin alone {last.margin:.3f}; "
         f"the gain is {last.gain:+.3f} ({last.gain_low:+.3f} to {last.gain_high:+.3f})"
@@ -94,22 +97,29 @@ def rollback_prediction(
     answer = "yes" if last.gain_low > 0 else "no more than the controls"
     for place, (name, value) in enumerate((("drafter", names[0]), ("unit", unit), ("site", site))):
         table.insert(place, name, value)
-    return RollbackPrediction(names[0], unit, answer, said, **counts, table=table)
+    return RollbackPrediction(names[0], unit, answer, sentence, **counts, table=table)
 
 
-def _too_little(counts: dict[str, int], about: pd.DataFrame, lost: np.ndarray, folds: int, least: int) -> str:
+def _too_little(
+    counts: dict[str, int], drafts: pd.DataFrame, is_rolled_back: np.ndarray, folds: int, least: int
+) -> str:
+    """Returns the reason, as a sentence, if there are too few rollbacks or too few prompts for the folds; else ""."""
     if counts["rollbacks"] < least:
         return f"{counts['rollbacks']} rollbacks, {least} are needed; run more prompts"
-    if lost.all():
+    if is_rolled_back.all():
         return f"all {counts['drafts']} were rolled back, so there is nothing to tell them from"
-    if about[about.is_rolled_back].group.nunique() < folds or about[~about.is_rolled_back].group.nunique() < folds:
+    if drafts[drafts.is_rolled_back].group.nunique() < folds or drafts[~drafts.is_rolled_back].group.nunique() < folds:
         return f"rollbacks or accepted drafts are in fewer than {folds} requests; run more prompts"
     return ""
 
 
-def _layers(traces: list[Trace], about: pd.DataFrame, site: str, layers: Sequence[int] | None) -> list[int]:
+def _layers(traces: list[Trace], drafts: pd.DataFrame, site: str, layers: Sequence[int] | None) -> list[int]:
+    """Returns the layers to test, sorted: the requested ones, or all captured ones that ran for every draft.
+
+    Raises: ProbeError if the site or a requested layer is missing.
+    """
     kept = set.intersection(*(set(trace.store.layers) for trace in traces))
-    ran = sorted(layer for layer in kept if layer < about.num_layers.min())
+    ran = sorted(layer for layer in kept if layer < drafts.num_layers.min())
     if any(site not in trace.store.sites for trace in traces):
         raise ProbeError(f"site {site!r} was not kept; run with capture={site!r} or more")
     if unknown := [layer for layer in layers or () if layer not in ran]:
@@ -120,28 +130,35 @@ def _layers(traces: list[Trace], about: pd.DataFrame, site: str, layers: Sequenc
 
 
 def _compared(
-    traces: list[Trace], about: pd.DataFrame, lost: np.ndarray, site: str, layers: list[int], folds: int, seed: int,
+    traces: list[Trace], drafts: pd.DataFrame, labels: np.ndarray, site: str, layers: list[int], folds: int, seed: int,
     model: CachedLM | None,
 ) -> pd.DataFrame:  # fmt: skip
-    """Returns the table's lines: states of every layer and the controls, with the same folds and the same resamples."""
-    fold = group_folds(about.group, folds, seed)
-    rows = [(trace, about[about.trace == i].row) for i, trace in enumerate(traces)]
+    """Returns the table of a RollbackPrediction: one line for each layer, with the AUROC of its states and of the
+    controls.
+
+    All classifiers use the same folds and the same bootstrap samples.
+    """
+    fold = group_folds(drafts.group, folds, seed)
+    rows = [(trace, drafts[drafts.trace == i].row) for i, trace in enumerate(traces)]
     margin = np.concatenate([own.map(margins(trace, own, layers[-1], model)).to_numpy() for trace, own in rows])
-    steps = np.eye(int(about["index"].max()) + 1)[about["index"]]
-    places = np.column_stack([about[["generated", "position", "length"]].to_numpy(dtype=float), steps])
-    control = {"position": _scores(_one(places), lost, fold)[0][0], "margin": _scores(_one(margin), lost, fold)[0][0]}
+    steps = np.eye(int(drafts["index"].max()) + 1)[drafts["index"]]
+    places = np.column_stack([drafts[["generated", "position", "length"]].to_numpy(dtype=float), steps])
+    control = {
+        "position": _scores(_as_states(places), labels, fold)[0][0],
+        "margin": _scores(_as_states(margin), labels, fold)[0][0],
+    }
     draw = np.random.default_rng(seed)
-    mixed = np.stack([draw.permutation(lost) for _ in range(_SHUFFLES)])
+    shuffled_labels = np.stack([draw.permutation(labels) for _ in range(_SHUFFLES)])
     lines = []
     for layer in layers:
         states = torch.cat([trace.vectors(site, layer, own.tolist()) for trace, own in rows])
-        said, strengths = _scores(states[None], lost, fold)
-        shuffled = [auroc(_scores(states[None], labels, fold)[0][0], labels) for labels in mixed]
-        scores = [said[0], *control.values()]
-        point = np.array([auroc(score, lost) for score in scores])
-        drawn = resampled_auroc(scores, lost, about.group.to_numpy(), _RESAMPLES, seed)
-        gains = drawn[:, 0] - drawn[:, 1:].max(1)
-        low, high = np.nanpercentile(drawn[:, 0], [2.5, 97.5])
+        state_scores, strengths = _scores(states[None], labels, fold)
+        shuffled = [auroc(_scores(states[None], mixed, fold)[0][0], mixed) for mixed in shuffled_labels]
+        scores = [state_scores[0], *control.values()]
+        point = np.array([auroc(score, labels) for score in scores])
+        resampled = resampled_auroc(scores, labels, drafts.group.to_numpy(), _RESAMPLES, seed)
+        gains = resampled[:, 0] - resampled[:, 1:].max(1)
+        low, high = np.nanpercentile(resampled[:, 0], [2.5, 97.5])
         gain_low, gain_high = np.nanpercentile(gains, [2.5, 97.5])
         lines.append(
             dict(layer=layer, auroc=point[0], low=low, high=high, shuffled=float(np.mean(shuffled)),
@@ -151,11 +168,14 @@ def _compared(
     return pd.DataFrame(lines)
 
 
-def _one(values: np.ndarray) -> Tensor:
+def _as_states(values: np.ndarray) -> Tensor:
+    """Returns values [n] or [n, k] as the states [1, n, k] of a single layer, in float64."""
     return torch.from_numpy(values.reshape(1, len(values), -1).astype(np.float64))
 
 
 def _scores(states: Tensor, labels: np.ndarray, fold: np.ndarray) -> tuple[np.ndarray, Tensor]:
-    """Returns held-out scores [l, n] of the labels' class 1, and the penalties."""
-    found = held_out_scores(states, torch.from_numpy(labels[:, None].astype(np.float64)), torch.from_numpy(fold), [1])
-    return found.scores[:, :, 0].numpy(), found.strengths
+    """Returns the held-out scores [l, n] of class 1 from states [l, n, m], and the penalties [folds, l]."""
+    held_out = held_out_scores(
+        states, torch.from_numpy(labels[:, None].astype(np.float64)), torch.from_numpy(fold), [1]
+    )
+    return held_out.scores[:, :, 0].numpy(), held_out.strengths

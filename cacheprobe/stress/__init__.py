@@ -1,4 +1,6 @@
-"""Runs `cacheprobe stress`: compares random traffic with the oracle bit for bit, and runs a negative control.
+"""Implements `cacheprobe stress`: compares random traffic, bit for bit, with the slow reference (`cp.reference`), and
+runs a negative control.
 
-The oracle is `cp.reference`, which computes each request alone.
+The reference computes each request alone. The negative control shows that without verification the output depends on
+the batch.
 """

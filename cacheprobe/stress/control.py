@@ -1,12 +1,12 @@
-"""Runs the negative control: without verification some output must depend on the batch, else the stress test shows
-nothing.
+"""Runs the negative control of the stress test: without verification the output of some traffic must depend on the
+batch, else the stress test shows nothing.
 
 Which traffic diverges depends on the libraries. With ONEDNN_MAX_CPU_ISA=AVX2, for example, torch multiplies bfloat16
 and float16 matrices with a batch-invariant routine, so only float32 diverges. Therefore several kinds of traffic are
 tried.
 
-`python -m cacheprobe.stress.control` prints the result as JSON, computed in one thread; a stress test runs this beside
-its soak.
+`python -m cacheprobe.stress.control` prints the result as JSON, computed in one thread. A stress test runs this command
+at the same time as its episodes.
 """
 
 import json
@@ -29,27 +29,30 @@ from cacheprobe.stress.traffic import draw_request
 from cacheprobe.trace.trace import Trace
 
 Differing = dict[str, int]
-"""Number of sequences that differ between the batch sizes, by compared quantity: tokens, logprobs."""
+"""Number of requests whose output differs between the batch sizes, by compared quantity: tokens, logprobs."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The same prompts, decoded greedily in batches of several sizes."""
+    """Holds one kind of traffic for the negative control: a model, and prompts that are decoded greedily in batches of
+    several sizes."""
 
     subject: Subject
     num_prompts: int = 13
     new_tokens: int = 24
     batches: tuple[int, ...] = (13, 3, 1)
-    """Requests in flight, one run for each number."""
+    """Numbers of requests in flight at once; each number is one run."""
 
     def __str__(self) -> str:
         sizes = ", ".join(map(str, self.batches))
         return f"{self.subject.key}: {self.num_prompts} requests of {self.new_tokens} tokens, batches of {sizes}"
 
     def run(self, subject: Subject, is_verified: bool) -> Differing:
-        """Counts the sequences that differ between the batch sizes.
+        """Runs the same requests at every batch size, and returns how many requests differ between the sizes, as
+        {"tokens": n, "logprobs": n}.
 
-        subject: the subject of this traffic, perhaps in another shape.
+        subject: the subject of this traffic, perhaps in another shape. is_verified: whether the requests are
+        deterministic.
         """
         sampling = SamplingParams(temperature=0.0, max_new_tokens=self.new_tokens, stop_token_ids=())
         requests = [Request(draw_request(subject, n).prompt, sampling) for n in range(self.num_prompts)]
@@ -70,13 +73,14 @@ def _nats(trace: Trace, request_id: int) -> list[str]:
     return [float(nats).hex() for nats in trace.logprobs(request_id)]
 
 
-def _num_differing(said: list[list[tuple]]) -> int:
-    """Returns how many requests differ. said: for each request, its output at each batch size."""
-    return sum(len(set(answers)) > 1 for answers in said)
+def _num_differing(outputs: list[list[tuple]]) -> int:
+    """Returns how many requests differ. outputs: for each request, its output at each batch size."""
+    return sum(len(set(answers)) > 1 for answers in outputs)
 
 
 def traffic_to_try() -> Iterator[Traffic]:
-    """Yields the real model as users run it, then with more requests and in float32, then models with near ties."""
+    """Yields kinds of Traffic for the negative control: SmolLM2 as users run it, with more requests, and in float32;
+    then models with near ties."""
     real = real_subjects()[0]
     yield Traffic(real)
     yield Traffic(real, num_prompts=40, new_tokens=16, batches=(40, 5))  # products of more than 32 rows
@@ -85,12 +89,13 @@ def traffic_to_try() -> Iterator[Traffic]:
 
 
 def negative_control(to_try: Iterable[Traffic]) -> JsonDict:
-    """Runs kinds of traffic without verification until the tokens of one diverge, then that one verified.
+    """Runs kinds of traffic without verification until the tokens of one kind diverge, and then runs that kind
+    verified. Returns a dict.
 
-    Returns control_traffic, the kind that diverged, of `control_sequences` sequences. `control_unverified_differ` of
-    them had other tokens in another batch: it must be above 0. `control_verified_differ` of them had other tokens or
-    log-probabilities although they were verified: it must be 0. `control_tried` has the unverified differences of every
-    kind that was tried. If none diverges, control_traffic is "none".
+    `control_traffic` is the kind that diverged ("none" if no kind did), of `control_sequences` requests.
+    `control_unverified_differ` of them had other tokens in another batch: the number must be above 0.
+    `control_verified_differ` of them had other tokens or log-probabilities although they were verified: the number must
+    be 0. `control_tried` has the unverified differences of every kind that was tried.
     """
     tried: dict[str, Differing] = {}
     refused: dict[str, str] = {}
@@ -116,17 +121,17 @@ def negative_control(to_try: Iterable[Traffic]) -> JsonDict:
 
 
 class ControlError(RuntimeError):
-    """Raised if the process of the negative control fails."""
+    """Says that the process of the negative control failed."""
 
 
-class ControlBeside:
-    """The negative control in a process of its own, which may use another core than the soak."""
+class ControlProcess:
+    """Runs the negative control in a process of its own, which may use another core than the stress test."""
 
     def __init__(self, process: subprocess.Popen[str], errors: IO[str]) -> None:
         self._process, self._errors = process, errors
 
     def result(self) -> JsonDict:
-        """Waits for the process; returns the result of `negative_control`, and `control_seconds`.
+        """Waits for the process; returns the dict of `negative_control`, with `control_seconds` added.
 
         Raises: ControlError if the process failed.
         """
@@ -142,14 +147,15 @@ class ControlBeside:
 
 
 @contextmanager
-def control_beside() -> Iterator[ControlBeside]:
-    """Starts the control at once; ends its process with the block, also after an error or an interrupt."""
+def control_beside() -> Iterator[ControlProcess]:
+    """Starts the negative control in a process of its own, and yields it. The process is ended with the `with` block,
+    also after an error or an interrupt."""
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         command = [sys.executable, "-m", "cacheprobe.stress.control"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=settings)
         try:
-            yield ControlBeside(process, errors)
+            yield ControlProcess(process, errors)
         finally:
             process.kill()
             process.wait()

@@ -1,8 +1,9 @@
-"""Runs episodes that mix head capture, preemptions, interventions, streams and cancellations; a replay checks each.
+"""Runs episodes that mix head capture, preemptions, interventions, streams and cancellations, and checks each with
+`cp.verify`.
 
-Interventions and patterns change the schedule, so the pool's stored answers do not apply. Instead `cp.verify` computes
-each request again with the same interventions, and compares tokens, log-probabilities, states, heads and readings. A
-cancelled request is compared up to its last committed token.
+Interventions and patterns change the schedule, so the stored answers of the pool of requests do not apply. Instead
+`cp.verify` computes each request again with the same interventions, and compares tokens, log-probabilities, states,
+heads and readings. A cancelled request is compared up to its last committed token.
 """
 
 from collections.abc import Sequence
@@ -21,32 +22,33 @@ from cacheprobe.interventions.make import add, zero
 from cacheprobe.stress.refusals import run_in_serving_shape
 from cacheprobe.stress.subjects import Subject
 from cacheprobe.stress.tally import Tally
-from cacheprobe.stress.traffic import draw_drafter, draw_request, rows_needed
+from cacheprobe.stress.traffic import draw_drafter, draw_request, slots_needed
 from cacheprobe.trace.trace import Trace
 
 MOST_REQUESTS = {"tiny": 5, "near_ties": 5, "real": 3}
 _LONGEST = {"tiny": 24, "near_ties": 24, "real": 10}
-"""Largest number of new tokens of a request, because the oracle computes all of them again."""
+"""Largest number of new tokens of a request, by kind of subject: `cp.verify` computes all of them again."""
 _FIRST_NUMBER = 2**32
-"""Request numbers start here, so that none of them is in the pool."""
+"""Request numbers of mixed episodes start at this number, so that none of them is in the pool."""
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """The random choices of one episode."""
+    """Holds the random choices of one mixed episode: requests, settings, interventions, and which requests of a stream
+    are cancelled."""
 
     requests: tuple[Request, ...]
     settings: JsonDict
     interventions: tuple[Intervention, ...]
     is_stream: bool
     cancelled: dict[int, int]
-    """By request: the number of stream pieces after which it is cancelled."""
+    """By request index: the number of stream pieces after which the request is cancelled."""
     num_abandoned: int
-    """Number of pieces taken of a stream that is left before the compared run begins; 0 for none."""
+    """Number of pieces taken from a stream that is closed before the compared run begins; 0 for no such stream."""
 
 
 def draw_mixed(subject: Subject, seed: Sequence[int]) -> Mixed:
-    """Returns requests, settings and disturbances of one episode, a function of the seed only."""
+    """Returns the random choices of one mixed episode, as a Mixed: a function of the subject and the seed only."""
     rng = np.random.default_rng(list(seed))
     requests = []
     for _ in range(int(rng.integers(2, MOST_REQUESTS[subject.kind] + 1))):
@@ -57,7 +59,7 @@ def draw_mixed(subject: Subject, seed: Sequence[int]) -> Mixed:
         arrival = int(rng.integers(0, 20)) if rng.random() < 0.3 else 0
         requests.append(replace(request, sampling=sampling, is_deterministic=is_deterministic, arrival_step=arrival))
     heads = [site for site in HEAD_SITES if rng.random() < (0.3 if site == PATTERN else 0.5)] or ["z"]
-    needed = max(rows_needed(request, subject.window) for request in requests)
+    needed = max(slots_needed(request, subject.window) for request in requests)
     settings: JsonDict = {
         "capture": CaptureConfig(sites=str(rng.choice(["STCZ", "SZ", "S", "TC"])), heads=tuple(heads)),
         "layers": subject.captured_layers,
@@ -65,7 +67,7 @@ def draw_mixed(subject: Subject, seed: Sequence[int]) -> Mixed:
         "drafter": draw_drafter(subject, rng),
     }
     is_stream = bool(rng.random() < 0.6)
-    chosen = [i for i in range(1, len(requests)) if is_stream and rng.random() < 0.4]  # the first goes to its end
+    chosen = [i for i in range(1, len(requests)) if is_stream and rng.random() < 0.4]  # request 0 is never cancelled
     return Mixed(
         tuple(requests),
         settings,
@@ -77,7 +79,7 @@ def draw_mixed(subject: Subject, seed: Sequence[int]) -> Mixed:
 
 
 def _draw_interventions(subject: Subject, requests: Sequence[Request], rng: np.random.Generator) -> list[Intervention]:
-    """Returns at most one intervention for each request: at one prompt position, or at every position.
+    """Returns a list with at most one intervention for each request: at one prompt position, or at every position.
 
     Prompt positions exist also in a cancelled request.
     """
@@ -99,13 +101,13 @@ def _draw_interventions(subject: Subject, requests: Sequence[Request], rng: np.r
 
 
 def mixed_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
-    """Draws an episode, runs it, compares it with the oracle by a replay, and counts what was drawn.
+    """Draws a mixed episode, runs it, checks its requests with `cp.verify`, and adds differences and counts to `tally`.
 
     If the trial of shapes refuses the subject's shape, the same requests run in another shape.
     """
 
     def compute(shape: Subject) -> tuple[Mixed, Trace]:
-        """Draws and runs the episode in this shape."""
+        """Draws and runs the episode in this shape; returns the choices and the trace."""
         drawn = draw_mixed(shape, seed)
         if drawn.num_abandoned:
             _abandon(shape, drawn)
@@ -129,10 +131,10 @@ def mixed_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
 
 
 def _run(subject: Subject, drawn: Mixed) -> Trace:
-    given = {**subject.settings, **drawn.settings, "interventions": drawn.interventions}
+    settings = {**subject.settings, **drawn.settings, "interventions": drawn.interventions}
     if not drawn.is_stream:
-        return run(subject.model, drawn.requests, **given, progress=False)
-    pieces = stream(subject.model, drawn.requests, **given)
+        return run(subject.model, drawn.requests, **settings, progress=False)
+    pieces = stream(subject.model, drawn.requests, **settings)
     for number, _ in enumerate(pieces, 1):
         for request_id, after in drawn.cancelled.items():
             if number == after:
@@ -141,9 +143,9 @@ def _run(subject: Subject, drawn: Mixed) -> Trace:
 
 
 def _abandon(subject: Subject, drawn: Mixed) -> None:
-    """Leaves a stream of the same requests in the middle; the run that follows must not be affected."""
-    given = {**subject.settings, **drawn.settings, "interventions": drawn.interventions}
-    pieces = stream(subject.model, drawn.requests, **given)
+    """Starts a stream of the same requests and closes it in the middle; the run that follows must not be affected."""
+    settings = {**subject.settings, **drawn.settings, "interventions": drawn.interventions}
+    pieces = stream(subject.model, drawn.requests, **settings)
     for _ in zip(range(drawn.num_abandoned), pieces, strict=False):
         pass
     pieces.close()

@@ -1,4 +1,4 @@
-"""Computes the oracle's answer to each request, once for each schedule, with `cp.reference`."""
+"""Computes the expected output of each request, once for each schedule, with the slow reference (`cp.reference`)."""
 
 import hashlib
 from collections.abc import Sequence
@@ -15,10 +15,11 @@ _READINGS = ["position", "layer", "token_id", "logprob_nats", "entropy_nats", "r
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Expected output of a request: tokens, and digests of log-probabilities, states and readings.
+class ReferenceResult:
+    """Holds the expected output of a request: its tokens, and digests (text) of log-probabilities, states and lens
+    readings.
 
-    The last two are '' if no states were captured.
+    The digests of states and readings are '' if no states were captured.
     """
 
     tokens: tuple[int, ...]
@@ -27,8 +28,8 @@ class Answer:
     readings: str
 
 
-def answer_of(trace: Trace, request_id: int) -> Answer:
-    """Returns the output of a run for one request."""
+def answer_of(trace: Trace, request_id: int) -> ReferenceResult:
+    """Returns the output of one request in a trace, as an Answer."""
     nats = hashlib.sha256(repr(trace.logprobs(request_id)).encode()).hexdigest()[:16]
     states = readings = ""
     if trace.store.sites:
@@ -39,10 +40,10 @@ def answer_of(trace: Trace, request_id: int) -> Answer:
         ordered = rows.sort_values(["position", "layer"])[_READINGS].reset_index(drop=True)
         hashed = pd.util.hash_pandas_object(ordered.astype({"rank": "Int64"}), index=False)
         readings = hashlib.sha256(hashed.to_numpy().tobytes()).hexdigest()[:16]
-    return Answer(tuple(trace.committed(request_id)), nats, states, readings)
+    return ReferenceResult(tuple(trace.committed(request_id)), nats, states, readings)
 
 
-def ask(subject: Subject, request: Request, capture: str | None, layers: Sequence[int]) -> Answer:
-    """Returns the output of the oracle's own run of one request, alone."""
+def reference_answer(subject: Subject, request: Request, capture: str | None, layers: Sequence[int]) -> ReferenceResult:
+    """Computes one request alone with the slow reference (`cp.reference`), and returns its output as an Answer."""
     trace = reference(subject.model, [request], **subject.settings, capture=capture, layers=layers, progress=False)
     return answer_of(trace, 0)

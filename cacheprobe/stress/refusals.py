@@ -1,4 +1,4 @@
-"""Runs traffic in another shape if the trial of shapes refuses the drawn one."""
+"""Runs traffic in another shape if the trial of shapes, which every run makes first, refuses the drawn shape."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,17 +13,17 @@ T = TypeVar("T")
 
 
 class NoShapeServes(RuntimeError):
-    """Raised if the trial refused every shape that was drawn for a subject."""
+    """Says that the trial of shapes refused every shape that was drawn for a subject."""
 
 
 def run_in_serving_shape(
     subject: Subject, refused: dict[str, str], compute: Callable[[Subject], T]
 ) -> tuple[Subject, T]:
-    """Returns the first shape of `subject` that the trial accepts, and the result of `compute` in this shape.
+    """Calls `compute` with `subject`, or, if the trial refuses its shape, with the subject in other shapes; returns the
+    first accepted shape and the result.
 
     compute: draws the traffic for a shape and runs it. Only `ShapeRefused` is caught, which is raised before a request
-    is
-        computed. Other errors are passed on.
+    is computed. Other errors are passed on.
     refused: receives the key of each refused shape and the trial's reason.
     Raises: NoShapeServes if MOST_REFUSED shapes in a row are refused.
     """

@@ -1,4 +1,5 @@
-"""Runs the whole stress test: soak, comparison with Hugging Face, negative control; prints and stores the result."""
+"""Runs the whole stress test (random traffic, comparison with Hugging Face, negative control); prints and stores the
+result."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,10 +18,13 @@ TALLY = "tally.json"
 
 
 def run_stress(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, progress: bool = True) -> JsonDict:
-    """Compares tokens with the oracle until `num_tokens` are reached, counting those in `out`; then runs the control.
+    """Compares tokens of random traffic with the slow reference (`cp.reference`) until `num_tokens` were compared, and
+    runs the negative control. Returns the figures as a dict.
 
-    real: include SmolLM2 and the negative control, which runs beside the soak.
-    Returns the figures, also written to out/stress.json, with `has_passed`.
+    A test that an earlier call stored in `out` is continued, and its tokens count.
+    real: include SmolLM2 and the negative control, which runs at the same time in a process of its own.
+    The figures are also written to out/stress.json; `has_passed` is True without a difference and with a control that
+    diverged.
     Source: LLM-42 (arXiv 2601.17768), invariants of decode-verify-rollback.
     """
     path = out / TALLY
@@ -31,7 +35,7 @@ def run_stress(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, 
         with Progress(num_tokens, "comparing", "tokens", done=tally.num_compared, enabled=progress) as bar:
 
             def report(at: Tally) -> None:
-                """Shows the progress."""
+                """Updates the progress bar."""
                 refused = f", shapes refused by the trial: {len(at.refused)}" if at.refused else ""
                 bar.at(min(at.num_compared, num_tokens), f"{len(at.differences)} differences{refused}")
 
@@ -40,8 +44,8 @@ def run_stress(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, 
         if beside:
             numbers = beside.result()
             is_void = not numbers["control_unverified_differ"]
-            said = "void: nothing diverged without verification" if is_void else "diverged"
-            control = {**numbers, "negative_control": said}
+            outcome = "void: nothing diverged without verification" if is_void else "diverged"
+            control = {**numbers, "negative_control": outcome}
     is_equal = not tally.differences and control.get("control_verified_differ", 0) == 0
     facts = numeric_settings()
     where = {"processor": processor_name(), **{name: facts[name] for name in ("threads", "torch", "cpu_capability")}}

@@ -1,4 +1,4 @@
-"""Runs episodes of random traffic, each compared with the oracle, until enough tokens were compared."""
+"""Runs episodes of random traffic until enough tokens were compared with the slow reference (`cp.reference`)."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import torch
 from cacheprobe.api import run
 from cacheprobe.core.records import Request
 from cacheprobe.stress.mixed import mixed_episode
-from cacheprobe.stress.oracle import Answer, answer_of, ask
+from cacheprobe.stress.oracle import ReferenceResult, answer_of, reference_answer
 from cacheprobe.stress.refusals import run_in_serving_shape
 from cacheprobe.stress.subjects import Subject
 from cacheprobe.stress.tally import Tally
@@ -22,20 +22,21 @@ SHARES = {"tiny": 0.875, "near_ties": 0.1, "real": 0.025}
 """Share of the compared tokens, by kind of subject. A token of the real model takes about forty times a tiny model's
 time."""
 NEW_SHARES = {"tiny": 0.12, "near_ties": 0.2, "real": 0.9}
-"""Share of an episode's requests that are new to the pool, by kind; the oracle's tokens take most time."""
+"""Share of an episode's requests that are new to the pool, by kind of subject. The reference computes each new request,
+which takes most of the time."""
 MOST_REQUESTS = {"tiny": 24, "near_ties": 24, "real": 6}
-"""Largest number of tested requests in an episode, beside up to three neighbours."""
+"""Largest number of compared requests in an episode, by kind of subject; up to three neighbours are added."""
 CAPTURE_SHARE = 0.15
 """Share of episodes that also capture and compare states and readings."""
 MIXED_SHARE = 0.4
 """Share of episodes that mix heads, preemptions, interventions, streams and cancellations; see `stress.mixed`."""
 STATES_EVERY = 4
-"""The oracle keeps states and readings of every fourth request of a pool."""
+"""The reference keeps states and readings of every fourth request of a pool."""
 SAVE_EVERY_SECONDS = 5.0
 
 
 class _Generates(Protocol):
-    """A Hugging Face model with `generate`, whose own annotations a type checker cannot bind."""
+    """Declares the `generate` of a Hugging Face model, whose own annotations a type checker cannot bind."""
 
     def generate(self, inputs: torch.Tensor, **settings: object) -> torch.Tensor: ...
 
@@ -48,7 +49,8 @@ def soak(
     seed: int,
     report: Callable[[Tally], None],
 ) -> None:
-    """Runs episodes until `num_tokens` tokens were compared in all, counting those already in the tally."""
+    """Runs episodes until `num_tokens` tokens were compared in all, those already in `tally` included; saves the tally
+    to the file `save` every few seconds."""
     kinds: dict[str, list[Subject]] = {}
     for subject in subjects:
         kinds.setdefault(subject.kind, []).append(subject)
@@ -56,7 +58,7 @@ def soak(
     before = tally.seconds
     while tally.num_compared < num_tokens:
         done = {kind: sum(map(tally.compared_of, listed)) / SHARES[kind] for kind, listed in kinds.items()}
-        kind = min(kinds, key=lambda kind: done[kind])  # the one that is furthest behind its share
+        kind = min(kinds, key=lambda kind: done[kind])  # the kind with the smallest part of its share done
         listed = kinds[kind]
         subject = min(listed, key=lambda s: tally.episodes_of[s.key])
         drawn = [seed, tally.episodes]
@@ -71,7 +73,8 @@ def soak(
 
 
 def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
-    """Draws requests and settings, runs them, and compares each request with the oracle.
+    """Draws requests and settings, runs them, compares each request with the slow reference, and adds differences and
+    counts to `tally`.
 
     If the trial of shapes refuses the subject's shape, the same requests run in another shape.
     """
@@ -88,7 +91,7 @@ def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
     layers = subject.captured_layers
 
     def compute(shape: Subject) -> tuple[Episode, Trace]:
-        """Draws and runs the episode in this shape."""
+        """Draws and runs the episode in this shape; returns the episode and its trace."""
         episode = draw_episode(shape, episode_seed, numbers)
         trace = run(
             shape.model,
@@ -113,9 +116,8 @@ def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
 
 
 def _check_schedule(subject: Subject, tally: Tally, trace: Trace) -> None:
-    """Checks that the schedule is that of the stored answers. Raises: ValueError on another machine or with other
-    settings.
-    """
+    """Checks that a trace has the schedule fingerprint of the stored answers. Raises: ValueError on another machine or
+    with other settings."""
     known = tally.fingerprints.setdefault(subject.key, trace.fingerprint)
     if known != trace.fingerprint:
         differing = sorted(k for k in known.keys() | trace.fingerprint if known.get(k) != trace.fingerprint.get(k))
@@ -131,7 +133,7 @@ def _compare(
     request = draw_request(subject, number)
     key = f"{subject.key} {number}"
     if key not in tally.answers:
-        tally.answers[key] = ask(subject, request, "STCZ" if number % STATES_EVERY == 0 else None, layers)
+        tally.answers[key] = reference_answer(subject, request, "STCZ" if number % STATES_EVERY == 0 else None, layers)
         tally.distinct[subject.key] += len(tally.answers[key].tokens)
         third_party(subject, tally, request, tally.answers[key])
     want, got = tally.answers[key], answer_of(trace, request_id)
@@ -152,11 +154,12 @@ def _compare(
         tally.counts["requests_with_states_compared"] += 1
 
 
-def third_party(subject: Subject, tally: Tally, request: Request, answer: Answer) -> None:
-    """Compares a greedy answer in float32 with Hugging Face's own `generate` on an untouched copy of the model.
+def third_party(subject: Subject, tally: Tally, request: Request, answer: ReferenceResult) -> None:
+    """Compares an expected answer with Hugging Face's own `generate` on an untouched copy of the model, and adds a
+    difference to `tally`. Only greedy answers in float32 are compared.
 
-    Subjects with near ties are left out: there the last bits of the logits decide, which differ with Hugging Face's
-    shapes.
+    Subjects with near ties are left out: the last bits of the logits decide between two tokens, and these bits differ
+    with Hugging Face's shapes.
     """
     sampling = request.sampling
     assert sampling is not None
@@ -194,11 +197,11 @@ def _count(subject: Subject, tally: Tally, trace: Trace, episode: Episode) -> No
 
 
 def kind_of_rollback(episode: Episode, request: Request, position: int) -> str:
-    """Returns why the candidate at `position` was rejected: injected, natural or other.
+    """Returns why the draft token at `position` was rejected, as text: injected, natural or other.
 
-    injected: the stress test replaced the drafter's candidate.  natural: the fast path's own candidate in a request
-    with acceptance by equality, so the verifier chose another token.  other: a candidate of another drafter, or one
-    that rejection sampling rejected at random.
+    injected: the stress test replaced the drafter's token.  natural: the token of the fast path itself, in a request
+    with acceptance by equality, so the verifier chose another token.  other: the token of another drafter, or one that
+    rejection sampling rejected at random.
     """
     if isinstance(episode.drafter, Corrupted) and (request.request_id, position) in episode.drafter.altered:
         return "injected"

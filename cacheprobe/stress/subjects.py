@@ -1,4 +1,5 @@
-"""Lists the tested models with their shapes: tiny models, models with near ties, and SmolLM2."""
+"""Lists the subjects of the stress test, models with one shape of passes each: tiny models, models with near ties, and
+SmolLM2."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,15 +18,15 @@ from cacheprobe.models.loaders import load_model
 REAL = "smollm2-135m"
 _SLIDING_WIDTH = 8
 _MOVED = 0.02
-"""Distance of a draft model's weights from the model's own, as a share of each weight's standard deviation."""
+"""Size of the noise added to a draft model's weights, as a share of each weight's standard deviation."""
 _SHAPES = ((4, 4, 1), (8, 2, 2), (1, 8, 1), (3, 4, 3), (16, 1, 1), (5, 4, 2))
 """(window, group, prefill_group) of the tiny models, assigned in turn. With a window of one token, prompts are not
 padded."""
 _REAL_SHAPES = ((4, 1, 1, 16), (8, 2, 2, 16), (1, 16, 1, 64), (16, 4, 1, 32))
-"""(window, group, prefill_group, prefill_chunk) of the real model: two small shapes, the fastest verified one, the
-default."""
+"""(window, group, prefill_group, prefill_chunk) of SmolLM2: two small shapes, the fastest verified one, the default."""
 _LONGEST_WINDOW, _LARGEST_GROUP, _LARGEST_GROUP_OF_ONE = 16, 8, 24
-"""Limits of the shapes that are drawn if one is refused."""
+"""Limits of the shapes that are drawn if a shape is refused; the last is the largest group for a window of one
+token."""
 _NEAR_TIES = (
     ("llama", "float32", NEAR_TIES, 4, 2),
     ("qwen3", "bfloat16", WIDE, 4, 2),
@@ -36,11 +37,11 @@ _NEAR_TIES = (
     ("gemma3", "float32", NEAR_TIES, 4, 2),
     ("llama", "float16", WIDE, 4, 4),
 )
-"""Family, dtype, size, window and group of the models whose fast path and verifier disagree."""
+"""Family, dtype, size, window and group of the models whose fast path and verifier often disagree."""
 
 
 class Shapes(TypedDict):
-    """Keywords of `cp.run` that fix the shapes of the passes; see `EngineConfig`."""
+    """Declares the types of the keywords of `cp.run` that fix the shapes of the passes; see `EngineConfig`."""
 
     window: int
     group: int
@@ -52,7 +53,7 @@ class Shapes(TypedDict):
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with one shape of passes."""
+    """Holds one model under test with one shape of passes. The model is loaded at its first use."""
 
     name: str
     dtype: str
@@ -61,43 +62,44 @@ class Subject:
     capacity: int
     prefill_chunk: int
     build: Callable[[], PreTrainedModel] | None = None
-    """Builds the model as Hugging Face has it; None for the real one."""
+    """Function that builds the model as Hugging Face has it; None for SmolLM2, which is loaded by name."""
     prefill_group: int = 1
     disagrees: bool = False
-    """Whether its fast path often differs from its verifier; such a subject gets traffic that shows this."""
+    """Whether the model's fast path often differs from its verifier; such a subject gets traffic that shows the
+    difference."""
     original: "Subject | None" = None
-    """The subject whose shape was refused, if this one runs the same model and traffic in another shape."""
+    """The subject whose shape was refused, if this one runs the same model and traffic in another shape; else None."""
 
     @property
     def key(self) -> str:
-        """Name, dtype and shape, as one text."""
+        """Name, dtype and shape of the subject, as one text."""
         ends = "" if self.pads_prefill else " unpadded"
         name = f"{self.name} {self.dtype}" if self.original is None else f"{self.original.key} as"
         return f"{name} W{self.window} G{self.group} P{self.prefill_group}{ends}"
 
     @property
     def traffic_key(self) -> str:
-        """Key by which requests are drawn and counted; a replacement shape keeps the key of its original."""
+        """Key by which requests are drawn and counted: the `key`, or for a replacement shape that of its original."""
         return self.key if self.original is None else self.original.traffic_key
 
     @property
     def pads_prefill(self) -> bool:
-        """Whether prompts are padded to whole chunks."""
+        """Whether prompts are padded to whole chunks: True for windows of more than one token."""
         return self.window > 1
 
     @property
     def is_real(self) -> bool:
-        """Whether the model is SmolLM2."""
+        """Whether the model is SmolLM2, and not a tiny model with random weights."""
         return self.build is None
 
     @property
     def kind(self) -> str:
-        """tiny, near_ties or real."""
+        """Kind of subject, as text: "tiny", "near_ties" or "real"."""
         return "real" if self.is_real else "near_ties" if self.disagrees else "tiny"
 
     @cached_property
     def model(self) -> CachedLM:
-        """The model, loaded at the first use."""
+        """The model as a CachedLM, loaded at the first use."""
         if self.original is not None:
             return self.original.model
         if self.build is None:
@@ -106,35 +108,36 @@ class Subject:
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
-        """Layers to capture: the first, middle and last of SmolLM2; all layers of other test models."""
+        """Layers to capture: the first, middle and last of SmolLM2; all layers of other models."""
         n = self.model.n_layers
         return (0, n // 2, n - 1) if self.is_real else tuple(range(n))
 
     @cached_property
-    def neighbour(self) -> CachedLM | None:
-        """A draft model that is often right: the same weights with a little noise. None for the real model."""
+    def draft_model(self) -> CachedLM | None:
+        """A draft model that often proposes the right token: the model's weights with a little noise. None for
+        SmolLM2."""
         if self.original is not None:
-            return self.original.neighbour
+            return self.original.draft_model
         if self.build is None:
             return None
-        moved = self.build()
+        noisy = self.build()
         draw = torch.Generator().manual_seed(1)
         with torch.no_grad():
-            for weight in moved.parameters():
+            for weight in noisy.parameters():
                 noise = torch.randn(weight.shape, generator=draw) * weight.float().std()
                 weight.add_((_MOVED * noise).to(weight.dtype))
-        return load_model(moved)
+        return load_model(noisy)
 
     @cached_property
     def plain(self) -> PreTrainedModel | None:
-        """Hugging Face's own copy, untouched by cacheprobe; None for the real model."""
+        """Hugging Face's own copy of the model, untouched by cacheprobe; None for SmolLM2."""
         if self.original is not None:
             return self.original.plain
         return self.build() if self.build else None
 
     @property
     def settings(self) -> Shapes:
-        """Keywords of `cp.run` that fix the shapes of the passes."""
+        """Keywords of `cp.run` that fix the shapes of the passes, as a dict."""
         return Shapes(
             window=self.window, group=self.group, capacity=self.capacity, prefill_chunk=self.prefill_chunk,
             prefill_group=self.prefill_group, pad_prefill=self.pads_prefill,
@@ -142,10 +145,10 @@ class Subject:
 
 
 def other_shapes(subject: Subject, number: int) -> Iterator[Subject]:
-    """Yields the subject in up to `number` other shapes, drawn at random from its key, so in the same order each time.
+    """Yields the subject in up to `number` other shapes, in an order that is random but fixed by the subject's key.
 
-    A window of one token stays one, a longer one stays longer. So prompts stay padded or unpadded, and unpadded prompts
-    stay one a pass. For a window of one token, larger groups are allowed.
+    A window of one token stays one token, and a longer window stays longer than one. So prompts stay padded or
+    unpadded, and unpadded prompts are still read one a pass. For a window of one token, larger groups are allowed.
     """
     rng = np.random.default_rng([*subject.key.encode()])
     windows = range(2, _LONGEST_WINDOW + 1) if subject.window > 1 else (1,)
@@ -167,7 +170,8 @@ def _real_model(dtype: str) -> CachedLM:
 
 
 def tiny_subjects() -> list[Subject]:
-    """Returns every family in every dtype; those with sliding windows also with prompts longer than the window."""
+    """Returns a list of tiny subjects: every model family in every dtype; families with sliding windows also with
+    prompts longer than the window."""
     kinds = [(family, None) for family in FAMILIES] + [(family, _SLIDING_WIDTH) for family in SLIDING]
     subjects = []
     for i, (family, width) in enumerate(kinds):
@@ -180,12 +184,14 @@ def tiny_subjects() -> list[Subject]:
 
 
 def near_tie_subjects() -> list[Subject]:
-    """Returns models with random weights and pairs of nearly equal tokens, whose fast path and verifier often disagree.
+    """Returns a list of subjects with random weights and pairs of nearly equal tokens, whose fast path and verifier
+    often disagree.
 
-    Tiny models hardly ever disagree. Another batch size reorders the sums, which changes the last bits of most logits
-    in float32, and of far fewer in 16 bits, where sums are kept in float32 and rounded. A token changes only if two
-    logits are that close. So every token here has a partner whose unembedding differs in the last bits only. In
-    bfloat16 the disagreement needs decodes of one request, in float16 decodes of any number, and matrices wide enough.
+    Other tiny models hardly ever disagree. Another batch size reorders the sums. In float32 that changes the last bits
+    of most logits. In 16 bits it changes far fewer, because sums are kept in float32 and rounded. A token changes only
+    if two logits are that close. So every token of these models has a partner whose unembedding differs in the last
+    bits only. In bfloat16 the disagreement needs decodes of one request, in float16 decodes of any number, and matrices
+    wide enough.
     """
     subjects = []
     for family, dtype, size, window, group in _NEAR_TIES:
@@ -195,9 +201,8 @@ def near_tie_subjects() -> list[Subject]:
 
 
 def real_subjects() -> list[Subject]:
-    """Returns SmolLM2 in bfloat16, where the batch really changes the answer; loaded once, the smallest shapes
-    first.
-    """
+    """Returns SmolLM2 in bfloat16 as a list of subjects, one for each shape, smallest first. Its answers change with
+    the batch if they are not verified."""
     return [
         Subject(REAL, "bfloat16", window, group, 128, chunk, None, prefill_group, disagrees=True)
         for window, group, prefill_group, chunk in _REAL_SHAPES

@@ -1,4 +1,4 @@
-"""Keeps the counts and differences of a stress test, in a file from which it can continue."""
+"""Keeps the counts and differences of a stress test, in a JSON file from which a later call continues."""
 
 import json
 from collections import Counter
@@ -6,28 +6,30 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from cacheprobe.core.files import write_json
-from cacheprobe.stress.oracle import Answer
+from cacheprobe.stress.oracle import ReferenceResult
 from cacheprobe.stress.subjects import REAL, Subject
 
 
 @dataclass
 class Tally:
-    """Everything that a stress test reports. The file is replaced as a whole."""
+    """Holds everything that a stress test reports: counts, differences, and the expected answers. `save` and `load`
+    keep it in a JSON file."""
 
     episodes: int = 0
     compared: Counter[str] = field(default_factory=Counter)
-    """Number of tokens compared, by subject."""
+    """Number of tokens compared, by subject and shape."""
     distinct: Counter[str] = field(default_factory=Counter)
-    """Number of tokens that the oracle computed, by subject; each is compared at least once."""
+    """Number of tokens that the slow reference (`cp.reference`) computed, by subject; each is compared at least
+    once."""
     natural: Counter[str] = field(default_factory=Counter)
-    """Number of natural rollbacks, by subject."""
+    """Number of natural rollbacks, by subject (see `kind_of_rollback`)."""
     counts: Counter[str] = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    answers: dict[str, Answer] = field(default_factory=dict)
-    """Oracle's answer by subject and request, so that the oracle computes each once."""
+    answers: dict[str, ReferenceResult] = field(default_factory=dict)
+    """Expected answer by subject and request, so that the slow reference computes each once."""
     pools: Counter[str] = field(default_factory=Counter)
-    """Number of requests in each subject's pool."""
+    """Number of requests in each subject's pool, from which episodes draw."""
     episodes_of: Counter[str] = field(default_factory=Counter)
     """Number of episodes, by subject."""
     fingerprints: dict[str, dict] = field(default_factory=dict)
@@ -36,37 +38,38 @@ class Tally:
 
     @property
     def num_compared(self) -> int:
-        """Number of tokens compared, over all subjects."""
+        """Number of tokens compared, over all subjects; a token compared twice counts twice."""
         return sum(self.compared.values())
 
     @property
     def num_distinct(self) -> int:
-        """Number of distinct tokens compared, over all subjects."""
+        """Number of tokens that the slow reference computed, over all subjects; each counts once."""
         return sum(self.distinct.values())
 
     def compared_of(self, subject: Subject) -> int:
-        """Returns the tokens compared for a subject, in its own shape and in those that replaced it."""
+        """Returns the number of tokens compared for a subject, in its own shape and in shapes that replaced it."""
         in_other_shapes = f"{subject.key} as "
         return sum(n for key, n in self.compared.items() if key == subject.key or key.startswith(in_other_shapes))
 
     def save(self, path: Path) -> None:
         """Writes the tally to a JSON file; after an error the earlier file is unchanged."""
-        held = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict() would spoil a Counter
-        held["answers"] = {key: asdict(answer) for key, answer in self.answers.items()}
-        write_json(path, held, indent=None)
+        content = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict() would spoil a Counter
+        content["answers"] = {key: asdict(answer) for key, answer in self.answers.items()}
+        write_json(path, content, indent=None)
 
     @classmethod
     def load(cls, path: Path) -> "Tally":
-        """Returns the tally of a file that `save` wrote."""
-        held = json.loads(path.read_text(encoding="utf-8"))
-        held["answers"] = {
-            key: Answer(**{**answer, "tokens": tuple(answer["tokens"])}) for key, answer in held["answers"].items()
+        """Returns the tally from a file that `save` wrote."""
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["answers"] = {
+            key: ReferenceResult(**{**answer, "tokens": tuple(answer["tokens"])})
+            for key, answer in content["answers"].items()
         }
         counters = ("compared", "distinct", "natural", "counts", "pools", "episodes_of")
-        return cls(**{**held, **{name: Counter(held[name]) for name in counters}})
+        return cls(**{**content, **{name: Counter(content[name]) for name in counters}})
 
     def numbers(self) -> dict:
-        """Returns the figures for a file: the amounts tested, and the number of differences."""
+        """Returns the figures of the stress test as a dict: the amounts tested, and the number of differences."""
         return {
             "episodes": self.episodes,
             "compared_tokens": self.num_compared,
@@ -86,7 +89,7 @@ class Tally:
         }
 
     def text(self) -> str:
-        """Returns the figures as lines for a terminal."""
+        """Returns the figures as lines of text for a terminal, with the first ten differences."""
         numbers = self.numbers()
         del numbers["refused_shapes"]
         width = max(map(len, numbers))
@@ -96,13 +99,13 @@ class Tally:
 
 
 def refused_line(refused: dict[str, str]) -> str:
-    """Returns how many shapes the trial refused, and which, for a terminal."""
+    """Returns text for a terminal: how many shapes the trial refused, and a line with the reason for each."""
     named = "".join(f"\n  {key}: {reason}" for key, reason in sorted(refused.items()))
     return f"shapes refused by the trial: {len(refused)}{named}"
 
 
 def _by_dtype(counted: Counter[str]) -> dict[str, int]:
-    """Returns the counts summed by dtype."""
+    """Returns counts by subject as counts by dtype, in a dict."""
     sums: Counter[str] = Counter()
     for subject, count in counted.items():
         sums[subject.split()[1]] += count

@@ -1,4 +1,5 @@
-"""Draws random traffic: requests, neighbours, arrival steps, drafters, and the size of the cache."""
+"""Draws random traffic: requests, neighbours (requests that are not compared), arrival steps, drafters, and the size of
+the cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,25 +21,26 @@ from cacheprobe.stress.subjects import Subject
 
 @dataclass
 class Corrupted:
-    """A drafter with some candidates replaced, which causes rollbacks."""
+    """Drafts like another drafter, with some draft tokens replaced at random, which causes rollbacks."""
 
     inner: Drafter
     rate: float
     rng: np.random.Generator
     altered: set[tuple[int, int]] = field(default_factory=set)
-    """(request, absolute position) of every replaced candidate."""
+    """(request, absolute position) of every replaced draft token."""
     name: ClassVar[str] = "corrupted"
 
     def check(self, model: CachedLM) -> None:
-        """Checks the model, as the inner drafter does."""
+        """Checks that the inner drafter supports the model. Raises: ValueError otherwise."""
         self.inner.check(model)
 
     def release(self, state: SequenceState) -> None:
-        """Frees what the inner drafter keeps of a request."""
+        """Frees what the inner drafter stores for a request, by a call of its `release`."""
         self.inner.release(state)
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
-        """Returns the inner drafter's tokens, with some tokens replaced in the drafts of verified requests."""
+        """Returns the inner drafter's tokens for each request. In drafts of verified requests, each token is replaced
+        with probability `rate`."""
         proposals = self.inner.extend(context, states)
         for state, tokens in zip(states, proposals, strict=True):
             for k in range(len(tokens)):
@@ -53,11 +55,12 @@ class Corrupted:
 
 
 _STOP_TEXTS = ("not flip", "What's", " A: ", "\n\nA")
-"""Stop texts from the coin task, each more than one token: a draft may end in the middle of one."""
+"""Stop texts from the coin task, each more than one token: a draft may end in the middle of a stop text."""
 
 
 def draw_request(subject: Subject, number: int) -> Request:
-    """Returns request `number` of a subject's pool: the same in every episode, so that the oracle computes it once."""
+    """Returns request `number` of a subject's pool: the same in every episode, so that the slow reference computes it
+    once."""
     rng = np.random.default_rng([number, *subject.traffic_key.encode()])
     vocab = subject.model.d_vocab
     length = int(rng.integers(1, 34))
@@ -89,7 +92,8 @@ def _text_ids(subject: Subject, number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Episode:
-    """Traffic of one run: the tested requests, their neighbours, and settings that must not change the output."""
+    """Holds the traffic of one run: the compared requests, their neighbours, and settings that must not change the
+    output."""
 
     requests: tuple[Request, ...]
     pool_numbers: tuple[int | None, ...]
@@ -99,13 +103,15 @@ class Episode:
 
     @property
     def drafter_name(self) -> str:
-        """Name of the drafter whose candidates may be replaced; "none" if the fast path drafts by default."""
+        """Name of the episode's drafter, without the replacement of tokens; "none" if the fast path drafts by
+        default."""
         inner = self.drafter.inner if isinstance(self.drafter, Corrupted) else self.drafter
         return "none" if inner is None else inner.name
 
 
 def draw_episode(subject: Subject, seed: int, numbers: Sequence[int]) -> Episode:
-    """Returns traffic that contains the pool's requests `numbers`."""
+    """Returns an Episode with the requests `numbers` of the subject's pool, neighbours and settings, all drawn from
+    `seed`."""
     rng = np.random.default_rng(seed)
     listed: list[tuple[Request, int | None]] = [(draw_request(subject, n), n) for n in numbers]
     for _ in range(int(rng.integers(0, 2 if subject.is_real else 4))):
@@ -118,10 +124,10 @@ def draw_episode(subject: Subject, seed: int, numbers: Sequence[int]) -> Episode
     )
     drafter = draw_drafter(subject, rng)
     acceptance = "rejection" if rng.random() < 0.1 else "equality"
-    if drafter is not None and acceptance == "equality":  # D3 is promised to every drafted request
+    if drafter is not None and acceptance == "equality":  # guarantee D3: no drafter changes a token
         requests = tuple(replace(r, is_deterministic=r.is_deterministic and rng.random() < 0.75) for r in requests)
     alone = 0.5 if subject.disagrees else 0.05
-    needed = max(rows_needed(request, subject.window) for request in requests)
+    needed = max(slots_needed(request, subject.window) for request in requests)
     settings: JsonDict = {
         "max_batch": 1 if rng.random() < alone else int(rng.integers(2, len(requests) + 2)),
         "draft_length": [None, None, "adaptive", 2][int(rng.integers(4))],
@@ -131,17 +137,18 @@ def draw_episode(subject: Subject, seed: int, numbers: Sequence[int]) -> Episode
     return Episode(requests, tuple(number for _, number in listed), drafter, settings)
 
 
-def rows_needed(request: Request, window: int) -> int:
-    """Returns the least number of cache rows with which the request can run alone."""
+def slots_needed(request: Request, window: int) -> int:
+    """Returns the smallest number of cache slots with which the request can run alone: prompt, new tokens and one
+    window."""
     assert request.sampling is not None and request.sampling.max_new_tokens is not None
     return len(request.prompt) + request.sampling.max_new_tokens + window
 
 
 def draw_drafter(subject: Subject, rng: np.random.Generator) -> Drafter | None:
-    """Returns a drafter, sometimes with replaced candidates; None for the fast path alone."""
-    early, smaller = EarlyExit(layer=subject.model.n_layers - 2), subject.neighbour
-    known = [None, FastPath(), early, NGram(), NGram() if smaller is None else DraftModel(smaller)]
-    inner: Drafter | None = known[int(rng.choice(5, p=[0.3, 0.45, 0.1, 0.1, 0.05]))]
+    """Returns a random drafter, sometimes with replaced draft tokens; None for the fast path alone."""
+    early, draft_model = EarlyExit(layer=subject.model.n_layers - 2), subject.draft_model
+    drafters = [None, FastPath(), early, NGram(), NGram() if draft_model is None else DraftModel(draft_model)]
+    inner: Drafter | None = drafters[int(rng.choice(5, p=[0.3, 0.45, 0.1, 0.1, 0.05]))]
     if rng.random() < (0.2 if subject.disagrees else 0.5):  # replaced candidates hide natural disagreements
         return Corrupted(inner or FastPath(), float(rng.choice([0.05, 0.2, 0.6])), rng)
     return inner

@@ -1,4 +1,4 @@
-"""Defines cells: one combination of the axes, named by the hash of everything that its bits depend on."""
+"""Defines the cells of a sweep. A cell is one run, named by a hash of all values that the run's result depends on."""
 
 import hashlib
 import itertools
@@ -14,13 +14,13 @@ from cacheprobe.sweeps.settings import Axes, SweepConfig
 
 AXES = tuple(Axes.model_fields)
 ModelKey: TypeAlias = tuple[str, str, str | None, str, str]
-"""Name, dtype, adapter, products and device: cells of one key can run on one loaded model."""
+"""(model name, dtype, adapter, products, device). Cells with equal keys can run on one loaded model."""
 _RANGE = re.compile(r"\blayer=(\d+)-(\d+)\b")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a sweep, as plain values."""
+    """Holds one run of a sweep as JSON values: axes, common settings, and the versions on which the bits depend."""
 
     axes: JsonDict
     """Value of each axis, by the names of AXES."""
@@ -31,26 +31,26 @@ class Cell:
 
     @property
     def digest(self) -> str:
-        """20 hexadecimal digits of the SHA-256 of the canonical JSON; the name of the cell's shard."""
+        """Name of the cell's shard: 20 hexadecimal digits of the SHA-256 of the cell's canonical JSON."""
         return hashlib.sha256(canonical(self.to_json()).encode()).hexdigest()[:20]
 
     @property
     def model_key(self) -> ModelKey:
-        """Name, dtype, adapter, products and device of the cell's model."""
+        """(name, dtype, adapter, products, device) of the cell's model. Cells with equal keys share a loaded model."""
         axes = self.axes
         return axes["model"], axes["dtype"], axes["adapter"], axes["products"], self.run["device"]
 
     def to_json(self) -> JsonDict:
-        """Returns the cell as plain JSON values."""
+        """Returns the cell as a dictionary of JSON values; `from_json` reads it."""
         return {"axes": dict(self.axes), "run": dict(self.run), "origin": dict(self.origin)}
 
     @classmethod
-    def from_json(cls, held: JsonDict) -> "Cell":
-        """Returns the cell that `to_json` wrote."""
-        return cls(held["axes"], held["run"], held["origin"])
+    def from_json(cls, stored: JsonDict) -> "Cell":
+        """Builds the cell from the output of `to_json`."""
+        return cls(stored["axes"], stored["run"], stored["origin"])
 
     def __str__(self) -> str:
-        """Returns the axes that are set, such as model=x seed=3."""
+        """Returns the axes that are not None as text, such as model=x seed=3."""
         return " ".join(f"{name}={value}" for name, value in self.axes.items() if value is not None)
 
 
@@ -60,21 +60,22 @@ def distinguishing_labels(cells: Mapping[str, Cell]) -> dict[str, str]:
     If no axis differs, the label has every axis that is set.
     """
     varied = [name for name in AXES if len({canonical(cell.axes[name]) for cell in cells.values()}) > 1]
-    return {digest: _said(cell.axes, varied) if varied else str(cell) for digest, cell in cells.items()}
+    return {digest: _label(cell.axes, varied) if varied else str(cell) for digest, cell in cells.items()}
 
 
-def _said(axes: JsonDict, names: list[str]) -> str:
+def _label(axes: JsonDict, names: list[str]) -> str:
+    """Returns the named axes as text, such as drafter=none seed=3."""
     return " ".join(f"{name}={'none' if axes[name] is None else axes[name]}" for name in names)
 
 
-def canonical(held: object) -> str:
-    """Returns JSON with sorted names and no spaces: equal values give equal text."""
-    return json.dumps(held, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+def canonical(value: object) -> str:
+    """Returns `value` as JSON text with sorted keys and no spaces, so that equal values give equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def combinations(config: SweepConfig) -> Iterator[JsonDict]:
-    """Yields the axes of every cell, each combination once; a grid's last axis changes fastest."""
-    grids = [[(getattr(cell, name),) for name in AXES] for cell in config.cells or ()]
+    """Yields the axes of every cell of a sweep as a dictionary, each cell once. The last axis changes fastest."""
+    grids = [[(getattr(cell, name),) for name in AXES] for cell in config.cells or ()]  # one value for each axis
     if config.grid is not None:
         grids = [[getattr(config.grid, name) for name in AXES]]
     seen = set()
@@ -88,23 +89,24 @@ def combinations(config: SweepConfig) -> Iterator[JsonDict]:
 
 
 def _as_registered(task: str) -> str:
-    """Returns the task with its name as registered, since - and _ are equal in names; unknown names stay as
-    they are.
+    """Returns the text of a task with the name as registered, because - and _ are equal in names.
+
+    An unknown name is not changed.
     """
     name, colon, options = task.partition(":")
     return f"{same_name(name, names('tasks')) or name}{colon}{options}"
 
 
 def _spread(values: Iterable[object]) -> list[object]:
-    """Replaces every text with layer=A-B by one text for each layer from A to B."""
+    """Returns the values as a list, with every text layer=A-B replaced by one text for each layer from A to B."""
     out = []
     for value in values:
-        if not isinstance(value, str) or (found := _RANGE.search(value)) is None:
+        if not isinstance(value, str) or (match := _RANGE.search(value)) is None:
             out.append(value)
             continue
-        first, last = int(found[1]), int(found[2])
+        first, last = int(match[1]), int(match[2])
         if first > last:
             raise ValueError(f"{value!r}: there is no layer from {first} to {last}; write the smaller one first")
         for layer in range(first, last + 1):
-            out.append(value[: found.start()] + f"layer={layer}" + value[found.end() :])
+            out.append(value[: match.start()] + f"layer={layer}" + value[match.end() :])
     return out

@@ -1,4 +1,4 @@
-"""Refuses cells before anything runs: impossible combinations, and results that would not fit."""
+"""Checks the cells (runs) of a sweep in advance: refuses impossible ones, and estimates the size of their shards."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,35 +12,35 @@ from cacheprobe.lenses.base import LensError
 from cacheprobe.lenses.tuned_files import require_tuned_lens
 from cacheprobe.sweeps.factory import lens_folder, parse_change
 from cacheprobe.sweeps.facts import ModelFacts, model_facts
-from cacheprobe.sweeps.settings import RunSettings
+from cacheprobe.sweeps.settings import SweepRunSettings
 
 SHOWN = 8
 NEEDS_OBJECTS = {"draft_model": "a loaded model", "scripted": "a function"}
 """Drafters that a text cannot describe, and the object that each needs."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHARD_BYTES, ROW_BYTES, READING_BYTES = 40_000, 24, 40
-"""Rough sizes on disk: of a shard whatever it holds, of a token's row in the tables, and of one layer's reading."""
+"""Rough bytes on disk: of an empty shard, of a row (one token of one pass), and of a reading (one row at one layer)."""
 
 
 PromptKey: TypeAlias = tuple[str, str, int]
-"""Model, task and seed, which fix the prompts of a cell."""
+"""(model, task, seed) of a cell. Cells with equal keys have equal prompts."""
 
 
-def prompts_of(axes: JsonDict, run: RunSettings, held: dict[PromptKey, tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the number of tokens of each prompt of a cell. held: counts so far, by PromptKey; is filled here."""
+def prompt_lengths(axes: JsonDict, run: SweepRunSettings, known: dict[PromptKey, tuple[int, ...]]) -> tuple[int, ...]:
+    """Returns the number of tokens of each prompt of a cell. known: lengths by PromptKey; new ones are added."""
     key = (axes["model"], axes["task"], axes["seed"])
-    if key not in held:
+    if key not in known:
         facts = model_facts(axes["model"])
         examples = make("tasks", axes["task"]).examples(run.n, axes["seed"])
         texts = [example.prompt_text(facts.tokenizer) for example in examples]
-        held[key] = tuple(map(facts.count_tokens, texts))
-    return held[key]
+        known[key] = tuple(map(facts.count_tokens, texts))
+    return known[key]
 
 
-def complaint(axes: JsonDict, run: RunSettings, held: dict[PromptKey, tuple[int, ...]]) -> str | None:
-    """Returns why a cell cannot run; None if no reason is known before its weights are loaded.
+def complaint(axes: JsonDict, run: SweepRunSettings, known: dict[PromptKey, tuple[int, ...]]) -> str | None:
+    """Returns text that says why a cell cannot run; None if no reason is known before the model's weights are loaded.
 
-    held: see `prompts_of`.
+    known: lengths of prompts by PromptKey; new ones are added.
     """
     try:
         facts = model_facts(axes["model"])
@@ -55,23 +55,26 @@ def complaint(axes: JsonDict, run: RunSettings, held: dict[PromptKey, tuple[int,
         last_changed = _last_changed(axes)
         if _changes_verify(axes) and axes["drafter"] is None and not run.deterministic:
             return f"intervention {axes['intervention']!r}: nothing is verified without a drafter or run.deterministic"
-        for tokens in prompts_of(axes, run, held):
+        for tokens in prompt_lengths(axes, run, known):
             if last_changed > (last := tokens + run.max_new_tokens - 2):  # the newest token is never fed
                 return (
                     f"intervention {axes['intervention']!r}: position {last_changed} lies outside a prompt of {tokens} "
                     f"+ {run.max_new_tokens} new tokens, which computes 0 to {last} at most"
                 )
-            needed = config.rows_needed(tokens, run.max_new_tokens)
+            needed = config.slots_needed(tokens, run.max_new_tokens)
             if tokens + run.max_new_tokens > facts.n_ctx:
                 return f"prompt of {tokens} + {run.max_new_tokens} new tokens exceed the context of {facts.n_ctx}"
             if needed > run.capacity:
-                return f"{needed} cache rows are needed, capacity is {run.capacity}; set run.capacity: {needed} or more"
+                return (
+                    f"{needed} cache slots are needed, capacity is {run.capacity}; set run.capacity: {needed} or more"
+                )
     except (ValueError, LensError, OSError) as error:
         return str(error)
     return None
 
 
 def _check_model(facts: ModelFacts, axes: JsonDict) -> None:
+    """Raises: ValueError if the cell's adapter is unknown, or if adapter or window do not fit the model."""
     if facts.thinking is None:
         if axes["adapter"] is not None:
             from cacheprobe.models.hf.adapters import adapter_directory
@@ -83,7 +86,8 @@ def _check_model(facts: ModelFacts, axes: JsonDict) -> None:
     facts.thinking.check_window(facts.name, axes["window"])
 
 
-def _check_products(axes: JsonDict, run: RunSettings, is_thinking: bool) -> None:
+def _check_products(axes: JsonDict, run: SweepRunSettings, is_thinking: bool) -> None:
+    """Raises: ValueError if compiled products are requested, and the model or this machine does not support them."""
     if axes["products"] == "torch":
         return
     if is_thinking:
@@ -101,6 +105,7 @@ def _check_products(axes: JsonDict, run: RunSettings, is_thinking: bool) -> None
 
 
 def _check_parts(facts: ModelFacts, axes: JsonDict) -> None:
+    """Raises: ValueError if drafter, lens or intervention of a cell is unknown, or does not fit the model's layers."""
     if axes["drafter"] is not None:
         name, _, listed = axes["drafter"].partition(":")
         if name in NEEDS_OBJECTS:
@@ -124,7 +129,10 @@ def _check_parts(facts: ModelFacts, axes: JsonDict) -> None:
 
 
 def _check_stored_lens(facts: ModelFacts, text: str, folder: Path) -> None:
-    """Checks a stored lens's directory and shape; its unembedding is checked when the weights are loaded."""
+    """Raises: ValueError if the directory of a stored lens is missing, or if its shape is not that of the model.
+
+    The lens's unembedding is checked when the weights are loaded.
+    """
     if not folder.is_dir():
         raise ValueError(f"lens {text!r}: there is no directory {folder}")
     config = require_tuned_lens(folder)
@@ -136,47 +144,45 @@ def _check_stored_lens(facts: ModelFacts, text: str, folder: Path) -> None:
 
 
 def _last_changed(axes: JsonDict) -> int:
-    """Returns the last position that the cell's intervention names; -1 if it names none."""
+    """Returns the largest position that the cell's intervention changes; -1 if no positions are listed."""
     where = parse_change(axes["intervention"]).where if axes["intervention"] is not None else {}
     return max(where.get("positions") or (-1,))
 
 
 def _changes_verify(axes: JsonDict) -> bool:
-    """Returns whether the cell's intervention applies to verify passes only."""
+    """Returns True if the cell's intervention applies to verify passes only."""
     return axes["intervention"] is not None and parse_change(axes["intervention"]).where.get("phases") == "verify"
 
 
-def require_possible(combinations: Sequence[JsonDict], run: RunSettings) -> dict[PromptKey, tuple[int, ...]]:
-    """Checks all cells, and returns the number of tokens of their prompts by (model, task, seed).
+def require_possible(combinations: Sequence[JsonDict], run: SweepRunSettings) -> dict[PromptKey, tuple[int, ...]]:
+    """Checks all cells of a sweep. Returns a dictionary: the tokens of each prompt, counted, by (model, task, seed).
 
     Raises: ValueError with the number of impossible cells, and one example for each reason.
     """
-    held: dict[PromptKey, tuple[int, ...]] = {}
-    reasons: dict[str, list[JsonDict]] = {}
-    known: dict[tuple[object, ...], str | None] = {}
+    lengths: dict[PromptKey, tuple[int, ...]] = {}
+    impossible: dict[str, list[JsonDict]] = {}
     for axes in combinations:
-        key = tuple(axes.values())
-        said = known.setdefault(key, complaint(axes, run, held))
-        if said is not None:
-            reasons.setdefault(said, []).append(axes)
-    if reasons:
-        count = sum(map(len, reasons.values()))
-        said = "; ".join(f"{why} ({_named(which)})" for why, which in list(reasons.items())[:SHOWN])
-        more = f"; and {len(reasons) - SHOWN} reasons more" if len(reasons) > SHOWN else ""
-        raise ValueError(f"{count} of {len(combinations)} cells are impossible, nothing was run: {said}{more}")
-    return held
+        if (reason := complaint(axes, run, lengths)) is not None:
+            impossible.setdefault(reason, []).append(axes)
+    if impossible:
+        count = sum(map(len, impossible.values()))
+        listed = "; ".join(f"{reason} ({_examples(cells)})" for reason, cells in list(impossible.items())[:SHOWN])
+        more = f"; and {len(impossible) - SHOWN} reasons more" if len(impossible) > SHOWN else ""
+        raise ValueError(f"{count} of {len(combinations)} cells are impossible, nothing was run: {listed}{more}")
+    return lengths
 
 
-def _named(which: Sequence[JsonDict]) -> str:
-    first = " ".join(f"{name}={value}" for name, value in which[0].items() if value is not None)
-    return first if len(which) == 1 else f"{len(which)} cells, such as {first}"
+def _examples(cells: Sequence[JsonDict]) -> str:
+    """Returns text: the axes of the first cell, and the number of cells if there are several."""
+    first = " ".join(f"{name}={value}" for name, value in cells[0].items() if value is not None)
+    return first if len(cells) == 1 else f"{len(cells)} cells, such as {first}"
 
 
-def estimated_bytes(axes: JsonDict, run: RunSettings, prompt_tokens: Iterable[int]) -> int:
-    """Returns roughly how many bytes a cell's shard takes on disk.
+def estimated_bytes(axes: JsonDict, run: SweepRunSettings, prompt_tokens: Iterable[int]) -> int:
+    """Returns a rough estimate of the bytes that the shard (saved run) of a cell takes on disk.
 
-    Every generated token counts as computed twice. If most drafts of a long window are rejected, the shard is several
-    times larger; a sweep with a disk budget stops when the budget is used up.
+    The estimate counts every generated token as computed twice. If most draft tokens of a long window are rejected, the
+    shard is several times larger. A sweep with a disk budget stops when the budget is used up.
     """
     facts = model_facts(axes["model"])
     layers = len(resolve_layers(run.layers, facts.n_layers))

@@ -1,4 +1,4 @@
-"""Computes the version of the code that made a shard: a hash of every source file that a run uses."""
+"""Computes the version of the code that makes a shard (saved run): a hash of every source file that a run uses."""
 
 import hashlib
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ _PARTS = (
     "core", "plan.py", "api.py", "ops", "kvcache", "tasks", "models", "lenses", "drafters", "interventions", "engine",
     "capture", "trace", "analysis", "sweeps/workers/work.py", "sweeps/factory.py",
 )  # fmt: skip
-"""Hashed parts. Plots, commands and the scheduling of a sweep change no bit of a shard, so they are left out."""
+"""Parts of the package that are hashed. Plots, commands and scheduling of a sweep change no bit of a shard."""
 
 
 _SUFFIXES = {".py", ".cpp", ".h"}
@@ -20,7 +20,7 @@ _SUFFIXES = {".py", ".cpp", ".h"}
 
 @cache
 def code_version() -> str:
-    """Returns 16 hexadecimal digits of the hash."""
+    """Returns the code version: 16 hexadecimal digits of a hash of all source files that can change a shard's bits."""
     digest = hashlib.sha256()
     for part in _PARTS:
         path = _PACKAGE / part
@@ -33,14 +33,17 @@ def code_version() -> str:
 
 @cache
 def libraries() -> tuple[tuple[str, str], ...]:
-    """Returns (name, version) of the libraries that compute and write the bytes of a shard."""
+    """Returns (name, installed version) of each library that computes or writes the bytes of a shard."""
     from importlib.metadata import version
 
     return tuple((name, version(name)) for name in ("torch", "transformers", "pyarrow", "pandas", "safetensors"))
 
 
 def origin(threads: int, sources: Mapping[str, str]) -> JsonDict:
-    """Returns what a cell's bits depend on besides its settings. sources: hashes of models and lenses, by name."""
+    """Returns the values, besides the settings, on which the bits of a cell depend, as a dictionary for JSON.
+
+    Versions of code, trace format and libraries; threads; and sources: hashes of model, adapter and lens, by name.
+    """
     from cacheprobe import __version__
     from cacheprobe.trace.manifest import FORMAT_VERSION
 

@@ -1,4 +1,4 @@
-"""Estimates cells, disk and time of a sweep, by running one cell of each model and discarding the result."""
+"""Estimates the time and disk space of a sweep: runs one cell of each model, and discards the result."""
 
 import tempfile
 import time
@@ -17,10 +17,10 @@ from cacheprobe.sweeps.storage.store import SweepStore
 def dry_run(
     config: ConfigSource, *, out: "str | Path | None" = None, backend: str = "serial", workers: int | None = None
 ) -> str:
-    """Checks every cell and returns a text with the sweep's cells, time and disk. Writes no results.
+    """Checks every cell of a sweep; returns text: number of cells, estimated time and disk space. Writes no results.
 
-    Seconds of a cell come from the sweep's logs, or else from one cell of the model that is run here. The time adds the
-    loading of the models, and is divided by the number of workers if the backend has several.
+    The seconds of a cell come from the sweep's logs; for a model without logs, `dry_run` runs one of the model's cells.
+    The time includes loading the models, and is divided by the number of workers if the backend has several.
     Raises: ValueError as `sweep` does.
     """
     settings = read_config(config)
@@ -31,30 +31,30 @@ def dry_run(
     missing, store = dict(plan.cells), None
     if url:
         store = SweepStore(url)
-        there = store.committed()
-        missing = {digest: cell for digest, cell in missing.items() if digest not in there}
+        committed = store.committed()
+        missing = {digest: cell for digest, cell in missing.items() if digest not in committed}
         require_room(plan, store, missing)
     known = seconds_by_model(store, {d: c.model_key for d, c in plan.cells.items()}) if store else {}
     work, loading, lines = 0.0, 0.0, []
     counts = Counter(cell.model_key for cell in missing.values())
     for key, count in counts.items():
-        each, load = known.get(key) or _try(plan, key)
-        work, loading = work + each * count, loading + load
-        said = f"by {'its log' if key in known else 'one that was tried'}; {duration(load)} to load it"
-        lines.append(f"  {' '.join(filter(None, key))}: {count} cells of {each:.2f} s, {said}")
-    hands = 1 if backend == "serial" else min(workers or settings.resources.workers, max(len(missing), 1))
+        cell_seconds, load_seconds = known.get(key) or _time_one_cell(plan, key)
+        work, loading = work + cell_seconds * count, loading + load_seconds
+        source = f"by {'its log' if key in known else 'one that was tried'}; {duration(load_seconds)} to load it"
+        lines.append(f"  {' '.join(filter(None, key))}: {count} cells of {cell_seconds:.2f} s, {source}")
+    num_workers = 1 if backend == "serial" else min(workers or settings.resources.workers, max(len(missing), 1))
     size = sum(plan.sizes[digest] for digest in missing)
     total = f"{len(plan.cells)} cells, {len(plan.cells) - len(missing)} of them committed"
     budget = f", of a budget of {settings.disk_budget_gb:g} GB" if settings.disk_budget_gb else ""
     # every worker loads a model; with more models than workers, each model is loaded once
-    seconds = work / hands + loading / min(hands, max(len(counts), 1))
-    on = f"{hands} worker{'s' if hands > 1 else ''}, once started"
+    seconds = work / num_workers + loading / min(num_workers, max(len(counts), 1))
+    on = f"{num_workers} worker{'s' if num_workers > 1 else ''}, once started"
     lines = [total, *lines, f"time: about {duration(seconds)} on {on}"]
     return "\n".join([*lines, f"disk: about {size / 1e9:.3g} GB more{budget}"])
 
 
-def _try(plan: Plan, key: ModelKey) -> tuple[float, float]:
-    """Returns (seconds of one cell of a model, seconds to load the model and the libraries of a run)."""
+def _time_one_cell(plan: Plan, key: ModelKey) -> tuple[float, float]:
+    """Runs a cell of the model `key` twice; returns (seconds of a cell, seconds of loading the model and libraries)."""
     from cacheprobe.sweeps.workers.holder import Holder
 
     cell = next(cell for cell in plan.cells.values() if cell.model_key == key)
@@ -62,7 +62,7 @@ def _try(plan: Plan, key: ModelKey) -> tuple[float, float]:
         holder = Holder(folder)
         began = time.perf_counter()
         holder.run(cell.to_json())
-        took, second = time.perf_counter() - began, holder.run(cell.to_json())
+        first_seconds, second = time.perf_counter() - began, holder.run(cell.to_json())
         if not second.is_committed:
             raise ValueError(f"a cell that was tried failed, {cell}: {second.message}")
-        return second.seconds, max(took - second.seconds, 0.0)
+        return second.seconds, max(first_seconds - second.seconds, 0.0)

@@ -1,4 +1,4 @@
-"""Runs `cacheprobe.sweep`: checks, locks, skips committed cells, runs the others, and reports."""
+"""Runs a sweep (`cacheprobe.sweep`): checks and locks, skips committed cells, runs the others, and reports."""
 
 import json
 from collections import Counter
@@ -16,7 +16,7 @@ from cacheprobe.sweeps.progress_table import ProgressTable
 from cacheprobe.sweeps.settings import ConfigSource, read_config
 from cacheprobe.sweeps.storage.lock import only_sweep
 from cacheprobe.sweeps.storage.store import PLAN, SweepStore
-from cacheprobe.sweeps.workers.holder import FULL, Job, Outcome
+from cacheprobe.sweeps.workers.holder import FULL, Job, JobOutcome
 from cacheprobe.sweeps.workers.queue import Waiting
 
 COMPLETE, FAILED, PARTIAL = 0, 1, 3
@@ -25,7 +25,7 @@ COMPLETE, FAILED, PARTIAL = 0, 1, 3
 
 @dataclass(frozen=True)
 class SweepReport:
-    """Result of one start of a sweep."""
+    """Holds the result of one start of a sweep: numbers of cells, failures, and why the sweep stopped."""
 
     url: str
     total: int
@@ -34,7 +34,7 @@ class SweepReport:
     """Number of cells that were committed before."""
     committed: int
     """Number of cells that this start committed."""
-    failures: tuple[Outcome, ...] = ()
+    failures: tuple[JobOutcome, ...] = ()
     stopped_by: str = ""
     """Why cells were not run: Ctrl-C, a full disk, a lost cluster; '' if the sweep was not stopped."""
     names: dict[str, str] = field(default_factory=dict, repr=False)
@@ -47,13 +47,13 @@ class SweepReport:
 
     @property
     def exit_code(self) -> int:
-        """0: complete. 3: partial, so start the sweep again. 1: failed, no cell is committed."""
+        """Exit code of the command: 0 if complete, 3 if partial or interrupted, 1 if no cell is committed."""
         if self.is_complete:
             return COMPLETE
         return PARTIAL if self.skipped + self.committed or self.stopped_by == INTERRUPTED else FAILED
 
     def __str__(self) -> str:
-        """Returns which cells are missing and why, and how to continue."""
+        """Returns text: the number of committed cells, which cells failed and why, and how to continue."""
         done = self.skipped + self.committed
         lines = [f"{done} of {self.total} cells are committed in {self.url}, {self.skipped} of them before"]
         if self.is_complete:
@@ -86,15 +86,16 @@ def sweep(
     alone: bool = False,
     progress: bool = True,
 ) -> SweepReport:
-    """Runs every cell of a sweep that is not committed yet, and commits each as a shard.
+    """Runs every cell of a sweep that is not committed yet, commits each as a shard (a saved run), and reports.
 
     config: the YAML file of a sweep, or its content.  out: folder or fsspec address of the results; overrides the
     file's.
     backend: "serial", "processes" or "ray".  address: of a Ray cluster.  workers: overrides the file's.
-    alone: the caller guarantees that no other sweep writes to this object store, so no lease is taken. All cells are
-    checked before any runs. A cell that fails is reported and the others continue. Ctrl-C ends the sweep with a report;
-    committed cells stay.
-    Returns a report; `load_sweep` opens the results.
+    alone: the caller guarantees that no other sweep writes to this object store, so no lease is taken.
+
+    All cells are checked before any cell runs. A cell that fails is reported, and the others continue. Ctrl-C ends the
+    sweep with a report; committed cells stay.
+    Returns a SweepReport; `load_sweep` opens the results.
     Raises: ValueError for settings that cannot be met, SweepBusy if another sweep writes to the same place.
     """
     config = read_config(config)
@@ -114,8 +115,8 @@ def sweep(
     store = SweepStore(url)
     with only_sweep(store, alone=alone):
         store.clean()
-        there = store.committed()
-        missing = {digest: cell for digest, cell in plan.cells.items() if digest not in there}
+        committed = store.committed()
+        missing = {digest: cell for digest, cell in plan.cells.items() if digest not in committed}
         room = require_room(plan, store, missing)
         store.write(PLAN, json.dumps(plan.to_json(), ensure_ascii=False).encode())
         shared = (resources.threads, resources.num_cpus, resources.num_gpus, resources.retries, address)
@@ -130,9 +131,13 @@ def _run(
     run_cells: Callable[[Waiting, Job], Iterator[Event]], plan: Plan, missing: Mapping[str, Cell], store: SweepStore,
     job: Job, backend: str, progress: bool, room: float,
 ) -> SweepReport:  # fmt: skip
-    every = distinguishing_labels(plan.cells)
-    names = {digest: every[digest] for digest in missing}
-    failures: list[Outcome] = []
+    """Runs the missing cells on a backend, logs and counts the events, and returns the report.
+
+    room: bytes that the new shards may take; the backend starts no more cells once this number is exceeded.
+    """
+    labels = distinguishing_labels(plan.cells)
+    names = {digest: labels[digest] for digest in missing}
+    failures: list[JobOutcome] = []
     committed, stopped_by = 0, ""
     skipped = len(plan.cells) - len(missing)
     waiting = Waiting(missing.values())

@@ -1,4 +1,4 @@
-"""Logs the events of a sweep as lines of JSON."""
+"""Writes and reads the logs of a sweep's events, as lines of JSON."""
 
 import json
 import secrets
@@ -12,25 +12,28 @@ from typing import TextIO
 
 from cacheprobe.sweeps.cells import ModelKey
 from cacheprobe.sweeps.storage.store import SweepStore
-from cacheprobe.sweeps.workers.holder import Outcome
+from cacheprobe.sweeps.workers.holder import JobOutcome
 
 SECONDS_BETWEEN_PUTS = 10.0
-"""Seconds between uploads to an object store: it cannot append, so the whole log is put again."""
+"""Seconds between uploads to an object store. An object store cannot append, so each upload is the whole log."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One event: started, ended, worker_died of a cell; sweep_started, sweep_ended of the sweep."""
+    """Holds one event of a sweep, such as the end of a cell with its Outcome.
+
+    event: started, ended or worker_died, for a cell; sweep_started or sweep_ended, for the sweep.
+    """
 
     event: str
     digest: str = ""
     worker: str = ""
     message: str = ""
-    outcome: Outcome | None = None
+    outcome: JobOutcome | None = None
 
 
 class EventLog:
-    """Log of one start of a sweep, open during a `with` block; after a kill, only the last moments are missing."""
+    """Writes the log of one start of a sweep during a `with` block. After a kill, only the last lines are missing."""
 
     def __init__(self, store: SweepStore) -> None:
         began = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
@@ -52,11 +55,11 @@ class EventLog:
             self._put()
 
     def write(self, event: Event, **more: object) -> None:
-        """Adds a line. On a full disk the line is lost and the sweep continues."""
-        said = {k: v for k, v in asdict(event).items() if v not in ("", None)}
-        said |= said.pop("outcome", {})
-        said = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **said, **more}
-        line = json.dumps(said, ensure_ascii=False) + "\n"
+        """Adds an event to the log, with the time and the fields `more`. On a full disk, the event is lost."""
+        fields = {k: v for k, v in asdict(event).items() if v not in ("", None)}
+        fields |= fields.pop("outcome", {})
+        fields = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields, **more}
+        line = json.dumps(fields, ensure_ascii=False) + "\n"
         if self._file is None:
             self._lines.append(line)
             if time.monotonic() - self._put_at > SECONDS_BETWEEN_PUTS:
@@ -69,14 +72,15 @@ class EventLog:
             self._reopen(self._file)
 
     def _put(self) -> None:
+        """Uploads the whole log to the object store. An error does not end the sweep."""
         self._put_at = time.monotonic()
         try:
             self._store.write(self.name, "".join(self._lines).encode())
-        except Exception:  # an error of the log does not end the sweep; the next put has these lines too
+        except Exception:  # the next upload has these lines too
             self._put_at += SECONDS_BETWEEN_PUTS
 
     def _reopen(self, failed: TextIO) -> None:
-        """Opens the log again; lines that could not be flushed are lost with the buffer."""
+        """Closes the file of the log after a failed write, and opens it again. Lines in the old buffer are lost."""
         path = Path(self._store.path(self.name))
         try:
             failed.close()
@@ -91,8 +95,8 @@ def seconds_by_model(store: SweepStore, keys: Mapping[str, ModelKey]) -> dict[Mo
 
     keys: the model key of each cell, by the cell's digest. A model key is (name, dtype, adapter, products, device).
     """
-    sums: dict[ModelKey, list[float]] = {}
-    loads: dict[ModelKey, list[float]] = {}
+    cell_seconds: dict[ModelKey, list[float]] = {}
+    load_seconds: dict[ModelKey, list[float]] = {}
     try:
         names = store.fs.find(store.path("events"))
     except FileNotFoundError:
@@ -100,11 +104,11 @@ def seconds_by_model(store: SweepStore, keys: Mapping[str, ModelKey]) -> dict[Mo
     for name in names:
         for line in store.fs.cat_file(name).decode("utf-8", "replace").splitlines():
             try:
-                said = json.loads(line)
+                fields = json.loads(line)
             except ValueError:  # cut short by a kill
                 continue
-            if said.get("event") == "ended" and not said.get("cause") and said.get("digest") in keys:
-                sums.setdefault(keys[said["digest"]], []).append(said.get("seconds", 0.0))
-                if load := said.get("load_seconds"):
-                    loads.setdefault(keys[said["digest"]], []).append(load)
-    return {key: (fmean(values), fmean(loads.get(key, [0.0]))) for key, values in sums.items()}
+            if fields.get("event") == "ended" and not fields.get("cause") and fields.get("digest") in keys:
+                cell_seconds.setdefault(keys[fields["digest"]], []).append(fields.get("seconds", 0.0))
+                if load := fields.get("load_seconds"):
+                    load_seconds.setdefault(keys[fields["digest"]], []).append(load)
+    return {key: (fmean(values), fmean(load_seconds.get(key, [0.0]))) for key, values in cell_seconds.items()}

@@ -1,4 +1,4 @@
-"""Makes lenses and interventions from the texts of a cell. The registry makes tasks and drafters."""
+"""Makes the lenses and interventions that the settings of a sweep describe as texts."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,22 +19,23 @@ MADE_HERE = ("zero", "add", "mean", "resample")
 NEEDS_STATES = ("mean", "resample")
 _WHOLE = ((int,), "a whole number")
 _NUMBERS = {"layer": _WHOLE, "head": _WHOLE, "seed": _WHOLE, "value": ((int, float), "a number")}
-"""Options of an intervention that are numbers, with the allowed types."""
+"""Options of an intervention that are numbers: (allowed types, words for the error message) by name."""
 
 
 class Change(NamedTuple):
-    """An intervention as a cell names it; it applies to every request."""
+    """Holds an intervention as the settings of a sweep describe it, for every request of a cell."""
 
     name: str
     where: JsonDict
     """Fields of `Intervention`: site, layer, positions, head, phases."""
     options: JsonDict
-    """value of add; seed of resample."""
+    """Further arguments: value for add, seed for resample."""
 
 
 def parse_change(text: str) -> Change:
-    """Returns the intervention of a text such as zero:site=T,layer=3,positions=4-9. Raises: ValueError if a sweep
-    cannot run it.
+    """Parses the text of an intervention, such as zero:site=T,layer=3,positions=4-9; returns a Change.
+
+    Raises: ValueError for an unknown intervention or option, or a combination that a sweep cannot run.
     """
     from cacheprobe.core.records import PHASES
     from cacheprobe.interventions.base import EDITED_SITES
@@ -65,11 +66,12 @@ def parse_change(text: str) -> Change:
         raise ValueError(f"intervention {text!r}: unknown phase; phases are {', '.join(PHASES)}")
     if "positions" in options:
         options["positions"] = _positions(str(options["positions"]), text)
-    made = {key: options.pop(key) for key in own if key in options}
-    return Change(name, options, made)
+    own_options = {key: options.pop(key) for key in own if key in options}
+    return Change(name, options, own_options)
 
 
 def _positions(listed: str, text: str) -> tuple[int, ...]:
+    """Returns the positions of "4" or "4-9". text: the whole intervention, for the error message."""
     first, dash, last = listed.partition("-")
     if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
         raise ValueError(f"intervention {text!r}: positions are a number or a range such as 4-9, got {listed!r}")
@@ -77,7 +79,10 @@ def _positions(listed: str, text: str) -> tuple[int, ...]:
 
 
 def make_changes(change: Change, request_ids: Iterable[int], states: "Tensor | None" = None) -> "list[Intervention]":
-    """Returns an intervention for each request. states: [n, m] of the plain run, for mean and resample."""
+    """Returns a list with an Intervention for each request.
+
+    states: [n, m] activations of a run without interventions; only mean and resample need them.
+    """
     import torch
 
     from cacheprobe import interventions
@@ -99,8 +104,9 @@ def make_changes(change: Change, request_ids: Iterable[int], states: "Tensor | N
 
 
 def lens_folder(text: str) -> Path | None:
-    """Returns the directory of a stored lens; None for the logit lens. Raises: ValueError for an unknown or incomplete
-    lens.
+    """Returns the directory in the text of a lens, such as tuned:lenses/smollm2; None for "logit".
+
+    Raises: ValueError for an unknown lens, or one without the directory that it needs.
     """
     name, _, folder = text.partition(":")
     if name not in (known := plug_in_names("lenses")):
@@ -117,6 +123,6 @@ def lens_folder(text: str) -> Path | None:
 
 
 def make_lens(text: str, model: "CachedLM") -> "Lens":
-    """Returns the lens of a cell, loaded for this model. Raises: ValueError as `lens_folder`."""
+    """Returns the Lens that a text such as logit or tuned:lenses/smollm2 describes, loaded for `model`."""
     folder, kind = lens_folder(text), find("lenses", text.partition(":")[0])
     return kind() if folder is None else kind.load(folder, model)

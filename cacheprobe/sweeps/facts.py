@@ -1,4 +1,4 @@
-"""Finds what is known of a model before its weights are loaded: enough to refuse a cell that cannot run."""
+"""Reads a model's shape, tokenizer and hash without loading weights, so that impossible cells are refused early."""
 
 import hashlib
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Shape, tokenizer and source of a model, by name or directory."""
+    """Holds the shape, the tokenizer and the hash of a model, which are known before its weights are loaded."""
 
     name: str
     n_layers: int
@@ -30,7 +30,7 @@ class ModelFacts:
     """The ThinkingConfig of a Thinking States model; None for another model."""
 
     def count_tokens(self, text: str) -> int:
-        """Returns the number of tokens of a prompt for the loaded model, with those that the model adds in front.
+        """Returns the number of tokens of a prompt, including the tokens that the loaded model adds in front.
 
         Raises: ValueError for a word that is not in the vocabulary of a Thinking States model.
         Twin: CachedLM.encode, ==.
@@ -48,7 +48,7 @@ class ModelFacts:
 
 @cache
 def model_facts(name: str) -> ModelFacts:
-    """Returns the facts of a model that `load_model` takes by name. Raises: ModelError if there is none."""
+    """Returns the ModelFacts of a model, by a name or directory for `load_model`. Raises: ModelError if unknown."""
     from cacheprobe.models.known import shipped_folder
     from cacheprobe.models.thinking.store import is_thinking_folder
 
@@ -59,6 +59,7 @@ def model_facts(name: str) -> ModelFacts:
 
 
 def _thinking_facts(name: str, folder: Path) -> ModelFacts:
+    """Returns the ModelFacts of the Thinking States model in `folder`."""
     from cacheprobe.models.thinking.store import TOKENIZER, checked_config, read_config
     from cacheprobe.tasks.words import load_tokenizer
 
@@ -68,6 +69,7 @@ def _thinking_facts(name: str, folder: Path) -> ModelFacts:
 
 
 def _plain_facts(name: str) -> ModelFacts:
+    """Returns the ModelFacts of a Hugging Face model. Raises: ModelError if config or tokenizer cannot be loaded."""
     from transformers import AutoConfig, AutoTokenizer
 
     from cacheprobe.models.known import SMOLLM2, require_known
@@ -98,7 +100,10 @@ def _plain_facts(name: str) -> ModelFacts:
 
 @cache
 def folder_digest(folder: Path) -> str:
-    """Returns a hash of the names and bytes of a folder's files. Raises: ValueError if there is no such folder."""
+    """Returns a hash of the names and bytes of all files in `folder`, at any depth: 20 hexadecimal digits.
+
+    Raises: ValueError if there is no such folder.
+    """
     if not folder.is_dir():
         raise ValueError(f"there is no directory {folder}; give an existing one")
     digest = hashlib.sha256()

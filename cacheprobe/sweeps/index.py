@@ -1,6 +1,6 @@
-"""Keeps one table over all committed shards, so that ten thousand shards open as one file.
+"""Keeps one table of all committed shards, so that a sweep of ten thousand shards opens by reading one file.
 
-The table holds only data of the shards' manifests: missing lines, or the whole table, are rebuilt from them.
+The table holds only data of the shards' manifests. Missing lines, or the whole table, are rebuilt from the manifests.
 """
 
 import io
@@ -45,20 +45,19 @@ SCHEMA = pa.schema(
         ("layers", pa.list_(_LAYER)),
     ]
 )
-"""digest; the axes; the columns of `work.facts`; run: the common settings as JSON; version and code that made the
-shard;
-bytes; tables: names of its Parquet files; layers: `measures.by_layer`."""
+"""Columns of the table: digest; the axes; the columns of `work.facts`; run: the common settings as JSON; version and
+code that made the shard; bytes; tables: names of its Parquet files; layers: `measures.by_layer`."""
 
 
 def refresh(store: SweepStore) -> pa.Table:
-    """Returns an up-to-date index of the committed shards, and stores it if the place can be written."""
-    there = store.committed()
-    held = _stored(store)
-    known = set(held["digest"].to_pylist())
-    if known == there:
-        return held
-    kept = held.filter(pa.array([digest in there for digest in held["digest"].to_pylist()], pa.bool_()))
-    table = pa.concat_tables([kept, _rows(store, sorted(there - known))])
+    """Returns an Arrow table with one line for each committed shard (saved run). Also stores the table if possible."""
+    committed = store.committed()
+    stored = _stored(store)
+    known = set(stored["digest"].to_pylist())
+    if known == committed:
+        return stored
+    kept = stored.filter(pa.array([digest in committed for digest in stored["digest"].to_pylist()], pa.bool_()))
+    table = pa.concat_tables([kept, _lines_of(store, sorted(committed - known))])
     sink = io.BytesIO()
     pq.write_table(table, sink)
     try:
@@ -69,6 +68,7 @@ def refresh(store: SweepStore) -> pa.Table:
 
 
 def _stored(store: SweepStore) -> pa.Table:
+    """Returns the stored table; an empty table if it is missing, damaged, or has other columns."""
     data = store.read(INDEX)
     if data is not None:
         try:
@@ -81,7 +81,8 @@ def _stored(store: SweepStore) -> pa.Table:
     return SCHEMA.empty_table()
 
 
-def _rows(store: SweepStore, digests: Iterable[str]) -> pa.Table:
+def _lines_of(store: SweepStore, digests: Iterable[str]) -> pa.Table:
+    """Returns an Arrow table with one line for each shard in `digests`, from the shards' manifests."""
     if store.is_local:
         manifests = map(store.manifest, digests)
     else:
@@ -91,17 +92,17 @@ def _rows(store: SweepStore, digests: Iterable[str]) -> pa.Table:
 
 
 def _row(manifest: JsonDict) -> JsonDict:
-    """Returns a shard's line of the index; an axis that an older version did not have is null."""
-    about = manifest["meta"]["sweep"]
-    cell = about["cell"]
+    """Returns the line of a shard in the table, from its manifest. An axis that its version did not have is None."""
+    sweep = manifest["meta"]["sweep"]
+    cell = sweep["cell"]
     return {
-        "digest": about["digest"],
+        "digest": sweep["digest"],
         **dict(zip(AXIS_COLUMNS, (cell["axes"].get(name) for name in AXES), strict=True)),
-        **about["facts"],
+        **sweep["facts"],
         "run": json.dumps(cell["run"], sort_keys=True),
         "version": cell["origin"]["version"],
         "code": cell["origin"]["code"],
         "bytes": size_of(manifest),
         "tables": [name for name in manifest["files"] if name.endswith(".parquet")],
-        "layers": about["layers"],
+        "layers": sweep["layers"],
     }

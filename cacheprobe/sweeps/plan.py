@@ -1,4 +1,4 @@
-"""Turns a sweep's settings into checked cells, with an estimate of their size."""
+"""Makes the plan of a sweep from its settings: the checked cells, with an estimate of their size on disk."""
 
 import hashlib
 import math
@@ -17,7 +17,7 @@ from cacheprobe.sweeps.storage.store import SweepStore
 
 @dataclass(frozen=True)
 class Plan:
-    """Cells of a sweep, in the order of the grid."""
+    """Holds the cells (runs) of a sweep in the order of the grid, with their settings and estimated sizes."""
 
     config: SweepConfig
     cells: Mapping[str, Cell]
@@ -27,11 +27,11 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Hash of the cells' digests, independent of their order."""
+        """Hash of the digests of all cells, as 20 hexadecimal digits; the order of the cells does not change it."""
         return hashlib.sha256(canonical(sorted(self.cells)).encode()).hexdigest()[:20]
 
     def to_json(self) -> JsonDict:
-        """Returns the plan as it is stored."""
+        """Returns the plan as the JSON values that sweep.json stores."""
         return {
             "format": "cacheprobe sweep",
             "format_version": 1,
@@ -43,7 +43,7 @@ class Plan:
 
 
 def make_plan(config: SweepConfig) -> Plan:
-    """Returns the plan of a sweep. Raises: ValueError with all reasons if any cell is impossible."""
+    """Returns the Plan of a sweep: all its cells. Raises: ValueError with all reasons if any cell is impossible."""
     chosen = list(combinations(config))
     prompts = require_possible(chosen, config.run)
     cells, sizes = {}, {}
@@ -56,40 +56,41 @@ def make_plan(config: SweepConfig) -> Plan:
 
 
 def _sources(axes: JsonDict) -> dict[str, str]:
-    """Returns hashes of the model, adapter and lens that a cell reads, and of the compiled code that it uses."""
-    held = {"model": model_facts(axes["model"]).source}
+    """Returns hashes, by name, of the model, adapter, lens and compiled code that a cell with these axes uses."""
+    hashes = {"model": model_facts(axes["model"]).source}
     if axes["adapter"] is not None:
         from cacheprobe.models.hf.adapters import adapter_directory
 
-        held["adapter"] = folder_digest(adapter_directory(axes["adapter"], axes["model"]))
+        hashes["adapter"] = folder_digest(adapter_directory(axes["adapter"], axes["model"]))
     if (folder := lens_folder(axes["lens"])) is not None:
-        held["lens"] = folder_digest(folder)
+        hashes["lens"] = folder_digest(folder)
     if axes["products"] == "compiled":
         from cacheprobe.ops.compiled.build import library_digest
 
-        held["products"] = " ".join(library_digest(name) for name in ("product.cpp", "readout.cpp", "block.cpp"))
-    return held
+        hashes["products"] = " ".join(library_digest(name) for name in ("product.cpp", "readout.cpp", "block.cpp"))
+    return hashes
 
 
 def require_room(plan: Plan, store: SweepStore, missing: Mapping[str, Cell]) -> float:
-    """Returns the bytes that the missing cells may take.
+    """Returns the bytes that are left of the disk budget for the missing cells; infinity without a budget.
 
-    Raises: ValueError if the plan's results, with those that are there, would exceed its disk budget.
+    Raises: ValueError if committed and missing cells together would exceed the budget.
     """
     budget = plan.config.disk_budget_gb
     if budget is None:
         return math.inf
-    there = sum(size_of(store.manifest(digest)) for digest in plan.cells if digest not in missing)
-    coming = sum(plan.sizes[digest] for digest in missing)
-    if there + coming > budget * 1e9:
+    committed_bytes = sum(size_of(store.manifest(digest)) for digest in plan.cells if digest not in missing)
+    missing_bytes = sum(plan.sizes[digest] for digest in missing)
+    if committed_bytes + missing_bytes > budget * 1e9:
         raise ValueError(
-            f"the sweep would take about {(there + coming) / 1e9:.3g} GB ({there / 1e9:.3g} GB are there, "
-            f"{len(missing)} cells are to come), its disk_budget_gb is {budget:g}; keep fewer sites (run.capture), "
+            f"the sweep would take about {(committed_bytes + missing_bytes) / 1e9:.3g} GB "
+            f"({committed_bytes / 1e9:.3g} GB are there, {len(missing)} cells are to come), "
+            f"its disk_budget_gb is {budget:g}; keep fewer sites (run.capture), "
             "make the grid smaller, or raise the budget"
         )
-    return budget * 1e9 - there
+    return budget * 1e9 - committed_bytes
 
 
 def size_of(manifest: JsonDict) -> int:
-    """Returns the bytes of a shard's files, without the manifest."""
+    """Returns the total bytes of the files that a shard's manifest lists; the manifest itself is not counted."""
     return sum(manifest["files"].values())

@@ -1,4 +1,4 @@
-"""Shows the progress of a sweep on stderr: a live table on a terminal, plain lines otherwise."""
+"""Shows the progress of a sweep on stderr: a live table on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -14,18 +14,22 @@ if TYPE_CHECKING:
 
 
 class ProgressTable:
-    """Shows a sweep's progress while the `with` block runs. total: cells of the plan; done: committed before."""
+    """Shows the progress of a sweep while the `with` block runs: a live table on a terminal, plain lines elsewhere.
+
+    total: number of cells in the plan.  done: number of cells committed before.  names: labels of the cells, by digest.
+    """
 
     def __init__(self, total: int, done: int, names: dict[str, str], backend: str, enabled: bool) -> None:
         self.total, self.first, self.names, self.backend, self.enabled = total, done, names, backend, enabled
         self.committed, self.size, self.deaths = 0, 0, 0
         self.failures: Counter[str] = Counter()
-        self.at: dict[str, str] = {}
-        self._began = self._spoken = time.monotonic()
+        self.running: dict[str, str] = {}
+        """Label of the running cell, by worker."""
+        self._began = self._printed = time.monotonic()
         self._live: Live | None = None
 
     def __enter__(self) -> "ProgressTable":
-        self._began = self._spoken = time.monotonic()
+        self._began = self._printed = time.monotonic()
         if self.enabled and sys.stderr.isatty():
             from rich.console import Console
             from rich.live import Live as RichLive
@@ -40,14 +44,14 @@ class ProgressTable:
             self._live = None
 
     def show(self, event: Event) -> None:
-        """Counts the event, and updates the table or prints a line."""
+        """Adds an event to the counts. Updates the table; without a table, prints a line from time to time."""
         if event.event == "started":
-            self.at[event.worker] = self.names.get(event.digest, event.digest)
+            self.running[event.worker] = self.names.get(event.digest, event.digest)
         elif event.event == "worker_died":
             self.deaths += 1
-            self.at.pop(event.worker, None)
+            self.running.pop(event.worker, None)
         elif event.outcome is not None:
-            self.at.pop(event.worker, None)
+            self.running.pop(event.worker, None)
             if event.outcome.is_committed:
                 self.committed += 1
                 self.size += event.outcome.size
@@ -56,17 +60,17 @@ class ProgressTable:
         now = time.monotonic()
         if self._live is not None:
             self._live.update(self.table())
-        elif self.enabled and now - self._spoken > SECONDS_BETWEEN_LINES:
-            self._spoken = now
+        elif self.enabled and now - self._printed > SECONDS_BETWEEN_LINES:
+            self._printed = now
             print(self.line(), file=sys.stderr, flush=True)
 
     def line(self) -> str:
-        """Returns the progress as one line."""
-        said = f"sweep: {self.first + self.committed} of {self.total} cells, {self._rate()}, {self._left()} left"
-        return said + (f", failed: {self._causes()}" if self.failures else "")
+        """Returns the progress as one line of text: cells done, rate, time left, failures by cause."""
+        text = f"sweep: {self.first + self.committed} of {self.total} cells, {self._rate()}, {self._left()} left"
+        return text + (f", failed: {self._causes()}" if self.failures else "")
 
     def table(self) -> "Table":
-        """Returns the progress as rich's table."""
+        """Returns the progress as a Table of the library rich, with one line for each count and each worker."""
         from rich.table import Table as RichTable
         from rich.text import Text
 
@@ -78,7 +82,7 @@ class ProgressTable:
             "written": f"{self.size / 1e6:.1f} MB",
             "failed": self._causes() or "none",
             "workers that died": str(self.deaths),
-            **{f"worker {worker}": cell for worker, cell in sorted(self.at.items())},
+            **{f"worker {worker}": cell for worker, cell in sorted(self.running.items())},
         }
         for name, value in rows.items():
             table.add_row(Text(name, "bold"), Text(value, overflow="ellipsis", no_wrap=True))
@@ -99,7 +103,7 @@ class ProgressTable:
 
 
 def duration(seconds: float) -> str:
-    """Returns the time in a suitable unit: 12 s, 3.5 min, 2.1 h."""
+    """Returns a number of seconds as text in a suitable unit: "12 s", "3.5 min" or "2.1 h"."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

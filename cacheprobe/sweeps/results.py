@@ -1,4 +1,4 @@
-"""Opens a sweep's results (`cacheprobe.load_sweep`), as tables for SQL and as runs."""
+"""Opens the results of a sweep (`cacheprobe.load_sweep`), as tables for SQL and as Traces."""
 
 import re
 from collections.abc import Iterator
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 
 SHARD_TABLES = ("hypotheses", "rows", "events", "ledger", "thoughts")
 _NAMED = re.compile(r"(?:\bfrom|\bjoin|,)\s*\"?(\w+)")
-"""Finds words of a query that may be table names; a wrong match only creates an unused view."""
+"""Regular expression of words in a query that may be table names. A wrong match only creates an unused view."""
 _LAYERS = (
-    f"select digest, {', '.join(AXIS_COLUMNS)}, unnest(layers, recursive := true) from cells_held where len(layers) > 0"
+    f"select digest, {', '.join(AXIS_COLUMNS)}, unnest(layers, recursive := true) from committed_cells "
+    "where len(layers) > 0"
 )
 _RENAMED = "replace (if(status = 'candidate', 'superseded', status) as status)"
-"""SQL that gives the status `candidate`, its name before trace format 7, today's name."""
+"""SQL that renames the status `candidate`, a name before trace format 7, to `superseded`."""
 
 
 class Sweep:
-    """Committed cells of a sweep. Tables are read at first use; states are read through the run of a cell.
+    """Holds the committed cells (runs) of a sweep, as tables and as Traces. Tables are read at first use.
 
     cells: one line for each cell: digest; its axes (model, dtype, adapter, products, task, drafter, window_rows, lens,
         intervention, seed); requests, tokens, steps, drafted, rolled_back, acceptance, mean logprob_nats of the
@@ -41,12 +42,12 @@ class Sweep:
         self.store, self.plan = store, plan
         planned = frozenset(plan["digests"])
         digests = index["digest"].to_pylist()
-        there = frozenset(digests)
+        committed = frozenset(digests)
         is_planned = [digest in planned for digest in digests]
         self.num_others = 0 if all_versions else len(digests) - sum(is_planned)
-        """Number of shards of other plans or versions of the code, which are left out here."""
+        """Number of shards of other plans or code versions, which the tables leave out."""
         self._index = index if all_versions else index.filter(pa.array(is_planned, pa.bool_()))
-        self.pending = tuple(digest for digest in plan["digests"] if digest not in there)
+        self.pending = tuple(digest for digest in plan["digests"] if digest not in committed)
         """Digests of planned cells that are not committed."""
 
     def __repr__(self) -> str:
@@ -58,64 +59,69 @@ class Sweep:
 
     @property
     def cells(self) -> pd.DataFrame:
-        """One line for each committed cell: digest, axes, facts, settings, versions, bytes."""
+        """DataFrame with one line for each committed cell: digest, axes, measured numbers, settings, versions, size."""
         return self._index.drop_columns(["layers", "tables"]).to_pandas()
 
     @property
     def layers(self) -> pd.DataFrame:
-        """One line for each cell, layer and status, with the columns of `analysis.measures.by_layer`."""
+        """DataFrame with one line for each cell, layer and status: digest, axes, columns of `measures.by_layer`."""
         return self.query("select * from layers")
 
     def query(self, sql: str) -> pd.DataFrame:
-        """Returns the result of an SQL query over the tables cells, layers, hypotheses, rows, events, ledger and
-        thoughts.
+        """Runs an SQL query with DuckDB, and returns the result as a DataFrame.
 
-        Lines of shards' tables begin with the cell's digest: `... from hypotheses join cells using (digest)`. Files of
-        shards are opened only if the query names their table.
+        Tables: cells, layers, and the tables of the shards: hypotheses, rows, events, ledger and thoughts. The first
+        column of a shard table is the cell's digest: `... from hypotheses join cells using (digest)`. Files of shards
+        are opened only if the query names their table.
         Raises: ValueError with DuckDB's message for SQL that DuckDB refuses.
         """
         if not sql.strip():
             raise ValueError('the query is empty; ask, for one, "select * from cells"')
         database = duckdb()
-        with database.connect() as held:
-            held.register("cells_held", self._index)
-            held.execute("create view cells as select * exclude (layers, tables) from cells_held")
-            held.execute(f"create view layers as select * {_RENAMED} from ({_LAYERS})")
+        with database.connect() as connection:
+            connection.register("committed_cells", self._index)
+            connection.execute("create view cells as select * exclude (layers, tables) from committed_cells")
+            connection.execute(f"create view layers as select * {_RENAMED} from ({_LAYERS})")
             try:
                 for name in sorted(set(_NAMED.findall(sql.lower())) & set(SHARD_TABLES)):
                     if read := self._shard_table(name):
-                        held.execute(f"create view {name} as {read}")
-                return held.execute(sql).df()
+                        connection.execute(f"create view {name} as {read}")
+                return connection.execute(sql).df()
             except database.Error as error:
                 raise ValueError(f"the query cannot be answered: {error}") from error
 
     def trace(self, digest: str) -> "Trace":
-        """Returns the run of one cell, as `load_trace`: its states are read at their first use."""
+        """Returns the Trace of the cell whose digest begins with `digest`. States are read at their first use."""
         from cacheprobe.trace.trace import load_trace
 
         return load_trace(self.folder(digest))
 
     def traces(self, where: str = "true") -> "Iterator[tuple[JsonDict, Trace]]":
-        """Yields (cell, run) for every cell that meets a condition over `cells`, such as "seed = 0 and drafter is
-        null".
+        """Yields (dictionary of the cell's columns, Trace) for every cell that meets an SQL condition on `cells`.
+
+        where: for one, "seed = 0 and drafter is null".
         """
         for cell in self.query(f"select * from cells where {where}").to_dict("records"):
             yield cell, self.trace(cell["digest"])
 
     def folder(self, digest: str) -> Path:
-        """Returns a cell's run as a local directory, for commands that need one; copied if the sweep is in an object
-        store.
-        """
-        return self.store.fetch(self._full(digest))
+        """Returns the local directory of a cell's saved run, for commands that need a directory.
 
-    def _full(self, digest: str) -> str:
-        found = [known for known in self._index["digest"].to_pylist() if known.startswith(digest)]
-        if len(found) != 1 or not digest:
-            raise ValueError(f"{len(found)} cells of {self.store.url} begin with {digest!r}; see the digests in .cells")
-        return found[0]
+        From an object store, the run is copied; the copy is deleted when the process ends.
+        """
+        return self.store.fetch(self._full_digest(digest))
+
+    def _full_digest(self, digest: str) -> str:
+        """Returns the digest of the one cell that begins with `digest`. Raises: ValueError for none or several."""
+        matches = [known for known in self._index["digest"].to_pylist() if known.startswith(digest)]
+        if len(matches) != 1 or not digest:
+            raise ValueError(
+                f"{len(matches)} cells of {self.store.url} begin with {digest!r}; see the digests in .cells"
+            )
+        return matches[0]
 
     def _shard_table(self, name: str) -> str:
-        """Returns SQL that reads one table of every shard that has this table; '' if none has."""
+        """Returns SQL that reads the table `name` of every shard with such a table; '' if no shard has one."""
         files = [
             f"{SHARDS}/{digest}/{file}"
             for digest, listed in zip(self._index["digest"].to_pylist(), self._index["tables"].to_pylist(), strict=True)
@@ -131,11 +137,11 @@ class Sweep:
 
 
 def load_sweep(url: "str | Path", *, all_versions: bool = False) -> Sweep:
-    """Returns the results of a sweep, complete or not.
+    """Returns the results of a sweep as a Sweep. The sweep need not be complete.
 
-    url: folder or fsspec address of the sweep.  all_versions: include shards outside the newest plan, from other
-    settings or other versions of the code (column `code`).
-    Raises: ValueError if there is no sweep.
+    url: folder or fsspec address of the sweep.  all_versions: also include shards that the newest plan does not list,
+    from other settings or other versions of the code (column `code`).
+    Raises: ValueError if there is no sweep at `url`.
     """
     store = SweepStore(url)
     plan = store.read_json(PLAN)
@@ -147,7 +153,7 @@ def load_sweep(url: "str | Path", *, all_versions: bool = False) -> Sweep:
 
 
 def duckdb() -> ModuleType:
-    """Returns the duckdb library. Raises: ValueError if it is not installed."""
+    """Imports and returns the module duckdb. Raises: ValueError if it is not installed."""
     try:
         return import_module("duckdb")
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""Checks the settings of a sweep's file; errors name the unknown setting or wrong value and its place."""
+"""Defines and checks the settings in the file of a sweep. Errors name the wrong setting or value, and its place."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -14,29 +14,34 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 
-def _listed(value: object) -> list | tuple:
+def _as_list(value: object) -> list | tuple:
+    """Returns a list or tuple unchanged, and any other value in a list."""
     return value if isinstance(value, list | tuple) else [value]
 
 
-def _none(value: object) -> object:
+def _none_of_text(value: object) -> object:
+    """Returns None for the text "none", and any other value unchanged."""
     return None if value == "none" else value
 
 
 Text = Annotated[str, Field(min_length=1)]
-Maybe = Annotated[Text | None, BeforeValidator(_none)]
+Maybe = Annotated[Text | None, BeforeValidator(_none_of_text)]
 DType = Literal["float32", "bfloat16", "float16"]
 Products = Literal["torch", "compiled"]
-Rows = Annotated[int, Field(ge=1, strict=True)]
+Count = Annotated[int, Field(ge=1, strict=True)]
 Seed = Annotated[int, Field(ge=0, strict=True)]
 
 
 class _Strict(BaseModel):
+    """Base of all settings of a sweep: unknown settings are refused, and an instance cannot be changed."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Axes(_Strict):
-    """One value of each axis: together they are a cell. Names, and defaults unless written here, are those of
-    `cacheprobe run`.
+    """Holds one value for each axis of a sweep. A cell is one combination of such values.
+
+    Names are those of `cacheprobe run`, and so are defaults, except the defaults that are written here.
     """
 
     model: Text = ModelFlags.model
@@ -45,7 +50,7 @@ class Axes(_Strict):
     products: Products = ModelFlags.products
     task: Text = "coin_flip"
     drafter: Maybe = RunFlags.drafter
-    window: Rows = 16
+    window: Count = 16
     lens: Text = "logit"
     """logit, or KIND:DIRECTORY of a stored lens, such as tuned:lenses/smollm2."""
     intervention: Maybe = None
@@ -53,21 +58,22 @@ class Axes(_Strict):
     seed: Seed = RunFlags.seed
 
 
-def _many(of: Any, listed: Callable[[object], object] = _listed) -> Any:
-    """Returns the type of a list of values, at least one; pydantic reads it at run time."""
-    return Annotated[tuple[of, ...], BeforeValidator(listed), Field(min_length=1)]
+def _many(of: Any, convert: Callable[[object], object] = _as_list) -> Any:
+    """Returns the pydantic type of a list of one or more values of type `of`. convert: makes a list of the input."""
+    return Annotated[tuple[of, ...], BeforeValidator(convert), Field(min_length=1)]
 
 
 def _seeds(value: object) -> list[object]:
-    return [seed for given in _listed(value) for seed in _span(given)]
+    """Returns the seeds of a value or a list of values, in which a range such as 0-99 stands for all its seeds."""
+    return [seed for given in _as_list(value) for seed in _span(given)]
 
 
 def _span(given: object) -> Iterable[object]:
-    """Returns the seeds of a range such as 0-99; another value unchanged in a list, for pydantic to check."""
-    found = _RANGE.fullmatch(given) if isinstance(given, str) else None
-    if found is None:
+    """Returns all seeds of a range such as "0-99". Returns any other value unchanged in a list; pydantic checks it."""
+    match = _RANGE.fullmatch(given) if isinstance(given, str) else None
+    if match is None:
         return [given]
-    first, last = int(found[1]), int(found[2])
+    first, last = int(match[1]), int(match[2])
     if not 0 <= last - first < MOST_SEEDS:
         raise ValueError(f"{given!r} should go from the smaller seed to the larger, over {MOST_SEEDS} at most")
     return range(first, last + 1)
@@ -75,12 +81,13 @@ def _span(given: object) -> Iterable[object]:
 
 _RANGE = re.compile(r"(\d{1,18})-(\d{1,18})")
 MOST_SEEDS = 100_000
-"""Largest number of seeds in one range; more is likely a typing error, and would fill the memory."""
+"""Largest number of seeds in one range. More are probably a typing error, and would fill the memory."""
 
 
 class Grid(_Strict):
-    """Lists of values of the same axes; every combination is a cell. layer=0-5 in a text is six values, seed: 0-5 six
-    seeds.
+    """Holds a list of values for each axis of a sweep. Every combination of the values is a cell.
+
+    In a text, layer=0-5 stands for six values, one for each layer. For the seeds, 0-5 stands for six seeds.
     """
 
     model: _many(Text) = ("smollm2-135m",)  # pyright: ignore[reportInvalidTypeForm]
@@ -89,25 +96,28 @@ class Grid(_Strict):
     products: _many(Products) = ("torch",)  # pyright: ignore[reportInvalidTypeForm]
     task: _many(Text) = ("coin_flip",)  # pyright: ignore[reportInvalidTypeForm]
     drafter: _many(Maybe) = (None,)  # pyright: ignore[reportInvalidTypeForm]
-    window: _many(Rows) = (16,)  # pyright: ignore[reportInvalidTypeForm]
+    window: _many(Count) = (16,)  # pyright: ignore[reportInvalidTypeForm]
     lens: _many(Text) = ("logit",)  # pyright: ignore[reportInvalidTypeForm]
     intervention: _many(Maybe) = (None,)  # pyright: ignore[reportInvalidTypeForm]
     seed: _many(Seed, _seeds) = (0,)  # pyright: ignore[reportInvalidTypeForm]
 
 
-class RunSettings(_Strict):
-    """Settings that all cells share. Names, and defaults unless written here, are those of `cacheprobe run`."""
+class SweepRunSettings(_Strict):
+    """Holds the settings that all cells of a sweep share.
 
-    n: Rows = PromptFlags.n
-    """Examples of the task in each cell."""
+    Names are those of `cacheprobe run`, and so are defaults, except the defaults that are written here.
+    """
+
+    n: Count = PromptFlags.n
+    """Number of the task's examples in each cell."""
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     """cpu, cuda or cuda:1. A Ray actor sees the GPUs that `resources.num_gpus` gives it, counted from 0."""
-    max_new_tokens: Rows = RunFlags.max_new_tokens
-    capacity: Rows = RunFlags.capacity
-    group: Rows | None = RunFlags.group
-    """None takes the choice of `cp.run`, here and for the three settings below."""
-    prefill_chunk: Rows | None = None
-    prefill_group: Rows | None = None
+    max_new_tokens: Count = RunFlags.max_new_tokens
+    capacity: Count = RunFlags.capacity
+    group: Count | None = RunFlags.group
+    """None: `cp.run` chooses. The same holds for `prefill_chunk`, `prefill_group` and `pad_prefill`."""
+    prefill_chunk: Count | None = None
+    prefill_group: Count | None = None
     pad_prefill: Annotated[bool, Field(strict=True)] | None = None
     deterministic: Annotated[float, Field(ge=0, le=1)] = RunFlags.deterministic
     capture: str | None = "Z"
@@ -116,37 +126,38 @@ class RunSettings(_Strict):
     temperature: Annotated[float, Field(ge=0)] = RunFlags.temperature
     top_k: Annotated[int, Field(ge=0, strict=True)] = RunFlags.top_k
     top_p: Annotated[float, Field(gt=0, le=1)] = RunFlags.top_p
-    stop: Annotated[tuple[Text, ...], BeforeValidator(_listed)] = RunFlags.stop
+    stop: Annotated[tuple[Text, ...], BeforeValidator(_as_list)] = RunFlags.stop
 
 
 class Resources(_Strict):
-    """Resources of one worker, which holds one model. Only `threads` changes bits."""
+    """Holds the number of workers, and the resources of each; a worker loads one model. Only `threads` changes bits."""
 
-    workers: Rows = 2
+    workers: Count = 2
     num_cpus: Annotated[float, Field(ge=0)] = 1
-    """CPUs of a Ray actor."""
+    """Number of CPUs of each Ray actor."""
     num_gpus: Annotated[float, Field(ge=0)] = 0
-    threads: Rows = 1
-    """Threads of torch. Sums depend on their number, so it is part of a cell's digest."""
+    threads: Count = 1
+    """Number of torch's threads. The bits of sums depend on this number, so it is part of a cell's digest."""
     retries: Annotated[int, Field(ge=0, strict=True)] = 2
-    """How often a cell is run again after its worker died."""
+    """Number of times that a cell is run again after its worker died."""
 
 
 class SweepConfig(_Strict):
-    """Content of a sweep's file."""
+    """Holds the checked content of the settings file of a sweep."""
 
     out: str | None = None
     """Folder or fsspec address of the results, such as s3://bucket/sweep."""
     grid: Grid | None = None
     cells: tuple[Axes, ...] | None = None
     """List of cells, in place of a grid."""
-    run: RunSettings = RunSettings()
+    run: SweepRunSettings = SweepRunSettings()
     resources: Resources = Resources()
     disk_budget_gb: Annotated[float, Field(gt=0)] | None = None
     """Refuses a sweep whose estimated results are larger."""
 
     @model_validator(mode="after")
     def _one_source(self) -> "SweepConfig":
+        """Checks that the file has either a grid or a list of cells."""
         if (self.grid is None) == (self.cells is None):
             raise ValueError("give either grid: (lists of values) or cells: (a list of combinations)")
         if self.cells is not None and not self.cells:
@@ -155,43 +166,46 @@ class SweepConfig(_Strict):
 
     @model_validator(mode="after")
     def _gpus_are_used(self) -> "SweepConfig":
+        """Checks that a sweep whose workers take GPUs also runs on a GPU."""
         if self.resources.num_gpus and self.run.device == "cpu":
             raise ValueError("resources.num_gpus takes GPUs, and run.device is the CPU; write run: {device: cuda}")
         return self
 
 
 ConfigSource: TypeAlias = str | Path | JsonDict | SweepConfig
-"""A sweep's YAML file, its content, or its checked settings."""
+"""Settings of a sweep: the path of a YAML file, the content of such a file, or checked settings."""
 
 
 def read_config(source: ConfigSource) -> SweepConfig:
-    """Returns a sweep's settings from a YAML file, or from the content of one.
+    """Returns the checked settings (SweepConfig) of a sweep, from a YAML file or from its content as a dictionary.
 
-    Raises: ValueError with every unknown name or wrong value, and its place.
+    Raises: ValueError with every unknown setting or wrong value, and its place.
     """
     if isinstance(source, SweepConfig):
         return source
-    where, held = "the sweep's settings", source
+    where, content = "the sweep's settings", source
     if isinstance(source, str | Path):
         from cacheprobe.core.strict_yaml import read_yaml
 
-        where, held = str(source), read_yaml(Path(source), "sweep")
-    if not isinstance(held, dict):
-        raise ValueError(f"{where} holds a {type(held).__name__} instead of settings such as `grid: {{seed: [0, 1]}}`")
+        where, content = str(source), read_yaml(Path(source), "sweep")
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{where} holds a {type(content).__name__} instead of settings such as `grid: {{seed: [0, 1]}}`"
+        )
     try:
-        return SweepConfig.model_validate(held)
+        return SweepConfig.model_validate(content)
     except ValidationError as error:
-        raise ValueError("; ".join(_said(item, where) for item in error.errors())) from None
+        raise ValueError("; ".join(_error_text(item, where) for item in error.errors())) from None
 
 
-def _said(item: "ErrorDetails", where: str) -> str:
-    """Returns one error of pydantic as a sentence."""
-    place = [part for part in item["loc"] if not str(part).startswith(("constrained", "function-"))]
+def _error_text(item: "ErrorDetails", where: str) -> str:
+    """Returns one validation error of pydantic as text, with the path of the setting. where: name of the file."""
+    path = [part for part in item["loc"] if not str(part).startswith(("constrained", "function-"))]
     if item["type"] != "extra_forbidden":
-        at = f"{'.'.join(map(str, place))} in {where}: " if place else f"{where}: "
+        at = f"{'.'.join(map(str, path))} in {where}: " if path else f"{where}: "
         given = "" if item["type"] == "value_error" else f", got {item['input']!r:.60}"
         return at + item["msg"].removeprefix("Value error, ") + given
-    holders = {"grid": Grid, "cells": Axes, "run": RunSettings, "resources": Resources}
-    holder = SweepConfig if len(place) == 1 else holders[str(place[0])]
-    remedy = nearest_or_all(str(place[-1]), list(holder.model_fields))
-    return f"unknown setting {'.'.join(map(str, place))!r} in {where}; {remedy}"
+    sections = {"grid": Grid, "cells": Axes, "run": SweepRunSettings, "resources": Resources}
+    section = SweepConfig if len(path) == 1 else sections[str(path[0])]
+    remedy = nearest_or_all(str(path[-1]), list(section.model_fields))
+    return f"unknown setting {'.'.join(map(str, path))!r} in {where}; {remedy}"

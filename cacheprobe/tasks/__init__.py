@@ -1,4 +1,4 @@
-"""Tasks: questions whose true state is known after every token."""
+"""Generates questions whose true state is known after every token, and scores the answers to them."""
 
 from cacheprobe.tasks.base import Accuracy, Example, Question, Rendering, accuracy, accuracy_by, parse_answer
 from cacheprobe.tasks.boxes import Boxes
@@ -16,7 +16,7 @@ from cacheprobe.tasks.variables import Variables
 from cacheprobe.tasks.words import encode_strictly, load_tokenizer, save_tokenizer, word_tokenizer
 
 INSTEAD = {"s3": "permutations:elements=3", "s5": "permutations:elements=5"}
-"""Maps the task names of training presets to the tasks from which their texts come."""
+"""Maps the task name of a training preset ("s3") to the registered task that generates the preset's texts."""
 
 __all__ = [
     "CHAINS",

@@ -1,4 +1,4 @@
-"""Questions with a known running state: the text, the true state at each character, and the scoring of answers."""
+"""Defines questions whose true state is known at each character (`Question`, `Example`), and scores answers."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ SHOT_SEPARATOR = "\n\n"
 
 
 Event: TypeAlias = Any
-"""One operation in the task's own format, such as ("Alice", True)."""
+"""One operation of a question, in the format of its task: ("Alice", True) if Alice flips the coin of a coin flip."""
 
 Key = TypeVar("Key", bound="str | int | float | tuple[object, ...]")
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """The methods of a Hugging Face tokenizer that an example uses."""
+    """Lists the methods of a Hugging Face tokenizer that `Example` calls."""
 
     def __call__(self, text: str, **options: Any) -> Any:
-        """Returns the encoding of a text."""
+        """Encodes a text; returns a mapping with `input_ids` and, if requested, `offset_mapping`."""
         ...
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
-        """Returns the text of a conversation in the model's chat format."""
+        """Returns the messages of a conversation as one text, in the chat format of the tokenizer's model."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question about a state that changes as the text is read.
+    """Holds one question about a state that changes along a text, its answer, and the true state after each operation.
 
-    text: as the model reads it, up to the place of the answer.  answer: what follows, including its leading space.
+    text: what the model reads, up to the answer.  answer: the right continuation, including its leading space.
     answers: all possible answers, including `answer`.  events: one for each operation, in the task's own format.
     states: the true state after 0, 1, ... operations.
     spans: characters (start, end) of the words that set each of `states`: the statement of the initial state, then the
     operations. The state changes at the last character of its span.
-    thoughts: the text to think once each of `states` holds, such as the part that changed; if empty, `states` is used.
+    thoughts: for each of `states`, the text that a Thinking States model should write once the state holds, such as the
+    part that changed. If empty, `states` is used.
     """
 
     text: str
@@ -70,10 +71,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """The text that a model reads, with the true state at each place.
+    """Holds the text that a model reads, and the true state at each of its characters.
 
-    operations: (start, end) characters of each operation of the question that the model must answer.
-    changes: (characters read, state from there on), ascending; None if no state holds.
+    operations: (start, end) characters of each operation of the last question, which the model must answer.
+    changes: (number of characters read, state from that number on), ascending; the state is None if none holds.
     """
 
     text: str
@@ -81,7 +82,7 @@ class Rendering:
     changes: tuple[tuple[int, str | None], ...]
 
     def state_at(self, num_chars: int) -> str | None:
-        """Returns the true state after the first `num_chars` characters of `text` have been read."""
+        """Returns the true state, as text, after the first `num_chars` characters of `text`; None if no state holds."""
         if not 0 <= num_chars <= len(self.text):
             raise ValueError(f"num_chars={num_chars} is outside the text; give 0 to {len(self.text)}")
         index = bisect_right(self.changes, num_chars, key=lambda change: change[0])
@@ -90,7 +91,7 @@ class Rendering:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Example:
-    """A question as the model reads it, after `shots` worked examples; `chat` uses the model's own chat template.
+    """Holds one question and its worked examples (`shots`): as a plain prompt, or with `chat` in a chat template.
 
     `prompt`, `operations` and `state_at` describe the text without a template and need no tokenizer. With `chat`, the
     model reads `prompt_text(tokenizer)`, and the answers have no leading space, because they start the reply.
@@ -102,41 +103,47 @@ class Example:
 
     @property
     def prompt(self) -> str:
-        """The whole text, including shots, without a chat template."""
+        """The prompt as text, without a chat template: the worked examples with their answers, then the question."""
         return "".join(shot.text + shot.answer + SHOT_SEPARATOR for shot in self.shots) + self.question.text
 
     @property
     def answer(self) -> str:
-        """The right answer; without its leading space in a chat."""
+        """The right answer as text: with its leading space, or without if `chat`."""
         return self.question.answer.strip() if self.chat else self.question.answer
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """All possible answers; without their leading spaces in a chat."""
+        """All possible answers as texts: with their leading spaces, or without if `chat`."""
         return tuple(answer.strip() for answer in self.question.answers) if self.chat else self.question.answers
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """The operations, in the task's own format."""
+        """The operations of the question, in the format of its task: ("Alice", True) if Alice flips the coin."""
         return self.question.events
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The true state of the question after 0, 1, ... operations."""
+        """The true states of the question, as texts, after 0, 1, ... operations."""
         return self.question.states
 
     @property
     def operations(self) -> tuple[tuple[int, int], ...]:
-        """Characters (start, end) of `prompt` that state each operation of the question."""
+        """(start, end) of the words of each operation of the question, as character indices in `prompt`."""
         return self._placed_in(self.prompt).operations
 
     def state_at(self, num_chars: int) -> str | None:
-        """Returns the true state after the first `num_chars` characters of `prompt` have been read; see `rendering`."""
+        """Returns the true state, as text, after the first `num_chars` characters of `prompt`.
+
+        The state is None before the first initial state is fully stated, and between questions.
+        """
         return self._placed_in(self.prompt).state_at(num_chars)
 
     def prompt_text(self, tokenizer: Tokenizer | None = None) -> str:
-        """Returns the text given to the model. Only `chat` needs the tokenizer; shots are then earlier turns of the
-        chat."""
+        """Returns the text that the model reads: `prompt`, or with `chat` the conversation in the chat template.
+
+        Worked examples are earlier turns of the conversation. Only `chat` needs the tokenizer.
+        Raises: ValueError if `chat` is set and the tokenizer has no chat template.
+        """
         if not self.chat:
             return self.prompt
         if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
@@ -150,7 +157,7 @@ class Example:
         return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
     def rendering(self, tokenizer: Tokenizer | None = None) -> Rendering:
-        """Returns `prompt_text` with the true state at each character.
+        """Returns a Rendering: the text of `prompt_text`, with the true state at each character.
 
         The state is None before the initial state of the first question is fully stated, and between questions. Inside
         a shot, including its answer, the state is that shot's own. After the last operation, the final state holds.
@@ -158,10 +165,10 @@ class Example:
         return self._placed_in(self.prompt_text(tokenizer))
 
     def states_after_tokens(self, tokenizer: Tokenizer, *, add_special_tokens: bool = False) -> list[str | None]:
-        """Returns, for each token of `prompt_text`, the true state after that token has been read.
+        """Returns the list of true states (text or None), one after each token of `prompt_text`.
 
-        A change takes effect at the token that completes its words (" fl", "ips": at "ips"), even if that token
-        contains more. Special tokens do not change the state.
+        An operation changes the state at the token that completes the operation's words (" fl", "ips": at "ips"), even
+        if that token contains further characters. Special tokens do not change the state.
         """
         rendering = self.rendering(tokenizer)
         states, num_chars = [], 0
@@ -173,8 +180,7 @@ class Example:
     def completing_tokens(
         self, tokenizer: Tokenizer, *, add_special_tokens: bool = False
     ) -> tuple[list[int], list[int]]:
-        """Returns the token ids of `prompt_text`, and for each operation the index of the token that completes its
-        words.
+        """Returns two lists: the token ids of `prompt_text`, and the index of the token that completes each operation.
 
         Raises: ValueError for a tokenizer without character offsets.
         """
@@ -183,8 +189,10 @@ class Example:
         return ids, [next(i for i, reached in enumerate(ends) if reached >= end) for _, end in rendering.operations]
 
     def answer_token_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Returns the first token of each of `answers`, as encoded right after the prompt. Raises: ValueError if two
-        are equal."""
+        """Returns the id of the first token of each possible answer, as encoded directly after the prompt.
+
+        Raises: ValueError if two answers begin with the same token, or if the tokenizer joins one to the prompt.
+        """
         prompt_text = self.prompt_text(tokenizer)
         prompt_ids = list(tokenizer(prompt_text, add_special_tokens=False)["input_ids"])
         first = []
@@ -203,6 +211,7 @@ class Example:
         return tuple(first)
 
     def _placed_in(self, text: str) -> Rendering:
+        """Returns a Rendering: `text`, which must contain all questions unchanged, with their true states."""
         changes: list[tuple[int, str | None]] = []
         cursor = start = 0
         for index, question in enumerate((*self.shots, self.question)):
@@ -211,7 +220,7 @@ class Example:
             cursor = start + len(question.text)
             if index < len(self.shots):
                 cursor = _find(text, question.answer.strip(), cursor) + len(question.answer.strip())
-                changes.append((cursor + 1, None))
+                changes.append((cursor + 1, None))  # the final state holds to the end of the answer
         operations = tuple((start + first, start + end) for first, end in self.question.spans[1:])
         return Rendering(text, operations, tuple(changes))
 
@@ -221,7 +230,7 @@ class Example:
 
 
 def _with_ends(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> tuple[list[int], list[int]]:
-    """Returns the token ids of a text, and for each token the character index where it ends."""
+    """Returns two lists: the token ids of `text`, and the character index after the end of each token."""
     try:
         encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=add_special_tokens)
     except NotImplementedError as error:
@@ -230,7 +239,7 @@ def _with_ends(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> tup
 
 
 def _find(text: str, part: str, start: int) -> int:
-    """Returns the index at which `part` begins in `text`, at or after `start`."""
+    """Returns the first index from `start` on at which `part` begins in `text`. Raises: ValueError if it is missing."""
     found = text.find(part, start)
     if found < 0:
         raise ValueError(f"the chat template does not show this text unchanged: {part!r}; use chat=False")
@@ -242,7 +251,10 @@ def _name(tokenizer: Tokenizer | None) -> str:
 
 
 def parse_answer(text: str, words: Sequence[str] = ("heads", "tails")) -> str | None:
-    """Returns the first of `words` that occurs in `text` as a whole word, in any case; None if none does."""
+    """Returns the answer in a generated text: the one of `words` that occurs first; None if no word occurs.
+
+    Only whole words count; upper and lower case are equal.
+    """
     groups = "|".join(f"({re.escape(word)})" for word in words)
     found = re.search(rf"\b(?:{groups})\b", text, re.IGNORECASE)
     return words[found.lastindex - 1] if found and found.lastindex else None
@@ -250,7 +262,7 @@ def parse_answer(text: str, words: Sequence[str] = ("heads", "tails")) -> str | 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Accuracy:
-    """Counts of right answers among generated texts. A text without an answer counts as wrong."""
+    """Holds the number of right answers among generated texts. A text without a possible answer counts as wrong."""
 
     num_examples: int
     num_correct: int
@@ -265,12 +277,12 @@ class Accuracy:
 
     @property
     def accuracy(self) -> float:
-        """Share of right answers."""
+        """Share of right answers, from 0 to 1."""
         return self.num_correct / self.num_examples
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's 95 % score interval for the accuracy."""
+        """Wilson's 95 % score interval of the accuracy, as (low, high) from 0 to 1."""
         return wilson(self.accuracy, self.num_examples)
 
     def __repr__(self) -> str:
@@ -284,18 +296,23 @@ class Accuracy:
 def accuracy_by(
     examples: Sequence[Example], texts: Sequence[str], group: Callable[[Example], Key]
 ) -> dict[Key, Accuracy]:
-    """Returns `accuracy` for each value of `group`, such as `lambda example: len(example.events)`, in ascending
-    order."""
+    """Returns a dictionary, in ascending order: for each value of `group(example)`, the Accuracy of those examples.
+
+    texts: what the model generated after each example's prompt.  group: for one, `lambda example: len(example.events)`.
+    """
     if not examples or len(examples) != len(texts):
         raise ValueError(f"give one text for each of one or more examples, got {len(examples)} and {len(texts)}")
-    rows = defaultdict(list)
+    pairs = defaultdict(list)
     for example, text in zip(examples, texts, strict=True):
-        rows[group(example)].append((example, text))
-    return {key: accuracy(*map(list, zip(*rows[key], strict=True))) for key in sorted(rows)}
+        pairs[group(example)].append((example, text))
+    return {key: accuracy(*map(list, zip(*pairs[key], strict=True))) for key in sorted(pairs)}
 
 
 def accuracy(examples: Sequence[Example], texts: Sequence[str]) -> Accuracy:
-    """Scores what a model generated after each example's prompt. `texts` are the continuations, without the prompts."""
+    """Returns the Accuracy of `texts`: for each example, what a model generated after the prompt, without the prompt.
+
+    Raises: ValueError if the examples do not have the same possible answers.
+    """
     if not examples or len(examples) != len(texts):
         raise ValueError(f"give one text for each of one or more examples, got {len(examples)} and {len(texts)}")
     choices = {example.question.answers for example in examples}

@@ -1,4 +1,4 @@
-"""Boxes: objects are put into boxes, moved and removed, and the model is asked what one of the boxes contains.
+"""Generates questions on boxes: objects are put in, moved and removed, and the question is what one box contains.
 
 Source: the task is that of Kim and Schuster 2023, arXiv 2305.02363; names, sizes and random draws are our own, and each
 operation takes one object.
@@ -27,17 +27,17 @@ NOTHING = "nothing"
 MOST_ANSWERS = 10_000
 ASKED = re.compile(r"What does Box (\d+) contain\?")
 
-Event = tuple[str, str, int | None, int | None]
-"""(action, object, from which box, into which box); boxes count from 1, and None means outside of the boxes."""
+BoxEvent = tuple[str, str, int | None, int | None]
+"""(action, object, number of the source box, number of the target box), from 1; None means outside of the boxes."""
 
 
 def boxes_question(
-    initial: Sequence[Iterable[str]], events: Sequence[Event], asked: int, objects: Sequence[str], at_most: int
+    initial: Sequence[Iterable[str]], events: Sequence[BoxEvent], asked: int, objects: Sequence[str], at_most: int
 ) -> Question:
-    """Returns the question for boxes with `initial` contents, after `events`, about box `asked`.
+    """Returns the Question for the content of box number `asked`, after `events` on boxes with `initial` contents.
 
-    answers: every content of up to `at_most` of `objects`. States are the contents of all boxes in order; the thought
-    after an operation is the new content of the boxes that it changed.
+    The possible answers are all contents of up to `at_most` of `objects`. States are the contents of all boxes in
+    order. The thought after an operation is the new content of each box that the operation changed.
     """
     boxes = {number: set(content) for number, content in enumerate(initial, 1)}
     writer = Writer()
@@ -66,7 +66,7 @@ def boxes_question(
 
 
 def affecting(example: Example) -> int:
-    """Returns how many operations put an object into the box of the question, or take one out."""
+    """Returns the number of operations that put an object into the box of the question, or take an object out."""
     asked = ASKED.search(example.question.text)
     if asked is None:
         raise ValueError(f"{example!r} asks for no box; give examples of the boxes task")
@@ -76,7 +76,7 @@ def affecting(example: Example) -> int:
 @register("tasks", "boxes")
 @dataclass(frozen=True)
 class Boxes(CountedTask):
-    """`boxes` numbered boxes with up to `at_most` of `objects` in each, and `steps` operations on single objects.
+    """Generates questions on `boxes` boxes that contain up to `at_most` objects each, after `steps` operations.
 
     At first, each object is in a random box with room, or with probability 1/3 in none. Each operation is put, remove
     or move, chosen uniformly among the possible ones, then with a random possible object and boxes. Contents are named
@@ -108,21 +108,22 @@ class Boxes(CountedTask):
 
     @property
     def chance(self) -> float:
-        """Accuracy of a uniform guess among the answers."""
+        """Accuracy of a uniform guess among all possible contents of a box."""
         return 1 / self._num_answers
 
     @property
     def _num_answers(self) -> int:
+        """Number of possible contents of a box."""
         return sum(comb(len(self.objects), size) for size in range(min(self.at_most, len(self.objects)) + 1))
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns all words of this task's texts, sorted."""
+        """Returns the sorted tuple of all words of the texts on boxes, for `word_tokenizer`."""
         numbers = map(str, range(1, self.boxes + 1))
         words = "Box contains nothing, the. Put into. Remove from. Move to. What does contain? A:"
         return vocabulary_of([words, "and" * (self.at_most > 1), *numbers, *self.objects])
 
     def example(self, index: int, seed: int = 0) -> Example:
-        """Returns example `index` of the set `seed`."""
+        """Returns Example number `index` of seed `seed`: contents, operations and the box to ask for are random."""
         rng = Random(f"boxes/{seed}/{index}")
         places: dict[str, int | None] = {}
         for thing in self.objects:
@@ -138,13 +139,16 @@ class Boxes(CountedTask):
         return Example(boxes_question(initial, events, asked, self.objects, self.at_most))
 
     def _with_room(self, places: Mapping[str, int | None]) -> list[int]:
-        held = list(places.values())
-        return [number for number in range(1, self.boxes + 1) if held.count(number) < self.at_most]
+        """Returns the numbers of the boxes with fewer than `at_most` objects. places: box of each object, or None."""
+        occupied = list(places.values())
+        return [number for number in range(1, self.boxes + 1) if occupied.count(number) < self.at_most]
 
-    def _event(self, rng: Random, places: Mapping[str, int | None]) -> Event:
+    def _event(self, rng: Random, places: Mapping[str, int | None]) -> BoxEvent:
+        """Draws a possible operation. places: number of the box of each object; None outside of the boxes."""
         room = self._with_room(places)
         outside = [thing for thing, place in places.items() if place is None]
         inside = [thing for thing, place in places.items() if place is not None]
+        # an object can move if a box other than its own has room
         movable = [thing for thing in inside if room not in ([], [places[thing]])]
         possible = {"put": outside if room else [], "remove": inside, "move": movable}
         action = pick(rng, [action for action, things in possible.items() if things])
@@ -155,6 +159,7 @@ class Boxes(CountedTask):
 
 
 def _clause(action: str, thing: str, source: int | None, target: int | None) -> str:
+    """Returns an operation in words, such as "Put the key into Box 2"."""
     if action == "put":
         return f"Put the {thing} into Box {target}"
     if action == "remove":
@@ -163,20 +168,25 @@ def _clause(action: str, thing: str, source: int | None, target: int | None) -> 
 
 
 def _listed(content: Iterable[str]) -> str:
+    """Returns a box's content as an answer: "the bell and the key", or "nothing"."""
     return " and ".join(f"the {thing}" for thing in sorted(content)) or NOTHING
 
 
 def _named(content: Iterable[str]) -> str:
+    """Returns a box's content as part of a state: "bell key", or "nothing"."""
     return " ".join(sorted(content)) or NOTHING
 
 
 def _state(boxes: Mapping[int, Iterable[str]]) -> str:
+    """Returns the contents of all boxes as one text: "bell key, nothing, pen"."""
     return ", ".join(map(_named, boxes.values()))
 
 
 @lru_cache
 def _contents(objects: tuple[str, ...], at_most: int) -> tuple[str, ...]:
-    """Returns all contents, the largest first: of two answers with the same beginning, the longer one is then tried
-    first."""
+    """Returns all possible answers: contents of up to `at_most` objects as text, those with most objects first.
+
+    In this order, `parse_answer` tries the longer of two answers with the same beginning first.
+    """
     sizes = range(min(at_most, len(objects)), -1, -1)
     return tuple(f" {_listed(content)}" for size in sizes for content in combinations(objects, size))

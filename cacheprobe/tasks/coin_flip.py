@@ -1,4 +1,4 @@
-"""The coin-flip task: people flip a coin or leave it, and the model is asked for its state.
+"""Generates coin-flip questions: people flip a coin or do not, and the question is which side the coin shows.
 
 Source: the task is that of Wei et al. 2022, arXiv 2201.11903; the wording follows Thinking States, arXiv 2602.08332.
 """
@@ -23,13 +23,15 @@ ANSWERS = (" heads", " tails")
 
 
 def turned(side: str) -> str:
-    """Returns the other side of a coin."""
+    """Returns the other side of a coin: "tails" for "heads", and "heads" for "tails"."""
     return STATES[1 - STATES.index(side)]
 
 
 def coin_question(initial: str, events: Sequence[tuple[str, bool]]) -> Question:
-    """Returns the question for a coin that starts as `initial`, after `events`: (name, whether that person flips
-    it)."""
+    """Returns the Question for a coin that starts as `initial` ("heads" or "tails"), after `events`.
+
+    events: (name, True if the person flips the coin), one or more.
+    """
     if initial not in STATES:
         raise ValueError(f"initial={initial!r} is no state of a coin; use one of {STATES}")
     if not events:
@@ -47,23 +49,23 @@ def coin_question(initial: str, events: Sequence[tuple[str, bool]]) -> Question:
 
 
 def flip_chance(flip_probability: float, remaining: int, odd: bool) -> float:
-    """Returns the probability that the next of `remaining` people flips, given that an odd (or even) number of them
-    will.
+    """Returns the probability that the first of `remaining` people flips, given the parity of the number of flips.
 
-    Each person flips independently with `flip_probability`, strictly between 0 and 1.
+    odd: True if an odd number of the `remaining` people flip. Without this condition, each person would flip
+    independently with `flip_probability`, strictly between 0 and 1.
     Twin: tests.tasks.test_data.enumerated_chance, close.
     """
     stay_probability = 1 - flip_probability
-    known = _parity_chances(flip_probability)
-    while len(known) < remaining:
-        even_chance, odd_chance = known[-1]
-        known.append(
+    by_people = _parity_chances(flip_probability)
+    while len(by_people) < remaining:
+        even_chance, odd_chance = by_people[-1]
+        by_people.append(
             (
                 even_chance * stay_probability + odd_chance * flip_probability,
                 odd_chance * stay_probability + even_chance * flip_probability,
             )
         )
-    even_chance, odd_chance = known[remaining - 1]  # of the flips among those after the next
+    even_chance, odd_chance = by_people[remaining - 1]  # parity of the flips of all people after the first
     flips = flip_probability * (even_chance if odd else odd_chance)
     stays = stay_probability * (odd_chance if odd else even_chance)
     return flips / (flips + stays)
@@ -71,45 +73,47 @@ def flip_chance(flip_probability: float, remaining: int, odd: bool) -> float:
 
 @lru_cache
 def _parity_chances(flip_probability: float) -> list[tuple[float, float]]:
-    """Returns the list of (probability of an even, of an odd number of flips) by 0, 1, ... people; `flip_chance`
-    extends it."""
+    """Returns a cached list: entry n has the probabilities of an even and of an odd number of flips by n people.
+
+    The list begins with the entry of 0 people; `flip_chance` appends further entries in place.
+    """
     return [(1.0, 0.0)]
 
 
 @dataclass(frozen=True)
 class CoinTask(CountedTask):
-    """A task in which people act on coins, and the answer is one of two."""
+    """Implements what all coin tasks share: each of `people` is one operation, and there are two possible answers."""
 
     counted: ClassVar[str] = "people"
 
     @property
     def chance(self) -> float:
-        """Accuracy of a uniform guess among the answers."""
+        """Accuracy of a uniform guess between the two answers: 0.5."""
         return 0.5
 
     @property
     def answers_balanced_over(self) -> int:
-        """Number of consecutive examples among which answers are balanced; 1 if the setting `balanced` is False."""
+        """Size of the groups of consecutive examples with balanced answers: 2, or 1 if `balanced` is False."""
         return 2 if getattr(self, "balanced", True) else 1
 
 
 @register("tasks", "coin_flip")
 @dataclass(frozen=True)
 class CoinFlip(CoinTask):
-    """Coin-flip questions: `people` with random names each flip the coin, or do not.
+    """Generates coin-flip questions: `people` with random names each flip the coin, or do not.
 
-    flip_probability: of each person, independently.  initial: "heads", "tails", or "random".
+    flip_probability: of each person, independently.  initial: side at the start: "heads", "tails", or "random".
     balanced: exactly half of the examples have the answer heads (for an odd n, one more or one fewer). Of examples 0
     and 1, 2 and 3, ..., one is heads and one tails, in random order. The chosen answer is reached in one of two ways:
     - initial="random": the flips are drawn first, exactly Bernoulli, then the initial state that gives the answer.
     - a fixed initial: the flips are drawn given that their number is odd (or even). With one person, the answer decides
     the flip; in general the share of flips equals `flip_probability` only if that is 0.5.
     If not balanced, flips are Bernoulli, a random initial state is a fair coin, and the answer follows from them.
-    shots: worked examples in front, drawn for each example by the same rules, with names that the question does not
-    use.
-    chat: the model reads the example in its chat template, with the shots as earlier turns.
-    distinct: no name occurs twice in a question. Otherwise each name is any of `names`, also in the shots, so there can
-    be more people than names.
+    shots: number of worked examples before the question, drawn for each example by the same rules, with names that the
+    question does not use.
+    chat: the model reads the example in a chat template, with the worked examples as earlier turns.
+    distinct: no name occurs twice in a question. Otherwise each name is any of `names`, also in the worked examples, so
+    there can be more people than names.
     """
 
     people: int = 2
@@ -140,12 +144,12 @@ class CoinFlip(CoinTask):
         check_names(self.names, needed, why, "give more names or fewer people, or distinct=False")
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns all words of this task's texts, sorted."""
+        """Returns the sorted tuple of all words of the coin-flip texts, for `word_tokenizer`."""
         phrases = (coin_question(state, [("", True), ("", False)]) for state in STATES)
         return vocabulary_of([*(q.text + q.answer for q in phrases), *self.names, SHOT_SEPARATOR * bool(self.shots)])
 
     def examples(self, n: int, seed: int = 0) -> list[Example]:
-        """Returns `n` independent examples. Example i depends on (seed, i) only: a larger n extends a smaller one.
+        """Returns a list of `n` independent Examples. Example i depends on (seed, i) only, not on `n`.
 
         The question does not depend on `shots` and `chat`. With few people and many examples, questions repeat. Sets
         with one seed and different other settings share random draws: for independent sets, use different seeds.
@@ -153,35 +157,38 @@ class CoinFlip(CoinTask):
         return super().examples(n, seed)
 
     def example(self, index: int, seed: int = 0) -> Example:
-        """Returns example `index` of the set `seed`."""
+        """Returns Example number `index` of seed `seed`: a question, with `shots` worked examples before."""
         key = f"coin_flip/{seed}"
         question = self._question(key, index, self.names)
         others = self.names
         if self.shots and self.distinct:
-            asked = {name for name, _ in question.events}
-            others = [name for name in self.names if name not in asked]
+            used = {name for name, _ in question.events}
+            others = [name for name in self.names if name not in used]
         shots = tuple(self._question(f"{key}/{index}/shots", shot, others) for shot in range(self.shots))
         return Example(question, shots, self.chat)
 
     def _question(self, key: str, index: int, names: Sequence[str]) -> Question:
+        """Returns question number `index` of the random stream `key`, with people drawn from `names`."""
         rng = Random(f"{key}/{index}")  # a string seed, and rng.random() alone: the same on every Python
-        chosen = draw(rng, names, self.people, self.distinct)
+        drawn_names = draw(rng, names, self.people, self.distinct)
         if not self.balanced:
             initial = STATES[rng.random() < 0.5] if self.initial == "random" else self.initial
-            return coin_question(initial, [(name, rng.random() < self.flip_probability) for name in chosen])
+            return coin_question(initial, [(name, rng.random() < self.flip_probability) for name in drawn_names])
         answer = STATES[balanced_side(key, index)]
         if self.initial == "random":
-            events = [(name, rng.random() < self.flip_probability) for name in chosen]
+            events = [(name, rng.random() < self.flip_probability) for name in drawn_names]
             odd = sum(flipped for _, flipped in events) % 2
             return coin_question(STATES[STATES.index(answer) ^ odd], events)
-        events, odd = [], answer != self.initial
-        for remaining, name in zip(range(self.people, 0, -1), chosen, strict=True):
+        events, odd = [], answer != self.initial  # odd: whether the people who are left flip an odd number of times
+        for remaining, name in zip(range(self.people, 0, -1), drawn_names, strict=True):
             events.append((name, rng.random() < flip_chance(self.flip_probability, remaining, odd)))
             odd ^= events[-1][1]
         return coin_question(self.initial, events)
 
 
 def answer_token_ids(tokenizer: Tokenizer, *, chat: bool = False) -> tuple[int, ...]:
-    """Returns the first tokens of heads and of tails, right after a question as the model reads it. Raises: ValueError
-    if equal."""
+    """Returns the ids of the first tokens of the answers heads and tails, as encoded directly after a question.
+
+    Raises: ValueError if both answers begin with the same token.
+    """
     return Example(coin_question("heads", [("Alice", True)]), chat=chat).answer_token_ids(tokenizer)

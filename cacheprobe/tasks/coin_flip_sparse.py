@@ -1,4 +1,4 @@
-"""A coin flip among filler words, in which a chosen share of the chunks contains an operation."""
+"""Generates coin-flip questions with filler words, in which a chosen share of the text's chunks has an operation."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ CLOSING = "What's the state? A:"
 @register("tasks", "coin_flip_sparse")
 @dataclass(frozen=True)
 class CoinFlipSparse(CoinTask):
-    """Coin-flip questions for chunks of `chunk` tokens of the word tokenizer, most of which may contain only filler
-    words.
+    """Generates coin-flip questions among filler words: only the share `density` of the chunks has an operation.
 
-    The prompt is whole chunks: those of the opening statement, then round(people / density) chunks of which `people`,
-    drawn at random, begin with an operation, then those of the question. All other tokens are filler words and full
-    stops. Of the chunks between statement and question, the share `density` therefore has a thought (form "state"),
-    rounded to a whole number of chunks; at density=1, all do.
+    chunk: number of tokens of the word tokenizer that a Thinking States model reads at a time.
+    The prompt is whole chunks: first those of the opening statement, then round(people / density) chunks, then those of
+    the question. Of the middle chunks, `people`, drawn at random, begin with an operation, and so have a thought (form
+    "state"). All other tokens are filler words and full stops. At density=1, every middle chunk has an operation.
     Coins, people and flips are those of `CoinFlip(distinct=False)` with the same seed and settings.
     """
 
@@ -48,27 +47,28 @@ class CoinFlipSparse(CoinTask):
         return CoinFlip(self.people, flip_probability=self.flip_probability, names=self.names, distinct=False)
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns all words of this task's texts, sorted."""
+        """Returns the sorted tuple of all words of the coin-flip texts with filler words, for `word_tokenizer`."""
         words = f"A coin's state is {' '.join(STATES)}. flips does not flip. {CLOSING}"
         return vocabulary_of([words, *self.names, *FILLERS])
 
     def example(self, index: int, seed: int = 0) -> Example:
-        """Returns example `index` of the set `seed`."""
-        plain = self._coin().example(index, seed).question
+        """Returns Example number `index` of seed `seed`: a question of `CoinFlip`, with filler words put in."""
+        question = self._coin().example(index, seed).question
         rng = Random(f"coin_flip_sparse/{seed}/{index}")
-        count = max(round(self.people / self.density), self.people)
-        holding = set(draw(rng, range(count), self.people))
-        clauses = [plain.text[start:end] for start, end in plain.spans]
+        num_chunks = max(round(self.people / self.density), self.people)
+        with_operation = set(draw(rng, range(num_chunks), self.people))
+        clauses = [question.text[start:end] for start, end in question.spans]
         writer = Writer()
-        for place in range(-1, count):
-            words = clauses.pop(0) if place < 0 or place in holding else ""
+        for chunk in range(-1, num_chunks):  # -1: the opening statement, which may take several chunks
+            words = clauses.pop(0) if chunk < 0 or chunk in with_operation else ""
+            # words, filler words and the full stop fill whole chunks
             sentence = filler(rng, -(len(split_words(words)) + 1) % self.chunk) + ". "
             if words:
                 writer.mark(words)
             writer.say(sentence if words else sentence.lstrip(" "))
-        room = -len(split_words(CLOSING)) % self.chunk
-        if room:
-            words = room - 1 or self.chunk
-            writer.say(filler(rng, words).lstrip(" ") + ". ")
+        num_missing = -len(split_words(CLOSING)) % self.chunk
+        if num_missing:
+            count = num_missing - 1 or self.chunk  # no full stop without a word: if one token is missing, add a chunk
+            writer.say(filler(rng, count).lstrip(" ") + ". ")
         writer.say(CLOSING)
-        return Example(replace(plain, text=writer.text, spans=tuple(writer.spans)))
+        return Example(replace(question, text=writer.text, spans=tuple(writer.spans)))

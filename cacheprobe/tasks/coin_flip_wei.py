@@ -1,4 +1,4 @@
-"""The coin flip as in chain-of-thought prompting: is the coin still heads up, yes or no?
+"""Generates and parses the coin-flip questions of Wei et al.: is the coin still heads up, yes or no?
 
 Source: Wei et al. 2022, arXiv 2201.11903, with its wording; one short sentence for each person.
 """
@@ -26,7 +26,10 @@ CLOSING = re.compile(r"""\s*Is the coin still heads up\?(?:\s*Note that "flip" h
 
 
 def wei_question(events: Sequence[tuple[str, bool]]) -> Question:
-    """Returns the question for a coin that is heads up, after `events`: (name, whether that person flips it)."""
+    """Returns the yes-or-no Question, worded as by Wei et al., for a coin that is heads up, after `events`.
+
+    events: (name, True if the person flips the coin), one or more.
+    """
     if not events:
         raise ValueError("a coin question needs at least one event, such as ('Alice', True)")
     writer = Writer("Q: ")
@@ -39,10 +42,10 @@ def wei_question(events: Sequence[tuple[str, bool]]) -> Question:
 
 
 def parse_wei(text: str) -> Question:
-    """Returns the question in `text`, worded as by Wei et al.; spaces and case of names stay.
+    """Returns the Question that `text` asks, worded as by Wei et al.: the events are read from the sentences.
 
     A leading "Q:", the note that "flip" means "reverse", and a closing "A:" are optional; the returned question ends in
-    "A:".
+    "A:". Spaces and case of names stay.
     Raises: ValueError for other texts.
     """
     opening = OPENING.match(text)
@@ -63,6 +66,7 @@ def parse_wei(text: str) -> Question:
 
 
 def _question(text: str, events: Sequence[tuple[str, bool]], spans: Sequence[tuple[int, int]]) -> Question:
+    """Returns the Question with this text for a coin that is heads up, with states and answer from `events`."""
     states = ["heads"]
     for _, flipped in events:
         states.append(turned(states[-1]) if flipped else states[-1])
@@ -73,10 +77,10 @@ def _question(text: str, events: Sequence[tuple[str, bool]], spans: Sequence[tup
 @register("tasks", "coin_flip_wei")
 @dataclass(frozen=True)
 class CoinFlipWei(CoinTask):
-    """`people` each flip a coin that is heads up, or do not; is it still heads up?
+    """Generates yes-or-no questions: `people` each flip a coin that is heads up, or do not. Is the coin still heads up?
 
-    Uses the people and flips of `CoinFlip(initial="heads")` with the same seed. The settings are documented there;
-    balanced makes half of the answers yes.
+    People and flips are those of `CoinFlip(initial="heads")` with the same seed. `CoinFlip` documents the settings;
+    `balanced` makes half of the answers yes.
     """
 
     people: int = 2
@@ -91,6 +95,7 @@ class CoinFlipWei(CoinTask):
         self._coin()
 
     def _coin(self) -> CoinFlip:
+        """Returns the CoinFlip task that draws the people and flips. Raises: ValueError for wrong settings."""
         return CoinFlip(
             people=self.people,
             flip_probability=self.flip_probability,
@@ -103,13 +108,13 @@ class CoinFlipWei(CoinTask):
         )
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns all words of this task's texts, sorted."""
+        """Returns the sorted tuple of all words of the texts in Wei et al.'s wording, for `word_tokenizer`."""
         question = wei_question([("", True), ("", False)])
         words = [question.text, *ANSWERS, *self.names, "heads tails", SHOT_SEPARATOR * bool(self.shots)]
         return vocabulary_of(words)
 
     def example(self, index: int, seed: int = 0) -> Example:
-        """Returns example `index` of the set `seed`."""
+        """Returns Example number `index` of seed `seed`: that of `CoinFlip`, in the wording of Wei et al."""
         drawn = self._coin().example(index, seed)
         shots = tuple(wei_question(shot.events) for shot in drawn.shots)
         return Example(wei_question(drawn.events), shots, self.chat)

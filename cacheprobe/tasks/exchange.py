@@ -1,4 +1,4 @@
-"""Converts examples to and from `datasets`, with the columns of public coin-flip sets."""
+"""Converts examples to a Hugging Face Dataset and back, with the columns of public coin-flip sets."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ EXAMPLE = "example"
 
 
 def to_dataset(examples: Sequence[Example], tokenizer: Tokenizer | None = None) -> Dataset:
-    """Returns a `datasets.Dataset` with `inputs` and `targets`, the columns of the public set skrishna/coin_flip, and
-    the truth.
+    """Returns a Hugging Face Dataset with one row for each example: prompt, answer and true states.
 
-    inputs: the text the model reads (examples with `chat` need the tokenizer).  targets: the answer, without spaces.
+    inputs: the text that the model reads; examples with `chat` need the tokenizer.  targets: the answer, without
+    leading space. The public set skrishna/coin_flip has the same two columns.
     states: the true state after 0, 1, ... operations.  operations: the words of each operation.
     example: the complete example as JSON, which `from_dataset` reads.
     names, flips: who acts, and whether they flip; only if all examples are flips of one coin.
@@ -44,19 +44,19 @@ def to_dataset(examples: Sequence[Example], tokenizer: Tokenizer | None = None) 
 
 
 def from_dataset(rows: Dataset) -> list[Example]:
-    """Returns the examples that `to_dataset` wrote, of any task; or those of rows with `inputs` and `targets` only, as
-    in skrishna/coin_flip: a coin that is heads up, yes or no.
+    """Returns the list of examples in a Dataset: one from `to_dataset`, or one of public coin-flip questions.
 
-    Public texts stay as they are, except that a missing "A:" is added at the end. Other columns are not read.
-    Raises: ValueError, with index and text, for a row that is no such question, whose target contradicts its sentences,
-    or whose fields contradict its example.
+    A public set, such as skrishna/coin_flip, has only `inputs` and `targets`: is a coin still heads up, yes or no? Its
+    texts stay as they are, except that a missing "A:" is added at the end. Other columns are not read.
+    Raises: ValueError, with index and text, for a row that is not a question of these kinds, or whose columns
+    contradict each other.
     """
     missing = {"inputs", "targets"} - set(rows.column_names)
     if missing:
         raise ValueError(f"the set has no column {sorted(missing)}; it has {sorted(rows.column_names)}")
-    written = rows[EXAMPLE] if EXAMPLE in rows.column_names else repeat(None)
+    records = rows[EXAMPLE] if EXAMPLE in rows.column_names else repeat(None)
     examples = []
-    for index, (text, target, record) in enumerate(zip(rows["inputs"], rows["targets"], written, strict=False)):
+    for index, (text, target, record) in enumerate(zip(rows["inputs"], rows["targets"], records, strict=False)):
         if not isinstance(text, str) or not isinstance(target, str):
             raise ValueError(f"row {index}: inputs and targets must be texts, got {text!r} and {target!r}")
         try:
@@ -74,5 +74,6 @@ def from_dataset(rows: Dataset) -> list[Example]:
 
 
 def _operations(example: Example) -> list[str]:
+    """Returns the words of each operation of the example's question."""
     text = example.question.text
     return [text[start:end] for start, end in example.question.spans[1:]]

@@ -1,4 +1,4 @@
-"""Writes examples to files and records, reads them back, and refuses invalid ones."""
+"""Converts examples to JSON records and back, and writes and reads files of such records."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ FIELDS = {"text", "answer", "answers", "events", "states", "spans", "thoughts"}
 
 
 Unchecked: TypeAlias = Any
-"""A value from JSON whose shape is checked below."""
+"""A value read from JSON, whose type is not checked yet."""
 
 
 def save_examples(path: str | Path, examples: Iterable[Example]) -> None:
-    """Writes examples as JSON lines, one `example_record` each."""
+    """Writes examples to a file of JSON lines: one line for each example, with the output of `example_record`."""
     lines = [json.dumps(example_record(example), ensure_ascii=False) + "\n" for example in examples]
     Path(path).write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
 def load_examples(path: str | Path) -> list[Example]:
-    """Reads the examples that `save_examples` wrote. A coin flip is rebuilt from its events, and must agree with
-    them."""
+    """Returns the list of examples in a file that `save_examples` wrote.
+
+    Raises: ValueError with path and line for an invalid record, or a coin flip whose text and events disagree.
+    """
     examples = []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
@@ -39,10 +41,10 @@ def load_examples(path: str | Path) -> list[Example]:
 
 
 def example_record(example: Example) -> dict[str, object]:
-    """Returns an example as a dictionary for JSON.
+    """Returns an example as a dictionary that can be stored as JSON; `example_from_record` reads it.
 
-    For the coin flip: prompt, answer, events, states, and shots and chat if present. For other tasks: question, with
-    all its fields, and shots and chat likewise.
+    Keys for the coin flip: prompt, answer, events, states. For other tasks: question, with all fields of `Question`.
+    Also shots and chat, if the example has worked examples or is a chat.
     """
     if all(map(_is_coin_flip, (example.question, *example.shots))):
         record: dict[str, object] = {
@@ -63,7 +65,7 @@ def example_record(example: Example) -> dict[str, object]:
 
 
 def example_from_record(record: Unchecked) -> Example:
-    """Returns the example that `example_record` described. Raises: ValueError for an invalid record."""
+    """Returns the Example of a dictionary from `example_record`. Raises: ValueError for an invalid record."""
     is_coin_flip = not isinstance(record, dict) or "question" not in record
     required = {"prompt", "answer", "events", "states"} if is_coin_flip else {"question"}
     _check_fields(record, required, {"shots", "chat"})
@@ -82,13 +84,14 @@ def example_from_record(record: Unchecked) -> Example:
 
 
 def _is_coin_flip(question: Question) -> bool:
-    """Returns whether the events alone determine the question."""
+    """Returns True if `coin_question` makes an equal question from the initial state and the events."""
     if not all(len(event) == 2 and [type(part) for part in event] == [str, bool] for event in question.events):
         return False
     return question.states[0] in ("heads", "tails") and coin_question(question.states[0], question.events) == question
 
 
 def _coin_question_of(record: Unchecked) -> Question:
+    """Returns the coin-flip question with a record's events. Raises: ValueError if the record's states disagree."""
     events, states = record["events"], tuple(record["states"])
     for event in events:
         if len(event) != 2 or type(event[0]) is not str or type(event[1]) is not bool:
@@ -100,6 +103,7 @@ def _coin_question_of(record: Unchecked) -> Question:
 
 
 def _question_of(record: Unchecked) -> Question:
+    """Returns the Question with a record's fields. Raises: ValueError for a missing field or a wrong type."""
     _check_fields(record, FIELDS, set())
     for field in ("text", "answer"):
         if type(record[field]) is not str:
@@ -109,15 +113,16 @@ def _question_of(record: Unchecked) -> Question:
             raise ValueError(f"{field} must be texts, got {record[field]!r:.80}")
     if not all(len(span) == 2 and all(type(bound) is int for bound in span) for span in record["spans"]):
         raise ValueError(f"spans must be pairs of whole numbers, got {record['spans']!r:.80}")
-    return Question(**{field: _frozen(value) for field, value in record.items()})
+    return Question(**{field: _with_tuples(value) for field, value in record.items()})
 
 
-def _frozen(value: Unchecked) -> Unchecked:
-    """Returns the value with lists converted to tuples, at every depth."""
-    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+def _with_tuples(value: Unchecked) -> Unchecked:
+    """Returns `value` with every list converted to a tuple, at any depth."""
+    return tuple(map(_with_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _check_fields(record: object, required: set[str], optional: set[str]) -> None:
-    found = set(record) if isinstance(record, dict) else set()
-    if not required <= found <= required | optional:
+    """Checks that `record` is a dictionary with all `required` keys, and that other keys are `optional` ones."""
+    keys = set(record) if isinstance(record, dict) else set()
+    if not required <= keys <= required | optional:
         raise ValueError(f"expected an object with {sorted(required)}, perhaps {sorted(optional)}, got {record!r:.80}")

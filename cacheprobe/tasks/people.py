@@ -1,4 +1,4 @@
-"""Names of people who act in a task."""
+"""Lists the names of people who act in tasks, and checks names that a user gives."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ NAMES = tuple(
     """.split()
 )
 HELD_OUT_NAMES = NAMES[3::4]
-"""Every fourth name; never used in training, so that tests have people whom a model has not seen."""
+"""Every fourth name. No training uses these names, so that a test can use names that a model was not trained on."""
 TRAIN_NAMES = tuple(name for name in NAMES if name not in HELD_OUT_NAMES)
 
 
 def check_names(names: Sequence[str], needed: int, why: str, remedy: str, what: str = "names") -> None:
-    """Raises: ValueError unless there are `needed` or more different names, each of words with single spaces between
-    them."""
+    """Checks names. Raises: ValueError if fewer than `needed`, repeated, or not words with single spaces between them.
+
+    why, remedy: first and last part of the error message about too few names.  what: the plural noun in the messages.
+    """
     if isinstance(names, str):
         raise ValueError(f"{what}={names!r} is one string; give a sequence of {what}")
     for name in names:

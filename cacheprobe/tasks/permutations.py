@@ -1,4 +1,4 @@
-"""Permutations: objects change places, or elements of a symmetric group are multiplied.
+"""Generates questions on permutations: the contents of cups are swapped, or elements of a symmetric group multiplied.
 
 Source: Li, Guo and Andreas 2025, arXiv 2503.02854: the word problem on S3 and S5; the state is the running product.
 """
@@ -26,10 +26,10 @@ ASKED = ("cup", "all")
 def cups_question(
     initial: Sequence[str], events: Sequence[tuple[int, int]], cup: int | None, fillers: Sequence[str] = ()
 ) -> Question:
-    """Returns the question for cups that hold `initial`, after `events`: numbers, from 1, of two cups that change
-    places.
+    """Returns the Question for cups with the colours `initial`, after `events`: (number, number) of two swapped cups.
 
-    cup: the cup of the question; None asks for all of them. States are the contents in order.
+    cup: number of the cup in the question, from 1; None asks for the contents of all cups. States are all contents in
+    order.  fillers: the words after each event, with a leading space.
     """
     order = list(initial)
     colours = COLOURS[: len(order)]
@@ -48,10 +48,10 @@ def cups_question(
 
 
 def group_question(actions: Sequence[str], fillers: Sequence[str] = ()) -> Question:
-    """Returns the word problem: `actions` are permutations such as "312", which takes 1 to 3, 2 to 1 and 3 to 2.
+    """Returns the Question for the product of `actions`: permutations as digits; "312" takes 1 to 3, 2 to 1, 3 to 2.
 
-    The first action is the initial state; each later one is applied after all before it: state(i) becomes
-    action(state(i)).
+    The first action is the initial state. Each later action is applied to the state before: state(i) becomes
+    action(state(i)).  fillers: the words after each later action, with a leading space.
     """
     writer, states = Writer(), [actions[0]]
     writer.mark(actions[0])
@@ -59,14 +59,14 @@ def group_question(actions: Sequence[str], fillers: Sequence[str] = ()) -> Quest
         writer.say(" ")
         writer.mark(action)
         writer.say(padding)
-        states.append("".join(action[int(place) - 1] for place in states[-1]))
+        states.append("".join(action[int(element) - 1] for element in states[-1]))
     writer.say(" A:")
     answers = tuple(f" {''.join(order)}" for order in permutations(sorted(actions[0])))
     return Question(writer.text, f" {states[-1]}", answers, tuple(actions[1:]), tuple(states), tuple(writer.spans))
 
 
 def parity(order: Sequence) -> int:
-    """Returns 0 if an even number of swaps sorts `order`, 1 if an odd number does.
+    """Returns the parity of the permutation `order`: 0 if an even number of swaps sorts it, 1 if an odd number does.
 
     Source: Li, Guo and Andreas 2025, the parity of a state.  Twin: tests.tasks.test_task_kinds.parity_by_swapping, ==.
     """
@@ -76,13 +76,15 @@ def parity(order: Sequence) -> int:
 @register("tasks", "permutations")
 @dataclass(frozen=True)
 class Permutations(CountedTask):
-    """Permutations of `elements` objects; all orders are equally likely at the start, and therefore at every step.
+    """Generates questions on permutations of `elements` objects, after `steps` operations.
 
-    wording "cups": cups change places two by two; the state is what all of them hold. A swap is odd, so the number of
-    swaps determines the parity of the change.
-    wording "group": a sequence of any of the n! permutations; the state is the product so far, starting with the first.
-    asked: "cup" asks what one cup holds, "all" for the whole order; "group" always asks for the product.
-    jitter: up to this many filler words after each operation, so that operations fall anywhere in a chunk.
+    All orders are equally likely at the start, and therefore at every step.
+    wording "cups": each operation swaps the contents of two cups; the state is the contents of all cups. A swap is odd,
+    so the number of swaps determines the parity of the change.
+    wording "group": each operation is any of the n! permutations; the state is the product so far, from the first on.
+    asked: for "cups", "cup" asks what one cup holds, "all" what all cups hold; "group" always asks for the product.
+    jitter: largest number of filler words after each operation, drawn at random, so that operations end anywhere in a
+    chunk.
     """
 
     steps: int = 4
@@ -104,13 +106,13 @@ class Permutations(CountedTask):
 
     @property
     def chance(self) -> float:
-        """Accuracy of a uniform guess among the answers."""
+        """Accuracy of a uniform guess: 1 / n if one of n cups is asked for; otherwise 1 / n!, for n `elements`."""
         if self.wording == "cups" and self.asked == "cup":
             return 1 / self.elements
         return 1 / len(list(permutations(range(self.elements))))
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns all words of this task's texts, sorted."""
+        """Returns the sorted tuple of all words of the texts on permutations, for `word_tokenizer`."""
         digits = "12345"[: self.elements]
         fillers = FILLERS if self.jitter else ()
         if self.wording == "group":
@@ -119,7 +121,7 @@ class Permutations(CountedTask):
         return vocabulary_of(["The cups hold. Swap and. A:", question, *COLOURS[: self.elements], *digits, *fillers])
 
     def example(self, index: int, seed: int = 0) -> Example:
-        """Returns example `index` of the set `seed`."""
+        """Returns Example number `index` of seed `seed`: initial order and operations are random."""
         rng = Random(f"permutations/{seed}/{index}")
         padding = Random(f"permutations/{seed}/{index}/filler")
         fillers = [filler(padding, int(padding.random() * (self.jitter + 1))) for _ in range(self.steps)]
@@ -135,9 +137,11 @@ class Permutations(CountedTask):
 
 @lru_cache
 def _permutations(things: Sequence[str], between: str = "") -> tuple[str, ...]:
+    """Returns all orders of `things`, each as one text with `between` between the things."""
     return tuple(between.join(order) for order in permutations(things))
 
 
 @lru_cache
 def _arrangements(colours: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns all orders of the colours as answers, each with a leading space."""
     return tuple(f" {order}" for order in _permutations(colours, " "))

@@ -1,4 +1,4 @@
-"""Gold thoughts: the text that a Thinking States model should write after each chunk of a question.
+"""Makes gold thoughts: the text that a Thinking States model should write after each chunk of a question's tokens.
 
 Source: Amos et al. 2026, "Latent Reasoning with Supervised Thinking States", arXiv 2602.08332, on data construction:
 the word that completes an operation marks its step, and the thought after a chunk states every step marked in that
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 FORMATS = ("state", "restate", "repeat", "delta")
-"""state: after each operation that ends in the chunk, the question's thought for it (the state, in most tasks).
+"""Names of the rules that say which text the thought after a chunk is.
+state: after each operation that ends in the chunk, the question's thought for it (the state, in most tasks).
 restate: in every chunk, the state after the last operation that has ended so far; before the first, the stated initial
 state.
 repeat: like restate, but with the question's thought instead of the state.
@@ -29,7 +30,7 @@ delta: like state, but only for operations that change the state.
 The statement of the initial state is no operation. A chunk without any text to think has an empty thought.
 """
 CHAINS = ("operations", "states")
-"""What a chain of thought writes between prompt and answer.
+"""Names of the texts that a chain of thought can write between prompt and answer.
 operations: the initial state, then the words of each operation and the state after it.
 states: only the state after each operation.
 """
@@ -37,10 +38,10 @@ states: only the state after each operation.
 
 @dataclass(frozen=True, slots=True)
 class Annotated:
-    """A question in tokens, cut into chunks, with the gold thought after each chunk.
+    """Holds a question as token ids, cut into chunks of equal length, with the gold thought after each chunk.
 
-    token_ids: the prompt, ending at a chunk boundary: pads in front complete the first chunk.
-    thoughts: [n] one for each chunk, computed FROM that chunk (so it acts on the next one), each with <eos> at its end.
+    token_ids: the prompt, with pads in front to complete the first chunk, so that the prompt ends at a chunk boundary.
+    thoughts: [n] token ids of the thought computed FROM each chunk, ending with <eos>; it acts on the next chunk.
     answer_ids: the answer's tokens, then <eos>.  num_events: operations of the question.
     chain_ids: the chain of thought before the answer, if one was requested.
     """
@@ -57,7 +58,7 @@ class Annotated:
 
     @property
     def chunk(self) -> int:
-        """Tokens in a chunk."""
+        """Number of tokens in a chunk."""
         return len(self.token_ids) // len(self.thoughts)
 
 
@@ -69,7 +70,10 @@ def annotate(
     phase: int = 0,
     max_thought: int | None = None,
 ) -> Annotated:
-    """Returns one example in chunks of `chunk` tokens with gold thoughts in one of FORMATS; see `annotate_all`."""
+    """Returns one example as Annotated: token ids in chunks of `chunk` tokens, with gold thoughts.
+
+    form: the rule for thoughts, one of FORMATS.  phase, max_thought: as `phases` and `max_thought` of `annotate_all`.
+    """
     return annotate_all([example], tokenizer, chunk, form, [phase], max_thought)[0]
 
 
@@ -82,13 +86,14 @@ def annotate_all(
     max_thought: int | None = None,
     chain: str | None = None,
 ) -> list[Annotated]:
-    """Returns examples in chunks of `chunk` tokens, with gold thoughts in one of FORMATS.
+    """Returns a list of Annotated: each example as token ids in chunks of `chunk` tokens, with gold thoughts.
 
-    phases: for each example, how many pads stand right before its closing words, which begin at the first space after
-    the last operation ("What's the state? A:"). The prompt ends at a chunk boundary, so pads in front cannot shift
-    operations relative to chunks; these pads do. None: no such pads.
+    form: the rule for thoughts, one of FORMATS.
+    phases: for each example, the number of pads directly before the closing words ("What's the state? A:"), which begin
+    at the first space after the last operation. These pads shift the operations relative to the chunks; pads in front
+    cannot, because the prompt ends at a chunk boundary. None: no pads before the closing words.
     max_thought: maximum tokens of a thought, including <eos>; a longer thought raises an error.
-    chain: one of CHAINS, written without chunks or thoughts. None: no chain.
+    chain: the chain of thought to write before the answer, one of CHAINS, without chunks or thoughts. None: no chain.
     If several operations end in one chunk, "state" and "delta" state all of them, in their order.
     Needs a fast tokenizer with pad and eos tokens, and examples without shots and chat template.
     Twin: tests.tasks.test_thoughts.annotate_slowly, ==.
@@ -106,32 +111,32 @@ def annotate_all(
     texts = [example.question.text + example.question.answer for example in examples]
     encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
     assert encoded.encodings is not None, "a fast tokenizer has encodings"
-    say = _encoder(tokenizer)
+    encode = _encoder(tokenizer)
     annotated = []
-    rows = zip(examples, encoded["input_ids"], encoded.encodings, phases or repeat(0), strict=phases is not None)
-    for index, (example, token_ids, encoding, phase) in enumerate(rows):
+    tokenized = zip(examples, encoded["input_ids"], encoded.encodings, phases or repeat(0), strict=phases is not None)
+    for index, (example, token_ids, encoding, phase) in enumerate(tokenized):
         if tokenizer.unk_token_id in token_ids:
             refuse_unknown(tokenizer, texts[index], token_ids, encoding.offsets)
         question, num_prompt = example.question, _end_of_prompt(example.question, encoding)
         prompt, front = _padded(question, encoding, token_ids[:num_prompt], chunk, phase, pad)
         chunks = [(front + _token_of(encoding, end - 1)) // chunk for _, end in question.spans]
         thoughts: list[tuple[int, ...]] = [(eos,)] * (len(prompt) // chunk)
-        for place, said in _said(question, chunks, len(thoughts), form):
-            thoughts[place] = (*[token_id for text in said for token_id in say(text)], eos)
-            if max_thought is not None and len(thoughts[place]) > max_thought:
+        for at, words in _texts_to_think(question, chunks, len(thoughts), form):
+            thoughts[at] = (*[token_id for text in words for token_id in encode(text)], eos)
+            if max_thought is not None and len(thoughts[at]) > max_thought:
                 raise ValueError(
-                    f"example {index}, {question.text!r:.80}, chunk {place}: the thought {said} has "
-                    f"{len(thoughts[place])} tokens with its end, and max_thought={max_thought}; allow more, or take a "
+                    f"example {index}, {question.text!r:.80}, chunk {at}: the thought {words} has "
+                    f"{len(thoughts[at])} tokens with its end, and max_thought={max_thought}; allow more, or take a "
                     "smaller chunk"
                 )
         answer_ids: tuple[int, ...] = (*token_ids[num_prompt:], eos)
-        chain_ids = tuple(token_id for text in _written(question, chain) for token_id in say(text))
+        chain_ids = tuple(token_id for text in _texts_of_chain(question, chain) for token_id in encode(text))
         annotated.append(Annotated(tuple(prompt), tuple(thoughts), answer_ids, len(question.events), chain_ids))
     return annotated
 
 
 def _require_choices(chunk: int, form: str, max_thought: int | None, chain: str | None) -> None:
-    """Raises: ValueError for a form or a chain that does not exist, and for a chunk or thought without a token."""
+    """Checks arguments of `annotate_all`. Raises: ValueError for an unknown form or chain, or a length below 1."""
     check_count("chunk", chunk, at_least=1)
     check_choice("form", form, FORMATS)
     if chain is not None:
@@ -143,7 +148,7 @@ def _require_choices(chunk: int, form: str, max_thought: int | None, chain: str 
 def _padded(
     question: Question, encoding: Encoding, prompt: list[int], chunk: int, phase: int, pad: int
 ) -> tuple[list[int], int]:
-    """Returns the prompt with its pads, and how many of them stand in front: so many that it fills whole chunks.
+    """Returns (the prompt's token ids with pads, number of pads in front), so that the prompt fills whole chunks.
 
     phase: number of pads before the closing words.
     """
@@ -154,24 +159,29 @@ def _padded(
     return [pad] * front + prompt[:closing] + [pad] * phase + prompt[closing:], front
 
 
-def _said(question: Question, chunks: Sequence[int], count: int, form: str) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yields (chunk, the texts to think after it) for every chunk with a thought; `chunks` are those in which the spans
-    end."""
+def _texts_to_think(
+    question: Question, chunks: Sequence[int], count: int, form: str
+) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yields (index of a chunk, texts to think after that chunk) for every chunk with a thought.
+
+    chunks: index of the chunk in which each of the question's spans ends.  count: number of chunks.
+    """
     states = question.states
     words = states if form == "restate" else question.thoughts or states
     if form in ("restate", "repeat"):
-        for (place, word), until in zip(zip(chunks, words, strict=True), (*chunks[1:], count), strict=True):
-            yield from ((later, (word,)) for later in range(place, until))
+        # every word is repeated until the chunk in which the next operation ends
+        for (first, word), until in zip(zip(chunks, words, strict=True), (*chunks[1:], count), strict=True):
+            yield from ((chunk, (word,)) for chunk in range(first, until))
         return
-    said: dict[int, tuple[str, ...]] = {}
+    by_chunk: dict[int, tuple[str, ...]] = {}
     for step in range(1, len(chunks)):
         if form == "state" or states[step] != states[step - 1]:
-            said[chunks[step]] = (*said.get(chunks[step], ()), words[step])
-    yield from said.items()
+            by_chunk[chunks[step]] = (*by_chunk.get(chunks[step], ()), words[step])
+    yield from by_chunk.items()
 
 
-def _written(question: Question, chain: str | None) -> Iterator[str]:
-    """Yields the texts of a chain of thought, in their order."""
+def _texts_of_chain(question: Question, chain: str | None) -> Iterator[str]:
+    """Yields the texts of a chain of thought of the form `chain` (one of CHAINS), in order; none if `chain` is None."""
     if chain == "operations":
         yield question.states[0]
     for (begin, end), state in zip(question.spans[1:], question.states[1:], strict=True) if chain else ():
@@ -181,14 +191,14 @@ def _written(question: Question, chain: str | None) -> Iterator[str]:
 
 
 def _token_of(encoding: Encoding, char: int) -> int:
-    """Returns the index of the token that holds a character."""
+    """Returns the index of the token that contains character number `char` of the encoded text."""
     token = encoding.char_to_token(char)
     assert token is not None, f"no token holds character {char}"
     return token
 
 
 def _end_of_prompt(question: Question, encoding: Encoding) -> int:
-    """Returns the number of prompt tokens; the answer's tokens begin there."""
+    """Returns the number of tokens of the question without its answer. Raises: ValueError if a token contains both."""
     count = _token_of(encoding, len(question.text.rstrip()) - 1) + 1
     if encoding.offsets[count - 1][1] > len(question.text):
         raise ValueError(
@@ -198,24 +208,24 @@ def _end_of_prompt(question: Question, encoding: Encoding) -> int:
 
 
 def _closing_token(question: Question, encoding: Encoding) -> int:
-    """Returns the first token after the last operation that begins with, or follows, a space."""
+    """Returns the index of the first token after the last operation that begins with, or follows, a space."""
     end = question.spans[-1][1]
     space = question.text.find(" ", end)
     if space < 0:
         raise ValueError(f"{question.text!r} has no words after its last operation, to set pads before; use phase=0")
-    holder = encoding.char_to_token(space)
-    closing = _token_of(encoding, space + 1) if holder is None else holder
+    token_of_space = encoding.char_to_token(space)  # None if no token contains the space
+    closing = _token_of(encoding, space + 1) if token_of_space is None else token_of_space
     return max(closing, _token_of(encoding, end - 1) + 1)
 
 
 def _encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:
-    """Returns `encode_strictly` with a memory, because a set of examples has few different states."""
+    """Returns `encode_strictly` for this tokenizer, with a cache, because examples share most texts to think."""
     known: dict[str, list[int]] = {}
 
-    def say(text: str) -> list[int]:
-        """Returns the token ids of a text."""
+    def encode(text: str) -> list[int]:
+        """Returns the token ids of `text`, from the cache if the text was encoded before."""
         if text not in known:
             known[text] = encode_strictly(tokenizer, text)
         return known[text]
 
-    return say
+    return encode

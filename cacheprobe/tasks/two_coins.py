@@ -1,4 +1,4 @@
-"""Two coins: the question is about one of them, which is named before or after the story.
+"""Generates questions on two coins: people flip either coin, and the question is which side one of the coins shows.
 
 Source: Amos et al. 2026, Thinking States, arXiv 2602.08332, on state ambiguity: if the question comes last, a thought
 cannot know which quantity will matter.
@@ -29,8 +29,11 @@ def two_coins_question(
     says: str = "both",
     question_first: bool = False,
 ) -> Question:
-    """Returns the question for coins that start as `initial`, red then blue, after `events`: (name, coin, whether it
-    flips)."""
+    """Returns the Question for the side of the coin `asked` ("red" or "blue"), after `events`.
+
+    initial: sides of the red and the blue coin at the start.  events: (name, coin, True if the person flips the coin).
+    says, question_first: as in `TwoCoins`.
+    """
     sides: dict[str, str] = dict(zip(COINS, initial, strict=True))
     question = f"What's the {asked} coin's state?"
     writer = Writer(f"{question} " if question_first else "")
@@ -58,10 +61,10 @@ def two_coins_question(
 @register("tasks", "two_coins")
 @dataclass(frozen=True)
 class TwoCoins(CoinTask):
-    """`people` with random names each flip, or do not, one of two coins; the model is asked for the state of one.
+    """Generates questions on a red and a blue coin: `people` each flip one coin, or do not; one coin is asked about.
 
-    Of examples 0 and 1, 2 and 3, ..., one is heads and one tails. The same seed gives the same stories and questions
-    for both places of the question.
+    Of examples 0 and 1, 2 and 3, ..., one has the answer heads and one tails.
+    question_first: True puts the question before the story, False after it. Equal seeds give equal stories for both.
     says: the thought after each operation: the state of "both" coins, of the coin "named" in the operation ("red
     tails"), or of the coin that is "asked" about, which is unknown until the question has been read.
     distinct: no name occurs twice in a question.
@@ -85,21 +88,21 @@ class TwoCoins(CoinTask):
         check_names(self.names, needed, why, "give more names or fewer people, or distinct=False")
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns all words of this task's texts, sorted."""
+        """Returns the sorted tuple of all words of the texts on two coins, for `word_tokenizer`."""
         events = [("", coin, flipped) for coin in COINS for flipped in (True, False)]
         questions = [two_coins_question((side, side), events, coin) for side in STATES for coin in COINS]
         return vocabulary_of([*(question.text + question.answer for question in questions), *self.names])
 
     def example(self, index: int, seed: int = 0) -> Example:
-        """Returns example `index` of the set `seed`."""
+        """Returns Example number `index` of seed `seed`: people, flips, sides and the coin in question are random."""
         key = f"two_coins/{seed}"
         rng = Random(f"{key}/{index}")
         asked = pick(rng, COINS)
-        other_side = pick(rng, STATES)
+        side_of_other = pick(rng, STATES)
         names = draw(rng, self.names, self.people, self.distinct)
         events = [(name, pick(rng, COINS), rng.random() < self.flip_probability) for name in names]
         side = STATES[balanced_side(key, index)]
-        for _, coin, flipped in events:  # from the answer back to the start
+        for _, coin, flipped in events:  # undoes the flips, from the answer to the side at the start
             side = turned(side) if flipped and coin == asked else side
-        initial = [side if coin == asked else other_side for coin in COINS]
+        initial = [side if coin == asked else side_of_other for coin in COINS]
         return Example(two_coins_question(initial, events, asked, self.says, self.question_first))

@@ -1,7 +1,7 @@
-"""Variables: integers are set, then added to each other, and the model is asked for the value of one.
+"""Generates questions on variables: integers are set and added to each other; the question is for one value.
 
 Source: Amos et al. 2026, Thinking States, arXiv 2602.08332, on state tracking; the paper does not give the number of
-variables or their range. Here values are modulo `modulus`, which the text does not mention.
+variables or their range. Values are taken modulo `modulus`, which the text of a question does not mention.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ def variables_question(
     question_first: bool = False,
     fillers: Sequence[str] = (),
 ) -> Question:
-    """Returns the question for variables a, b, ... set to `initial`, after `events`: (changed, added), as in a = a + b.
+    """Returns the Question for the value of variable `asked`, after `events` changed the variables a, b, ...
 
-    States are the values in the order of the variables. fillers: words after each event, with a leading space.
+    initial: the values of a, b, ... before the events.
+
+    events: (changed, added) variables, as in a = a + b; values are modulo `modulus`.  says, question_first: as in
+    `Variables`.  fillers: the words after each event, with a leading space. States are the values of all variables.
     """
     values = dict(zip(ascii_lowercase, initial, strict=False))
     question = f"What is {asked}?"
@@ -63,13 +66,13 @@ def variables_question(
 @register("tasks", "variables")
 @dataclass(frozen=True)
 class Variables(CountedTask):
-    """`variables` integers a, b, ... set at random, then `updates` such as a = a + b with two different variables.
+    """Generates questions on `variables` random integers a, b, ... that `updates` additions (a = a + b) change.
 
-    All values are modulo `modulus`. Every value of the variable in the question is equally likely, because an update is
-    invertible.
+    Every update has two different variables. All values are modulo `modulus`. Every answer is equally likely,
+    because an update is invertible.
     says: the thought after an update: the new "value" ("7"), or the whole "assignment" ("a = 7").
-    question_first: the question stands before the rest, not after it.
-    jitter: up to this many filler words after each update, so that updates fall anywhere in a chunk.
+    question_first: True puts the question before the story, False after it.
+    jitter: largest number of filler words after each update, drawn at random, so that updates end anywhere in a chunk.
     """
 
     updates: int = 4
@@ -93,16 +96,16 @@ class Variables(CountedTask):
 
     @property
     def chance(self) -> float:
-        """Accuracy of a uniform guess among the answers."""
+        """Accuracy of a uniform guess among the possible answers: 1 / `modulus`."""
         return 1 / self.modulus
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns all words of this task's texts, sorted."""
+        """Returns the sorted tuple of all words of the texts on variables, for `word_tokenizer`."""
         names, numbers = ascii_lowercase[: self.variables], map(str, range(self.modulus))
         return vocabulary_of(["What is? A: =, +.", *names, *numbers, *(FILLERS if self.jitter else ())])
 
     def example(self, index: int, seed: int = 0) -> Example:
-        """Returns example `index` of the set `seed`."""
+        """Returns Example number `index` of seed `seed`: values, updates and the variable to ask for are random."""
         rng = Random(f"variables/{seed}/{index}")
         names = ascii_lowercase[: self.variables]
         initial = [int(rng.random() * self.modulus) for _ in names]

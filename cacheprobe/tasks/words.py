@@ -1,4 +1,4 @@
-"""A word-level tokenizer for task texts: every word, punctuation mark and line break is one token."""
+"""Makes a word-level tokenizer for task texts: every word, punctuation mark and line break is one token."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ if TYPE_CHECKING:
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 SPECIAL_TOKENS = (PAD, EOS, UNKNOWN)
-"""Their ids are 0, 1 and 2."""
+"""Special tokens, with the ids 0, 1 and 2."""
 
 MARKS = ".,;:?!"
 WORD = rf"[{MARKS}\n]|[^\s{MARKS}]+"
-"""A token. Apostrophes, quotes, hyphens and signs such as = belong to the adjacent word."""
+"""Regular expression of a token. Apostrophes, quotes, hyphens and signs such as = belong to the adjacent word."""
 
 UNSPACED = rf" (?=[{MARKS}\n])|(?<=\n) "
-"""Matches the spaces to remove when decoding: before a mark, and beside a line break."""
+"""Regular expression of the spaces that decoding removes: before a mark, and on both sides of a line break."""
 
 
 def split_words(text: str) -> list[str]:
-    """Returns the tokens of a text as words, for any vocabulary.  Twin: the tokenizer's own splitting, ==."""
+    """Returns the list of words, punctuation marks and line breaks in a text.  Twin: the tokenizer's splitting, ==."""
     return re.findall(WORD, text)
 
 
 def vocabulary_of(texts: Iterable[str]) -> tuple[str, ...]:
-    """Returns all words of `texts`, sorted by code point: the same on every machine."""
+    """Returns the different words of `texts` as a tuple, sorted by code point: the order is equal on every machine."""
     return tuple(sorted({word for text in texts for word in split_words(text)}))
 
 
 def word_tokenizer(vocabulary: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token for each word of `vocabulary`, numbered from 3 in the given order.
+    """Returns a transformers tokenizer with one token for each word of `vocabulary`, numbered from 3 in this order.
 
-    <pad> is 0, <eos> 1, <unk> 2; encoding adds none of them. A word is the same token with or without a space before
-    it. Decoding puts one space between words and none before a mark, which restores every task's texts.
-    A text with other words is encoded with <unk>; `encode_strictly` refuses it.
+    <pad> is 0, <eos> 1, <unk> 2; encoding adds no special token. A word is the same token with or without a space
+    before the word. Decoding puts one space between words and none before a mark, which restores every task's texts.
+    Encoding turns other words into <unk>; `encode_strictly` raises an error for such a text.
+    Raises: ValueError for an empty vocabulary, a repeated word, or an entry that is not a single word or mark.
     """
     for word in vocabulary:
         if split_words(word) != [word] or any(token in word for token in SPECIAL_TOKENS):
@@ -54,18 +55,19 @@ def word_tokenizer(vocabulary: Sequence[str]) -> PreTrainedTokenizerFast:
     numbered = {word: index for index, word in enumerate((*SPECIAL_TOKENS, *vocabulary))}
     tokenizer = Tokenizer(models.WordLevel(numbered, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), behavior="removed", invert=True)
-    joined = decoders.WordPiece(prefix=" ", cleanup=False)  # no word begins with a space: all are set apart by one
+    # WordPiece puts one space before every token that does not begin with `prefix`, and no word begins with a space
+    joined = decoders.WordPiece(prefix=" ", cleanup=False)
     tokenizer.decoder = decoders.Sequence([joined, decoders.Fuse(), decoders.Replace(Regex(UNSPACED), "")])
     return _wrapped(tokenizer)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, path: str | Path) -> None:
-    """Writes the tokenizer as one plain JSON file, such as tokenizer.json; `save_pretrained` works as well."""
+    """Writes a word tokenizer to `path` as one JSON file, such as tokenizer.json; `save_pretrained` works as well."""
     tokenizer.backend_tokenizer.save(str(path))
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
-    """Reads the tokenizer that `save_tokenizer` wrote."""
+    """Returns the word tokenizer in a JSON file of `save_tokenizer`. Raises: ValueError for a file of other content."""
     from tokenizers import Tokenizer
 
     text = Path(path).read_text(encoding="utf-8")
@@ -80,8 +82,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
 
 
 def encode_strictly(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """Returns the token ids of a text without special tokens. Raises: ValueError for a word that the tokenizer does not
-    know."""
+    """Returns the token ids of a text, without special tokens. Raises: ValueError for a word outside the vocabulary."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     refuse_unknown(tokenizer, text, encoded["input_ids"], encoded["offset_mapping"])
     return list(encoded["input_ids"])
@@ -90,7 +91,10 @@ def encode_strictly(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 def refuse_unknown(
     tokenizer: PreTrainedTokenizerFast, text: str, token_ids: Sequence[int], offsets: Sequence[tuple[int, int]]
 ) -> None:
-    """Raises: ValueError if one of the tokens of `text`, at character `offsets`, is the unknown token."""
+    """Checks an encoded text. Raises: ValueError, with the first unknown word, if a token id is that of <unk>.
+
+    offsets: characters (start, end) of each token in `text`.
+    """
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown not in token_ids:
         return
@@ -104,6 +108,7 @@ def refuse_unknown(
 
 
 def _wrapped(tokenizer) -> PreTrainedTokenizerFast:
+    """Returns a transformers tokenizer for a tokenizer of the `tokenizers` library, with the special tokens set."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(

@@ -1,1 +1,1 @@
-"""Holds the tables and states of one run; saves, loads and migrates them."""
+"""Defines the trace of a run: its tables and captured states; saves, loads and migrates traces."""

@@ -1,4 +1,4 @@
-"""Collects activations of attention heads: one tensor for each pass, site and layer, joined at the end of the run.
+"""Collects activations of attention heads during a run: one tensor for each pass, site and layer, joined at the end.
 
 Patterns are ragged: a row at position p keeps only its weights on positions 0 to p.
 """
@@ -14,72 +14,90 @@ from cacheprobe.core.hook_names import PATTERN
 
 @dataclass
 class HeadBlock:
-    """Head activations of one pass, for the rows that are kept."""
+    """Holds the activations of attention heads that were captured in one pass, by (site, layer)."""
 
     dtype: torch.dtype
     index: Tensor
-    """[n]: batch_index x width + slot of each kept row."""
+    """[n]: batch index x width + slot of each kept row."""
     positions: Tensor
-    """[n] absolute positions."""
-    held: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    """[n] absolute positions of the kept rows."""
+    activations: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def size(self, site: str) -> int:
-        """Returns the number of entries of one head: of rows, or of weights of all rows."""
+        """Returns the number of values per head in this pass: the number of kept rows; at site "pattern", the number of
+        weights.
+        """
         return len(self.index) if site != PATTERN else int((self.positions + 1).sum())
 
     def keep(self, site: str, layer: int, value: Tensor) -> None:
-        """Copies the kept rows from [b, t, h, d], or from a pattern [b, h, t, s] over the cache's slots."""
+        """Copies the head activations of the kept rows, at one site and layer, into this block, on the CPU.
+
+        value: [b, t, h, d]; for a pattern, [b, h, t, s] over all cache slots, of which only slots 0 to p are kept.
+        """
         if site == PATTERN:
             width = value.shape[2]
-            rows = value[self.index // width, :, self.index % width]  # [n, h, s]
+            weights = value[self.index // width, :, self.index % width]  # [n, h, s]
             is_seen = torch.arange(value.shape[3], device=value.device) <= self.positions[:, None]
-            taken = rows.masked_select(is_seen[:, None])  # row by row, and head by head in each
+            kept = weights.masked_select(is_seen[:, None])  # in order of row, then head
         else:
-            taken = value.flatten(0, 1)[self.index]
-        self.held[site, layer] = taken.to("cpu", self.dtype)
+            kept = value.flatten(0, 1)[self.index]
+        self.activations[site, layer] = kept.to("cpu", self.dtype)
 
 
 class HeadBlocks:
-    """Head activations of a run: sites q, k, v and z as [n, h, d] for each layer, patterns as one flat tensor."""
+    """Collects the activations of attention heads of a run, pass by pass: q, k, v and z as [n, h, d], patterns flat."""
 
     def __init__(self, sites: Sequence[str], layers: Sequence[int], dtype: torch.dtype) -> None:
         self.sites, self.layers, self.dtype = tuple(sites), tuple(layers), dtype
         self._passes: list[HeadBlock] = []
 
     def open(self, index: Tensor, positions: Sequence[int]) -> HeadBlock:
-        """Returns a new block for a pass. index, positions: of its kept rows, ordered by batch index, then slot."""
+        """Adds a new, empty HeadBlock for the pass that begins, and returns that block.
+
+        index: batch index x width + slot of each kept row, ascending.  positions: absolute positions of these rows.
+        """
         self._passes.append(HeadBlock(self.dtype, index, torch.tensor(positions, device=index.device)))
         return self._passes[-1]
 
     def drop_last(self) -> None:
-        """Discards the newest pass, which failed."""
+        """Discards the head activations of the newest pass, because that pass failed."""
         self._passes.pop()
 
     def joined(self) -> dict[tuple[str, int], Tensor]:
-        """Returns [n, h, d] by site and layer, a pattern flat; NaN for a pass that ended before the layer."""
+        """Returns the head activations of all passes, by (site, layer): [n, h, d]; a pattern as one flat tensor.
+
+        Rows of a pass that ended before the layer are NaN. The blocks are emptied, so this can be called once.
+        """
         return {(site, layer): self._joined(site, layer) for site in self.sites for layer in self.layers}
 
     def _joined(self, site: str, layer: int) -> Tensor:
-        held = [(one, one.held.pop((site, layer), None)) for one in self._passes]
-        ran = next(((one, tensor) for one, tensor in held if tensor is not None), None)
+        """Returns the activations of one site and layer, joined over all passes; an empty tensor if no pass reached the
+        layer.
+        """
+        by_pass = [(block, block.activations.pop((site, layer), None)) for block in self._passes]
+        ran = next(((block, tensor) for block, tensor in by_pass if tensor is not None), None)
         if ran is None:
             return torch.empty(0, dtype=self.dtype)
-        one, like = ran
-        shape = like.shape[1:] if site != PATTERN else ()
-        heads = 1 if site != PATTERN else len(like) // one.size(PATTERN)
+        block, example = ran
+        shape = example.shape[1:] if site != PATTERN else ()
+        heads = 1 if site != PATTERN else len(example) // block.size(PATTERN)
 
-        def absent(one: HeadBlock) -> Tensor:
-            """Returns NaN for a pass that did not reach the layer."""
-            return torch.full((heads * one.size(site), *shape), torch.nan, dtype=self.dtype)
+        def absent(block: HeadBlock) -> Tensor:
+            """Returns a tensor of NaN in the shape of one pass's head activations, for a pass that did not reach the
+            layer.
+            """
+            return torch.full((heads * block.size(site), *shape), torch.nan, dtype=self.dtype)
 
-        return torch.cat([absent(one) if tensor is None else tensor for one, tensor in held])
+        return torch.cat([absent(block) if tensor is None else tensor for block, tensor in by_pass])
 
 
 def ragged_starts(positions: Tensor, numel: int) -> tuple[Tensor, int]:
-    """Returns the offset of each row in a flat pattern, [n + 1], and the number of heads.
+    """Returns the offset of each row in a flat tensor of attention patterns, [n + 1], and the number of heads.
 
-    positions: of the rows, in stored order.  numel: entries of the flat pattern.
-    Raises: ValueError if the number of entries does not fit these rows.
+    positions: of the n rows, in stored order; a row at position p has p + 1 weights for each head.  numel: size of the
+    flat
+    tensor.
+    Raises: ValueError if the size does not fit these rows.
     """
     lengths = positions + 1
     total = int(lengths.sum())

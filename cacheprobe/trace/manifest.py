@@ -1,6 +1,6 @@
-"""Reads and checks the manifest of a saved run. A save writes the manifest last, so a run without one is incomplete.
+"""Reads and checks manifest.json of a saved run. A save writes the manifest last, so a run without one is incomplete.
 
-Loads no torch.
+Does not import torch.
 """
 
 import hashlib
@@ -16,21 +16,23 @@ MANIFEST = "manifest.json"
 
 
 class TraceError(ValueError):
-    """Raised for a directory without a readable trace; the message says why and what to do."""
+    """Raised for a directory without a readable trace. The message says why, and what to do."""
 
 
 def read_manifest(directory: Path) -> JsonDict:
-    """Returns a run's manifest, migrated to today's format by `trace.migrate`.
+    """Returns the manifest of a saved run as a dict, migrated to the newest trace format.
 
-    Raises: TraceError for a directory without a manifest, or with a format version that this code does not know.
+    Raises: TraceError if the directory has no manifest, or the manifest is not readable, belongs to another program, or
+    has
+    a format version that this code does not know.
     """
     path = directory / MANIFEST
     if not directory.is_dir():
         raise TraceError(f"{directory} is not a directory; give the directory that a run was saved in")
     if not path.exists():
-        if inside := runs_in(directory):
+        if runs := runs_in(directory):
             raise TraceError(
-                f"{directory} holds runs: {_listed(inside)}; give one of them, such as {directory / inside[0]}"
+                f"{directory} holds runs: {_listed(runs)}; give one of them, such as {directory / runs[0]}"
             )
         raise TraceError(f"{directory} has no {MANIFEST}: the run was not saved to its end; run it again")
     try:
@@ -49,22 +51,27 @@ def read_manifest(directory: Path) -> JsonDict:
 
 
 def runs_in(folder: Path) -> list[str]:
-    """Returns the sorted names of the runs inside a folder; if there are none, of the runs in its folders (shards/x of
-    a sweep).
+    """Returns the names of the saved runs inside a folder, sorted, as relative paths.
+
+    If the folder contains none, returns the runs one level deeper, such as shards/x of a sweep; [] if there are none.
     """
     for pattern in (f"*/{MANIFEST}", f"*/*/{MANIFEST}"):
-        if found := sorted(path.parent.relative_to(folder).as_posix() for path in folder.glob(pattern)):
-            return found
+        if names := sorted(path.parent.relative_to(folder).as_posix() for path in folder.glob(pattern)):
+            return names
     return []
 
 
 def _listed(names: list[str], most: int = 8) -> str:
+    """Returns the first `most` names as text, separated by commas, and the number of further names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def require_whole(directory: Path, manifest: JsonDict) -> None:
-    """Checks that every file of the manifest is there. Raises: TraceError for a file that is missing or cut short."""
+    """Checks that every file named in the manifest exists and has the recorded size.
+
+    Raises: TraceError for the first file that is missing or has another size.
+    """
     for name, size in manifest["files"].items():
         path = directory / name
         if not path.exists():
@@ -76,16 +83,17 @@ def require_whole(directory: Path, manifest: JsonDict) -> None:
 
 
 def sha256_of_manifest(manifest: JsonDict) -> str:
-    """Returns the SHA-256 of a manifest's content without its own checksum."""
-    said = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    """Returns the SHA-256 digest, as hex text, of a manifest without its own field "manifest_sha256"."""
+    content = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def damaged_files(directory: Path) -> tuple[int, list[str]]:
-    """Returns (number of files compared with their checksums, one sentence for each file that differs).
+    """Compares the files of a saved run with their SHA-256 checksums.
 
-    A run of trace format 3 or older has no checksums: 0 files are compared.
-    Raises: TraceError for an unreadable manifest, and for a file that is missing or cut short.
+    Returns (number of files compared, one sentence for each file that differs). A run of trace format 3 or older has no
+    checksums: 0 files are compared.
+    Raises: TraceError for an unreadable manifest, and for a file that is missing or has another size.
     """
     manifest = read_manifest(directory)
     require_whole(directory, manifest)

@@ -1,4 +1,5 @@
-"""Migrates the manifest and tables of an older trace format to today's, one version at a time. Loads no torch.
+"""Migrates the manifest and tables of an older trace format to the newest, one version at a time. Does not import
+torch.
 
     1   tokens, rows, readings, events, ledger, states at S, T and C
     2   arrivals, samples and preemptions; log-probabilities of committed tokens; thoughts
@@ -9,7 +10,7 @@
     7   the status superseded, named candidate before; the path "fast", named "twin" before
 
 The files on the disk do not change. What an older version did not record is listed in `meta["missing"]`, so a request
-for it raises an error and does not return an empty answer. `Trace.save` writes today's format.
+for it raises an error and does not return an empty answer. `Trace.save` writes the newest format.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,6 +27,9 @@ _NO_LOGPROBS = "trace format 1 did not record them; run it again"
 
 
 def _from_1(old: Manifest) -> Manifest:
+    """Migrates a manifest from trace format 1 to 2: adds arrivals, samples, preemptions, and a note on
+    log-probabilities.
+    """
     requests = [{"arrival_step": 0, "sample_of": None, **request} for request in old["requests"]]
     meta = {"preemptions": [], "errors": {}, **old["meta"]}
     meta["missing"] = {"log-probabilities": _NO_LOGPROBS, **meta.get("missing", {})}
@@ -33,31 +37,39 @@ def _from_1(old: Manifest) -> Manifest:
 
 
 def _from_2(old: Manifest) -> Manifest:
-    """Adds fields that came in the course of version 2, so a run of that version may have them or not."""
+    """Migrates a manifest from trace format 2 to 3. Adds fields that only later runs of version 2 have, if they are
+    missing.
+    """
     later = {"errors": {}, "thought_layer": None, "thinking": None, "cache_row_bytes": None}
     capture = {"heads": (), **old["meta"]["capture"]}
     return {**old, "format_version": 3, "heads": [], "meta": {**later, **old["meta"], "capture": capture}}
 
 
 def _from_3(old: Manifest) -> Manifest:
-    """Adds empty checksums and self-checks: version 3 stored neither."""
+    """Migrates a manifest from trace format 3 to 4: adds empty checksums and self-checks, because version 3 stored
+    neither.
+    """
     meta = {"self_checks": {"compared": 0, "differences": []}, **old["meta"]}
     return {**old, "format_version": 4, "meta": meta, "sha256": {}, "manifest_sha256": None}
 
 
 def _from_4(old: Manifest) -> Manifest:
-    """Raises the version only: the tables are migrated when they are read."""
+    """Migrates a manifest from trace format 4 to 5: only the version changes; the tables are migrated when they are
+    read.
+    """
     return {**old, "format_version": 5}
 
 
 def _from_5(old: Manifest) -> Manifest:
-    """Renames the setting kv_rows to max_kv_tokens."""
+    """Migrates a manifest from trace format 5 to 6: renames the setting kv_rows to max_kv_tokens."""
     config = {"max_kv_tokens" if name == "kv_rows" else name: value for name, value in old["meta"]["config"].items()}
     return {**old, "format_version": 6, "meta": {**old["meta"], "config": config}}
 
 
 def _from_6(old: Manifest) -> Manifest:
-    """Renames the path "twin" to "fast"; `renamed_status` migrates the tables when they are read."""
+    """Migrates a manifest from trace format 6 to 7: renames the path "twin" to "fast". `renamed_status` migrates the
+    tables.
+    """
     meta = dict(old["meta"])
     if meta["fingerprint"].get("path") == "twin":
         meta["fingerprint"] = {**meta["fingerprint"], "path": "fast"}
@@ -79,9 +91,10 @@ OLDEST, NEWEST = min(_STEPS), max(_STEPS) + 1
 
 
 def migrated(manifest: Manifest) -> Manifest:
-    """Returns the manifest in today's format, with its own version as `stored_version`.
+    """Returns the manifest of a saved run in the newest trace format; its field `stored_version` is the version on the
+    disk.
 
-    Its version must be one of OLDEST to NEWEST.
+    The version must be one of OLDEST to NEWEST.
     """
     manifest = {**manifest, "stored_version": manifest["format_version"]}
     while manifest["format_version"] < NEWEST:
@@ -90,8 +103,8 @@ def migrated(manifest: Manifest) -> Manifest:
 
 
 def migrated_events(events: pd.DataFrame) -> pd.DataFrame:
-    """Returns the events table with all of today's columns; log-probabilities that were not recorded are empty
-    lists.
+    """Returns the events table with a column committed_logprobs_nats, whose cells are empty lists if none were
+    recorded.
     """
     if "committed_logprobs_nats" in events.columns:
         return events
@@ -107,17 +120,19 @@ def migrated_events(events: pd.DataFrame) -> pd.DataFrame:
 
 
 def migrated_rows(rows: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapping[int, int]) -> pd.DataFrame:
-    """Returns the rows table of a run before format 5 with visible tokens, and with the status `given_up`.
+    """Returns the rows table of a run stored before trace format 5, as a newer version would have written it.
 
-    Before format 5, given-up rows had the status `rolled_back`. A decode row was given up if the newest draft token at
-    its position had no verdict. Rows of verify passes always had one, since rows of a failed pass were never kept.
+    Token texts become visible, and some rows get the status `given_up`: a draft token without a verdict. Before format
+    5,
+    these rows had the status `rolled_back`. A decode row was given up if the newest draft token at its position had no
+    verdict. Rows of verify passes always had a verdict, because rows of failed passes were not stored.
     """
     history = token_history(events)
     position = history.place + history.request_id.map(prompt_lengths)
     drafts = history[history.outcome.fillna("") != "committed"].assign(position=position)
-    lost = rows[(rows.status == "rolled_back") & (rows.phase == "decode")]
-    fed = lost[["row", "request_id", "position", "step"]].merge(drafts, on=["request_id", "position"])
-    newest = fed[fed.born < fed.step].sort_values("born").drop_duplicates("row", keep="last")
+    rolled_back = rows[(rows.status == "rolled_back") & (rows.phase == "decode")]
+    with_drafts = rolled_back[["row", "request_id", "position", "step"]].merge(drafts, on=["request_id", "position"])
+    newest = with_drafts[with_drafts.born < with_drafts.step].sort_values("born").drop_duplicates("row", keep="last")
     given_up = newest[(newest.outcome.isna() | (newest.outcome == "given_up").fillna(False)).to_numpy(dtype=bool)].row
     is_given_up = rows.row.isin(given_up)
     changed = {name: rows[name].mask(is_given_up, "given_up") for name in ("role", "status")}
@@ -125,8 +140,9 @@ def migrated_rows(rows: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapp
 
 
 def renamed_status(table: pd.DataFrame, stored_version: int) -> pd.DataFrame:
-    """Returns rows, readings or thoughts with the status `superseded` in place of `candidate`, its name before format
-    7.
+    """Returns a table of rows, readings or thoughts in which the status `candidate` is renamed to `superseded`.
+
+    The status had its old name before trace format 7; a newer table is returned unchanged.
     """
     if stored_version >= 7:
         return table
@@ -134,8 +150,12 @@ def renamed_status(table: pd.DataFrame, stored_version: int) -> pd.DataFrame:
 
 
 def migrated_readings(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns readings or thoughts of a run before format 5, with the role and status of their migrated rows."""
-    about = rows.set_index("row").loc[readings.row]
-    there = [name for name in ("token", "committed_token") if name in readings.columns]
-    tokens = {name: readings[name].map(visible, na_action="ignore") for name in there}
-    return readings.assign(role=about.role.to_numpy(), status=about.status.to_numpy(), **tokens)
+    """Returns the lens readings or thoughts of a run before trace format 5, with the role and status of their migrated
+    rows.
+
+    rows: as from `migrated_rows`. Token texts become visible, as in newer runs.
+    """
+    row_info = rows.set_index("row").loc[readings.row]
+    text_columns = [name for name in ("token", "committed_token") if name in readings.columns]
+    tokens = {name: readings[name].map(visible, na_action="ignore") for name in text_columns}
+    return readings.assign(role=row_info.role.to_numpy(), status=row_info.status.to_numpy(), **tokens)

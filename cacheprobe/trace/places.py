@@ -1,4 +1,4 @@
-"""Checks whether a run may be saved in a directory, before anything is computed or written. Loads no torch."""
+"""Checks whether a run may be saved in a directory, before anything is computed or written. Does not import torch."""
 
 import json
 from itertools import chain, count
@@ -11,48 +11,49 @@ KINDS = ("states", "rows", "hypotheses", "events", "ledger", "thoughts", "tokens
 
 
 def require_free(directory: Path, overwrite: bool = False) -> None:
-    """Checks that a run may be saved in this directory: it is absent, empty, or left by an unfinished save.
+    """Checks that a run may be saved in this directory: it does not exist, is empty, or has only files of an unfinished
+    save.
 
-    overwrite: the directory may hold a run too, which the new one replaces.
-    Raises: TraceError for a file, for a directory with a run unless `overwrite`, and for one with other files.
+    overwrite: the directory may also contain a complete run, which the new one replaces.
+    Raises: TraceError if the path is a file, if the directory contains a run (unless `overwrite`) or other files.
     """
     if not directory.exists():
         return
     if not directory.is_dir():
         raise TraceError(f"{directory} is a file; choose a directory to save the run in")
     if (directory / MANIFEST).exists():
-        held = _described(directory)
+        description = _run_description(directory)
         if not overwrite:
             raise TraceError(
-                f"{directory} already holds a run ({held}); choose another directory, or replace the run with "
+                f"{directory} already holds a run ({description}); choose another directory, or replace the run with "
                 "--overwrite (in Python: save(..., overwrite=True))"
             )
         return
-    strangers = [path.name for path in directory.iterdir() if not is_of_a_run(path.name)]
-    if strangers:
+    other_files = [path.name for path in directory.iterdir() if not is_of_a_run(path.name)]
+    if other_files:
         raise TraceError(
-            f"{directory} holds files that are not a trace, such as {strangers[0]}; choose an empty directory"
+            f"{directory} holds files that are not a trace, such as {other_files[0]}; choose an empty directory"
         )
 
 
 def free_beside(directory: Path) -> Path:
-    """Returns `directory`, or else NAME-stopped, NAME-stopped-2 and so on beside it: the first that holds no run."""
+    """Returns the first directory without a run among `directory`, NAME-stopped, NAME-stopped-2, ... next to it."""
     numbers = (f"-{n}" for n in count(2))
-    beside = (directory.with_name(f"{directory.name}-stopped{number}") for number in chain([""], numbers))
-    return next(place for place in chain([directory], beside) if not (place / MANIFEST).exists())
+    alternatives = (directory.with_name(f"{directory.name}-stopped{number}") for number in chain([""], numbers))
+    return next(path for path in chain([directory], alternatives) if not (path / MANIFEST).exists())
 
 
 def is_of_a_run(name: str) -> bool:
-    """Returns whether a file of this name may belong to a saved run, or is the run's report."""
+    """Returns True if a file of this name may belong to a saved run, or is its report or a temporary file of either."""
     stem = name.removesuffix(".tmp")
     is_data = stem.endswith((".parquet", ".safetensors")) and stem.startswith(tuple(f"{kind}-" for kind in KINDS))
     return is_data or stem in (MANIFEST, "report.html")
 
 
-def _described(directory: Path) -> str:
-    """Returns the model and number of requests of the run in this directory, or a note that its manifest is unreadable.
+def _run_description(directory: Path) -> str:
+    """Returns the model and the number of requests of the run in this directory as text, for an error message.
 
-    Raises: TraceError if manifest.json is another program's.
+    Raises: TraceError if manifest.json belongs to another program.
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))

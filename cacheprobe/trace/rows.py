@@ -1,11 +1,11 @@
-"""Defines the records that become a trace's tables of rows and of the ledger."""
+"""Defines the records that become a trace's tables of rows and of cache changes."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class RowRecord:
-    """One token of one pass: its position, and later its role and status."""
+    """Holds one token of one pass: request, step, phase, position, token id. Role and status are filled in later."""
 
     request_id: int
     step: int
@@ -14,14 +14,16 @@ class RowRecord:
     token_id: int
     num_layers: int
     state_index: int
-    """Index among the stored vectors; -1 if a filter dropped the row."""
+    """Index among the stored vectors; -1 if a capture filter dropped the row."""
     role: str = ""
     status: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerChange:
-    """Change of the provenance of cache rows start..end-1 of a request in one step."""
+    """Holds one change in a request's cache row: in one step, slots start..end-1 got this provenance, such as
+    "verified".
+    """
 
     request_id: int
     step: int

@@ -15,7 +15,7 @@ class CaptureError(RuntimeError):
 
 @dataclass
 class Check:
-    """One identity, and the largest error found so far relative to its tolerance."""
+    """Holds the results of one self-check: its tolerance, the number of rows checked, and the largest error so far."""
 
     name: str
     dtype: str
@@ -25,7 +25,10 @@ class Check:
     """Largest error as a fraction of the tolerance: at most 1."""
 
     def add(self, error: Tensor, allowed: Tensor, step: int) -> None:
-        """Records errors [..] against allowed errors [..]. Raises: CaptureError beyond the tolerance, or on NaN."""
+        """Adds the errors of one pass to this self-check, each compared with its allowed error (tensors of one shape).
+
+        Raises: CaptureError for an error above the allowed one, and for NaN.
+        """
         fraction = torch.where(error == 0, 0.0, error / allowed)
         worst = float(fraction.max()) if fraction.numel() else 0.0
         if worst != worst:
@@ -41,13 +44,13 @@ class Check:
 
 
 def residual_check(dtype: torch.dtype) -> Check:
-    """Returns the check that a block's output is its input plus attention output plus MLP output."""
+    """Returns a new Check for the identity: a block's output = its input + attention output + MLP output."""
     tolerance = "4 eps (|pre| + |T| + |C|)"
     return Check("resid_post = resid_pre + T + C", _name(dtype), tolerance)
 
 
 def check_residual(check: Check, pre: Tensor, attn: Tensor, mlp: Tensor, post: Tensor, step: int) -> None:
-    """Compares post with pre + attn + mlp, elementwise, in the model's dtype.
+    """Checks that `post` equals pre + attn + mlp, elementwise, in the model's dtype. Adds the errors to `check`.
 
     Each of the two additions rounds once, and architectures add in different orders. Two orders differ by at most 2 eps
     of the terms' magnitudes; 4 eps allow for fused additions.
@@ -61,14 +64,15 @@ def check_residual(check: Check, pre: Tensor, attn: Tensor, mlp: Tensor, post: T
 
 
 def lens_check(dtype: torch.dtype) -> Check:
-    """Returns the check that the logit lens at the last layer gives the model's own logits."""
+    """Returns a new Check for the identity: the logit lens at the last layer = the model's own logits."""
     return Check(
         "last layer's Z = the model's own output", _name(dtype), f"{_lens_rtol(dtype):.2g} of the largest logit"
     )
 
 
 def check_lens(check: Check, logits: Tensor, model_logits: Tensor, step: int) -> None:
-    """Compares logits [n, v], read from the last layer's S, with the logits that the model gave.
+    """Checks that logits [n, v], read by the logit lens from the last layer, equal the model's own. Adds errors to
+    `check`.
 
     They need not be bitwise equal: the two matrix products have different numbers of rows, so sums are reordered.
     Raises: CaptureError beyond the tolerance.
@@ -80,15 +84,19 @@ def check_lens(check: Check, logits: Tensor, model_logits: Tensor, step: int) ->
 
 
 def _lens_rtol(dtype: torch.dtype) -> float:
+    """Returns the allowed error of `check_lens`, as a fraction of the row's largest logit."""
     return max(2 * torch.finfo(product_dtype(dtype)).eps, 1e-5)
 
 
 def _name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def self_checks_text(meta: JsonDict) -> str:
-    """Returns how often verify passes were computed twice and compared, for a repr; '' if none was."""
+    """Returns text for a repr: how often verify passes were computed twice and compared, and how many differed; "" if
+    never.
+    """
     counts: JsonDict = meta.get("self_checks") or {"compared": 0}
     if not counts["compared"]:
         return ""

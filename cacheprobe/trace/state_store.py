@@ -1,4 +1,4 @@
-"""Stores captured state vectors by (site, layer): in memory, or in safetensors shards that are opened when needed."""
+"""Stores captured state vectors by (site, layer): in memory, or in safetensors files that are opened when needed."""
 
 from collections.abc import Mapping, Sequence
 from operator import index
@@ -14,7 +14,10 @@ from cacheprobe.core.hook_names import HEAD_SITES, SITES
 
 @runtime_checkable
 class StateStore(Protocol):
-    """[n, m] vectors for each captured (site, layer), all in the order of the rows table's `state_index`."""
+    """Defines the interface of a store of captured states: one tensor [n, m] for each (site, layer).
+
+    The n vectors of every tensor are in the order of `state_index` in the rows table.
+    """
 
     sites: tuple[str, ...]
     heads: tuple[str, ...]
@@ -22,27 +25,27 @@ class StateStore(Protocol):
     layers: tuple[int, ...]
 
     def all_of(self, site: str, layer: int) -> Tensor:
-        """Returns every stored vector of this site and layer: [n, m], or for heads as in `heads`."""
+        """Returns every stored vector of one site and layer, [n, m]; attention heads as in `StateStore.heads`."""
         ...
 
 
 class MemoryStore:
-    """States of a run in memory, as the recorder collected them."""
+    """Holds the captured states of a run in memory, one tensor for each (site, layer)."""
 
     def __init__(self, states: Mapping[tuple[str, int], Tensor]) -> None:
         self._states = dict(states)
-        held = {site for site, _ in states}
-        self.sites = tuple(site for site in SITES if site in held)
-        self.heads = tuple(site for site in HEAD_SITES if site in held)
+        captured = {site for site, _ in states}
+        self.sites = tuple(site for site in SITES if site in captured)
+        self.heads = tuple(site for site in HEAD_SITES if site in captured)
         self.layers = tuple(sorted({layer for _, layer in states}))
 
     def all_of(self, site: str, layer: int) -> Tensor:
-        """Returns every stored vector of this site and layer: [n, m], or for heads as in `StateStore.heads`."""
+        """Returns every stored vector of one site and layer, [n, m]; attention heads as in `StateStore.heads`."""
         return self._states[site, layer]
 
 
 class ShardStore:
-    """States of a saved run. Each (site, layer) is one tensor in one of the shards, read at its first use."""
+    """Reads the captured states of a saved run from its safetensors files (shards), each tensor at its first use."""
 
     def __init__(
         self,
@@ -54,46 +57,50 @@ class ShardStore:
     ) -> None:
         self.sites, self.layers, self.heads = tuple(sites), tuple(layers), tuple(heads)
         self.directory, self._shards = directory, list(shards)
-        self._where: dict[str, str] | None = None
-        self._held: dict[str, Tensor] = {}
+        self._shard_of: dict[str, str] | None = None
+        self._loaded: dict[str, Tensor] = {}
 
     def all_of(self, site: str, layer: int) -> Tensor:
-        """Returns every stored vector of this site and layer, as `MemoryStore.all_of`; reads the shard at first use."""
+        """Returns every stored vector of one site and layer, [n, m]; reads the file at the first call."""
         from safetensors import safe_open
 
         key = tensor_key(site, layer)
-        if key not in self._held:
-            where = self._where
-            if where is None:
-                where = self._where = {}
+        if key not in self._loaded:
+            shard_of = self._shard_of
+            if shard_of is None:
+                shard_of = self._shard_of = {}
                 for shard in self._shards:
                     with safe_open(self.directory / shard, framework="pt") as file:
                         names = set(file.keys())
-                        where.update(dict.fromkeys(names, shard))
-                        if key in names:  # opening it again would take longer than reading
-                            self._held[key] = file.get_tensor(key)
-            if key not in self._held:
-                with safe_open(self.directory / where[key], framework="pt") as file:
-                    self._held[key] = file.get_tensor(key)
-        return self._held[key]
+                        shard_of.update(dict.fromkeys(names, shard))
+                        if key in names:  # read now: opening the file again would take longer than reading
+                            self._loaded[key] = file.get_tensor(key)
+            if key not in self._loaded:
+                with safe_open(self.directory / shard_of[key], framework="pt") as file:
+                    self._loaded[key] = file.get_tensor(key)
+        return self._loaded[key]
 
 
 def tensor_key(site: str, layer: int) -> str:
-    """Returns the name of a (site, layer) in the shards, such as "S.3"."""
+    """Returns the name of a site and layer in the safetensors files, such as "S.3"."""
     return f"{site}.{layer}"
 
 
 def layer_number(layer: SupportsIndex, rows: pd.DataFrame) -> int:
-    """Returns the layer as stored: negative numbers count from the last layer that any of these rows passed."""
+    """Returns the layer number counted from 0. A negative `layer` counts from the last layer that ran for any of these
+    rows.
+
+    A negative number beyond the first layer is returned unchanged.
+    """
     number = index(layer)
     depth = int(max(rows.num_layers, default=0)) if number < 0 else 0
     return number + depth if number >= -depth else number
 
 
 class Blocks:
-    """Collects states during a run: one [layers, n, m] block for each pass and site, joined at the end.
+    """Collects captured states during a run: a tensor [layers, n, m] for each pass and site, joined at the end.
 
-    Hooks copy into the block of the current pass, so no block aliases the model's tensors.
+    Hooks copy into the tensor of the current pass, so no stored state shares memory with the model.
     """
 
     def __init__(self, sites: Sequence[str], layers: Sequence[int], dtype: torch.dtype) -> None:
@@ -104,7 +111,10 @@ class Blocks:
         self._blocks: dict[str, list[Tensor]] = {site: [] for site in sites}
 
     def open(self, num_rows: int, width: int) -> dict[str, Tensor]:
-        """Returns new blocks for a pass, by site, filled with NaN: a layer that does not run stays NaN."""
+        """Adds and returns the tensors of the pass that begins: [layers, num_rows, width] by site, filled with NaN.
+
+        A layer that does not run in this pass stays NaN.
+        """
         new = {s: torch.full((len(self.layers), num_rows, width), torch.nan, dtype=self.dtype) for s in self.sites}
         for site, block in new.items():
             self._blocks[site].append(block)
@@ -113,13 +123,16 @@ class Blocks:
         return new
 
     def drop_last(self) -> None:
-        """Discards the blocks of the newest pass, which failed."""
+        """Discards the states of the newest pass, because that pass failed."""
         self.num_rows -= self._opened.pop()
         for blocks in self._blocks.values():
             blocks.pop()
 
     def joined(self) -> dict[tuple[str, int], Tensor]:
-        """Returns all blocks as one [n, m] tensor for each (site, layer). Frees the blocks site by site."""
+        """Returns the states of all passes as one tensor [n, m] for each (site, layer).
+
+        Frees the memory of each site after joining, so this can be called once.
+        """
         states: dict[tuple[str, int], Tensor] = {}
         for site in self.sites:
             blocks = self._blocks.pop(site)

@@ -55,11 +55,11 @@ _THOUGHT_STATES = "thoughts-{}.safetensors"
 
 
 def save_trace(trace: TraceData, directory: Path, *, run_id: str | None = None, overwrite: bool = False) -> Path:
-    """Writes a trace into `directory`, which is created if absent.
+    """Writes a trace into `directory`, creating the directory if needed, and returns `directory`.
 
     run_id: last part of file names; random by default, so that an earlier run there stays complete until the end. With
     a
-        given id the names are reproducible; use one only for a directory without a run.
+    given id the names are reproducible; use one only for a directory without a run.
     overwrite: replace a run in `directory`, and delete the report that was drawn of it.
     Raises: TraceError, before anything is written, for a file, for a directory with a run, and for one with other
     files.
@@ -71,7 +71,7 @@ def save_trace(trace: TraceData, directory: Path, *, run_id: str | None = None, 
     checksums: dict[str, str] = {}
 
     def write(name: str, fill: Callable[[Path], object]) -> None:
-        """Writes one file and records its size and checksum."""
+        """Writes one file of the run and records its size and checksum."""
         _write_whole(directory / name, fill)
         files[name] = (directory / name).stat().st_size
         checksums[name] = sha256_of_file(directory / name)
@@ -107,12 +107,15 @@ def save_trace(trace: TraceData, directory: Path, *, run_id: str | None = None, 
     manifest["manifest_sha256"] = sha256_of_manifest(manifest)
     text = json.dumps(manifest, indent=1, ensure_ascii=False)
     _write_whole(directory / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
-    _sweep(directory, set(files))
+    _delete_old_files(directory, set(files))
     return directory
 
 
 def load_fields(directory: Path, model: CachedLM | None) -> dict[str, Any]:
-    """Returns the fields of a saved trace by name, as keywords of `Trace`. Raises: TraceError, as `load_trace`."""
+    """Returns the fields of a saved trace by name, as keyword arguments of `Trace`. States are read at their first use.
+
+    Raises: TraceError, as `load_trace`.
+    """
     manifest = read_manifest(directory)
     require_whole(directory, manifest)
     run_id = manifest["run_id"]
@@ -146,6 +149,7 @@ def load_fields(directory: Path, model: CachedLM | None) -> dict[str, Any]:
 
 
 def _thought_states(path: Path) -> Tensor | None:
+    """Returns the states [n, c, m] of a run's thoughts from a safetensors file; None if the file does not exist."""
     if not path.exists():
         return None
     from safetensors.torch import load_file
@@ -154,34 +158,39 @@ def _thought_states(path: Path) -> Tensor | None:
 
 
 def _write_states(trace: TraceData, run_id: str, write: Callable[[str, Callable[[Path], object]], None]) -> list[str]:
+    """Writes the captured states as safetensors files of about 1 GB, through `write(name, fill)`; returns the file
+    names.
+    """
     from safetensors.torch import save_file
 
     shards: list[str] = []
     batch: dict[str, Tensor] = {}
-    held_bytes = 0
+    batch_bytes = 0
 
     def flush() -> None:
-        """Writes the collected tensors as one shard."""
-        nonlocal batch, held_bytes
+        """Writes the collected tensors as one safetensors file."""
+        nonlocal batch, batch_bytes
         if batch:
             name = f"states-{run_id}-{len(shards):05d}.safetensors"
             write(name, lambda path, tensors=batch: save_file(tensors, path))
             shards.append(name)
-            batch, held_bytes = {}, 0
+            batch, batch_bytes = {}, 0
 
     for site in (*trace.store.sites, *trace.store.heads):
         for layer in trace.store.layers:
             tensor = trace.store.all_of(site, layer).contiguous()
             batch[tensor_key(site, layer)] = tensor
-            held_bytes += tensor.numel() * tensor.element_size()
-            if held_bytes >= SHARD_BYTES:
+            batch_bytes += tensor.numel() * tensor.element_size()
+            if batch_bytes >= SHARD_BYTES:
                 flush()
     flush()
     return shards
 
 
 def _write_whole(path: Path, fill: Callable[[Path], object]) -> None:
-    """Calls `fill` on a temporary file beside `path`, flushes it to the disk, and renames it."""
+    """Writes a file completely or not at all: calls `fill` on a temporary file next to `path`, flushes it and renames
+    it.
+    """
     temporary = path.with_name(path.name + ".tmp")
     fill(temporary)
     fsync(temporary)
@@ -189,13 +198,15 @@ def _write_whole(path: Path, fill: Callable[[Path], object]) -> None:
     fsync(path.parent)
 
 
-def _sweep(directory: Path, kept: set[str]) -> None:
+def _delete_old_files(directory: Path, kept: set[str]) -> None:
+    """Deletes the files of earlier runs in this directory: those named like a run's files, but not in `kept`."""
     for path in directory.iterdir():
         if is_of_a_run(path.name) and path.name not in kept and path.name != MANIFEST:
             path.unlink()
 
 
 def _request_to_json(trace: TraceData, request: Request) -> JsonDict:
+    """Returns a request and its committed tokens as a JSON object, for the manifest."""
     example = request.example
     return {
         "request_id": request.request_id,
@@ -212,6 +223,7 @@ def _request_to_json(trace: TraceData, request: Request) -> JsonDict:
 
 
 def _request_from_json(item: JsonDict) -> Request:
+    """Builds a Request from its JSON object in the manifest."""
     prompt = item["prompt"] if isinstance(item["prompt"], str) else tuple(item["prompt"])
     sampling = item["sampling"]
     return Request(

@@ -14,12 +14,12 @@ from cacheprobe.trace.manifest import TraceError, read_manifest, require_whole
 from cacheprobe.trace.migrate import migrated_events, migrated_readings, migrated_rows, renamed_status
 from cacheprobe.trace.tables.draft_verdicts import with_read_tokens, with_verdicts
 
-_REQUESTS_HELD = 8
+_REQUESTS_IN_MEMORY = 8
 """Number of requests whose readings stay in memory, in Arrow's compact form."""
 
 
 class StoredRun:
-    """Tables of one saved run, each read once; lens readings are read by request.
+    """Reads the tables of one saved run, each at its first use; lens readings are read for one request at a time.
 
     Columns are those of `trace.tables`. Raises: TraceError, when created, for a directory without a complete run.
     Twin: `load_trace(directory)`, whose tables hold the same lines, ==.
@@ -35,113 +35,128 @@ class StoredRun:
         text, example and others."""
         self.sites = tuple(self._manifest["sites"])
         self.layers = tuple(self._manifest["layers"])
-        self._held = lru_cache(maxsize=_REQUESTS_HELD)(self._read_readings)
+        self._request_readings = lru_cache(maxsize=_REQUESTS_IN_MEMORY)(self._read_readings)
 
     def __repr__(self) -> str:
         return f"StoredRun({self.directory.name}: {len(self.requests)} requests of {self.fingerprint['model']})"
 
     @property
     def fingerprint(self) -> JsonDict:
-        """Everything that the run's bits depend on, as in `Trace.fingerprint`."""
+        """Settings, as a dict, that the bits of the run's results depend on; as in `Trace.fingerprint`."""
         return self.meta["fingerprint"]
 
     def request(self, request_id: int) -> JsonDict:
-        """Returns the stored object of one request. Raises: KeyError for a request that the run does not have."""
+        """Returns the stored JSON object of one request: prompt, token ids, text and more. Raises: KeyError for an
+        unknown request.
+        """
         if not 0 <= request_id < len(self.requests):
             raise KeyError(f"no request {request_id} in this run; it has 0 to {len(self.requests) - 1}")
         return self.requests[request_id]
 
     @cached_property
     def rows(self) -> pd.DataFrame:
-        """Rows table: one line for each token of each pass."""
-        rows = self._whole("rows")
-        if not self._path("tokens"):
+        """Rows table of the saved run: a DataFrame with one line for each token of each pass."""
+        rows = self._read_table("rows")
+        if not self._table_path("tokens"):
             rows = migrated_rows(rows, self.events, self._prompt_lengths)
         return renamed_status(rows, self._manifest["stored_version"])
 
     @cached_property
     def events(self) -> pd.DataFrame:
-        """Events table: one line for each request in each step."""
-        return migrated_events(self._whole("events"))
+        """Events table of the saved run: a DataFrame with one line for each request in each step (forward pass)."""
+        return migrated_events(self._read_table("events"))
 
     @cached_property
     def ledger(self) -> pd.DataFrame:
-        """Changes of cache rows; `trace.tables.ledgers.ledger_at` applies them up to a step."""
-        return self._whole("ledger")
+        """Ledger table of the saved run: a DataFrame with one line for each change of a request's cached slots.
+
+        `trace.tables.ledgers.ledger_at` gives the slots after a step.
+        """
+        return self._read_table("ledger")
 
     @cached_property
     def thoughts(self) -> pd.DataFrame | None:
-        """Thoughts of a Thinking States model; None for another model."""
-        if not self._path("thoughts"):
+        """Thoughts table of the saved run, one line for each thought of a Thinking States model; None for another
+        model.
+        """
+        if not self._table_path("thoughts"):
             return None
-        thoughts = self._whole("thoughts")
-        if not self._path("tokens"):
+        thoughts = self._read_table("thoughts")
+        if not self._table_path("tokens"):
             thoughts = migrated_readings(thoughts, self.rows)
         return renamed_status(thoughts, self._manifest["stored_version"])
 
     @property
     def has_readings(self) -> bool:
-        """Whether the run holds lens readings."""
-        return self._path("hypotheses") is not None
+        """True if the saved run contains lens readings."""
+        return self._table_path("hypotheses") is not None
 
     def readings(self, request_id: int, positions: range | None = None) -> pd.DataFrame:
-        """Returns the lens readings of one request, rolled-back rows included; of some positions only, if given.
+        """Returns the lens readings of one request as a DataFrame, one line for each row and layer, rolled-back rows
+        included.
 
+        positions: only readings of rows at these positions; None for all.
         Raises: ValueError if the run has no lens readings.
         """
-        table = self._held(request_id)
+        table = self._request_readings(request_id)
         if positions is not None:
             position = table["position"]
             inside = pc.and_(pc.greater_equal(position, positions.start), pc.less(position, positions.stop))
             table = table.filter(inside)
         readings = table.to_pandas()
-        if self._path("tokens") is None:
+        if self._table_path("tokens") is None:
             readings = migrated_readings(readings, self.rows)
         readings = renamed_status(readings, self._manifest["stored_version"])
-        own = self.events[self.events.request_id == request_id]
-        readings = with_verdicts(readings, own, self._prompt_lengths, self.token_texts)
+        events = self.events[self.events.request_id == request_id]
+        readings = with_verdicts(readings, events, self._prompt_lengths, self.token_texts)
         return with_read_tokens(readings, self.rows)
 
     @property
     def _prompt_lengths(self) -> dict[int, int]:
+        """Number of prompt tokens of each request, by request id."""
         return {request["request_id"]: len(request["prompt_token_ids"]) for request in self.requests}
 
     @cached_property
     def token_texts(self) -> dict[int, str]:
-        """Visible form of every token that the run names, by token id."""
-        if self._path("tokens") is not None:
-            table = self._whole("tokens")
+        """Visible text of every token that the saved run names, by token id."""
+        if self._table_path("tokens") is not None:
+            table = self._read_table("tokens")
             return dict(zip(table.token_id.tolist(), table.token.tolist(), strict=True))
         texts = dict(zip(self.rows.token_id.tolist(), self.rows.token.tolist(), strict=True))
-        if (path := self._path("hypotheses")) is not None:
+        if (path := self._table_path("hypotheses")) is not None:
             for number, text in (("token_id", "token"), ("committed_token_id", "committed_token")):
                 ids = pq.read_table(path, columns=[number])[number].combine_chunks()
                 lacking = pa.array(set(pc.unique(ids).to_pylist()) - {None, *texts}, ids.type)
-                if len(lacking):  # texts are a hundred times what their numbers are: most are never looked at
-                    there = pq.read_table(path, columns=[text])[text].take(pc.index_in(lacking, value_set=ids))
-                    texts |= {t: visible(s) for t, s in zip(lacking.to_pylist(), there.to_pylist(), strict=True)}
+                if len(lacking):  # the column of texts is a hundred times larger than that of ids, so read it last
+                    added = pq.read_table(path, columns=[text])[text].take(pc.index_in(lacking, value_set=ids))
+                    texts |= {t: visible(s) for t, s in zip(lacking.to_pylist(), added.to_pylist(), strict=True)}
         return texts
 
     def _read_readings(self, request_id: int) -> pa.Table:
-        path = self._path("hypotheses")
+        """Reads the lens readings of one request, as a pyarrow Table, from the Parquet file; skips row groups of other
+        requests.
+        """
+        path = self._table_path("hypotheses")
         if path is None:
             raise ValueError("this run read no lens; run it with 'Z' in capture=")
         file = pq.ParquetFile(path)
         column = file.schema_arrow.get_field_index("request_id")
         groups = []
         for number in range(file.num_row_groups):
-            known = file.metadata.row_group(number).column(column).statistics
-            if known is None or known.min <= request_id <= known.max:
+            statistics = file.metadata.row_group(number).column(column).statistics
+            if statistics is None or statistics.min <= request_id <= statistics.max:
                 groups.append(number)
         table = file.read_row_groups(groups)
         return table.filter(pc.equal(table["request_id"], request_id))
 
-    def _path(self, name: str) -> Path | None:
+    def _table_path(self, name: str) -> Path | None:
+        """Returns the path of a table's Parquet file; None if the run has no such table."""
         file = f"{name}-{self._manifest['run_id']}.parquet"
         return self.directory / file if file in self._manifest["files"] else None
 
-    def _whole(self, name: str) -> pd.DataFrame:
-        path = self._path(name)
+    def _read_table(self, name: str) -> pd.DataFrame:
+        """Reads a whole table of the saved run. Raises: TraceError if the run has no such table."""
+        path = self._table_path(name)
         if path is None:
             raise TraceError(f"{self.directory} holds no table of {name}; run it again")
         return pd.read_parquet(path)

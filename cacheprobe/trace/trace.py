@@ -1,4 +1,4 @@
-"""Defines the trace: requests, states, hypotheses, events and ledger of one run, in memory or read from disk."""
+"""Defines `Trace`: requests, states, lens readings, events and cache changes of a run, in memory or on disk."""
 
 import hashlib
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ MOVED = {
 
 @dataclass(repr=False)
 class Trace(TraceData):
-    """Tables and states of one run: committed tokens, lens readings, drafts and cache events.
+    """Holds the tables and states of one run: committed tokens, lens readings, drafts and cache events.
 
     A row is one token of one pass, at that token's absolute position p. Its state and lens reading predict the token at
     p + 1. Every position has one canonical row, of status `committed`. So a request has prompt + generated - 1
@@ -65,35 +65,42 @@ class Trace(TraceData):
         return text + self_checks_text(self.meta) + ")"
 
     def committed(self, request_id: SupportsIndex) -> list[int]:
-        """Returns the request's committed token ids, without its prompt."""
-        self._require(request_id)
+        """Returns the token ids that a request generated (its committed tokens), without its prompt."""
+        self._require_request(request_id)
         return list(self.tokens[int(request_id)])
 
     def text(self, request_id: SupportsIndex) -> str:
-        """Returns the committed tokens as text."""
-        self._require(request_id)
+        """Returns the text that a request generated (its committed tokens, decoded), without its prompt."""
+        self._require_request(request_id)
         return self.texts[int(request_id)]
 
     def logprobs(self, request_id: SupportsIndex) -> list[float]:
-        """Returns the log-probability, in nats, of each committed token under the unprocessed logits that chose it."""
-        self._require(request_id)
+        """Returns the log-probability, in nats, of each committed token of a request, in order.
+
+        They are taken from the unprocessed logits that chose the token.
+        Raises: ValueError if the trace has none.
+        """
+        self._require_request(request_id)
         self.require_there("log-probabilities")
         events = self.event_table[self.event_table.request_id == request_id]
         return [float(nats) for step in events.committed_logprobs_nats for nats in step]
 
     def events(self) -> pd.DataFrame:
-        """Returns a copy of the events: one line for each request in each step; columns as in
-        `trace.tables.build.events_table`.
+        """Returns a copy of the events table: a DataFrame with one line for each request in each step (forward pass).
+
+        Columns: as in `trace.tables.build.events_table`.
         """
         return self.event_table.copy()
 
     def ledger(self, request_id: SupportsIndex, step: SupportsIndex | None = None) -> pd.DataFrame:
-        """Returns a request's cache rows after `step` (default: its last): position, provenance, step of the last
-        write.
+        """Returns the cached slots of a request after `step` as a DataFrame: position, provenance (which kind of pass
+        wrote the
+        slot, such as "verified"), step of the last write.
 
-        Raises: ValueError for an unknown step.
+        step: None for the end of the run.
+        Raises: ValueError for an unknown step, and for a trace without a ledger.
         """
-        self._require(request_id)
+        self._require_request(request_id)
         self.require_there("ledger")
         steps = self.event_table.step
         if step is not None and not (len(steps) and 0 <= int(step) <= steps.max()):
@@ -101,45 +108,50 @@ class Trace(TraceData):
         return ledger_at(self.ledger_table[self.ledger_table.request_id == request_id], step)
 
     def hypotheses(self, include_rolled_back: bool = False) -> pd.DataFrame:
-        """Returns every lens reading, one line for each layer x position x step, beside the draft token for that
+        """Returns every lens reading as a DataFrame, one line for each layer of each row, with the draft token for that
         position.
 
         Columns: those of `trace.tables.build.hypotheses_table`; `drafted_token`, `verdict` and `prediction_depth` of
         `trace.tables.draft_verdicts.with_verdicts`; `read_token`, the row's input token; top_tokens, the texts of
         top_token_ids. Thoughts are among them, at site "thought". For an import without readings, the logit lens reads
-        its states.
-        include_rolled_back: also return rows whose input was a rejected or given-up draft token. They follow a text
-        that was
-            never committed, so their prediction cannot be compared with committed tokens.
+        its
+        states.
+        include_rolled_back: also return rows whose input was a rejected, later or given-up draft token. They follow a
+        text that
+        was never committed, so their prediction cannot be compared with committed tokens.
         """
         return hypotheses_of(self, include_rolled_back)
 
     def states(self, site: str, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
-        """Returns the canonical states of a request, [position, m]: prompt + generated - 1 rows in order of
-        position.
+        """Returns the states [n, m] of a request at one site and layer, one for each of its n canonical positions, in
+        order.
+
+        n is prompt + generated - 1: the newest token was not computed yet.
         """
-        return self.vectors(site, layer, self._canonical(request_id))
+        return self.vectors(site, layer, self._canonical_rows(request_id))
 
     def heads(self, site: str, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
-        """Returns q, k, v or z of every head at a request's canonical rows, [position, h, d], in order of position.
+        """Returns q, k, v or z of every attention head for a request, [position, h, d]: one row for each computed
+        position.
 
         q and k are taken right after their projection: before any q/k norm and before the rotation. k and v have as
         many heads as the cache. z enters the output projection; its projected sum over heads, with the bias, is T if no
         norm follows.
-        Raises: ValueError for another site, or one that was not kept.
+        Raises: ValueError for another site, or one that was not captured.
         """
         if site not in HEAD_SITES:
             raise ValueError(f"unknown site {site!r} of heads; they are {', '.join(HEAD_SITES)}")
-        return self.vectors(site, layer, self._canonical(request_id))
+        return self.vectors(site, layer, self._canonical_rows(request_id))
 
     def pattern(self, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
-        """Returns attention weights [h, t, t] of a request's canonical rows: query position by attended position.
+        """Returns the attention weights [h, t, t] of one request and layer: query position by attended position.
 
         Weights are zero above the diagonal, and for positions hidden by a sliding window or a mask.
-        Raises: ValueError if a position was not kept, or not computed because it came from cached rows; see
-        `pattern_rows`.
+        Raises: ValueError if a position was not captured, or not computed because it came from a snapshot of another
+        request;
+        see `pattern_rows`.
         """
-        rows = self._canonical(request_id)
+        rows = self._canonical_rows(request_id)
         kept = self.pattern_rows(layer, rows)
         if rows.position.tolist() != list(range(len(rows))):
             raise ValueError(
@@ -152,12 +164,14 @@ class Trace(TraceData):
         return square
 
     def digest(self, request_id: SupportsIndex) -> str:
-        """Returns the SHA-256 over committed tokens, log-probabilities, thoughts, and kept states of canonical rows."""
-        rows = self._canonical(request_id)
-        spoken: tuple = (self.committed(request_id), self.logprobs(request_id))
+        """Returns the SHA-256, as hex text, of a request's results: tokens, log-probabilities, thoughts, states of
+        canonical rows.
+        """
+        rows = self._canonical_rows(request_id)
+        results: tuple = (self.committed(request_id), self.logprobs(request_id))
         if self.thought_table is not None:
-            spoken += (self.thoughts_said(request_id),)
-        digest = hashlib.sha256(repr(spoken).encode())
+            results += (self.thoughts_said(request_id),)
+        digest = hashlib.sha256(repr(results).encode())
         for site in (*self.store.sites, *self.store.heads):
             for layer in self.store.layers:
                 digest.update(f"{site}.{layer}".encode())
@@ -167,13 +181,21 @@ class Trace(TraceData):
         return digest.hexdigest()
 
     def save(self, directory: "str | Path", *, overwrite: bool = False) -> Path:
-        """Writes the trace; after an error the directory is unchanged. Replaces a run there only with `overwrite`."""
+        """Writes the trace into `directory` and returns the path. A complete run there is replaced only if `overwrite`
+        is True.
+
+        If writing fails, an earlier run in the directory stays complete.
+        Raises: TraceError as `cacheprobe.trace.storage.save_trace`.
+        """
         return save_trace(self, Path(directory), overwrite=overwrite)
 
 
 def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
-    """Opens a saved trace. Reads its tables now, and its states at their first use.
+    """Opens a saved run and returns its Trace. Reads the tables now, and the states at their first use.
 
-    Raises: TraceError for a directory without a manifest, of an unknown version, or with a file missing or cut short.
+    model: needed only to compute more from the states; it is not checked here.
+    Raises: TraceError for a directory without a readable manifest, for an unknown version, and for a file that is
+    missing
+    or has another size.
     """
     return Trace(**load_fields(Path(directory), model))

@@ -1,1 +1,1 @@
-"""Losses, short training loops and their checkpoints, with which the shipped models were trained."""
+"""Trains LoRA adapters, Thinking States models and tuned lenses, with one loop and one checkpoint format."""

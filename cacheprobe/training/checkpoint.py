@@ -1,4 +1,4 @@
-"""Stores an unfinished training in one safetensors file that is replaced whole: weights, optimizer, step and notes."""
+"""Writes and reads the checkpoint of an unfinished training: one safetensors file of weights and optimizer state."""
 
 import json
 from collections.abc import Mapping
@@ -15,16 +15,19 @@ CHECKPOINT = "checkpoint.safetensors"
 
 
 def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-    """Writes a checkpoint. If the process dies during the write, the earlier file stays.
+    """Writes the checkpoint file in `folder`. If the process dies during the write, the earlier file stays.
 
-    record: JSON values beside the tensors: step, cpu_seconds, notes and settings.
+    tensors: weights and optimizer state, by name.  record: JSON values: step, cpu_seconds, notes and settings.
     """
-    about = {"training": json.dumps(record)}
-    write_whole(folder / CHECKPOINT, lambda path: save_file(dict(tensors), path, about))
+    metadata = {"training": json.dumps(record)}
+    write_whole(folder / CHECKPOINT, lambda path: save_file(dict(tensors), path, metadata))
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns the record and the tensors of a checkpoint. Raises: ValueError for a file that is none."""
+    """Returns (record, tensors by name) of the checkpoint in `folder`: the arguments that `write_checkpoint` received.
+
+    Raises: ValueError if the file is missing, or is not a checkpoint.
+    """
     path = folder / CHECKPOINT
     try:
         with safe_open(path, "pt") as stored:
@@ -39,6 +42,6 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def other_settings(stored: Mapping[str, object], requested: Mapping[str, object]) -> str:
-    """Returns the settings that differ, as text; "" if none do."""
+    """Returns text that lists every setting with different values in `stored` and `requested`; "" if all are equal."""
     names = [name for name in {**stored, **requested} if stored.get(name) != requested.get(name)]
     return ", ".join(f"{name}={stored.get(name)!r} there, {requested.get(name)!r} asked" for name in names)

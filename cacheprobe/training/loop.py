@@ -1,4 +1,4 @@
-"""The training loop: gradients, clipping, learning rate, optimizer, and a checkpoint from which it resumes.
+"""Runs a training: gradients, clipping, learning rate, optimizer steps, and checkpoints from which it resumes.
 
 This file contains no code for models or tasks: the caller supplies a function that computes a step's gradients, or its
 losses.
@@ -22,30 +22,30 @@ _OLD_CHECKPOINT = "progress.json"
 
 @runtime_checkable
 class Schedule(Protocol):
-    """The settings of a training that the loop reads."""
+    """Lists the settings that `Loop` reads from the settings of a training."""
 
     @property
     def steps(self) -> int:
-        """Number of steps."""
+        """Number of steps of the whole training."""
         ...
 
     @property
     def max_grad_norm(self) -> float:
-        """Largest norm of a step's gradient; a longer one is scaled down."""
+        """Largest norm of the gradient of a step. `Loop` scales a gradient of larger norm down to this norm."""
         ...
 
     def learning_rate_at(self, step: int) -> float:
-        """Returns the learning rate of a step, counted from 0."""
+        """Returns the learning rate of step number `step`, counted from 0."""
         ...
 
     def as_dict(self) -> JsonDict:
-        """Returns the settings as JSON values; a checkpoint of other settings is refused."""
+        """Returns the settings as a dictionary of JSON values; `Loop` refuses a checkpoint with other settings."""
         ...
 
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Settings of AdamW with a linear warm-up and a cosine decay to zero."""
+    """Holds the settings of a training with AdamW, a linear warm-up and a cosine decay of the learning rate to zero."""
 
     steps: int = 400
     batch: int = 64
@@ -64,29 +64,29 @@ class LoopSettings:
             raise ValueError(f"lr must be above 0, got {self.lr}")
 
     def learning_rate_at(self, step: int) -> float:
-        """Returns the learning rate of a step, counted from 0."""
+        """Returns the learning rate of step number `step`, from 0: linear for `warmup` steps, then a cosine to zero."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         done = (step - self.warmup) / max(self.steps - self.warmup, 1)
         return self.lr * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
     def as_dict(self) -> JsonDict:
-        """Returns the settings as JSON values."""
+        """Returns the settings as a dictionary of JSON values, by field name."""
         return asdict(self) | {"betas": list(self.betas)}
 
 
 @dataclass(frozen=True)
-class Progress:
-    """The losses and cost after a step."""
+class StepReport:
+    """Holds the losses of one step by name, the number of steps done, and the CPU seconds so far."""
 
     step: int
     losses: dict[str, float]
     cpu_seconds: float
-    """CPU seconds of this process over all steps, including those before an interruption."""
+    """CPU seconds of this process over all steps, including the steps before an interruption."""
 
 
 class Loop:
-    """Runs the steps of a training, and resumes from the checkpoint in `folder` if there is one."""
+    """Runs the optimizer steps of a training, and resumes from the checkpoint in `folder` if there is one."""
 
     def __init__(
         self,
@@ -95,14 +95,15 @@ class Loop:
         settings: Schedule,
         folder: Path | None = None,
     ) -> None:
-        """weights: what the optimizer changes, by name.  folder: where checkpoints are written; None for none.
+        """Starts at step 0, or loads the checkpoint in `folder` if there is one.
 
+        weights: the trained tensors, by name.  folder: None for no checkpoints.
         Raises: ValueError for a checkpoint that is broken, or of other settings.
         """
         self.weights, self.optimizer, self.settings, self.folder = weights, optimizer, settings, folder
         self.step, self.cpu_seconds = 0, 0.0
         self.notes: dict[str, Any] = {}
-        """Values that the caller updates from step to step; stored in the checkpoint as JSON."""
+        """Values that the caller may change after each step; the checkpoint stores these values as JSON."""
         if folder is not None and (folder / CHECKPOINT).exists():
             self._load(folder)
         elif folder is not None and (folder / _OLD_CHECKPOINT).exists():
@@ -113,13 +114,14 @@ class Loop:
 
     def run(
         self, gradients_of: Callable[[int], dict[str, float]], until: int | None = None, save_every: int = 200
-    ) -> Iterator[Progress]:
-        """Runs steps up to `until` (default: all).
+    ) -> Iterator[StepReport]:
+        """Runs the steps that are left, up to step `until` (default: all), and yields a Progress after each step.
 
-        gradients_of(step): computes the gradients of a step, and returns its losses.
+        gradients_of(step): computes the gradients of a step, and returns the losses by name.
 
         A step's random draws must depend only on the step's number, so that a resumed run equals an uninterrupted one.
-        A checkpoint is written after every `save_every` steps and at the end, when the caller has the step's Progress.
+        A checkpoint is written after every `save_every` steps and after the last step. Before each write, the caller
+        receives the step's Progress, and can update `notes`.
         Raises: FloatingPointError if a loss is not finite; the last checkpoint stays.
         """
         settings, weights = self.settings, list(self.weights.values())
@@ -128,9 +130,9 @@ class Loop:
             began = time.process_time()
             self.optimizer.zero_grad(set_to_none=True)
             losses = gradients_of(self.step)
-            if wrong := [name for name, value in losses.items() if not math.isfinite(value)]:
+            if not_finite := [name for name, value in losses.items() if not math.isfinite(value)]:
                 raise FloatingPointError(
-                    f"step {self.step}: {wrong[0]} is {losses[wrong[0]]}; lower the learning rate of "
+                    f"step {self.step}: {not_finite[0]} is {losses[not_finite[0]]}; lower the learning rate of "
                     f"{settings.learning_rate_at(self.step):.3g}"
                 )
             nn.utils.clip_grad_norm_(weights, settings.max_grad_norm)
@@ -139,13 +141,15 @@ class Loop:
             self.optimizer.step()
             self.step += 1
             self.cpu_seconds += time.process_time() - began
-            yield Progress(self.step, losses, self.cpu_seconds)
+            yield StepReport(self.step, losses, self.cpu_seconds)
             if self.folder is not None and (self.step % save_every == 0 or self.step == last):
                 self.save()
 
     def save(self) -> None:
-        """Writes weights, the optimizer's tensors, step and notes. If the process dies meanwhile, the earlier file
-        stays."""
+        """Writes a checkpoint to `folder`: weights, optimizer state, step number, CPU seconds, notes and settings.
+
+        If the process dies during the write, the earlier file stays.
+        """
         assert self.folder is not None
         tensors = {f"weight.{name}": weight.detach().contiguous() for name, weight in self.weights.items()}
         for name, weight in self.weights.items():
@@ -155,6 +159,7 @@ class Loop:
         write_checkpoint(self.folder, tensors, {**record, "settings": self.settings.as_dict()})
 
     def _load(self, folder: Path) -> None:
+        """Restores weights, optimizer state, step number, CPU seconds and notes from the checkpoint in `folder`."""
         record, tensors = read_checkpoint(folder)
         if differing := other_settings(record["settings"], self.settings.as_dict()):
             raise ValueError(
@@ -165,18 +170,18 @@ class Loop:
                 if f"weight.{name}" not in tensors:
                     raise ValueError(f"{folder / CHECKPOINT} lacks the weight {name}; remove it and train again")
                 weight.copy_(tensors.pop(f"weight.{name}"))
-                held = [key for key in tensors if key.partition(".")[2] == name]
-                self.optimizer.state[weight] = {key.partition(".")[0]: tensors.pop(key) for key in held}
+                keys = [key for key in tensors if key.partition(".")[2] == name]  # of the optimizer, as exp_avg.NAME
+                self.optimizer.state[weight] = {key.partition(".")[0]: tensors.pop(key) for key in keys}
         self.step, self.cpu_seconds, self.notes = record["step"], record["cpu_seconds"], record["notes"]
 
 
 class ModelLoop(Loop):
-    """Trains all parameters of a model with AdamW, by the sum of some losses."""
+    """Trains all parameters of a model with AdamW, to minimise the sum of the losses that the caller computes."""
 
     def __init__(self, model: nn.Module, settings: LoopSettings, folder: Path | None = None) -> None:
         self.model = model
         weights = dict(model.named_parameters())
-        groups = [
+        groups = [  # weight decay for matrices only, not for biases and norms
             {"params": [w for w in weights.values() if w.dim() >= 2], "weight_decay": settings.weight_decay},
             {"params": [w for w in weights.values() if w.dim() < 2], "weight_decay": 0.0},
         ]
@@ -184,11 +189,15 @@ class ModelLoop(Loop):
 
     def minimise(
         self, losses_of: Callable[[int], dict[str, Tensor]], until: int | None = None, save_every: int = 200
-    ) -> Iterator[Progress]:
-        """Runs steps as `run` does. losses_of(step): returns the losses of a step; their sum is minimised."""
+    ) -> Iterator[StepReport]:
+        """Runs the steps that are left, up to `until`, to minimise a sum of losses; yields a Progress after each step.
+
+        losses_of(step): returns the losses of a step by name. Checkpoints and errors are as in `run`. The model is in
+        training mode during the steps, and in evaluation mode after the last step.
+        """
 
         def gradients_of(step: int) -> dict[str, float]:
-            """Computes the gradients of the sum of the losses."""
+            """Computes the gradients of the sum of a step's losses; returns the losses as numbers, by name."""
             losses = losses_of(step)
             torch.stack(list(losses.values())).sum().backward()
             return {name: float(loss.detach()) for name, loss in losses.items()}

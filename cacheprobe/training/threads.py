@@ -1,4 +1,4 @@
-"""Sets the number of threads of a training."""
+"""Sets the number of CPU threads that torch uses during a training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Runs with one thread inside the `with`, and restores the number afterwards. Also a decorator.
+    """Sets torch to one CPU thread inside the `with` block, and restores the old number afterwards. Also a decorator.
 
     CPU seconds then measure the computation, and small products do not gain from more threads. The number is restored
     because bits depend on it: runs before and after a training must stay comparable.

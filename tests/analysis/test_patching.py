@@ -5,7 +5,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.noise import derive_seed
-from cacheprobe.patching.cells import Cell, run_cells
+from cacheprobe.patching.cells import PatchingCell, run_cells
 from cacheprobe.patching.grid import difference
 from cacheprobe.patching.pair import run_pair
 from cacheprobe.patching.runs import read
@@ -83,7 +83,7 @@ def test_everything_is_one_and_nothing_is_zero(family: str) -> None:
     assert ((table.nld > 0.01) & (table.nld < 0.99)).any()
     runs = run_pair(loaded(family), tuple(CLEAN), tuple(CORRUPT), ())
     high, low = (difference(read(run.logits[None], answer)[0]) for run in runs)
-    untouched = [Cell((), 2, ("S", layer)) for layer in range(3)]
+    untouched = [PatchingCell((), 2, ("S", layer)) for layer in range(3)]
     for run, expected in zip(runs, (1, 0), strict=True):
         for said in read(run_cells(loaded(family), run, untouched), answer):
             assert abs((difference(said) - low) / (high - low) - expected) < 1e-6

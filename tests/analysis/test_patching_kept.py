@@ -8,14 +8,14 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.patching import sweep
-from cacheprobe.patching.grid import Grid
+from cacheprobe.patching.grid import PatchingGrid
 from tests.tiny import loaded
 
 CLEAN, CORRUPT = [5, 17, 3, 44, 9], [5, 17, 80, 44, 61]
 QUICK = dict(answer=(7, 11), progress=False)
 
 
-def made(**settings) -> Grid:
+def made(**settings) -> PatchingGrid:
     return cp.patching.activation(loaded(), CLEAN, CORRUPT, **{**QUICK, **settings})
 
 
@@ -36,7 +36,7 @@ def run_counted(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None) 
 
 @pytest.mark.parametrize("kind", ["activation", "prefix", "causal_tracing"])
 def test_an_interrupted_grid_goes_on_where_it_was(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(**more) -> Grid:
+    def make(**more) -> PatchingGrid:
         if kind == "causal_tracing":
             return cp.patching.causal_tracing(loaded(), CLEAN, [1, 2], samples=1, progress=False, **more)
         return getattr(cp.patching, kind)(loaded(), CLEAN, CORRUPT, **QUICK, **more)
@@ -75,7 +75,7 @@ def test_cells_of_another_grid_are_refused(tmp_path: Path) -> None:
 def test_a_grid_is_kept_with_every_digit(tmp_path: Path) -> None:
     grid = made(site="T", heads=True)
     grid.save(tmp_path / "grid.json")
-    again = Grid.load(tmp_path / "grid.json")
+    again = PatchingGrid.load(tmp_path / "grid.json")
     pd.testing.assert_frame_equal(again.table, grid.table, check_exact=True)
     assert again.meta == grid.meta and repr(again) == repr(grid)
     assert "3 layers x 5 positions x 4 heads" in repr(grid)
@@ -88,7 +88,7 @@ def test_a_grid_is_kept_with_every_digit(tmp_path: Path) -> None:
     ):
         (tmp_path / "other.json").write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match=f"is no patching grid.*{said}"):
-            Grid.load(tmp_path / "other.json")
+            PatchingGrid.load(tmp_path / "other.json")
 
 
 def test_a_matrix_is_the_mean_over_heads() -> None:

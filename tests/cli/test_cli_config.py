@@ -15,7 +15,7 @@ from cacheprobe.core.config import EngineConfig, EngineOptions
 from cacheprobe.core.run_flags import ModelFlags, PromptFlags, RunFlags
 from cacheprobe.plots.report.listings import run_listings
 from cacheprobe.sweeps.settings import Axes
-from cacheprobe.sweeps.settings import RunSettings as SweepRun
+from cacheprobe.sweeps.settings import SweepRunSettings as SweepRun
 
 ROOT = Path(__file__).parents[2]
 FILE = """

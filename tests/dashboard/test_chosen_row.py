@@ -5,7 +5,7 @@ import re
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.dashboard.reader import RECORDED, Reader
+from cacheprobe.dashboard.reader import RECORDED, RunReader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs import card, lens
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -40,7 +40,7 @@ def chosen(trace: cp.Trace, status: str) -> tuple[dict, cp.Trace]:
 def test_sentence_and_card_are_of_the_chosen_row(trace: cp.Trace, shelf: Shelf, status: str) -> None:
     ask, row = chosen(trace, status)
     where = f"eads position {row.position}, predicts {row.position + 1}"
-    sentence, shown = card.sentence(shelf, ask), card.view(shelf, Reader(shelf), ask)
+    sentence, shown = card.sentence(shelf, ask), card.view(shelf, RunReader(shelf), ask)
     assert where in sentence and f"<dd>position {row.position + 1}</dd>" in shown
     assert f"{status.replace('_', ' ')}, {row.phase} in step {row.step}" in shown
     fed = trace.rows().set_index("row").token[row.row].replace("<", "&lt;").replace(">", "&gt;")
@@ -59,7 +59,7 @@ def test_sentence_and_card_are_of_the_chosen_row(trace: cp.Trace, shelf: Shelf, 
 def test_a_row_that_was_not_chosen_is_the_canonical_one(trace: cp.Trace, shelf: Shelf) -> None:
     ask, _ = chosen(trace, "rolled_back")
     ask["row"] = None
-    assert "committed, verify in step" in card.view(shelf, Reader(shelf), ask)
+    assert "committed, verify in step" in card.view(shelf, RunReader(shelf), ask)
     assert "Reads position" in card.sentence(shelf, ask)
 
 
@@ -69,7 +69,7 @@ def test_the_page_and_the_report_have_one_statistic(trace: cp.Trace, shelf: Shel
     ask = dict(run=0, request=0, site="S", lens=RECORDED, colour="logprob", rows="committed")
     first = len(PROMPTS[0]) - 1
     for width, position in ((200, first), (200, first + 12), (1200, first)):
-        assert f"<h2>{said}</h2>" in lens.grid(shelf, Reader(shelf), {**ask, "width": width, "position": position})
+        assert f"<h2>{said}</h2>" in lens.grid(shelf, RunReader(shelf), {**ask, "width": width, "position": position})
     part = cp.plots.lens_grid(trace.hypotheses(), 0, positions=range(first, first + 3))
     assert part.finding == said == re.sub("<[^>]*>", "", said)
 

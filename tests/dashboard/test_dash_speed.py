@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from cacheprobe.dashboard import facts
-from cacheprobe.dashboard.reader import Reader
+from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs import cache, card, decode, lens, timeline
 from cacheprobe.trace.stored import StoredRun
@@ -94,7 +94,7 @@ def in_browser(
 def views_of_clicks(run: Path, clicks: list[tuple[int, int]]) -> Iterator[dict[str, Callable[[], object]]]:
     """Yields for each click on (request, step) what computes every view's answer, by the name of the view."""
     shelf = Shelf.of([run])
-    reader = Reader(shelf)
+    reader = RunReader(shelf)
     for request, step in clicks:
         about = dict(run=0, request=request, step=step, site="S", lens="recorded", position=18)
         pages = dict(requests=[0, 8], steps=[0, 60], places=[0, 12], place=2, width=1190)

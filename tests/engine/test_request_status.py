@@ -11,7 +11,15 @@ import cacheprobe as cp
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.kvcache.status import ALLOWED, FIELDS, OF_FINISH, Status, StatusError, checked_states, is_checking
+from cacheprobe.kvcache.status import (
+    ALLOWED,
+    FIELDS,
+    STATUS_OF_REASON,
+    Status,
+    StatusError,
+    checked_states,
+    is_checking,
+)
 from cacheprobe.stress.run import run_stress
 from tests.invariants.machines import Call, Faulty, tiny
 from tests.invariants.runs import PROMPTS, Watched
@@ -85,7 +93,7 @@ def made(status: Status) -> SequenceState:
     if status is Status.PREEMPTED:
         state.preempt()
     elif status in ALLOWED[Status.RUNNING]:
-        reason = {status: reason for reason, status in OF_FINISH.items()}.get(status, "length")
+        reason = {status: reason for reason, status in STATUS_OF_REASON.items()}.get(status, "length")
         state.end(reason, "a kernel failed" if status is Status.FAILED else None)
     return state
 

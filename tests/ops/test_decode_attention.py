@@ -131,7 +131,7 @@ def test_what_the_loops_would_misread_is_refused() -> None:
 
 def test_loops_that_end_early_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled loop cannot raise: numba prints an error, and the output would stay zero."""
-    monkeypatch.setattr(module, "_start_threads", lambda: lambda *call: None)
+    monkeypatch.setattr(module, "_find_thread_runner", lambda: lambda *call: None)
     monkeypatch.setattr(module, "_LITTLE", 0)
     with pytest.raises(RuntimeError, match="ended after 0 of 12 heads"):
         attended(*drawn(SHAPES[1], torch.float32))

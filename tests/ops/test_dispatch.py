@@ -21,7 +21,7 @@ CUDA = torch.device("cuda")
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """As it is where TRITON_INTERPRET is not set."""
-    monkeypatch.setattr(dispatch, "is_interpreted", lambda: False)
+    monkeypatch.setattr(dispatch, "uses_triton_interpreter", lambda: False)
     return monkeypatch
 
 
@@ -100,7 +100,7 @@ from cacheprobe.doctor.kernels import kernels
 from cacheprobe.ops.dispatch import rms_norm
 from cacheprobe.core.registry import available
 torch.cuda.is_available = lambda: False
-print(rms_norm(torch.ones(2, 4), torch.ones(4), 0.0).sum().item(), kernels()[1].said)
+print(rms_norm(torch.ones(2, 4), torch.ones(4), 0.0).sum().item(), kernels()[1].result)
 try:
     available("kernels")
 except ModuleNotFoundError as absent:
@@ -126,8 +126,8 @@ def test_the_doctor_says_which_and_why(gpu: pytest.MonkeyPatch) -> None:
     told = {operation.name: Path(KERNEL, "compiled") for operation in OPERATIONS}
     gpu.setattr(section, "paths", lambda device: told)
     runs, *others = section.kernels()
-    assert runs.name == "runs" and runs.said.startswith("use none of them, on any device")
-    assert [(f.name, f.said, f.is_there) for f in others] == [("all 8", "kernel: compiled", True)]
+    assert runs.name == "runs" and runs.result.startswith("use none of them, on any device")
+    assert [(f.name, f.result, f.is_there) for f in others] == [("all 8", "kernel: compiled", True)]
     told["matmul"] = Path(REFERENCE, "the kernel fails")
     found = {finding.name: finding for finding in section.kernels()}
     assert len(found) == 9 and not found["matmul"].is_there and not found["matmul"].demo_needs_it

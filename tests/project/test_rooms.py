@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -80,6 +81,20 @@ def long_signatures(files: Mapping[str, str]) -> Iterator[str]:
                     yield f"{path}: {node.name} has {count} arguments"
 
 
+def repeated_classes(files: Mapping[str, str]) -> Iterator[str]:
+    """Names that two classes or type aliases of the package share."""
+    places: dict[str, list[str]] = {}
+    for path, source in files.items():
+        tree = ast.parse(source)
+        named = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                named += [node.targets[0].id] if re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", node.targets[0].id) else []
+        for name in named:
+            places.setdefault(name, []).append(path)
+    yield from (f"{name} is defined in {', '.join(paths)}" for name, paths in places.items() if len(paths) > 1)
+
+
 def test_no_modules_import_each_other() -> None:
     """Everywhere: in tests too, whose helpers import each other."""
     assert circles(CODE) == []
@@ -87,6 +102,16 @@ def test_no_modules_import_each_other() -> None:
 
 def test_no_folder_is_crowded() -> None:
     assert list(crowded(CODE)) == []
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """Before: four classes were called Place, three Cell, three Piece."""
+    assert list(repeated_classes(source_files("cacheprobe"))) == []
+
+
+@pytest.mark.parametrize("other", ["class Piece: ...", "Piece = tuple[int, str]", "def f():\n    class Piece: ..."])
+def test_a_repeated_class_is_noticed(other: str) -> None:
+    assert len(list(repeated_classes({"a.py": "class Piece: ...", "b.py": other}))) == 1
 
 
 def test_a_trace_is_data() -> None:

@@ -118,7 +118,7 @@ def test_any_other_error_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
             patched.setattr(module, name, fail(ValueError("no refusal")))
             patched.setattr(mixed, "stream", fail(ValueError("no refusal")))
             episode(SUBJECT, tally, [5, 0])
-    for module, name, episode in ((soak, "ask", one_episode), (mixed, "verify", mixed_episode)):
+    for module, name, episode in ((soak, "reference_answer", one_episode), (mixed, "verify", mixed_episode)):
         with monkeypatch.context() as patched, pytest.raises(ShapeRefused, match="too late"):
             patched.setattr(module, name, fail(ShapeRefused("too late")))
             episode(SUBJECT, tally, [5, 0])

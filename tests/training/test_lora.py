@@ -16,7 +16,7 @@ from cacheprobe.tasks.coin_flip import NAMES, CoinFlip
 from cacheprobe.tasks.people import HELD_OUT_NAMES, TRAIN_NAMES
 from cacheprobe.training.checkpoint import CHECKPOINT
 from cacheprobe.training.lora.batches import batches_of, encode, examples_of
-from cacheprobe.training.lora.evaluate import Cell, Reply, evaluate, replies
+from cacheprobe.training.lora.evaluate import LoraScore, Reply, evaluate, replies
 from cacheprobe.training.lora.report import table
 from cacheprobe.training.lora.run import LARGEST_ADAPTER, train_lora
 from cacheprobe.training.lora.settings import LoraSettings
@@ -208,7 +208,7 @@ def test_an_evaluation_counts_silence_as_wrong(monkeypatch) -> None:
     num_right = sum(reply.text.lower().rstrip(".") == answer for reply, answer in zip(given, answers, strict=True))
     num_forced = sum((" heads", " tails")[reply.choice] == answer for reply, answer in zip(given, answers, strict=True))
     assert (cell.questions, cell.unparsed, cell.correct, cell.forced_correct) == (8, 4, num_right, num_forced)
-    assert num_right != num_forced and Cell.from_dict(cell.as_dict()) == cell
+    assert num_right != num_forced and LoraScore.from_dict(cell.as_dict()) == cell
     shown = table({"base": [cell], "adapter": [cell]})
     assert f"| {12.5 * num_right} % (" in shown and f"| {12.5 * num_forced} % (" in shown and "4 unparsed" in shown
 

@@ -22,7 +22,7 @@ from cacheprobe.training.loop import LoopSettings, ModelLoop
 from cacheprobe.training.thinking import run as thinking_run
 from cacheprobe.training.thinking.command import train_thinking
 from cacheprobe.training.thinking.evaluate import evaluate, follows_gold
-from cacheprobe.training.thinking.losses import ARMS, IGNORED, collate, losses, skipping_positions, spoken
+from cacheprobe.training.thinking.losses import ARMS, IGNORED, collate, losses, skipping_positions, tokens_to_write
 from cacheprobe.training.thinking.presets import PRESETS, preset_of
 from cacheprobe.training.thinking.recurrent import own_thoughts
 from cacheprobe.training.thinking.run import load_trained, train
@@ -60,7 +60,7 @@ def test_losses_are_sums_of_cross_entropies(arm: str) -> None:
         for item in texts:
             one = collate([item], arm)
             logits, thought_logits = model(one.token_ids, one.thoughts)
-            said = spoken(item, arm)
+            said = tokens_to_write(item, arm)
             for i, token in enumerate(said):
                 want["lm"] -= float(logits[0, len(item.token_ids) - 1 + i].log_softmax(-1)[token])
             for k, thought in enumerate(item.thoughts if thinks else ()):
@@ -74,12 +74,12 @@ def test_losses_are_sums_of_cross_entropies(arm: str) -> None:
 
 def test_a_chain_of_thought_is_written_and_then_the_answer() -> None:
     item = Annotated((2, 3, 4, 5), ((9, 1), (1,)), (8, 1), 1, (6, 7))
-    assert spoken(item, "chain_of_thought") == (6, 7, 8, 1) and spoken(item, "plain") == (8, 1)
+    assert tokens_to_write(item, "chain_of_thought") == (6, 7, 8, 1) and tokens_to_write(item, "plain") == (8, 1)
     batch = collate([item], "chain_of_thought")
     assert batch.token_ids.tolist() == [[2, 3, 4, 5, 6, 7, 8]]
     assert batch.labels.tolist() == [[IGNORED] * 3 + [6, 7, 8, 1]]
     with pytest.raises(ValueError, match="annotate it with chain="):
-        spoken(replace(item, chain_ids=()), "chain_of_thought")
+        tokens_to_write(replace(item, chain_ids=()), "chain_of_thought")
 
 
 def test_no_gradient_runs_from_chunk_to_chunk_through_thoughts() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.ops.attention.by_request import Piece, Reach
+from cacheprobe.ops.attention.by_request import Reach, SlotSpan
 from tests.twins.equivalence import sample_token_slowly
 
 
@@ -94,7 +94,7 @@ def _reach(start: int, count: int, capacity: int, batch: int, is_by_position: bo
     if not is_by_position:
         spans = [spans[-1]] * count
     pieces = [
-        Piece(min(span, capacity), spans.index(span), count - spans[::-1].index(span),
+        SlotSpan(min(span, capacity), spans.index(span), count - spans[::-1].index(span),
               start + count - spans[::-1].index(span))
         for span in sorted(set(spans))
     ]  # fmt: skip

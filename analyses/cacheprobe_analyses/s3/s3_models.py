@@ -20,7 +20,7 @@ from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.store import CONFIG, load_thinking, save_thinking
 from cacheprobe.tasks import Permutations, word_tokenizer
 from cacheprobe.tasks.base import Example
-from cacheprobe.training.loop import LoopSettings, ModelLoop, Progress
+from cacheprobe.training.loop import LoopSettings, ModelLoop, StepReport
 from cacheprobe.training.progress import TrainingProgress
 from cacheprobe.training.thinking.losses import IGNORED
 from cacheprobe.training.thinking.presets import Preset
@@ -66,7 +66,7 @@ def trained(
         made = _thinking if subject.thinks else _plain
         with TrainingProgress(subject.loop.steps, 0, progress) as show:
 
-            def told(at: Progress) -> None:
+            def told(at: StepReport) -> None:
                 show(at.step, subject.name)
                 _tell(subject, at, report)
 
@@ -86,7 +86,7 @@ def trained(
     return load_thinking(place, subject.name)
 
 
-def _plain(subject: Subject, folder: Path, told: Callable[[Progress], None]) -> tuple[ThinkingModel, Any, float]:
+def _plain(subject: Subject, folder: Path, told: Callable[[StepReport], None]) -> tuple[ThinkingModel, Any, float]:
     tokenizer = word_tokenizer(subject.task.vocabulary())
     config = ThinkingConfig(len(tokenizer), thinks=False, chunk=1, **subject.model)
     loop = ModelLoop(ThinkingModel(config, subject.seed), subject.loop, folder)
@@ -100,7 +100,7 @@ def _plain(subject: Subject, folder: Path, told: Callable[[Progress], None]) -> 
     return loop.model.eval(), tokenizer, loop.cpu_seconds
 
 
-def _thinking(subject: Subject, folder: Path, told: Callable[[Progress], None]) -> tuple[ThinkingModel, Any, float]:
+def _thinking(subject: Subject, folder: Path, told: Callable[[StepReport], None]) -> tuple[ThinkingModel, Any, float]:
     preset = Preset(
         group_task,
         operations=tuple(range(1, subject.operations + 1)),
@@ -112,7 +112,7 @@ def _thinking(subject: Subject, folder: Path, told: Callable[[Progress], None]) 
     return made.model, made.tokenizer, made.cpu_seconds
 
 
-def _tell(subject: Subject, progress: Progress, report: Callable[[str], None]) -> None:
+def _tell(subject: Subject, progress: StepReport, report: Callable[[str], None]) -> None:
     if progress.step % 100 == 0:
         losses = ", ".join(f"{name} {value:.3f}" for name, value in progress.losses.items())
         report(f"{subject.name}, step {progress.step}: {losses}, {progress.cpu_seconds:.0f} s")

@@ -23,7 +23,7 @@ from cacheprobe.core.progress import Progress
 from cacheprobe.models.thinking.blocks import attention_bias
 from cacheprobe.models.thinking.config import ThinkingConfig
 from cacheprobe.models.thinking.model import ThinkingModel, pad_in_front
-from cacheprobe.training.thinking.losses import IGNORED, Batch, losses
+from cacheprobe.training.thinking.losses import IGNORED, ThinkingBatch, losses
 from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses.command import command
 
@@ -94,7 +94,7 @@ class Result:
         return "\n".join(out)
 
 
-def losses_through_time(model: ThinkingModel, batch: Batch, is_soft: bool = True) -> dict[str, Tensor]:
+def losses_through_time(model: ThinkingModel, batch: ThinkingBatch, is_soft: bool = True) -> dict[str, Tensor]:
     """The losses of a recurrent step: chunk after chunk over keys and values that are kept, and their graph with them.
 
     A chunk's state is C of the embeddings that T expects, given gold tokens before each, so a thought is one pass of T.
@@ -146,7 +146,7 @@ def _state(model: ThinkingModel, said: Tensor, thought: Tensor) -> Tensor:
     return model.compression(embedded, is_real.long())
 
 
-def drawn(config: Config, batch: int, chunks: int) -> tuple[ThinkingModel, Batch]:
+def drawn(config: Config, batch: int, chunks: int) -> tuple[ThinkingModel, ThinkingBatch]:
     """A model of that chunk, and random texts; every thought is another, so that none is compressed for two."""
     c, r = config.text_tokens // chunks, config.thought_tokens // chunks
     model = ThinkingModel(ThinkingConfig(config.d_vocab, chunk=c, max_thought=r), config.seed)
@@ -156,7 +156,7 @@ def drawn(config: Config, batch: int, chunks: int) -> tuple[ThinkingModel, Batch
     labels[:, -2], labels[:, -1] = token_ids[:, -1], model.config.eos_id
     thoughts = torch.randint(3, config.d_vocab, (batch, chunks, r), generator=draw)
     thoughts[..., -1] = model.config.eos_id
-    return model, Batch(token_ids, labels, thoughts)
+    return model, ThinkingBatch(token_ids, labels, thoughts)
 
 
 @one_thread()
@@ -190,7 +190,9 @@ def run(config: Config, report: Callable[[str], None] = lambda line: None, progr
     return Result(config.text_tokens, config.thought_tokens, config.repeats, tuple(lines))
 
 
-def _seconds(model: ThinkingModel, batch: Batch, step: Callable[[ThinkingModel, Batch], dict[str, Tensor]]) -> float:
+def _seconds(
+    model: ThinkingModel, batch: ThinkingBatch, step: Callable[[ThinkingModel, ThinkingBatch], dict[str, Tensor]]
+) -> float:
     model.zero_grad(set_to_none=True)
     began = time.process_time()
     torch.stack(list(step(model, batch).values())).sum().backward()

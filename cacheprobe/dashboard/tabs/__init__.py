@@ -1,1 +1,1 @@
-"""Holds the tabs of the dashboard, one file each."""
+"""Holds the views of the dashboard's tabs, one file each."""

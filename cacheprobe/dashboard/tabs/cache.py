@@ -1,7 +1,7 @@
 """Shows the cache of the chosen request after the chosen step, and the verify window of that step."""
 
 from cacheprobe.dashboard.book import Book
-from cacheprobe.dashboard.questions import Question, number
+from cacheprobe.dashboard.questions import PageQuestion, number
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.diagrams.cache_picture import cache_piece
 from cacheprobe.plots.diagrams.cache_strip import memory_sentence
@@ -12,18 +12,19 @@ from cacheprobe.plots.diagrams.diagram import (
     window_finding,
     window_phases,
 )
-from cacheprobe.plots.diagrams.frame import Piece
+from cacheprobe.plots.diagrams.frame import TitledPicture
 from cacheprobe.plots.diagrams.windows import Window
 
 
-def view(shelf: Shelf, question: Question) -> str:
-    """Returns the picture of a request's cache after a step, as markup."""
+def view(shelf: Shelf, question: PageQuestion) -> str:
+    """Returns HTML: the picture of one request's cache slots after a step, with the memory that all requests use; a
+    note if the request has no cache then."""
     book, request = shelf.book_and_request(question)
     step = number(question["step"], "step")
     ledger = book.ledger(request, step)
-    own = book.events_of(request)
+    of_request = book.events_of(request)
     if ledger.empty:
-        if (own.step <= step).any():
+        if (of_request.step <= step).any():
             return (
                 f"<h2>Request {request} holds no cache rows after step {step}</h2><p class='note'>It was read before, "
                 "and gave its rows back.</p>"
@@ -33,19 +34,20 @@ def view(shelf: Shelf, question: Question) -> str:
             "read; move on to a step of its own.</p>"
         )
     window = _window(book, request, step)
-    cut = window.num_truncated if window is not None and window.step == step else 0
+    truncated = window.num_truncated if window is not None and window.step == step else 0
     config = book.run.meta["config"]
-    rows, holders = book.held(step)
+    num_slots, num_requests = book.slots_in_use(step)
     memory = memory_sentence(
-        len(ledger), rows, holders, config["capacity"], book.run.meta.get("cache_row_bytes"),
-        has_ended=step > int(own.step.max()),
+        len(ledger), num_slots, num_requests, config["capacity"], book.run.meta.get("cache_row_bytes"),
+        has_ended=step > int(of_request.step.max()),
     )  # fmt: skip
     pending = _pending(book, request, step, int(ledger.position.max()))
-    return cache_piece(ledger, memory, request_id=request, step=step, pending=pending, truncated=cut).html
+    return cache_piece(ledger, memory, request_id=request, step=step, pending=pending, truncated=truncated).html
 
 
-def window_view(shelf: Shelf, question: Question) -> str:
-    """Returns the picture of the verify window that a step belongs to, as markup."""
+def window_view(shelf: Shelf, question: PageQuestion) -> str:
+    """Returns HTML: the four panels of the verify window that a step belongs to, or the two panels of a never
+    verified request."""
     book, request = shelf.book_and_request(question)
     window = _window(book, request, number(question["step"], "step"))
     events, texts = book.run.events, book.run.token_texts
@@ -53,27 +55,30 @@ def window_view(shelf: Shelf, question: Question) -> str:
         ledgers = [book.ledger(request, step) for step in window.ledger_steps]
         is_deterministic = bool(book.run.request(request)["is_deterministic"])
         panels = side_by_side(window_phases(window, events, ledgers, texts, is_deterministic=is_deterministic))
-        return Piece(window_finding(window), "", panels).html
-    own = book.events_of(request)
-    prefills = own[own.phase == "prefill"]
+        return TitledPicture(window_finding(window), "", panels).html
+    of_request = book.events_of(request)
+    prefills = of_request[of_request.phase == "prefill"]
     if book.verified[request] or not prefills.committed_token_ids.map(len).any():
         return f"<h2>No verify window of request {request} at or after this step</h2>"
-    ledgers = [book.ledger(request, int(prefills.step.max())), book.ledger(request, int(own.step.max()))]
-    return Piece(decoded_finding(own), "", side_by_side(decoded_phases(request, events, ledgers, texts))).html
+    ledgers = [book.ledger(request, int(prefills.step.max())), book.ledger(request, int(of_request.step.max()))]
+    return TitledPicture(
+        decoded_finding(of_request), "", side_by_side(decoded_phases(request, events, ledgers, texts))
+    ).html
 
 
 def _window(book: Book, request: int, step: int) -> Window | None:
-    """Returns the step's window: the first that ends at this step or later, else the last; None if there is none."""
+    """Returns the verify window of a step: the first that ends at this step or later, else the last; None if the
+    request has no window."""
     windows = book.windows(request)
     return next((w for w in windows if w.step >= step), windows[-1] if windows else None)
 
 
 def _pending(book: Book, request: int, step: int, last: int) -> int | None:
-    """Returns the position of the newest committed token if its cache row is the next to be written; else None.
+    """Returns the position of the newest committed token if its cache slot is the next to be written; else None.
 
-    last: position of the last cache row. The result is None if a draft pass already wrote that row, and while earlier
-    rows are rebuilt.
+    last: position of the last slot. The result is None if a draft pass already wrote that slot, and while earlier slots
+    are rebuilt.
     """
-    own = book.events_of(request)
-    committed = int(own[own.step <= step].committed_token_ids.map(len).sum())
-    return last + 1 if committed and book.prompt_length(request) + committed - 1 == last + 1 else None
+    of_request = book.events_of(request)
+    num_committed = int(of_request[of_request.step <= step].committed_token_ids.map(len).sum())
+    return last + 1 if num_committed and book.prompt_length(request) + num_committed - 1 == last + 1 else None

@@ -1,11 +1,10 @@
-"""Shows the card of one row: each layer's most likely tokens, and the verdict on the next draft token; also as a
-sentence.
-"""
+"""Shows one row as a card (each layer's most likely tokens, and the verdict on the draft token at the next
+position), and as a sentence."""
 
 from cacheprobe.analysis.layer_choices import prediction_depth_of
 from cacheprobe.core.records import DISCARDED_DRAFT
-from cacheprobe.dashboard.questions import CannotShow, Question, number, one_of
-from cacheprobe.dashboard.reader import Reader
+from cacheprobe.dashboard.questions import CannotShow, PageQuestion, number, one_of
+from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs.lens import chosen_row, readings_of
 from cacheprobe.dashboard.tokenizers import texts_of
@@ -16,8 +15,9 @@ from cacheprobe.plots.text import markup
 from cacheprobe.trace.tables.token_history import fates_at, fates_of_row
 
 
-def view(shelf: Shelf, reader: Reader, question: Question) -> str:
-    """Returns the card of a row, as markup."""
+def view(shelf: Shelf, reader: RunReader, question: PageQuestion) -> str:
+    """Returns HTML of the card of one row of the trace: each layer's most likely tokens, the prediction depth, and
+    the tokens drafted and committed at the next position. Raises: CannotShow if no reading of the row was kept."""
     book, request = shelf.book_and_request(question)
     site = one_of(question["site"], "site", ("S", "T", "C"))
     row = chosen_row(book, request, number(question["position"], "position"), question.get("row"))
@@ -26,20 +26,21 @@ def view(shelf: Shelf, reader: Reader, question: Question) -> str:
     if table.empty:
         raise CannotShow(f"no reading of request {request} at position {position} was kept; widen the capture filters")
     table = table[table.site != "thought"]
-    ids = {int(i) for top in table.top_token_ids for i in top}
-    named = book.run.token_texts
-    missing = ids - set(named)
-    texts = {**texts_of(book.run.fingerprint["model"], missing), **reader.token_texts(book, missing), **named}
-    place = position + 1 - book.prompt_length(request)
-    fates = fates_at(book.history_of(request), place)
+    shown_ids = {int(i) for top in table.top_token_ids for i in top}
+    known_texts = book.run.token_texts
+    missing = shown_ids - set(known_texts)
+    texts = {**texts_of(book.run.fingerprint["model"], missing), **reader.token_texts(book, missing), **known_texts}
+    generated_index = position + 1 - book.prompt_length(request)
+    fates = fates_at(book.history_of(request), generated_index)
     if question.get("row") is not None:
         fates = fates_of_row(fates, int(row.step))
     title, body = card_parts(table, prediction_depth_of(table).iloc[0].to_dict(), fates, texts, row.token)
     return f"<h3>{markup(title)}</h3>{body}"
 
 
-def sentence(shelf: Shelf, question: Question) -> str:
-    """Returns the outcome of the token after a position, and the layers that predicted it in the recorded readings."""
+def sentence(shelf: Shelf, question: PageQuestion) -> str:
+    """Returns HTML: a sentence on the token that a row predicts, with the verdicts on its drafts and the layers
+    that predicted the token in the recorded readings."""
     book, request = shelf.book_and_request(question)
     position, rows = number(question["position"], "position"), book.rows_of(request)
     row = None if question.get("row") is None else chosen_row(book, request, position, question["row"])
@@ -51,11 +52,12 @@ def sentence(shelf: Shelf, question: Question) -> str:
             ((table.status == "committed") if row is None else (table.row == row.row)) & (table.site != "thought")
         ]
     if row is not None and row.status in DISCARDED_DRAFT:
-        said = insight_in_vain(table, row)
+        text = insight_in_vain(table, row)
     else:
         fates = fates_at(book.history_of(request), position + 1 - book.prompt_length(request))
         step = None if row is None else int(row.step)
-        said = insight(table, rows[rows.position == position], fates, book.run.token_texts, step=step)
-    kind = "" if row is None or row.status == "committed" else f"{row.status.replace('_', ' ')} row, step {row.step}, "
-    where = kind + reads_and_predicts(position)
-    return f"<b>{where[0].upper()}{where[1:]}:</b> {markup(said)}."
+        text = insight(table, rows[rows.position == position], fates, book.run.token_texts, step=step)
+    about_row = reads_and_predicts(position)
+    if row is not None and row.status != "committed":
+        about_row = f"{row.status.replace('_', ' ')} row, step {row.step}, {about_row}"
+    return f"<b>{about_row[0].upper()}{about_row[1:]}:</b> {markup(text)}."

@@ -1,9 +1,9 @@
-"""Compares two runs."""
+"""Compares two runs in the dashboard."""
 
 from cacheprobe.analysis.comparison import compare_requests, first_reading_difference
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.dashboard.book import Book
-from cacheprobe.dashboard.questions import Question, whole
+from cacheprobe.dashboard.questions import PageQuestion, whole
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.report.run_comparison import (
     about_request,
@@ -15,8 +15,9 @@ from cacheprobe.plots.report.run_comparison import (
 from cacheprobe.plots.text import markup
 
 
-def view(shelf: Shelf, question: Question) -> str:
-    """Returns the comparison of two runs, as markup."""
+def view(shelf: Shelf, question: PageQuestion) -> str:
+    """Returns HTML that compares the two runs `run` and `against` of the page's question: which requests differ,
+    both answers of one request, lens readings, and the schedules. With one open run, returns a note."""
     if sum(entry.book is not None for entry in shelf.entries) < 2:
         return (
             "<h2>One run is open</h2><p class='note'>Name two or more to compare them: "
@@ -24,12 +25,12 @@ def view(shelf: Shelf, question: Question) -> str:
         )
     ours, theirs = shelf.book(question["run"]), shelf.book(question["against"])
     names = (ours.name, theirs.name)
-    found = compare_requests(ours.run.requests, theirs.run.requests, ours.run.events, theirs.run.events)
+    differences = compare_requests(ours.run.requests, theirs.run.requests, ours.run.events, theirs.run.events)
     schedules = fingerprint_block(fingerprint_differences(ours.run.fingerprint, theirs.run.fingerprint), names)
     request = whole(question["request"], "request", len(ours.run.requests))
-    one = found[request]
+    one = differences[request]
     parts = [
-        f"<h2>{markup(comparison_title(found))}</h2>{request_list(found, request)}",
+        f"<h2>{markup(comparison_title(differences))}</h2>{request_list(differences, request)}",
         f"<h3>{about_request(one)}</h3>",
     ]
     if one.what not in ("prompt", "missing"):
@@ -42,21 +43,22 @@ def view(shelf: Shelf, question: Question) -> str:
 
 
 def _readings(ours: Book, theirs: Book, request: int) -> str:
-    """Returns a paragraph on the first lens reading that differs."""
+    """Returns HTML: a sentence on the first committed row's lens reading that differs between two runs, or on why
+    readings are not compared."""
     if not (ours.run.has_readings and theirs.run.has_readings):
         return "<p class='note'>Lens readings are not compared: one of the runs recorded none.</p>"
     if ours.run.meta["lens"] != theirs.run.meta["lens"]:
         return "<p class='note'>Lens readings are not compared: the runs were read through different lenses.</p>"
-    pair = [book.run.readings(request) for book in (ours, theirs)]  # all positions: too large to cache
-    mine, other = (table[table.status == "committed"] for table in pair)
-    shared = mine.merge(other[["position", "layer"]], on=["position", "layer"])
+    readings = [book.run.readings(request) for book in (ours, theirs)]  # all positions: too large to cache
+    our_lines, their_lines = (table[table.status == "committed"] for table in readings)
+    shared = our_lines.merge(their_lines[["position", "layer"]], on=["position", "layer"])
     if shared.empty:
         return "<p class='note'>Lens readings are not compared: the runs recorded none of the same places.</p>"
-    where = first_reading_difference(shared, other)
-    which = "" if len(shared) == len(mine) == len(other) else f" of the {len(shared)} that both runs recorded"
-    said = (
-        f"Every lens reading of it{which} is the same, bit for bit."
-        if where is None
-        else f"The first lens reading that differs{which} is that of layer {where[1]} at position {where[0]}."
-    )
-    return f"<p class='note'>{said} States are compared by <code>cacheprobe verify</code>.</p>"
+    first_difference = first_reading_difference(shared, their_lines)
+    is_all = len(shared) == len(our_lines) == len(their_lines)
+    of_shared = "" if is_all else f" of the {len(shared)} that both runs recorded"
+    sentence = f"Every lens reading of it{of_shared} is the same, bit for bit."
+    if first_difference is not None:
+        position, layer = first_difference
+        sentence = f"The first lens reading that differs{of_shared} is that of layer {layer} at position {position}."
+    return f"<p class='note'>{sentence} States are compared by <code>cacheprobe verify</code>.</p>"

@@ -1,6 +1,6 @@
-"""Shows the grid of requests by generated tokens at the chosen step."""
+"""Shows the grid of requests by generated tokens after the chosen step."""
 
-from cacheprobe.dashboard.questions import Question, number, span, whole
+from cacheprobe.dashboard.questions import PageQuestion, number, span, whole
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.diagrams.decode_grid import decode_piece
 from cacheprobe.plots.diagrams.timeline import MOST_REQUESTS
@@ -8,8 +8,8 @@ from cacheprobe.plots.diagrams.timeline import MOST_REQUESTS
 MOST_TOKENS = 40
 
 
-def view(shelf: Shelf, question: Question) -> str:
-    """Returns the grid, as markup."""
+def view(shelf: Shelf, question: PageQuestion) -> str:
+    """Returns HTML of a grid after one step: a line for each request, a cell for each generated token."""
     book = shelf.book(question["run"])
     count = len(book.run.requests)
     requests = span(question["requests"], "requests", MOST_REQUESTS)
@@ -17,7 +17,7 @@ def view(shelf: Shelf, question: Question) -> str:
     places = span(question["places"], "places", MOST_TOKENS)
     step, chosen = number(question["step"], "step"), whole(question["request"], "request", count)
     piece = decode_piece(
-        book.history_of(chosen), book.standing(requests, step), requests, places, step, book.run.token_texts,
+        book.history_of(chosen), book.tokens_after(requests, step), requests, places, step, book.run.token_texts,
         verified=book.verified, chosen=(chosen, number(question["place"], "place")),
     )  # fmt: skip
     return piece.html

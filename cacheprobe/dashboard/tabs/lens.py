@@ -1,4 +1,4 @@
-"""Shows the page of the lens grid that holds the chosen position, and the logit attribution of a row."""
+"""Shows the page of the lens grid with the chosen position, and the logit attribution of a row."""
 
 from typing import get_args
 
@@ -6,8 +6,8 @@ import pandas as pd
 
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.figures import graphs
-from cacheprobe.dashboard.questions import Answer, CannotShow, Question, number, one_of
-from cacheprobe.dashboard.reader import RECORDED, Reader
+from cacheprobe.dashboard.questions import CannotShow, PageAnswer, PageQuestion, number, one_of
+from cacheprobe.dashboard.reader import RECORDED, RunReader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.attribution import attribution
 from cacheprobe.plots.diagrams.lens_grid import LABEL_WIDTH, PITCH, SITE_WORDS, grid_of
@@ -17,8 +17,9 @@ from cacheprobe.plots.text import markup
 MOST_COLUMNS = 40
 
 
-def grid(shelf: Shelf, reader: Reader, question: Question) -> str:
-    """Returns markup of the grid; data-first and data-last of its element are the positions of the page."""
+def grid(shelf: Shelf, reader: RunReader, question: PageQuestion) -> str:
+    """Returns HTML of the lens grid: the page of positions that has the chosen position. The attributes data-first
+    and data-last of the element are the first and last position of the page."""
     book, request = shelf.book_and_request(question)
     include: Include = one_of(question["rows"], "rows", get_args(Include))
     colour: Measure = one_of(question["colour"], "colour", get_args(Measure))
@@ -29,30 +30,31 @@ def grid(shelf: Shelf, reader: Reader, question: Question) -> str:
     if not page:
         raise CannotShow(f"request {request} has no row that predicts a generated token")
     table = readings_of(book, reader, question["lens"], site, request, page)
-    drawn = grid_of(table, request, colour=colour, include=include, positions=page, width=width, has_tips=False)
-    shown = select(table, request, include, page)
+    picture = grid_of(table, request, colour=colour, include=include, positions=page, width=width, has_tips=False)
+    lines_shown = select(table, request, include, page)
     if question["lens"] == RECORDED:  # the finding of the whole request, as in the report
-        said = finding(book.readings(request), request)
+        title = finding(book.readings(request), request)
     else:
-        said = f"{finding(shown, request)}, over the positions of this page"
+        title = f"{finding(lines_shown, request)}, over the positions of this page"
     lens = book.run.meta["lens"] if question["lens"] == RECORDED else str(table.lens.iloc[0])
-    last = book.prompt_length(request) - 2 + len(book.run.request(request)["committed_token_ids"])
+    last_position = book.prompt_length(request) - 2 + len(book.run.request(request)["committed_token_ids"])
+    first_shown, last_shown = lines_shown.position.min(), lines_shown.position.max()
     return (
-        f"<h2>{said}</h2><p class='note'>{SITE_WORDS[site]} of every layer through the "
-        f"{markup(lens)} lens, rows that read positions {shown.position.min()} to {shown.position.max()} of {last}. "
+        f"<h2>{title}</h2><p class='note'>{SITE_WORDS[site]} of every layer through the "
+        f"{markup(lens)} lens, rows that read positions {first_shown} to {last_shown} of {last_position}. "
         f"A cell names the layer's first choice for the next position; click one. Below a column: {BELOW}. "
-        "Underlined columns "
-        "were computed in the chosen step.</p>"
-        f"<div class='page' data-first='{page.start}' data-last='{page.stop - 1}'>{drawn.html}</div>"
+        "Underlined columns were computed in the chosen step.</p>"
+        f"<div class='page' data-first='{page.start}' data-last='{page.stop - 1}'>{picture.html}</div>"
     )
 
 
 def readings_of(
-    book: Book, reader: Reader, lens: object, site: str, request: int, page: range, row: int | None = None
+    book: Book, reader: RunReader, lens: object, site: str, request: int, page: range, row: int | None = None
 ) -> pd.DataFrame:
-    """Returns recorded readings, or readings computed now from kept states. row: of that row only.
+    """Returns lens readings of one request as a DataFrame: the recorded ones, or readings computed now from kept
+    states. page: positions. row: number of one row, instead of all rows.
 
-    Raises: CannotShow if there are none.
+    Raises: CannotShow if the run recorded no readings, or if its states cannot be read.
     """
     if lens == RECORDED:
         if not book.run.has_readings:
@@ -68,34 +70,36 @@ def readings_of(
 
 
 def chosen_row(book: Book, request: int, position: int, row: object) -> pd.Series:
-    """Returns the row of this number, or by default the canonical row at this position. Raises: CannotShow if none."""
+    """Returns one line of the rows table: the row with number `row`, or the committed row at `position` if `row` is
+    None. Raises: CannotShow if there is no such row."""
     rows = book.predicting_rows(request)
     if row is not None:
-        found = rows[rows.row == number(row, "row")]
+        matching = rows[rows.row == number(row, "row")]
     else:
-        found = rows[(rows.position == position) & (rows.status == "committed")]
-    if found.empty:
+        matching = rows[(rows.position == position) & (rows.status == "committed")]
+    if matching.empty:
         raise CannotShow(
             f"request {request} has no reading at position {position}: readings begin at the prompt's last token, "
             f"position {book.prompt_length(request) - 1}, and end before the newest token"
         )
-    return found.iloc[0]
+    return matching.iloc[0]
 
 
-def contributions(shelf: Shelf, reader: Reader, question: Question) -> Answer:
-    """Returns bars of a row's logit attribution, by layer and site. Raises: CannotShow that says how to record missing
-    states.
-    """
+def contributions(shelf: Shelf, reader: RunReader, question: PageQuestion) -> PageAnswer:
+    """Returns the logit attribution of one row as a dict for the page: a heading, a note, and a figure of bars by
+    layer for T (attention) and C (MLP). Raises: CannotShow if the run did not keep S, T and C; the message says how
+    to record them."""
     book, request = shelf.book_and_request(question)
     missing = [site for site in "STC" if site not in book.run.sites]
     if missing:
         raise CannotShow(
-            f"this run kept no {' and '.join(missing)}; record them with --capture STCZ, and what attention "
-            "and MLP gave each logit can be told apart"
+            f"this run kept no {' and '.join(missing)}; record them with --capture STCZ: each logit can "
+            "then be split into the parts of attention and MLP"
         )
     row = chosen_row(book, request, number(question["position"], "position"), question.get("row"))
     figure = attribution(reader.attribution(book, int(row.row)))
     figure.update_layout(margin=dict(l=52, r=8))
     note = "The final norm's scale is held at the row's own; bars sum to the logit."
     html = f"<h3>{figure.layout.title.text}</h3><p class='note'>{note}</p>"
+    # "gave" is the id of the figure's place, below the button "What gave this logit?"
     return {"html": html, "graphs": graphs("gave", [figure], dark=question.get("theme") == "dark")}

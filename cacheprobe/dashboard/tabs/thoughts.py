@@ -1,6 +1,6 @@
-"""Shows a Thinking States model's thoughts about each chunk, and the chosen chunk in numbers."""
+"""Shows a Thinking States model's thoughts about each chunk of a request, and one chunk in numbers."""
 
-from cacheprobe.dashboard.questions import Question, number
+from cacheprobe.dashboard.questions import PageQuestion, number
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.text import markup
 from cacheprobe.plots.thoughts.card import chunk_parts
@@ -8,8 +8,9 @@ from cacheprobe.plots.thoughts.columns import story_of
 from cacheprobe.plots.thoughts.picture import thoughts_block
 
 
-def view(shelf: Shelf, question: Question) -> str:
-    """Returns the picture of the thoughts and the chosen chunk, as markup."""
+def view(shelf: Shelf, question: PageQuestion) -> str:
+    """Returns HTML: the picture of the thoughts about each chunk, and the chosen chunk in numbers; a note if the
+    run or the request has no thoughts."""
     book, request = shelf.book_and_request(question)
     thoughts = book.run.thoughts
     if thoughts is None:

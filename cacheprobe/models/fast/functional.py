@@ -39,7 +39,7 @@ class _Norm(NamedTuple):
     eps: float
 
 
-class _Block(NamedTuple):
+class _LlamaBlock(NamedTuple):
     before_attention: _Norm
     qkv: tuple[Affine, Affine, Affine]
     q_norm: _Norm | None
@@ -214,9 +214,9 @@ def _norm(module: LiveModule) -> _Norm:
     return _Norm(module.weight, float(module.variance_epsilon))
 
 
-def _block(layer: LiveModule, product: Product) -> _Block:
+def _block(layer: LiveModule, product: Product) -> _LlamaBlock:
     attention, mlp = layer.self_attn, layer.mlp
-    return _Block(
+    return _LlamaBlock(
         before_attention=_norm(layer.input_layernorm),
         qkv=(affine(product, attention.q_proj), affine(product, attention.k_proj), affine(product, attention.v_proj)),
         q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,

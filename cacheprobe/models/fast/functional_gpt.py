@@ -22,7 +22,7 @@ from cacheprobe.models.hf.attention import ATTENTION, attend_over_cache
 from cacheprobe.ops.compiled.block import CompiledBlock
 
 
-class _Block(NamedTuple):
+class _GPTBlock(NamedTuple):
     before_attention: Affine
     joint: Affine
     """Projection that computes queries, keys and values in one product."""
@@ -100,10 +100,10 @@ class FunctionalGPT(FunctionalForward):
         return q, k, v
 
 
-def _neox_block(layer: LiveModule, product: Product) -> _Block:
-    """Returns the functions and the attention scale of one GPT-NeoX layer as a _Block."""
+def _neox_block(layer: LiveModule, product: Product) -> _GPTBlock:
+    """Returns the functions and the attention scale of one GPT-NeoX layer as a _GPTBlock."""
     attention, mlp = layer.attention, layer.mlp
-    return _Block(
+    return _GPTBlock(
         before_attention=_norm(layer.input_layernorm),
         joint=affine(product, attention.query_key_value),
         out=affine(product, attention.dense),
@@ -115,10 +115,10 @@ def _neox_block(layer: LiveModule, product: Product) -> _Block:
     )
 
 
-def _gpt2_block(layer: LiveModule) -> _Block:
-    """Returns the functions and the attention scale of one GPT-2 layer as a _Block."""
+def _gpt2_block(layer: LiveModule) -> _GPTBlock:
+    """Returns the functions and the attention scale of one GPT-2 layer as a _GPTBlock."""
     attention, mlp = layer.attn, layer.mlp
-    return _Block(
+    return _GPTBlock(
         before_attention=_norm(layer.ln_1),
         joint=_conv(attention.c_attn),
         out=_conv(attention.c_proj),

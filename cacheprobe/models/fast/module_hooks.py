@@ -7,12 +7,12 @@ from torch.utils.hooks import RemovableHandle
 
 from cacheprobe.core.hook_names import OUTPUT_POINT
 from cacheprobe.core.live import ModuleValue
-from cacheprobe.models.fast.places import Place
+from cacheprobe.models.fast.places import ModulePoint
 
 _Inputs = tuple[tuple[ModuleValue, ...], dict[str, ModuleValue]]
 
 
-def change(place: Place, edit: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+def change(place: ModulePoint, edit: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     """Registers a PyTorch hook at `place`, a module's input or output: `edit` gets the tensor, and a tensor that `edit`
     returns replaces it. Returns the handle that removes the hook."""
     module, point = place
@@ -37,7 +37,7 @@ def change(place: Place, edit: Callable[[Tensor], Tensor | None]) -> RemovableHa
     return module.register_forward_pre_hook(on_input, with_kwargs=True)
 
 
-def listen(place: Place, listener: Callable[[Tensor], object]) -> RemovableHandle:
+def listen(place: ModulePoint, listener: Callable[[Tensor], object]) -> RemovableHandle:
     """Registers a PyTorch hook that calls `listener` with a module's input or output and changes no values. Returns the
     handle that removes the hook."""
 

@@ -23,7 +23,7 @@ Cut = Callable[[Tensor], Tensor]
 """Function that splits a module's tensor [b, t, w] into a site's tensor [b, t, h, d]."""
 
 
-Place = tuple[nn.Module, str]
+ModulePoint = tuple[nn.Module, str]
 """(module of the plain model, side): the side says whether the module's input or its output is read."""
 
 
@@ -35,18 +35,18 @@ class Places:
         module of the plain model."""
         self._origin, self._weights = origin, weights
         points = origin.bridge.hook_dict  # made anew at every access
-        self.of_sites: dict[tuple[str, int], Place] = {
+        self.of_sites: dict[tuple[str, int], ModulePoint] = {
             (site, layer): self._place(points[hook_name(site, layer)], hook_name(site, layer))
             for layer in range(origin.n_layers)
             for site in ("pre", "S", "T", "C")
         }
 
-    def of_hook(self, site: str, layer: int) -> Place:
+    def of_hook(self, site: str, layer: int) -> ModulePoint:
         """Returns (module of the plain model, side) at which the bridge's hook of a site reads. Raises: ModelError if
         there is no such hook or module."""
         return self._place(self._point(site, layer), hook_name(site, layer))
 
-    def of_heads(self, site: str, layer: int) -> tuple[Place, Cut]:
+    def of_heads(self, site: str, layer: int) -> tuple[ModulePoint, Cut]:
         """Returns ((module, side), cut): where the plain model computes site q, k, v or z of a layer, and the function
         that splits the module's tensor into heads.
 
@@ -69,7 +69,7 @@ class Places:
             raise ModelError(f"{self._origin.name} has no hook {name}")
         return points[name]
 
-    def _place(self, point: HookPoint, name: str) -> Place:
+    def _place(self, point: HookPoint, name: str) -> ModulePoint:
         """Returns (module of the plain model, side) of a hook point: the hook point names a component of the bridge,
         and the component wraps a Hugging Face module."""
         component, _, end = str(point.name).rpartition(".")

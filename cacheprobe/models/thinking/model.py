@@ -97,7 +97,7 @@ class Compression(nn.Module):
 
 
 @dataclass(frozen=True)
-class Parts:
+class ThinkingParts:
     """Holds the modules of a Thinking States model: embedding, blocks, final norm, unembedding, thinking block,
     compression block. The last two are None in a model without thoughts."""
 
@@ -109,9 +109,9 @@ class Parts:
     compression: Compression | None
 
 
-def new_parts(config: ThinkingConfig) -> Parts:
+def new_parts(config: ThinkingConfig) -> ThinkingParts:
     """Returns the Parts of a new model: modules with random weights, for training from scratch."""
-    parts = Parts(
+    parts = ThinkingParts(
         nn.Embedding(config.d_vocab, config.d_model),
         *_new_decoder(config, config.n_layers),
         ThinkingBlock(config, *_new_decoder(config, config.thinking_layers)) if config.thinks else None,
@@ -148,7 +148,7 @@ class ThinkingModel(HookedRootModule):
     """
 
     def __init__(
-        self, config: ThinkingConfig, seed: int = 0, make: Callable[[ThinkingConfig], Parts] = new_parts
+        self, config: ThinkingConfig, seed: int = 0, make: Callable[[ThinkingConfig], ThinkingParts] = new_parts
     ) -> None:
         """Builds the modules by calling `make(config)`, under the random seed `seed`; by default with new random
         weights."""

@@ -13,7 +13,7 @@ from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.masks import sliding_window
 from cacheprobe.models.thinking.config import ThinkingConfig
 from cacheprobe.models.thinking.hf_blocks import HFNorm, hf_block
-from cacheprobe.models.thinking.model import Compression, Parts, ThinkingBlock, ThinkingModel
+from cacheprobe.models.thinking.model import Compression, ThinkingBlock, ThinkingModel, ThinkingParts
 
 KINDS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Pre-norm decoders with rotary positions and a gated MLP, whose layers can be called one by one."""
@@ -125,7 +125,7 @@ def _check_config(backbone: LiveModule, config: ThinkingConfig) -> None:
         raise ModelError(f"T copies the last layers, 1 to {config.n_layers} of them, not {config.thinking_layers}")
 
 
-def _parts_of(backbone: LiveModule, config: ThinkingConfig) -> Parts:
+def _parts_of(backbone: LiveModule, config: ThinkingConfig) -> ThinkingParts:
     """Returns the Parts of a ThinkingPretrained: the backbone's own modules, and copies of its layers for T and C."""
     decoder = backbone.model
 
@@ -138,6 +138,6 @@ def _parts_of(backbone: LiveModule, config: ThinkingConfig) -> Parts:
         last = [deepcopy(layer) for layer in decoder.layers[-config.thinking_layers :]]
         thinking = ThinkingBlock(config, wrapped(last), HFNorm(deepcopy(decoder.norm)), deepcopy(backbone.lm_head))
         compression = Compression(config, hf_block(deepcopy(decoder.layers[0]), decoder.rotary_emb, 0))
-    return Parts(
+    return ThinkingParts(
         decoder.embed_tokens, wrapped(decoder.layers), HFNorm(decoder.norm), backbone.lm_head, thinking, compression
     )

@@ -1,1 +1,2 @@
-"""Attention over the KV cache: the slow reference, one call a request, and the compiled loops of a few new tokens."""
+"""Computes attention over the KV cache: a slow reference, one call for each request, and compiled loops for few new
+tokens."""

@@ -1,4 +1,5 @@
-"""Attention computed request by request, so that results are batch-invariant.
+"""Computes attention request by request, so that results are batch-invariant: they do not depend on the other requests
+in the batch.
 
 A library may split one call for a whole batch among threads, so a request's sums can depend on its batch index. Here
 each request has its own calls, on its own keys, in a shape that depends only on its positions.
@@ -17,146 +18,154 @@ from torch.nn.functional import scaled_dot_product_attention
 from cacheprobe.ops.attention.decode import COMPILER, decode_attention, serves
 
 SPAN_STEP = 64
-"""Step in slots by which attention spans grow: position p attends over the first ceil((p + 1) / 64) * 64 slots."""
+"""Step in slots by which attention spans grow: the token at position p attends over the first ceil((p + 1) / 64) * 64
+slots."""
 
 BY_REQUEST = f"by request, spans of {SPAN_STEP}, {COMPILER} for one token and windows of float32"
-"""What a fingerprint says of attention in this module."""
+"""Text in the schedule fingerprint for the attention of this module."""
 
 _ONE_THREAD_WORK = 2**24
-"""One thread computes a request's scores up to this many multiplications: waking a second thread would cost more
+"""One thread computes a request's scores up to this many multiplications: to wake a second thread would cost more
 time."""
 
 _ALIGNMENT = 64
-"""In bytes. torch allocates at multiples of this; a slice of a tensor may begin elsewhere."""
+"""In bytes. torch allocates memory at multiples of this number; a slice of a tensor may begin elsewhere."""
 
 _thread_count = threading.Lock()
-"""Held while the number of threads is lowered: a Python thread that starts in that time would keep the low number."""
+"""Lock that is taken while the number of threads is lowered: a Python thread that starts in that time would keep the
+low number."""
 
 
-Held = Callable[[int, int], tuple[Tensor, Tensor]]
-"""(batch index, span) -> keys and values of that sequence's first slots, [1, g, span, d] each."""
+KeysAndValues = Callable[[int, int], tuple[Tensor, Tensor]]
+"""Function (batch index, span) -> that request's keys and values in its first `span` slots, [1, g, span, d] each."""
 
 
 def first_slots(keys: Tensor, values: Tensor, row: int, span: int) -> tuple[Tensor, Tensor]:
-    """Returns one request's keys and values in its first `span` slots, from keys and values [b, g, s, d]."""
+    """Returns the keys and values of batch index `row` in its first `span` slots, [1, g, span, d] each, from keys and
+    values [b, g, s, d]."""
     return keys[row : row + 1, :, :span], values[row : row + 1, :, :span]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Tokens of one request that attend over the same number of slots."""
+class SlotSpan:
+    """Holds a range of new tokens of one request that attend over the same number of cache slots (the span)."""
 
     span: int
     first: int
     end: int
-    """The piece covers token slots first .. end - 1 of the request's batch index."""
+    """The piece covers the new-token slots first .. end - 1 of the request's batch index."""
     slots: int
-    """Number of slots up to and including that of the last token."""
+    """Number of cache slots up to and including that of the piece's last token."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """The attention calls of a pass, for each batch index; empty for a batch index whose result is never read."""
+    """Holds the attention calls of one pass: for each batch index its pieces (`SlotSpan`), one call each. A batch index
+    whose result is never read has none."""
 
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[SlotSpan, ...], ...]
     _masks: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
-    _places: dict[tuple[int, ...], NDArray[np.int64]] = field(default_factory=dict, repr=False)
+    _tables: dict[tuple[int, ...], NDArray[np.int64]] = field(default_factory=dict, repr=False)
 
     @property
     def span(self) -> int:
-        """Number of slots of the longest call."""
+        """Number of cache slots of the longest attention call."""
         return max((piece.span for row in self.pieces for piece in row), default=0)
 
     def mask(self, mask: Tensor, row: int, span: int, repeats: int) -> Tensor:
-        """Returns the mask [1, 1 or g, r * t, span] of one call, from mask [b, 1 or h, t, s]; a mask shared by all
-        heads is cached."""
-        if mask.shape[1] > 1:  # of some heads alone: another one in each layer
+        """Returns the additive mask [1, 1 or g, r * t, span] of one attention call, cut from a mask [b, 1 or h, t, s].
+        r = h / g query heads share a key head. A mask shared by all heads is cached."""
+        if mask.shape[1] > 1:  # some heads have masks of their own, which differ between layers
             return mask[row : row + 1, :, :, :span].reshape(1, -1, repeats * mask.shape[2], span)
         key = id(mask), row, span
         if key not in self._masks:
             self._masks[key] = mask, mask[row : row + 1, :, :, :span].repeat(1, 1, repeats, 1)
         return self._masks[key][1]
 
-    def places(self, held: Held) -> NDArray[np.int64]:
-        """Returns, for the new tokens of each request, the memory places that `decode_attention` takes; layers of one
-        shape share them.
+    def request_table(self, cached: KeysAndValues) -> NDArray[np.int64]:
+        """Returns an int64 table [n, 5] for `decode_attention`, with one line for each request that has pieces; its
+        columns are explained in `decode_attention`.
 
-        Each layer must hold all sequences in one allocation and in the same order, as a KVCache does.
+        The table is cached for layers of one shape. Each layer must hold all sequences in one allocation and in the
+        same order, as a KVCache does.
         """
         rows = [row for row, pieces in enumerate(self.pieces) if pieces]
-        first = held(rows[0], 1)
+        first = cached(rows[0], 1)
         key = (*first[0].stride(), *first[1].stride())
-        if key not in self._places:
-            places = np.empty((len(rows), 5), np.int64)
-            for place, row in zip(places, rows, strict=True):
-                keys, values = held(row, 1)
+        if key not in self._tables:
+            table = np.empty((len(rows), 5), np.int64)
+            for line, row in zip(table, rows, strict=True):
+                keys, values = cached(row, 1)
                 last = self.pieces[row][-1]
                 to_own = _elements(first[0], keys), _elements(first[1], values)
-                place[:] = row, *to_own, last.slots, last.slots - last.end
-            self._places[key] = places
-        return self._places[key]
+                line[:] = row, *to_own, last.slots, last.slots - last.end
+            self._tables[key] = table
+        return self._tables[key]
 
 
-def reach_of_positions(start: int, count: int, capacity: int) -> tuple[Piece, ...]:
-    """Returns pieces for `count` tokens from position `start` on, each over the span of its own position.
+def reach_of_positions(start: int, count: int, capacity: int) -> tuple[SlotSpan, ...]:
+    """Returns a tuple of `SlotSpan`s (attention calls) for `count` new tokens from position `start` on: each token
+    attends over the span of its own position.
 
-    A position therefore attends over the same span at every place in a window.
+    So a position attends over the same span at every index of a window.
     """
     pieces, first = [], 0
     while first < count:
         span = -(-(start + first + 1) // SPAN_STEP) * SPAN_STEP
         end = min(count, span - start)
-        pieces.append(Piece(min(span, capacity), first, end, start + end))
+        pieces.append(SlotSpan(min(span, capacity), first, end, start + end))
         first = end
     return tuple(pieces)
 
 
-def reach_of_pass(start: int, count: int, capacity: int) -> tuple[Piece, ...]:
-    """Returns one piece for all tokens of a pass whose start depends only on the request, as when a prompt is read."""
-    return (Piece(min(-(-(start + count) // SPAN_STEP) * SPAN_STEP, capacity), 0, count, start + count),)
+def reach_of_pass(start: int, count: int, capacity: int) -> tuple[SlotSpan, ...]:
+    """Returns a tuple of one `SlotSpan` (attention call) for all `count` new tokens from position `start` on. For
+    passes whose start depends only on the request, such as a prompt's chunks."""
+    return (SlotSpan(min(-(-(start + count) // SPAN_STEP) * SPAN_STEP, capacity), 0, count, start + count),)
 
 
 def attend_by_request(
-    q: Tensor, held: Held, mask: Tensor, reach: Reach, scale: float | None, softcap: float | None = None
+    q: Tensor, cached: KeysAndValues, mask: Tensor, reach: Reach, scale: float | None, softcap: float | None = None
 ) -> Tensor:
-    """Returns attention outputs [b, t, h * d] of queries [b, h, t, d]; mask [b, 1 or h, t, s], additive.
+    """Returns attention outputs [b, t, h * d] of queries [b, h, t, d], with separate calls for each request, so that
+    its bits do not depend on the batch. mask: [b, 1 or h, t, s], additive.
 
-    Query heads that share a key head are folded into the rows of one call. A batch index without a piece gives zeros. A
-    call with little work always runs on one thread.
+    cached: gives a request's keys and values.  reach: the calls. Query heads that share a key head are folded into the
+    rows of one call. A batch index without a piece gives zeros. A call with little work always runs on one thread.
     Twin: ops.attention.cached.cached_attention, close: sums are ordered otherwise.
     """
     if softcap is None and serves(q) and (rows := [row for row, pieces in enumerate(reach.pieces) if pieces]):
-        keys, values = held(rows[0], 1)
+        keys, values = cached(rows[0], 1)
         factor = q.shape[-1] ** -0.5 if scale is None else scale
-        return decode_attention(q, keys, values, mask, reach.places(held), factor).transpose(1, 2).flatten(2)
+        return decode_attention(q, keys, values, mask, reach.request_table(cached), factor).transpose(1, 2).flatten(2)
     batch, heads, width, depth = q.shape
-    groups, value_depth = (held(0, 1)[0].shape[1], held(0, 1)[1].shape[3])
+    groups, value_depth = (cached(0, 1)[0].shape[1], cached(0, 1)[1].shape[3])
     repeats = heads // groups
     folded = q.reshape(batch, groups, repeats * width, depth).split(1)
     attend = scaled_dot_product_attention if softcap is None else _softcapped(softcap)
-    nothing, made = q.new_zeros(1, groups, repeats * width, value_depth), []
+    zeros, outputs = q.new_zeros(1, groups, repeats * width, value_depth), []
     with _Threads(q.device) as threads:
         for row, pieces in enumerate(reach.pieces):
             own, parts = _aligned(folded[row]), []
             for piece in pieces:
                 threads.take(heads * width * depth * piece.span)
-                keys, values = held(row, piece.span)
+                keys, values = cached(row, piece.span)
                 own_mask = reach.mask(mask, row, piece.span, repeats)
                 parts.append(attend(own, keys, values, attn_mask=own_mask, scale=scale))
             if len(parts) > 1:
                 of_slots = [part.view(1, groups, repeats, width, -1) for part in parts]
                 cut = [part[:, :, :, p.first : p.end] for part, p in zip(of_slots, pieces, strict=True)]
-                cut.append(of_slots[-1][:, :, :, pieces[-1].end :])  # pads, of which nothing is read
+                cut.append(of_slots[-1][:, :, :, pieces[-1].end :])  # pads, whose outputs are not read
                 parts = [torch.cat(cut, 3).view_as(parts[0])]
-            made.append(parts[0] if parts else nothing)
-    return torch.cat(made).view(batch, heads, width, -1).transpose(1, 2).reshape(batch, width, -1)
+            outputs.append(parts[0] if parts else zeros)
+    return torch.cat(outputs).view(batch, heads, width, -1).transpose(1, 2).reshape(batch, width, -1)
 
 
 def attend_together(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None, softcap: float | None = None
 ) -> Tensor:
-    """Returns the outputs of `attend_by_request` computed in one call for the whole batch, for passes that need not be
-    batch-invariant.
+    """Returns attention outputs [b, t, h * d] of queries [b, h, t, d], in one call for the whole batch. The bits of a
+    request may depend on the batch.
 
     keys, values: [b, g, s, d].
     """
@@ -164,25 +173,26 @@ def attend_together(
     repeats = heads // keys.shape[1]
     is_grouped = False
     if softcap is not None:
-        keys, values = (held.repeat_interleave(repeats, 1) for held in (keys, values))
+        keys, values = (tensor.repeat_interleave(repeats, 1) for tensor in (keys, values))
         out = _softcapped(softcap)(q, keys, values, attn_mask=mask, scale=scale)
         return out.transpose(1, 2).reshape(batch, width, -1)
-    if repeats > 1 and width == 1:  # the queries of one head of keys as one: five times faster
+    if repeats > 1 and width == 1:  # all queries that share a key head in one product: five times faster
         q = q.reshape(batch, heads // repeats, repeats, -1)
         mask = mask if mask.shape[1] == 1 else mask.reshape(batch, heads // repeats, repeats, -1)
     elif repeats > 1:
         is_grouped = q.device.type == "cpu"
         if not is_grouped:  # CUDA's fused kernels take no mask together with grouped heads
-            keys, values = (held.repeat_interleave(repeats, 1) for held in (keys, values))
+            keys, values = (tensor.repeat_interleave(repeats, 1) for tensor in (keys, values))
     out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
     return out.reshape(batch, heads, width, -1).transpose(1, 2).reshape(batch, width, -1)
 
 
 def _softcapped(softcap: float) -> Callable[..., Tensor]:
-    """Returns attention whose scores are limited to +-softcap.  Source: Gemma 2 (arXiv 2408.00118), section 2."""
+    """Returns an attention function whose scores are limited to +-softcap. Source: Gemma 2 (arXiv 2408.00118), section
+    2."""
 
     def attend(q: Tensor, keys: Tensor, values: Tensor, *, attn_mask: Tensor, scale: float | None) -> Tensor:
-        """Returns softcapped attention outputs of q [b, h, t, d]."""
+        """Returns softcapped attention outputs [b, h, t, d] of queries q [b, h, t, d]."""
         scores = (q @ keys.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
         scores = (scores / softcap).tanh() * softcap + attn_mask
         return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ values
@@ -200,7 +210,8 @@ def _elements(first: Tensor, other: Tensor) -> int:
 
 
 class _Threads:
-    """Sets the number of threads for each call (one for little work, else all), and restores the number at the end."""
+    """Sets torch's number of threads for each attention call on a CPU (one for little work, else all), and restores it
+    at the end of the `with`."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cpu = device.type == "cpu"
@@ -212,7 +223,8 @@ class _Threads:
         return self
 
     def take(self, work: int) -> None:
-        """Sets the threads for the next call. work: its multiplications, a number that depends only on the request."""
+        """Sets the number of threads for the next call. work: its multiplications, a number that depends only on the
+        request."""
         wanted = 1 if self._is_cpu and work <= _ONE_THREAD_WORK else self._all
         if wanted != self._now:
             torch.set_num_threads(wanted)

@@ -1,4 +1,4 @@
-"""Attention over a preallocated cache: every query sees the slots up to its own position."""
+"""Computes attention over a preallocated cache in plain torch: every query sees the slots up to its own position."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,24 +15,26 @@ def cached_attention(
     hidden: Bool[Tensor, "r s"] | None = None,
     window: int | None = None,
 ) -> Float[Tensor, "b h t dv"]:
-    """Returns Softmax(q k^T scale) v of each query over its cache row; each of g key heads serves h / g query heads.
+    """Returns softmax(q k^T scale) v, [b, h, t, dv], of each query over its cache row; each of g key heads serves h / g
+    query heads.
 
     rows: cache row of each batch index.  positions: absolute, of each query; the query's own slot must be written.
-    hidden: slots that only their own position sees.  window: how many positions a query sees, including its own.
+    hidden: slots that only the query at that slot's position sees.  window: how many positions a query sees, including
+    its own.
     Sums are computed in float32. Masked slots must be finite, as KVCache guarantees.
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1; grouped heads, Ainslie et al. 2023 (2305.13245).
     Twin: the fused attention of models.fast.functional, close (tests.ops.test_plain_ops).
     """
     slots = torch.arange(keys.shape[2], device=q.device)
-    own = positions[..., None]
-    seen = slots <= own
+    query_slots = positions[..., None]
+    is_seen = slots <= query_slots
     if window is not None:
-        seen &= slots > own - window
+        is_seen &= slots > query_slots - window
     if hidden is not None:
-        seen &= ~hidden[rows][:, None] | (slots == own)
+        is_seen &= ~hidden[rows][:, None] | (slots == query_slots)
     groups = q.shape[1] // keys.shape[1]
     k = keys[rows].float().repeat_interleave(groups, 1)
     v = values[rows].float().repeat_interleave(groups, 1)
     scores = (q.float() @ k.mT) * scale
-    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+    weights = scores.masked_fill(~is_seen[:, None], -torch.inf).softmax(-1)
     return (weights @ v).to(q.dtype)

@@ -1,7 +1,7 @@
-"""Attention of a few new tokens per request on a CPU, compiled by numba, batch-invariant.
+"""Computes attention of a few new tokens per request on a CPU, compiled by numba, batch-invariant.
 
 One thread computes one key head of one request from beginning to end. Each token attends over the slots up to its own.
-The result does not depend on the thread, on what other threads compute, or on the token's place in a window.
+The result does not depend on the thread, on what other threads compute, or on the token's index in a window.
 """
 
 import ctypes
@@ -21,26 +21,27 @@ from torch import Tensor
 from cacheprobe.ops.attention.decode_kernel import work_on_bfloat16, work_on_float32
 
 WORK = {torch.float32: work_on_float32, torch.bfloat16: work_on_bfloat16}
-"""The compiled loops for each supported dtype."""
+"""The compiled loops, by dtype."""
 
 _TARGET = cpu_target.target_context.codegen().magic_tuple()  # pyright: ignore[reportAttributeAccessIssue]
-"""Target triple, processor and its features."""
+"""Target triple of the compiler, the processor, and the processor's features."""
 
 COMPILER = (
     f"numba {numba.__version__}, llvmlite {llvmlite.__version__}, {_TARGET[1]} "
     f"{hashlib.sha256(repr(_TARGET).encode()).hexdigest()[:8]}"
 )
-"""Recorded in the fingerprint: other versions, processors and features may give other bits."""
+"""Text in the schedule fingerprint: other versions, processors and features may give other bits."""
 
 MOST_TOKENS = 64
-"""Most tokens per request of float32 windows. Torch's own attention is faster for longer passes."""
+"""Largest number of tokens per request in a float32 window. Torch's own attention is faster for longer passes."""
 
 _LITTLE = 2**16
-"""One thread is faster than two up to this many elements of keys: waking a thread takes time."""
+"""Up to this many elements of keys one thread is faster than two, because to wake a thread takes time."""
 
 
 def serves(q: Tensor) -> bool:
-    """Returns whether queries [b, h, t, d] are supported: by device, dtype and width, and without gradients.
+    """Returns whether `decode_attention` supports queries [b, h, t, d]: a CPU, a supported dtype, few tokens, no
+    gradients.
 
     Windows of bfloat16 are not supported: matrix instructions compute them several times faster.
     """
@@ -52,14 +53,14 @@ def serves(q: Tensor) -> bool:
 def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, places: NDArray[np.int64], scale: float
 ) -> Tensor:
-    """Returns outputs [b, h, t, dv] of queries [b, h, t, d] with additive mask [b, 1 or h, t, s]; requests not in
-    `places` give zeros.
+    """Returns attention outputs [b, h, t, dv] of queries [b, h, t, d], with an additive mask [b, 1 or h, t, s].
+    Requests that are not in `places` give zeros.
 
     keys, values: [1, g, s, d] and [1, g, s, dv] of any one request.
     places: int64 [n, 5] for n requests: batch index, offset in elements from `keys` and from `values` to that request's
-        own, number of slots to attend to, position of its first token.
+    own, number of slots to attend to, position of its first token.
     Raises: ValueError for tensors of different dtypes, a mask of another shape, and keys or values whose last dimension
-        is not contiguous; RuntimeError if the compiled loops ended early.
+    is not contiguous; RuntimeError if the compiled loops ended early.
     Twin: ops.attention.cached.cached_attention, close: sums are ordered otherwise.
     """
     (batch, heads, width, depth), (_, groups, _, value_depth) = q.shape, values.shape
@@ -69,13 +70,13 @@ def decode_attention(
     mask_of_head = mask.stride(1) if mask.shape[1] > 1 else 0
     call = np.array(
         (
-            *(held.data_ptr() for held in (q, keys, values, mask, out)), places.ctypes.data, len(places),
+            *(tensor.data_ptr() for tensor in (q, keys, values, mask, out)), places.ctypes.data, len(places),
             heads, groups, width, depth, value_depth, keys.stride(1), values.stride(1), keys.stride(2),
             values.stride(2), mask.stride(0), mask_of_head, mask.stride(2), np.float64(scale).view(np.int64), 0, 0,
         ),
         np.int64,
     )  # fmt: skip
-    work, start = WORK[q.dtype], _start_threads()
+    work, start = WORK[q.dtype], _find_thread_runner()
     if start is None or int(places[:, 3].sum()) * groups * width * depth <= _LITTLE:
         work.ctypes(call.ctypes.data)
     else:
@@ -88,12 +89,13 @@ def decode_attention(
 
 
 def _require_readable(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, places: NDArray[np.int64]) -> None:
-    """Raises: ValueError for tensors that the compiled loops, which read memory without checks, would misread."""
+    """Checks tensors for the compiled loops, which read memory without checks. Raises: ValueError for tensors that
+    these loops would misread."""
     if {keys.dtype, values.dtype, mask.dtype} != {q.dtype}:
         raise ValueError(
             f"keys of {keys.dtype}, values of {values.dtype} and mask of {mask.dtype}, queries of {q.dtype}"
         )
-    slots = int(places[:, 3].max(initial=0))
+    slots = int(places[:, 3].max(initial=0))  # column 3: number of slots, column 4: position of the first token
     shape = mask.shape
     if shape[0] != len(q) or shape[1] not in (1, q.shape[1]) or shape[2] != q.shape[2] or shape[3] < slots:
         raise ValueError(f"a mask of {tuple(shape)} for queries of {tuple(q.shape)} over {slots} slots")
@@ -104,8 +106,9 @@ def _require_readable(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, pla
 
 
 @cache
-def _start_threads() -> "Callable[[int | None, int, int, int], None] | None":
-    """Returns OpenMP's function that runs a function on the threads of torch's own operations; None if it is not found.
+def _find_thread_runner() -> "Callable[[int | None, int, int, int], None] | None":
+    """Returns OpenMP's function GOMP_parallel, which runs a function on the threads of torch's own operations; None if
+    torch has no libgomp.
 
     A separate thread pool of numba would compete with torch's threads, which wait by spinning.
     """

@@ -1,4 +1,5 @@
-"""The loops of attention over few new tokens, for numba. Each sum over float32 numbers has one order for each length.
+"""Defines the loops of attention over few new tokens, compiled by numba. A sum over n float32 numbers always has the
+same order.
 
 Indices are cast to unsigned numbers: numba would otherwise let negative indices count from the end, which makes loops
 slow.
@@ -16,16 +17,16 @@ if config.DISABLE_JIT:  # pyright: ignore[reportAttributeAccessIssue]
     raise ImportError("NUMBA_DISABLE_JIT is set, but cacheprobe's attention must be compiled; unset NUMBA_DISABLE_JIT")
 
 _ANY_ORDER = {"contract", "nsz", "reassoc"}
-"""The compiler may add a sum in vector lanes: in one order for each length."""
+"""Compiler flags with which a sum may be computed in vector lanes: in one order for each length."""
 
 
 @intrinsic
 @no_type_check
 def _pointer(_typing, _address):
-    """Converts an address, a whole number, into a pointer."""
+    """Converts an address, given as a whole number, into a pointer."""
 
     def make(context, builder, signature, args):
-        """Emits the conversion."""
+        """Emits LLVM code that converts the address."""
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     return types.voidptr(types.int64), make
@@ -33,12 +34,12 @@ def _pointer(_typing, _address):
 
 @intrinsic
 @no_type_check
-def _take(_typing, _address):
-    """Returns the whole number at an address and increments it there, atomically: no two threads get the same
+def _fetch_and_increment(_typing, _address):
+    """Returns the whole number at an address and adds one to it in memory, atomically: no two threads get the same
     number."""
 
     def make(_context, builder, _signature, args):
-        """Emits the atomic increment."""
+        """Emits LLVM code for the atomic increment."""
         number = args[0].type
         at = builder.inttoptr(args[0], number.as_pointer())
         return builder.atomic_rmw("add", at, number(1), "monotonic")
@@ -49,7 +50,7 @@ def _take(_typing, _address):
 @intrinsic
 @no_type_check
 def _multiply_add(_typing, _a, _b, _c):
-    """Returns a * b + c of float32, rounded once: vector and scalar code then give the same bits."""
+    """Returns a * b + c of float32 numbers, rounded once: vector and scalar code then give the same bits."""
 
     def make(_context, builder, _signature, args):
         return builder.fma(*args)
@@ -59,50 +60,52 @@ def _multiply_add(_typing, _a, _b, _c):
 
 @no_type_check
 def _widened(stored):
-    """Returns a stored number as float32; a stored 16-bit number is the upper half of a float32."""
+    """Returns a stored number as float32; a bfloat16 is stored as 16 bits, the upper half of a float32."""
     raise NotImplementedError("numba compiles the version below")
 
 
 @overload(_widened, inline="always")
 @no_type_check
 def _(stored):
-    def whole(stored):
-        """Returns a float32 unchanged."""
+    def unchanged(stored):
+        """Returns a float32 number unchanged."""
         return stored
 
-    def half(stored):
-        """Returns a bfloat16, given as its 16 bits, as float32."""
+    def from_bfloat16_bits(stored):
+        """Returns a bfloat16 number, given as its 16 bits, as float32."""
         return np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
 
-    return whole if stored == types.float32 else half
+    return unchanged if stored == types.float32 else from_bfloat16_bits
 
 
 @no_type_check
 def _store(out, at, value) -> None:
-    """Writes a float32, rounded to nearest, ties to even, as torch rounds."""
+    """Writes a float32 number to element `at` of `out`; for bfloat16, rounded to nearest, ties to even, as torch
+    rounds."""
     raise NotImplementedError("numba compiles the version below")
 
 
 @overload(_store, inline="always")
 @no_type_check
 def _(out, at, value):
-    def whole(out, at, value) -> None:
-        """Writes a float32 at element `at` of `out`."""
+    def store_float32(out, at, value) -> None:
+        """Writes a float32 number to element `at` of `out`."""
         out[np.uintp(at)] = value
 
-    def half(out, at, value) -> None:
-        """Rounds to bfloat16, and writes its 16 bits at element `at` of `out`."""
+    def store_bfloat16(out, at, value) -> None:
+        """Rounds a float32 number to bfloat16, and writes its 16 bits to element `at` of `out`."""
         word = np.float32(value).view(np.uint32)
+        # adds just under half of the last kept bit, and that bit, so that ties go to even; 0x7FC0 is a NaN
         rounded = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         out[np.uintp(at)] = np.uint16(0x7FC0) if np.isnan(value) else np.uint16(rounded)
 
-    return whole if out.dtype == types.float32 else half
+    return store_float32 if out.dtype == types.float32 else store_bfloat16
 
 
 @njit(inline="always")
 @no_type_check
 def _exponential(x):
-    """Returns exp(x) for x up to 0, to two units in the last place (Cephes' expf); zero for x below -87."""
+    """Returns exp(x) for float32 x up to 0, to two units in the last place (Cephes' expf); zero for x below -87."""
     is_low = x < np.float32(-87.0)
     x = max(x, np.float32(-87.0))
     n = np.floor(x * np.float32(1.44269504088896341) + np.float32(0.5))
@@ -157,9 +160,13 @@ def _widen(stored, at, wide, count, scale) -> None:
 
 @njit
 @no_type_check
-def _attend(held, at, steps, sizes, scale) -> None:
-    """Attends one new token: computes one key head and all query heads that share it."""
-    (q, keys, values, mask, out), (of_q, of_key, of_value, of_mask, of_out) = held, at
+def _attend(arrays, at, steps, sizes, scale) -> None:
+    """Computes the attention of one new token for one key head and all query heads that share it, and writes it to
+    `out`.
+
+    arrays: q, keys, values, mask, out.  at: first element in each of the five.  steps: distances in elements.
+    """
+    (q, keys, values, mask, out), (of_q, of_key, of_value, of_mask, of_out) = arrays, at
     (key_step, value_step, mask_step, _), (repeats, _, depth, value_depth, slots, _) = steps, sizes
     query, vector = np.empty(repeats * depth, np.float32), np.empty(max(depth, value_depth), np.float32)
     scores, sums = np.empty(repeats * slots, np.float32), np.zeros(repeats * value_depth, np.float32)
@@ -183,7 +190,8 @@ def _attend(held, at, steps, sizes, scale) -> None:
 @njit
 @no_type_check
 def _add_products(weights, at, rows, step, sums, counts) -> None:
-    """Adds `counts[0]` rows of numbers, each times its weight, to the first `counts[1]` sums, in the rows' order."""
+    """Adds weights[at + j] * row j to the first `counts[1]` numbers of `sums`, for j from 0 to counts[0] - 1 in this
+    order. step: elements from one row to the next."""
     (num_rows, count), j = counts, 0
     while j + 4 <= num_rows:
         a, b, c, d = weights[at + j], weights[at + j + 1], weights[at + j + 2], weights[at + j + 3]
@@ -202,9 +210,10 @@ def _add_products(weights, at, rows, step, sums, counts) -> None:
 
 @njit
 @no_type_check
-def _attend_window(held, at, steps, sizes, scale) -> None:
-    """Attends several tokens at consecutive positions, each over the slots up to its own."""
-    (q, keys, values, mask, out), (of_q, of_key, of_value, of_mask, of_out) = held, at
+def _attend_window(arrays, at, steps, sizes, scale) -> None:
+    """Computes the attention of several tokens at consecutive positions, each over the slots up to its own, for one key
+    head; writes it to `out`."""
+    (q, keys, values, mask, out), (of_q, of_key, of_value, of_mask, of_out) = arrays, at
     (key_step, value_step, mask_step, token_step), (repeats, width, depth, value_depth, slots, start) = steps, sizes
     query, vector = np.empty(depth, np.float32), np.empty(depth, np.float32)
     turned, wide = np.empty(depth * slots, np.float32), np.empty(slots * value_depth, np.float32)
@@ -232,13 +241,14 @@ def _attend_window(held, at, steps, sizes, scale) -> None:
 @njit
 @no_type_check
 def _run(call, q, keys, values, mask, out) -> None:
-    """Computes key heads until none is left."""
+    """Takes (request, key head) pairs from a counter that all threads share, and computes each pair's attention, until
+    no pair is left. call: the 22 numbers of `decode_attention`."""
     places = carray(_pointer(call[5]), (call[6], 5), np.int64)
     heads, groups, width, depth, value_depth = call[7], call[8], call[9], call[10], call[11]
     repeats, steps = heads // groups, (call[14], call[15], call[17], call[18])
     scale = np.float32(np.int64(call[19]).view(np.float64))
     while True:
-        task = _take(call.ctypes.data + 20 * 8)
+        task = _fetch_and_increment(call.ctypes.data + 20 * 8)
         if task >= len(places) * groups:
             break
         row, to_keys, to_values, slots, start = places[task // groups]
@@ -253,11 +263,12 @@ def _run(call, q, keys, values, mask, out) -> None:
             _attend((q, keys, values, mask, out), at, steps, sizes, scale)
         else:
             _attend_window((q, keys, values, mask, out), at, steps, sizes, scale)
-        _take(call.ctypes.data + 21 * 8)
+        _fetch_and_increment(call.ctypes.data + 21 * 8)
 
 
 def _compiled(function: Callable[..., None]) -> CFunc:
-    """Compiles for calls by address, and caches the result on disk if numba has a folder to write to."""
+    """Compiles a function so that it can be called by address. The result is cached on disk if numba has a folder to
+    write to."""
     try:
         return cfunc(types.void(types.voidptr), cache=True)(function)
     except RuntimeError:
@@ -267,7 +278,8 @@ def _compiled(function: Callable[..., None]) -> CFunc:
 @_compiled
 @no_type_check
 def work_on_float32(data) -> None:
-    """Runs one thread's share of a float32 call; data: address of the 22 whole numbers from `decode_attention`."""
+    """Runs one thread's share of a float32 attention call; data: address of the 22 whole numbers from
+    `decode_attention`."""
     call = carray(data, (22,), np.int64)
     q, keys = carray(_pointer(call[0]), (1,), np.float32), carray(_pointer(call[1]), (1,), np.float32)
     values, mask = carray(_pointer(call[2]), (1,), np.float32), carray(_pointer(call[3]), (1,), np.float32)
@@ -277,7 +289,8 @@ def work_on_float32(data) -> None:
 @_compiled
 @no_type_check
 def work_on_bfloat16(data) -> None:
-    """Runs one thread's share of a bfloat16 call, reading bfloat16 as 16-bit integers because numba lacks that type."""
+    """Runs one thread's share of a bfloat16 attention call, with bfloat16 read as 16-bit integers, since numba lacks
+    that type. data: as in `work_on_float32`."""
     call = carray(data, (22,), np.int64)
     q, keys = carray(_pointer(call[0]), (1,), np.uint16), carray(_pointer(call[1]), (1,), np.uint16)
     values, mask = carray(_pointer(call[2]), (1,), np.uint16), carray(_pointer(call[3]), (1,), np.uint16)

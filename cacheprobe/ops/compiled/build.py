@@ -1,4 +1,4 @@
-"""Compiles a C++ file of this folder for this machine's processor, once; the library is kept in the user's cache."""
+"""Compiles a C++ file of this folder for this machine's processor, once; the library is kept in a cache folder."""
 
 import ctypes
 import hashlib
@@ -13,47 +13,49 @@ from pathlib import Path
 from cacheprobe.core.files import write_whole
 
 COMPILERS = ("g++", "clang++", "c++")
-"""Tried in this order; $CXX, if set, is used instead."""
+"""C++ compilers, tried in this order; $CXX, if set, is used instead."""
 
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 
 
 class CompilerError(RuntimeError):
-    """A compiled operation cannot be built or used on this machine."""
+    """Says that a compiled operation cannot be built or used on this machine."""
 
 
 @cache
 def compiler() -> str:
-    """Returns the path of the C++ compiler. Raises: CompilerError if there is none."""
-    asked = os.environ.get("CXX")
-    for name in (asked,) if asked else COMPILERS:
-        if found := shutil.which(name):
-            return found
+    """Returns the path of the C++ compiler, as text. Raises: CompilerError if no compiler is installed."""
+    own_choice = os.environ.get("CXX")
+    for name in (own_choice,) if own_choice else COMPILERS:
+        if path := shutil.which(name):
+            return path
     raise CompilerError(
-        f"no C++ compiler was found ({asked or ', '.join(COMPILERS)}); install one, name it in CXX, or leave out "
+        f"no C++ compiler was found ({own_choice or ', '.join(COMPILERS)}); install one, name it in CXX, or leave out "
         'products="compiled"'
     )
 
 
 def digest(source: str) -> str:
-    """Returns a hash of all that a library's bits depend on: source, flags, compiler and processor."""
-    said = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
-    return hashlib.sha256("\0".join((source, *FLAGS, said, _processor())).encode()).hexdigest()[:16]
+    """Returns a hash, 16 hexadecimal digits, of all that a compiled library's bits depend on: source, flags, compiler
+    and processor."""
+    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
+    return hashlib.sha256("\0".join((source, *FLAGS, version, _processor())).encode()).hexdigest()[:16]
 
 
 def library_digest(name: str) -> str:
-    """Returns the digest of the library that `library` would build from a file of this folder. Raises:
-    CompilerError."""
+    """Returns the digest of the library that `library` would build from file `name` of this folder, without building
+    it. Raises: CompilerError without a compiler."""
     return digest(_source(name))
 
 
 def library(name: str, folder: Path) -> tuple[ctypes.CDLL, str]:
-    """Returns a file of this folder as a loaded library, kept in `folder`, and its digest. Raises: CompilerError."""
+    """Loads the library compiled from file `name` of this folder, and returns it with its digest. It is compiled at the
+    first call and kept in `folder`. Raises: CompilerError."""
     source = _source(name)
     key = digest(source)
     path = folder / f"{Path(name).stem}-{key}.so"
     if not path.exists():
-        write_whole(path, lambda beside: _compile(source, beside))
+        write_whole(path, lambda temporary: _compile(source, temporary))
     try:
         return ctypes.CDLL(str(path)), key
     except OSError as error:
@@ -67,18 +69,18 @@ def _source(name: str) -> str:
 
 def _compile(source: str, path: Path) -> None:
     command = [compiler(), *FLAGS, "-x", "c++", "-", "-o", str(path)]
-    made = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
-    if made.returncode:
-        said = (made.stderr.strip().splitlines() or ["it said nothing"])[0]
+    done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["it said nothing"])[0]
         raise CompilerError(
-            f"{compiler()} failed with exit status {made.returncode}: {said}; name another compiler in CXX, or leave "
+            f"{compiler()} failed with exit status {done.returncode}: {reason}; name another compiler in CXX, or leave "
             'out products="compiled"'
         )
 
 
 def _processor() -> str:
-    """Returns what -march=native depends on, so that a cache shared by machines holds one library for each kind of
-    processor."""
+    """Returns, as text, what -march=native depends on, so that a cache folder shared by machines holds one library for
+    each kind of processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

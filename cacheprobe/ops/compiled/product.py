@@ -1,4 +1,5 @@
-"""Compiles bfloat16 matrix products on this machine, for a CPU whose own are emulated or no faster than float32."""
+"""Compiles bfloat16 matrix products on this machine, for a CPU on which torch's are emulated or no faster than
+float32."""
 
 import ctypes
 from pathlib import Path
@@ -10,25 +11,27 @@ from cacheprobe.ops.compiled.build import CompilerError, library
 
 
 class CompiledProduct:
-    """Computes values weight^T + bias. The bits of a row depend only on that row, for any number of rows.
+    """Computes values weight^T + bias of bfloat16 tensors in compiled C++. The bits of an output vector depend only on
+    its input vector, for any number of vectors.
 
     Twin: torch.nn.functional.linear in float32, rounded once: to one unit in the last place, for the order of sums.
     """
 
     def __init__(self, folder: Path) -> None:
-        """folder: where the library is kept. Raises: CompilerError if the code cannot be compiled or gives wrong
-        results."""
+        """Compiles and tests the library, which is kept in `folder`. Raises: CompilerError if it cannot be compiled or
+        gives wrong results."""
         loaded, self.digest = library("product.cpp", folder)
         self._run = loaded.cacheprobe_product
         self._run.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3 + [ctypes.c_int]
         self._run.restype = ctypes.c_int
-        _try(self)
+        _compare_with_torch(self)
 
     def __repr__(self) -> str:
         return f"CompiledProduct({self.digest})"
 
     def __call__(self, values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Returns [..., o] from values [..., i] and weight [o, i], all bfloat16."""
+        """Returns values weight^T + bias, [..., o], from values [..., i], weight [o, i] and bias [o] or None, all
+        bfloat16."""
         rows, inner = values.numel() // values.shape[-1], values.shape[-1]
         if weight.shape[1] != inner:
             raise ValueError(f"values of width {inner} and a weight {tuple(weight.shape)} do not make a product")
@@ -52,18 +55,19 @@ class CompiledProduct:
         return out
 
 
-def _try(product: CompiledProduct) -> None:
-    """Compares the compiled product with float32 at several shapes, since compilers have bugs. Raises:
+def _compare_with_torch(product: CompiledProduct) -> None:
+    """Compares the compiled product with torch's float32 product at several shapes, since compilers have bugs. Raises:
     CompilerError."""
     generator = torch.Generator().manual_seed(0)
     for rows, inner, width in ((1, 64, 16), (7, 100, 37), (31, 24, 19), (300, 1000, 5)):
         values, weight, bias = (
             torch.randn(size, generator=generator).bfloat16() for size in ((rows, inner), (width, inner), (width,))
         )
-        wanted = torch.nn.functional.linear(values.float(), weight.float(), bias.float())
-        far = (product(values, weight, bias).float() - wanted).abs()
-        if not bool((far <= wanted.abs() * 2**-8 + 1e-5).all()):
+        expected = torch.nn.functional.linear(values.float(), weight.float(), bias.float())
+        error = (product(values, weight, bias).float() - expected).abs()
+        # 2**-8 of a number: the rounding to bfloat16; 1e-5: sums in another order
+        if not bool((error <= expected.abs() * 2**-8 + 1e-5).all()):
             raise CompilerError(
-                f"the compiled product is {float(far.max()):.3g} away from torch's at {rows} rows of {inner}; name "
+                f"the compiled product is {float(error.max()):.3g} away from torch's at {rows} rows of {inner}; name "
                 'another compiler in CXX, or leave out products="compiled"'
             )

@@ -1,4 +1,4 @@
-"""Compiles, on this machine, statistics of bfloat16 logits: one pass for the maximum, one for the sums, no stored
+"""Compiles, on this machine, the statistics of bfloat16 logits: one pass for the maximum, one for the sums, no stored
 copy."""
 
 import ctypes
@@ -16,25 +16,27 @@ from cacheprobe.ops.readout import BLOCK, Readout, best_of_blocks, read_logits
 
 
 class CompiledReadout:
-    """Computes `read_logits` of bfloat16 logits. The bits of a row depend only on that row.
+    """Computes the Readout of bfloat16 logits (as `ops.readout.read_logits`) in compiled C++. The bits of a row depend
+    only on that row.
 
     Twin: ops.readout.read_logits: ids and ranks ==, numbers close(1e-5) since sums are reordered.
     """
 
     def __init__(self, folder: Path) -> None:
-        """folder: where the library is kept. Raises: CompilerError if the code cannot be compiled or gives wrong
-        results."""
+        """Compiles and tests the library, which is kept in `folder`. Raises: CompilerError if it cannot be compiled or
+        gives wrong results."""
         loaded, self.digest = library("readout.cpp", folder)
         self._run = loaded.cacheprobe_readout
         self._run.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_long] * 2 + [ctypes.c_int]
         self._run.restype = None
-        _try(self)
+        _compare_with_torch(self)
 
     def __repr__(self) -> str:
         return f"CompiledReadout({self.digest})"
 
     def __call__(self, logits: Tensor, target_token_ids: Tensor, top_k: int) -> Readout:
-        """Returns the Readout of logits [n, v]; target_token_ids [n], -1 for none. Other dtypes go to `read_logits`."""
+        """Returns the Readout (top tokens, entropy, target ranks and log-probabilities) of logits [n, v];
+        target_token_ids [n], -1 for none. Other dtypes go to `read_logits`."""
         if logits.dtype != torch.bfloat16:
             return read_logits(logits, target_token_ids, top_k)
         logits, targets = logits.contiguous(), target_token_ids.contiguous()
@@ -44,7 +46,7 @@ class CompiledReadout:
         best, total, weighted = (torch.empty_like(target_values) for _ in range(3))
         before = torch.empty_like(targets)
         self._run(
-            *(held.data_ptr() for held in (logits, targets, target_values, tops, best, total, weighted, before)),
+            *(tensor.data_ptr() for tensor in (logits, targets, target_values, tops, best, total, weighted, before)),
             rows,
             width,
             torch.get_num_threads(),
@@ -61,7 +63,7 @@ class CompiledReadout:
 
 
 class Compiled(NamedTuple):
-    """The operations compiled on this machine."""
+    """Holds the three operations compiled on this machine: matrix product, readout of logits, and norm and rotation."""
 
     product: CompiledProduct
     readout: CompiledReadout
@@ -70,19 +72,20 @@ class Compiled(NamedTuple):
 
 @cache
 def compiled(folder: Path) -> Compiled:
-    """Returns this process's compiled operations, kept in `folder`. Raises: CompilerError."""
+    """Returns the operations compiled on this machine, as a Compiled; built at the first call, with their libraries
+    kept in `folder`. Raises: CompilerError."""
     return Compiled(CompiledProduct(folder), CompiledReadout(folder), CompiledBlock(folder))
 
 
-def _try(readout: CompiledReadout) -> None:
-    """Compares the compiled readout with torch's on rows with ties and -inf logits. Raises: CompilerError."""
+def _compare_with_torch(readout: CompiledReadout) -> None:
+    """Compares the compiled readout with torch's, on rows with ties and -inf logits. Raises: CompilerError."""
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).mul_(4).bfloat16()
     logits[1, 40:] = -torch.inf
     targets = torch.tensor([7, 30, -1])
-    for name, made, wanted in zip(
+    for name, result, expected in zip(
         Readout._fields, readout(logits, targets, 5), read_logits(logits, targets, 5), strict=True
     ):
-        if not torch.allclose(made.float(), wanted.float(), rtol=1e-5, atol=1e-5, equal_nan=True):
+        if not torch.allclose(result.float(), expected.float(), rtol=1e-5, atol=1e-5, equal_nan=True):
             raise CompilerError(
                 f"the compiled readout has another {name} than torch's; name another compiler in CXX, or leave out "
                 'products="compiled"'

@@ -1,1 +1,1 @@
-"""Draws diagrams as SVG: the KV cache, verify windows, timelines and cards of tokens."""
+"""Draws diagrams as SVG: the KV cache, verify windows, timelines, the lens grid and cards of tokens."""

@@ -1,11 +1,12 @@
-"""Draws the KV cache of one request after a step: the cylinder by provenance, and its rows one by one."""
+"""Draws the cache row of one request after a step: a cylinder with its slots by provenance, and a strip with a cell for
+each slot. The provenance of a slot is the kind of pass that wrote the slot."""
 
 import pandas as pd
 
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.cache_strip import cache_strip
 from cacheprobe.plots.diagrams.cylinder import CACHE_HEIGHT, cache_counts, cylinder_strokes
-from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 
 
 def cache_picture(
@@ -16,14 +17,16 @@ def cache_picture(
     pending: int | None = None,
     truncated: int = 0,
 ) -> Markup:
-    """Returns the cache rows of one request as a cylinder and as a strip, by provenance.
+    """Returns HTML of one request's cache slots: a cylinder with their counts, and a strip with a cell for each slot.
+    Colours show the pass that wrote a slot: blue prefill, yellow draft (provisional), green verify, grey decode of a
+    never verified request.
 
-    Blue prefill, yellow provisional, green verified, grey decoded and never verified. Tips name the step that wrote a
-    row.
-    ledger: trace.ledger(request_id, step).  request_id, step: named in the picture; rows that the step wrote are
-    underlined.  pending: position of a committed token whose row is not written yet, drawn hatched.  truncated: rows
-    that the step removed again, drawn below the cylinder as an outline; `Window.num_truncated` counts them.
-    Raises: ValueError for a ledger without rows.  Source: figure of LLM-42 (arXiv 2601.17768).
+    Hover texts name the step that wrote a slot. An edited slot is grey with crosses.
+    ledger: trace.ledger(request_id, step).  request_id, step: named in the picture; slots that the step wrote are
+    underlined.  pending: position of a committed token whose slot is not written yet, drawn hatched.
+    truncated: number of slots that the step removed again, drawn below the cylinder as an outline;
+    `Window.num_truncated` counts them.
+    Raises: ValueError for a ledger without lines.  Source: figure of LLM-42 (arXiv 2601.17768).
     """
     return cache_piece(ledger, "", request_id=request_id, step=step, pending=pending, truncated=truncated).alone
 
@@ -36,22 +39,25 @@ def cache_piece(
     step: int | None,
     pending: int | None = None,
     truncated: int = 0,
-) -> Piece:
-    """Returns the parts of `cache_picture`. memory: markup about the cache of all requests."""
-    whose = "the request" if request_id is None else f"request {request_id}"
+) -> TitledPicture:
+    """Returns the `TitledPicture` (title, note, HTML body) of `cache_picture`, for a page that has the styles.
+    memory: HTML on the cache of all requests, added to the note; "" for none."""
+    owner = "the request" if request_id is None else f"request {request_id}"
     if ledger.empty:
-        raise ValueError(f"the ledger is empty: {whose} holds no cache rows then; give a step at which it does")
-    when = "" if step is None else f" after step {step}"
-    drawn = cylinder_strokes(["KV cache", *([f"after step {step}"] if when else [])], ledger, step=step,
+        raise ValueError(f"the ledger is empty: {owner} holds no cache rows then; give a step at which it does")
+    after_step = "" if step is None else f" after step {step}"
+    cylinder = cylinder_strokes(["KV cache", *([f"after step {step}"] if after_step else [])], ledger, step=step,
                              truncated=truncated)  # fmt: skip
-    picture = svg.picture(290, CACHE_HEIGHT + 8, f"KV cache of {whose}{when}", drawn, style="max-width:290px")
+    picture = svg.picture(290, CACHE_HEIGHT + 8, f"KV cache of {owner}{after_step}", cylinder, style="max-width:290px")
     strip = cache_strip(ledger, request_id=request_id, step=step, pending=pending)
     count = len(ledger)
-    owner = f"{whose[0].upper()}{whose[1:]}"
+    title_start = f"{owner[0].upper()}{owner[1:]}"
     parts = ", ".join(f"{number} {name}" for name, number in cache_counts(ledger).items())
-    note = " ".join(said for said in ("Underlined: written in this step." if when else "", memory) if said)
-    return Piece(
-        f"{owner} holds {count} cache row{'s' * (count != 1)}{when}: {parts}",
+    note = " ".join(
+        sentence for sentence in ("Underlined: written in this step." if after_step else "", memory) if sentence
+    )
+    return TitledPicture(
+        f"{title_start} holds {count} cache row{'s' * (count != 1)}{after_step}: {parts}",
         "",
         f"<div class='cylinder'>{picture}</div><h4>Row by row</h4>{strip}"
         + (f"<p class='note'>{note}</p>" if note else ""),

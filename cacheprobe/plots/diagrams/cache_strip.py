@@ -1,4 +1,5 @@
-"""Draws the cache rows of one request, one by one, after a step; and names the memory that all requests hold."""
+"""Draws the cache slots of one request one by one after a step, and writes a sentence on the cache memory of all
+requests."""
 
 from itertools import groupby
 
@@ -19,32 +20,36 @@ def cache_strip(
     pending: int | None = None,
     per_line: int = 48,
 ) -> str:
-    """Returns SVG: a cell for each cache row in order of position, by provenance, in lines of `per_line`.
+    """Returns SVG text: a cell for each cache slot of one request in order of position, coloured by provenance (the
+    kind of pass that wrote the slot), in lines of `per_line` cells. Neighbouring slots that one step wrote in one way
+    are one shape; its hover text names the step.
 
-    ledger: as in `Trace.ledger`, after a step.  request_id: named in the tips.  step: rows that this step wrote are
-    underlined.  pending: position of the committed token whose row is not written yet, drawn hatched.
-    Neighbouring rows of one provenance and one step are one shape; its tip names the step.
+    ledger: from `Trace.ledger`, after a step.  request_id: named in the hover texts.  step: slots that this step wrote
+    are underlined.  pending: position of the committed token whose slot is not written yet, drawn hatched.
     """
     cells = list(zip(ledger.position.tolist(), ledger.provenance, ledger.step.tolist(), strict=True))
     if pending is not None:
         cells.append((pending, "pending", -1))
-    whose = "" if request_id is None else f"request {request_id}, "
+    owner = "" if request_id is None else f"request {request_id}, "
     parts: list[str] = []
     lines = 1
-    for (line, kind, written), run in groupby(cells, key=lambda cell: (cell[0] // per_line, *cell[1:])):
-        first, *_, last = (positions := [cell[0] for cell in run])[0], positions[-1]
+    in_one_shape = groupby(cells, key=lambda cell: (cell[0] // per_line, *cell[1:]))
+    for (line, provenance, written_step), neighbours in in_one_shape:
+        positions = [cell[0] for cell in neighbours]
+        first, last = positions[0], positions[-1]
         x, y = _PITCH * (first % per_line), _LINE * line
         width = _PITCH * (last - first + 1)
-        colour, texture = ("green", "pending") if kind == "pending" else PROVENANCE_STYLES[kind]
-        where = f"row {first}" if first == last else f"rows {first} to {last}"
-        tip = "its token is committed, and its row not written yet" if written < 0 else f"written in step {written}"
-        parts.append(
-            svg.box(x + 0.5, y + 2, width - 1, _HEIGHT, colour, texture, radius=3, tip=f"{whose}{where}: {kind}, {tip}")
-        )
+        colour, texture = ("green", "pending") if provenance == "pending" else PROVENANCE_STYLES[provenance]
+        slots = f"row {first}" if first == last else f"rows {first} to {last}"
+        written = f"written in step {written_step}"
+        if provenance == "pending":
+            written = "its token is committed, and its row not written yet"
+        tip = f"{owner}{slots}: {provenance}, {written}"
+        parts.append(svg.box(x + 0.5, y + 2, width - 1, _HEIGHT, colour, texture, radius=3, tip=tip))
         ticks = "".join(f"M{x + _PITCH * i} {y + 5}v{_HEIGHT - 6}" for i in range(1, last - first + 1))
         if ticks:
             parts.append(f'<path d="{ticks}" class="{colour}-stroke" fill="none" opacity=".35"/>')
-        if written == step:
+        if written_step == step:
             parts.append(f'<path d="M{x + 2} {y + 24.5}H{x + width - 2}" class="written"/>')
         lines = max(lines, line + 1)
     width, height = _PITCH * per_line + 1, _LINE * lines
@@ -53,25 +58,27 @@ def cache_strip(
 
 
 def memory_sentence(
-    own_rows: int, all_rows: int, num_requests: int, capacity: int, row_bytes: int | None, *, has_ended: bool = False
+    own_slots: int, all_slots: int, num_requests: int, capacity: int, slot_bytes: int | None, *, has_ended: bool = False
 ) -> str:
-    """Returns a sentence, as markup, on the cache after a step: in rows and, if a row's size is known, in bytes.
+    """Returns a sentence, as escaped text, on the cache after a step: the slots in use by one request and by all
+    requests, and, if `slot_bytes` is known, their size in bytes.
 
-    has_ended: the request ended before this step; its rows are shown as they were at its end.
+    has_ended: the request ended before this step; `own_slots` is then the number at its end.
     """
-    own = (
-        f"This request has ended, and gave its {own_rows} rows back"
+    own_part = (
+        f"This request has ended, and gave its {own_slots} rows back"
         if has_ended
-        else f"{own_rows} of {capacity} rows of this request are in use"
+        else f"{own_slots} of {capacity} rows of this request are in use"
     )
-    said = f"{own}; {all_rows} rows of {num_requests} requests are held"
-    if row_bytes is None:
-        return markup(f"{said}. The run does not say how large a row is.")
-    size = row_bytes * all_rows
-    return markup(f"{said}, {_bytes(size)} of keys and values ({_bytes(row_bytes)} a row).")
+    counts = f"{own_part}; {all_slots} rows of {num_requests} requests are held"
+    if slot_bytes is None:
+        return markup(f"{counts}. The run does not say how large a row is.")
+    size = slot_bytes * all_slots
+    return markup(f"{counts}, {_bytes_text(size)} of keys and values ({_bytes_text(slot_bytes)} a row).")
 
 
-def _bytes(count: int) -> str:
+def _bytes_text(count: int) -> str:
+    """Returns a number of bytes as text with a unit, such as "1.5 MiB"."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Defines styles of pictures and cards that are shown alone or on a cacheprobe page, and of the lens grid."""
+"""Defines the CSS rules of pictures and cards, in a notebook or on a page of cacheprobe, and of the lens grid."""
 
 from cacheprobe.plots.style import MONO
 
@@ -9,7 +9,7 @@ GRID_CSS = """
 .cp .column .computed{display:none;stroke:var(--ink);stroke-width:4}
 .cp .legend .shades{width:210px;height:29px}
 """
-"""Style rules of the lens grid, beside those of its shades."""
+"""CSS rules of the lens grid; `style.SHADE_CSS` colours its cells."""
 
 CARD_CSS = f"""
 .cp.alone{{background:var(--paper);padding:12px 14px;border-radius:8px;font-size:15px;line-height:1.5}}
@@ -64,4 +64,4 @@ CARD_CSS = f"""
 .cp .sites small{{color:var(--muted);font-weight:400}}
 .cp .sites p{{margin:0;font-size:13.5px;overflow-wrap:anywhere}}
 """
-"""Style rules; they also undo a notebook's own rules for tables, code and headings."""
+"""CSS rules of pictures and cards; they also undo a notebook's own rules for tables, code and headings."""

@@ -1,4 +1,5 @@
-"""Draws the KV cache of one request as a cylinder, with its rows counted beside it."""
+"""Draws the KV cache of one request as a cylinder, with the number of slots of each provenance (the kind of pass that
+wrote a slot)."""
 
 from collections.abc import Iterable
 
@@ -14,14 +15,15 @@ PROVENANCE_STYLES = {
     "provisional": ("yellow", "provisional"),
     "truncated": ("gone", None),
 }
-"""Colour and texture of each provenance, from the top of the cylinder down."""
+"""Colour and texture of each provenance of a cache slot, from the top of the cylinder down."""
 
 CACHE_HEIGHT = 158
 _WIDTH = 84
 
 
 def cache_counts(ledger: pd.DataFrame) -> dict[str, int]:
-    """Returns the number of cache rows by provenance, without zeros. Raises: ValueError for an unknown provenance."""
+    """Returns a dict from provenance (the kind of pass that wrote a cache slot) to the number of such slots in the
+    ledger, without zeros. Raises: ValueError for an unknown provenance."""
     counts = ledger.provenance.value_counts()
     if unknown := set(counts.index) - set(PROVENANCE_STYLES):
         raise ValueError(f"unknown provenance {sorted(unknown)[0]!r}; known are {', '.join(PROVENANCE_STYLES)}")
@@ -31,22 +33,25 @@ def cache_counts(ledger: pd.DataFrame) -> dict[str, int]:
 def cylinder_strokes(
     title: Iterable[str], ledger: pd.DataFrame, *, step: int | None = None, truncated: int = 0
 ) -> list[str]:
-    """Returns the strokes of cylinder and counts, within 280 x CACHE_HEIGHT px.
+    """Returns a list of SVG elements, within 280 x CACHE_HEIGHT px: the cache as a cylinder with a band for each
+    provenance, and the number of slots of each band as a legend.
 
-    title: its lines.  step: rows written by this step are counted separately.  truncated: rows that were removed again,
-    drawn below the cylinder as an outline. The tip of a band names the steps that wrote its rows.
+    title: lines of text above the counts.  step: the count of verified slots also says how many of them this step
+    wrote, unless it wrote all or none.  truncated: number of slots that were removed again, drawn as an outline below
+    the cylinder.
+    The hover text of a band names the steps that wrote its slots.
     """
     counts = cache_counts(ledger)
-    new = {} if step is None else cache_counts(ledger[ledger.step == step])
-    rows = sum(counts.values())
+    written_now = {} if step is None else cache_counts(ledger[ledger.step == step])
+    slots = sum(counts.values())
     if truncated:
         counts["truncated"] = truncated
     bands = [
         svg.Band(
             colour=PROVENANCE_STYLES[name][0],
             texture=PROVENANCE_STYLES[name][1],
-            height=_height(name, count),
-            rows=count if count <= 8 and name != "prefill" else 0,
+            height=_band_height(name, count),
+            slots=count if count <= 8 and name != "prefill" else 0,
             tip=_band_tip(ledger, name, count),
         )
         for name, count in counts.items()
@@ -56,13 +61,13 @@ def cylinder_strokes(
     for line in title:
         parts.append(svg.text(112, y, line, "strong"))
         y += 16
-    parts.append(svg.text(112, y + 2, f"{rows} row{'s' * (rows != 1)}"))
+    parts.append(svg.text(112, y + 2, f"{slots} row{'s' * (slots != 1)}"))
     y += 12
     for name, count in counts.items():
         colour, texture = PROVENANCE_STYLES[name]
         parts.append(swatch(112, y, colour, texture))
         label = f"{count} {name}"
-        if name == "verified" and 0 < (now := new.get(name, 0)) < count:
+        if name == "verified" and 0 < (now := written_now.get(name, 0)) < count:
             label += f" ({now} now)"
         parts.append(svg.text(136, y + 11, label, "red-ink" if colour == "gone" else ""))
         y += 20
@@ -70,30 +75,33 @@ def cylinder_strokes(
 
 
 def swatch(x: float, y: float, colour: str, texture: str | None) -> str:
-    """Returns a small box of one colour and texture."""
+    """Returns SVG of a box of 18 x 13 px with one colour and texture, for a legend; the colour "gone" gives a dashed
+    red outline."""
     if colour == "gone":
         return f'<rect x="{x:g}" y="{y:g}" width="18" height="13" rx="3" class="box red-stroke gone"/>'
     return svg.box(x, y, 18, 13, colour, texture, radius=3)
 
 
 def _band_tip(ledger: pd.DataFrame, name: str, count: int) -> str:
-    """Returns the tip of a band: positions of its rows, and the steps that wrote them."""
-    rows = f"{count} cache row{'s' * (count != 1)}"
+    """Returns the hover text of the cylinder's band with this provenance (`name`): the number of its slots, their
+    positions, and the steps that wrote them."""
+    number = f"{count} cache row{'s' * (count != 1)}"
     if name == "truncated":
-        return f"{rows} cut off again in this step"
-    own = ledger[ledger.provenance == name]
-    spans = [
-        f"{what} {low}" if low == high else f"{what}s {low} to {high}"
-        for what, low, high in (
-            ("position", int(own.position.min()), int(own.position.max())),
-            ("step", int(own.step.min()), int(own.step.max())),
+        return f"{number} cut off again in this step"
+    slots = ledger[ledger.provenance == name]
+    ranges = [
+        f"{unit} {low}" if low == high else f"{unit}s {low} to {high}"
+        for unit, low, high in (
+            ("position", int(slots.position.min()), int(slots.position.max())),
+            ("step", int(slots.step.min()), int(slots.step.max())),
         )
     ]
-    return f"{rows}: {name}, {spans[0]}, written in {spans[1]}"
+    return f"{number}: {name}, {ranges[0]}, written in {ranges[1]}"
 
 
-def _height(name: str, rows: int) -> float:
-    """Returns the height of a band, not to scale, so that three rows are visible beside a long prompt."""
+def _band_height(name: str, slots: int) -> float:
+    """Returns the height in pixels of the cylinder's band with this provenance and number of slots. Heights are not to
+    scale, so that three slots are visible beside a long prompt."""
     if name == "prefill":
         return 56
-    return min(rows * 9, 34 if name in ("verified", "decoded") else 30)
+    return min(slots * 9, 34 if name in ("verified", "decoded") else 30)

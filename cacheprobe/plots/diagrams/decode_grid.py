@@ -1,4 +1,5 @@
-"""Draws the grid of requests by generated tokens after one step; textures show each token's top-two margin."""
+"""Draws the grid of requests by generated tokens after one step; a cell's texture shows the margin between the two most
+likely tokens."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -7,7 +8,7 @@ import pandas as pd
 from cacheprobe.core.values import TableLine
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.decode_panel import CONTESTED_NATS, SETTLED_NATS, margin_texture
-from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 from cacheprobe.plots.diagrams.timeline import LABEL_WIDTH, drawn_requests, key
 from cacheprobe.plots.text import text_of, token_label, visible
 from cacheprobe.trace.tables.token_history import standing_at, token_history
@@ -17,7 +18,7 @@ TOKEN_PITCH = 56
 _CELL, _ROW, _TOP = 52, 30, 38
 _COLOURS = {"candidate": "yellow", "committed": "green", "pending": "green", "rolled_back": "red"}
 SIGNS = {"candidate": "◇", "committed": "", "pending": "○", "rolled_back": "✗"}
-"""Sign in a corner of a cell, by state; the texture shows the margin."""
+"""Sign in a corner of a cell, by the token's state; the texture shows the margin."""
 
 STATES_LEGEND = (
     ("yellow", None, f"{SIGNS['candidate']} candidate"),
@@ -33,7 +34,7 @@ GRID_LEGEND = (
 
 
 MOST_PLACES = 40
-"""Largest number of tokens of a request in one picture."""
+"""Largest number of generated tokens of a request in one picture."""
 _NOTE = (
     "Generated tokens by request. A column +4 → +5 holds the fifth one, which the row that reads the fourth predicts; "
     "+0 is the prompt's last token. Texture tells how close the two best tokens were when it was chosen. A bold edge: "
@@ -50,31 +51,30 @@ def decode_grid(
     places: range | None = None,
     chosen: tuple[int, int] | None = None,
 ) -> Markup:
-    """Returns generated tokens by request after one step: candidates, committed, rolled back by this step.
+    """Returns HTML of a grid after one step: a line for each request, a cell for each generated token. Colours show
+    draft tokens, committed tokens, and tokens rolled back by this step; textures show the margin, in nats, between the
+    two most likely tokens.
 
-    A cell's texture shows the margin between the two best tokens of its pass. Its tip names the step that brought the
-    token.
-    events: from `Trace.events`, of the whole run.  token_texts: from `token_texts`.  requests, places: which to draw;
-    by default the first 16 requests and the first 40 generated tokens (0 is the first).  chosen: (request, place) to
-    frame;
-    the title then describes that request, else all requests drawn.
+    The hover text of a cell names the step that drafted or committed the token.
+    events: from `Trace.events`, of the whole run.  token_texts: from `token_texts`.  requests, places: which requests
+    and generated tokens (0 is the first) to draw; by default the first 16 and the first 40.
+    chosen: (request, generated token) to frame; the title then describes this request, else all requests drawn.
     Raises: ValueError for an empty table, and for requests and steps that the table does not have.
     Source: figure of LLM-42 (arXiv 2601.17768), the decode grid.
     """
-    own = (chosen[0],) if chosen else ()
-    there, wanted = drawn_requests(events, requests, *own)
+    chosen_request = (chosen[0],) if chosen else ()
+    all_requests, wanted = drawn_requests(events, requests, *chosen_request)
     first, last = int(events.step.min()), int(events.step.max())
     if not first <= step <= last:
         raise ValueError(f"there is no step {step}; the table has {first} to {last}")
-    spoken = set(events.request_id[events.phase == "verify"].tolist())
-    history = token_history(events[events.request_id.isin([*wanted, *own])])
+    verified_requests = set(events.request_id[events.phase == "verify"].tolist())
+    history = token_history(events[events.request_id.isin([*wanted, *chosen_request])])
     standing = standing_at(history, step)
     if places is None:
         drawn = standing[standing.request_id.isin(wanted)]
         places = range(min(int(drawn.place.max()) + 1, MOST_PLACES) if len(drawn) else 1)
-    return decode_piece(
-        history, standing, wanted, places, step, token_texts, verified={r: r in spoken for r in there}, chosen=chosen
-    ).alone
+    verified = {request: request in verified_requests for request in all_requests}
+    return decode_piece(history, standing, wanted, places, step, token_texts, verified=verified, chosen=chosen).alone
 
 
 def decode_piece(
@@ -87,24 +87,23 @@ def decode_piece(
     *,
     verified: Mapping[int, bool],
     chosen: tuple[int, int] | None = None,
-) -> Piece:
-    """Returns the parts of `decode_grid`. history: from `token_history`.  standing: from `standing_at`, after
-    the step.
-    """
-    whose = list(requests) if chosen is None else [chosen[0]]
-    own = standing[standing.request_id.isin(whose)].state.value_counts()
-    done = int(own.get("committed", 0) + own.get("pending", 0))
-    said = [f"{done} token{'s' * (done != 1)} committed"]
-    if waiting := int(own.get("candidate", 0)):
-        said.append(f"{waiting} still candidate{'s' * (waiting != 1)}")
+) -> TitledPicture:
+    """Returns the grid of `decode_grid` as a `TitledPicture` (title, note, HTML body). history: from `token_history`.
+    standing: from `standing_at`, after the step.  verified: by request, whether the request is ever verified."""
+    counted = list(requests) if chosen is None else [chosen[0]]
+    state_counts = standing[standing.request_id.isin(counted)].state.value_counts()
+    num_committed = int(state_counts.get("committed", 0) + state_counts.get("pending", 0))
+    parts = [f"{num_committed} token{'s' * (num_committed != 1)} committed"]
+    if num_drafts := int(state_counts.get("candidate", 0)):
+        parts.append(f"{num_drafts} still candidate{'s' * (num_drafts != 1)}")
     # counted in the history: `standing` shows the recovered token in place of the first rejected one
-    lost = history.request_id.isin(whose) & (history.decided_step == step) & (history.outcome == "rolled_back")
+    lost = history.request_id.isin(counted) & (history.decided_step == step) & (history.outcome == "rolled_back")
     if lost.any():
-        said.append(f"{lost.sum()} rolled back now")
-    who = f"{len(requests)} requests have" if chosen is None and len(requests) != 1 else f"request {whose[0]} has"
+        parts.append(f"{lost.sum()} rolled back now")
+    subject = f"{len(requests)} requests have" if chosen is None and len(requests) != 1 else f"request {counted[0]} has"
     picture = decode_picture(standing, requests, places, token_texts, verified=verified, chosen=chosen, step=step)
     body = f"<div class='scroll'>{picture}</div>{key(STATES_LEGEND)}{key(GRID_LEGEND)}"
-    return Piece(f"After step {step}, {who} {', '.join(said)}", _NOTE, body)
+    return TitledPicture(f"After step {step}, {subject} {', '.join(parts)}", _NOTE, body)
 
 
 def decode_picture(
@@ -117,54 +116,58 @@ def decode_picture(
     chosen: tuple[int, int] | None = None,
     step: int | None = None,
 ) -> str:
-    """Returns SVG of some requests and token places. Cells carry data-request and data-place.
+    """Returns SVG text of a grid: a line for each request, a cell for each generated token in `places` (0 is the
+    first). Cells carry data-request and data-place.
 
     standing: from `token_history.standing_at`.  verified: by request, whether its tokens are ever verified; the other
-    requests are grey.  chosen: (request, place) to frame.  step: tokens that this step brought have a bold edge.
+    requests are grey.  chosen: (request, generated token) to frame.  step: tokens that this step brought have a bold
+    edge.
     """
     shown = standing[standing.request_id.isin(list(requests)) & standing.place.isin(places)]
     width, height = LABEL_WIDTH + TOKEN_PITCH * len(places) + 4, _TOP + _ROW * len(requests) + 2
     parts = [svg.text(2, 12, "read", "small muted"), svg.text(2, 27, "→ predicts", "small muted")]
     for i, place in enumerate(places):
-        for y, said in ((12, f"+{place}"), (27, f"→ +{place + 1}")):
-            parts.append(svg.text(_x(i) + _CELL / 2, y, said, "small muted", "middle"))
-    rows = {request: _TOP + _ROW * i for i, request in enumerate(requests)}
-    for request, y in rows.items():
+        for y, position in ((12, f"+{place}"), (27, f"→ +{place + 1}")):
+            parts.append(svg.text(_x(i) + _CELL / 2, y, position, "small muted", "middle"))
+    y_of_request = {request: _TOP + _ROW * i for i, request in enumerate(requests)}
+    for request, y in y_of_request.items():
         classes = "strong" if chosen and request == chosen[0] else "muted"
         name = svg.text(2, y + 17, f"request {request}", classes)
         parts.append(f'<g class="pick" data-request="{request}">{name}</g>')
     for line in shown.itertuples():
-        x, y = _x(places.index(line.place)), rows[line.request_id]
-        parts.append(_cell(line, x, y, text_of(token_texts, line.token_id), verified[line.request_id], step))
-    if chosen and chosen[0] in rows and chosen[1] in places:
-        x, y = _x(places.index(chosen[1])), rows[chosen[0]]
+        x, y = _x(places.index(line.place)), y_of_request[line.request_id]
+        parts.append(_token_cell(line, x, y, text_of(token_texts, line.token_id), verified[line.request_id], step))
+    if chosen and chosen[0] in y_of_request and chosen[1] in places:
+        x, y = _x(places.index(chosen[1])), y_of_request[chosen[0]]
         parts.append(f'<rect class="cursor" x="{x - 2}" y="{y - 2}" width="{_CELL + 4}" height="28" rx="6"/>')
     label = f"Tokens {places.start + 1} to {places.stop} of {len(requests)} requests"
     return svg.picture(width, height, label, parts, style=f"width:{width}px;max-width:none")
 
 
-def _cell(line: TableLine, x: float, y: float, token: str, is_verified: bool, step: int | None) -> str:
+def _token_cell(line: TableLine, x: float, y: float, token: str, is_verified: bool, step: int | None) -> str:
     colour = _COLOURS[line.state] if is_verified else "grey"
-    known = pd.notna(line.margin_nats)
-    margin = f"{line.margin_nats:.2f} nats between the two best tokens of its pass" if known else "margin not known"
-    words = "pending: newest committed, its final cache row not written yet" if line.state == "pending" else line.state
-    steps = f"came in step {line.born}"
+    is_known = pd.notna(line.margin_nats)
+    margin = f"{line.margin_nats:.2f} nats between the two best tokens of its pass" if is_known else "margin not known"
+    state_words = (
+        "pending: newest committed, its final cache row not written yet" if line.state == "pending" else line.state
+    )
+    step_words = f"came in step {line.born}"
     if line.state != "candidate" and pd.notna(line.decided_step) and line.decided_step != line.born:
-        steps += f", decided in step {line.decided_step}"
+        step_words += f", decided in step {line.decided_step}"
     about = f"request {line.request_id}, generated token {line.place + 1}: {visible(token)}"
-    tip = f"{about}; {words.replace('_', ' ')}; {steps}; {margin}"
+    tip = f"{about}; {state_words.replace('_', ' ')}; {step_words}; {margin}"
     texture = margin_texture(line.margin_nats, colour)
     if line.state == "rolled_back":
         texture = "rolled-back"
     elif line.state == "pending" and is_verified and texture is None:
         texture = "pending"
     is_new = step is not None and line.born == step
-    drawn = svg.box(x, y, _CELL, 24, colour, texture, radius=4, tip=tip)
-    drawn += svg.text(x + _CELL / 2, y + 16, token_label(token, 6), f"token halo on-{colour}", "middle")
+    box = svg.box(x, y, _CELL, 24, colour, texture, radius=4, tip=tip)
+    box += svg.text(x + _CELL / 2, y + 16, token_label(token, 6), f"token halo on-{colour}", "middle")
     if is_verified:
-        drawn += svg.text(x + 3, y + 10, SIGNS[line.state], f"mark halo on-{colour}")
-    new = " new" if is_new else ""
-    return f'<g class="pick{new}" data-request="{line.request_id}" data-place="{line.place}">{drawn}</g>'
+        box += svg.text(x + 3, y + 10, SIGNS[line.state], f"mark halo on-{colour}")
+    new_class = " new" if is_new else ""
+    return f'<g class="pick{new_class}" data-request="{line.request_id}" data-place="{line.place}">{box}</g>'
 
 
 def _x(column: int) -> int:

@@ -1,4 +1,5 @@
-"""Draws the decode panel: the newest committed token T0, the proposed tokens, and the grid of requests by tokens."""
+"""Draws the decode panel: the token T0, the tokens drafted or decoded after T0, and the grid of requests by these
+tokens."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,40 +11,42 @@ from cacheprobe.plots.diagrams.cylinder import CACHE_HEIGHT, cylinder_strokes
 from cacheprobe.plots.diagrams.panels import WIDTH, Panel, abridged, step_note, token_tip
 
 SETTLED_NATS, CONTESTED_NATS = 2.0, 0.5
-"""A choice is drawn solid from the first margin on, dotted below the second."""
+"""Margins in nats between the two most likely tokens: a cell is plain from the first number on, and dotted below the
+second."""
 _MOST_REQUESTS = 8
 
 
-class Drawn(NamedTuple):
-    """A token of the panel."""
+class PanelToken(NamedTuple):
+    """Holds one token of the decode panel: its name (such as T1), text, step and position."""
 
     name: str
     text: str
     step: int | None
-    """Step that proposed or committed the token; None for T0, whose step belongs to another window."""
+    """Step that drafted or committed the token; None if the token was committed before the window."""
     position: int
 
 
 def decode_panel(
-    events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, newest: Drawn, columns: Sequence[Drawn],
+    events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, newest: PanelToken, columns: Sequence[PanelToken],
     *, is_verified: bool = True,
 ) -> Panel:  # fmt: skip
-    """Returns the panel with the tokens proposed after T0, above the grid of requests by tokens.
+    """Returns the decode `Panel` of a request: the cache after the draft, the committed token T0 (`newest`), the tokens
+    drafted after T0 (`columns`), and below them a grid of requests by tokens, whose textures show the top-two margin.
 
-    newest: T0.  is_verified: False if the request's tokens are committed as they are decoded; they are then grey.
+    is_verified: False if the request's tokens are committed as they are decoded; they are then grey.
     """
     colour, texture = ("yellow", "provisional") if is_verified else ("grey", None)
     kind = "candidate" if is_verified else "committed as decoded"
     shown = abridged(len(columns), 4)
     gap = 6
     width = min((WIDTH - 80 - 8 - gap * (len(shown) - 1)) / max(len(shown), 1), 60)
-    places = [(80 + place * (width + gap), index) for place, index in enumerate(shown)]
+    places_of_tokens = [(80 + place * (width + gap), index) for place, index in enumerate(shown)]
     top = CACHE_HEIGHT + 14
     parts = cylinder_strokes(["KV cache", "after decode"], ledger)
     parts.append(
         svg.chip(8, top, 64, "T₀", newest.text, "green", tip=token_tip(request_id, newest.position, "committed"))
     )
-    for x, index in places:
+    for x, index in places_of_tokens:
         if index < 0:
             parts.append(svg.text(x + width / 2, top + 24, f"+ {-index}", "muted", "middle"))
             continue
@@ -51,7 +54,7 @@ def decode_panel(
         tip = token_tip(request_id, token.position, kind, token.step)
         parts.append(svg.chip(x, top, width, token.name, token.text, colour, texture, tip=tip))
     steps = [columns[index].step if index >= 0 else None for index in shown]
-    grid, height = _grid(events, request_id, steps, [x for x, _ in places], width, top + 54, colour)
+    grid, height = _grid(events, request_id, steps, [x for x, _ in places_of_tokens], width, top + 54, colour)
     count = len(columns)
     if is_verified and count:
         candidates = f"{count} candidate{'s' * (count != 1)}"
@@ -74,13 +77,13 @@ def _grid(
     top: float,
     colour: str,
 ) -> tuple[list[str], float]:
-    """Returns the SVG elements of a grid of requests x tokens, textured by the top-two margin in nats, and the y
-    coordinate below it."""
+    """Returns (SVG elements, y of their lower end): a grid of requests by tokens, whose textures show each token's
+    top-two margin in nats, with a legend."""
     if not places:
         return [], top
-    cells = events[events.step.isin([step for step in steps if step is not None])]
-    others = sorted(set(cells.request_id.tolist()) - {request_id})
-    margins = cells.set_index(["request_id", "step"]).margin_nats
+    passes = events[events.step.isin([step for step in steps if step is not None])]
+    others = sorted(set(passes.request_id.tolist()) - {request_id})
+    margins = passes.set_index(["request_id", "step"]).margin_nats
     parts, y = [], top
     for row in [request_id, *others[: _MOST_REQUESTS - 1]]:
         parts.append(svg.text(8, y + 13, f"request {row}", "small strong" if row == request_id else "small muted"))
@@ -90,8 +93,8 @@ def _grid(
                 continue
             margin = margins[row, step]
             is_known = bool(pd.notna(margin))
-            said = f"{margin:.2f} nats between its two best tokens" if is_known else "no model pass"
-            tip = f"request {row}, step {step}: {said}"
+            margin_words = f"{margin:.2f} nats between its two best tokens" if is_known else "no model pass"
+            tip = f"request {row}, step {step}: {margin_words}"
             parts.append(svg.box(x, y, width, 18, tint, margin_texture(margin, tint), radius=3, tip=tip))
         y += 22
     if more := len(others[_MOST_REQUESTS - 1 :]):
@@ -112,7 +115,8 @@ def _grid(
 
 
 def margin_texture(margin: float, colour: str) -> str | None:
-    """Returns the texture of a yellow, green or grey cell: None for a large margin, then crossed, then dotted."""
+    """Returns the name of a cell's texture for a top-two margin in nats: None from 2 nats on or for an unknown margin
+    (NaN), "crossed-COLOUR" from 0.5 nats on, else "dotted-COLOUR". colour: yellow, green or grey."""
     if pd.isna(margin) or margin >= SETTLED_NATS:
         return None
     return f"crossed-{colour}" if margin >= CONTESTED_NATS else f"dotted-{colour}"

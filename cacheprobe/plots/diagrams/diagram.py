@@ -1,4 +1,4 @@
-"""Draws one verify window of a run: prefill, decode, verify, then rollback or no rollback."""
+"""Draws one verify window of a run as panels: prefill, decode, verify, and the outcome (rollback or no rollback)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,8 +6,8 @@ import pandas as pd
 
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.cylinder import swatch
-from cacheprobe.plots.diagrams.decode_panel import Drawn, decode_panel
-from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.diagrams.decode_panel import PanelToken, decode_panel
+from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 from cacheprobe.plots.diagrams.panels import Panel, outcome_panel, prefill_panel, token_name, verify_panel
 from cacheprobe.plots.diagrams.windows import Window
 from cacheprobe.plots.text import text_of
@@ -31,53 +31,58 @@ def window_diagram(
     *,
     is_deterministic: bool = False,
 ) -> Markup:
-    """Returns one verify window as four panels, each an SVG of its own; on a narrow page they are stacked.
+    """Returns HTML of one verify window as four panels side by side: prefill, decode, verify, and the outcome (rollback
+    or no rollback). On a narrow page the panels are stacked.
 
-    Tips name request, position and step of every token, and the steps that wrote the cache rows.
+    Hover texts name request, position and step of every token, and the steps that wrote the cache slots.
     window: one of `find_windows(trace.events(), request_id)`.  events: the same table, for the other requests.
     ledgers: [trace.ledger(request_id, step) for step in window.ledger_steps].  token_texts: from `token_texts`.
     Source: figure of LLM-42 (arXiv 2601.17768), prefill, decode, verify, roll back.
     """
     panels = window_phases(window, events, ledgers, token_texts, is_deterministic=is_deterministic)
-    return Piece(window_finding(window), "", side_by_side(panels) + legend()).alone
+    return TitledPicture(window_finding(window), "", side_by_side(panels) + legend()).alone
 
 
 def decoded_diagram(
     request_id: int, events: pd.DataFrame, ledgers: Sequence[pd.DataFrame], token_texts: Mapping[int, str]
 ) -> Markup:
-    """Returns a request that is never verified as two panels: prefill, and the tokens committed as decoded.
+    """Returns HTML of a never verified request as two panels: its prefill, and the tokens that were committed as they
+    were decoded.
 
     events: from `Trace.events`.  ledgers: trace.ledger(request_id, step) after its last prefill step, and at its end.
     token_texts: from `token_texts`.
     Raises: ValueError for a request that decoded no token, and for one that has verify windows.
     """
-    own = events[events.request_id == request_id]
-    if own.empty or not own.committed_token_ids.map(len).any():
-        there = ", ".join(str(number) for number in sorted(events.request_id.unique()))
-        raise ValueError(f"there is no decoding of request {request_id}; the table has events of {there or 'none'}")
-    if (own.phase == "verify").any():
+    of_request = events[events.request_id == request_id]
+    if of_request.empty or not of_request.committed_token_ids.map(len).any():
+        listed = ", ".join(str(number) for number in sorted(events.request_id.unique()))
+        raise ValueError(f"there is no decoding of request {request_id}; the table has events of {listed or 'none'}")
+    if (of_request.phase == "verify").any():
         raise ValueError(f"request {request_id} is verified; draw one of its windows with window_diagram")
     panels = decoded_phases(request_id, events, ledgers, token_texts)
-    return Piece(decoded_finding(own), "", side_by_side(panels) + legend()).alone
+    return TitledPicture(decoded_finding(of_request), "", side_by_side(panels) + legend()).alone
 
 
 def window_finding(window: Window) -> str:
-    """Returns a sentence on a window's verdict."""
-    drafted, kept = len(window.draft_token_ids), window.num_accepted
+    """Returns a sentence, as plain text, on the verdict of a verify window: how many of its draft tokens were accepted
+    or rolled back."""
+    drafted, accepted = len(window.draft_token_ids), window.num_accepted
     if window.is_rollback:
-        said = f"{drafted - kept} of {drafted} candidates {'was' if drafted - kept == 1 else 'were'} rolled back"
+        lost = drafted - accepted
+        result = f"{lost} of {drafted} candidates {'was' if lost == 1 else 'were'} rolled back"
     elif drafted:
-        said = f"all {drafted} candidates were accepted" if drafted > 1 else "its one candidate was accepted"
+        result = f"all {drafted} candidates were accepted" if drafted > 1 else "its one candidate was accepted"
     else:
-        said = "nothing was drafted"
-    return f"Request {window.request_id}, the window that ends in step {window.step}: {said}"
+        result = "nothing was drafted"
+    return f"Request {window.request_id}, the window that ends in step {window.step}: {result}"
 
 
-def decoded_finding(own: pd.DataFrame) -> str:
-    """Returns a sentence on a request that is never verified. own: its events."""
-    count = int(own.committed_token_ids.map(len).sum())
+def decoded_finding(of_request: pd.DataFrame) -> str:
+    """Returns a sentence, as plain text: how many tokens a never verified request committed. of_request: the
+    request's lines of the events table."""
+    count = int(of_request.committed_token_ids.map(len).sum())
     tokens = f"{count} token{'s' * (count != 1)}"
-    return f"Request {own.request_id.iloc[0]} is never verified: its {tokens} were committed as decoded"
+    return f"Request {of_request.request_id.iloc[0]} is never verified: its {tokens} were committed as decoded"
 
 
 def window_phases(
@@ -88,13 +93,13 @@ def window_phases(
     *,
     is_deterministic: bool = False,
 ) -> list[Panel]:
-    """Returns the panels of `window_diagram`, in order."""
+    """Returns the four panels of `window_diagram` as a list: prefill, decode, verify, outcome."""
     after_prefill, after_decode, after_verify = ledgers
     drafted = [
-        Drawn(token_name(i + 1, candidate=True), text_of(token_texts, token_id), step, window.start + i)
+        PanelToken(token_name(i + 1, candidate=True), text_of(token_texts, token_id), step, window.start + i)
         for i, (token_id, step) in enumerate(zip(window.draft_token_ids, window.decode_steps, strict=True))
     ]
-    newest = Drawn("T₀", text_of(token_texts, window.newest_token_id), None, window.start - 1)
+    newest = PanelToken("T₀", text_of(token_texts, window.newest_token_id), None, window.start - 1)
     name = "deterministic request" if is_deterministic else f"request {window.request_id}"
     return [
         prefill_panel(events, window.request_id, after_prefill, name),
@@ -107,50 +112,56 @@ def window_phases(
 def decoded_phases(
     request_id: int, events: pd.DataFrame, ledgers: Sequence[pd.DataFrame], token_texts: Mapping[int, str]
 ) -> list[Panel]:
-    """Returns the prefill and decode panels of a request that is never verified.
+    """Returns the prefill and the decode panel of a never verified request, as a list.
 
-    ledgers: after its last prefill step, and at its end.
+    ledgers: the request's ledger after its last prefill step, and at its end.
     """
-    after_prefill, after_decode = ledgers
-    own = events[events.request_id == request_id]
+    after_prefill, at_end = ledgers
+    of_request = events[events.request_id == request_id]
+    prefills = of_request[of_request.phase == "prefill"]
     # a preempted request has a second prefill pass, which commits no token
-    first = next(int(ids[-1]) for ids in own[own.phase == "prefill"].committed_token_ids if len(ids))
+    first_generated = next(int(ids[-1]) for ids in prefills.committed_token_ids if len(ids))
     decoded = [
         (int(token_id), int(event.step))
-        for event in own[own.phase == "decode"].itertuples()
+        for event in of_request[of_request.phase == "decode"].itertuples()
         for token_id in event.committed_token_ids
     ]
-    count = int(own.committed_token_ids.map(len).sum())
-    start = int(after_decode.position.max()) + 3 - count  # of T1: the newest token has no row yet, all others have
+    num_generated = int(of_request.committed_token_ids.map(len).sum())
+    # the newest token has no slot yet: the text ends one position after the last slot
+    first_position = int(at_end.position.max()) + 1 - (num_generated - 1)
     columns = [
-        Drawn(token_name(i + 1), text_of(token_texts, token_id), step, start + i)
-        for i, (token_id, step) in enumerate(decoded)
+        PanelToken(token_name(i), text_of(token_texts, token_id), step, first_position + i)
+        for i, (token_id, step) in enumerate(decoded, start=1)
     ]
-    newest = Drawn("T₀", text_of(token_texts, first), int(own[own.phase == "prefill"].step.max()), start - 1)
+    newest = PanelToken("T₀", text_of(token_texts, first_generated), int(prefills.step.max()), first_position)
     return [
         prefill_panel(events, request_id, after_prefill, f"request {request_id}"),
-        decode_panel(events, request_id, after_decode, newest, columns, is_verified=False),
+        decode_panel(events, request_id, at_end, newest, columns, is_verified=False),
     ]
 
 
 def side_by_side(panels: Sequence[Panel]) -> str:
-    """Returns panels as HTML without styles and legend, for a page that has them."""
+    """Returns HTML of panels side by side, without styles and legend; the page must have the styles of the diagrams."""
     return f'<div class="panels">{"".join(panel.html for panel in panels)}</div>'
 
 
 def legend() -> str:
-    """Returns the meaning of each colour, texture and sign, as HTML."""
+    """Returns the legend of the diagrams as an HTML list: the meaning of each colour, texture and sign."""
     return key_list(keys())
 
 
-def key_list(listed: Sequence[tuple[str, str]], first: str = "") -> str:
-    """Returns drawn signs and their meanings as an HTML list, after the list items `first`."""
-    items = [f'<li><svg viewBox="0 0 26 18" aria-hidden="true">{drawn}</svg>{said}</li>' for drawn, said in listed]
+def key_list(entries: Sequence[tuple[str, str]], first: str = "") -> str:
+    """Returns a legend as an HTML list. listed: (SVG elements, meaning) of each entry.  first: HTML of list items to
+    put before them."""
+    items = [
+        f'<li><svg viewBox="0 0 26 18" aria-hidden="true">{drawn}</svg>{meaning}</li>' for drawn, meaning in entries
+    ]
     return f'<ul class="legend">{first}{"".join(items)}</ul>'
 
 
 def keys() -> list[tuple[str, str]]:
-    """Returns (strokes within 26 x 18 px, meaning) for each colour, texture and sign."""
+    """Returns a list of (SVG elements within 26 x 18 px, meaning): the legend of the diagrams' colours, textures and
+    signs."""
     items = []
     for colour, texture, sign, meaning in _LEGEND:
         drawn = swatch(1, 2, colour, texture) + (svg.mark(10, 8.5, sign, 0.7) if sign else "")

@@ -1,4 +1,4 @@
-"""Puts a title, a note and styles around a picture, for a page or for a notebook."""
+"""Puts a title, a note and CSS styles around a picture, for a page or for a notebook."""
 
 from typing import NamedTuple
 
@@ -9,10 +9,10 @@ from cacheprobe.plots.text import markup
 
 
 class Markup(str):
-    """HTML that a notebook shows as a picture. As a str it is the HTML, which can be written to a file."""
+    """Holds HTML as a str: a notebook shows the picture, and the text can be written to a file."""
 
     finding: str
-    """What the picture shows, as plain text."""
+    """Title of the picture as plain text: what the picture shows."""
 
     def __new__(cls, html: str, finding: str = "") -> "Markup":
         made = super().__new__(cls, html)
@@ -23,28 +23,28 @@ class Markup(str):
         return str(self)
 
     def __repr__(self) -> str:
-        """Returns a short text, because a notebook keeps it beside the picture."""
+        """Returns a short text instead of the HTML, because a notebook stores this text beside the picture."""
         return f"Markup({self.finding!r}, {len(self)} characters of HTML)"
 
 
-class Piece(NamedTuple):
-    """A picture with its title and note."""
+class TitledPicture(NamedTuple):
+    """Holds a picture in three parts: title, note and HTML body."""
 
     title: str
     """Plain text."""
     note: str
-    """Markup; "" for none."""
+    """HTML; "" for no note."""
     body: str
-    """Markup: the picture and its legend."""
+    """HTML: the picture and its legend."""
 
     @property
     def html(self) -> str:
-        """HTML for a page that has the styles."""
+        """HTML of title, note and body, for a page that already has the styles."""
         return f"<h2>{markup(self.title)}</h2>{self._said}{self.body}"
 
     @property
     def alone(self) -> Markup:
-        """HTML with its styles, readable on a page of any colour."""
+        """HTML of title, note and body with all styles, as a `Markup`, readable on a page of any colour."""
         return Markup(framed(f"<h3>{markup(self.title)}</h3>{self._said}{self.body}"), self.title)
 
     @property
@@ -53,7 +53,7 @@ class Piece(NamedTuple):
 
 
 def framed(body: str) -> str:
-    """Returns the markup with the styles and textures that it needs to stand alone."""
+    """Returns HTML: `body` with all styles and textures, so that a page without styles can show the picture."""
     return (
         f'<div class="cp alone"><style>{DIAGRAM_CSS}{SHADE_CSS}{GRID_CSS}{CARD_CSS}</style>{svg.TEXTURES}{body}</div>'
     )

@@ -1,4 +1,5 @@
-"""Draws the lens grid, a layer x position map: each layer's most likely token beside the committed token, as SVG."""
+"""Draws the lens grid as SVG: layers upwards, positions across, with each layer's most likely token and a mark on the
+committed token."""
 
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from cacheprobe.plots.diagrams.alone import Drawing, picture_alone
 from cacheprobe.plots.diagrams.card_style import GRID_CSS
 from cacheprobe.plots.diagrams.cylinder import swatch
 from cacheprobe.plots.diagrams.diagram import key_list
-from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 from cacheprobe.plots.lens_table import (
     BELOW,
     MARKS,
@@ -38,7 +39,7 @@ LABEL_WIDTH, PITCH, WIDEST = 50, 50, 76
 """Pixels: width of the axes' names, and least and largest width of a column."""
 _ROW, _TOP, _BELOW = 19, 10, 57
 _LEAST = 480
-"""Least width in pixels of a picture's file: the colour scale and its name need it."""
+"""Least width in pixels of an SVG file: the colour scale and its name need it."""
 SITE_WORDS = {"S": "The residual stream", "T": "The attention output", "C": "The MLP output"}
 _TINTS = {"superseded": "yellow", "rolled_back": "red", "given_up": "grey"}
 _OUTLINE = '<rect class="agrees" x="2" y="3" width="18" height="11" rx="2"/>'
@@ -55,44 +56,44 @@ def lens_grid(
     include: Include = "committed",
     positions: range | None = None,
 ) -> Markup:
-    """Returns a layer x position map of one request's lens readings Z.
+    """Returns HTML of one request's lens readings as a grid: layers upwards, a column for each row of the trace. A cell
+    names the layer's most likely token for the next position; a green outline marks the committed token.
 
     hypotheses: from `Trace.hypotheses`.  colour: log-probability of the committed token, the layer's entropy (both in
-    nats), or the committed token's rank (0 is first).  include: the canonical rows, or also superseded and rolled-back
-    rows, each as a column of its own.  positions: of input tokens; all by default.
-    A cell names the layer's most likely token, outlined in green if it is the committed token. The reading at position
-    p predicts the token at p + 1. Below each column: p, the input token, → the token committed at p + 1. Cells of rows
-    whose input was a rejected or given-up token are grey, unless the colour is the entropy: no committed token can be
-    compared with them.
+    nats), or the committed token's rank (0 is first).  include: "committed" rows, or "all": superseded, rolled-back and
+    given-up rows have columns too.  positions: of input tokens; all by default.
+    The reading at position p predicts the token at p + 1. Below each column: p, the input token, → the token committed
+    at p + 1. Cells of rows that were fed a rejected or given-up draft token are grey, unless the colour is the entropy:
+    no committed token can be compared with these rows.
     Raises: ValueError if no reading is selected.  Source: logit lens (nostalgebraist 2020).
     """
     grid = grid_of(hypotheses, request_id, colour=colour, include=include, positions=positions)
-    return Piece(grid.title, grid.note, grid.html).alone
+    return TitledPicture(grid.title, grid.note, grid.html).alone
 
 
-class Grid(NamedTuple):
-    """A drawn lens grid, for a page or for a file."""
+class LensGrid(NamedTuple):
+    """Holds a drawn lens grid: `html` makes HTML of it for a page, `drawing` an SVG file."""
 
     title: str
-    """The finding over the whole request, as plain text."""
+    """What the grid shows of the whole request, as plain text."""
     note: str
-    """Markup: what is drawn."""
+    """HTML: which readings are drawn."""
     width: int
     height: int
-    """Pixels of the strokes."""
+    """Width and height of `strokes`, in pixels."""
     label: str
-    """Read by screen readers."""
+    """Text for screen readers."""
     strokes: list[str]
-    """Columns and the axes' names."""
+    """SVG elements: columns and the axes' names."""
     layers: list[int]
     scale: Scale
-    """Of the colours."""
+    """Scale of the colours."""
     keys: list[tuple[str, str]]
-    """Marks of the cells and columns shown, and their meanings."""
+    """(SVG elements, meaning) of each mark in the cells and columns."""
 
     @property
     def html(self) -> str:
-        """The picture and its legend, for a page that has the styles; a narrow page scrolls the picture."""
+        """HTML of the grid and its legend, for a page that has the styles; a narrow page scrolls the grid."""
         facts = f'data-row-height="{_ROW}" data-low="{self.height - _BELOW - _ROW}" data-layers="{self.layers}"'
         style = f"width:{self.width}px;max-width:none"
         drawn = svg.picture(self.width, self.height, self.label, self.strokes, style=style)
@@ -102,7 +103,7 @@ class Grid(NamedTuple):
 
     @property
     def drawing(self) -> Drawing:
-        """The picture with its title, note and legend as an SVG file."""
+        """SVG file of the grid with its title, note and legend, as a `Drawing`."""
         bar = f'<g transform="translate({LABEL_WIDTH} {self.height + 8})">{_bar(self.scale)}</g>'
         said = svg.text(LABEL_WIDTH + 10 * SHADES + 12, self.height + 18, self.scale.title)
         strokes = [*self.strokes, bar, said]
@@ -119,13 +120,14 @@ def grid_of(
     positions: range | None = None,
     width: float = 0,
     has_tips: bool = True,
-) -> Grid:
-    """Draws one request's lens readings, layers upwards.
+) -> LensGrid:
+    """Draws one request's lens readings and returns a `LensGrid`: layers upwards, a column for each row of the trace.
+    `lens_grid` explains the arguments that both functions have, and the cells.
 
-    Arguments and cells are those of `lens_grid`. A column carries data-row, data-position and data-born (the step that
-    computed the row), and starts at data-x; a cell carries data-layer. The browser shows the hover texts; without
-    has_tips they are in data-says, for the page to show at once. The page can move the frame of class `cursor`: across
-    to a column's data-x, and up from data-low by data-row-height for each of data-layers.
+    A column carries data-row, data-position and data-born (the step that computed the row), and starts at data-x; a
+    cell carries data-layer. With has_tips, the browser shows the hover texts; without has_tips they are in data-says,
+    so that the page's script can show them at once. The page can move the frame of class `cursor`: across to a column's
+    data-x, and up from data-low by data-row-height for each of data-layers.
     width: pixels to fill, if columns can be stretched so far.
     """
     rows = select(readings, request_id, include, positions)
@@ -135,21 +137,21 @@ def grid_of(
     pitch = int(min(max((width - LABEL_WIDTH - 4) // len(columns), PITCH), WIDEST))
     height = _TOP + _ROW * len(layers)
     heights = {layer: height - _ROW * (i + 1) for i, layer in enumerate(layers)}
-    own = _cells(rows, _shades(scale))
+    cells_of_row = _cells(rows, _shades(scale))
     every = 1 if len(layers) <= 16 else 2
     names = [("layer", _TOP - 1), *((str(layer), heights[layer] + 13) for layer in layers[::every])]
     names += [("position", height + 19), ("read", height + 34), ("→ next", height + 49)]
     parts = [svg.text(LABEL_WIDTH - 6, y, name, "small muted", "end") for name, y in names]
     for i, column in enumerate(columns[_ABOUT].itertuples()):
         x = LABEL_WIDTH + pitch * i
-        parts.append(_column(column, own[column.row], heights, x, pitch, height, has_tips))
+        parts.append(_column(column, cells_of_row[column.row], heights, x, pitch, height, has_tips))
     parts.append(f'<rect class="cursor" width="{pitch + 1}" height="{_ROW + 1}" rx="3" style="display:none"/>')
     note = (
         f"{SITE_WORDS.get(str(rows.site.iloc[0]), 'States')} of every layer through the "
         f"{markup(str(rows.lens.iloc[0]))} lens, rows that read positions {rows.position.min()} to "
         f"{rows.position.max()}. A cell names the layer's first choice for the next position. Below a column: {BELOW}."
     )
-    return Grid(
+    return LensGrid(
         title=finding(readings[readings.request_id == request_id], request_id),
         note=note,
         width=LABEL_WIDTH + pitch * len(columns) + 4,
@@ -163,42 +165,46 @@ def grid_of(
 
 
 def _shades(scale: Scale) -> list[int]:
-    """Returns a shade from 0 to SHADES - 1 for each reading; -1 for a reading without a value."""
+    """Returns a list with a shade for each reading: 0 (weakest) to SHADES - 1 (strongest); -1 for a reading without
+    a number."""
     share = ((scale.values - scale.low) / (scale.high - scale.low)).clip(0, 1)
     share = 1 - share if scale.is_reversed else share
     return [-1 if np.isnan(s) else min(int(s * SHADES), SHADES - 1) for s in share.to_numpy(dtype=float)]
 
 
 def _cells(rows: pd.DataFrame, shades: list[int]) -> dict[int, list[tuple]]:
-    """Returns, by row, its readings from the first layer up: the columns of `_READ` and the shade."""
-    found: dict[int, list[tuple]] = {}
+    """Returns a dict from row number to the row's readings in order of layers. A reading is a tuple of the columns
+    `_READ` and the shade."""
+    cells_of_row: dict[int, list[tuple]] = {}
     rows = rows.assign(agrees=rows.agrees.fillna(False).astype(bool) & ~rows.status.isin(DISCARDED_DRAFT))
     for row, *cell in zip(*(rows[name].tolist() for name in _READ), shades, strict=True):
-        found.setdefault(row, []).append(tuple(cell))
-    return {row: sorted(cells, key=lambda cell: cell[0]) for row, cells in found.items()}
+        cells_of_row.setdefault(row, []).append(tuple(cell))
+    return {row: sorted(cells, key=lambda cell: cell[0]) for row, cells in cells_of_row.items()}
 
 
 def _column(
     column: TableLine, cells: list[tuple], heights: dict[int, int], x: int, pitch: int, height: int, has_tips: bool
 ) -> str:
-    says = f"{column_words(column)}\nrequest {column.request_id} · step {column.step} · {column.phase}\n"
-    says += f"{column.role} · {column.status.replace('_', ' ')} · {reads_and_predicts(column.position)}"
-    is_in_vain = column.status in DISCARDED_DRAFT
-    committed = None if pd.isna(column.committed_token) or is_in_vain else visible(column.committed_token)
-    none = NOTHING_TO_COMPARE if is_in_vain else "nothing was committed there"
+    """Returns SVG of one column of the grid: the cells of one row of the trace, outlines of agreeing layers, and the
+    lines below."""
+    column_tip = f"{column_words(column)}\nrequest {column.request_id} · step {column.step} · {column.phase}\n"
+    column_tip += f"{column.role} · {column.status.replace('_', ' ')} · {reads_and_predicts(column.position)}"
+    was_fed_discarded = column.status in DISCARDED_DRAFT
+    committed = None if pd.isna(column.committed_token) or was_fed_discarded else visible(column.committed_token)
+    none = NOTHING_TO_COMPARE if was_fed_discarded else "nothing was committed there"
     about = f'data-row="{column.row}" data-position="{column.position}" data-born="{column.step}" data-x="{x}"'
-    of_column = "" if has_tips else f'data-says="{markup(says)}" '
-    parts = [f'<g class="column" {about} {of_column}transform="translate({x} 0)">']
+    column_data = "" if has_tips else f'data-says="{markup(column_tip)}" '
+    parts = [f'<g class="column" {about} {column_data}transform="translate({x} 0)">']
     middle = f'{pitch / 2:g}"'
     for layer, token, nats, entropy, rank, target_nats, _, shade in cells:
         target = f"committed {committed}, rank {rank}, log p {target_nats:.2f} nats"
-        said = f"layer {layer}: first choice {visible(token)}, log p {nats:.2f} nats\n"
-        said += f"{target if committed is not None else none}\nentropy {entropy:.2f} nats"
+        cell_tip = f"layer {layer}: first choice {visible(token)}, log p {nats:.2f} nats\n"
+        cell_tip += f"{target if committed is not None else none}\nentropy {entropy:.2f} nats"
         y = heights[layer]
-        says_cell = "" if has_tips else f' data-says="{markup(said)}"'
-        tip = f"<title>{markup(says)}\n{markup(said)}</title>" if has_tips else ""
+        cell_data = "" if has_tips else f' data-says="{markup(cell_tip)}"'
+        tip = f"<title>{markup(column_tip)}\n{markup(cell_tip)}</title>" if has_tips else ""
         parts.append(
-            f'<g class="pick v{shade}" data-layer="{layer}"{says_cell}>{tip}<rect x="1" y="{y + 1}" '
+            f'<g class="pick v{shade}" data-layer="{layer}"{cell_data}>{tip}<rect x="1" y="{y + 1}" '
             f'width="{pitch - 1}" height="{_ROW - 1}"/><text class="token" x="{middle} y="{y + 14}">'
             f"{markup(token_label(token, TOKEN_COLUMNS))}</text></g>"
         )
@@ -220,19 +226,19 @@ def _column(
 
 
 def _bar(scale: Scale) -> str:
-    """Returns the shades with the names of the ticks below, SHADES * 10 x 28 pixels."""
+    """Returns SVG of the colour scale, 10 * SHADES x 28 px: the shades, with the labels of the ticks below."""
     cells = "".join(f'<g class="v{i}"><rect x="{i * 10}" width="10" height="12"/></g>' for i in range(SHADES))
     ticks = []
     for value, name in scale.ticks:
-        share = (value - scale.low) / (scale.high - scale.low)
-        share = 1 - share if scale.is_reversed else share
-        anchor = "start" if share < 0.05 else "end" if share > 0.95 else "middle"
-        ticks.append(svg.text(share * 10 * SHADES, 25, name, "small muted", anchor))
+        fraction = (value - scale.low) / (scale.high - scale.low)
+        fraction = 1 - fraction if scale.is_reversed else fraction
+        anchor = "start" if fraction < 0.05 else "end" if fraction > 0.95 else "middle"
+        ticks.append(svg.text(fraction * 10 * SHADES, 25, name, "small muted", anchor))
     return cells + "".join(ticks)
 
 
 def _keys(scale: Scale, columns: pd.DataFrame) -> list[tuple[str, str]]:
-    """Returns the marks of the cells and columns shown, and their meanings."""
+    """Returns a list of (SVG elements, meaning): the legend of the marks that this grid has."""
     keys = [(_OUTLINE, "first choice = committed token")]
     if scale.values.isna().any():
         keys.append((_GREY, NOT_COMPARED))

@@ -1,4 +1,5 @@
-"""Draws the phases of one verify window, each as a panel: heading, picture, one sentence. See also `decode_panel`."""
+"""Draws the prefill, verify and outcome phases of a verify window as panels: heading, picture, one sentence.
+`decode_panel` draws the decode phase."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -20,7 +21,8 @@ _VERDICTS = {  # colour, texture, sign of the verifier's token
 
 
 class Panel(NamedTuple):
-    """One phase. heading and note are plain; sentence is markup, with its tokens already escaped."""
+    """Holds one phase of a verify window: heading and note as plain text, picture as SVG, sentence as HTML with its
+    tokens escaped."""
 
     heading: str
     note: str
@@ -36,30 +38,31 @@ class Panel(NamedTuple):
 
 
 def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, name: str) -> Panel:
-    """Returns the panel of the prompt's passes: this request in blue, the others in grey."""
+    """Returns the prefill `Panel` of a request: the cache after prefill, the prompt in blue, and the other requests of
+    the run in grey. name: text on the prompt's box."""
     passes = events[(events.phase == "prefill") & events.step.isin(_steps(events, request_id, "prefill"))]
-    beside = passes.request_id.nunique() - 1
+    num_in_batch = passes.request_id.nunique() - 1
     others = events.request_id.nunique() - 1
     y = CACHE_HEIGHT + 34
-    read_in = step_note(passes.step)
+    step_words = step_note(passes.step)
     parts = cylinder_strokes(["KV cache", "after prefill"], ledger)
     parts += [
         svg.arrow(54, y - 6, 54, CACHE_HEIGHT - 50),
-        svg.box(12, y, 200, 48, "blue", tip=f"request {request_id}: {len(ledger)} prompt tokens, read in {read_in}"),
+        svg.box(12, y, 200, 48, "blue", tip=f"request {request_id}: {len(ledger)} prompt tokens, read in {step_words}"),
         svg.text(112, y + 20, name, "strong halo on-blue", "middle"),
         svg.text(112, y + 37, f"{len(ledger)} prompt tokens", "halo on-blue", "middle"),
     ]
     if others:
         stack = min(others, 3)
         for i in reversed(range(stack)):  # the last one stands in front
-            tip = f"{_other_requests(others)} of this run; {beside} in these passes"
+            tip = f"{_other_requests(others)} of this run; {num_in_batch} in these passes"
             parts.append(svg.box(12 + 9 * i, y + 72 + 7 * (stack - 1 - i), 200, 44, "grey", tip=tip))
         label_y = y + 72 + 7 * (stack - 1) + 26
         parts.append(svg.text(112, label_y, _other_requests(others), "halo on-grey", "middle"))
     count = passes.step.nunique()
     up_to = "up to " if passes[["batch_rows", "batch_slots"]].drop_duplicates().shape[0] > 1 else ""
     shape = f"{up_to}{passes.batch_rows.max()} × {passes.batch_slots.max()}"
-    batch = f"{_other_requests(beside)} beside it" if beside else "no other request beside it"
+    batch = f"{_other_requests(num_in_batch)} beside it" if num_in_batch else "no other request beside it"
     sentence = f"The prompt was read in {count} pass{'es' * (count != 1)} of {shape} tokens, {batch}."
     height = y + (134 if others else 52)
     label = f"Prefill: {len(ledger)} prompt tokens of request {request_id}, {_other_requests(others)}"
@@ -67,7 +70,8 @@ def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, n
 
 
 def verify_panel(window: Window, texts: Mapping[int, str]) -> Panel:
-    """Returns the panel with the verifier's inputs, its own tokens, and the verdicts."""
+    """Returns the verify `Panel` of a window: for each position, the token fed to the verifier, the verifier's own
+    token, and the verdict."""
     inputs = (window.newest_token_id, *window.draft_token_ids)
     y = 34.0
     parts = [
@@ -105,7 +109,8 @@ def verify_panel(window: Window, texts: Mapping[int, str]) -> Panel:
 
 
 def _compared(window: Window, index: int) -> str:
-    """Returns T1 (=T1′), T2 (≠T2′), or T3 if it is not compared."""
+    """Returns the verifier's token with its comparison to the draft, such as "T₁ (=T₁′)" or "T₂ (≠T₂′)"; only "T₃" for
+    a token that was not compared."""
     name = token_name(index + 1)
     if index > window.num_accepted or index >= len(window.draft_token_ids):
         return name
@@ -114,23 +119,24 @@ def _compared(window: Window, index: int) -> str:
 
 def _verdict_sentence(window: Window, texts: Mapping[int, str]) -> str:
     accepted, drafted = window.num_accepted, len(window.draft_token_ids)
-    own = len(window.committed_token_ids) > accepted
-    said = (
+    has_own_token = len(window.committed_token_ids) > accepted
+    sentence = (
         f"{accepted} of {drafted} candidates equal the verifier's tokens."
         if drafted
         else "There was nothing to compare."
     )
-    if not own:
-        return said
+    if not has_own_token:
+        return sentence
     name, token = token_name(accepted + 1), _quoted(texts, window.committed_token_ids[-1])
     if window.is_rollback:
         wrong = _quoted(texts, window.draft_token_ids[accepted])
-        return f"{said} At the first mismatch its own {name}, {token}, replaces {wrong}."
-    return f"{said} Its own next token {name}, {token}, comes with them."
+        return f"{sentence} At the first mismatch its own {name}, {token}, replaces {wrong}."
+    return f"{sentence} Its own next token {name}, {token}, comes with them."
 
 
 def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]) -> Panel:
-    """Returns the panel after the verdict, "No rollback" or "Rollback": the remaining sequence and cache."""
+    """Returns the `Panel` after the verdict, with the heading "No rollback" or "Rollback": the remaining cache, the
+    committed tokens, and the rolled-back draft tokens."""
     back = window.is_rollback
     title = (
         ["KV cache restored", "to the final", "accepted token"] if back else ["KV cache after", "accepting all tokens"]
@@ -182,7 +188,8 @@ class _Chip(NamedTuple):
 
 
 def _flow(chips: Sequence[_Chip], top: float, limit: int) -> tuple[list[str], float]:
-    """Returns the strokes of chips in rows of five, `limit` places in all, and the y where they end."""
+    """Returns (SVG elements, y of their lower end): token chips in lines of five. At most `limit` places are used; a
+    count replaces the chips that do not fit."""
     width, gap, places = 48, 6, abridged(len(chips), limit)
     parts = []
     for place, index in enumerate(places):
@@ -190,19 +197,18 @@ def _flow(chips: Sequence[_Chip], top: float, limit: int) -> tuple[list[str], fl
         if index < 0:
             parts.append(svg.text(x + width / 2, y + 24, f"+ {-index}", "muted", "middle"))
             continue
-        c = chips[index]
-        parts.append(svg.chip(x, y, width, c.name, c.token, c.colour, c.texture, sign=c.sign, tip=c.tip))
+        name, token, colour, texture, sign, tip = chips[index]
+        parts.append(svg.chip(x, y, width, name, token, colour, texture, sign=sign, tip=tip))
     return parts, top + (len(places) - 1) // 5 * 52 + 46
 
 
 def abridged(count: int, limit: int, around: int | None = None) -> list[int]:
-    """Returns which of `count` items to draw in `limit` places: the first, those next to `around`, the last.
-
-    A gap that hides n items takes a place and is given as -n.
-    """
+    """Returns a list: which of `count` items to draw in at most `limit` places. Numbers from 0 are indices of items:
+    the first, the last, and those next to `around` (by default those after the first). An entry -n is a gap that hides
+    n items and takes one place."""
     if count <= limit:
         return list(range(count))
-    room = limit - 3 if around is None else limit - 4
+    room = limit - 3 if around is None else limit - 4  # the first item, the last one, and one or two gaps take places
     start = 1 if around is None else min(max(around - room // 2, 1), count - 1 - room)
     shown: list[int] = []
     previous = -1
@@ -215,12 +221,13 @@ def abridged(count: int, limit: int, around: int | None = None) -> list[int]:
 
 
 def token_tip(request_id: int, position: int, kind: str, step: int | None = None) -> str:
-    """Returns the part of a token's tip that follows its name and text."""
+    """Returns the end of a token's hover text, such as "accepted; request 0, position 12, step 5"."""
     return f"{kind}; request {request_id}, position {position}" + ("" if step is None else f", step {step}")
 
 
 def token_name(index: int, *, candidate: bool = False) -> str:
-    """Returns T1 for the verifier's first token, T1′ for the first candidate."""
+    """Returns the name of a token in the diagrams: "T₁" for the verifier's first token, "T₁′" for the first draft
+    token."""
     return f"T{subscript(index)}{'′' * candidate}"
 
 
@@ -237,7 +244,7 @@ def _steps(events: pd.DataFrame, request_id: int, phase: str) -> list[int]:
 
 
 def step_note(steps: Sequence[int] | pd.Series) -> str:
-    """Returns the steps that a panel shows, for its heading."""
+    """Returns text for a panel's heading: "step 4", or "steps 4–9" from the first to the last; "" without steps."""
     numbers = sorted({int(step) for step in steps})
     if not numbers:
         return ""

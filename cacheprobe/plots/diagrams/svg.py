@@ -1,6 +1,6 @@
-"""Draws the strokes of the diagrams as SVG text: token chips, the cache cylinder, arrows, signs.
+"""Draws the shapes of the diagrams as SVG text: token chips, the cache cylinder, arrows, signs.
 
-Coordinates are in pixels. Every text argument is escaped here and nowhere else.
+Coordinates are in pixels. Every text argument is escaped in this module and nowhere else.
 """
 
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from cacheprobe.plots.text import columns_of, markup, token_label
 
 _TOKEN_COLUMN = 6.7
-"""Width of a column of the 11 px monospaced font, rounded up."""
+"""Width of one letter of the 11 px monospaced font in pixels, rounded up."""
 
 # One texture for each kind. Its strokes take their colour from the page's variables.
 _TEXTURES = {
@@ -35,11 +35,11 @@ TEXTURES = (
     )
     + "</defs></svg>"
 )
-"""Definitions of the textures that the shapes below refer to; needed once on each page or fragment."""
+"""SVG definitions of the textures that boxes and cylinders refer to; needed once on each page or fragment."""
 
 
 def text(x: float, y: float, content: str, classes: str = "", anchor: str = "start") -> str:
-    """Returns a text element at (x, y)."""
+    """Returns an SVG text element at (x, y); `content` is escaped."""
     return f'<text x="{x:g}" y="{y:g}" class="{classes}" text-anchor="{anchor}">{markup(content)}</text>'
 
 
@@ -47,7 +47,7 @@ def box(
     x: float, y: float, width: float, height: float, colour: str, texture: str | None = None, *,
     radius: float = 5, tip: str = "",
 ) -> str:  # fmt: skip
-    """Returns a rounded rectangle; `tip` is shown when the pointer rests on it."""
+    """Returns SVG of a rectangle with round corners, with a colour and perhaps a texture. `tip` is the hover text."""
     shape = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}"'
     title = f"<title>{markup(tip)}</title>" if tip else ""
     filled = f'<rect {shape} class="texture" style="fill:url(#cp-{texture})"/>' if texture else ""
@@ -58,7 +58,8 @@ def chip(
     x: float, y: float, width: float, name: str, token: str, colour: str, texture: str | None = None, *,
     sign: str | None = None, tip: str = "",
 ) -> str:  # fmt: skip
-    """Returns a token, 40 px high: its name (T1) above its text. The tip holds the whole text."""
+    """Returns SVG of a token as a box 40 px high: its name (such as T1) above its text, which is cut to fit. The hover
+    text has the whole text. sign: check, cross, plus or turn, drawn at the corner."""
     halo = f"halo on-{colour}"
     label = token_label(token, int((width - 6) / _TOKEN_COLUMN))
     brief = " brief" if columns_of(label) <= 3 else ""  # a lone comma is hard to see
@@ -74,13 +75,15 @@ def chip(
 
 
 def badge(x: float, y: float, sign: str) -> str:
-    """Returns a sign on a small disc, for the corner of a chip."""
+    """Returns SVG of a sign (check, cross, plus or turn) on a small disc at (x, y), for the corner of a chip. The disc
+    is red for a cross, else green."""
     colour = "red" if sign == "cross" else "green"
     return f'<circle cx="{x:g}" cy="{y:g}" r="7" class="box {colour}"/>{mark(x, y, sign, 0.7)}'
 
 
 def mark(x: float, y: float, sign: str, scale: float = 1.0) -> str:
-    """Returns a check, cross, plus or turn centred on (x, y): accepted, rejected, bonus, recovered."""
+    """Returns SVG of a sign centred on (x, y). sign: check (accepted), cross (rejected), plus (bonus) or turn
+    (recovered)."""
     path = {
         "check": "M-5 0-1.5 4 5-4",
         "cross": "M-4-4 4 4M4-4-4 4",
@@ -92,7 +95,7 @@ def mark(x: float, y: float, sign: str, scale: float = 1.0) -> str:
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
-    """Returns a straight arrow, horizontal or vertical."""
+    """Returns SVG of a straight arrow from (x1, y1) to (x2, y2), which must be horizontal or vertical."""
     size = 4
     if y1 == y2:
         head = f"M{x2 - size:g} {y2 - size:g} {x2:g} {y2:g} {x2 - size:g} {y2 + size:g}"
@@ -103,23 +106,23 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 class Band(NamedTuple):
-    """One band of a cylinder."""
+    """Describes one band of the cache cylinder: colour, texture, height in pixels, number of slots and hover text."""
 
     colour: str
-    """"gone" for an empty outline."""
+    """Name of a colour; "gone" for an empty outline."""
     texture: str | None
     height: float
-    rows: int
-    """Number of rows to draw lines between; 0 for no lines."""
+    slots: int
+    """Number of cache slots between which lines are drawn; 0 for no lines."""
     tip: str = ""
 
 
 def cylinder(x: float, y: float, width: float, bands: list[Band]) -> str:
-    """Returns the KV cache as a cylinder, its bands from the top."""
+    """Returns SVG of the KV cache as a cylinder at (x, y), `width` px wide. bands: from the top down, at least one."""
     rx, ry = width / 2, 9
     parts = []
     top = y
-    for colour, texture, height, rows, tip in bands:
+    for colour, texture, height, slots, tip in bands:
         title = f"<title>{markup(tip)}</title>" if tip else ""
         path = (
             f"M{x:g} {top:g}V{top + height:g}A{rx:g} {ry} 0 0 0 {x + width:g} {top + height:g}"
@@ -128,21 +131,21 @@ def cylinder(x: float, y: float, width: float, bands: list[Band]) -> str:
         outline = f'<path d="{path}" class="box {"red-stroke gone" if colour == "gone" else colour}"/>'
         over = f'<path d="{path}" class="texture" style="fill:url(#cp-{texture})"/>' if texture else ""
         parts.append(f"<g>{outline}{over}{title}</g>")
-        for row in range(1, rows):
-            line = top + height * row / rows
+        for slot in range(1, slots):
+            line = top + height * slot / slots
             ruled = "red-stroke gone" if colour == "gone" else f"{colour}-stroke"
             parts.append(
                 f'<path d="M{x:g} {line:g}A{rx:g} {ry} 0 0 0 {x + width:g} {line:g}" fill="none" '
                 f'class="{ruled}" opacity=".6"/>'
             )
         top += height
-    lid = bands[0].colour
-    parts.append(f'<ellipse cx="{x + rx:g}" cy="{y:g}" rx="{rx:g}" ry="{ry}" class="box {lid}"/>')
-    return "".join(parts)
+    lid = f'<ellipse cx="{x + rx:g}" cy="{y:g}" rx="{rx:g}" ry="{ry}" class="box {bands[0].colour}"/>'
+    return "".join([*parts, lid])
 
 
 def picture(width: float, height: float, label: str, parts: list[str], *, style: str = "") -> str:
-    """Returns one SVG that scales with its place, within the limits of `style`; screen readers read `label`."""
+    """Returns one <svg> element with these parts, for the page. The picture takes the width of its place, within
+    the CSS rules `style`. Screen readers read `label`."""
     limits = f' style="{style}"' if style else ""
     return (
         f'<svg viewBox="0 0 {width:g} {height:g}"{limits} role="img" aria-label="{markup(label)}" '

@@ -1,4 +1,4 @@
-"""Draws a run step by step: requests down, steps across, cells by phase and verdict."""
+"""Draws a run step by step: requests downwards, steps across, with a cell for each pass of a request."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,7 +7,7 @@ import pandas as pd
 from cacheprobe.core.values import TableLine
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.cylinder import swatch
-from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 
 LABEL_WIDTH, PITCH, WIDEST = 86, 18, 30
 """Pixels: width of the requests' names, and least and largest width of a step."""
@@ -15,7 +15,7 @@ MOST_STEPS, MOST_REQUESTS = 80, 16
 """Largest numbers of steps and of requests in one picture."""
 _ROW, _TOP = 30, 30
 _OWN = 8
-"""Height of the band of the verifier's own token, in pixels."""
+"""Height in pixels of the part of a cell that shows the verifier's own token."""
 
 TIMELINE_LEGEND = (
     ("blue", "ruled-blue", "prefill"),
@@ -28,7 +28,7 @@ TIMELINE_LEGEND = (
     ("grey", "dotted-grey", "other request, never verified: decode"),
 )
 _RARE = {"verified", "ruled-grey", "dotted-grey"}
-"""Textures that the legend explains only if they are drawn."""
+"""Textures that the legend explains only if the picture has them."""
 
 
 def timeline(
@@ -39,81 +39,85 @@ def timeline(
     chosen: int | None = None,
     step: int | None = None,
 ) -> Markup:
-    """Returns requests by step.
+    """Returns HTML of a run: requests downwards, steps across, and a cell for each pass of a request. Blue prefill,
+    yellow draft tokens, green accepted, red rolled back, hatched the verifier's own token, grey a never verified
+    request.
 
-    Blue prefill, yellow candidates, green accepted, red rolled back, hatched the verifier's own token, grey a request
-    that is never verified. Tips describe each pass.
+    Hover texts describe each pass.
     events: from `Trace.events`.  requests, steps: which to draw; by default the first 16 and the first 80.
     chosen: a request to name in bold.  step: a step to frame.
     Raises: ValueError for an empty table, and for requests and steps that the table does not have.
     """
-    there, wanted = drawn_requests(events, requests)
+    all_requests, drawn = drawn_requests(events, requests)
     first, last = int(events.step.min()), int(events.step.max())
-    shown = range(first, min(last + 1, first + MOST_STEPS)) if steps is None else steps
-    if not shown or shown.step != 1 or shown.start < first or shown.stop > last + 1:
-        raise ValueError(f"there is no picture of steps {shown}; the table has {first} to {last}")
-    whole, finding = range(first, last + 1), timeline_finding(events)
-    return timeline_piece(events, wanted, shown, there, whole, finding, chosen=chosen, at=step).alone
+    drawn_steps = range(first, min(last + 1, first + MOST_STEPS)) if steps is None else steps
+    if not drawn_steps or drawn_steps.step != 1 or drawn_steps.start < first or drawn_steps.stop > last + 1:
+        raise ValueError(f"there is no picture of steps {drawn_steps}; the table has {first} to {last}")
+    all_steps, finding = range(first, last + 1), timeline_finding(events)
+    return timeline_piece(events, drawn, drawn_steps, all_requests, all_steps, finding, chosen=chosen, at=step).alone
 
 
 def drawn_requests(events: pd.DataFrame, requests: Iterable[int] | None, *more: int) -> tuple[list[int], list[int]]:
-    """Returns all requests of the events, and those to draw: the named ones, or the first. more: requests to check too.
+    """Returns (ids of all requests in the events table, ids of the requests to draw): `requests`, or the first 16 if
+    `requests` is None. more: ids that must be in the table too.
 
     Raises: ValueError for an empty table, and for requests that the table does not have.
     """
-    there = sorted(int(r) for r in events.request_id.unique())
-    wanted = there[:MOST_REQUESTS] if requests is None else [int(r) for r in requests]
-    if events.empty or not wanted:
+    known = sorted(int(r) for r in events.request_id.unique())
+    drawn = known[:MOST_REQUESTS] if requests is None else [int(r) for r in requests]
+    if events.empty or not drawn:
         raise ValueError("the events table is empty, or no request was named; trace.events() fills it")
-    if unknown := sorted({*wanted, *more} - set(there)):
-        raise ValueError(f"there is no request {unknown[0]}; the table has {', '.join(map(str, there))}")
-    return there, wanted
+    if unknown := sorted({*drawn, *more} - set(known)):
+        raise ValueError(f"there is no request {unknown[0]}; the table has {', '.join(map(str, known))}")
+    return known, drawn
 
 
 def timeline_piece(
     events: pd.DataFrame,
     requests: Sequence[int],
     steps: range,
-    there: Sequence[int],
-    whole: range,
+    all_requests: Sequence[int],
+    all_steps: range,
     finding: str,
     *,
     chosen: int | None = None,
     at: int | None = None,
     width: float = 0,
     note: str = "",
-) -> Piece:
-    """Returns the parts of `timeline`. events: all events of the requests that are drawn.
+) -> TitledPicture:
+    """Returns the `TitledPicture` (title, note, HTML body) of `timeline`. events: all events of the requests that are
+    drawn.
 
-    there, whole: all requests and steps of the run.  finding: from `timeline_finding`, of the whole run.  note: markup
-    that follows the description.
+    all_requests, all_steps: of the run.  finding: the title, from `timeline_finding` of the whole run.  note: HTML that
+    follows the description.
     """
-    said = f"All {len(there)} requests, " if len(requests) == len(there) else (
-        f"Requests {requests[0]} to {requests[-1]} of {len(there)}, " if len(requests) > 1 else
-        f"Request {requests[0]} of {len(there)}, "
+    description = f"All {len(all_requests)} requests, " if len(requests) == len(all_requests) else (
+        f"Requests {requests[0]} to {requests[-1]} of {len(all_requests)}, " if len(requests) > 1 else
+        f"Request {requests[0]} of {len(all_requests)}, "
     )  # fmt: skip
-    is_whole = steps.start <= whole.start and steps.stop >= whole.stop
-    said += "all steps." if is_whole else f"steps {steps.start} to {steps.stop - 1} of {whole.stop - 1}."
+    is_whole = steps.start <= all_steps.start and steps.stop >= all_steps.stop
+    description += "all steps." if is_whole else f"steps {steps.start} to {steps.stop - 1} of {all_steps.stop - 1}."
     picture = timeline_picture(events, requests, steps, chosen=chosen, at=at, width=width)
-    shown = [item for item in TIMELINE_LEGEND if item[1] not in _RARE or f"#cp-{item[1]})" in picture]
-    body = f"<div class='scroll'>{picture}</div>{key(shown)}"
-    return Piece(finding, f"{said}{note}", body)
+    legend_items = [item for item in TIMELINE_LEGEND if item[1] not in _RARE or f"#cp-{item[1]})" in picture]
+    body = f"<div class='scroll'>{picture}</div>{key(legend_items)}"
+    return TitledPicture(finding, f"{description}{note}", body)
 
 
 def timeline_finding(events: pd.DataFrame) -> str:
-    """Returns a sentence: the share of draft tokens that was accepted, and the request with most rollbacks."""
+    """Returns a sentence, as plain text, on an events table: the share of draft tokens that were accepted, and the
+    request with the most rolled-back tokens."""
     verdicts = events[events.phase == "verify"]
-    lost = verdicts.groupby("request_id").num_rolled_back.sum()
+    rolled_back = verdicts.groupby("request_id").num_rolled_back.sum()
     if verdicts.empty:
         return "No request was verified: every token was committed as it was decoded"
     drafted = int(verdicts.draft_token_ids.map(len).sum())
-    if not lost.sum():
+    if not rolled_back.sum():
         return f"All {drafted} candidates were accepted" if drafted else "Nothing was drafted: the verifier went alone"
-    kept = 100 * (drafted - int(lost.sum())) / drafted
-    most = lost[lost == lost.max()]
+    percent = 100 * (drafted - int(rolled_back.sum())) / drafted
+    most = rolled_back[rolled_back == rolled_back.max()]
     who = f"request {most.index[0]}" if len(most) == 1 else f"{len(most)} requests"
     each = "" if len(most) == 1 else " each"
-    return f"{kept:.0f} % of {drafted} candidates were accepted; {who} lost most, {int(lost.max())}{each}"
+    return f"{percent:.0f} % of {drafted} candidates were accepted; {who} lost most, {int(most.iloc[0])}{each}"
 
 
 def timeline_picture(
@@ -125,26 +129,27 @@ def timeline_picture(
     at: int | None = None,
     width: float = 0,
 ) -> str:
-    """Returns SVG of the given requests and steps.
+    """Returns SVG text of these requests (downwards) and steps (across), with a cell for each pass of a request. Cells
+    carry data-request and data-step.
 
-    Cells carry data-request and data-step. The frame at a step has class `cursor`; data-first, data-pitch and data-left
-    of the picture tell where steps are, so that a page can move the frame.
-    events: as in `Trace.events`, all of each request that is drawn: a request that is never verified is grey.
+    The frame at a step has class `cursor`. The attributes data-first, data-pitch and data-left of the picture say where
+    the steps are, so that a page can move the frame.
+    events: as in `Trace.events`, all of each request that is drawn: a never verified request is grey.
     chosen: the request to name in bold.  at: the step to frame.
     width: pixels to fill, if the steps can be stretched so far.
     A verify pass is one cell. Below, by their shares: the accepted part of the draft (green) and the rolled-back part
-    (red, crossed). Above, hatched: the verifier's own token, whose cache row the next pass writes. A preempted request
-    has verify passes without a verdict, which rebuild its cache rows.
+    (red, crossed). Above, hatched: the verifier's own token, whose cache slot the next pass writes. A preempted request
+    has verify passes without a verdict, which rebuild its cache.
     """
     shown = events[events.step.isin(steps) & events.request_id.isin(list(requests))]
-    spoken = set(events.request_id[events.phase == "verify"].tolist())
-    places = {request: _TOP + _ROW * i for i, request in enumerate(requests)}
+    verified_requests = set(events.request_id[events.phase == "verify"].tolist())
+    y_of_request = {request: _TOP + _ROW * i for i, request in enumerate(requests)}
     pitch = min(max((width - LABEL_WIDTH - 4) // len(steps), PITCH), WIDEST)
     cell = pitch - 2
     width = LABEL_WIDTH + pitch * len(steps) + 4
     height = _TOP + _ROW * len(requests) + 2
     parts = []
-    for request, y in places.items():
+    for request, y in y_of_request.items():
         classes = "strong" if request == chosen else "muted"
         parts.append(
             f'<g class="pick" data-request="{request}">'
@@ -157,9 +162,9 @@ def timeline_picture(
             x = LABEL_WIDTH + pitch * (step - steps.start) + cell / 2
             parts.append(svg.text(x, 14, str(step), "small muted", "middle"))
     for event in shown.itertuples():
-        x, y = LABEL_WIDTH + pitch * (event.step - steps.start), places[event.request_id]
+        x, y = LABEL_WIDTH + pitch * (event.step - steps.start), y_of_request[event.request_id]
         about = f'data-request="{event.request_id}" data-step="{event.step}"'
-        drawn = _cell(event, x, y, cell, is_other=event.request_id not in spoken)
+        drawn = _cell(event, x, y, cell, is_other=event.request_id not in verified_requests)
         parts.append(f'<g class="pick" {about}>{drawn}</g>')
     x = LABEL_WIDTH + pitch * (0 if at is None else at - steps.start)
     hidden = "" if at in steps else ' style="display:none"'
@@ -174,7 +179,7 @@ def timeline_picture(
 
 
 def key(items: Sequence[tuple[str, str | None, str]]) -> str:
-    """Returns an HTML list of swatches: (colour, texture, meaning)."""
+    """Returns a legend as an HTML list. items: (colour, texture, meaning) of each entry."""
     listed = "".join(
         f'<li><svg viewBox="0 0 22 17" aria-hidden="true">{swatch(1, 2, colour, texture)}</svg>{meaning}</li>'
         for colour, texture, meaning in items
@@ -183,7 +188,8 @@ def key(items: Sequence[tuple[str, str | None, str]]) -> str:
 
 
 def step_words(event: TableLine) -> str:
-    """Returns one event in a few words: its phase and its result."""
+    """Returns text on one line of the events table: its phase and its result, such as "verify: 2 of 4 accepted, 2
+    rolled back"."""
     if event.phase == "prefill":
         return "prefill" + (": first token committed" if len(event.committed_token_ids) else "")
     if event.phase == "decode":
@@ -193,8 +199,8 @@ def step_words(event: TableLine) -> str:
     drafted, accepted = len(event.draft_token_ids), int(event.num_accepted)
     if not drafted:
         return "verify: no draft, its own token committed"
-    lost = drafted - accepted
-    return f"verify: {accepted} of {drafted} accepted" + (f", {lost} rolled back" if lost else "")
+    rolled_back = drafted - accepted
+    return f"verify: {accepted} of {drafted} accepted" + (f", {rolled_back} rolled back" if rolled_back else "")
 
 
 def _cell(event: TableLine, x: float, y: float, width: float, *, is_other: bool) -> str:
@@ -203,27 +209,27 @@ def _cell(event: TableLine, x: float, y: float, width: float, *, is_other: bool)
         first = int(event.draft_start)
         tip += f"; positions {first} to {first + len(event.target_token_ids) - 1}"
 
-    def drawn(top: float, tall: float, colour: str, texture: str | None) -> str:
-        """Returns a box of the cell with its tip."""
-        return svg.box(x, top, width, tall, colour, texture, radius=3, tip=tip)
+    def box_at(top: float, box_height: float, colour: str, texture: str | None) -> str:
+        """Returns SVG of a box across the cell, from `top` downwards, with the cell's hover text."""
+        return svg.box(x, top, width, box_height, colour, texture, radius=3, tip=tip)
 
     if event.phase == "prefill":
-        return drawn(y, 24, *(("grey", "ruled-grey") if is_other else ("blue", "ruled-blue")))
+        return box_at(y, 24, *(("grey", "ruled-grey") if is_other else ("blue", "ruled-blue")))
     if event.phase == "decode":
         is_draft = len(event.proposed_token_ids) > 0
-        return drawn(y, 24, *(("yellow", "provisional") if is_draft else ("grey", "dotted-grey")))
+        return box_at(y, 24, *(("yellow", "provisional") if is_draft else ("grey", "dotted-grey")))
     if pd.isna(event.num_accepted):
-        return drawn(y, 24, "green", "verified")
+        return box_at(y, 24, "green", "verified")
     drafted, accepted = len(event.draft_token_ids), int(event.num_accepted)
     has_own = len(event.committed_token_ids) > accepted
     if not drafted:
-        return drawn(y, 24, "green", "pending")
-    own = _OWN if has_own else 0
-    room = 24 - own
-    kept = room * accepted / drafted
-    parts = [drawn(y, own, "green", "pending")] if own else []
-    if kept < room:
-        parts.append(drawn(y + own, room - kept, "red", "rolled-back"))
-    if kept:
-        parts.append(drawn(y + 24 - kept, kept, "green", None))
+        return box_at(y, 24, "green", "pending")
+    own_height = _OWN if has_own else 0
+    draft_height = 24 - own_height
+    accepted_height = draft_height * accepted / drafted
+    parts = [box_at(y, own_height, "green", "pending")] if own_height else []
+    if accepted_height < draft_height:
+        parts.append(box_at(y + own_height, draft_height - accepted_height, "red", "rolled-back"))
+    if accepted_height:
+        parts.append(box_at(y + 24 - accepted_height, accepted_height, "green", None))
     return "".join(parts)

@@ -1,4 +1,5 @@
-"""Draws the card of one row: each layer's most likely tokens, the prediction depth, and the verdict on the draft."""
+"""Draws the card of one row as HTML: each layer's most likely tokens, the prediction depth, and the verdict on the
+draft token at the next position."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +9,7 @@ import pandas as pd
 from cacheprobe.analysis.layer_choices import prediction_depth_of
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import JsonDict, TableLine
-from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 from cacheprobe.plots.lens_table import reads_and_predicts
 from cacheprobe.plots.report.insight import insight
 from cacheprobe.plots.text import markup, text_of, token_label, visible
@@ -16,7 +17,7 @@ from cacheprobe.plots.text import token_texts as known_texts
 from cacheprobe.trace.tables.token_history import Fate, fates_at, fates_of_row, token_history
 
 _COLUMNS = 7
-"""Width of a token in the table of layers."""
+"""Largest width of a token in the table of layers, in columns of a monospaced font."""
 _VERDICTS = {
     "accepted": "accepted", "rolled_back": "rolled back", "recovered": "recovered", "bonus": "bonus",
     "committed": "committed as computed", "given_up": "given up before a verdict",
@@ -33,34 +34,39 @@ def token_card(
     row: int | None = None,
     token_texts: Mapping[int, str] | None = None,
 ) -> Markup:
-    """Returns the card of one position: each layer's most likely tokens, the prediction depth, and the draft's verdict.
+    """Returns HTML of one row's card: each layer's most likely tokens, the prediction depth (the first layer from which
+    the first choice stays), and the verdict on the draft token at the next position.
 
-    hypotheses, rows, events: trace.hypotheses(), trace.row_table and trace.events().  row: a superseded or a
-    rolled-back row of this position; by default the canonical row.  token_texts: from `token_texts`; tokens that no
-    table names are shown as "<id>".
+    hypotheses, rows, events: trace.hypotheses(), trace.row_table and trace.events().  row: number of a superseded,
+    rolled-back or given-up row of this position; by default the committed row.  token_texts: from `token_texts`; tokens
+    that no table names are shown as "<id>".
     Raises: ValueError if the row has no reading.
     """
-    own = hypotheses[(hypotheses.request_id == request_id) & (hypotheses.position == position)]
-    own = own[(own.site != "thought") & ((own.status == "committed") if row is None else (own.row == row))]
-    if own.empty:
-        mine = hypotheses[hypotheses.request_id == request_id]
-        there = f"it has positions {mine.position.min()} to {mine.position.max()}" if len(mine) else (
+    readings = hypotheses[(hypotheses.request_id == request_id) & (hypotheses.position == position)]
+    readings = readings[
+        (readings.site != "thought") & ((readings.status == "committed") if row is None else (readings.row == row))
+    ]
+    if readings.empty:
+        in_table = hypotheses[hypotheses.request_id == request_id]
+        available = f"it has positions {in_table.position.min()} to {in_table.position.max()}" if len(in_table) else (
             f"the table has requests {sorted(hypotheses.request_id.unique().tolist())}"
         )  # fmt: skip
-        which = "canonical row" if row is None else f"row {row}"
-        raise ValueError(f"there is no reading of a {which} of request {request_id} at position {position}; {there}")
+        row_words = "canonical row" if row is None else f"row {row}"
+        raise ValueError(
+            f"there is no reading of a {row_words} of request {request_id} at position {position}; {available}"
+        )
     of_request = rows[rows.request_id == request_id]
-    place = position - int(of_request[of_request.role == "prompt"].position.max())
+    generated_index = position - int(of_request[of_request.role == "prompt"].position.max())
     history = token_history(events[events.request_id == request_id])
     texts = {**known_texts(rows, hypotheses), **(token_texts or {})}
-    fed = of_request[of_request.row == own.row.iloc[0]].token.iloc[0]
-    fates = fates_at(history, place)
+    input_token = of_request[of_request.row == readings.row.iloc[0]].token.iloc[0]
+    fates = fates_at(history, generated_index)
     if row is not None:
-        fates = fates_of_row(fates, int(own.step.iloc[0]))
-    title, body = card_parts(own, prediction_depth_of(own).iloc[0].to_dict(), fates, texts, fed)
-    there = of_request[of_request.position == position]
-    note = "" if (own.status != "committed").any() else markup(insight(own, there, fates, texts)) + "."
-    return Piece(title, note, body).alone
+        fates = fates_of_row(fates, int(readings.step.iloc[0]))
+    title, body = card_parts(readings, prediction_depth_of(readings).iloc[0].to_dict(), fates, texts, input_token)
+    rows_here = of_request[of_request.position == position]
+    note = "" if (readings.status != "committed").any() else markup(insight(readings, rows_here, fates, texts)) + "."
+    return TitledPicture(title, note, body).alone
 
 
 def card_parts(
@@ -70,65 +76,76 @@ def card_parts(
     token_texts: Mapping[int, str],
     input_token: str,
 ) -> tuple[str, str]:
-    """Returns the title as plain text, and the markup of one row's card. Its lines carry data-layer.
+    """Returns (title as plain text, HTML) of the card of one row of the trace. The HTML has a table with a line for
+    each layer, which carries data-layer.
 
-    readings: the row's lines of the hypotheses table.  depth: its line of
-    `analysis.layer_choices.prediction_depth_of`.  fates: the tokens drafted and committed at the next position, in
-    order.  token_texts: of all choices; a missing token is shown as "<id>".  input_token: the row's own.
+    readings: the row's lines of the hypotheses table.  depth: its line of `analysis.layer_choices.prediction_depth_of`.
+    fates: the tokens drafted and committed at the next position, in order.  token_texts: of all choices; a missing
+    token is shown as "<id>".  input_token: the text of the row's input token.
     Raises: ValueError for readings of more than one row, or of none.
     """
     if readings.row.nunique() != 1:
         raise ValueError(f"a card is of one row; the table has {readings.row.nunique()}")
     table = readings.sort_values("layer", ascending=False)
-    one = table.iloc[0]
-    status = one.status.replace("_", " ")
-    if one.status in DISCARDED_DRAFT:
+    line = table.iloc[0]
+    status = line.status.replace("_", " ")
+    if line.status in DISCARDED_DRAFT:
         fates = ()  # the next token was committed after another text
     facts = [
-        ("read", f"<code>{markup(visible(input_token))}</code> at position {one.position} of request {one.request_id}"),
-        ("predicts", f"position {one.position + 1}"),
-        ("row", f"{markup(status)}, {markup(one.phase)} in step {one.step}"),
+        (
+            "read",
+            f"<code>{markup(visible(input_token))}</code> at position {line.position} of request {line.request_id}",
+        ),
+        ("predicts", f"position {line.position + 1}"),
+        ("row", f"{markup(status)}, {markup(line.phase)} in step {line.step}"),
         *(("stood next", _fate(fate, token_texts)) for fate in fates),
-        ("prediction depth", f"from layer {depth['prediction_depth']} on, after {_times(int(depth['num_flips']))}"),
+        (
+            "prediction depth",
+            f"from layer {depth['prediction_depth']} on, after {_flips_text(int(depth['num_flips']))}",
+        ),
         ("path", f"<code>{markup(depth['path'])}</code>"),
     ]
-    listed = "".join(f"<div><dt>{name}</dt><dd>{said}</dd></div>" for name, said in facts)
-    return _title(one, depth), f'<dl class="facts">{listed}</dl>{_ladder(table, token_texts)}'
+    facts_html = "".join(f"<div><dt>{name}</dt><dd>{text}</dd></div>" for name, text in facts)
+    return _title(line, depth), f'<dl class="facts">{facts_html}</dl>{_layer_table(table, token_texts)}'
 
 
-def _title(one: TableLine, depth: JsonDict) -> str:
-    said = visible(one.token)
-    since = depth["prediction_depth"]
-    if one.status in DISCARDED_DRAFT:
-        fed = "a rejected token" if one.status == "rolled_back" else "a draft that was given up"
-        return f"This row was fed {fed}; it predicted “{said}” from layer {since} on"
-    if pd.isna(one.committed_token_id):
-        return f"“{said}” is the last word of a row after which nothing was committed"
-    committed = visible(one.committed_token)
-    if bool(one.agrees):
-        return f"“{committed}” was committed, and decided at layer {since}"
-    return f"“{committed}” was committed; this row said “{said}” from layer {since} on"
+def _title(line: TableLine, depth: JsonDict) -> str:
+    final_token = visible(line.token)
+    depth_layer = depth["prediction_depth"]
+    if line.status in DISCARDED_DRAFT:
+        input_words = "a rejected token" if line.status == "rolled_back" else "a draft that was given up"
+        return f"This row was fed {input_words}; it predicted “{final_token}” from layer {depth_layer} on"
+    if pd.isna(line.committed_token_id):
+        return f"“{final_token}” is the last word of a row after which nothing was committed"
+    committed = visible(line.committed_token)
+    if bool(line.agrees):
+        return f"“{committed}” was committed, and decided at layer {depth_layer}"
+    return f"“{committed}” was committed; this row said “{final_token}” from layer {depth_layer} on"
 
 
 def _fate(fate: Fate, token_texts: Mapping[int, str]) -> str:
+    """Returns HTML on one token at the next position: its text, the step that drafted it, and its verdict."""
     token = f"<code>{markup(visible(text_of(token_texts, fate.token_id)))}</code>"
     if fate.decided_step is None:
         return f"{token} drafted in step {fate.born}, not decided"
     word = _VERDICTS[str(fate.outcome)]
-    is_lost = fate.outcome in ("rolled_back", "given_up")
-    tint, sign = ("lost", "✗") if is_lost else ("kept", "✓")
-    verdict = f'<span class="{tint}">{sign} {word}</span>'
+    is_discarded = fate.outcome in ("rolled_back", "given_up")
+    css_class, sign = ("lost", "✗") if is_discarded else ("kept", "✓")
+    verdict = f'<span class="{css_class}">{sign} {word}</span>'
     if fate.born == fate.decided_step:
         return f"{token} {verdict} in step {fate.decided_step}"
     return f"{token} drafted in step {fate.born}, {verdict} in step {fate.decided_step}"
 
 
-def _ladder(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
+def _layer_table(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
+    """Returns HTML of a table: a line for each layer, the last layer on top, with the layer's most likely tokens from
+    left to right."""
     count = max(len(ids) for ids in table.top_token_ids)
     head = "".join(f"<th>{i + 1}</th>" for i in range(count))
-    one, lines = table.iloc[0], []
-    where = f"request {one.request_id} · step {one.step} · {one.phase} · {one.status.replace('_', ' ')}"
-    where += f" · {reads_and_predicts(one.position)}"
+    first_line, lines = table.iloc[0], []
+    about_row = f"request {first_line.request_id} · step {first_line.step} · {first_line.phase}"
+    about_row += f" · {first_line.status.replace('_', ' ')}"
+    about_row += f" · {reads_and_predicts(first_line.position)}"
     for line in table.itertuples():
         cells = []
         for token_id, nats in zip(line.top_token_ids, line.top_logprob_nats, strict=True):
@@ -136,10 +153,10 @@ def _ladder(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
             text = text_of(token_texts, int(token_id))
             is_known = not pd.isna(line.committed_token_id) and line.status not in DISCARDED_DRAFT
             is_committed = is_known and int(token_id) == line.committed_token_id
-            tip = f"{where} · layer {int(line.layer)}\n{visible(text)}: {share:.1%}, log p {nats:.2f} nats"
-            right = ' class="right"' if is_committed else ""
+            tip = f"{about_row} · layer {int(line.layer)}\n{visible(text)}: {share:.1%}, log p {nats:.2f} nats"
+            css_class = ' class="right"' if is_committed else ""
             label = markup(token_label(text, _COLUMNS))
-            cells.append(f'<td{right} style="--p:{share:.3f}" title="{markup(tip)}">{label}</td>')
+            cells.append(f'<td{css_class} style="--p:{share:.3f}" title="{markup(tip)}">{label}</td>')
         lines.append(f'<tr data-layer="{int(line.layer)}"><th>{int(line.layer)}</th>{"".join(cells)}</tr>')
     note = (
         "First choices by layer, the last layer on top; the stronger its ground, the likelier. "
@@ -151,5 +168,5 @@ def _ladder(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
     )
 
 
-def _times(flips: int) -> str:
+def _flips_text(flips: int) -> str:
     return "no change" if not flips else f"{flips} change{'s' * (flips != 1)} of first choice"

@@ -1,4 +1,4 @@
-"""Finds verify windows in the events table: the draft, the verifier's tokens, and the steps that made them."""
+"""Finds verify windows in the events table: the draft, the verifier's tokens, and the steps that computed them."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,16 @@ from cacheprobe.core.values import TableLine
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One verify pass of one request, and the steps that led to it."""
+    """Holds one verify pass of one request: the draft, the verifier's tokens, and the steps that led to the pass."""
 
     request_id: int
     step: int
     start: int
-    """Absolute position of T1', the first candidate. T0 is at the position before."""
+    """Absolute position of T1', the first draft token. T0 is at the position before."""
     newest_token_id: int
-    """T0, the last token committed before this window; this window writes its cache row."""
+    """T0, the last token committed before this window; the window's pass writes the cache slot of T0."""
     draft_token_ids: tuple[int, ...]
-    """Candidates T1', T2', ..."""
+    """Draft tokens T1', T2', ..."""
     target_token_ids: tuple[int, ...]
     """T1, T2, ...: the verifier's own tokens, one for each of its input tokens."""
     committed_token_ids: tuple[int, ...]
@@ -29,7 +29,7 @@ class Window:
     prefill_steps: tuple[int, ...]
     """Steps that computed the request's prompt."""
     decode_steps: tuple[int, ...]
-    """Step that proposed each candidate."""
+    """Step that drafted each draft token."""
 
     def __post_init__(self) -> None:
         n, drafted, committed = self.num_accepted, len(self.draft_token_ids), len(self.committed_token_ids)
@@ -41,18 +41,18 @@ class Window:
 
     @property
     def is_full_match(self) -> bool:
-        """Whether there was a draft, and all of it was accepted."""
+        """True if the window has a draft and the verifier accepted all of it."""
         return 0 < len(self.draft_token_ids) == self.num_accepted
 
     @property
     def is_rollback(self) -> bool:
-        """Whether some candidates were not accepted."""
+        """True if at least one draft token was not accepted."""
         return self.num_accepted < len(self.draft_token_ids)
 
     @property
     def verdicts(self) -> tuple[str, ...]:
-        """One word for each token that the verifier chose: "accepted", then one "recovered" (after a mismatch) or
-        "bonus" (after a full match), then "rejected"."""
+        """One word for each token that the verifier chose: "accepted" for each accepted draft token; then one
+        "recovered" (after a mismatch) or "bonus" (after a full match); "rejected" for the rest."""
         own = "recovered" if self.is_rollback else "bonus"
         committed = len(self.committed_token_ids)
         return tuple(
@@ -62,41 +62,43 @@ class Window:
 
     @property
     def num_truncated(self) -> int:
-        """Number of cache rows that the pass wrote and that were removed again."""
+        """Number of cache slots that the pass wrote and that were removed again."""
         return len(self.target_token_ids) - len(self.committed_token_ids)
 
     @property
     def ledger_steps(self) -> tuple[int, int, int]:
-        """Steps after which the cache is drawn: last prefill, last before the verify pass, the verify pass."""
+        """Steps after which diagrams draw the cache: (last prefill step, step before the verify pass, step of the
+        verify pass)."""
         return self.prefill_steps[-1], self.step - 1, self.step
 
 
 def find_windows(events: pd.DataFrame, request_id: int) -> tuple[Window, ...]:
-    """Returns every verify window of a request, in order; none if the request was never verified.
+    """Returns a tuple with a `Window` for each verify pass that judged a request, in order; () if the request was never
+    verified.
 
     events: as in `Trace.events`.  Raises: ValueError for a request that no event names.
     """
-    own = events[events.request_id == request_id].sort_values("step")
-    if own.empty:
-        there = ", ".join(str(number) for number in sorted(events.request_id.unique()))
-        raise ValueError(f"no events of request {request_id}; the table has {there or 'none'}")
+    of_request = events[events.request_id == request_id].sort_values("step")
+    if of_request.empty:
+        known = ", ".join(str(number) for number in sorted(events.request_id.unique()))
+        raise ValueError(f"no events of request {request_id}; the table has {known or 'none'}")
     windows: list[Window] = []
     prefill_steps: list[int] = []
-    proposed: list[int] = []
-    newest = -1
-    for event in own.itertuples():
+    draft_steps: list[int] = []
+    newest_token_id = -1
+    for event in of_request.itertuples():
         if event.phase == "prefill":
             prefill_steps.append(int(event.step))
-            proposed = []  # a preempted request is computed again, and drafts anew
+            draft_steps = []  # a preempted request is computed again, and drafts anew
         elif event.phase == "decode":
-            proposed += [int(event.step)] * len(event.proposed_token_ids)
+            draft_steps += [int(event.step)] * len(event.proposed_token_ids)
         elif pd.notna(event.num_accepted):  # null for a pass that only rebuilds cache rows
             # a draft of a failed pass was given up; its tokens come before those of the judged draft
-            given_up = len(proposed) - len(event.draft_token_ids)
-            windows.append(_window(event, newest, tuple(prefill_steps), tuple(proposed[given_up:])))
-            proposed = []
+            given_up = len(draft_steps) - len(event.draft_token_ids)
+            windows.append(_window(event, newest_token_id, tuple(prefill_steps), tuple(draft_steps[given_up:])))
+            draft_steps = []
         if len(event.committed_token_ids):
-            newest = int(event.committed_token_ids[-1])
+            newest_token_id = int(event.committed_token_ids[-1])
     return tuple(windows)
 
 
@@ -118,14 +120,14 @@ def _window(event: TableLine, newest: int, prefill_steps: tuple[int, ...], decod
 
 
 def accepted_whole(windows: tuple[Window, ...]) -> Window | None:
-    """Returns the best example of a full match: the longest draft, the earliest of those; None if there is none."""
+    """Returns the window with the longest draft that was accepted whole, and of equally long ones the first; None if no
+    draft was accepted whole."""
     return max((w for w in windows if w.is_full_match), key=lambda w: (len(w.draft_token_ids), -w.step), default=None)
 
 
 def rolled_back(windows: tuple[Window, ...]) -> Window | None:
-    """Returns the best example of a rollback: partly accepted if possible, the longest draft, the earliest; None if
-    none.
-    """
+    """Returns the best example of a window with a rollback: a partly accepted draft if there is one, then the longest
+    draft, then the first; None without a rollback."""
     return max(
         (w for w in windows if w.is_rollback),
         key=lambda w: (w.num_accepted > 0, len(w.draft_token_ids), -w.step),
@@ -134,14 +136,15 @@ def rolled_back(windows: tuple[Window, ...]) -> Window | None:
 
 
 def pick_request(events: pd.DataFrame) -> int:
-    """Returns the request that shows most: both kinds of windows, the longest full match, then a partial rollback."""
+    """Returns the id of the request that shows most in a report: if possible, one with a draft accepted whole and a
+    rollback; then the longest draft accepted whole, then a partly accepted draft."""
 
     def score(request_id: int) -> tuple[bool, int, bool, bool, int]:
-        """Returns the sort key of a request."""
+        """Returns the sort key of a request; the request with the largest key is picked."""
         windows = find_windows(events, request_id)
-        full, back = accepted_whole(windows), rolled_back(windows)
+        full, rollback = accepted_whole(windows), rolled_back(windows)
         drafted = len(full.draft_token_ids) if full else 0
-        partial = back is not None and back.num_accepted > 0
-        return full is not None and back is not None, drafted, partial, bool(windows), -request_id
+        partial = rollback is not None and rollback.num_accepted > 0
+        return full is not None and rollback is not None, drafted, partial, bool(windows), -request_id
 
     return max((int(request_id) for request_id in events.request_id.unique()), key=score)

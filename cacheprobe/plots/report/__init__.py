@@ -1,1 +1,1 @@
-"""Writes the report of a request as one page, and its figures as files."""
+"""Writes the report of one request as an HTML page, its figures as files, and listings of a run for a terminal."""

@@ -1,4 +1,4 @@
-"""Draws the figures of the report by name, and writes them as files."""
+"""Draws the figures of a request's report, each under a name, and writes them as files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.plots.curves import draft_verdicts, prediction_depth_figure
 from cacheprobe.plots.diagrams.alone import Drawing, panels_alone
 from cacheprobe.plots.diagrams.diagram import decoded_phases, keys, window_phases
-from cacheprobe.plots.diagrams.lens_grid import Grid, grid_of
+from cacheprobe.plots.diagrams.lens_grid import LensGrid, grid_of
 from cacheprobe.plots.diagrams.panels import Panel
 from cacheprobe.plots.diagrams.windows import Window, accepted_whole, find_windows, pick_request, rolled_back
 from cacheprobe.plots.images import FORMATS, image, require_browser, svg_image
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
 
 MOST_POSITIONS = 48
-"""Largest number of columns of the lens grid; each column costs the browser a cell for every layer."""
+"""Largest number of positions of the lens grid in a report; each column costs the browser a cell for every layer."""
 
 
 def write_figures(
     trace: "Trace", directory: "str | Path", kind: str = "png", request_id: int | None = None, *, progress: bool = True
 ) -> list[Path]:
-    """Writes every figure of the report of one request as a file of its own; an error leaves no partial file.
+    """Writes every figure of one request's report as a file DIRECTORY/NAME.KIND, and returns the paths. An error leaves
+    no partial file.
 
-    kind: png, svg or pdf.  request_id: by default the report's.
+    kind: "png", "svg" or "pdf".  request_id: by default the report's, from `pick_request`.
     Raises, before anything is written: ValueError for another kind, KeyError for a request that the trace does not
-    have, ImageError if kaleido or a Chromium is missing. Diagrams as SVG need neither.
+    have, ImageError if kaleido or a Chromium is missing. A run without lens readings needs neither for SVG.
     """
     if kind not in FORMATS:
         raise ValueError(f"unknown format {kind!r} of figures; choose one of {', '.join(FORMATS)}")
@@ -54,42 +55,45 @@ def write_figures(
 
 
 def report_figures(trace: "Trace") -> dict[str, go.Figure]:
-    """Returns the figures of the whole run's lens readings by name, if it has any: drafts, prediction_depth."""
+    """Returns a dict from name to plotly figure, drawn from the lens readings of the whole run: "drafts" and
+    "prediction_depth"; {} for a run without lens readings."""
     if trace.hypothesis_table is None:
         return {}
     drafts = draft_verdicts(lens_readings(trace, include_rolled_back=True))
     return {"drafts": drafts, "prediction_depth": prediction_depth_figure(prediction_depth(trace))}
 
 
-def report_grids(trace: "Trace", request_id: int) -> dict[str, Grid]:
-    """Returns the lens grids of one request by name: lens-grid, and lens-grid-all if a draft was discarded."""
+def report_grids(trace: "Trace", request_id: int) -> dict[str, LensGrid]:
+    """Returns a dict from name to `LensGrid`, the lens grids of one request: "lens-grid" with its committed rows and,
+    if a draft was discarded, "lens-grid-all" with all rows; {} without a reading of a committed row."""
     if trace.hypothesis_table is None:
         return {}
     readings, (shown, _) = lens_readings(trace, include_rolled_back=True), shown_positions(trace, request_id)
-    own = readings[(readings.request_id == request_id) & readings.position.isin(shown)]
+    readings_shown = readings[(readings.request_id == request_id) & readings.position.isin(shown)]
     grids = {}
-    if (own.status == "committed").any():
+    if (readings_shown.status == "committed").any():
         grids["lens-grid"] = grid_of(readings, request_id, positions=shown, include="committed")
-        if own.status.isin(DISCARDED_DRAFT).any():
+        if readings_shown.status.isin(DISCARDED_DRAFT).any():
             grids["lens-grid-all"] = grid_of(readings, request_id, positions=shown, include="all")
     return grids
 
 
 def shown_positions(trace: "Trace", request_id: int) -> tuple[range, int]:
-    """Returns the positions of the lens grid and their full number: the positions that predict the generated tokens."""
+    """Returns (positions, count): the positions that the report's lens grid shows, at most 48, and the number of
+    generated tokens. The rows at these positions predict the generated tokens."""
     first = len(trace.requests[request_id].prompt_token_ids) - 1
     count = len(trace.committed(request_id))
     return range(first, first + min(count, MOST_POSITIONS)), count
 
 
 def report_drawings(trace: "Trace", request_id: int) -> dict[str, Drawing]:
-    """Returns diagrams by name: accepted-whole, rolled-back, or decoded for a request that was never verified;
-    thoughts; lens-grid, lens-grid-all.
-    """
+    """Returns a dict from name to `Drawing` (an SVG file) for one request: its verify windows "accepted-whole" and
+    "rolled-back", or "decoded" if the request was never verified; "thoughts"; "lens-grid" and "lens-grid-all".
+    Names without a picture are left out."""
     events, texts = trace.events(), token_texts(trace.row_table, trace.hypothesis_table)
     drawings = {
-        name: panels_alone(f"Request {request_id}, {said}", panels, keys())
-        for name, said, panels in report_panels(trace, request_id, texts)
+        name: panels_alone(f"Request {request_id}, {title}", panels, keys())
+        for name, title, panels in report_panels(trace, request_id, texts)
     }
     if trace.thought_table is not None and (trace.thought_table.request_id == request_id).any():
         story = story_of(trace.thoughts(), trace.row_table, events, request_id, texts)
@@ -98,15 +102,17 @@ def report_drawings(trace: "Trace", request_id: int) -> dict[str, Drawing]:
 
 
 def report_panels(trace: "Trace", request_id: int, texts: dict[int, str]) -> Iterator[tuple[str, str, list[Panel]]]:
-    """Yields (name, title, panels): the best example of a window accepted whole, and of one rolled back, if any.
+    """Yields (name, title, panels) for one request: the best example of a verify window whose draft was accepted whole,
+    and of one that was rolled back, if there are any.
 
-    For a request that was never verified, yields its decoding instead, unless it failed before its first token.
+    For a never verified request, yields ("decoded", title, panels) instead, unless the request failed before its first
+    token.
     """
     events = trace.events()
     windows = find_windows(events, request_id)
     if not windows and events.committed_token_ids[events.request_id == request_id].map(len).any():
-        own = events[(events.request_id == request_id) & (events.phase == "prefill")]
-        ledgers = [trace.ledger(request_id, int(own.step.max())), trace.ledger(request_id)]
+        prefills = events[(events.request_id == request_id) & (events.phase == "prefill")]
+        ledgers = [trace.ledger(request_id, int(prefills.step.max())), trace.ledger(request_id)]
         yield "decoded", "never verified", decoded_phases(request_id, events, ledgers, texts)
     is_deterministic = trace.requests[request_id].is_deterministic
     for name, pick in (("accepted-whole", accepted_whole), ("rolled-back", rolled_back)):
@@ -117,11 +123,12 @@ def report_panels(trace: "Trace", request_id: int, texts: dict[int, str]) -> Ite
 
 
 def span(window: Window) -> str:
-    """Returns the positions of a window's input tokens, in words."""
+    """Returns the positions of a window's input tokens as text, such as "positions 12 to 16"."""
     return f"positions {window.start - 1} to {window.start + len(window.target_token_ids) - 2}"
 
 
 def _contents(figures: dict[str, go.Figure], drawings: dict[str, Drawing], kind: str) -> Iterator[tuple[str, bytes]]:
+    """Yields (name, bytes of a file of this kind) for every drawing and every plotly figure."""
     for name, drawing in drawings.items():
         if kind == "svg":
             yield name, drawing.markup.encode()

@@ -1,4 +1,5 @@
-"""Describes one token in a sentence or two: drafted, committed, and predicted from which layers."""
+"""Describes one generated token in a sentence or two: its drafts, their verdicts, and the layers that predicted the
+token."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -11,11 +12,11 @@ from cacheprobe.plots.text import shorten, text_of, visible
 from cacheprobe.trace.tables.token_history import Fate, fates_at, fates_of_row, token_history
 
 _COLUMNS = 24
-"""Width of a token in the sentence."""
+"""Largest width of a token in a sentence, in columns of a monospaced font."""
 
 
-class Place(NamedTuple):
-    """A token of a run that a sentence can describe."""
+class ChosenToken(NamedTuple):
+    """Names a token of a run that a sentence can describe, by request, step and position."""
 
     request_id: int
     step: int
@@ -23,30 +24,32 @@ class Place(NamedTuple):
     """Position of the row that predicts the token; the token itself is at the next position."""
 
 
-def opening(events: pd.DataFrame) -> Place | None:
-    """Returns the best token to look at first; None if no request was verified.
+def opening(events: pd.DataFrame) -> ChosenToken | None:
+    """Returns the `ChosenToken` of the token that a user should see first: the verifier's own token in the first partly
+    accepted draft, else in the first rollback, else in the first verify pass. Returns None if no request was verified.
 
-    It is the first partly accepted rollback, else any rollback, else any verify pass.
     events: as in `Trace.events`.
     """
     verdicts = events[(events.phase == "verify") & events.num_accepted.notna()]
-    lost = verdicts[verdicts.num_rolled_back > 0]
-    for pick in (lost[lost.num_accepted > 0], lost, verdicts):
+    rolled_back = verdicts[verdicts.num_rolled_back > 0]
+    for pick in (rolled_back[rolled_back.num_accepted > 0], rolled_back, verdicts):
         if len(pick):
-            one = pick.iloc[0]
-            return Place(int(one.request_id), int(one.step), int(one.draft_start) - 1 + _own(one))
+            event = pick.iloc[0]
+            return ChosenToken(int(event.request_id), int(event.step), int(event.draft_start) - 1 + _own_index(event))
     return None
 
 
-def _own(event: TableLine) -> int:
-    """Returns the index of the verifier's own token among those that the pass committed, or of the last one."""
+def _own_index(event: TableLine) -> int:
+    """Returns the index of the verifier's own token among the tokens that the pass committed; of the last committed
+    token if the pass committed no token of its own."""
     return min(int(event.num_accepted), len(event.committed_token_ids) - 1)
 
 
 def first_insight(
     hypotheses: pd.DataFrame | None, rows: pd.DataFrame, events: pd.DataFrame, token_texts: Mapping[int, str]
 ) -> str:
-    """Returns a sentence, as plain text, about the token that `opening` chooses; "" if there is none.
+    """Returns a sentence, as plain text, about the token that `opening` chooses: its drafts, the committed token, and
+    the layers that predicted them. Returns "" if no request was verified.
 
     hypotheses, rows, events: from `cp.analysis.lens_readings` (None without a lens), `Trace.row_table` and
     `Trace.events`, of one request or more.  token_texts: from `token_texts`.
@@ -54,16 +57,16 @@ def first_insight(
     at = opening(events)
     if at is None:
         return ""
-    own = events[events.request_id == at.request_id]
-    event = own[own.step == at.step].iloc[0]
-    place = int(own[own.step < at.step].committed_token_ids.map(len).sum()) + _own(event)
+    of_request = events[events.request_id == at.request_id]
+    event = of_request[of_request.step == at.step].iloc[0]
+    generated_index = int(of_request[of_request.step < at.step].committed_token_ids.map(len).sum()) + _own_index(event)
     readings = pd.DataFrame()
     if hypotheses is not None:
         of_row = (hypotheses.request_id == at.request_id) & (hypotheses.position == at.position)
         readings = hypotheses[of_row & (hypotheses.status == "committed")]
-    there = rows[(rows.request_id == at.request_id) & (rows.position == at.position)]
-    said = insight(readings, there, fates_at(token_history(own), place), token_texts)
-    return f"request {at.request_id}, step {at.step}: {said}"
+    rows_here = rows[(rows.request_id == at.request_id) & (rows.position == at.position)]
+    sentence = insight(readings, rows_here, fates_at(token_history(of_request), generated_index), token_texts)
+    return f"request {at.request_id}, step {at.step}: {sentence}"
 
 
 def insight(
@@ -74,89 +77,96 @@ def insight(
     *,
     step: int | None = None,
 ) -> str:
-    """Returns, as plain text, the outcome of the tokens at one place, and the layers that predicted them.
+    """Returns, as plain text, what became of the tokens at one position: the draft, its verdict, the committed token,
+    and the layers whose first choice each of them was.
 
     readings: lines of the hypotheses table of the predicting row; without any, layers are not mentioned.  rows: all
-    rows at its position; they show at which layer an early drafter stopped.  fates: from `fates_at`.  step: the step
-    that computed the row, whose own draft is then described; by default the last draft that was rolled back.
+    rows at its position; they show at which layer an early drafter stopped.  fates: the tokens, from `fates_at`.  step:
+    the step that computed the row, whose own draft is then described; by default the last draft that was rolled back.
     """
     lost = next((fate for fate in reversed(fates) if fate.outcome == "rolled_back"), None)
     if step is not None:
         fates = fates_of_row(fates, step)
         lost = next((fate for fate in fates if fate.outcome in ("rolled_back", "given_up")), None)
     kept = next((fate for fate in reversed(fates) if fate.outcome not in (None, "rolled_back", "given_up")), None)
-    parts = [_became(fates, lost, kept, rows, token_texts)]
+    parts = [_verdict_text(fates, lost, kept, rows, token_texts)]
     if len(readings) and kept is not None:
-        parts.append(_layers(readings, lost, kept, token_texts))
+        parts.append(_layers_text(readings, lost, kept, token_texts))
     return ". ".join(parts)
 
 
 def insight_in_vain(readings: pd.DataFrame, row: TableLine) -> str:
-    """Returns, as plain text, the input and prediction of a row whose draft token was never committed.
+    """Returns, as plain text, the input token of a row that was fed a rejected or given-up draft token, and the last
+    layer's first choice.
 
     readings: the row's own lines; without any, layers are not mentioned.  row: its line of the rows table.
     """
-    kind = "a rejected draft or one behind it" if row.status == "rolled_back" else "a draft that was given up"
-    said = (
-        f"fed “{shorten(visible(row.token), _COLUMNS)}”, {kind}; no committed token can be compared with its prediction"
+    fed = "a rejected draft or one behind it" if row.status == "rolled_back" else "a draft that was given up"
+    sentence = (
+        f"fed “{shorten(visible(row.token), _COLUMNS)}”, {fed}; no committed token can be compared with its prediction"
     )
     if readings.empty:
-        return said
+        return sentence
     last = readings.sort_values("layer").iloc[-1]
     token = f"“{shorten(visible(last.token), _COLUMNS)}”"
     depth = f", first from layer {last.prediction_depth} on" if last.prediction_depth < last.layer else ""
-    return f"{said}. Through the {last.lens} lens, layer {last.layer}, the last read, had {token} first{depth}"
+    return f"{sentence}. Through the {last.lens} lens, layer {last.layer}, the last read, had {token} first{depth}"
 
 
-def _became(
+def _verdict_text(
     fates: Sequence[Fate], lost: Fate | None, kept: Fate | None, rows: pd.DataFrame, texts: Mapping[int, str]
 ) -> str:
+    """Returns text on the draft token `lost`, its verdict, and the committed token `kept`; without `kept`, on the
+    last token without a verdict."""
     if kept is None:
-        waiting = next((fate for fate in reversed(fates) if fate.outcome is None), None)
-        if waiting is None:
+        undecided = next((fate for fate in reversed(fates) if fate.outcome is None), None)
+        if undecided is None:
             return "nothing was committed here"
-        return f"{_quoted(waiting.token_id, texts)} was {_drafted(waiting, rows)}, and no verdict was spoken"
+        return f"{_quoted(undecided.token_id, texts)} was {_draft_text(undecided, rows)}, and no verdict was spoken"
     token = _quoted(kept.token_id, texts)
     if lost is not None:
-        word, why = "rolled back", "behind an earlier mismatch"
+        word, reason = "rolled back", "behind an earlier mismatch"
         if lost.outcome == "given_up":
-            word, why = "given up", "before a verdict"
-        draft = f"{_quoted(lost.token_id, texts)}, {_drafted(lost, rows)}, was {word} in step {lost.decided_step}"
+            word, reason = "given up", "before a verdict"
+        draft = f"{_quoted(lost.token_id, texts)}, {_draft_text(lost, rows)}, was {word} in step {lost.decided_step}"
         if lost.decided_step == kept.decided_step:
             return f"{draft}, and {token} committed in its place"
-        return f"{draft} {why}; {token} was committed in step {kept.decided_step}"
+        return f"{draft} {reason}; {token} was committed in step {kept.decided_step}"
     if kept.outcome == "accepted":
-        return f"{token}, {_drafted(kept, rows)}, was accepted in step {kept.decided_step}"
-    own = "as it was computed" if kept.outcome == "committed" else "as the verifier's own"
-    return f"{token} was committed in step {kept.decided_step}, {own}"
+        return f"{token}, {_draft_text(kept, rows)}, was accepted in step {kept.decided_step}"
+    origin = "as it was computed" if kept.outcome == "committed" else "as the verifier's own"
+    return f"{token} was committed in step {kept.decided_step}, {origin}"
 
 
-def _drafted(draft: Fate, rows: pd.DataFrame) -> str:
-    """Returns when a token was drafted, and at which layer if its pass stopped early."""
-    ran = rows.num_layers[rows.step == draft.born]
-    stopped = len(ran) and ran.iloc[0] < rows.num_layers.max()
-    return f"drafted in step {draft.born}" + (f" from layer {ran.iloc[0] - 1}" if stopped else "")
+def _draft_text(draft: Fate, rows: pd.DataFrame) -> str:
+    """Returns text on the pass that drafted a token, such as "drafted in step 4 from layer 7"; the layer is named
+    only if the pass stopped before the last layer."""
+    layers_run = rows.num_layers[rows.step == draft.born]
+    stopped_early = len(layers_run) and layers_run.iloc[0] < rows.num_layers.max()
+    return f"drafted in step {draft.born}" + (f" from layer {layers_run.iloc[0] - 1}" if stopped_early else "")
 
 
-def _layers(readings: pd.DataFrame, lost: Fate | None, kept: Fate, texts: Mapping[int, str]) -> str:
+def _layers_text(readings: pd.DataFrame, lost: Fate | None, kept: Fate, texts: Mapping[int, str]) -> str:
+    """Returns text on the layers whose most likely token was the lost draft token, and on those whose most likely
+    token was the committed one."""
     table = readings.sort_values("layer")
-    layers, first = table.layer.tolist(), table.token_id.tolist()
-    token, last, said, high = _quoted(kept.token_id, texts), "the last read,", [], None
+    layers, first_choices = table.layer.tolist(), table.token_id.tolist()
+    token, last_words, parts, high = _quoted(kept.token_id, texts), "the last read,", [], None
     if lost is not None and lost.token_id != kept.token_id:
-        had = [layer for layer, choice in zip(layers, first, strict=True) if choice == lost.token_id]
-        if had:
-            low, high = max(runs_of(had), key=lambda run: run[1] - run[0])
+        layers_of_lost = [layer for layer, choice in zip(layers, first_choices, strict=True) if choice == lost.token_id]
+        if layers_of_lost:
+            low, high = max(runs_of(layers_of_lost), key=lambda run: run[1] - run[0])
             span = f"layer {low}" if low == high else f"layers {low} to {high}"
-            span += f", {last}" if high == layers[-1] else ""
-            said.append(f"{span} had {_quoted(lost.token_id, texts)} first")
-    if first[-1] != kept.token_id and high != layers[-1]:
-        said.append(f"layer {layers[-1]}, {last} had {_quoted(first[-1], texts)} first")
-    elif first[-1] == kept.token_id:
-        others = [i for i, choice in enumerate(first) if choice != kept.token_id]
-        since = layers[others[-1] + 1] if others else layers[0]
-        said.append(f"{token} is first from layer {since} on" if since != layers[-1] else
-                    f"layer {since}, {last} alone had {token} first")  # fmt: skip
-    return f"Through the {table.lens.iloc[0]} lens, {'; '.join(said)}"
+            span += f", {last_words}" if high == layers[-1] else ""
+            parts.append(f"{span} had {_quoted(lost.token_id, texts)} first")
+    if first_choices[-1] != kept.token_id and high != layers[-1]:
+        parts.append(f"layer {layers[-1]}, {last_words} had {_quoted(first_choices[-1], texts)} first")
+    elif first_choices[-1] == kept.token_id:
+        others = [i for i, choice in enumerate(first_choices) if choice != kept.token_id]
+        from_layer = layers[others[-1] + 1] if others else layers[0]
+        parts.append(f"{token} is first from layer {from_layer} on" if from_layer != layers[-1] else
+                    f"layer {from_layer}, {last_words} alone had {token} first")  # fmt: skip
+    return f"Through the {table.lens.iloc[0]} lens, {'; '.join(parts)}"
 
 
 def _quoted(token_id: int, texts: Mapping[int, str]) -> str:

@@ -1,4 +1,4 @@
-"""Lists a run, or one of its requests, for a terminal."""
+"""Lists a run, or one of its requests, as tables for a terminal."""
 
 import json
 from collections.abc import Mapping
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
 
 _WIDTH = 44
-"""Columns of a prompt or text in the list of requests."""
+"""Largest width of a prompt or text in the list of requests, in columns of a monospaced font."""
 _PHASES = ("prefill", "decode", "verify")
 
 
 def run_listings(trace: "Trace") -> list[Listing]:
-    """Returns the listings of a run: settings, fingerprint, requests, verdicts, and agreement by layer."""
+    """Returns a list of `Listing` (tables for a terminal) on a run: settings, fingerprint, requests, verdicts, and
+    agreement by layer."""
     listings = [Listing("run", (), _about(trace))]
     if command := trace.meta.get("command"):
         origin = f", settings from {command['config']}" if command["config"] else ""
@@ -38,13 +39,14 @@ def run_listings(trace: "Trace") -> list[Listing]:
 
 
 def request_listings(trace: "Trace", request_id: int) -> list[Listing]:
-    """Returns the listings of one request: prompt, windows, rows, cache, layers, and thoughts if any.
+    """Returns a list of `Listing` (tables for a terminal) on one request: prompt, verify windows, verdicts, rows,
+    cache, agreement by layer, and thoughts if there are any.
 
     Raises: KeyError for a request that the trace does not have.
     """
     text = trace.text(request_id)
     request, events = trace.requests[request_id], trace.events()
-    own = events[events.request_id == request_id]
+    events_of_request = events[events.request_id == request_id]
     texts = token_texts(trace.row_table, trace.hypothesis_table)
     about = [
         ("prompt", _prompt(trace, request_id, texts)),
@@ -60,7 +62,7 @@ def request_listings(trace: "Trace", request_id: int) -> list[Listing]:
     if sampling is not None:
         fields = {name: getattr(sampling, name) for name in sampling.__dataclass_fields__}
         about += _pairs({f"sampling: {name}": value for name, value in fields.items() if value not in (None, ())})
-    windows = () if own.empty else find_windows(events, request_id)
+    windows = () if events_of_request.empty else find_windows(events, request_id)
     counts = trace.rows(request_id).groupby(["phase", "status"]).size()
     listings = [
         Listing(f"request {request_id}", (), about),
@@ -70,20 +72,21 @@ def request_listings(trace: "Trace", request_id: int) -> list[Listing]:
             [_window_line(window, texts) for window in windows],
             "" if windows else "it was never verified",
         ),
-        Listing("verdicts", (), _verdicts(own)),
+        Listing("verdicts", (), _verdicts(events_of_request)),
         Listing("rows", ("pass", "status", "rows"), [(*map(str, key), str(n)) for key, n in counts.items()]),
         _cache(trace, request_id),
         _agreement(trace, "first choice = committed token, by layer", request_id),
     ]
     if trace.thought_table is not None and (trace.thought_table.request_id == request_id).any():
         lines = thought_lines(story_of(trace.thought_table, trace.row_table, events, request_id, texts))
-        rows = [tuple(_said(value) for value in line) for line in lines]
+        rows = [tuple(_as_text(value) for value in line) for line in lines]
         listings.append(Listing("thoughts", tuple(THOUGHT_COLUMNS), rows))
     return listings
 
 
 def _cache(trace: "Trace", request_id: int) -> Listing:
-    """Returns a request's cache rows at its end by provenance; for an import without a ledger, the reason."""
+    """Returns a `Listing` with the number of a request's cache slots at its end, by the kind of pass that wrote
+    them; for an imported run without a ledger, the reason."""
     if "ledger" in trace.missing:
         return Listing("cache at its end", (), [], plain(trace.missing["ledger"]))
     return Listing("cache at its end", (), _pairs(trace.ledger(request_id).provenance.value_counts().to_dict()))
@@ -109,17 +112,17 @@ def _about(trace: "Trace") -> list[tuple[str, str]]:
         about.append(("thoughts", f"{len(trace.thought_table):,}"))
     if behaviour := meta["behaviour"]:
         share, low, high = (behaviour[name] for name in ("accuracy", "accuracy_low", "accuracy_high"))
-        said = f"{share:.0%} of {behaviour['num_examples']} right, 95 % interval {low:.0%} to {high:.0%}"
-        about.append(("answers", f"{said}, chance {behaviour['chance']:.0%}"))
+        answers = f"{share:.0%} of {behaviour['num_examples']} right, 95 % interval {low:.0%} to {high:.0%}"
+        about.append(("answers", f"{answers}, chance {behaviour['chance']:.0%}"))
     return about
 
 
 def _task(trace: "Trace") -> str:
-    asked = [r.example for r in trace.requests if r.example is not None]
-    if not asked:
+    examples = [r.example for r in trace.requests if r.example is not None]
+    if not examples:
         return "none: prompts of their own"
-    answers = sorted({answer.strip() for example in asked for answer in example.answers})
-    return f"{len(asked)} questions; answers: {shorten(plain(', '.join(answers)), 2 * _WIDTH)}"
+    answers = sorted({answer.strip() for example in examples for answer in example.answers})
+    return f"{len(examples)} questions; answers: {shorten(plain(', '.join(answers)), 2 * _WIDTH)}"
 
 
 def _requests(trace: "Trace") -> Listing:
@@ -128,35 +131,38 @@ def _requests(trace: "Trace") -> Listing:
     events = trace.events()
     rows = []
     for request in trace.requests:
-        number = int(request.request_id or 0)
-        own = events[events.request_id == number]
-        drafted, lost = int(own.draft_token_ids.map(len).sum()), int(own.num_rolled_back.fillna(0).sum())
-        verified = "verified" if (own.phase == "verify").any() else "not verified"
+        request_id = int(request.request_id or 0)
+        events_of_request = events[events.request_id == request_id]
+        drafted = int(events_of_request.draft_token_ids.map(len).sum())
+        rolled_back = int(events_of_request.num_rolled_back.fillna(0).sum())
+        is_verified = bool((events_of_request.phase == "verify").any())
+        counts = (str(drafted), str(drafted - rolled_back), str(rolled_back)) if is_verified else ("-", "-", "-")
         rows.append(
             (
-                str(number),
-                "deterministic" if request.is_deterministic else verified,
-                _ending(_prompt(trace, number, texts)),
-                shorten(plain(trace.text(number)), _WIDTH),
-                str(len(trace.committed(number))),
-                *((str(drafted), str(drafted - lost), str(lost)) if verified == "verified" else ("-", "-", "-")),
-                _finish(trace, number),
+                str(request_id),
+                "deterministic" if request.is_deterministic else "verified" if is_verified else "not verified",
+                _end_of(_prompt(trace, request_id, texts)),
+                shorten(plain(trace.text(request_id)), _WIDTH),
+                str(len(trace.committed(request_id))),
+                *counts,
+                _finish(trace, request_id),
             )
         )
     return Listing("requests", columns, rows)
 
 
 def _verdicts(events: pd.DataFrame) -> list[tuple[str, str]]:
-    """Returns counts of the verifier's tokens and passes."""
+    """Returns (name, count) pairs on the verify passes in the events table: the passes, and the tokens drafted,
+    accepted, rolled back, recovered and bonus."""
     verify = events[events.phase == "verify"]
-    drafted, lost = verify.draft_token_ids.map(len), verify.num_rolled_back.fillna(0)
+    drafted, rolled_back = verify.draft_token_ids.map(len), verify.num_rolled_back.fillna(0)
     counts = {
         "verify passes of a request": len(verify),
-        "accepted whole": int(((drafted > 0) & (lost == 0)).sum()),
-        "rolled back": int((lost > 0).sum()),
+        "accepted whole": int(((drafted > 0) & (rolled_back == 0)).sum()),
+        "rolled back": int((rolled_back > 0).sum()),
         "tokens drafted": int(drafted.sum()),
         "tokens accepted": int(verify.num_accepted.fillna(0).sum()),
-        "tokens rolled back": int(lost.sum()),
+        "tokens rolled back": int(rolled_back.sum()),
         "tokens recovered": int(verify.recovered_token_id.notna().sum()),
         "tokens bonus": int(verify.bonus_token_id.notna().sum()),
     }
@@ -164,7 +170,8 @@ def _verdicts(events: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def _agreement(trace: "Trace", title: str, request_id: int | None) -> Listing:
-    """Returns the shares of agreeing readings by layer and status, of one request or of all."""
+    """Returns a `Listing` by layer and verdict on the draft: the share of lens readings whose most likely token is
+    the committed one. request_id: None for all requests."""
     if trace.hypothesis_table is None:
         return Listing(title, (), [], "this run read no lens; with Z among the captured sites it does")
     readings = lens_readings(trace)
@@ -181,13 +188,15 @@ def _agreement(trace: "Trace", title: str, request_id: int | None) -> Listing:
 
 
 def _window_line(window: Window, texts: dict[int, str]) -> tuple[str, ...]:
+    """Returns one line of the list of verify windows: step, first position, tokens fed, the verifier's own tokens,
+    accepted, verdict."""
     fed, own = (
         " ".join(visible(text_of(texts, token_id)) for token_id in ids)
         for ids in ((window.newest_token_id, *window.draft_token_ids), window.target_token_ids)
     )
-    kind = "rolled back" if window.is_rollback else "accepted whole" if window.is_full_match else "nothing drafted"
+    verdict = "rolled back" if window.is_rollback else "accepted whole" if window.is_full_match else "nothing drafted"
     accepted = f"{window.num_accepted} of {len(window.draft_token_ids)}"
-    return (str(window.step), str(window.start - 1), fed, own, accepted, kind)
+    return (str(window.step), str(window.start - 1), fed, own, accepted, verdict)
 
 
 def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
@@ -202,8 +211,9 @@ def _finish(trace: "Trace", request_id: int) -> str:
     return f"error: {plain(error)}" if error else str(trace.meta["finish"].get(str(request_id), "unknown"))
 
 
-def _ending(text: str) -> str:
-    """Returns the end of a text, since prompts with the same worked examples differ only there."""
+def _end_of(text: str) -> str:
+    """Returns the end of a long text after "…", because prompts with the same worked examples differ only at the
+    end."""
     return text if columns_of(text) <= _WIDTH else "…" + shorten(text[::-1], _WIDTH)[:-1][::-1]
 
 
@@ -212,10 +222,10 @@ def _counts(column: pd.Series) -> str:
 
 
 def _pairs(values: Mapping[str, object]) -> list[tuple[str, str]]:
-    return [(plain(str(name)), _said(value)) for name, value in values.items()]
+    return [(plain(str(name)), _as_text(value)) for name, value in values.items()]
 
 
-def _said(value: object) -> str:
+def _as_text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

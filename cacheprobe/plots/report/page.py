@@ -1,6 +1,5 @@
-"""Builds one self-contained HTML page: styles, plotly.js once, figures that follow the page's width and colour
-scheme.
-"""
+"""Builds an HTML page that needs no other file: styles, plotly.js, and figures that follow the page's width and
+colour scheme."""
 
 import json
 
@@ -73,7 +72,7 @@ _THEME_SCRIPT = """
 
 
 def page(title: str, body: str) -> str:
-    """Returns the whole document. The body is markup; the title is escaped here."""
+    """Returns a whole HTML document as text, with all styles and plotly.js. title: plain text.  body: HTML."""
     templates = json.dumps({name: layout_template(dark=name == "dark").to_plotly_json() for name in ("light", "dark")})
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -86,37 +85,41 @@ def page(title: str, body: str) -> str:
 
 
 def block(name: str, title: str, note: str, picture: str) -> str:
-    """Returns a picture below its title and note. name: id of the element, unique on the page.  title: plain text."""
+    """Returns an HTML figure: the picture below its title and note. name: id of the element, unique on the page.
+    title: plain text.  note, picture: HTML."""
     return f'<figure id="{name}"><h3>{markup(title)}</h3><figcaption>{note}</figcaption>{picture}</figure>'
 
 
 def figure_block(figure: go.Figure, name: str, note: str) -> str:
-    """Returns a figure under its own title as a heading, which can wrap.
+    """Returns a plotly figure as HTML, below its own title as a heading, which can wrap, and a note. The page must
+    contain plotly.js.
 
-    name: id of its element, unique on the page.  note: markup.
+    name: id of its element, unique on the page.  note: HTML.
     """
     heading = figure.layout.title.text
-    shown = go.Figure(figure).update_layout(title=None)
-    top = shown.layout.margin.t or 0
-    shown.update_layout(margin_t=max(top - 40, 28), height=(shown.layout.height or 400) - min(40, max(top - 28, 0)))
-    html = shown.to_html(
+    untitled = go.Figure(figure).update_layout(title=None)
+    top = untitled.layout.margin.t or 0
+    # without its title the figure needs 40 px less at the top, where at least 28 px stay
+    untitled.update_layout(
+        margin_t=max(top - 40, 28), height=(untitled.layout.height or 400) - min(40, max(top - 28, 0))
+    )
+    html = untitled.to_html(
         full_html=False, include_plotlyjs=False, config=FIGURE_CONFIG, div_id=name, default_width="100%"
     )
     return f'<figure><h3>{heading}</h3><figcaption>{note}</figcaption><div class="scroll">{html}</div></figure>'
 
 
 def table(columns: list[str], rows: list[list[object]]) -> str:
-    """Returns an HTML table with everything escaped; columns of numbers are aligned right.
-
-    With more than two columns, a narrow page scrolls it.
-    """
+    """Returns an HTML table with all texts escaped; columns of numbers are aligned right. A narrow page scrolls a
+    table of more than two columns."""
 
     def is_number(value: object) -> bool:
-        """Returns whether the value is a number and not a flag."""
+        """Returns True if the value is a number, and not True or False."""
         return isinstance(value, int | float) and not isinstance(value, bool)
 
-    def text(value: object) -> str:
-        """Returns the value as escaped text; numbers with three digits or thousands separators."""
+    def as_text(value: object) -> str:
+        """Returns the value as escaped text: a float with three digits, a whole number with commas between
+        thousands."""
         if not is_number(value):
             return markup(str(value))
         return f"{value:,.3g}" if isinstance(value, float) else f"{value:,}"
@@ -125,10 +128,10 @@ def table(columns: list[str], rows: list[list[object]]) -> str:
         any(map(is_number, values)) and all(is_number(value) or value == "—" for value in values)
         for values in zip(*rows, strict=True)
     ]
-    sides = [' class="number"' if right else "" for right in columns_of_numbers] or [""] * len(columns)
-    head = "".join(f"<th{side}>{markup(name)}</th>" for side, name in zip(sides, columns, strict=True))
+    alignments = [' class="number"' if right else "" for right in columns_of_numbers] or [""] * len(columns)
+    head = "".join(f"<th{side}>{markup(name)}</th>" for side, name in zip(alignments, columns, strict=True))
     lines = "".join(
-        f"<tr>{''.join(f'<td{side}>{text(value)}</td>' for side, value in zip(sides, row, strict=True))}</tr>"
+        f"<tr>{''.join(f'<td{side}>{as_text(value)}</td>' for side, value in zip(alignments, row, strict=True))}</tr>"
         for row in rows
     )
     wide = ' class="wide"' if len(columns) > 2 else ""

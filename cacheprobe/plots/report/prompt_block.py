@@ -1,4 +1,4 @@
-"""Shows a request's prompt with its answer marked."""
+"""Draws a request's prompt with its answer marked, as HTML."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,8 @@ from cacheprobe.plots.text import markup, text_of
 
 
 def prompt_block(request: JsonDict, token_texts: Mapping[int, str]) -> str:
-    """Returns markup of prompt and answer. request: as in `StoredRun.requests`; token ids are shown as their texts."""
+    """Returns HTML of a request's prompt, followed by its answer, which is marked. request: as in
+    `StoredRun.requests`. A prompt of token ids is shown as the tokens' texts."""
     prompt = request["prompt"]
     if not isinstance(prompt, str):
         shown = "".join(text_of(token_texts, int(token_id)) for token_id in request["prompt_token_ids"])

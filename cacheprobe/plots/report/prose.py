@@ -1,4 +1,4 @@
-"""Writes the report's sentences about a run, as markup with every text of the run escaped."""
+"""Writes the report's sentences about a run as HTML, with every text of the run escaped."""
 
 from typing import TYPE_CHECKING
 
@@ -10,48 +10,50 @@ if TYPE_CHECKING:
 
 
 def run_sentence(trace: "Trace", request_id: int) -> str:
-    """Returns the model, the number of passes and the drafter, in plain words."""
-    finger, note = trace.fingerprint, trace.meta["weights_note"]
+    """Returns sentences as HTML on a run: the model, the number of requests and passes, the drafter with its
+    accepted and rolled-back draft tokens, and whether this request is deterministic."""
+    fingerprint, note = trace.fingerprint, trace.meta["weights_note"]
     phases = trace.event_table.drop_duplicates("step").phase.value_counts()
     steps = ", ".join(f"{int(phases.get(phase, 0))} {phase}" for phase in ("prefill", "decode", "verify"))
     count = len(trace.requests)
-    said = (
-        f"<code>{markup(finger['model'])}</code>{f' ({markup(note)})' if note else ''} in {markup(finger['dtype'])} "
+    sentences = (
+        f"<code>{markup(fingerprint['model'])}</code>{f' ({markup(note)})' if note else ''} "
+        f"in {markup(fingerprint['dtype'])} "
         f"answered {count} request{'s' * (count != 1)} in {int(phases.sum())} passes ({steps}). "
     )
     drafter = trace.meta["drafter"]
     drafted = trace.num_drafted
     if drafted:
-        lost = trace.num_rolled_back
-        by = f"<code>{markup(drafter)}</code>" if drafter else "The fast path"
-        said += f"{by} drafted {drafted} candidates that were verified: {drafted - lost} accepted, {lost} rolled back. "
+        rolled_back = trace.num_rolled_back
+        drafter_name = f"<code>{markup(drafter)}</code>" if drafter else "The fast path"
+        sentences += f"{drafter_name} drafted {drafted} candidates that were verified: "
+        sentences += f"{drafted - rolled_back} accepted, {rolled_back} rolled back. "
     else:
-        said += "Nothing was drafted. "
+        sentences += "Nothing was drafted. "
     kind = "deterministic: its tokens and states do not depend on the other requests" if (
         trace.requests[request_id].is_deterministic
     ) else "not deterministic: nothing is promised about the bits of its states"  # fmt: skip
-    return said + f"This page follows request {request_id}, which is {kind}."
+    return sentences + f"This page follows request {request_id}, which is {kind}."
 
 
 def behaviour_sentences(behaviour: JsonDict | None) -> list[str]:
-    """Returns the model's accuracy on its task in words, with a warning if it is not above chance; [] without a
-    task.
-    """
+    """Returns a list of sentences as HTML on the model's accuracy in its task, with a warning if the accuracy is
+    not above chance; [] without a task. behaviour: meta["behaviour"] of the trace."""
     if not behaviour:
         return []
     b = behaviour
-    said = (
+    accuracy_sentence = (
         f"Task: {_percent(b['accuracy'])} of {b['num_examples']} answers are right (95 % interval "
         f"{_percent(b['accuracy_low'])} to {_percent(b['accuracy_high'])}), chance is {_percent(b['chance'])}; "
         f"{b['num_unparsed']} gave no answer that can be read. The answer words hold {_percent(b['answer_mass'], 1)} "
         f"of the first token's probability; forced to choose between them, {_percent(b['forced_accuracy'])} are right."
     )
-    none = "Not above chance: this model does not solve the task, and nothing here is said about “its state”."
-    return [said] if is_above_chance(b) else [said, f"<strong>{none}</strong>"]
+    warning = "Not above chance: this model does not solve the task, and nothing here is said about “its state”."
+    return [accuracy_sentence] if is_above_chance(b) else [accuracy_sentence, f"<strong>{warning}</strong>"]
 
 
 def is_above_chance(behaviour: JsonDict) -> bool:
-    """Returns whether the interval of the accuracy lies above chance; False if either is unknown."""
+    """Returns True if the lower end of the accuracy's interval is above chance; False if either number is unknown."""
     low, chance = behaviour["accuracy_low"], behaviour["chance"]
     return low is not None and chance is not None and low > chance
 

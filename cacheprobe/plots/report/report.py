@@ -1,4 +1,4 @@
-"""Writes the report: one page about one request of a run."""
+"""Writes the report: one HTML page about one request of a run."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 
 def write_report(trace: "Trace", path: "str | Path", request_id: int | None = None, *, progress: bool = False) -> Path:
-    """Writes the report of one request to `path`; after an error the file is unchanged.
+    """Writes the report of one request as an HTML page to `path`, and returns the path. After an error the file is
+    unchanged.
 
-    request_id: by default one that shows both a window accepted whole and one rolled back, if any does.
+    request_id: by default one with both a draft accepted whole and a rollback, if any request has both.
     progress: show a bar on a terminal.
     Raises: KeyError for a request that the trace does not have.
     """
@@ -38,7 +39,8 @@ def write_report(trace: "Trace", path: "str | Path", request_id: int | None = No
 
 
 def report_html(trace: "Trace", request_id: int, *, progress: bool = False) -> str:
-    """Returns the report as one HTML document that needs no network."""
+    """Returns the report of one request as one HTML document that needs no network. Raises: KeyError for a request
+    that the trace does not have."""
     if request_id not in trace.tokens:
         raise KeyError(f"no request {request_id} in this trace; it has {sorted(trace.tokens)}")
     has_lens, has_thoughts = trace.hypothesis_table is not None, trace.thought_table is not None
@@ -61,14 +63,15 @@ def report_html(trace: "Trace", request_id: int, *, progress: bool = False) -> s
 
 def _head(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     lead = [run_sentence(trace, request_id), *behaviour_sentences(trace.meta["behaviour"])]
-    if seen := _seen(trace, request_id, texts):
-        lead.append(f"<strong>One thing to see:</strong> {markup(seen)}{'' if seen.endswith('…') else '.'}")
-    said = "".join(f"<p class='lead'>{sentence}</p>" for sentence in lead)
-    return f"<h1>What the model believed before it committed</h1>{said}"
+    if to_see := _first_thing_to_see(trace, request_id, texts):
+        lead.append(f"<strong>One thing to see:</strong> {markup(to_see)}{'' if to_see.endswith('…') else '.'}")
+    paragraphs = "".join(f"<p class='lead'>{sentence}</p>" for sentence in lead)
+    return f"<h1>What the model believed before it committed</h1>{paragraphs}"
 
 
-def _seen(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
-    """Returns a sentence about the request's thoughts, if it has any; else about the verdict on one of its drafts."""
+def _first_thing_to_see(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
+    """Returns a sentence as plain text on the request's thoughts, if it has any; else on the verdict of one of its
+    drafts."""
     events = trace.events()
     if trace.thought_table is not None and (trace.thought_table.request_id == request_id).any():
         return thoughts_finding(story_of(trace.thoughts(), trace.row_table, events, request_id, texts))
@@ -96,10 +99,12 @@ def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
 def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     windows = find_windows(trace.events(), request_id)
     head = "<h2>From draft to commit</h2>"
-    drawn = {name: (said, side_by_side(panels)) for name, said, panels in report_panels(trace, request_id, texts)}
-    if "decoded" in drawn:
-        said = f"Request {request_id} is never verified: it has no windows. {_elsewhere(trace, request_id)}"
-        return f"{head}<p class='note'>{said}</p>" + legend() + drawn["decoded"][1]
+    panels_by_name = {
+        name: (title, side_by_side(panels)) for name, title, panels in report_panels(trace, request_id, texts)
+    }
+    if "decoded" in panels_by_name:
+        note = f"Request {request_id} is never verified: it has no windows. {_elsewhere(trace, request_id)}"
+        return f"{head}<p class='note'>{note}</p>" + legend() + panels_by_name["decoded"][1]
     drafted = sum(len(window.draft_token_ids) for window in windows)
     accepted = sum(window.num_accepted for window in windows)
     note = (
@@ -110,30 +115,30 @@ def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     )
     parts = [head, note, legend()]
     for kind in ("accepted whole", "rolled back"):
-        said, panels = drawn.get(kind.replace(" ", "-"), (f"{kind}: none", ""))
-        none = f"<p class='note'>No window of request {request_id} was {kind}. {_elsewhere(trace, request_id)}</p>"
-        parts.append(f"<h3>{said.capitalize()}</h3>{panels or none}")
+        title, panels = panels_by_name.get(kind.replace(" ", "-"), (f"{kind}: none", ""))
+        absent = f"<p class='note'>No window of request {request_id} was {kind}. {_elsewhere(trace, request_id)}</p>"
+        parts.append(f"<h3>{title.capitalize()}</h3>{panels or absent}")
     return "".join(parts)
 
 
 def _elsewhere(trace: "Trace", request_id: int) -> str:
-    """Returns which other requests have windows of each kind, or that the run has none."""
+    """Returns text that names the other requests with a draft accepted whole, and those with a rollback."""
     events = trace.events()
-    there = set(events.request_id)  # not one that was cancelled before it began
-    windows = {r: find_windows(events, r) for r in trace.tokens if r != request_id and r in there}
-    said = []
+    requests_with_events = set(events.request_id)  # not one that was cancelled before it began
+    windows = {r: find_windows(events, r) for r in trace.tokens if r != request_id and r in requests_with_events}
+    sentences = []
     for kind, pick in (("accepted whole", accepted_whole), ("rolled back", rolled_back)):
-        having = [str(r) for r, found in windows.items() if pick(found)]
-        said.append(f"Windows {kind} in other requests: {', '.join(having) if having else 'none'}.")
-    return " ".join(said)
+        request_ids = [str(r) for r, windows_of_request in windows.items() if pick(windows_of_request)]
+        sentences.append(f"Windows {kind} in other requests: {', '.join(request_ids) if request_ids else 'none'}.")
+    return " ".join(sentences)
 
 
 def _thoughts(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     head = "<h2>What was thought of every chunk</h2>"
     thoughts = trace.thoughts()
     if request_id not in set(thoughts.request_id):
-        having = ", ".join(str(r) for r in sorted({int(r) for r in thoughts.request_id}))
-        return f"{head}<p class='note'>Request {request_id} wrote no thoughts; requests that did: {having}.</p>"
+        request_ids = ", ".join(str(r) for r in sorted({int(r) for r in thoughts.request_id}))
+        return f"{head}<p class='note'>Request {request_id} wrote no thoughts; requests that did: {request_ids}.</p>"
     note = (
         "<p class='note'>The prompt in chunks, from its tokens upwards. S is added to a chunk at L<sup>in</sup>; T "
         "writes the thought Z from what the blocks made of the chunk, at L<sup>out</sup>; C makes of Z the S of the "
@@ -148,12 +153,12 @@ def _thoughts(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
 def _lens(trace: "Trace", request_id: int) -> str:
     shown, count = shown_positions(trace, request_id)
     figures, grids = report_figures(trace), report_grids(trace, request_id)
-    cut = f" The first {len(shown)} of {count} positions are shown." if len(shown) < count else ""
+    how_many = f" The first {len(shown)} of {count} positions are shown." if len(shown) < count else ""
     notes = {
         "lens-grid": "Every block's residual stream, read through the "
         f"{markup(trace.meta['lens'])} lens: the cell names its first choice, the colour is the log-probability "
         f"that it gave to the token committed next. Below a column: {BELOW}. "
-        f"A narrow screen scrolls the grid sideways.{cut}",
+        f"A narrow screen scrolls the grid sideways.{how_many}",
         "lens-grid-all": "Columns of their own: rows that the verifier computed again (◇), rows that were fed a "
         "rejected token (✗), and rows whose draft was given up without a verdict (⊘). No committed token can be "
         "compared with rows of the last two kinds: their cells are grey.",
@@ -163,12 +168,12 @@ def _lens(trace: "Trace", request_id: int) -> str:
     }
 
     drawn = {name: block(name, grid.title, notes[name], grid.html) for name, grid in grids.items()}
-    none = f"<p class='note'>No lens reading of request {request_id} was kept.</p>"
-    parts = ["<h2>Every layer beside what was committed</h2>", drawn.get("lens-grid", none)]
+    no_grid = f"<p class='note'>No lens reading of request {request_id} was kept.</p>"
+    parts = ["<h2>Every layer beside what was committed</h2>", drawn.get("lens-grid", no_grid)]
     if "lens-grid-all" in drawn:
         parts.append(f"<details><summary>The same with the other rows</summary>{drawn['lens-grid-all']}</details>")
-    wholes = "".join(figure_block(figure, name, notes[name]) for name, figure in figures.items())
-    return "".join(parts) + f'<div class="two">{wholes}</div>'
+    run_figures = "".join(figure_block(figure, name, notes[name]) for name, figure in figures.items())
+    return "".join(parts) + f'<div class="two">{run_figures}</div>'
 
 
 def _controls(trace: "Trace") -> str:
@@ -177,10 +182,10 @@ def _controls(trace: "Trace") -> str:
         for check in trace.meta["checks"]
     ]
     columns = ["check", "dtype", "tolerance", "rows", "worst, as a share of the tolerance"]
-    shown = table(columns, checks) if checks else "<p class='note'>This run made no checks.</p>"
+    checks_table = table(columns, checks) if checks else "<p class='note'>This run made no checks.</p>"
     fingerprint = table(["setting", "value"], [[name, str(value)] for name, value in trace.fingerprint.items()])
     return (
         "<h2>Controls</h2><p class='note'>Identities that the captured states were held to while the run went on.</p>"
-        f"{shown}<details><summary>Schedule fingerprint: what the bits of this run depend on</summary>"
+        f"{checks_table}<details><summary>Schedule fingerprint: what the bits of this run depend on</summary>"
         f"{fingerprint}</details>"
     )

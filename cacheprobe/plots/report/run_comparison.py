@@ -1,4 +1,4 @@
-"""Compares two runs: which requests differ and from which token on, and how their schedules differ."""
+"""Compares two runs as HTML: which requests differ and from which token on, and how the runs' schedules differ."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,7 @@ import pandas as pd
 from cacheprobe.analysis.comparison import RequestDifference, compare_requests
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.core.values import JsonDict
-from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 from cacheprobe.plots.report.page import table
 from cacheprobe.plots.text import markup, text_of, visible
 from cacheprobe.plots.text import token_texts as known_texts
@@ -29,50 +29,55 @@ def comparison(
     fingerprints: tuple[Mapping[str, object], Mapping[str, object]] | None = None,
     token_texts: tuple[Mapping[int, str], Mapping[int, str]] = ({}, {}),
 ) -> Markup:
-    """Returns a comparison of two runs: which requests differ, and both answers of one request token by token.
+    """Returns HTML that compares two runs: how each request differs, and both answers of one request token by token,
+    with a frame around the first differing token. Requests are compared by prompt, committed tokens and
+    log-probabilities.
 
-    The first differing token is framed. Requests are compared by committed tokens and log-probabilities.
     rows, events: (ours, theirs), as trace.row_table and trace.events().  request_id: by default the first that differs.
     fingerprints: trace.fingerprint of both, to list how the schedules differ.  token_texts: from `token_texts`, for
     tokens that rows do not name, such as the last one committed.
     Raises: ValueError for a request that neither run has, and for empty tables.
     """
     pair = [_requests(r, e) for r, e in zip(rows, events, strict=True)]
-    found = compare_requests(pair[0], pair[1], *events)
-    if not found:
+    differences = compare_requests(pair[0], pair[1], *events)
+    if not differences:
         raise ValueError("the tables are empty: no request to compare; trace.row_table and trace.events() fill them")
     if request_id is None:
-        request_id = next((d.request_id for d in found if d.what != "equal"), 0)
-    if not 0 <= request_id < len(found):
-        raise ValueError(f"there is no request {request_id} in either run; they have 0 to {len(found) - 1}")
-    one = found[request_id]
-    parts = [request_list(found, request_id, tag="span"), f"<h4>{about_request(one)}</h4>"]
+        request_id = next((d.request_id for d in differences if d.what != "equal"), 0)
+    if not 0 <= request_id < len(differences):
+        raise ValueError(f"there is no request {request_id} in either run; they have 0 to {len(differences) - 1}")
+    one = differences[request_id]
+    parts = [request_list(differences, request_id, tag="span"), f"<h4>{about_request(one)}</h4>"]
     if one.what not in ("prompt", "missing"):
         place = one.place if one.what == "tokens" else None
         texts = [{**known_texts(r), **more} for r, more in zip(rows, token_texts, strict=True)]
-        answers = [held[request_id]["committed_token_ids"] for held in pair]
+        answers = [requests[request_id]["committed_token_ids"] for requests in pair]
         start = len(pair[0][request_id]["prompt_token_ids"])
         parts.append(token_columns(answers, place, names, texts, f"request {request_id}", start))
     if fingerprints is not None:
         parts.append(
             f"<h4>Schedule fingerprints</h4>{fingerprint_block(fingerprint_differences(*fingerprints), names)}"
         )
-    return Piece(comparison_title(found), "", "".join(parts)).alone
+    return TitledPicture(comparison_title(differences), "", "".join(parts)).alone
 
 
 def _requests(rows: pd.DataFrame, events: pd.DataFrame) -> list[JsonDict]:
-    """Returns prompt_token_ids and committed_token_ids of each request, from the tables alone."""
+    """Returns a list with a dict for each request: its prompt_token_ids and committed_token_ids, read from the rows
+    table and the events table."""
     prompts = rows[rows.role == "prompt"].drop_duplicates(["request_id", "position"], keep="last")
-    asked = prompts.sort_values("position").groupby("request_id").token_id.agg(list)
-    given = events.sort_values("step").groupby("request_id").committed_token_ids.agg(
+    prompt_ids = prompts.sort_values("position").groupby("request_id").token_id.agg(list)
+    committed_ids = events.sort_values("step").groupby("request_id").committed_token_ids.agg(
         lambda many: [int(token) for ids in many for token in ids]
     )  # fmt: skip
-    count = 1 + max((int(index.max()) for index in (asked.index, given.index) if len(index)), default=-1)
-    return [{"prompt_token_ids": asked.get(r, []), "committed_token_ids": given.get(r, [])} for r in range(count)]
+    count = 1 + max((int(index.max()) for index in (prompt_ids.index, committed_ids.index) if len(index)), default=-1)
+    return [
+        {"prompt_token_ids": prompt_ids.get(r, []), "committed_token_ids": committed_ids.get(r, [])}
+        for r in range(count)
+    ]
 
 
 def about_request(one: RequestDifference) -> str:
-    """Returns a sentence on how one request differs."""
+    """Returns a sentence as plain text on how one request differs between two runs."""
     if one.what == "equal":
         return f"Request {one.request_id} is the same in both, log-probabilities included"
     if one.what == "tokens alone":
@@ -85,23 +90,25 @@ def about_request(one: RequestDifference) -> str:
 
 
 def comparison_title(differences: Sequence[RequestDifference]) -> str:
-    """Returns a sentence on all requests. differences: from `analysis.comparison.compare_requests`."""
-    count, apart = len(differences), [d for d in differences if d.what != "equal"]
-    if not apart:
+    """Returns a sentence as plain text: how many requests differ between two runs, and in what. differences: from
+    `analysis.comparison.compare_requests`."""
+    count, differing = len(differences), [d for d in differences if d.what != "equal"]
+    if not differing:
         return f"All {count} requests committed the same tokens, with the same log-probabilities bit for bit"
     if all(d.what == "tokens alone" for d in differences):
         return f"All {count} requests committed the same tokens; {UNCOMPARED}"
     words = {"prompt": "have other prompts", "missing": "are in one run alone", "tokens": "committed other tokens",
              "log-probabilities": "committed the same tokens with other log-probabilities",
              "tokens alone": "committed the same tokens, log-probabilities not compared"}  # fmt: skip
-    said = [f"{n} {text}" for what, text in words.items() if (n := sum(d.what == what for d in apart))]
-    return f"Of {count} requests {', '.join(said)}; {count - len(apart)} equal" if len(apart) < count else (
-        f"Of {count} requests {', '.join(said)}"
+    parts = [f"{n} {text}" for what, text in words.items() if (n := sum(d.what == what for d in differing))]
+    return f"Of {count} requests {', '.join(parts)}; {count - len(differing)} equal" if len(differing) < count else (
+        f"Of {count} requests {', '.join(parts)}"
     )  # fmt: skip
 
 
 def fingerprint_block(differences: Sequence[tuple[str, object, object]], names: tuple[str, str]) -> str:
-    """Returns, as markup, a table of the settings in which two schedules differ, or a note that they are equal."""
+    """Returns HTML: a table of the settings in which the schedules of two runs differ, or a note that they are
+    equal."""
     if not differences:
         return "<p class='note'>Both ran under one schedule fingerprint: their bits can be compared.</p>"
     count = len(differences)
@@ -114,19 +121,20 @@ def fingerprint_block(differences: Sequence[tuple[str, object, object]], names: 
 
 
 def request_list(differences: Sequence[RequestDifference], chosen: int, *, tag: str = "button") -> str:
-    """Returns, as markup, a button for each request, with how it compares; buttons carry data-request.
+    """Returns HTML: a button for each request, which says whether two runs differ in the request and from which token
+    on. Buttons carry data-request.
 
     tag: "span" on a page without click handlers.
     """
     items = []
     for d in differences:
-        tint, sign = ("kept", "=") if d.what in ("equal", "tokens alone") else ("lost", "≠")
+        css_class, sign = ("kept", "=") if d.what in ("equal", "tokens alone") else ("lost", "≠")
         place = f" at +{d.place + 1}" if d.place is not None else ""
-        said = d.what if d.what == "equal" else f"{d.what}{place}"
-        mine = " chosen" if d.request_id == chosen else ""
+        difference = d.what if d.what == "equal" else f"{d.what}{place}"
+        chosen_class = " chosen" if d.request_id == chosen else ""
         items.append(
-            f'<{tag} class="pick verdict {tint}{mine}" data-request="{d.request_id}">'
-            f"<b>{sign}</b> request {d.request_id} <small>{said}</small></{tag}>"
+            f'<{tag} class="pick verdict {css_class}{chosen_class}" data-request="{d.request_id}">'
+            f"<b>{sign}</b> request {d.request_id} <small>{difference}</small></{tag}>"
         )
     return f'<div class="verdicts">{"".join(items)}</div>'
 
@@ -139,9 +147,11 @@ def token_columns(
     whose: str,
     start: int,
 ) -> str:
-    """Returns, as markup, both answers around the first difference, which is marked; tokens carry data-place.
+    """Returns HTML of two runs' answers to one request, side by side, 24 tokens before and after the first difference,
+    which is framed. Tokens carry data-place, the index of the generated token.
 
-    whose: the request, for the tips.  start: position of the first generated token.
+    place: index of the first token that differs; None if none does.  whose: the request's name, for the hover texts.
+    start: position of the first generated token.
     """
     longest = max(len(ids) for ids in pair)
     first = max(0, (place or 0) - _AROUND)
@@ -150,13 +160,13 @@ def token_columns(
     for ids, name, texts in zip(pair, names, token_texts, strict=True):
         tokens = []
         for i in range(first, min(last, len(ids))):
-            tint = "" if place is None or i < place else " first" if i == place else " after"
+            css_class = "" if place is None or i < place else " first" if i == place else " after"
             text = markup(visible(text_of(texts, ids[i])))
             tip = f"{whose}, generated token {i + 1}, position {start + i}"
-            tokens.append(f'<span class="pick tok{tint}" data-place="{i}" title="{tip}">{text}</span>')
+            tokens.append(f'<span class="pick tok{css_class}" data-place="{i}" title="{tip}">{text}</span>')
         if place is not None and len(ids) <= place:
             tokens.append('<span class="tok first">∅ ends here</span>')
         columns.append(f"<section><h4>{markup(name)}</h4><p class='tokens'>{' '.join(tokens)}</p></section>")
-    cut = f"Tokens {first + 1} to {last} of {longest}. " if last - first < longest else ""
+    which_tokens = f"Tokens {first + 1} to {last} of {longest}. " if last - first < longest else ""
     legend = "" if place is None else "Framed: the first that differs; paler: what followed it."
-    return f'<div class="two">{"".join(columns)}</div><p class="note">{cut}{legend}</p>'
+    return f'<div class="two">{"".join(columns)}</div><p class="note">{which_tokens}{legend}</p>'

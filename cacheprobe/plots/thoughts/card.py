@@ -1,4 +1,5 @@
-"""Draws one chunk of a Thinking States model in numbers: its state S, its thought Z, and the next state."""
+"""Draws one chunk of a Thinking States model in numbers: its chunk state S, its thought Z, and the next chunk's
+state."""
 
 from collections.abc import Mapping
 
@@ -6,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from cacheprobe.core.values import JsonDict
-from cacheprobe.plots.diagrams.frame import Markup, Piece
+from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 from cacheprobe.plots.text import markup, visible
 from cacheprobe.plots.thoughts.columns import Column, Story, story_of
 
@@ -22,68 +23,74 @@ def thought_card(
     step: int | None = None,
     token_texts: Mapping[int, str] | None = None,
 ) -> Markup:
-    """Returns one chunk of a Thinking States model in numbers, below a list of all chunks' thoughts.
+    """Returns HTML of one chunk of a Thinking States model in numbers, below a list of all chunks' thoughts: the chunk
+    state S that was added, the thought Z that the thinking block T wrote, and the state that the compression block C
+    made of Z.
 
-    The numbers are those of its state S, of the thought Z that the thinking block T wrote, and of the state that the
-    compression block C made of Z.
-    thoughts, rows, events: trace.thoughts(), trace.row_table and trace.events().  position: any of the chunk's tokens;
-    for a chunk without a thought, the last chunk with one is shown.  thinking: trace.meta["thinking"].
+    thoughts, rows, events: trace.thoughts(), trace.row_table and trace.events().  position: of any token of the chunk;
+    for a chunk without a thought, the next chunk with a thought is shown, else the last one.  thinking:
+    trace.meta["thinking"].
     step: choose the chunk's thought of this step, if it has one; else the committed thought.
     Raises: ValueError for a request without thoughts.
     """
     story = story_of(thoughts, rows, events, request_id, token_texts)
     title, body = chunk_parts(story, position, thinking or {}, step, tag="span")
-    return Piece(title, "", body).alone
+    return TitledPicture(title, "", body).alone
 
 
 def chunk_parts(
     story: Story, position: int, thinking: JsonDict, step: int | None = None, *, tag: str = "button"
 ) -> tuple[str, str]:
-    """Returns the title as plain text, and markup: a button for each thought, and S, T, Z and C of the chosen one.
+    """Returns (title as plain text, HTML): a button for each thought of a request, and the numbers of the chosen chunk
+    (chunk state S, thinking block T, thought Z, compression block C).
 
     Buttons carry data-position (of the chunk's last token) and data-step. tag: "span" on a page without click handlers.
-    story: from `columns.story_of`.
+    story: from `columns.story_of`.  position, step, thinking: as in `thought_card`.
     """
     columns = [column for column in story.columns if column.thought is not None]
     chunk = next((c.chunk for c in columns if position <= c.tokens[-1].position), columns[-1].chunk)
-    there = [c for c in columns if c.chunk == chunk]
-    chosen = min(there, key=lambda c: (c.thought.step != step, c.is_rolled_back))
+    same_chunk = [c for c in columns if c.chunk == chunk]
+    chosen = min(same_chunk, key=lambda c: (c.thought.step != step, c.is_rolled_back))
     buttons = "".join(_button(column, column is chosen, tag) for column in columns)
-    said = visible(chosen.thought.said) if chosen.thought.said else "nothing"
+    thought_text = visible(chosen.thought.said) if chosen.thought.said else "nothing"
     truth = "" if pd.isna(chosen.thought.agrees) else (
         ", which is true" if chosen.thought.agrees else f", and the true state is {visible(chosen.thought.true_state)}"
     )  # fmt: skip
     body = f'<div class="verdicts">{buttons}</div><div class="sites">{_sites(chosen, thinking)}</div>'
-    return f"Chunk {chosen.chunk + 1} in numbers: the thought says {said}{truth}", body
+    return f"Chunk {chosen.chunk + 1} in numbers: the thought says {thought_text}{truth}", body
 
 
 def _button(column: Column, is_chosen: bool, tag: str) -> str:
+    """Returns HTML of one thought's button: a mark for right or wrong, the chunk's number, and what the thought
+    says."""
     thought = column.thought
     agrees = None if pd.isna(thought.agrees) else bool(thought.agrees)
-    tint, sign = {None: ("", "·"), True: ("kept", "✓"), False: ("lost", "✗")}[agrees]
+    css_class, sign = {None: ("", "·"), True: ("kept", "✓"), False: ("lost", "✗")}[agrees]
     if column.is_rolled_back:
-        tint, sign = "lost", "✗"
-    said = markup(visible(thought.said)) if thought.said else "nothing"
-    mine = " chosen" if is_chosen else ""
+        css_class, sign = "lost", "✗"
+    thought_text = markup(visible(thought.said)) if thought.said else "nothing"
+    chosen_class = " chosen" if is_chosen else ""
     tip = f"request {thought.request_id}, chunk {column.chunk + 1}, positions {thought.start} to {thought.end}\n"
     tip += f"step {thought.step}, {thought.phase}, {thought.status.replace('_', ' ')}"
     return (
-        f'<{tag} class="pick verdict {tint}{mine}" data-position="{column.tokens[-1].position}" '
+        f'<{tag} class="pick verdict {css_class}{chosen_class}" data-position="{column.tokens[-1].position}" '
         f'data-step="{thought.step}" title="{markup(tip)}"><b>{sign}</b> '
-        f"{column.chunk + 1} <small>{said}</small></{tag}>"
+        f"{column.chunk + 1} <small>{thought_text}</small></{tag}>"
     )
 
 
 def _sites(column: Column, thinking: JsonDict) -> str:
+    """Returns HTML of one chunk in four sections: the added state S, the thinking block T, the thought Z and the
+    compression block C."""
     thought, source = column.thought, column.source
     read = " ".join(markup(visible(token.text)) for token in column.tokens)
     if source is not None and thinking.get("feeds_back", True):
         added = f"what C made of the thought “{markup(visible(source.said)) or '∅'}”; norm {source.state_norm:.2f}"
     else:
         added = "learned" if thinking.get("learned_first_state") else "zero: there was no thought before it"
-    where = f"request {thought.request_id}, step {thought.step}, positions {thought.start} to {thought.end}"
+    about_thought = f"request {thought.request_id}, step {thought.step}, positions {thought.start} to {thought.end}"
     words = " ".join(
-        f'<code title="{where}: log p {nats:.2f} nats">{markup(visible(token))} '
+        f'<code title="{about_thought}: log p {nats:.2f} nats">{markup(visible(token))} '
         f"<small>{np.exp(nats):.0%}</small></code>"
         for token, nats in zip(thought.tokens, thought.logprobs_nats, strict=True)
     )
@@ -92,7 +99,7 @@ def _sites(column: Column, thinking: JsonDict) -> str:
         + ("" if pd.isna(thought.agrees) else ", which it says." if thought.agrees else ", which it does not say.")
     )  # fmt: skip
     l_in, l_out = thinking.get("l_in"), thinking.get("l_out")
-    items = [
+    sections = [
         ("S", f"added before block {l_in}" if l_in is not None else "added", f"{added}. Chunk: <code>{read}</code>"),
         ("T", f"reads what leaves block {l_out - 1}" if l_out is not None else "reads",
          f"its first word has an entropy of {thought.entropy_nats:.3f} nats; "
@@ -100,4 +107,6 @@ def _sites(column: Column, thinking: JsonDict) -> str:
         ("Z", "the thought", f"{words}{truth}"),
         ("C", "compresses it", f"into the state for the next chunk, of norm {thought.state_norm:.2f}"),
     ]  # fmt: skip
-    return "".join(f"<section><h4>{s} <small>{what}</small></h4><p>{said}</p></section>" for s, what, said in items)
+    return "".join(
+        f"<section><h4>{s} <small>{role}</small></h4><p>{content}</p></section>" for s, role, content in sections
+    )

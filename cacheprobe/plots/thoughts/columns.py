@@ -1,4 +1,5 @@
-"""Cuts one request into chunks, the columns of a picture: input tokens, added state, thought."""
+"""Cuts one request of a Thinking States model into chunks, the columns of a picture: input tokens, added state,
+thought."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,54 +12,53 @@ from cacheprobe.plots.text import text_of
 
 
 class Token(NamedTuple):
-    """A token of a chunk, with its position."""
+    """Holds one token of a chunk: its position, text and kind."""
 
     position: int
     text: str
     kind: str
-    """prompt, answer, pending (committed, its cache row not written yet) or rolled_back."""
+    """"prompt", "answer", "pending" (committed, its cache slot not written yet) or "rolled_back"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Holds one column of the picture: a committed or rolled-back chunk, its thought, and the thought whose state was
-    added to it."""
+    """Holds one column of the thoughts picture: a committed or rolled-back chunk, its thought, and the thought
+    whose state was added to the chunk."""
 
     chunk: int
     """Number of the chunk, from 0, as in the thoughts table; the paper's number is one more."""
     tokens: tuple[Token, ...]
     is_rolled_back: bool = False
     thought: TableLine = None
-    """Its line of the thoughts table; None if the chunk has no thought."""
+    """The chunk's line of the thoughts table; None if the chunk has no thought."""
     source: TableLine = None
-    """The thought whose state is added to this chunk; None for the first chunk, and if no state is added."""
+    """The line of the thought whose state is added to this chunk; None for the first chunk, and if no state is
+    added."""
 
     @property
     def has_answer(self) -> bool:
-        """Whether the chunk holds generated tokens."""
+        """True if the chunk has tokens after the prompt."""
         return any(token.kind != "prompt" for token in self.tokens)
 
 
 class Story(NamedTuple):
-    """All columns of a request, with the tokens of its answer."""
+    """Holds all columns of one request's thoughts picture, and the tokens of its answer."""
 
     columns: list[Column]
     num_filler: int
-    """Number of leading columns that hold only one repeated token, such as pads, and have no words in their
-    thoughts."""
+    """Number of leading columns that hold only one repeated token, such as pads, and whose thoughts have no words."""
     answer: tuple[str, ...]
     """Texts of the committed tokens, without the end token."""
 
 
 def own_thoughts(thoughts: pd.DataFrame, request_id: int) -> pd.DataFrame:
-    """Returns the thoughts of one request. Raises: ValueError for a request without thoughts, naming those that have
-    some.
-    """
-    own = thoughts[thoughts.request_id == request_id]
-    if own.empty:
-        having = sorted({int(r) for r in thoughts.request_id})
-        raise ValueError(f"request {request_id} wrote no thoughts; requests {having} did")
-    return own
+    """Returns the lines of the thoughts table of one request. Raises: ValueError for a request without thoughts;
+    the message names the requests that have some."""
+    of_request = thoughts[thoughts.request_id == request_id]
+    if of_request.empty:
+        others = sorted({int(r) for r in thoughts.request_id})
+        raise ValueError(f"request {request_id} wrote no thoughts; requests {others} did")
+    return of_request
 
 
 def story_of(
@@ -68,29 +68,30 @@ def story_of(
     request_id: int,
     token_texts: Mapping[int, str] | None = None,
 ) -> Story:
-    """Cuts a request's tokens into chunks, and adds to each the thought about it and the thought that acts on it.
+    """Cuts a request's tokens into chunks, and returns a `Story`: for each chunk its tokens, the thought about the
+    chunk, and the thought whose state was added to the chunk. A rolled-back chunk comes before the committed chunk in
+    its place.
 
-    A rolled-back chunk comes before the committed chunk in its place.
     Raises: ValueError for a request without thoughts or rows.
     """
-    own = own_thoughts(thoughts, request_id)
-    fed = rows[rows.request_id == request_id].sort_values("step", kind="stable")
-    if fed.empty:
+    own_lines = own_thoughts(thoughts, request_id)
+    fed_rows = rows[rows.request_id == request_id].sort_values("step", kind="stable")
+    if fed_rows.empty:
         raise ValueError(f"no rows of request {request_id}; give trace.row_table or trace.rows({request_id})")
-    size = int(own.end.iloc[0] - own.start.iloc[0]) + 1
+    size = int(own_lines.end.iloc[0] - own_lines.start.iloc[0]) + 1
     answer_ids = [int(t) for step in events[events.request_id == request_id].committed_token_ids for t in step]
-    sequence = _sequence(fed, answer_ids, {**_texts(thoughts, rows), **(token_texts or {})})
+    sequence = _sequence(fed_rows, answer_ids, {**_texts(thoughts, rows), **(token_texts or {})})
     columns = []
     for chunk in range(-(-len(sequence) // size)):
         tokens = tuple(sequence[chunk * size : (chunk + 1) * size])
-        mine, before = own[own.chunk == chunk], own[own.chunk == chunk - 1]
-        for lost in mine[mine.status == "rolled_back"].itertuples():
-            earlier = before[before.step <= lost.step]
-            columns.append(Column(chunk, _as_read(fed, lost), True, lost, _last(earlier)))
-        columns.append(Column(chunk, tokens, False, _last(mine, "committed"), _last(before, "committed")))
-    ends = _end_ids(own)
+        of_chunk, of_chunk_before = own_lines[own_lines.chunk == chunk], own_lines[own_lines.chunk == chunk - 1]
+        for rolled_back in of_chunk[of_chunk.status == "rolled_back"].itertuples():
+            seen_before = of_chunk_before[of_chunk_before.step <= rolled_back.step]
+            columns.append(Column(chunk, _as_read(fed_rows, rolled_back), True, rolled_back, _last(seen_before)))
+        columns.append(Column(chunk, tokens, False, _last(of_chunk, "committed"), _last(of_chunk_before, "committed")))
+    end_ids = _end_ids(own_lines)
     generated = sequence[len(sequence) - len(answer_ids) :]
-    answer = tuple(token.text for token, i in zip(generated, answer_ids, strict=True) if i not in ends)
+    answer = tuple(token.text for token, i in zip(generated, answer_ids, strict=True) if i not in end_ids)
     return Story(columns, _num_filler(columns), answer)
 
 
@@ -105,11 +106,11 @@ def _sequence(fed: pd.DataFrame, answer_ids: Sequence[int], texts: dict[int, str
 
 
 def _as_read(fed: pd.DataFrame, thought: TableLine) -> tuple[Token, ...]:
-    """Returns the tokens that a thought was made from, even if other tokens were committed in their place later."""
-    seen = fed[(fed.position >= thought.start) & (fed.position <= thought.end) & (fed.step <= thought.step)]
-    seen = seen.drop_duplicates("position", keep="last").sort_values("position")
+    """Returns the tokens from which a thought was made, even if other tokens were committed in their place later."""
+    rows_read = fed[(fed.position >= thought.start) & (fed.position <= thought.end) & (fed.step <= thought.step)]
+    rows_read = rows_read.drop_duplicates("position", keep="last").sort_values("position")
     kinds = {"prompt": "prompt", "rolled_back": "rolled_back"}
-    return tuple(Token(int(row.position), row.token, kinds.get(row.role, "answer")) for row in seen.itertuples())
+    return tuple(Token(int(row.position), row.token, kinds.get(row.role, "answer")) for row in rows_read.itertuples())
 
 
 def _texts(thoughts: pd.DataFrame, rows: pd.DataFrame) -> dict[int, str]:
@@ -124,65 +125,67 @@ def _end_ids(own: pd.DataFrame) -> set[int]:
 
 
 def _last(thoughts: pd.DataFrame, status: str | None = None) -> TableLine:
-    found = thoughts[thoughts.status == status] if status else thoughts
-    return None if found.empty else next(found.iloc[[-1]].itertuples())
+    matching = thoughts[thoughts.status == status] if status else thoughts
+    return None if matching.empty else next(matching.iloc[[-1]].itertuples())
 
 
 def _num_filler(columns: Sequence[Column]) -> int:
-    first, count = columns[0].tokens[0].text, 0
+    """Returns the number of leading columns that hold only one repeated prompt token and have no words in their
+    thoughts."""
+    first_text, count = columns[0].tokens[0].text, 0
     for column in columns[:-1]:
-        if any(token.text != first or token.kind != "prompt" for token in column.tokens):
+        if any(token.text != first_text or token.kind != "prompt" for token in column.tokens):
             break
         if column.thought is not None and words_of(column.thought):
             break
         count += 1
-    return count if count > 1 or len(columns[0].tokens) > 1 else 0
+    return count if count > 1 or len(columns[0].tokens) > 1 else 0  # one token alone is not filler
 
 
 def words_of(thought: TableLine) -> tuple[str, ...]:
-    """Returns the thought's tokens as texts, without its end token; () for an empty thought."""
+    """Returns the texts of a thought's tokens without its end token, as a tuple; () for an empty thought."""
     tokens = list(thought.tokens)
     return tuple(tokens[:-1] if thought.has_ended else tokens)
 
 
 def changes_of_mind(columns: Sequence[Column]) -> list[int]:
-    """Returns the indices in `columns` whose thought differs from the last non-empty one; the first is included.
-
-    Rolled-back columns are skipped.
-    """
-    found, last_words = [], None
-    for place, column in enumerate(columns):
+    """Returns the indices of the columns whose thought differs from the last thought that was not empty; the first
+    thought with words is included. Rolled-back columns are skipped."""
+    changes, last_words = [], None
+    for index, column in enumerate(columns):
         words = words_of(column.thought) if column.thought is not None and not column.is_rolled_back else ()
         if words and words != last_words:
-            found.append(place)
+            changes.append(index)
             last_words = words
-    return found
+    return changes
 
 
 def chosen(story: Story, most: int) -> list[int | range]:
-    """Returns which columns to draw in `most` places: their indices, and a range for each gap.
+    """Returns a list of the columns to draw in at most `most` places: an index for a column, a range of indices for a
+    gap.
 
-    Priority: the end of the prompt, the start of the answer, changes of mind and rolled-back columns; then thoughts
-    that disagree with the true state; then the rest in reading order.
+    Priority: the first column, the end of the prompt, the start of the answer, changes of mind and rolled-back columns;
+    then thoughts that disagree with the true state; then the rest in reading order.
     """
     columns, filler = story.columns, story.num_filler
-    every = list(range(filler, len(columns)))
+    not_filler = list(range(filler, len(columns)))
     changes = changes_of_mind(columns)
-    answers = [place for place in every if columns[place].has_answer]
-    before_answer = [place for place in every if not columns[place].has_answer][-1:]
+    answers = [index for index in not_filler if columns[index].has_answer]
+    before_answer = [index for index in not_filler if not columns[index].has_answer][-1:]
     from_ends = [x for pair in zip(changes, reversed(changes), strict=True) for x in pair]
-    lost = [place for place in every if columns[place].is_rolled_back]
-    wrong = [place for place in every if _disagrees(columns[place])]
-    order = [*every[:1], *before_answer, *answers[:1], *from_ends, *lost, *wrong]
-    order += [place for place in every if place not in answers] + answers
+    rolled_back = [index for index in not_filler if columns[index].is_rolled_back]
+    disagreeing = [index for index in not_filler if _disagrees(columns[index])]
+    order = [*not_filler[:1], *before_answer, *answers[:1], *from_ends, *rolled_back, *disagreeing]
+    order += [index for index in not_filler if index not in answers] + answers
     kept: set[int] = set()
-    for place in dict.fromkeys(order):
-        if place in every and len(_placed(kept | {place}, len(columns))) <= most:
-            kept.add(place)
+    for index in dict.fromkeys(order):
+        if index in not_filler and len(_placed(kept | {index}, len(columns))) <= most:
+            kept.add(index)
     return _placed(kept, len(columns))
 
 
 def _placed(kept: set[int], count: int) -> list[int | range]:
+    """Returns the kept indices in order, with a range of indices in place of each run of columns that is left out."""
     placed: list[int | range] = []
     previous = -1
     for index in [*sorted(kept), count]:

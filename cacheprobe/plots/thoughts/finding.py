@@ -1,4 +1,4 @@
-"""Computes the sentence above the picture of thoughts."""
+"""Writes the sentence above the picture of thoughts."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,8 @@ from cacheprobe.plots.thoughts.columns import Story, changes_of_mind, words_of
 
 
 def finding(story: Story) -> str:
-    """Returns, as plain text, how often the thought changes, whether it ends on the answer, and how much of it is
-    wrong.
-    """
+    """Returns a sentence as plain text on a request's thoughts: how often the thought changes, whether the last
+    thought is the answer, and how many thoughts disagree with the true state."""
     thoughts = [c.thought for c in story.columns if c.thought is not None and not c.is_rolled_back]
     while_reading = "while the prompt is read"
     if any(thought.phase != "prefill" for thought in thoughts):
@@ -19,36 +18,35 @@ def finding(story: Story) -> str:
     path = [words_of(story.columns[place].thought) for place in changes_of_mind(story.columns)]
     answer = _quoted(story.answer)
     if not path:
-        said = f"Every thought is empty {while_reading}" + (f"; the answer is {answer}" if story.answer else "")
+        sentence = f"Every thought is empty {while_reading}" + (f"; the answer is {answer}" if story.answer else "")
     else:
         count = len(path) - 1
-        said = f"The thought says {_quoted(path[0])} and never changes its mind {while_reading}"
+        sentence = f"The thought says {_quoted(path[0])} and never changes its mind {while_reading}"
         if count:
-            said = f"The thought changes its mind {_times(count)} {while_reading}: {_path(path)}"
+            sentence = f"The thought changes its mind {_times(count)} {while_reading}: {_path(path)}"
         if not story.answer:
-            said += f"; it ends on {_quoted(path[-1])}"
+            sentence += f"; it ends on {_quoted(path[-1])}"
         elif _is_about(path[-1], story.answer):
-            said += f"; it ends on the answer, {answer}"
+            sentence += f"; it ends on the answer, {answer}"
         else:
-            said += f"; it ends on {_quoted(path[-1])}, and the answer is {answer}"
+            sentence += f"; it ends on {_quoted(path[-1])}, and the answer is {answer}"
     if not story.answer:
-        said += ", and there is no answer"
+        sentence += ", and there is no answer"
     known = [thought for thought in thoughts if pd.notna(thought.agrees)]
     wrong = sum(not thought.agrees for thought in known)
     truth = _final_state(story)
     if truth is not None and len(story.answer) == 1 and story.answer[0].strip() != truth:
-        said += f", which is wrong: the true state is {_short(truth)}"
+        sentence += f", which is wrong: the true state is {_short(truth)}"
     if wrong:
-        said += f". {wrong} of {len(known)} thoughts disagree{'s' * (wrong == 1)} with the true state"
-    return said
+        sentence += f". {wrong} of {len(known)} thoughts disagree{'s' * (wrong == 1)} with the true state"
+    return sentence
 
 
 def _final_state(story: Story) -> str | None:
     """Returns the true state at the end of the prompt, if it is one word that can be compared with the answer; else
-    None.
-    """
-    read = [column for column in story.columns if not column.has_answer]
-    thought = read[-1].thought if read else None
+    None."""
+    prompt_columns = [column for column in story.columns if not column.has_answer]
+    thought = prompt_columns[-1].thought if prompt_columns else None
     if thought is None or pd.isna(thought.true_state) or len(thought.true_state.split()) != 1:
         return None
     return thought.true_state
@@ -59,12 +57,13 @@ def _times(count: int) -> str:
 
 
 def _is_about(words: Sequence[str], answer: Sequence[str]) -> bool:
-    """Returns whether the answer starts with the thought, or the thought ends with the answer."""
-    said, given = ([text.strip() for text in texts] for texts in (words, answer))
-    return given[: len(said)] == said or said[-len(given) :] == given
+    """Returns True if the answer starts with the thought, or if the thought ends with the answer."""
+    thought_words, answer_words = ([text.strip() for text in texts] for texts in (words, answer))
+    return answer_words[: len(thought_words)] == thought_words or thought_words[-len(answer_words) :] == answer_words
 
 
 def _path(path: Sequence[Sequence[str]]) -> str:
+    """Returns the thoughts joined by arrows; of more than seven, the first three and the last three."""
     steps = [_quoted(words) for words in path]
     if len(steps) > 7:
         steps = [*steps[:3], "…", *steps[-3:]]

@@ -1,4 +1,4 @@
-"""Draws a Thinking States model at work on one request: chunks, states, thoughts, and the cache."""
+"""Draws how a Thinking States model reads one request: its chunks, chunk states, thoughts, and the cache."""
 
 from collections.abc import Iterable, Mapping
 
@@ -31,7 +31,7 @@ from cacheprobe.plots.thoughts.strokes import (
 MOST_PLACES = 13
 """Largest number of chunks in one picture, gaps included."""
 THOUGHT_COLUMNS = ["chunk", "read", "thought", "log-probability, nats", "true state", "agrees", "norm", "status"]
-"""Columns of `thought_lines`."""
+"""Names of the columns of `thought_lines`."""
 
 
 def thoughts_picture(
@@ -44,13 +44,14 @@ def thoughts_picture(
     thinking: JsonDict | None = None,
     token_texts: Mapping[int, str] | None = None,
 ) -> Markup:
-    """Returns a picture of a Thinking States model's thoughts about each chunk of one request.
+    """Returns HTML of a Thinking States model's thoughts about one request: a column for each chunk, with its tokens,
+    the chunk state S that was added, and the thought Z that the thinking block wrote about the chunk. The KV cache is
+    on the left.
 
     From the bottom: the tokens in chunks, and the state S that is added to each chunk at L_in. Above: the thinking
     block T, which writes the chunk's thought Z at L_out, and the compression block C, which turns Z into the next
-    chunk's S. Left:
-    the KV cache by provenance. S and Z are numbered as in the paper, from 1: the thought of the first chunk is Z_2.
-    Tips hold the values. Rolled-back thoughts are columns of their own.
+    chunk's S. S and Z are numbered as in the paper, from 1: the thought of the first chunk is Z_2. Hover texts hold the
+    values. Rolled-back thoughts are columns of their own.
 
     thoughts, rows, events, ledger: trace.thoughts(), trace.row_table, trace.events() and trace.ledger(request_id).
     thinking: trace.meta["thinking"]; by default a model whose states are fed back and whose S_1 is zero.
@@ -63,7 +64,8 @@ def thoughts_picture(
 
 
 def thoughts_block(story: Story, ledger: pd.DataFrame, thinking: JsonDict | None = None) -> str:
-    """Returns title, picture and legend with their own styles, for a page that has the styles of the diagrams."""
+    """Returns HTML of a request's thoughts: title, picture and legend. The page must have the styles of the
+    diagrams; those of this picture are included."""
     settings = _settings(thinking)
     title = finding(story)
     shown = chosen(story, MOST_PLACES)
@@ -78,7 +80,7 @@ def thoughts_block(story: Story, ledger: pd.DataFrame, thinking: JsonDict | None
 
 
 def thoughts_alone(story: Story, ledger: pd.DataFrame, thinking: JsonDict | None = None) -> Drawing:
-    """Returns the picture as an SVG file."""
+    """Returns the picture of a request's thoughts, with title, note and legend, as a `Drawing` (an SVG file)."""
     settings, title, shown = _settings(thinking), finding(story), chosen(story, MOST_PLACES)
     picture, note = _picture(story, shown, ledger, settings, title), _notes(story, shown, settings)
     return picture_alone(markup(title), picture, _keys(story), note, styles=STYLES, textures=WAITING)
@@ -89,7 +91,8 @@ def _settings(thinking: JsonDict | None) -> JsonDict:
 
 
 def thought_lines(story: Story) -> list[list[object]]:
-    """Returns the picture's values, a line for each thought; log-probability is that of the whole thought."""
+    """Returns a list with a line of values for each thought, in the order of THOUGHT_COLUMNS. The log-probability
+    is that of the whole thought."""
     lines: list[list[object]] = []
     for column in story.columns:
         thought = column.thought
@@ -115,25 +118,25 @@ def _spaced(tokens: Iterable[str]) -> str:
 
 
 def _picture(story: Story, shown: list[int | range], ledger: pd.DataFrame, settings: JsonDict, title: str) -> str:
-    levels = Levels.of([story.columns[place] for place in shown if isinstance(place, int)])
+    levels = Levels.of([story.columns[item] for item in shown if isinstance(item, int)])
     parts, x = [], float(CACHE_WIDTH)
-    width = x + sum(PITCH if isinstance(place, int) else GAP_WIDTH for place in shown) + MARGIN
+    width = x + sum(PITCH if isinstance(item, int) else GAP_WIDTH for item in shown) + MARGIN
     parts += level_strokes(levels, x, width, settings)
     parts += cache_strokes(levels, ledger)
     changes = set(changes_of_mind(story.columns)[1:])
-    for place in shown:
-        if isinstance(place, range):
-            is_filler = place.stop <= story.num_filler
-            next_one = story.columns[place.stop] if place.stop < len(story.columns) else None
-            leads_on = settings["feeds_back"] and next_one is not None and next_one.source is not None
-            hidden = [story.columns[i] for i in place]
+    for item in shown:
+        if isinstance(item, range):
+            is_filler = item.stop <= story.num_filler
+            next_column = story.columns[item.stop] if item.stop < len(story.columns) else None
+            leads_on = settings["feeds_back"] and next_column is not None and next_column.source is not None
+            hidden = [story.columns[i] for i in item]
             parts += gap_strokes(levels, x, hidden, is_filler=is_filler, leads_on=leads_on)
             x += GAP_WIDTH
             continue
-        column = story.columns[place]
-        parts += column_strokes(levels, x, column, settings, is_new=place in changes)
+        column = story.columns[item]
+        parts += column_strokes(levels, x, column, settings, is_new=item in changes)
         if settings["feeds_back"] and column.thought is not None:
-            parts += state_paths(levels, x, _fed(story, shown, place), is_lost=column.is_rolled_back)
+            parts += state_paths(levels, x, _distances_fed(story, shown, item), is_lost=column.is_rolled_back)
         x += PITCH
     label = f"Thinking States: {len(story.columns)} chunks. {title}"
     return svg.picture(
@@ -141,40 +144,38 @@ def _picture(story: Story, shown: list[int | range], ledger: pd.DataFrame, setti
     )
 
 
-def _fed(story: Story, shown: list[int | range], place: int) -> list[int]:
-    """Returns the distances, in columns, from this column to each later column that takes its state.
-
-    The list ends at the next gap. The gap itself is listed if it hides a column that takes the state.
-    """
-    own, found = story.columns[place].thought.thought, []
-    for distance, other in enumerate(shown[shown.index(place) + 1 :], 1):
-        hidden = other if isinstance(other, range) else range(other, other + 1)
-        if any(story.columns[i].source is not None and story.columns[i].source.thought == own for i in hidden):
-            found.append(distance)
-        if isinstance(other, range):
+def _distances_fed(story: Story, shown: list[int | range], index: int) -> list[int]:
+    """Returns the distances, in drawn places, from the column `index` to each later place whose chunk takes its
+    state. The list ends at the next gap; the gap counts if a hidden chunk takes the state."""
+    own_thought, distances = story.columns[index].thought.thought, []
+    for distance, later in enumerate(shown[shown.index(index) + 1 :], 1):
+        hidden = later if isinstance(later, range) else range(later, later + 1)
+        if any(story.columns[i].source is not None and story.columns[i].source.thought == own_thought for i in hidden):
+            distances.append(distance)
+        if isinstance(later, range):
             break
-    return found
+    return distances
 
 
 def _notes(story: Story, shown: list[int | range], settings: JsonDict) -> str:
     columns = story.columns
-    said = []
+    notes = []
     drawn = sum(isinstance(place, int) for place in shown)
     if drawn < len(columns):
-        said.append(f"{drawn} of {len(columns)} chunks are drawn, changes of mind before others.")
+        notes.append(f"{drawn} of {len(columns)} chunks are drawn, changes of mind before others.")
     if story.num_filler:
         count = story.num_filler
-        said.append(f"The first {f'{count} chunks hold' if count > 1 else 'chunk holds'} only filler.")
+        notes.append(f"The first {f'{count} chunks hold' if count > 1 else 'chunk holds'} only filler.")
     if not settings["feeds_back"]:
-        said.append("This model adds no state to the next chunk: its thoughts are written and not read.")
+        notes.append("This model adds no state to the next chunk: its thoughts are written and not read.")
     elif settings["learned_first_state"]:
-        said.append("S₁ is learned.")
+        notes.append("S₁ is learned.")
     else:
-        said.append("S₁ is zero.")
+        notes.append("S₁ is zero.")
     lost = sum(column.is_rolled_back for column in columns)
     if lost:
-        said.append(f"{lost} thought{'s were' if lost > 1 else ' was'} made of tokens that were rolled back.")
-    return " ".join(said)
+        notes.append(f"{lost} thought{'s were' if lost > 1 else ' was'} made of tokens that were rolled back.")
+    return " ".join(notes)
 
 
 def _keys(story: Story) -> list[tuple[str, str]]:

@@ -1,4 +1,5 @@
-"""Draws the levels of the thoughts picture from the bottom: chunk, state, blocks, T and C, thought; and the cache."""
+"""Draws the parts of the thoughts picture as SVG, from the bottom: chunk, state, blocks, T and C, thought; and the
+cache."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,7 +17,7 @@ CACHE_WIDTH, PITCH, GAP_WIDTH, MARGIN = 150, 84, 52, 60
 
 _WIDTH, _CHIP, _LINE = 72, 64, 20
 _LEFT, _RIGHT = 17, 54
-"""Centres of a column's halves: S and T on the left, plus and C on the right."""
+"""Centres of a column's halves, in pixels: S and T on the left, plus and C on the right."""
 _MOST_TOKENS, _MOST_WORDS, _MOST_BOXES = 8, 4, 6
 
 STYLES = (
@@ -35,7 +36,7 @@ STYLES = (
     ".cp .note sup{line-height:0}.cp .thoughts h3{margin:14px 0 10px;font-size:17px;line-height:1.35}"
     ".cp .wide{overflow-x:auto;max-width:100%;padding:2px 0 6px}"
 )
-"""Style rules of this picture, beside those of every diagram."""
+"""CSS rules of the thoughts picture, used together with those of every diagram."""
 
 WAITING = (
     '<svg width="0" height="0" style="position:absolute;width:0;height:0" aria-hidden="true"><defs>'
@@ -44,11 +45,11 @@ WAITING = (
     '<pattern id="cp-undone" width="6" height="6" patternUnits="userSpaceOnUse"><g class="red-stroke" fill="none">'
     '<path d="M-1-1 7 7M5-1 7 1M-1 5 1 7" stroke-width="1.1" opacity=".6"/></g></pattern></defs></svg>'
 )
-"""Textures of this picture."""
+"""SVG definitions of the textures of the thoughts picture."""
 
 
 class Levels(NamedTuple):
-    """Height of each level, in pixels from the top."""
+    """Holds the height of each level of the thoughts picture, in pixels from the top."""
 
     thought_end: float
     blocks: float
@@ -62,34 +63,39 @@ class Levels(NamedTuple):
 
     @classmethod
     def of(cls, columns: Sequence[Column]) -> "Levels":
-        """Returns the heights for these columns: longer thoughts and chunks need more."""
-        said = [min(len(column.thought.tokens), _MOST_WORDS + 1) for column in columns if column.thought is not None]
-        read = max(min(len(column.tokens), _MOST_TOKENS + 1) for column in columns)
-        end = 26.0 + max(said, default=1) * _LINE + 6
+        """Returns the heights for these columns: longer thoughts and chunks need more height."""
+        thought_lengths = [
+            min(len(column.thought.tokens), _MOST_WORDS + 1) for column in columns if column.thought is not None
+        ]
+        longest_chunk = max(min(len(column.tokens), _MOST_TOKENS + 1) for column in columns)
+        end = 26.0 + max(thought_lengths, default=1) * _LINE + 6
+        tokens = end + 190
         return cls(
-            end, end + 24, end + 64, end + 78, end + 118, end + 134, end + 190, end + 190 + read * _LINE + 8 + 20
-        )
+            thought_end=end, blocks=end + 24, l_out=end + 64, backbone=end + 78, l_in=end + 118, state=end + 134,
+            tokens=tokens, height=tokens + longest_chunk * _LINE + 8 + 20,
+        )  # fmt: skip
 
 
 def level_strokes(levels: Levels, x: float, width: float, settings: JsonDict) -> list[str]:
-    """Returns the lines at which thoughts are read and states are added."""
+    """Returns SVG elements: the line L_out, at which thoughts are read, and the line L_in, at which states are
+    added."""
     parts = []
     for y, name, layer in ((levels.l_out, "out", settings["l_out"]), (levels.l_in, "in", settings["l_in"])):
         block = "" if layer is None else f"block {layer - 1 if name == 'out' else layer}"
-        what = "thoughts are read from what leaves" if name == "out" else "states are added to what enters"
-        tip = f"L{name}: {what} {block or 'the looped blocks'}"
+        meaning = "thoughts are read from what leaves" if name == "out" else "states are added to what enters"
+        tip = f"L{name}: {meaning} {block or 'the looped blocks'}"
         label = (
             f'<text x="{width - MARGIN + 8:g}" y="{y + 4:g}" class="strong">L<tspan dy="-4" class="small">{name}'
             "</tspan></text>"
         )
         line = f'<path d="M{x - 8:g} {y:g}H{width - MARGIN + 2:g}" class="level"/>'
-        below = svg.text(width - MARGIN + 8, y + 17, block, "small muted") if block else ""
-        parts.append(_tipped(tip, [line, label, below]))
+        block_label = svg.text(width - MARGIN + 8, y + 17, block, "small muted") if block else ""
+        parts.append(_tipped(tip, [line, label, block_label]))
     return parts
 
 
 def column_strokes(levels: Levels, x: float, column: Column, settings: JsonDict, *, is_new: bool) -> list[str]:
-    """Returns the strokes of one chunk, from its tokens up to its thought.
+    """Returns SVG elements of one chunk, from its tokens at the bottom up to its thought.
 
     is_new: the thought differs from the one before, and gets a stronger frame.
     """
@@ -103,38 +109,43 @@ def column_strokes(levels: Levels, x: float, column: Column, settings: JsonDict,
         parts += _state(levels.state, x, column, settings, name)
     else:
         parts.append(svg.arrow(up, levels.tokens - 2, up, levels.backbone + 24))
-    low, high = settings["l_in"], settings["l_out"]
-    span = "blocks" if low is None else f"block {low}" if high == low + 1 else f"blocks {low}–{high - 1}"
-    tip = f"{span} of the backbone, over the KV cache"
-    parts.append(_boxed(x, levels.backbone, _WIDTH, 22, "plain", None, span, tip, "small"))
+    first_block, end_block = settings["l_in"], settings["l_out"]
+    blocks = "blocks"
+    if first_block is not None:
+        is_one = end_block == first_block + 1
+        blocks = f"block {first_block}" if is_one else f"blocks {first_block}–{end_block - 1}"
+    tip = f"{blocks} of the backbone, over the KV cache"
+    parts.append(_boxed(x, levels.backbone, _WIDTH, 22, "plain", None, blocks, tip, "small"))
     if column.thought is not None:
         parts += _thought(levels, x, column, is_new=is_new)
     return parts
 
 
 def state_paths(levels: Levels, x: float, distances: Sequence[int], *, is_lost: bool) -> list[str]:
-    """Returns paths from C to the S of every column that takes its state. distances: columns to the right."""
+    """Returns SVG paths from a column's compression block C to the state S of each column that takes the result.
+    distances: how many places to the right each of these columns is."""
     start, gutter, y, end = x + _RIGHT + _LEFT + 1, x + _RIGHT + _LEFT + 7, levels.blocks + 13, levels.state + 13
     rail = levels.state - (9 if is_lost else 5)
     kind = "path lost" if is_lost else "path"
     parts = []
     for distance in distances:
         target = x + distance * PITCH - 3
-        way = f"V{end:g}" if distance == 1 else f"V{rail:g}H{target - 6:g}V{end:g}"
+        route = f"V{end:g}" if distance == 1 else f"V{rail:g}H{target - 6:g}V{end:g}"
         head = f"M{target - 4:g} {end - 4:g} {target:g} {end:g} {target - 4:g} {end + 4:g}"
-        parts.append(f'<path d="M{start:g} {y:g}H{gutter:g}{way}H{target:g}{head}" class="{kind}"/>')
+        parts.append(f'<path d="M{start:g} {y:g}H{gutter:g}{route}H{target:g}{head}" class="{kind}"/>')
     return parts
 
 
 def gap_strokes(levels: Levels, x: float, hidden: Sequence[Column], *, is_filler: bool, leads_on: bool) -> list[str]:
-    """Returns the strokes in place of hidden chunks. leads_on: the next drawn column takes a state from one of them."""
+    """Returns SVG elements in the place of chunks that are not drawn: their number and positions. leads_on: the
+    next drawn column takes a state from a hidden chunk."""
     count, centre = len(hidden), x + (GAP_WIDTH - 12) / 2
-    said = f"{count} of {visible(hidden[0].tokens[0].text)}" if is_filler else f"{count} more"
+    label = f"{count} of {visible(hidden[0].tokens[0].text)}" if is_filler else f"{count} more"
     first, last = hidden[0].tokens[0].position, hidden[-1].tokens[-1].position
     tip = f"{count} chunk{'s' * (count != 1)} not drawn, positions {first} to {last}"
     parts = [
         svg.text(centre, levels.tokens + 20, "⋯", "strong", "middle"),
-        svg.text(centre, levels.tokens + 36, shorten(said, 9), "small muted", "middle"),
+        svg.text(centre, levels.tokens + 36, shorten(label, 9), "small muted", "middle"),
     ]
     y = levels.state + 13
     if leads_on:
@@ -145,9 +156,10 @@ def gap_strokes(levels: Levels, x: float, hidden: Sequence[Column], *, is_filler
 
 
 def cache_strokes(levels: Levels, ledger: pd.DataFrame) -> list[str]:
-    """Returns keys and values as two rows of boxes, each box for some cache rows of one provenance, in order."""
+    """Returns SVG elements of the KV cache: the keys and the values, each as a line of boxes coloured by the kind
+    of pass that wrote them (provenance), and the number of slots of each kind."""
     counts = cache_counts(ledger)
-    runs = _boxes(ledger)
+    boxes = _boxes(ledger)
     top, width = levels.backbone - 40, CACHE_WIDTH - 26
     height = 76 + 18 * len(counts)
     parts = [
@@ -157,10 +169,10 @@ def cache_strokes(levels: Levels, ledger: pd.DataFrame) -> list[str]:
     for line, (letter, what) in enumerate((("K", "keys"), ("V", "values"))):
         y = top + 27 + 21 * line
         parts.append(svg.text(12, y + 12, letter, "small muted"))
-        for place, (provenance, first, last) in enumerate(runs):
-            at = f"position {first}" if first == last else f"positions {first} to {last}"
+        for place, (provenance, first, last) in enumerate(boxes):
+            positions = f"position {first}" if first == last else f"positions {first} to {last}"
             colour, texture = PROVENANCE_STYLES[provenance]
-            tip = f"{what} of {at}: {provenance}"
+            tip = f"{what} of {positions}: {provenance}"
             parts.append(svg.box(26 + 15.5 * place, y, 13, 16, colour, texture, radius=3, tip=tip))
     for line, (provenance, count) in enumerate(counts.items()):
         y = top + 74 + 18 * line
@@ -172,9 +184,10 @@ def cache_strokes(levels: Levels, ledger: pd.DataFrame) -> list[str]:
 
 
 def _chunk(y: float, x: float, column: Column) -> list[str]:
-    more = len(column.tokens) - _MOST_TOKENS if len(column.tokens) > _MOST_TOKENS + 1 else 0
-    tokens = column.tokens[: len(column.tokens) - more]
-    lines = len(tokens) + bool(more)
+    """Returns SVG elements of a chunk's tokens, one below the other, with the chunk's positions."""
+    num_hidden = len(column.tokens) - _MOST_TOKENS if len(column.tokens) > _MOST_TOKENS + 1 else 0
+    tokens = column.tokens[: len(column.tokens) - num_hidden]
+    lines = len(tokens) + bool(num_hidden)
     parts = [svg.box(x, y, _WIDTH, lines * _LINE + 6, "group")]
     for line, token in enumerate(tokens):
         is_prompt = token.kind == "prompt"
@@ -184,33 +197,34 @@ def _chunk(y: float, x: float, column: Column) -> list[str]:
         tip = f"position {token.position}: {token.text!r}, {kinds.get(token.kind, token.kind)}"
         top = y + 4 + line * _LINE
         parts.append(_token(x + 4, top, token.text, colour, texture, tip))
-    if more:
-        parts.append(svg.text(x + _WIDTH / 2, y + lines * _LINE, f"+{more}", "small muted", "middle"))
+    if num_hidden:
+        parts.append(svg.text(x + _WIDTH / 2, y + lines * _LINE, f"+{num_hidden}", "small muted", "middle"))
     first, last = column.tokens[0].position, column.tokens[-1].position
-    places = f"{first}" if first == last else f"{first}–{last}"
-    parts.append(svg.text(x + _WIDTH / 2, y + lines * _LINE + 20, places, "small muted", "middle"))
+    positions = f"{first}" if first == last else f"{first}–{last}"
+    parts.append(svg.text(x + _WIDTH / 2, y + lines * _LINE + 20, positions, "small muted", "middle"))
     return parts
 
 
 def _state(y: float, x: float, column: Column, settings: JsonDict, name: str) -> list[str]:
-    where = "L_in" if settings["l_in"] is None else f"what enters block {settings['l_in']}"
+    """Returns SVG elements of the state S, its arrow, and the plus sign at which the state is added."""
+    layer_words = "L_in" if settings["l_in"] is None else f"what enters block {settings['l_in']}"
     source = column.source
     first, last = column.tokens[0].position, column.tokens[-1].position
-    added = f"S{name} is added to {where} at positions {first} to {last}"
+    added = f"S{name} is added to {layer_words} at positions {first} to {last}"
     if source is None:
         kind = "learned" if settings["learned_first_state"] else "zero"
         tip = f"{added}: the first chunk's state is {kind}"
-        below = [svg.text(x + _LEFT, y + 38, kind, "small muted", "middle")]
+        label_below = [svg.text(x + _LEFT, y + 38, kind, "small muted", "middle")]
     else:
-        made = f"made of {_plainly(source)}, the thought of the chunk before ({_passed(source)})"
-        tip = f"{added}\n{made}\nnorm {source.state_norm:.3g}"
-        below = []
+        origin = f"made of {_plain_words(source)}, the thought of the chunk before ({_passed(source)})"
+        tip = f"{added}\n{origin}\nnorm {source.state_norm:.3g}"
+        label_below = []
     colour = "sand zero" if source is None and not settings["learned_first_state"] else "sand"
     mid = y + 13
     plus = x + _RIGHT
     return [
         _boxed(x, y, 2 * _LEFT, 26, colour, None, f"S{name}", tip),
-        *below,
+        *label_below,
         svg.arrow(x + 2 * _LEFT + 1, mid, plus - 10, mid),
         f'<circle cx="{plus:g}" cy="{mid:g}" r="8" class="box plain"/>',
         f'<path d="M{plus - 4:g} {mid:g}h8M{plus:g} {mid - 4:g}v8" class="arrow"/>',
@@ -218,9 +232,10 @@ def _state(y: float, x: float, column: Column, settings: JsonDict, name: str) ->
 
 
 def _thought(levels: Levels, x: float, column: Column, *, is_new: bool) -> list[str]:
+    """Returns SVG elements of the blocks T and C of one chunk, with their arrows, and of its thought."""
     thought, name = column.thought, subscript(column.chunk + 2)
-    lost = column.is_rolled_back
-    colour, texture = ("red", "undone") if lost else ("green", None)
+    is_lost = column.is_rolled_back
+    colour, texture = ("red", "undone") if is_lost else ("green", None)
     y, bottom = levels.blocks, levels.thought_end
     left, right = x + _LEFT, x + _RIGHT
     read = f"positions {int(thought.start)} to {int(thought.end)}"
@@ -232,31 +247,36 @@ def _thought(levels: Levels, x: float, column: Column, *, is_new: bool) -> list[
         _boxed(right - _LEFT, y, 2 * _LEFT, 26, colour, texture, "C", tip_c),
         svg.arrow(left, y - 2, left, bottom + 3),
         svg.arrow(right, bottom + 1, right, y - 3),
-        *_said(bottom, x, column, name, is_new=is_new),
+        *_thought_words(bottom, x, column, name, is_new=is_new),
     ]
     return parts
 
 
-def _said(bottom: float, x: float, column: Column, name: str, *, is_new: bool) -> list[str]:
-    """Returns the strokes of the thought: its words in blue, its end, and whether it agrees with the true state."""
-    thought, lost = column.thought, column.is_rolled_back
-    chips = [(word, "red" if lost else "blue") for word in words_of(thought)]
-    chips.append(("<EOS>", "red" if lost else "plain") if thought.has_ended else ("cut…", "plain"))
+def _thought_words(bottom: float, x: float, column: Column, name: str, *, is_new: bool) -> list[str]:
+    """Returns SVG elements of a thought: its words in blue (red if rolled back), its end, and a mark for whether it
+    agrees with the true state."""
+    thought, is_lost = column.thought, column.is_rolled_back
+    chips = [(word, "red" if is_lost else "blue") for word in words_of(thought)]
+    chips.append(("<EOS>", "red" if is_lost else "plain") if thought.has_ended else ("cut…", "plain"))
     if len(chips) > _MOST_WORDS + 1:
         chips = [*chips[: _MOST_WORDS - 1], (f"+{len(chips) - _MOST_WORDS}", "plain"), chips[-1]]
     top = bottom - len(chips) * _LINE - 6
-    frame = "red" if lost else "group"
-    parts = [svg.box(x, top, _WIDTH, bottom - top, frame + (" changed" if is_new else ""), "undone" if lost else None)]
+    frame = "red" if is_lost else "group"
+    parts = [
+        svg.box(x, top, _WIDTH, bottom - top, frame + (" changed" if is_new else ""), "undone" if is_lost else None)
+    ]
     for line, (word, colour) in enumerate(chips):
         parts.append(_token(x + 4, top + 4 + line * _LINE, word, colour, None, ""))
-    label = f"Z{name}" + (" ✗" if lost else "")
-    parts.append(svg.text(x + 2, top - 6, label, "strong red-ink" if lost else "strong"))
+    label = f"Z{name}" + (" ✗" if is_lost else "")
+    parts.append(svg.text(x + 2, top - 6, label, "strong red-ink" if is_lost else "strong"))
     if pd.notna(thought.agrees):
         parts.append(svg.badge(x + _WIDTH - 4, top + 1, "check" if thought.agrees else "cross"))
     return [_tipped(_thought_tip(thought, name), parts)]
 
 
 def _thought_tip(thought: TableLine, name: str) -> str:
+    """Returns the hover text of a thought: its tokens with their log-probabilities, its true state, and the norm of
+    its state."""
     read = f"positions {int(thought.start)} to {int(thought.end)}"
     lines = [f"Z{name}, the thought of chunk {int(thought.chunk)} ({read})"]
     lines += [f"{token!r}: {nats:.3g} nats" for token, nats in zip(thought.tokens, thought.logprobs_nats, strict=True)]
@@ -270,13 +290,13 @@ def _thought_tip(thought: TableLine, name: str) -> str:
 
 
 def _passed(thought: TableLine) -> str:
-    """Returns the request, step, phase and status of a thought."""
+    """Returns text on the request, step, phase and status of a thought."""
     status = thought.status.replace("_", " ")
     return f"request {int(thought.request_id)}, step {int(thought.step)}, {thought.phase}, {status}"
 
 
-def _plainly(thought: TableLine) -> str:
-    """Returns a thought's words for a tip, not escaped."""
+def _plain_words(thought: TableLine) -> str:
+    """Returns a thought's words as one text for a hover text, not escaped."""
     return " ".join(visible(token) for token in thought.tokens)
 
 
@@ -289,7 +309,7 @@ def _boxed(
     x: float, y: float, width: float, height: float, colour: str, texture: str | None, label: str, tip: str,
     classes: str = "strong", *, radius: float = 5,
 ) -> str:  # fmt: skip
-    """Returns a box with a text; the tip covers both."""
+    """Returns SVG of a box with a text in it; the hover text covers both."""
     halo = f"{classes} halo on-{colour.split()[0]}"
     drawn = svg.box(x, y, width, height, colour, texture, radius=radius)
     return _tipped(tip, [drawn, svg.text(x + width / 2, y + height / 2 + 4, label, halo, "middle")])
@@ -300,19 +320,19 @@ def _tipped(tip: str, parts: Sequence[str]) -> str:
 
 
 def _boxes(ledger: pd.DataFrame) -> list[tuple[str, int, int]]:
-    """Returns (provenance, first position, last position) of each box: at most _MOST_BOXES, at least one for
-    each run.
-    """
-    runs: list[tuple[str, int, int]] = []
+    """Returns (provenance, first position, last position) of each box of the cache: neighbouring slots that one
+    kind of pass wrote. Of more than 6 boxes only the last 6 are returned; of fewer, the longest are halved until
+    there are 6, or one for each slot."""
+    boxes: list[tuple[str, int, int]] = []
     for row in ledger.sort_values("position").itertuples():
-        first = runs.pop()[1] if runs and runs[-1][0] == row.provenance else row.position
-        runs.append((row.provenance, first, row.position))
-    runs = runs[-_MOST_BOXES:]
-    while len(runs) < min(_MOST_BOXES, len(ledger)):
-        longest = max(range(len(runs)), key=lambda i: runs[i][2] - runs[i][1])
-        provenance, first, last = runs[longest]
+        first = boxes.pop()[1] if boxes and boxes[-1][0] == row.provenance else row.position
+        boxes.append((row.provenance, first, row.position))
+    boxes = boxes[-_MOST_BOXES:]
+    while len(boxes) < min(_MOST_BOXES, len(ledger)):
+        longest = max(range(len(boxes)), key=lambda i: boxes[i][2] - boxes[i][1])
+        provenance, first, last = boxes[longest]
         if first == last:
             break
         middle = (first + last) // 2
-        runs[longest : longest + 1] = [(provenance, first, middle), (provenance, middle + 1, last)]
-    return [(str(provenance), int(first), int(last)) for provenance, first, last in runs]
+        boxes[longest : longest + 1] = [(provenance, first, middle), (provenance, middle + 1, last)]
+    return [(str(provenance), int(first), int(last)) for provenance, first, last in boxes]

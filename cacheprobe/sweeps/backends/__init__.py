@@ -1,1 +1,1 @@
-"""Holds the backends that run the cells, one file each; the registry finds them under "sweeps.backends"."""
+"""Contains the backends that run the cells (runs) of a sweep, one file each, registered as "sweeps.backends"."""

@@ -1,8 +1,8 @@
-"""Runs cells on a Ray cluster: one actor holds one model. Ray places, retries and restarts actors.
+"""Runs the cells (runs) of a sweep on a Ray cluster, with one loaded model in each actor.
 
-A task is retried for as long as its actor may be restarted. A limited number of task retries would not work: before Ray
-knows that a node is lost, it calls the node's actors unavailable, and would use up the retries within seconds. So the
-number of restarts is limited instead.
+Ray retries the cell of an actor as long as it may restart the actor, so only the number of restarts is limited. A limit
+on retries would not work: until Ray knows that a node is lost, it reports the node's actors as unavailable, and would
+use up the retries within seconds.
 """
 
 import math
@@ -17,22 +17,22 @@ from cacheprobe.core.registry import register
 from cacheprobe.sweeps.backends.processes import DIED
 from cacheprobe.sweeps.cells import Cell, ModelKey
 from cacheprobe.sweeps.events import Event
-from cacheprobe.sweeps.workers.holder import Holder, Job, Outcome
+from cacheprobe.sweeps.workers.holder import Holder, Job, JobOutcome
 from cacheprobe.sweeps.workers.queue import Waiting
 
 SECONDS_BETWEEN_LOOKS = 1.0
-"""Seconds between checks; short enough that Ctrl-C is noticed."""
+"""Seconds between two checks of the cluster; short enough that Ctrl-C is noticed."""
 SECONDS_WITHOUT_HEAD = 20.0
-"""Longest time without a head node. After 60 s without one, Ray ends the program without a report."""
+"""Longest time in seconds without a head node. After 60 s, Ray itself would end the program without a report."""
 
 SECONDS_TO_CONNECT = 5.0
 TRIES_VARIABLE, TRIES_TO_JOIN = "RAY_gcs_server_port_wait_time_s", 2
-"""Number of tries to join, of forty seconds each if the address accepts connections but never answers. Ray's own number
-is twenty, without a message."""
+"""Variable of Ray for the number of tries to join a cluster, and its value here. Ray's default is twenty, without a
+message. A try takes forty seconds if the address accepts connections but never answers."""
 
 
 class _Watch:
-    """Checks whether the cluster still answers. Ray reports no lost head node; it ends the program."""
+    """Checks whether a Ray cluster still answers. Ray does not report a lost head node, but ends the program."""
 
     def __init__(self, ray: ModuleType) -> None:
         self._ray = ray
@@ -41,8 +41,9 @@ class _Watch:
         self._answers = True
 
     def look(self) -> bool:
-        """Returns whether the head node answers. Raises: ConnectionError if it has not for a while, or no node
-        is left.
+        """Returns True if the head node answers; checks once in SECONDS_BETWEEN_LOOKS at most.
+
+        Raises: ConnectionError if for SECONDS_WITHOUT_HEAD the head node does not answer, or no node is alive.
         """
         if time.monotonic() - self._looked > SECONDS_BETWEEN_LOOKS:
             self._answers = self._is_there()
@@ -50,12 +51,13 @@ class _Watch:
         return self._answers
 
     def wait(self) -> None:
-        """Waits until the head node answers. Without it, Ray's calls (such as a new actor) would not return."""
+        """Waits until the head node answers. Without a head node, a call such as for a new actor would not return."""
         self._looked = -math.inf
         while not self.look():
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def _is_there(self) -> bool:
+        """Checks the cluster now; returns True if the head node answers. Raises: ConnectionError as `look` does."""
         if why := _connection_error(self.address, SECONDS_BETWEEN_LOOKS):
             self._give_up_after_a_while(f"the head node of the Ray cluster at {self.address} has gone ({why})")
             return False
@@ -66,26 +68,28 @@ class _Watch:
         return True
 
     def _give_up_after_a_while(self, why: str) -> None:
+        """Raises: ConnectionError if the last good check was more than SECONDS_WITHOUT_HEAD ago."""
         if time.monotonic() - self._seen > SECONDS_WITHOUT_HEAD:
             raise ConnectionError(f"{why}; start one again")
 
 
 class _Slot:
-    """A place for one actor; another model needs a new actor."""
+    """Runs cells (runs of a sweep) on one Ray actor at a time. Another model needs a new actor."""
 
     def __init__(self, name: str, job: Job, watch: _Watch) -> None:
         self.name, self.job, self._watch = name, job, watch
         self.cell: Cell | None = None
         self.actor: Any = None  # Ray's actor handles have no useful type
-        self.held: ModelKey | None = None
+        self.model_key: ModelKey | None = None
+        """Key of the model that the actor has loaded."""
         self.answered = 0
         """Number of cells that the actor has finished."""
 
     def give(self, cell: Cell) -> Hashable:
-        """Starts the cell on the actor, and returns Ray's reference to the outcome."""
+        """Starts the cell on the actor, or on a new actor if needed. Returns Ray's reference to the Outcome."""
         import ray
 
-        if self.held != cell.model_key:
+        if self.model_key != cell.model_key:
             self.end()
         if self.actor is None:
             self._watch.wait()
@@ -94,25 +98,26 @@ class _Slot:
                 num_cpus=job.num_cpus, num_gpus=job.num_gpus, max_restarts=job.retries, max_task_retries=-1
             )(Holder)
             self.actor = remote.remote(job.url)
-        self.cell, self.held = cell, cell.model_key
+        self.cell, self.model_key = cell, cell.model_key
         return self.actor.run.remote(cell.to_json())
 
     def end(self) -> None:
-        """Ends the actor."""
+        """Ends the actor, if there is one."""
         import ray
 
         if self.actor is not None:
             ray.kill(self.actor)
-        self.actor = self.held = None
+        self.actor = self.model_key = None
         self.answered = 0
 
 
 @register("sweeps.backends", "ray")
 def on_ray(waiting: Waiting, job: Job) -> Iterator[Event]:
-    """Yields the events of the cells. Joins the cluster of `job.address`, or starts one here and stops it at the end.
+    """Runs the waiting cells (runs) on a Ray cluster, and yields an Event when a cell starts or ends, or an actor dies.
 
-    Results must go where every node can write: a shared folder, or an object store.
-    Raises: ValueError without Ray, ConnectionError if there is no cluster at the address, or no longer.
+    Joins the cluster at `job.address`, or starts one on this machine and stops it at the end. The results must be in a
+    place to which every node can write: a shared folder, or an object store.
+    Raises: ValueError without Ray, ConnectionError if no cluster answers at the address, or if the cluster is lost.
     """
     try:
         import ray
@@ -121,8 +126,8 @@ def on_ray(waiting: Waiting, job: Job) -> Iterator[Event]:
         raise ValueError(
             "this backend needs Ray: pip install 'cacheprobe[sweep]'; or use --backend processes"
         ) from None
-    is_mine = not ray.is_initialized()
-    if is_mine:
+    joined_here = not ray.is_initialized()
+    if joined_here:
         _join(ray, job)
     watch = _Watch(ray)
     slots = [_Slot(str(i), job, watch) for i in range(min(job.workers, len(waiting)))]
@@ -148,31 +153,32 @@ def on_ray(waiting: Waiting, job: Job) -> Iterator[Event]:
     finally:
         for slot in slots:
             slot.end()
-        if is_mine:
+        if joined_here:
             ray.shutdown()
 
 
 def _report_lost_actor(slot: _Slot, waiting: Waiting, error: Exception, given_back: set[str]) -> Iterator[Event]:
-    """Reports the cell of a lost actor as failed.
+    """Yields the Events of a lost actor: its death, and the failure of its cell.
 
-    But if the actor ran other cells before, which may have used up its restarts, the cell is put back into the queue,
-    once.
+    If the actor finished other cells before, which may have used up its restarts, the cell does not fail, but is put
+    back into the queue, once.
     """
     cell, lines = slot.cell, [line.strip() for line in str(error).strip().splitlines()]
     assert cell is not None
-    words = " ".join(dict.fromkeys((lines[0], lines[-1])))[:500]  # Ray says what, where, and at the end why
+    words = " ".join(dict.fromkeys((lines[0], lines[-1])))[:500]  # the reason is in the last line of Ray's message
     yield Event("worker_died", cell.digest, worker=slot.name, message=words)
     if slot.answered and slot.job.retries and cell.digest not in given_back:
         given_back.add(cell.digest)
         waiting.put_back(cell)
     else:
-        outcome = Outcome(cell.digest, DIED, f"{type(error).__name__}: {words}")
+        outcome = JobOutcome(cell.digest, DIED, f"{type(error).__name__}: {words}")
         yield Event("ended", cell.digest, worker=slot.name, outcome=outcome)
     slot.end()
 
 
 def _give_next_cell(slot: _Slot, waiting: Waiting, running: dict[Hashable, _Slot]) -> Iterator[Event]:
-    if (cell := waiting.take(slot.held)) is None:
+    """Starts the next waiting cell on the slot's actor, and yields the Event. Ends the actor if no cell is left."""
+    if (cell := waiting.take(slot.model_key)) is None:
         slot.end()  # frees its resources for other slots
         return
     running[slot.give(cell)] = slot
@@ -180,26 +186,27 @@ def _give_next_cell(slot: _Slot, waiting: Waiting, running: dict[Hashable, _Slot
 
 
 def _join(ray: ModuleType, job: Job) -> None:
+    """Joins the Ray cluster at `job.address`; without an address, starts a cluster on this machine."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    asked = dict(log_to_driver=False, logging_level="error")
+    options = dict(log_to_driver=False, logging_level="error")
     if job.address is not None:
         if why := _connection_error(job.address, SECONDS_TO_CONNECT):
             raise ConnectionError(
                 f"no head node of a Ray cluster answers at {job.address} ({why}); start one, or look at the address"
             )
-        given = os.environ.get(TRIES_VARIABLE)
+        old_value = os.environ.get(TRIES_VARIABLE)
         os.environ.setdefault(TRIES_VARIABLE, str(TRIES_TO_JOIN))
         try:
-            ray.init(address=job.address, **asked)
+            ray.init(address=job.address, **options)
         except (ConnectionError, RuntimeError) as error:
             raise ConnectionError(f"the Ray cluster at {job.address} could not be joined: {error}") from error
         finally:  # a head node that is started later would read the variable as seconds
-            if given is None:
+            if old_value is None:
                 os.environ.pop(TRIES_VARIABLE, None)
     else:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # actors that wait should not burn a core another needs
         cpus = max(os.cpu_count() or 1, int(job.num_cpus * job.workers + 0.999))
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **asked)
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
 
 
 def _connection_error(address: str, seconds: float) -> str:

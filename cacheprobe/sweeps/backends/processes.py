@@ -1,4 +1,4 @@
-"""Runs cells in processes of this machine, each with its own model. A process that dies is replaced."""
+"""Runs the cells of a sweep in processes of this machine, each with its own model. Replaces a process that dies."""
 
 import json
 import os
@@ -13,26 +13,28 @@ from typing import IO
 from cacheprobe.core.registry import register
 from cacheprobe.sweeps.cells import Cell, ModelKey
 from cacheprobe.sweeps.events import Event
-from cacheprobe.sweeps.workers.holder import Job, Outcome
+from cacheprobe.sweeps.workers.holder import Job, JobOutcome
 from cacheprobe.sweeps.workers.queue import Waiting
 
 DIED = "worker died"
+"""Cause in the Outcome of a cell whose worker died."""
 
 
 class _Worker:
-    """One process, and the cell that it runs."""
+    """Runs cells (runs of a sweep) in one child process, one cell at a time."""
 
     def __init__(self, name: str, job: Job) -> None:
         self.name = name
         self.cell: Cell | None = None
-        self.held: ModelKey | None = None
-        self._said: IO[bytes] = tempfile.TemporaryFile()
+        self.model_key: ModelKey | None = None
+        """Key of the model that the process has loaded."""
+        self._error_output: IO[bytes] = tempfile.TemporaryFile()
         threads = str(job.threads)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "cacheprobe.sweeps.workers.worker", job.url],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._error_output,
             # a worker that waits for its threads should not use a core that another worker needs
             env={
                 "OMP_WAIT_POLICY": "PASSIVE",
@@ -43,35 +45,35 @@ class _Worker:
             },
         )
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.asks, self.answers = self.process.stdin, self.process.stdout
+        self.requests, self.answers = self.process.stdin, self.process.stdout
 
     def give(self, cell: Cell) -> bool:
-        """Sends the cell to the process; returns False if the process has ended."""
-        self.cell, self.held = cell, cell.model_key
+        """Sends a cell to the process. Returns False if the process has ended."""
+        self.cell, self.model_key = cell, cell.model_key
         try:
-            self.asks.write(json.dumps(cell.to_json()).encode() + b"\n")
-            self.asks.flush()
+            self.requests.write(json.dumps(cell.to_json()).encode() + b"\n")
+            self.requests.flush()
         except BrokenPipeError:
             return False
         return True
 
-    def answer(self) -> Outcome | None:
-        """Returns the outcome of the cell; None if the process has ended."""
+    def answer(self) -> JobOutcome | None:
+        """Waits for the end of the cell, and returns its Outcome; None if the process has ended."""
         line = self.answers.readline()
-        return Outcome(**json.loads(line)) if line.endswith(b"\n") else None
+        return JobOutcome(**json.loads(line)) if line.endswith(b"\n") else None
 
-    def last_words(self) -> str:
-        """Returns how the process ended, and the end of its error output."""
+    def reason_of_end(self) -> str:
+        """Waits for the end of the process. Returns text: its signal or exit code, and the end of its error output."""
         code = self.process.wait()
-        self._said.seek(max(self._said.seek(0, os.SEEK_END) - 600, 0))
-        said = " ".join(self._said.read().decode("utf-8", "replace").split())
-        return (f"signal {-code}" if code < 0 else f"exit code {code}") + (f": {said}" if said else "")
+        self._error_output.seek(max(self._error_output.seek(0, os.SEEK_END) - 600, 0))  # the last 600 bytes
+        output = " ".join(self._error_output.read().decode("utf-8", "replace").split())
+        return (f"signal {-code}" if code < 0 else f"exit code {code}") + (f": {output}" if output else "")
 
     def end(self) -> None:
-        """Ends the process and closes its pipes."""
+        """Kills the process and closes its pipes."""
         self.process.kill()
         self.process.wait()
-        for pipe in (self.asks, self.answers, self._said):
+        for pipe in (self.requests, self.answers, self._error_output):
             try:
                 pipe.close()
             except BrokenPipeError:
@@ -80,7 +82,10 @@ class _Worker:
 
 @register("sweeps.backends", "processes")
 def processes(waiting: Waiting, job: Job) -> Iterator[Event]:
-    """Yields the events of the cells; when closed, it ends every process."""
+    """Runs the waiting cells (runs) in child processes; yields an Event when a cell starts or ends, or a process dies.
+
+    When the generator is closed, it ends every process.
+    """
     workers = [_Worker(str(i), job) for i in range(min(job.workers, len(waiting)))]
     deaths: Counter[str] = Counter()
     with selectors.DefaultSelector() as ready:
@@ -111,14 +116,18 @@ def processes(waiting: Waiting, job: Job) -> Iterator[Event]:
 
 
 def _give_next_cell(worker: _Worker, waiting: Waiting) -> Iterator[Event]:
-    if (cell := waiting.take(worker.held)) is not None:
+    """Sends the next waiting cell, if any, to the worker's process, and yields the Event."""
+    if (cell := waiting.take(worker.model_key)) is not None:
         worker.give(cell)  # a dead process is noticed when its answer is read
         yield Event("started", cell.digest, worker=worker.name)
 
 
 def _report_dead_worker(worker: _Worker, waiting: Waiting, job: Job, deaths: Counter[str]) -> Iterator[Event]:
-    """Puts the cell of a dead worker back into the queue, or reports it as failed if its retries are used up."""
-    cell, words = worker.cell, worker.last_words()
+    """Yields the Events of a dead worker process: its death and, if the retries are used up, the failure of its cell.
+
+    Otherwise the cell is put back into the queue.
+    """
+    cell, words = worker.cell, worker.reason_of_end()
     worker.cell = None
     worker.end()
     yield Event("worker_died", cell.digest if cell else "", worker=worker.name, message=words)
@@ -128,10 +137,10 @@ def _report_dead_worker(worker: _Worker, waiting: Waiting, job: Job, deaths: Cou
     if deaths[cell.digest] <= job.retries:
         waiting.put_back(cell)
     else:
-        outcome = Outcome(cell.digest, DIED, f"{deaths[cell.digest]} times, the last by {words}")
+        outcome = JobOutcome(cell.digest, DIED, f"{deaths[cell.digest]} times, the last by {words}")
         yield Event("ended", cell.digest, worker=worker.name, outcome=outcome)
 
 
 def _path() -> str:
-    """Returns a PYTHONPATH with which a worker imports the same modules as this process."""
+    """Returns a value of PYTHONPATH with which a worker imports the same modules as this process."""
     return os.pathsep.join(filter(None, sys.path))

@@ -1,4 +1,4 @@
-"""Runs cells in this process, one after another."""
+"""Runs the cells (runs) of a sweep in this process, one after another."""
 
 from collections.abc import Iterator
 
@@ -10,9 +10,9 @@ from cacheprobe.sweeps.workers.queue import Waiting
 
 @register("sweeps.backends", "serial")
 def serial(waiting: Waiting, job: Job) -> Iterator[Event]:
-    """Yields the events of the cells. The number of processes and restarts of other backends changes no shard."""
-    holder, held = Holder(job.url), None
-    while (cell := waiting.take(held)) is not None:
-        held = cell.model_key
+    """Runs the waiting cells in this process, and yields an Event when a cell starts or ends."""
+    holder, model_key = Holder(job.url), None
+    while (cell := waiting.take(model_key)) is not None:
+        model_key = cell.model_key
         yield Event("started", cell.digest, worker="0")
         yield Event("ended", cell.digest, worker="0", outcome=holder.run(cell.to_json()))

@@ -1,1 +1,1 @@
-"""Commits the shards of a sweep, and controls who may write."""
+"""Stores the shards (saved runs) of a sweep in a folder or an object store, and lets only one sweep write."""

@@ -1,4 +1,4 @@
-"""Opens fsspec addresses with the installed client, and turns the clients' errors into one line."""
+"""Opens fsspec addresses with the installed client, and turns the errors of a client into OSErrors of one line."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -20,44 +20,45 @@ _CLIENTS = {
     "abfss": "adlfs",
     "az": "adlfs",
 }
-"""fsspec's own client for each protocol; if it is not installed, obstore is used."""
+"""Package of fsspec's own client for each protocol. If the package is not installed, obstore is used."""
 
 
-class Asked:
-    """Wraps an fsspec client so that its failures are OSErrors of one line; each client has its own errors, some a page
-    long.
+class ShortErrors:
+    """Wraps an fsspec client so that all its failures are OSErrors with a message of one line.
+
+    Each client has errors of its own, some with a message of a page.
     """
 
     def __init__(self, fs: "AbstractFileSystem", url: str) -> None:
         self.client, self._url = fs, url
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.client, name)
-        return self._with_short_errors(found) if callable(found) else found
+        attribute = getattr(self.client, name)
+        return self._with_short_errors(attribute) if callable(attribute) else attribute
 
     def _with_short_errors(self, method: Callable[P, R]) -> Callable[P, R]:
-        """Returns the method with its errors turned into OSErrors of one line."""
+        """Returns `method` with every error, except missing and existing files, turned into an OSError of one line."""
 
         @wraps(method)
-        def ask(*arguments: P.args, **named: P.kwargs) -> R:
-            """Calls the client's method."""
+        def call(*arguments: P.args, **named: P.kwargs) -> R:
+            """Calls the method of the client, and shortens its errors."""
             try:
                 return method(*arguments, **named)
             except (FileNotFoundError, FileExistsError):
-                raise  # these say whether the file is there, and are no failure
+                raise  # whether a file exists is an answer, not a failure
             except Exception as error:
-                said = (str(error).strip() or type(error).__name__).splitlines()[0]
+                first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise OSError(
-                    f"{self._url} does not answer as it should; check address and credentials: {said}"
+                    f"{self._url} does not answer as it should; check address and credentials: {first_line}"
                 ) from error
 
-        return ask
+        return call
 
 
 def opened(url: str) -> tuple[Any, str, bool]:
-    """Returns (client, path of the address for the client, whether the path is a folder of this machine).
+    """Opens an fsspec address. Returns (client, path of the address in the client, True if it is a local folder).
 
-    The client is fsspec's for a folder, else an `Asked`.
+    The client is fsspec's own for a local folder, else a `ShortErrors`.
     Raises: ValueError for an address that no installed client knows.
     """
     import fsspec
@@ -76,13 +77,13 @@ def opened(url: str) -> tuple[Any, str, bool]:
         fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
     except (ImportError, ValueError) as error:
         raise ValueError(f"{url} cannot be opened: {error}") from error
-    return (fs, root, True) if "file" in _protocols(fs) else (Asked(fs, url), root, False)
+    return (fs, root, True) if "file" in _protocols(fs) else (ShortErrors(fs, url), root, False)
 
 
-def put_new(fs: Asked, path: str, data: bytes) -> None:
-    """Puts an object on the condition that there is none of its name.
+def put_new(fs: ShortErrors, path: str, data: bytes) -> None:
+    """Puts an object into a store on the condition that no object at `path` exists.
 
-    Raises: FileExistsError if there is one, OSError if the store does not support the condition.
+    Raises: FileExistsError if one exists, OSError if the store does not support the condition.
     """
     if not any(base.__module__ == "obstore.fsspec" for base in type(fs.client).__mro__):
         return fs.pipe_file(path, data, mode="create")
@@ -97,9 +98,9 @@ def put_new(fs: Asked, path: str, data: bytes) -> None:
     except (AlreadyExistsError, PreconditionError) as error:
         raise FileExistsError(path) from error
     except BaseError as error:
-        said = str(error).strip().splitlines()[0]
+        first_line = str(error).strip().splitlines()[0]
         raise OSError(
-            f"{path} cannot be put on the condition that it is not there: {said}; where the store knows no such "
+            f"{path} cannot be put on the condition that it is not there: {first_line}; where the store knows no such "
             "condition, and nothing else writes there, give --alone"
         ) from error
 

@@ -1,8 +1,8 @@
-"""Controls who may write to an object store, which has no lock of an operating system: the holder of the newest lease.
+"""Lets only one sweep write to an object store: the sweep that has the newest lease. An object store has no file lock.
 
-Leases are numbered objects. The next number is put on the condition that it does not exist, so only one of several
-sweeps gets it. Its holder renews it. If the holder was killed, others wait until the lease has run out, and take the
-next number. A store that ignores conditions would let every sweep through; this is tested, and such a store is refused.
+Leases are numbered objects. A sweep puts the next number on the condition that no such object exists, so only one of
+several sweeps succeeds. The sweep renews its lease while it runs. If a sweep was killed, others wait until its lease
+has run out, and take the next number. A store that ignores conditions would let every sweep write, and is refused.
 """
 
 import json
@@ -19,15 +19,16 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.sweeps.storage.store import SweepStore
 
 LEASES, SECONDS, RENEWED_EVERY = "lease", 60.0, 15.0
+"""Folder of the leases; seconds until a lease runs out; seconds between two renewals."""
 
 
 class SweepBusy(RuntimeError):
-    """Raised if another sweep writes to the same place."""
+    """Means that another sweep is writing to the same folder or object store."""
 
 
 @contextmanager
 def leased(store: SweepStore) -> Iterator[None]:
-    """Holds the lease of this store during a `with` block.
+    """Takes the lease of an object store for the time of a `with` block, and renews it in a thread.
 
     Raises: SweepBusy if another sweep has the lease, ValueError if the store does not support conditions.
     """
@@ -36,7 +37,7 @@ def leased(store: SweepStore) -> Iterator[None]:
     over = threading.Event()
 
     def renew() -> None:
-        """Renews the lease until the block ends or the lease is lost."""
+        """Renews the lease every RENEWED_EVERY seconds, until the `with` block ends or the lease is lost."""
         while not over.wait(RENEWED_EVERY):
             with suppress(Exception):  # the next try may work; a lease that runs out costs time, but no shard
                 if not renewed(store, name, holder):
@@ -55,7 +56,7 @@ def leased(store: SweepStore) -> Iterator[None]:
 
 
 def renewed(store: SweepStore, name: str, holder: str) -> bool:
-    """Renews a lease; returns False if the lease ran out and another sweep has taken the next one."""
+    """Renews the lease `name` of `holder`. Returns False if the lease is lost: another sweep has taken the next one."""
     if not _is_held(store, name, holder) or _newest(store)[0] != _number(name):
         return False
     store.write(name, _lease(holder))
@@ -63,18 +64,21 @@ def renewed(store: SweepStore, name: str, holder: str) -> bool:
 
 
 def _take(store: SweepStore, holder: str) -> str:
-    """Returns the name of a lease that this holder now has."""
-    number, held = _newest(store)
-    if held is not None and (left := held["until"] - time.time()) > 0:
+    """Takes the next lease for `holder`, removes older ones, and returns the name of the new lease.
+
+    Raises: SweepBusy if another sweep has the lease, ValueError if the store ignores conditions.
+    """
+    number, last = _newest(store)
+    if last is not None and (left := last["until"] - time.time()) > 0:
         raise SweepBusy(
-            f"{held['holder']} writes to {store.url}; wait for it, or, if it was killed, {left:.0f} s until its lease "
+            f"{last['holder']} writes to {store.url}; wait for it, or, if it was killed, {left:.0f} s until its lease "
             "has run out"
         )
     name = f"{LEASES}/{number + 1:08}.json"
     # after a lost answer the put is sent again, and then finds its own lease
     if not store.create(name, _lease(holder)) and not _is_held(store, name, holder):
         raise SweepBusy(f"another sweep began to write to {store.url} at the same moment; wait for it")
-    if store.create(name, _lease(holder)):
+    if store.create(name, _lease(holder)):  # a second put must fail, because the lease exists
         store.fs.rm_file(store.path(name))
         raise ValueError(
             f"{store.url} ignores conditions on a put (If-None-Match), so two sweeps cannot be kept from writing there "
@@ -88,12 +92,13 @@ def _take(store: SweepStore, holder: str) -> str:
 
 
 def _newest(store: SweepStore) -> tuple[int, JsonDict | None]:
-    """Returns the highest number and its lease; (0, None) without leases."""
+    """Returns (number, content) of the lease with the highest number; (0, None) if there are no leases."""
     number = max(_numbers(store), default=0)
     return number, store.read_json(f"{LEASES}/{number:08}.json") if number else None
 
 
 def _numbers(store: SweepStore) -> list[int]:
+    """Returns the numbers of all leases in the store."""
     store.fs.invalidate_cache()
     try:
         return [_number(name) for name in store.fs.find(store.path(LEASES))]
@@ -106,9 +111,11 @@ def _number(name: str) -> int:
 
 
 def _is_held(store: SweepStore, name: str, holder: str) -> bool:
-    held = store.read_json(name)
-    return held is not None and held["holder"] == holder
+    """Returns True if the lease `name` exists and belongs to `holder`."""
+    lease = store.read_json(name)
+    return lease is not None and lease["holder"] == holder
 
 
 def _lease(holder: str) -> bytes:
+    """Returns the content of a lease as JSON: its holder, and the time at which it runs out."""
     return json.dumps({"holder": holder, "until": time.time() + SECONDS}).encode()

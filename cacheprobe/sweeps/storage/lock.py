@@ -1,4 +1,4 @@
-"""Keeps two sweeps from writing to one place: a file lock for a folder, a lease for an object store."""
+"""Lets only one sweep at a time write to a place: by a file lock for a folder, by a lease for an object store."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from cacheprobe.sweeps.storage.store import SweepStore
 
 @contextmanager
 def only_sweep(store: SweepStore, *, alone: bool = False) -> Iterator[None]:
-    """Holds the lock or lease of this store during a `with` block.
+    """Keeps other sweeps from writing to the store during a `with` block: takes a folder's lock, or a lease.
 
     alone: the caller guarantees that no other sweep writes to this object store, so no lease is taken.
     Raises: SweepBusy if another sweep writes there, ValueError if the store does not support conditions.
@@ -26,7 +26,10 @@ def only_sweep(store: SweepStore, *, alone: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _locked(store: SweepStore) -> Iterator[None]:
-    """Holds the folder's lock; the operating system releases it when the process ends."""
+    """Takes the file lock of the store's folder for the time of a `with` block. Raises: SweepBusy if it is taken.
+
+    The operating system releases the lock when the process ends.
+    """
     from filelock import FileLock, Timeout
 
     path = Path(store.path(".lock"))

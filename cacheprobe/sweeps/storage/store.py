@@ -33,7 +33,7 @@ PLAN = "sweep.json"
 
 
 class SweepStore:
-    """Shards and records of one sweep, at a path or fsspec address."""
+    """Writes and reads the shards (saved runs) and other files of a sweep, in a folder or at an fsspec address."""
 
     def __init__(self, url: "str | Path") -> None:
         self.url = str(url)
@@ -43,22 +43,20 @@ class SweepStore:
         return f"SweepStore({self.url!r})"
 
     def path(self, name: str) -> str:
-        """Returns the full path of a file of the sweep."""
+        """Returns the full path of the sweep's file `name`, as the fsspec client needs it."""
         return f"{self.root.rstrip('/')}/{name}"
 
     # -- small files
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes a whole file: renamed into its place in a folder, one put in an object store."""
+        """Writes a file, of which no reader sees a part: by a rename in a folder, by one put in an object store."""
         if self.is_local:
             write_whole(Path(self.path(name)), lambda path: path.write_bytes(data))
         else:
             self.fs.pipe_file(self.path(name), data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Puts a file into an object store on the condition that there is none of its name; returns False if there is
-        one.
-        """
+        """Puts a file into an object store, unless a file of this name exists; returns False if one exists."""
         try:
             put_new(self.fs, self.path(name), data)
         except FileExistsError:
@@ -66,25 +64,25 @@ class SweepStore:
         return True
 
     def read(self, name: str) -> bytes | None:
-        """Returns the bytes of a file; None if there is none."""
+        """Returns the bytes of the file `name`; None if there is no such file."""
         try:
             return self.fs.cat_file(self.path(name))
         except FileNotFoundError:
             return None
 
     def read_json(self, name: str) -> JsonDict | None:
-        """Returns the JSON object in a file; None if there is no file."""
+        """Returns the content of the JSON file `name` as a dictionary; None if there is no such file."""
         data = self.read(name)
         return None if data is None else json.loads(data)
 
     # -- shards
 
     def committed(self) -> frozenset[str]:
-        """Returns the digests of the shards that are complete."""
+        """Returns the digests of all committed shards (saved runs). A shard is committed if it has a manifest."""
         if self.is_local:
             folder = self.path(SHARDS)
-            found = (e.name for e in os.scandir(folder) if e.is_dir()) if os.path.isdir(folder) else ()
-            return frozenset(name for name in found if os.path.exists(f"{folder}/{name}/{MANIFEST}"))
+            shards = (e.name for e in os.scandir(folder) if e.is_dir()) if os.path.isdir(folder) else ()
+            return frozenset(name for name in shards if os.path.exists(f"{folder}/{name}/{MANIFEST}"))
         self.fs.invalidate_cache()
         try:
             listed = self.fs.find(self.path(SHARDS))
@@ -93,56 +91,62 @@ class SweepStore:
         return frozenset(name.split("/")[-2] for name in listed if name.endswith(f"/{MANIFEST}"))
 
     def manifest(self, digest: str) -> JsonDict:
-        """Returns a committed shard's manifest. Raises: ValueError if there is no such shard."""
-        held = self.read_json(f"{SHARDS}/{digest}/{MANIFEST}")
-        if held is None:
+        """Returns the manifest of a committed shard (saved run). Raises: ValueError if there is no such shard."""
+        content = self.read_json(f"{SHARDS}/{digest}/{MANIFEST}")
+        if content is None:
             raise ValueError(f"{self.url} has no shard {digest}; its run was not committed: run the sweep again")
-        return held
+        return content
 
     def commit(self, digest: str, build: Callable[[Path], object]) -> int:
-        """Calls `build` to write a shard into a new directory, commits the shard, and returns its bytes."""
+        """Commits the shard (saved run) that `build(directory)` writes; returns the size of the shard in bytes."""
         staging = Path(self.path(STAGING)) if self.is_local else Path(tempfile.gettempdir())
         staging.mkdir(parents=True, exist_ok=True)
-        made = staging / f"cacheprobe-{digest}-{secrets.token_hex(4)}"
+        directory = staging / f"cacheprobe-{digest}-{secrets.token_hex(4)}"
         try:
-            build(made)
-            size = sum(path.stat().st_size for path in made.iterdir())
+            build(directory)
+            size = sum(path.stat().st_size for path in directory.iterdir())
             if self.is_local:
-                self._rename(made, digest)
+                self._rename(directory, digest)
             else:
-                self._put(made, digest)
+                self._put(directory, digest)
         finally:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
         return size
 
-    def _rename(self, made: Path, digest: str) -> None:
+    def _rename(self, directory: Path, digest: str) -> None:
+        """Moves a finished shard (saved run) into the folder of shards. A complete shard with the same digest stays."""
         target = Path(self.path(SHARDS)) / digest
         target.parent.mkdir(parents=True, exist_ok=True)
-        fsync(made)
+        fsync(directory)
         try:
-            os.rename(made, target)
+            os.rename(directory, target)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            if (target / MANIFEST).exists():  # another worker was first: the same bytes
+            if (target / MANIFEST).exists():  # another worker was first, and has written the same bytes
                 return
-            shutil.rmtree(target)  # an incomplete copy that somebody made by hand
-            os.rename(made, target)
+            shutil.rmtree(target)  # an incomplete shard, which only a copy by hand leaves
+            os.rename(directory, target)
         fsync(target.parent)
 
-    def _put(self, made: Path, digest: str) -> None:
-        names = sorted(path.name for path in made.iterdir() if path.name != MANIFEST)
+    def _put(self, directory: Path, digest: str) -> None:
+        """Puts the files of a finished shard (saved run) into the object store, the manifest last."""
+        names = sorted(path.name for path in directory.iterdir() if path.name != MANIFEST)
         for name in (*names, MANIFEST):
-            self.fs.pipe_file(self.path(f"{SHARDS}/{digest}/{name}"), (made / name).read_bytes())
+            self.fs.pipe_file(self.path(f"{SHARDS}/{digest}/{name}"), (directory / name).read_bytes())
 
     def fetch(self, digest: str) -> Path:
-        """Returns a committed shard as a local directory: its own, or a copy that this process deletes at its end."""
+        """Returns the local directory of a committed shard (saved run).
+
+        From an object store, the shard is copied; the copy is deleted when the process ends.
+        """
         files = (*self.manifest(digest)["files"], MANIFEST)
         return self.local_files([f"{SHARDS}/{digest}/{name}" for name in files])[0].parent
 
     def local_files(self, names: Sequence[str]) -> list[Path]:
-        """Returns these files as local ones: themselves, or copies. A digest names fixed bytes, so copies stay
-        valid.
+        """Returns the local paths of files of the sweep. Files of an object store are copied at the first call.
+
+        Copies stay valid, because shards never change.
         """
         if self.is_local:
             return [Path(self.path(name)) for name in names]
@@ -155,12 +159,12 @@ class SweepStore:
         return targets
 
     def clean(self) -> None:
-        """Removes the incomplete files of killed workers. Only the holder of the lock may call it."""
+        """Removes the unfinished shards (saved runs) of killed workers. Only the process with the lock may do so."""
         if self.is_local:
             shutil.rmtree(self.path(STAGING), ignore_errors=True)
 
 
 @cache
 def _copies() -> tempfile.TemporaryDirectory[str]:
-    """Returns the folder of local copies, which is deleted when the process ends."""
+    """Returns the folder for local copies of shards (saved runs), which is deleted when the process ends."""
     return tempfile.TemporaryDirectory(prefix="cacheprobe-sweep-")

@@ -1,4 +1,4 @@
-"""Holds one model and runs cells on it: in this process, in another, or in a Ray actor."""
+"""Runs cells on one loaded model: in this process, in a worker process, or in a Ray actor."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """Settings that every worker of a sweep needs."""
+    """Holds the settings that every worker of a sweep needs: place of the results, resources, retries."""
 
     url: str
     workers: int
@@ -30,21 +30,21 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Result of one cell."""
+class JobOutcome:
+    """Holds the result of one cell (run) of a sweep: committed, or the cause of the failure."""
 
     digest: str
     cause: str = ""
-    """'' if the cell was committed; else the cause in a word or two, for counting."""
+    """'' if the cell was committed; otherwise the cause of the failure in a few words, for counting."""
     message: str = ""
     trace: str = ""
     """Traceback of the exception, for the event log."""
     seconds: float = 0.0
     """Seconds of the run and the commit."""
     load_seconds: float = 0.0
-    """Seconds of loading the model; 0 if it was loaded already."""
+    """Seconds of loading the model; 0 if the model was loaded already."""
     size: int = 0
-    """Bytes of the shard."""
+    """Size of the shard in bytes."""
 
     @property
     def is_committed(self) -> bool:
@@ -53,37 +53,42 @@ class Outcome:
 
 
 FULL = "no space left"
-"""Cause after which a sweep starts no more cells."""
+"""Cause of a failure on a full disk, after which a sweep starts no more cells."""
 
 
 class Holder:
-    """Keeps one model loaded while cells of this model follow each other."""
+    """Runs and commits cells (runs). Keeps one model loaded, and loads another when a cell needs another."""
 
     def __init__(self, url: str) -> None:
         self.store = SweepStore(url)
         self._key: ModelKey | None = None
         self._model: CachedLM | None = None
 
-    def run(self, held: JsonDict) -> Outcome:
-        """Runs and commits the cell of this JSON. An error of the cell is in the outcome and is not raised."""
-        cell = Cell.from_json(held)
-        digest, began, loaded = cell.digest, time.perf_counter(), 0.0
-        if why := _other_code(cell):  # on another node, or since the sweep began
-            return Outcome(digest, "another version", why)
+    def run(self, stored: JsonDict) -> JobOutcome:
+        """Runs a cell, given as `Cell.to_json`, and commits its shard (saved run); returns the Outcome.
+
+        An exception of the cell is reported in the Outcome, not raised.
+        """
+        cell = Cell.from_json(stored)
+        digest, began, load_seconds = cell.digest, time.perf_counter(), 0.0
+        if why := _version_difference(cell):  # on another node, or since the sweep began
+            return JobOutcome(digest, "another version", why)
         try:
-            loaded = self._load(cell)
+            load_seconds = self._load(cell)
             from cacheprobe.sweeps.workers.work import run_cell, save_cell
 
             assert self._model is not None
             trace = run_cell(cell, self._model)
             size = self.store.commit(digest, lambda directory: save_cell(cell, trace, directory))
         except Exception as error:  # a cell's failure is a result: the others go on
-            return Outcome(
-                digest, cause_of(error), _first_line(error), traceback.format_exc(limit=-8), load_seconds=loaded
+            return JobOutcome(
+                digest, cause_of(error), _first_line(error), traceback.format_exc(limit=-8), load_seconds=load_seconds
             )
-        return Outcome(digest, seconds=time.perf_counter() - began - loaded, load_seconds=loaded, size=size)
+        seconds = time.perf_counter() - began - load_seconds
+        return JobOutcome(digest, seconds=seconds, load_seconds=load_seconds, size=size)
 
     def _load(self, cell: Cell) -> float:
+        """Loads the cell's model, if another model or none is loaded; returns the seconds of loading."""
         if self._key == cell.model_key:
             return 0.0
         from cacheprobe.api import load_model
@@ -96,24 +101,25 @@ class Holder:
         return time.perf_counter() - began
 
 
-def _other_code(cell: Cell) -> str:
-    """Returns how code or libraries differ from those that the cell was planned with; '' if they are equal."""
+def _version_difference(cell: Cell) -> str:
+    """Returns text: how code or libraries differ from those with which the cell was planned; '' if all are equal."""
     from cacheprobe.sweeps.code import code_version, libraries
 
-    here = {"code": code_version(), **dict(libraries())}
-    asked: dict[str, str] = {"code": cell.origin["code"], **cell.origin["libraries"]}
-    differ = [name for name in here if asked.get(name) != here[name]]
-    said = "; ".join(f"{name} {asked.get(name)} is asked for and {here[name]} is here" for name in differ)
-    return said and f"{said}: install what the sweep was begun with, or begin it again"
+    installed = {"code": code_version(), **dict(libraries())}
+    planned: dict[str, str] = {"code": cell.origin["code"], **cell.origin["libraries"]}
+    differ = [name for name in installed if planned.get(name) != installed[name]]
+    listed = "; ".join(f"{name} {planned.get(name)} is asked for and {installed[name]} is here" for name in differ)
+    return listed and f"{listed}: install what the sweep was begun with, or begin it again"
 
 
 def cause_of(error: BaseException) -> str:
-    """Returns a failure's cause, for counting."""
+    """Returns the cause of a failure as a short text, for counting: FULL for a full disk, else the class name."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if is_full or os.strerror(errno.ENOSPC) in str(error):  # safetensors says it in words alone
+    if is_full or os.strerror(errno.ENOSPC) in str(error):  # safetensors reports a full disk only in the message
         return FULL
     return type(error).__name__
 
 
 def _first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, up to 500 characters; without a message, the class name."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:500]

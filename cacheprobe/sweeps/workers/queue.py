@@ -1,4 +1,4 @@
-"""Queues the cells by model, so that a worker continues with its loaded model while there are cells of that model."""
+"""Queues the cells (runs) of a sweep by model, so that a worker continues with its loaded model as long as possible."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -7,11 +7,11 @@ from cacheprobe.sweeps.cells import Cell, ModelKey
 
 
 class Waiting:
-    """A queue of cells for each model."""
+    """Holds the cells (runs) of a sweep that are not started yet, in a queue for each model."""
 
     def __init__(self, cells: Iterable[Cell]) -> None:
         self._by_model: dict[ModelKey | None, deque[Cell]] = {}
-        self._holders: dict[ModelKey | None, int] = {}
+        self._holders: dict[ModelKey | None, int] = {}  # number of workers that have the model loaded
         self.is_stopped = False
         for cell in cells:
             self._by_model.setdefault(cell.model_key, deque()).append(cell)
@@ -20,9 +20,10 @@ class Waiting:
         return sum(map(len, self._by_model.values()))
 
     def take(self, held: ModelKey | None = None) -> Cell | None:
-        """Returns the next cell for a worker that has the model of key `held` loaded; None if no cell is left.
+        """Removes the next cell for a worker from the queues, and returns the cell; None if no cell is left.
 
-        The cell is of that model, or else of the model with most waiting cells per worker.
+        held: key of the model that the worker has loaded; the cell is of this model if possible. Otherwise the cell is
+        of the model with the most waiting cells for each worker.
         """
         if self.is_stopped:
             return None
@@ -37,7 +38,7 @@ class Waiting:
         return self._by_model[held].popleft()
 
     def put_back(self, cell: Cell) -> None:
-        """Puts a cell first in the queue again, because its worker died."""
+        """Puts the cell of a dead worker back to the front of the queue of its model."""
         self._by_model[cell.model_key].appendleft(cell)
         self._holders[cell.model_key] = max(self._holders.get(cell.model_key, 0) - 1, 0)
 

@@ -1,4 +1,4 @@
-"""Runs one cell on a loaded model, and saves its shard, whose bytes depend on the cell only."""
+"""Runs one cell of a sweep on a loaded model, and saves its shard. The bytes of the shard depend on the cell only."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ from cacheprobe.trace.trace import Trace
 
 
 def run_cell(cell: Cell, model: CachedLM) -> Trace:
-    """Returns the cell's trace, computed with the cell's number of threads.
+    """Runs a cell on a loaded model, with the cell's number of threads; returns the Trace.
 
     Examples and noise are drawn from the cell's seed, so cells of one seed have the same prompts. torch's global
     generator, which cacheprobe does not use, is seeded from the cell's digest.
@@ -44,7 +44,10 @@ def run_cell(cell: Cell, model: CachedLM) -> Trace:
 
 
 def save_cell(cell: Cell, trace: Trace, directory: Path) -> Path:
-    """Writes the shard: a saved run for `load_trace`, with file names from the digest, and without times."""
+    """Writes the Trace of a cell to `directory` as a shard, which `load_trace` reads; returns the directory.
+
+    Changes `trace`: sets its times to NaN and adds meta["sweep"], so that the bytes depend on the cell only.
+    """
     trace.event_table = trace.event_table.assign(seconds=float("nan"))
     trace.meta["sweep"] = {
         "digest": cell.digest,
@@ -56,9 +59,9 @@ def save_cell(cell: Cell, trace: Trace, directory: Path) -> Path:
 
 
 def facts(trace: Trace) -> dict[str, int | float | None]:
-    """Returns a cell's numbers for the table of cells: requests, tokens, steps, drafts, and accuracy on the task."""
+    """Returns a dictionary of the numbers of a cell, by column of the table of cells: tokens, steps, accuracy, ..."""
     drafted, behaviour = trace.num_drafted, trace.meta["behaviour"] or {}
-    nats = [one for request in trace.requests for one in trace.logprobs(request.request_id)]
+    nats = [nat for request in trace.requests for nat in trace.logprobs(request.request_id)]
     return {
         "requests": len(trace.requests),
         "tokens": sum(len(ids) for ids in trace.tokens.values()),
@@ -72,7 +75,7 @@ def facts(trace: Trace) -> dict[str, int | float | None]:
 
 
 def layers(trace: Trace) -> list[dict[str, object]]:
-    """Returns `measures.by_layer` of the readings as records; [] if Z was not kept."""
+    """Returns the table `measures.by_layer` of a Trace's readings as a list of dictionaries; [] without readings."""
     if trace.hypothesis_table is None or trace.hypothesis_table.empty:
         return []
     table = by_layer(lens_readings(trace))
@@ -80,40 +83,44 @@ def layers(trace: Trace) -> list[dict[str, object]]:
 
 
 def _run(cell: Cell, model: CachedLM) -> Trace:
-    axes, asked = cell.axes, cell.run
-    examples = make("tasks", axes["task"]).examples(asked["n"], axes["seed"])
+    """Makes the examples, lens, drafter and interventions of a cell, and runs the examples."""
+    axes, common = cell.axes, cell.run
+    examples = make("tasks", axes["task"]).examples(common["n"], axes["seed"])
     settings = dict(
         window=axes["window"],
         seed=axes["seed"],
         lens=make_lens(axes["lens"], model),
         sampling=SamplingParams(
-            temperature=asked["temperature"], top_k=asked["top_k"], top_p=asked["top_p"], stop=tuple(asked["stop"])
+            temperature=common["temperature"], top_k=common["top_k"], top_p=common["top_p"], stop=tuple(common["stop"])
         ),
-        layers="all" if asked["layers"] is None else list(asked["layers"]),
-        **{name: asked[name] for name in ("deterministic", "max_new_tokens", "capacity", "group")},
-        **{name: asked[name] for name in ("prefill_chunk", "prefill_group", "pad_prefill")},
+        layers="all" if common["layers"] is None else list(common["layers"]),
+        **{name: common[name] for name in ("deterministic", "max_new_tokens", "capacity", "group")},
+        **{name: common[name] for name in ("prefill_chunk", "prefill_group", "pad_prefill")},
         progress=False,
     )
     drafter = make("drafters", axes["drafter"]) if axes["drafter"] else None
     changes = _changes(axes["intervention"], model, examples, settings)
-    capture = CaptureConfig(asked["capture"])
+    capture = CaptureConfig(common["capture"])
     return run(model, examples, drafter=drafter, capture=capture, interventions=changes, **settings)
 
 
 def _changes(text: str | None, model: CachedLM, examples: Sequence[Example], settings: JsonDict) -> list[Intervention]:
-    """Returns the cell's intervention for every request; mean and resample use states of a plain run of the prompts."""
+    """Returns a list with the cell's Intervention for each request; [] if the cell has none.
+
+    mean and resample use states of a first run of the same prompts without interventions.
+    """
     if text is None:
         return []
     change, states = parse_change(text), None
     if change.name in NEEDS_STATES:
         site, layer = change.where["site"], change.where["layer"]
-        of_site: JsonDict = {**settings, "layers": [layer], "lens": None}
-        plain = run(model, examples, capture=site, **of_site)
-        states = torch.cat([plain.states(site, layer, request.request_id) for request in plain.requests])
+        of_layer: JsonDict = {**settings, "layers": [layer], "lens": None}
+        unchanged = run(model, examples, capture=site, **of_layer)
+        states = torch.cat([unchanged.states(site, layer, request.request_id) for request in unchanged.requests])
     return make_changes(change, range(len(examples)), states)
 
 
 def _plain(value: object) -> object:
-    """Returns numpy's number as Python's; NaN, which JSON does not have, becomes None."""
+    """Returns a NumPy number as a Python number, and NaN, which JSON does not have, as None; other values unchanged."""
     value = value.item() if isinstance(value, np.generic) else value
     return None if isinstance(value, float) and value != value else value

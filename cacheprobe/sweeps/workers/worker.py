@@ -1,7 +1,6 @@
-"""Runs cells in a worker process of the `processes` backend: one line of JSON in for each cell, one out for its
-outcome.
+"""Runs cells in a worker process of the backend `processes`: reads cells as lines of JSON, and writes outcomes.
 
-The process ends after its input ends, so after the end of the sweep it finishes at most its current cell.
+The process ends when its input ends, so after the end of the sweep it finishes at most its current cell.
 """
 
 import json
@@ -12,7 +11,7 @@ from dataclasses import asdict
 
 
 def main() -> None:
-    """Reads cells from stdin, runs them, and writes their outcomes to stdout."""
+    """Reads cells from stdin, one line of JSON each, runs each cell, and writes its Outcome to stdout as JSON."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep handles Ctrl-C
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # output of libraries goes to stderr

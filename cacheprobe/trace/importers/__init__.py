@@ -1,1 +1,1 @@
-"""Imports generations of other programs as traces."""
+"""Imports generations of other programs (Hugging Face's generate, vLLM) as traces."""

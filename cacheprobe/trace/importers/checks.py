@@ -1,4 +1,4 @@
-"""Checks that imported states are those of a model that is loaded here, before they are used."""
+"""Checks that imported states are those of a loaded model, before they are used."""
 
 import torch
 from torch import Tensor
@@ -14,36 +14,39 @@ _LONGEST = 64
 """Number of prompt tokens that are computed again."""
 
 
-def require_states_of(model: CachedLM, one: Generation) -> None:
-    """Runs the first tokens of this prompt through the model, and compares each layer's states with the imported ones.
+def require_states_of(model: CachedLM, generation: Generation) -> None:
+    """Checks that imported states are those of `model`: runs the prompt's first tokens and compares the states of each
+    layer.
 
-    Raises: ImportRefused for another width, for tokens outside its vocabulary, and for states of another layer or of
-    other weights; the message names the nearest layer.
+    Raises: ImportRefused for another width, for tokens outside the vocabulary, and for states of another layer or of
+    other
+    weights; the message names the nearest layer.
     """
-    if bad := [token for token in (*one.prompt, *one.generated) if not 0 <= token < model.d_vocab]:
+    if bad := [token for token in (*generation.prompt, *generation.generated) if not 0 <= token < model.d_vocab]:
         raise ImportRefused(f"token id {bad[0]} is outside the vocabulary of {model.name}, {model.d_vocab}")
-    width = next(iter(one.states.values())).shape[1]
+    width = next(iter(generation.states.values())).shape[1]
     if width != model.d_model:
         raise ImportRefused(f"states are {width} wide, those of {model.name} {model.d_model}; give the model that ran")
-    if beyond := [layer for layer in one.states if layer >= model.n_layers]:
+    if beyond := [layer for layer in generation.states if layer >= model.n_layers]:
         raise ImportRefused(
             f"states of layer {max(beyond)} were given; {model.name} has layers 0 to {model.n_layers - 1}"
         )
-    count = min(len(one.prompt), _LONGEST)
+    count = min(len(generation.prompt), _LONGEST)
     sites = [("S", layer) for layer in range(model.n_layers)]
-    fed = feed(model, torch.tensor([one.prompt[:count]]), sites, logit_slots=[0])
+    fed = feed(model, torch.tensor([generation.prompt[:count]]), sites, logit_slots=[0])
     ours = [fed.states[site][0] for site in sites]
-    for layer, states in one.states.items():
-        far = [_distance(states[:count].to(model.device), own) for own in ours]
-        nearest = min(range(len(far)), key=far.__getitem__)
-        if not far[layer] <= FARTHEST or nearest != layer:
+    for layer, states in generation.states.items():
+        distances = [_distance(states[:count].to(model.device), state) for state in ours]
+        nearest = min(range(len(distances)), key=distances.__getitem__)
+        if not distances[layer] <= FARTHEST or nearest != layer:
             raise ImportRefused(
-                f"states that were given as layer {layer} lie {far[layer]:.2f} of their length away from those of "
-                f"{model.name} ({FARTHEST} at most), and {far[nearest]:.2f} from its layer {nearest}; give the model "
-                "that ran, and the layers as they were asked for"
+                f"states that were given as layer {layer} lie {distances[layer]:.2f} of their length away from those "
+                f"of {model.name} ({FARTHEST} at most), and {distances[nearest]:.2f} from its layer {nearest}; give "
+                "the model that ran, and the layers as they were asked for"
             )
 
 
 def _distance(theirs: Tensor, ours: Tensor) -> float:
+    """Returns the distance between two states as a share of the second one's norm, averaged over all tokens."""
     a, b = theirs.float(), ours.float()
     return float(((a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-30)).mean())

@@ -1,6 +1,6 @@
-"""Builds a Trace from what another program stored of a generation, and lists the data that it lacks.
+"""Builds a Trace from a generation that another program stored, and lists the data that the trace lacks.
 
-Nothing was drafted there, so every row is canonical. A row's position is that of its input token, as in all traces.
+No token was drafted, so every row is canonical. A row's position is that of its input token, as in all traces.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,20 +24,20 @@ from cacheprobe.trace.trace import Trace
 
 @runtime_checkable
 class Decoder(Protocol):
-    """A tokenizer, as far as an import needs one."""
+    """Defines the tokenizer method that an import needs: `decode`."""
 
     def decode(self, token_ids: Sequence[int], *, clean_up_tokenization_spaces: bool) -> str:
-        """Returns the text of these tokens."""
+        """Returns the text of the given token ids."""
         ...
 
 
 class ImportRefused(ValueError):
-    """Raised for data that cannot be read as a trace; the message says what was expected, and the remedy."""
+    """Raised for data that cannot be read as a trace. The message says what was expected, and the remedy."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One request of another program."""
+    """Holds one request of another program: its prompt, its generated tokens and the captured states of each layer."""
 
     prompt: tuple[int, ...]
     generated: tuple[int, ...]
@@ -47,24 +47,26 @@ class Generation:
     logprobs: tuple[float, ...] = ()
     """Log-probabilities of the generated tokens, in nats; empty if unknown."""
     margins: tuple[float, ...] = ()
-    """Nats between the two best tokens of each choice; empty if unknown."""
+    """Log-probability gap, in nats, between the two best tokens of each choice; empty if unknown."""
     finish: str = "unknown"
 
     @property
     def num_rows(self) -> int:
-        """Number of positions with states."""
+        """Number of positions of this request that have states."""
         return len(next(iter(self.states.values())))
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The program that made the generations, and the data that it does not store."""
+    """Describes the program that made the imported generations, its model, and the data that the program does not
+    store.
+    """
 
     program: str
     name: str
     """Name of the model."""
     n_layers: int
-    """Blocks of the model, or of its known part."""
+    """Number of blocks of the model; if the model is unknown, of those below the highest imported layer."""
     missing: Mapping[str, str]
     has_steps: bool
     """Whether the program stores which passes it ran."""
@@ -73,7 +75,10 @@ class Origin:
 def text_maker(
     model: CachedLM | None, tokenizer: Decoder | None
 ) -> tuple[Callable[[Sequence[int]], list[str]], Callable[[Sequence[int]], str]]:
-    """Returns two functions of token ids: the list of their texts, and their joint text; "<17>" without a tokenizer."""
+    """Returns two functions of token ids: one gives a list with the text of each token, the other the joint text.
+
+    Without a model and a tokenizer, a token's text is "<17>" for id 17.
+    """
     if tokenizer is not None:
         return (
             lambda ids: [tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in ids],
@@ -87,7 +92,8 @@ def text_maker(
 def imported_trace(
     generations: Sequence[Generation], origin: Origin, model: CachedLM | None, tokenizer: Decoder | None
 ) -> Trace:
-    """Returns the trace of these generations, one request each, in their order.
+    """Builds the Trace of generations that another program made; each generation becomes one request, numbered in
+    order.
 
     A request's prompt is its text, special tokens included, if a tokenizer is known; else its token ids.
     """
@@ -95,8 +101,8 @@ def imported_trace(
     has_text = tokenizer is not None or getattr(model, "tokenizer", None) is not None
     records = [record for number, one in enumerate(generations) for record in _rows(number, one, origin.n_layers)]
     order = sorted(range(len(records)), key=lambda i: (records[i].step, records[i].request_id, records[i].position))
-    for place, i in enumerate(order):
-        records[i].state_index = place
+    for index, i in enumerate(order):
+        records[i].state_index = index
     layers = sorted(generations[0].states)
     stacked = {
         ("S", layer): torch.cat([one.states[layer] for one in generations])[torch.tensor(order)] for layer in layers
@@ -129,39 +135,50 @@ def imported_trace(
     )
 
 
-def _rows(number: int, one: Generation, n_layers: int) -> list[RowRecord]:
-    prompt, text = len(one.prompt), (*one.prompt, *one.generated)
+def _rows(number: int, generation: Generation, n_layers: int) -> list[RowRecord]:
+    """Returns the row records (one for each token with states) of one imported generation; all have status "committed".
+
+    The prompt is computed in step 0, then one generated token in each step.
+    """
+    prompt, token_ids = len(generation.prompt), (*generation.prompt, *generation.generated)
     rows = []
-    for position in range(one.num_rows):
+    for position in range(generation.num_rows):
         step = max(position - prompt + 1, 0)
         phase, role = ("prefill", "prompt") if position < prompt else ("decode", "committed")
-        rows.append(RowRecord(number, step, phase, position, text[position], n_layers, -1, role, "committed"))
+        rows.append(RowRecord(number, step, phase, position, token_ids[position], n_layers, -1, role, "committed"))
     return rows
 
 
 def _steps(generations: Sequence[Generation]) -> list[StepRecord]:
-    """Returns a prefill of all prompts, then one decode for each further token of the requests that go on."""
+    """Returns the passes that imported generations imply: a prefill of all prompts, then one decode pass for each
+    token.
+
+    A request that has ended is not in the later passes.
+    """
     steps = []
     for step in range(max(max(len(one.generated), 1) for one in generations)):
-        there = [n for n, one in enumerate(generations) if step < len(one.generated) or step == 0]
+        active = [n for n, one in enumerate(generations) if step < len(one.generated) or step == 0]
         slots = max(len(one.prompt) for one in generations) if step == 0 else 1
-        committed = {n: generations[n].generated[step : step + 1] for n in there}
+        committed = {n: generations[n].generated[step : step + 1] for n in active}
         steps.append(
             StepRecord(
                 step=step,
                 phase="decode" if step else "prefill",
                 batch_shape=(len(generations), slots),
-                request_ids=tuple(there),
+                request_ids=tuple(active),
                 seconds=float("nan"),
                 committed=tuple(committed.items()),
-                logprobs=tuple((n, generations[n].logprobs[step : step + 1]) for n in there),
-                margins=tuple((n, nats) for n in there for nats in generations[n].margins[step : step + 1]),
+                logprobs=tuple((n, generations[n].logprobs[step : step + 1]) for n in active),
+                margins=tuple((n, nats) for n in active for nats in generations[n].margins[step : step + 1]),
             )
         )
     return steps
 
 
 def _ledger(generations: Sequence[Generation]) -> list[LedgerChange]:
+    """Returns the cache changes that imported generations imply: the prompt's slots, then one slot for each decoded
+    token.
+    """
     changes = []
     for number, one in enumerate(generations):
         prompt = len(one.prompt)
@@ -173,6 +190,7 @@ def _ledger(generations: Sequence[Generation]) -> list[LedgerChange]:
 def _meta(
     generations: Sequence[Generation], origin: Origin, capture: CaptureConfig, dtype: str, model: CachedLM | None
 ) -> JsonDict:
+    """Returns the metadata of an imported trace as a dict, with the reason for each kind of missing data."""
     heads = dict.fromkeys(HEAD_SITES, f"{origin.program} keeps no attention heads")
     unread = "no lens was read at the import; cp.analysis.read_states(trace, lens, model=model) reads one from S"
     return {

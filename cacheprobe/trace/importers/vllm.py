@@ -40,7 +40,8 @@ def trace_of_vllm(
     tokenizer: Decoder | None = None,
     name: str | None = None,
 ) -> Trace:
-    """Returns the trace of vLLM's dumps: paths, a folder, or vLLM's outputs that name the files.
+    """Returns the Trace of hidden states that vLLM stored. outputs: file paths, a folder, or vLLM's outputs that name
+    files.
 
     layers: the setting eagle_aux_hidden_state_layer_ids.  num_prompt_tokens: of each file, or one number for all; by
     default all tokens are the prompt's.  model: also checks that the states are this model's.
@@ -75,17 +76,20 @@ def trace_of_vllm(
 
 
 class _Completion(Protocol):
+    """Lists the field of vLLM's CompletionOutput that the import reads."""
+
     token_ids: Sequence[int]
 
 
 class _RequestOutput(Protocol):
-    """The fields of vLLM's RequestOutput that are read here."""
+    """Lists the fields of vLLM's RequestOutput that the import reads."""
 
     prompt_token_ids: Sequence[int]
     outputs: Sequence[_Completion]
 
 
 def _layer_ids(layers: Iterable[int]) -> list[int]:
+    """Returns the layer ids of vLLM's setting as a list. Raises: ImportRefused if not ascending, and for [0]."""
     ids = [int(layer) for layer in layers]
     if not ids or ids != sorted(set(ids)) or ids[0] < 0:
         raise ImportRefused(
@@ -98,15 +102,19 @@ def _layer_ids(layers: Iterable[int]) -> list[int]:
 
 
 def _as_list(outputs: object) -> list[object]:
-    """Returns paths or vLLM outputs as a list; a folder is replaced by its files, in the order of their names."""
+    """Returns file paths or vLLM outputs as a list; a folder is replaced by its .safetensors files, in order of their
+    names.
+
+    Raises: ImportRefused if there is none.
+    """
     items = list(outputs) if isinstance(outputs, Iterable) and not isinstance(outputs, str | Path) else [outputs]
     found: list[object] = []
     for item in items:
         if isinstance(item, str | Path) and Path(item).is_dir():
-            inside = sorted(Path(item).glob("*.safetensors"))
-            if not inside:
+            files = sorted(Path(item).glob("*.safetensors"))
+            if not files:
                 raise ImportRefused(f"{item} holds no .safetensors file; vLLM writes them to its shared_storage_path")
-            found += inside
+            found += files
         else:
             found.append(item)
     if not found:
@@ -115,6 +123,11 @@ def _as_list(outputs: object) -> list[object]:
 
 
 def _generation(item: object, ids: Sequence[int], num_prompt_tokens: int | None) -> Generation:
+    """Reads one stored file of vLLM, and returns prompt, generated tokens and states as a Generation.
+
+    item: a file path, or a vLLM output that names its file.  ids: vLLM's layer ids.
+    Raises: ImportRefused if the file does not fit the output or the prompt length.
+    """
     if isinstance(item, str | Path):
         states, tokens = _read(Path(item), len(ids))
         prompt_length = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
@@ -138,14 +151,17 @@ def _generation(item: object, ids: Sequence[int], num_prompt_tokens: int | None)
 
 
 def _split(states: Tensor, prompt: Sequence[int], generated: Sequence[int], ids: Sequence[int]) -> Generation:
-    by_layer = {layer - 1: states[:, place].clone() for place, layer in enumerate(ids) if layer > 0}
+    """Returns a Generation from states [t, l, m] of vLLM: its id k is the input of block k, so S of layer k - 1."""
+    by_layer = {layer - 1: states[:, index].clone() for index, layer in enumerate(ids) if layer > 0}
     return Generation(tuple(prompt), tuple(generated), by_layer)
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[None]:
-    """Waits until vLLM has finished this file, if a lock file lies beside it.
+def _complete_file(path: Path) -> Iterator[None]:
+    """Waits, as a context manager, until vLLM has finished writing a file; then holds a shared lock on it in the `with`
+    block.
 
+    Without a lock file next to the file, does not wait.
     Raises: ImportRefused after SECONDS_TO_WAIT.
     """
     try:
@@ -166,7 +182,9 @@ def _whole(path: Path) -> Iterator[None]:
 
 
 def _is_shared(lock: IO[bytes]) -> bool:
-    """Returns whether the writer has released the lock. If so, this process shares it until it closes the file."""
+    """Returns True if vLLM has released its lock on the file; this process then shares the lock until it closes the
+    file.
+    """
     import fcntl
 
     try:
@@ -177,8 +195,9 @@ def _is_shared(lock: IO[bytes]) -> bool:
 
 
 def _read(path: Path, num_layers: int) -> tuple[Tensor, list[int]]:
-    """Returns states [t, l, m] and token ids of a file. Raises: ImportRefused for another layout, naming the expected
-    one.
+    """Returns the states [t, l, m] and the token ids of one file that vLLM stored.
+
+    Raises: ImportRefused for another layout; the message names the expected one.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -186,13 +205,13 @@ def _read(path: Path, num_layers: int) -> tuple[Tensor, list[int]]:
     if path.suffix == ".zst" or (not path.exists() and path.with_name(path.name + ".zst").exists()):
         raise ImportRefused(f"{path} is compressed; unpack it first, with zstd -d")
     try:
-        with _whole(path):
-            held = load_file(path)
+        with _complete_file(path):
+            tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ImportRefused(f"{path} cannot be read as safetensors ({error!s:.120}); is vLLM still at it?") from error
-    if lacking := [key for key in _KEYS if key not in held]:
-        raise ImportRefused(f"{path} has no {lacking[0]}; expected {' and '.join(_KEYS)}, it holds {sorted(held)}")
-    states, tokens = held["hidden_states"], held["token_ids"]
+    if missing := [key for key in _KEYS if key not in tensors]:
+        raise ImportRefused(f"{path} has no {missing[0]}; expected {' and '.join(_KEYS)}, it holds {sorted(tensors)}")
+    states, tokens = tensors["hidden_states"], tensors["token_ids"]
     if states.dim() != 3 or tokens.dim() != 1 or len(states) != len(tokens):
         raise ImportRefused(
             f"{path}: hidden_states {tuple(states.shape)} and token_ids {tuple(tokens.shape)}; expected "

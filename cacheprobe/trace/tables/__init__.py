@@ -1,1 +1,1 @@
-"""Builds the tables of a trace: rows, readings, verdicts on drafts, thoughts, events and the ledger."""
+"""Builds the pandas tables of a trace: rows, lens readings, verdicts on draft tokens, thoughts, events, the ledger."""

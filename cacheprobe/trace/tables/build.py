@@ -22,10 +22,12 @@ EVENT_COLUMNS = [
 
 
 def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFrame:
-    """Returns one line for every token of every pass.
+    """Returns the rows table: a DataFrame with one line for every token of every pass.
 
     Columns: row, request_id, step, phase, role, status, position, token_id, token (visible form), num_layers (that
-    ran), state_index (index among the stored vectors; -1 if a filter dropped the row).
+    ran),
+    state_index (index among the stored vectors; -1 if a capture filter dropped the row).
+    token_texts: returns the texts of token ids.
     """
     table = pd.DataFrame([asdict(row) for row in rows], columns=[field.name for field in fields(RowRecord)])
     table.insert(0, "row", np.arange(len(table)))
@@ -36,13 +38,14 @@ def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFra
 def hypotheses_table(
     columns: Mapping[str, Tensor], rows: pd.DataFrame, lens: str, token_texts: TokenTexts, site: str = "S"
 ) -> pd.DataFrame:
-    """Returns one line for every lens reading: layer x position x pass.
+    """Returns the table of lens readings: a DataFrame with one line for each layer of each row.
 
     A row at position p has the token at p as input and predicts the token at p + 1. token_id, token, logprob_nats: the
-    layer's most likely token; top_token_ids, top_logprob_nats: its five most likely tokens; entropy_nats.
+    layer's most likely token; top_token_ids, top_logprob_nats: its top_k most likely tokens; entropy_nats.
     committed_token_id, committed_token: the token committed at p + 1, null if there is none; rank,
     committed_logprob_nats:
-    that token's rank and log-probability in this reading; agrees: whether it is the most likely token.
+    that token's rank (0 is the most likely) and log-probability in this reading; agrees: whether it is the most likely
+    token.
     """
     about = rows.set_index("row").loc[columns["row"].numpy()]
     target, top = columns["target"].numpy(), columns["top_token_ids"].numpy()
@@ -72,12 +75,14 @@ def hypotheses_table(
 
 
 def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
-    """Returns one line for every request in every step.
+    """Returns the events table: a DataFrame with one line for every request in every step (pass).
 
     Columns: step, phase, batch_rows, batch_slots, request_id, seconds; draft_start, draft_token_ids, target_token_ids,
-    num_accepted, finish (of a verify); proposed_token_ids (of a decode of a draft); committed_token_ids and their
-    committed_logprobs_nats under the model's unprocessed logits; recovered_token_id, bonus_token_id; margin_nats (the
-    smallest of the step's choices).
+    num_accepted, num_rolled_back, finish (of a verify); proposed_token_ids (of a decode of a draft);
+    committed_token_ids
+    and their committed_logprobs_nats under the model's unprocessed logits; recovered_token_id, bonus_token_id;
+    margin_nats
+    (the smallest of the step's choices).
     """
     records = []
     for step in steps:
@@ -115,13 +120,16 @@ def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
 
 
 def ledger_table(changes: Sequence[LedgerChange]) -> pd.DataFrame:
-    """Returns one line for every change: request_id, step, start, end, provenance of cache rows start..end-1."""
+    """Returns the ledger: a DataFrame with one line for each change of a request's cached slots.
+
+    Columns: request_id, step, start, end, provenance; the change concerns slots start..end-1.
+    """
     columns = [field.name for field in fields(LedgerChange)]
     return pd.DataFrame([asdict(change) for change in changes], columns=columns)
 
 
 def texts_of(token_ids: np.ndarray, token_texts: TokenTexts) -> np.ndarray:
-    """Returns the visible form of each token [n]; decodes every distinct id once."""
+    """Returns the visible text of each token, as an array [n] of str. Decodes every distinct id once."""
     distinct, inverse = np.unique(token_ids, return_inverse=True)
     return np.array([visible(text) for text in token_texts(distinct.tolist())], dtype=object)[inverse]
 
@@ -133,7 +141,7 @@ def tokens_table(
     columns: Mapping[str, Tensor],
     token_texts: TokenTexts,
 ) -> pd.DataFrame:
-    """Returns one line for every token that the run names: token_id, token (visible form).
+    """Returns a DataFrame with one line for every token that the run names: token_id, token (visible text).
 
     These are the tokens that were fed, committed, drafted or chosen by the verifier, and every choice of a reading.
     tokens: committed ids by request.  columns: from `LensReader.finish`, {} without a lens.

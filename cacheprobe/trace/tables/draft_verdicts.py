@@ -1,6 +1,4 @@
-"""Finds the verdict on every drafted token, and adds it to the readings of the position that the token was
-drafted for.
-"""
+"""Finds the verdict on every draft token, and adds it to the lens readings that predict the draft token's position."""
 
 from collections.abc import Iterable, Mapping
 
@@ -19,11 +17,13 @@ READ_COLUMNS = ["read_token_id", "read_token"]
 
 
 def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
-    """Returns one line for each drafted token: request_id, place, drafted_token_id, born, judged, verdict.
+    """Returns a DataFrame with one line for each draft token: when it was drafted, and the verdict on it.
 
-    place: 0 is the first generated token.  born: the step that drafted the token.  judged: the step of its verify pass,
-    null if it reached none.  verdict: "accepted"; "rejected", the first of its draft that the verifier did not choose;
-    "never_judged", if it followed a rejected token or its draft was given up.
+    Columns: request_id, place (0 is the first generated token), drafted_token_id; born, the step that drafted the
+    token;
+    judged, the step of its verify pass, null if it reached none; verdict: "accepted"; "rejected", the first of its
+    draft
+    that the verifier did not choose; "never_judged", if it followed a rejected token or its draft was given up.
     events: as in `Trace.events`.
     """
     history = token_history(events)
@@ -49,30 +49,33 @@ def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
 def with_verdicts(
     readings: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapping[int, int], token_texts: Mapping[int, str]
 ) -> pd.DataFrame:
-    """Returns the readings with the columns drafted_token_id, drafted_token, verdict, prediction_depth and top_tokens.
+    """Returns the lens readings with five more columns: the draft token for the predicted position, and the verdict on
+    it.
 
-    A row at position p predicts position p + 1. Its drafted token is the draft token at p + 1 in the row's own pass:
-    the pass that drafted the token, or the verify pass that judged it. It is null if there was no draft token.
-    prediction_depth: as in `prediction_depths`.  top_tokens: the texts of top_token_ids.
+    Columns: drafted_token_id, drafted_token, verdict, prediction_depth (as in `prediction_depths`) and top_tokens, the
+    texts of top_token_ids.
+    A row at position p predicts position p + 1. Its draft token is the one at p + 1 in the row's own pass: the pass
+    that
+    drafted the token, or the verify pass that judged it. It is null if there was no draft token.
     readings: one lens and site, as in `trace.tables.build.hypotheses_table`.  prompt_lengths: tokens by request.
-    token_texts: by token id; a missing token is shown as "<id>".
+    token_texts: by token id; a missing token gets the text "<id>".
     """
     readings = readings.drop(columns=[*VERDICT_COLUMNS, "top_tokens"], errors="ignore")
     drafts = drafts_table(events)
-    position = drafts.request_id.map(prompt_lengths) + drafts.place - 1  # of the row that predicts it
-    about = drafts.assign(position=position)[["request_id", "position", "drafted_token_id", "verdict"]]
-    born, judged = about.assign(step=drafts.born), about.assign(step=drafts.judged)[drafts.judged.notna()]
-    where = pd.concat([born, judged.astype({"step": born.step.dtype})]).drop_duplicates(
+    position = drafts.request_id.map(prompt_lengths) + drafts.place - 1  # of the row that predicts the draft token
+    known_drafts = drafts.assign(position=position)[["request_id", "position", "drafted_token_id", "verdict"]]
+    born, judged = known_drafts.assign(step=drafts.born), known_drafts.assign(step=drafts.judged)[drafts.judged.notna()]
+    drafts_of_passes = pd.concat([born, judged.astype({"step": born.step.dtype})]).drop_duplicates(
         ["request_id", "step", "position"]
     )
     keys = ["request_id", "step", "position"]
-    found = readings[keys].merge(where, on=keys, how="left", validate="many_to_one")
-    token_ids = found.drafted_token_id.astype("Int64").array
+    matched = readings[keys].merge(drafts_of_passes, on=keys, how="left", validate="many_to_one")
+    token_ids = matched.drafted_token_id.astype("Int64").array
     texts = {token: _text(token_texts, token) for token in drafts.drafted_token_id.unique().tolist()}
     added = {
         "drafted_token_id": token_ids,
-        "drafted_token": found.drafted_token_id.map(texts).astype(object).to_numpy(),
-        "verdict": found.verdict.astype("string").array,
+        "drafted_token": matched.drafted_token_id.map(texts).astype(object).to_numpy(),
+        "verdict": matched.verdict.astype("string").array,
         "prediction_depth": prediction_depths(readings).array,
     }
     end = readings.columns.get_loc("top_token_ids")
@@ -85,24 +88,27 @@ def with_verdicts(
 
 
 def with_read_tokens(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns the readings with the columns read_token_id and read_token: the row's input token, at the row's position.
+    """Returns the lens readings with two more columns, read_token_id and read_token: the input token of the reading's
+    row.
 
     rows: as in `trace.tables.build.rows_table`.
     """
     readings = readings.drop(columns=READ_COLUMNS, errors="ignore")
-    fed = rows[rows.row.isin(readings.row.unique())].set_index("row")[["token_id", "token"]].reindex(readings.row)
-    place = readings.columns.get_loc("position") + 1
-    readings.insert(place, "read_token_id", fed.token_id.astype("Int64").array)
-    readings.insert(place + 1, "read_token", fed.token.to_numpy(dtype=object))
+    own_rows = rows[rows.row.isin(readings.row.unique())]
+    input_tokens = own_rows.set_index("row")[["token_id", "token"]].reindex(readings.row)
+    column = readings.columns.get_loc("position") + 1
+    readings.insert(column, "read_token_id", input_tokens.token_id.astype("Int64").array)
+    readings.insert(column + 1, "read_token", input_tokens.token.to_numpy(dtype=object))
     return readings
 
 
 def _ids(cell: object) -> list[int]:
-    """Returns a cell's token ids as a list; [] for a thought, whose cell is null."""
+    """Returns the token ids in a cell of a table as a list; [] for a thought, whose cell is null."""
     return [int(token) for token in cell] if isinstance(cell, Iterable) else []
 
 
 def _text(token_texts: Mapping[int, str], token_id: int) -> str:
+    """Returns the text of a token id, or "<id>" if it is unknown."""
     try:
         return token_texts[token_id]
     except KeyError:
@@ -110,9 +116,9 @@ def _text(token_texts: Mapping[int, str], token_id: int) -> str:
 
 
 def prediction_depths(readings: pd.DataFrame) -> pd.Series:
-    """Returns, for each reading, the first layer from which its row's most likely token equals that of the last layer
-    read.
+    """Returns the prediction depth of each lens reading's row, as a Series with one value for each reading.
 
+    It is the first layer from which the row's most likely token stays that of the last layer read.
     Source: prediction depth, Baldock et al. 2021 (arXiv 2106.09647), with layers for their k-NN probes.
     Twin: tests.twins.measures_slowly.prediction_depth_slowly, ==.
     """
@@ -131,48 +137,55 @@ def prediction_depths(readings: pd.DataFrame) -> pd.Series:
 
 
 def by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
-    """Returns the readings that can be compared with a committed token; a missing verdict becomes "not_drafted".
+    """Returns the lens readings that can be compared with a committed token; a missing verdict becomes "not_drafted".
 
-    Leaves out rows without a committed next token, and rows whose input was a rejected or given-up draft token: they
+    Leaves out rows without a committed next token, and rows whose input was a rejected, later or given-up draft token:
+    they
     follow a text that was never committed.
     Raises: ValueError if no reading remains.
     """
-    known = readings[readings.agrees.notna() & ~readings.status.isin(DISCARDED_DRAFT)]
-    if known.empty:
+    comparable = readings[readings.agrees.notna() & ~readings.status.isin(DISCARDED_DRAFT)]
+    if comparable.empty:
         raise ValueError("no hypothesis has a committed token to agree with; capture must include Z")
-    return known.assign(agrees=known.agrees.astype(float), verdict=known.verdict.fillna(NOT_DRAFTED))
+    return comparable.assign(agrees=comparable.agrees.astype(float), verdict=comparable.verdict.fillna(NOT_DRAFTED))
 
 
 def shares_by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
-    """Returns, by layer and verdict, the shares of rows whose most likely token is the committed or the drafted one.
+    """Returns a DataFrame with one line for each layer and verdict: how often the first choice is the committed or
+    draft token.
 
-    Columns: layer, verdict (accepted, rejected, never_judged, not_drafted), rows, committed_first, drafted_first (null
-    without a draft token).
+    Columns: layer, verdict (accepted, rejected, never_judged, not_drafted), rows (their number); committed_first and
+    drafted_first, the shares of rows whose most likely token is the committed or the draft token (null without one).
     Twin: tests.twins.measures_slowly.shares_by_verdict_slowly, close(1e-9).
     """
-    known = by_verdict(readings)
-    is_drafted = known.drafted_token_id.notna()
-    drafted = (known.token_id == known.drafted_token_id).fillna(False).astype(float).where(is_drafted)
-    grouped = known.assign(drafted=drafted).groupby(["layer", "verdict"], as_index=False)
+    comparable = by_verdict(readings)
+    is_drafted = comparable.drafted_token_id.notna()
+    drafted = (comparable.token_id == comparable.drafted_token_id).fillna(False).astype(float).where(is_drafted)
+    grouped = comparable.assign(drafted=drafted).groupby(["layer", "verdict"], as_index=False)
     return grouped.agg(rows=("row", "size"), committed_first=("agrees", "mean"), drafted_first=("drafted", "mean"))
 
 
 def parting(shares: pd.DataFrame) -> str:
-    """Returns one sentence about `shares_by_verdict`: from which layer the committed token leads over a
-    rejected draft.
+    """Returns one sentence: from which layer on the committed token is a lens's first choice more often than a rejected
+    draft.
+
+    shares: from `shares_by_verdict`. Without a rejected draft, the sentence names the layer from which the committed
+    token
+    is the first choice in at least half of the readings.
     """
     rejected = shares[shares.verdict == "rejected"].set_index("layer")
     if len(rejected):
-        wins = rejected.committed_first > rejected.drafted_first
-        if not wins.iloc[-1]:
+        is_committed_ahead = rejected.committed_first > rejected.drafted_first
+        if not is_committed_ahead.iloc[-1]:
             return "Where a draft was rejected, the draft leads up to the last layer read"
-        since = wins.index[wins[::-1].cummin()[::-1]][0]
+        since = is_committed_ahead.index[is_committed_ahead[::-1].cummin()[::-1]][0]
         return f"Where a draft was rejected, the committed token leads from layer {since} on"
     kind = next(kind for kind in ("accepted", NOT_DRAFTED, "never_judged") if (shares.verdict == kind).any())
     share = shares[shares.verdict == kind].set_index("layer").committed_first
-    most = (share >= 0.5)[::-1].cummin()[::-1]
-    where = {"accepted": "Where a draft was accepted", "never_judged": "Where a draft was never judged"}.get(kind)
-    said = f"{where}, the" if where else "The"
-    if not most.any():
-        return f"{said} committed token is first in half of the readings at no last layer"
-    return f"{said} committed token is first in at least half of the readings from layer {most.index[most][0]} on"
+    stays_first = (share >= 0.5)[::-1].cummin()[::-1]
+    condition = {"accepted": "Where a draft was accepted", "never_judged": "Where a draft was never judged"}.get(kind)
+    beginning = f"{condition}, the" if condition else "The"
+    if not stays_first.any():
+        return f"{beginning} committed token is first in half of the readings at no last layer"
+    since = stays_first.index[stays_first][0]
+    return f"{beginning} committed token is first in at least half of the readings from layer {since} on"

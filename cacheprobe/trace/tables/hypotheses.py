@@ -1,4 +1,4 @@
-"""Builds the hypotheses of a trace: every lens reading, with the committed token and the verdict on its draft."""
+"""Builds a trace's table of lens readings, with the committed token and the verdict on the draft token."""
 
 from typing import TYPE_CHECKING
 
@@ -13,31 +13,43 @@ if TYPE_CHECKING:
 
 
 def hypotheses_of(trace: "TraceData", include_rolled_back: bool) -> pd.DataFrame:
-    """Returns the table of `Trace.hypotheses`. Raises: ValueError if the run read no lens and wrote no thoughts."""
-    spoken = None
+    """Returns the table of `Trace.hypotheses`: a DataFrame with one line for each layer of each row, thoughts included.
+
+    include_rolled_back: also rows fed a rejected, later or given-up draft token.
+    Raises: ValueError if the run has no lens readings and no thoughts.
+    """
+    thoughts = None
     if trace.thought_table is not None:
-        spoken = as_hypotheses(trace.thought_table, trace.meta["thought_layer"], trace.token_texts)
-        spoken = with_read_tokens(spoken, trace.row_table)
-    if spoken is not None and trace.hypothesis_table is None:
-        table = spoken.assign(**dict.fromkeys(VERDICT_COLUMNS, pd.NA))
-    elif spoken is None:
+        thoughts = as_hypotheses(trace.thought_table, trace.meta["thought_layer"], trace.token_texts)
+        thoughts = with_read_tokens(thoughts, trace.row_table)
+    if thoughts is not None and trace.hypothesis_table is None:
+        table = thoughts.assign(**dict.fromkeys(VERDICT_COLUMNS, pd.NA))
+    elif thoughts is None:
         table = _readings(trace)
     else:
-        read = _readings(trace)
-        known = spoken.astype(read.dtypes[spoken.columns].to_dict())
-        table = pd.concat([read, known]).sort_values(["request_id", "step", "row", "layer"], kind="stable")
+        readings = _readings(trace)
+        thought_readings = thoughts.astype(readings.dtypes[thoughts.columns].to_dict())
+        table = pd.concat([readings, thought_readings])
+        table = table.sort_values(["request_id", "step", "row", "layer"], kind="stable")
     if not include_rolled_back:
         table = table[~table.status.isin(DISCARDED_DRAFT)]
     return table.reset_index(drop=True)
 
 
 def _readings(trace: "TraceData") -> pd.DataFrame:
+    """Returns a copy of the trace's lens readings with verdicts. Computes them at the first call and keeps them in the
+    trace.
+    """
     if trace.judged_readings is None:
         trace.judged_readings = _judged(trace)
     return trace.judged_readings.copy()
 
 
 def _judged(trace: "TraceData") -> pd.DataFrame:
+    """Returns the lens readings with verdicts on draft tokens; an import without readings is read by the logit lens.
+
+    Raises: ValueError if there are no readings, with the reason.
+    """
     if trace.hypothesis_table is not None:
         lengths = {request.request_id: request.num_prompt_tokens for request in trace.requests}
         table = with_verdicts(trace.hypothesis_table, trace.event_table, lengths, trace.token_texts)

@@ -1,4 +1,4 @@
-"""Applies the ledger's changes up to a step: which cache rows a request held, and how many. Loads no torch."""
+"""Applies the ledger's changes up to a step: which slots of a request's cache row are in use. Does not import torch."""
 
 from typing import SupportsIndex
 
@@ -6,36 +6,39 @@ import pandas as pd
 
 
 def ledger_at(changes: pd.DataFrame, step: SupportsIndex | None) -> pd.DataFrame:
-    """Returns one request's cache rows after `step` (None: at the end): position, provenance, step of the last
-    write.
+    """Returns the slots of one request's cache row that are in use after `step`, as a DataFrame.
+
+    Columns: position, provenance (such as "verified"), step of the last write.
+    changes: the ledger's lines of this request, in order of step.  step: None for the end.
     """
-    held: dict[int, tuple[str, int]] = {}
+    slots: dict[int, tuple[str, int]] = {}
     for change in changes.itertuples():
         if step is not None and change.step > step:
             break
         for position in range(change.start, change.end):
             if change.provenance == "free":
-                held.pop(position, None)
+                slots.pop(position, None)
             else:
-                held[position] = (change.provenance, change.step)
+                slots[position] = (change.provenance, change.step)
     return pd.DataFrame(
-        [(position, *held[position]) for position in sorted(held)], columns=["position", "provenance", "step"]
+        [(position, *slots[position]) for position in sorted(slots)], columns=["position", "provenance", "step"]
     )
 
 
 def rows_in_use(changes: pd.DataFrame) -> pd.DataFrame:
-    """Returns the number of cache rows held after every step that changed it: request_id, step, rows.
+    """Returns the number of cached slots of each request, after every step that changed it, as a DataFrame.
 
-    changes: the ledger table of a run. A request that freed its cache rows holds none from then on.
+    Columns: request_id, step, rows (the number of slots). A request that freed its cache row has 0 from then on.
+    changes: the ledger table of a run.
     Twin: `ledger_at` of each request and step, ==.
     """
     records = []
-    for request_id, own in changes.groupby("request_id", sort=True):
-        held = bytearray(int(own.end.max()))
+    for request_id, of_request in changes.groupby("request_id", sort=True):
+        in_use = bytearray(int(of_request.end.max()))
         counts: dict[int, int] = {}
-        columns = (own[name].tolist() for name in ("step", "start", "end", "provenance"))
+        columns = (of_request[name].tolist() for name in ("step", "start", "end", "provenance"))
         for step, start, end, provenance in zip(*columns, strict=True):
-            held[start:end] = (b"\0" if provenance == "free" else b"\1") * (end - start)
-            counts[step] = held.count(1)
-        records += [(int(request_id), step, rows) for step, rows in counts.items()]
+            in_use[start:end] = (b"\0" if provenance == "free" else b"\1") * (end - start)
+            counts[step] = in_use.count(1)
+        records += [(int(request_id), step, count) for step, count in counts.items()]
     return pd.DataFrame(records, columns=["request_id", "step", "rows"])

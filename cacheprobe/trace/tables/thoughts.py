@@ -1,4 +1,4 @@
-"""Builds the table of a Thinking States model's thoughts, and their lines in the hypotheses table."""
+"""Builds the table of a Thinking States model's thoughts, and their lines in the table of lens readings."""
 
 from collections.abc import Mapping, Sequence
 from typing import SupportsInt
@@ -22,8 +22,10 @@ def thoughts_table(
     tokens: Mapping[int, Sequence[int]],
     model: CachedLM,
 ) -> pd.DataFrame:
-    """Returns one line for each thought: each chunk that ended, in every pass that computed it.
+    """Returns a DataFrame with one line for each thought that a Thinking States model wrote after a whole chunk of
+    tokens.
 
+    A chunk that several passes computed has several lines.
     thought (its number, and its index among the thought states), request_id, step, phase, role, status and row (those
     of the chunk's last token: a thought of a rolled-back token is rolled back), chunk, start, end (absolute positions
     of the chunk's first and last token), token_ids, tokens (their texts), text, has_ended (False: cut at the limit),
@@ -81,15 +83,16 @@ def thoughts_table(
 
 
 def thought_states(thoughts: Sequence[Thought]) -> Tensor:
-    """Returns [n, c, m]: the states that each thought adds to the next chunk."""
+    """Returns the states that each of n thoughts adds to the next chunk's c tokens, as a copy [n, c, m]."""
     return torch.stack([thought.state for thought in thoughts]).clone()
 
 
 def as_hypotheses(thoughts: pd.DataFrame, layer: int, token_texts: Mapping[int, str]) -> pd.DataFrame:
-    """Returns thoughts as lines of the hypotheses table: read at l_out, compared with the answer's first token.
+    """Returns thoughts as lines of the table of lens readings, one DataFrame line for each thought.
 
-    site: "thought".  layer: l_out.  token: the thought's first token. An empty thought consists of its end token alone,
-    and its `agrees` is null.
+    A thought counts as a reading at layer l_out (`layer`) and site "thought". Its first token is compared with the
+    first
+    token of the request's answer. An empty thought consists of its end token alone, and its `agrees` is null.
     """
     is_empty = thoughts.token_ids.map(len) == 1
     agrees = pd.array(thoughts.first_token_id == thoughts.committed_token_id, dtype="boolean")
@@ -115,35 +118,41 @@ def as_hypotheses(thoughts: pd.DataFrame, layer: int, token_texts: Mapping[int, 
 
 
 def _text(token_texts: Mapping[int, str], token_id: SupportsInt) -> str | None:
+    """Returns the text of a token id: None if the id is null, "<id>" if the token is unknown."""
     return None if pd.isna(token_id) else token_texts.get(int(token_id), f"<{token_id}>")
 
 
 def _rank(logits: Tensor, token_id: int) -> int:
-    """Returns how many tokens rank before this one; among equal logits the lower id ranks first."""
+    """Returns the rank of a token in logits [v]: the number of tokens before it. Of equal logits, the lower id ranks
+    first.
+    """
     values = logits.numpy()
     return int((values > values[token_id]).sum() + (values[:token_id] == values[token_id]).sum())
 
 
-def says_state(said: str, true_state: str | None, example: Example | None) -> bool | None:
-    """Returns whether a thought's words end in the task's state, or in the task's own thought for that state.
+def says_state(words: str, true_state: str | None, example: Example | None) -> bool | None:
+    """Returns True if a thought's words end in the task's true state, or in the task's own thought for that state.
 
-    None if `said` is empty or the state is unknown.
+    Returns None if `words` is empty or the state is unknown.
     """
-    if not said or true_state is None or example is None:
+    if not words or true_state is None or example is None:
         return None
     question = example.question
-    known = zip(question.states, question.thoughts, strict=True) if question.thoughts else ()
-    wanted = {true_state, *(thought for state, thought in known if state == true_state)}
-    return any(said == text or said.endswith(f" {text}") for text in wanted)
+    pairs = zip(question.states, question.thoughts, strict=True) if question.thoughts else ()
+    true_texts = {true_state, *(thought for state, thought in pairs if state == true_state)}
+    return any(words == text or words.endswith(f" {text}") for text in true_texts)
 
 
 def _true_states(request: Request, model: CachedLM) -> Sequence[str | None]:
-    """Returns the task's state after each prompt token, by absolute position; () without a task."""
+    """Returns the task's true state after each prompt token, by absolute position; None before the first state.
+
+    Returns () for a prompt without a task, or whose tokens do not match the task's text.
+    """
     if request.example is None:
         return ()
     try:
-        known = request.example.states_after_tokens(model.tokenizer)
+        states = request.example.states_after_tokens(model.tokenizer)
     except ValueError:
         return ()
-    pads = request.num_prompt_tokens - len(known)
-    return [None] * pads + known if pads >= 0 else ()
+    pads = request.num_prompt_tokens - len(states)
+    return [None] * pads + states if pads >= 0 else ()

@@ -1,4 +1,4 @@
-"""Lists every token that a run proposed or committed, with the steps at which it was proposed and decided."""
+"""Lists every token that a run drafted or committed, with the steps at which it was drafted and judged."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,37 +9,42 @@ COLUMNS = ["request_id", "place", "token_id", "margin_nats", "born", "decided_st
 
 
 def token_history(events: pd.DataFrame) -> pd.DataFrame:
-    """Returns one line for each token of each request, candidates included, in order of time.
+    """Returns a DataFrame with one line for each drafted or committed token of each request, in order of time.
 
-    place: 0 is the first generated token.  born: the step that proposed or committed the token.  decided_step: the step
-    of its verdict, null while its verdict is open.  outcome: committed (without a verdict), accepted, recovered, bonus,
-    rolled_back, or given_up; null while open. A draft is given up if its request was preempted (decided when the prompt
-    is computed again) or a pass failed (decided when the request drafts again, or is verified without a draft).
-    margin_nats: between the two best tokens of its pass, the smallest of a verify pass; null if no model chose.
+    Columns: request_id, place (0 is the first generated token), token_id; born, the step that drafted or committed the
+    token; decided_step, the step of its verdict, null while its verdict is open; outcome: committed (without a
+    verdict),
+    accepted, recovered, bonus, rolled_back, or given_up; null while open; margin_nats between the two best tokens of
+    its
+    pass, the smallest of a verify pass, null if no model chose.
+    A draft is given up if its request was preempted (decided when the prompt is computed again) or a pass failed
+    (decided
+    when the request drafts again, or is verified without a draft).
     events: as in `Trace.events`.
     """
     lines: list[tuple] = []
     names = ["request_id", "step", "phase", "proposed_token_ids", "draft_token_ids", "num_accepted",
              "committed_token_ids", "margin_nats"]  # fmt: skip
     for request_id, own in events[names].sort_values("step", kind="stable").groupby("request_id", sort=True):
-        place, waiting = 0, []
+        place, open_drafts = 0, []
         for _, step, phase, proposed, drafted, accepted, committed, margin in own.itertuples(index=False):
             if len(proposed):
                 for token in proposed:
-                    waiting.append((request_id, place + len(waiting), int(token), margin, step))
+                    open_drafts.append((request_id, place + len(open_drafts), int(token), margin, step))
                 continue
-            if phase == "prefill":  # a preempted request is computed again, and drafts anew
-                lines += [(*line, step, "given_up") for line in waiting]
-                waiting = []
+            if phase == "prefill":  # after a preemption the prompt is computed again, and the old draft is lost
+                lines += [(*line, step, "given_up") for line in open_drafts]
+                open_drafts = []
             if phase == "verify" and pd.isna(accepted):
-                continue  # this pass only rebuilds cache rows, and decides no token
+                continue  # this pass only rebuilds a preempted request's cache, and judges no token
             if phase != "verify":
                 for i, token in enumerate(committed):
                     lines.append((request_id, place + i, int(token), margin, step, step, "committed"))
             else:
                 count = int(accepted)
                 # a draft of a failed pass was given up; its tokens come before those of the judged draft
-                given_up, judged = waiting[: len(waiting) - len(drafted)], waiting[len(waiting) - len(drafted) :]
+                num_given_up = len(open_drafts) - len(drafted)
+                given_up, judged = open_drafts[:num_given_up], open_drafts[num_given_up:]
                 since = judged[0][-1] if judged else step
                 lines += [(*line, since, "given_up") for line in given_up]
                 for i, (_, _, token, nats, born) in enumerate(judged):
@@ -48,29 +53,33 @@ def token_history(events: pd.DataFrame) -> pd.DataFrame:
                 word = "recovered" if count < len(drafted) else "bonus"
                 for i, token in enumerate(committed[count:], count):
                     lines.append((request_id, place + i, int(token), margin, step, step, word))
-                waiting = []
+                open_drafts = []
             place += len(committed)
-        lines += [(*line, None, None) for line in waiting]
+        lines += [(*line, None, None) for line in open_drafts]
     table = pd.DataFrame(lines, columns=COLUMNS)
     return table.astype({"decided_step": "Int64", "outcome": "string", "margin_nats": "Float64"})
 
 
 def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
-    """Returns the tokens at each place after `step`, one line for each request and place, with a column `state`.
+    """Returns the tokens at each place after `step`: a DataFrame with one line for each request and place, and a
+    `state`.
 
-    state: candidate; rolled_back (by this step; tokens rolled back earlier are left out, as are given-up drafts);
-    pending (committed, but its cache row is not written yet: the newest of its request); or committed.
+    state: "candidate", a draft token whose verdict is open; "rolled_back", by this step (tokens rolled back earlier are
+    left out, as are given-up drafts); "committed"; or "pending", the newest committed token of its request, whose keys
+    and
+    values are not cached yet.
+    history: as from `token_history`.
     """
-    there = history[history.born <= step]
-    decided = (there.decided_step <= step).fillna(False)
-    lost = decided & (there.outcome == "rolled_back").fillna(False)
-    given_up = decided & (there.outcome == "given_up").fillna(False)
-    there = there[~given_up & (~lost | (there.decided_step == step).fillna(False))]
-    decided, lost = decided[there.index], lost[there.index]
-    state = pd.Series("candidate", index=there.index).mask(decided, "committed").mask(lost, "rolled_back")
-    there = there.assign(state=state)
-    # a committed token replaces a rolled-back one at its place, and a newer token an older one
-    order = there.assign(rank=there.state.map({"rolled_back": 0, "candidate": 1, "committed": 1}))
+    tokens = history[history.born <= step]
+    decided = (tokens.decided_step <= step).fillna(False)
+    rolled_back = decided & (tokens.outcome == "rolled_back").fillna(False)
+    given_up = decided & (tokens.outcome == "given_up").fillna(False)
+    tokens = tokens[~given_up & (~rolled_back | (tokens.decided_step == step).fillna(False))]
+    decided, rolled_back = decided[tokens.index], rolled_back[tokens.index]
+    state = pd.Series("candidate", index=tokens.index).mask(decided, "committed").mask(rolled_back, "rolled_back")
+    tokens = tokens.assign(state=state)
+    # at one place, a committed token replaces a rolled-back one, and a newer token replaces an older one
+    order = tokens.assign(rank=tokens.state.map({"rolled_back": 0, "candidate": 1, "committed": 1}))
     last = order.sort_values(["request_id", "place", "rank", "born"], kind="stable").drop_duplicates(
         ["request_id", "place"], keep="last"
     )
@@ -80,7 +89,9 @@ def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
 
 
 def token_texts_of(rows: pd.DataFrame, hypotheses: pd.DataFrame | None) -> pd.DataFrame:
-    """Returns a tokens table from the texts in these tables, for runs stored without one."""
+    """Returns a table of tokens (token_id, token) from the texts in the rows and readings tables, for runs stored
+    without it.
+    """
     parts = [rows[["token_id", "token"]]]
     if hypotheses is not None:
         committed = hypotheses[["committed_token_id", "committed_token"]].dropna()
@@ -93,7 +104,7 @@ _KEPT = ("accepted", "recovered", "bonus", "committed")
 
 
 class Fate(NamedTuple):
-    """A token that was proposed or committed at one place, and its outcome."""
+    """Holds a token that was drafted or committed at one place, with the steps at which it was drafted and judged."""
 
     token_id: int
     born: int
@@ -102,21 +113,22 @@ class Fate(NamedTuple):
 
 
 def fates_at(history: pd.DataFrame, place: int) -> list[Fate]:
-    """Returns the tokens of one place of a request, in order of time.
+    """Returns the tokens that were drafted or committed at one place of a request, as a list of Fate, in order of time.
 
-    history: as from `token_history`, of that request alone.
+    history: as from `token_history`, of that request alone.  place: 0 is the first generated token.
     """
-    there = history[history.place == place].sort_values("born", kind="stable")
+    tokens = history[history.place == place].sort_values("born", kind="stable")
     return [
         Fate(int(t.token_id), int(t.born), None if pd.isna(t.decided_step) else int(t.decided_step),
              None if pd.isna(t.outcome) else str(t.outcome))
-        for t in there.itertuples()
+        for t in tokens.itertuples()
     ]  # fmt: skip
 
 
 def fates_of_row(fates: Sequence[Fate], step: int) -> list[Fate]:
-    """Returns the tokens that one row's prediction concerns: drafted or judged in the row's step, or committed.
+    """Returns those of the given tokens that one row's prediction concerns, as a list of Fate.
 
+    These were drafted or judged in the row's step, or committed.
     fates: as from `fates_at`, of the position that the row predicts.  step: the step that computed the row.
     """
     return [fate for fate in fates if step in (fate.born, fate.decided_step) or fate.outcome in _KEPT]

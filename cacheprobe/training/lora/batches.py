@@ -1,4 +1,4 @@
-"""Coin-flip questions as tensors: a function of the settings and the step only, so resuming needs no stored data."""
+"""Makes batches of coin-flip questions. Settings and step determine a batch, so resuming needs no stored data."""
 
 from dataclasses import dataclass
 from random import Random
@@ -14,30 +14,33 @@ from cacheprobe.training.lora.settings import LoraSettings
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Questions of similar length. Pads stand on the right, so no token of a causal model attends to them."""
+class LoraBatch:
+    """Holds encoded questions of similar length. Pads are on the right, so no real token attends to a pad."""
 
     token_ids: Tensor
-    """[b, t]"""
+    """[b, t] token ids; the pads repeat the last token of the question."""
     answer_slots: Tensor
     """[b] index of the last token of each question."""
     answers: Tensor
     """[b] 0 for heads, 1 for tails."""
     running_rows: Tensor
-    """[n] batch index of each person's words; `running_slots` [n] is the token that completes these words."""
+    """[n] batch index of the question, for each person in a question."""
     running_slots: Tensor
+    """[n] index of the token that completes the words on a person."""
     running: Tensor
-    """[n] true state after that person: 0 for heads, 1 for tails."""
+    """[n] true state after a person: 0 for heads, 1 for tails."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, including pads."""
+        """Number of tokens in the batch, including pads."""
         return self.token_ids.numel()
 
 
 def examples_of(settings: LoraSettings, step: int) -> list[Example]:
-    """Returns the questions of a step: 1 to `people_at(step)` people with equal probability, and every pattern of flips
-    too."""
+    """Returns the list of training questions of a step, as Examples, with 1 to `people_at(step)` people.
+
+    All numbers of people are equally likely, and so are all patterns of flips.
+    """
     rng = Random(f"lora/{settings.seed}/{step}")
     people = [1 + int(rng.random() * settings.people_at(step)) for _ in range(settings.batch)]
     seed = settings.seed * 1_000_003 + step
@@ -47,8 +50,8 @@ def examples_of(settings: LoraSettings, step: int) -> list[Example]:
     return drawn
 
 
-def batches_of(settings: LoraSettings, step: int, tokenizer: LiveTokenizer) -> list[Batch]:
-    """Returns the questions of a step in micro-batches, shortest first."""
+def batches_of(settings: LoraSettings, step: int, tokenizer: LiveTokenizer) -> list[LoraBatch]:
+    """Returns the training questions of a step as a list of Batch (micro-batches), the shortest questions first."""
     examples = examples_of(settings, step)
     encoded = [encode(example, tokenizer) for example in examples]
     encoded.sort(key=lambda item: len(item[0]))
@@ -57,9 +60,9 @@ def batches_of(settings: LoraSettings, step: int, tokenizer: LiveTokenizer) -> l
 
 
 def encode(example: Example, tokenizer: LiveTokenizer) -> tuple[list[int], int, list[tuple[int, int]]]:
-    """Returns a question's token ids, its answer (0 or 1), and (slot, state) of the token that completes each person's
-    words.
+    """Returns (token ids, answer, running states) of a question. Answers and states are 0 for heads, 1 for tails.
 
+    running states: for each person, (index of the token that completes the words on the person, true state after it).
     Raises: ValueError for a tokenizer without character offsets.
     """
     ids, slots = example.completing_tokens(tokenizer, add_special_tokens=True)
@@ -67,16 +70,16 @@ def encode(example: Example, tokenizer: LiveTokenizer) -> tuple[list[int], int, 
     return ids, STATES.index(example.answer.strip()), running
 
 
-def to_batch(encoded: list[tuple[list[int], int, list[tuple[int, int]]]]) -> Batch:
-    """Returns the results of `encode` for several questions as tensors."""
+def to_batch(encoded: list[tuple[list[int], int, list[tuple[int, int]]]]) -> LoraBatch:
+    """Returns one Batch from the results of `encode` for several questions, padded to the longest."""
     longest = max(len(ids) for ids, _, _ in encoded)
-    running = [(row, slot, state) for row, (_, _, listed) in enumerate(encoded) for slot, state in listed]
-    rows, slots, states = (torch.tensor(column) for column in zip(*running, strict=True))
-    return Batch(
+    running = [(index, slot, state) for index, (_, _, states) in enumerate(encoded) for slot, state in states]
+    batch_indices, slots, states = (torch.tensor(column) for column in zip(*running, strict=True))
+    return LoraBatch(
         token_ids=torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids, _, _ in encoded]),
         answer_slots=torch.tensor([len(ids) - 1 for ids, _, _ in encoded]),
         answers=torch.tensor([answer for _, answer, _ in encoded]),
-        running_rows=rows,
+        running_rows=batch_indices,
         running_slots=slots,
         running=states,
     )

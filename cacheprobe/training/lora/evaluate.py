@@ -1,4 +1,4 @@
-"""Measures how often a model gives the coin's state, by number of people and flip probability, with held-out names."""
+"""Measures how often a model answers coin-flip questions right, by number of people and flip probability."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,34 +19,34 @@ PEOPLE = (1, 2, 3, 4, 5, 6, 8, 10)
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One set of balanced questions, and the results."""
+class LoraScore:
+    """Holds results on one set of balanced coin-flip questions: counts for generated texts and for a forced choice."""
 
     people: int
     flip_probability: float
     questions: int
     distinct: int
-    """Number of different questions among them: with few people, questions repeat."""
+    """Number of different questions in the set: with few people, questions repeat."""
     correct: int
     """Number of texts whose first "heads" or "tails" is right."""
     unparsed: int
-    """Number of texts without either word; they count as wrong."""
+    """Number of texts with neither word. Such texts count as wrong."""
     forced_correct: int
-    """Number of questions for which the right word's first token has the larger logit of the two, whatever the text
-    says."""
+    """Number of questions for which the first token of the right word has a larger logit than that of the wrong word,
+    whatever the generated text says."""
 
     @property
     def accuracy(self) -> Accuracy:
-        """Accuracy of the generated texts."""
+        """Accuracy of the generated texts; chance is 0.5."""
         return Accuracy(self.questions, self.correct, self.unparsed, chance=0.5)
 
     @property
     def forced_accuracy(self) -> Accuracy:
-        """Accuracy of the choice between the two words' first tokens."""
+        """Accuracy of a forced choice: the answer, heads or tails, whose first token has the larger logit."""
         return Accuracy(self.questions, self.forced_correct, 0, chance=0.5)
 
     def as_dict(self) -> dict[str, object]:
-        """Returns the counts, and the accuracies with Wilson's 95 % intervals."""
+        """Returns a dictionary of the counts, and of both accuracies with the ends of Wilson's 95 % intervals."""
         figures: dict[str, object] = asdict(self)
         for name in ("accuracy", "forced_accuracy"):
             share: Accuracy = getattr(self, name)
@@ -54,13 +54,13 @@ class Cell:
         return figures
 
     @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> "Cell":
-        """Returns the cell that `as_dict` described."""
+    def from_dict(cls, stored: Mapping[str, Any]) -> "LoraScore":
+        """Builds the cell from the output of `as_dict`."""
         return cls(**{field.name: stored[field.name] for field in fields(cls)})
 
 
 class Reply(NamedTuple):
-    """The model's reply to a prompt."""
+    """Holds the reply of a model to a prompt: the generated text, and the choice between heads and tails."""
 
     text: str
     choice: int
@@ -76,9 +76,10 @@ def evaluate(
     seed: int = 1,
     max_new_tokens: int = 8,
     names: Sequence[str] = HELD_OUT_NAMES,
-) -> list[Cell]:
-    """Returns the results of greedy answers to balanced questions without worked examples.
+) -> list[LoraScore]:
+    """Runs a model on balanced coin-flip questions; returns a Cell for each flip probability and number of people.
 
+    The model answers greedily, without worked examples.  seed: of the questions.
     Raises: ValueError for an impossible task, such as more people than names.
     """
     cells = []
@@ -91,12 +92,14 @@ def evaluate(
                 ANSWERS[reply.choice] == example.answer for reply, example in zip(given, examples, strict=True)
             )
             distinct = len({example.prompt for example in examples})
-            cells.append(Cell(count, probability, questions, distinct, score.num_correct, score.num_unparsed, forced))
+            cells.append(
+                LoraScore(count, probability, questions, distinct, score.num_correct, score.num_unparsed, forced)
+            )
     return cells
 
 
 def replies(model: CachedLM, prompts: Sequence[str], max_new_tokens: int, batch: int = 32) -> list[Reply]:
-    """Returns the greedy continuation of each prompt. Prompts of one length are run together, equal prompts once.
+    """Returns a Reply, generated greedily, to each prompt. Prompts of equal length share a batch; equal ones run once.
 
     Twin: `cacheprobe.run` at temperature 0, equal texts in float32.
     """
@@ -105,20 +108,20 @@ def replies(model: CachedLM, prompts: Sequence[str], max_new_tokens: int, batch:
     by_length: dict[int, list[tuple[int, ...]]] = defaultdict(list)
     for ids in dict.fromkeys(token_ids.values()):
         by_length[len(ids)].append(ids)
-    given: dict[tuple[int, ...], Reply] = {}
+    reply_to: dict[tuple[int, ...], Reply] = {}
     for group in by_length.values():
         for start in range(0, len(group), batch):
             part = group[start : start + batch]
-            given |= dict(zip(part, _reply_to(runner, part, max_new_tokens), strict=True))
-    return [given[token_ids[prompt]] for prompt in prompts]
+            reply_to |= dict(zip(part, _reply_to(runner, part, max_new_tokens), strict=True))
+    return [reply_to[token_ids[prompt]] for prompt in prompts]
 
 
 def _reply_to(model: CachedLM, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> list[Reply]:
-    """Returns the replies to prompts of one length."""
+    """Returns a Reply to each of several different prompts, which must have equal length."""
     answers, choices = list(answer_token_ids(model.tokenizer)), []
 
-    def choose(rows: list[int], logits: Tensor) -> list[int]:
-        """Returns the most likely tokens; of the first ones, also notes which answer is likelier."""
+    def choose(indices: list[int], logits: Tensor) -> list[int]:
+        """Returns the most likely token of each text. At the first call, also records the likelier answer of each."""
         if not choices:
             choices.extend(lowest_argmax(row) for row in logits[:, answers])
         return [lowest_argmax(row) for row in logits]

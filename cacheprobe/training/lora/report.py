@@ -1,4 +1,4 @@
-"""Evaluates a model without and with an adapter, side by side."""
+"""Evaluates a model without and with a LoRA adapter, and prints both results side by side."""
 
 import time
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from cacheprobe.core.progress import Progress
 from cacheprobe.models.loaders import load_model
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.tasks.people import HELD_OUT_NAMES
-from cacheprobe.training.lora.evaluate import PEOPLE, Cell, evaluate
+from cacheprobe.training.lora.evaluate import PEOPLE, LoraScore, evaluate
 
 
 def evaluate_adapter(
@@ -23,20 +23,22 @@ def evaluate_adapter(
     json_path: Path | None = None,
     progress: bool = True,
 ) -> dict[str, object]:
-    """Evaluates a model without and with an adapter in float32; prints a table and returns the figures. Also writes
-    them as JSON if `json_path` is given."""
+    """Evaluates a model without and with an adapter, in float32; prints a table and returns the results by name.
+
+    json_path: file to which the results are also written.
+    """
     began = time.monotonic(), time.process_time()
-    cells: dict[str, list[Cell]] = {"base": [], "adapter": []}
+    cells: dict[str, list[LoraScore]] = {"base": [], "adapter": []}
     notes, weights = {}, {}
     bar = Progress(len(cells) * len(flip_probabilities) * len(people), "asking", "cells", enabled=progress)
-    for kind, held in cells.items():
+    for kind, results in cells.items():
         loaded = load_model(model, adapter=adapter if kind == "adapter" else None, progress=progress)
         notes[kind], weights[kind] = loaded.weights_note, loaded.fingerprint()["weights_sha256"]
         for probability in flip_probabilities:
             for count in people:
                 with bar:
-                    held += evaluate(loaded, [count], [probability], questions=questions)
-                    bar.say(f"{kind}: {count} people, p(flip) {probability}: {_texts(held[-1])}")
+                    results += evaluate(loaded, [count], [probability], questions=questions)
+                    bar.say(f"{kind}: {count} people, p(flip) {probability}: {_text_accuracy(results[-1])}")
                     bar.advance()
     print(table(cells))
     figures = {
@@ -48,7 +50,7 @@ def evaluate_adapter(
         "questions": questions,
         "people": list(people),
         "flip_probabilities": list(flip_probabilities),
-        "cells": {kind: [cell.as_dict() for cell in held] for kind, held in cells.items()},
+        "cells": {kind: [cell.as_dict() for cell in results] for kind, results in cells.items()},
         "seconds": round(time.monotonic() - began[0], 1),
         "cpu_seconds": round(time.process_time() - began[1], 1),
         "threads": torch.get_num_threads(),
@@ -58,8 +60,11 @@ def evaluate_adapter(
     return figures
 
 
-def table(cells: dict[str, list[Cell]]) -> str:
-    """Returns a Markdown table: a line for each set of questions; for each model, its texts and its likelier word."""
+def table(cells: dict[str, list[LoraScore]]) -> str:
+    """Returns a Markdown table as text, with one line for each set of questions.
+
+    Two columns for each model: the accuracy of the generated texts, and of the likelier of the words heads and tails.
+    """
     kinds = list(cells)
     head = ["people", "p(flip)", "questions (distinct)"]
     head += [f"{kind}, {what}" for kind in kinds for what in ("text", "likelier word")]
@@ -68,16 +73,17 @@ def table(cells: dict[str, list[Cell]]) -> str:
         first = same[0]
         row = [str(first.people), str(first.flip_probability), f"{first.questions} ({first.distinct})"]
         for cell in same:
-            row += [_texts(cell), _shown(cell.forced_accuracy)]
+            row += [_text_accuracy(cell), _format_accuracy(cell.forced_accuracy)]
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
 
 
-def _texts(cell: Cell) -> str:
-    return _shown(cell.accuracy) + (f", {cell.unparsed} unparsed" if cell.unparsed else "")
+def _text_accuracy(cell: LoraScore) -> str:
+    """Formats the accuracy of the generated texts as text, with the number of texts without an answer, if any."""
+    return _format_accuracy(cell.accuracy) + (f", {cell.unparsed} unparsed" if cell.unparsed else "")
 
 
-def _shown(share: Accuracy) -> str:
-    """Returns the accuracy in per cent, with the ends of Wilson's 95 % interval."""
+def _format_accuracy(share: Accuracy) -> str:
+    """Formats an accuracy as text: per cent, then the ends of Wilson's 95 % interval."""
     low, high = share.interval
     return f"{100 * share.accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f})"

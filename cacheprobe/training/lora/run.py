@@ -1,4 +1,4 @@
-"""Runs a whole LoRA training: from a model's name to a folder for `load_model(adapter=...)`."""
+"""Runs a whole LoRA training: loads a model by name, trains, and writes a folder for `load_model(adapter=...)`."""
 
 import json
 import time
@@ -21,7 +21,7 @@ from cacheprobe.training.lora.train import LoraTrainer
 from cacheprobe.training.progress import TrainingProgress
 
 LARGEST_ADAPTER = 5_000_000
-"""In bytes."""
+"""Largest allowed size of an adapter in float16, in bytes."""
 
 SUPERVISION = (
     "the answer's word after the question (cross-entropy over the vocabulary), and, weighted by running_weight, the "
@@ -30,7 +30,7 @@ SUPERVISION = (
 
 
 class LoraState(TypedDict):
-    """The notes of an unfinished training, stored in its checkpoint."""
+    """Holds the notes of an unfinished LoRA training, which the checkpoint stores: curve, costs and base model."""
 
     curve: list[dict[str, Json]]
     """One entry for each checkpoint: step, losses and accuracies."""
@@ -45,7 +45,7 @@ class LoraState(TypedDict):
 
 
 class LoraRecord(LoraState):
-    """The content of training.json, which marks a training as finished."""
+    """Holds the content of training.json, the file that marks a LoRA training as finished."""
 
     adapter_sha256: str
     adapter_bytes: int
@@ -63,16 +63,16 @@ class LoraRecord(LoraState):
 
 
 def train_lora(settings: LoraSettings, out: Path, *, progress: bool = True, checkpoint_every: int = 20) -> LoraRecord:
-    """Trains an adapter, or resumes an interrupted training with the same settings and folder. Returns training.json's
-    content.
+    """Trains an adapter, or resumes an interrupted training in `out`. Returns the content of training.json.
 
+    If the training in `out` is finished, nothing is trained.
     out: receives adapter_model.safetensors (float16), adapter_config.json and training.json, beside the checkpoint.
     checkpoint_every: steps between checkpoints, and between evaluations on held-out names.
     Raises: ValueError if `out` holds a training with other settings, or the adapter would be too large; ModelError for
     a model that cannot be trained.
     """
     if (out / TRAINING).is_file():
-        return _finished(settings, out)
+        return _finished_record(settings, out)
     model, tokenizer, note = plain_model(settings.model, "float32", progress=progress)
     base_sha = base_sha256(model)
     trainer = LoraTrainer(model, tokenizer, settings, out)
@@ -87,33 +87,36 @@ def train_lora(settings: LoraSettings, out: Path, *, progress: bool = True, chec
     state["starts"] += 1
     first = trainer.loop.step
     with TrainingProgress(settings.steps, first, progress) as show:
-        show.say(f"{_size(trainer)}, {torch.get_num_threads()} threads, from step {first}")
-        _loop(trainer, state, show, checkpoint_every)
+        show.say(f"{_size_text(trainer)}, {torch.get_num_threads()} threads, from step {first}")
+        _run_steps(trainer, state, show, checkpoint_every)
     return save_adapter(trainer, out, state)
 
 
-def _loop(trainer: LoraTrainer, state: LoraState, show: TrainingProgress, checkpoint_every: int) -> None:
+def _run_steps(trainer: LoraTrainer, state: LoraState, show: TrainingProgress, checkpoint_every: int) -> None:
+    """Runs the steps that are left. Before each checkpoint, updates `state` and adds a point to its curve."""
     settings = trainer.settings
     wall, cpu = time.monotonic() - state["seconds"], time.process_time() - state["cpu_seconds"]
-    since: list[dict[str, float]] = []
+    new_losses: list[dict[str, float]] = []  # of the steps since the last point of the curve
     for at in trainer.run(checkpoint_every):
-        since.append(at.losses)
+        new_losses.append(at.losses)
         if at.step % checkpoint_every == 0 or at.step == settings.steps:  # the loop saves the notes next
-            means = {name: round(sum(step[name] for step in since) / len(since), 4) for name in since[0]}
+            means = {name: round(sum(step[name] for step in new_losses) / len(new_losses), 4) for name in new_losses[0]}
             state["seconds"] = round(time.monotonic() - wall, 1)
             state["cpu_seconds"] = round(time.process_time() - cpu, 1)
-            state["tokens"] += int(sum(step["tokens"] for step in since))
+            state["tokens"] += int(sum(step["tokens"] for step in new_losses))
             people = settings.people_at(at.step - 1)
             point: dict[str, Json] = {"step": at.step, "most_people": people, "seconds": state["seconds"], **means}
             point["held_out"] = {**trainer.held_out_shares()}
             state["curve"].append(point)
-            since = []
-            show.say(_words(state["curve"][-1]))
-        show(at.step, f"loss {since[-1]['answer_loss_nats']:.3f} nats" if since else "saved")
+            new_losses = []
+            show.say(_point_text(state["curve"][-1]))
+        show(at.step, f"loss {new_losses[-1]['answer_loss_nats']:.3f} nats" if new_losses else "saved")
 
 
 def save_adapter(trainer: LoraTrainer, out: Path, state: LoraState) -> LoraRecord:
-    """Writes the adapter in peft's format, in float16, and training.json last, which marks the folder as finished.
+    """Writes the adapter in peft's format and float16, then training.json, which marks the training as finished.
+
+    Returns the content of training.json.
 
     Raises: ValueError for weights that are not finite in float16, and for a file above LARGEST_ADAPTER bytes.
     """
@@ -155,24 +158,28 @@ def save_adapter(trainer: LoraTrainer, out: Path, state: LoraState) -> LoraRecor
 
 
 def _refuse_large(num_bytes: int) -> None:
+    """Raises: ValueError if an adapter of this size is larger than LARGEST_ADAPTER bytes."""
     if num_bytes > LARGEST_ADAPTER:
         raise ValueError(
             f"the adapter has {num_bytes} bytes in float16, {LARGEST_ADAPTER} at most; lower rank, or raise first_layer"
         )
 
 
-def _finished(settings: LoraSettings, out: Path) -> LoraRecord:
+def _finished_record(settings: LoraSettings, out: Path) -> LoraRecord:
+    """Returns the content of training.json in `out`. Raises: ValueError if that training had other settings."""
     record = json.loads((out / TRAINING).read_text(encoding="utf-8"))
     if differing := other_settings(record["settings"], settings.as_dict()):
         raise ValueError(f"{out} holds a finished training with other settings ({differing}); give another --out")
     return record
 
 
-def _size(trainer: LoraTrainer) -> str:
+def _size_text(trainer: LoraTrainer) -> str:
+    """Returns the number of trained parameters and the size of the adapter, as text."""
     return f"{trainer.num_trained} numbers are trained, {trainer.num_trained * 2 / 1e6:.1f} MB in float16"
 
 
-def _words(point: Mapping[str, Json]) -> str:
+def _point_text(point: Mapping[str, Json]) -> str:
+    """Returns one point of the training curve as a line of text: accuracies and loss by step."""
     shares = point["held_out"]
     assert isinstance(shares, dict)
     held_out = ", ".join(f"{people}: {share:.2f}" for people, share in shares.items())

@@ -1,4 +1,4 @@
-"""Settings of a LoRA training, checked before loading."""
+"""Defines and checks the settings of a LoRA training, before any model is loaded."""
 
 from dataclasses import asdict, dataclass, field, fields
 from math import cos, pi
@@ -12,7 +12,7 @@ TASKS = ("coin-flip",)
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Everything that a training's result depends on, except the output folder. Equal settings give the same bits.
+    """Holds all settings of a LoRA training except the output folder. Equal settings give equal bits of the adapter.
 
     The docstrings of the fields are the help of `cacheprobe train lora`.
     """
@@ -60,20 +60,20 @@ class LoraSettings:
             raise ValueError(f"curriculum is a share of the steps, from 0 to 1, got {self.curriculum}")
 
     def people_at(self, step: int) -> int:
-        """Returns the maximum number of people in a question of this step, counted from 0."""
+        """Returns the largest number of people in a question of step number `step`, from 0. The number grows."""
         length = self.curriculum * self.steps
         reached = 1.0 if step >= length else step / length
         return min(self.max_people, 1 + int(reached * self.max_people))
 
     def learning_rate_at(self, step: int) -> float:
-        """Returns the learning rate of a step, counted from 0."""
+        """Returns the learning rate of step number `step`, from 0: a linear warm-up, then a cosine to zero."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / (self.warmup_steps + 1)
         share = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
         return self.learning_rate * (1 + cos(pi * share)) / 2
 
     def command(self) -> str:
-        """Returns the command line that trains with these settings."""
+        """Returns the shell command, as text, that trains with these settings: cacheprobe train lora --model ..."""
         words = ["cacheprobe train lora", f"--model {self.model}", f"--task {self.task}"]
         for one in fields(self)[2:]:
             if (value := getattr(self, one.name)) != one.default:
@@ -81,13 +81,13 @@ class LoraSettings:
         return " ".join(words)
 
     def as_dict(self) -> dict[str, object]:
-        """Returns the settings as a dictionary."""
+        """Returns the settings as a dictionary, by field name."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """Settings of an evaluation of an adapter by `cacheprobe train lora --evaluate`."""
+    """Holds the settings of `cacheprobe train lora --evaluate`, which evaluates an adapter."""
 
     evaluate: str | None = None
     """Evaluate the model with and without this adapter, a directory or coin-flip; do not train."""

@@ -1,4 +1,4 @@
-"""Trains a LoRA adapter on coin-flip questions: seeded, resumable, on one core."""
+"""Trains a LoRA adapter on coin-flip questions. A training is seeded, and resumes from a checkpoint."""
 
 import warnings
 from collections.abc import Iterator
@@ -12,19 +12,20 @@ from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.models.base import ModelError
 from cacheprobe.tasks.coin_flip import CoinFlip, answer_token_ids
 from cacheprobe.tasks.people import HELD_OUT_NAMES
-from cacheprobe.training.loop import Loop, Progress
-from cacheprobe.training.lora.batches import Batch, batches_of, encode, to_batch
+from cacheprobe.training.loop import Loop, StepReport
+from cacheprobe.training.lora.batches import LoraBatch, batches_of, encode, to_batch
 from cacheprobe.training.lora.settings import LoraSettings
 
 
 class LoraTrainer:
-    """A float32 model with an adapter, its optimizer, and the loop that trains it."""
+    """Trains a LoRA adapter in a float32 model. Holds the model, the optimizer and the training loop."""
 
     def __init__(
         self, model: LiveModule, tokenizer: LiveTokenizer, settings: LoraSettings, folder: Path | None = None
     ) -> None:
-        """model: a transformers causal model in float32; its weights are frozen, and the adapter is added in place.
-        folder: for checkpoints, from which the training resumes.
+        """Freezes the weights of `model`, and adds an adapter in place.
+
+        model: a transformers causal model in float32.  folder: for checkpoints, from which the training resumes.
 
         Raises: ModelError for a model that cannot be trained this way.
         """
@@ -59,17 +60,21 @@ class LoraTrainer:
 
     @property
     def num_trained(self) -> int:
-        """Number of trained parameters in the adapter."""
+        """Number of trained parameters, all in the adapter."""
         return sum(weight.numel() for weight in self.trained.values())
 
-    def run(self, save_every: int = 20) -> Iterator[Progress]:
-        """Runs all steps that are left. Losses in nats and shares of right predictions are measured before each
-        update."""
+    def run(self, save_every: int = 20) -> Iterator[StepReport]:
+        """Runs the steps that are left; returns an iterator with a Progress after each step.
+
+        The values in a Progress are those of `gradients_of`, measured before the step's update.
+        """
         return self.loop.run(self.gradients_of, save_every=save_every)
 
     def gradients_of(self, step: int) -> dict[str, float]:
-        """Computes the gradients of one step over `batch` questions. Returns losses in nats and shares of right
-        predictions."""
+        """Computes the gradients of step `step`. Returns mean losses in nats, shares of right predictions, and tokens.
+
+        Keys: answer_loss_nats, answers_right, running_loss_nats, states_right (on the state after each person), tokens.
+        """
         self.model.train()
         batches = batches_of(self.settings, step, self.tokenizer)
         num_questions, num_states = self.settings.batch, sum(len(batch.running) for batch in batches)
@@ -84,14 +89,16 @@ class LoraTrainer:
             sums["answers_right"] += int((answer_logits.argmax(-1) == self.answer_ids[batch.answers]).sum())
             sums["running_loss_nats"] += float(running_loss.detach())
             sums["states_right"] += int((state_logits.argmax(-1) == batch.running).sum())
-        shares = {"answer": num_questions, "running": num_states, "answers": num_questions, "states": num_states}
-        means = {name: value / shares[name.split("_")[0]] for name, value in sums.items()}
+        counts = {"answer": num_questions, "running": num_states, "answers": num_questions, "states": num_states}
+        means = {name: value / counts[name.split("_")[0]] for name, value in sums.items()}
         return {**means, "tokens": sum(batch.num_tokens for batch in batches)}
 
     @torch.no_grad()
     def held_out_shares(self, questions: int = 16) -> dict[str, float]:
-        """Returns the share of right first tokens for each number of people, on the same questions each time, with
-        held-out names."""
+        """Returns a dictionary: for each number of people, as text, the share of answers with a right first token.
+
+        questions: number of questions for each number of people. They have held-out names, and are equal at each call.
+        """
         self.model.eval()
         shares = {}
         for people in range(1, self.settings.max_people + 1):
@@ -101,8 +108,8 @@ class LoraTrainer:
             shares[str(people)] = float((first == self.answer_ids[batch.answers]).float().mean())
         return shares
 
-    def logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns logits [b, v] after each question, and [n, 2] (heads, tails) after each person's words."""
+    def logits(self, batch: LoraBatch) -> tuple[Tensor, Tensor]:
+        """Returns two logit tensors: [b, v] after each question, and [n, 2] (heads, tails) after each person."""
         hidden = self.model.get_decoder()(input_ids=batch.token_ids, use_cache=False).last_hidden_state
         head = self.model.get_output_embeddings()
         answers = head(hidden[torch.arange(len(hidden)), batch.answer_slots])
@@ -111,17 +118,17 @@ class LoraTrainer:
 
 
 def linear_names(model: LiveModule) -> list[str]:
-    """Returns the sorted names of the linear layers inside a block, such as q_proj.
+    """Returns the sorted names of the linear layers inside the model's blocks, such as q_proj.
 
-    Raises: ModelError if the blocks are not found, or contain no linear layer.
+    Raises: ModelError if no blocks or linear layers are found, or if the model caps its logits.
     """
     blocks = getattr(model.get_decoder(), "layers", None)
-    found = (
+    names = (
         {path.rpartition(".")[2] for path, part in blocks.named_modules() if type(part) is nn.Linear} if blocks else ()
     )
-    if not found or getattr(model.config, "final_logit_softcapping", None):
+    if not names or getattr(model.config, "final_logit_softcapping", None):
         raise ModelError(
             f"{type(model).__name__} cannot be trained here: it needs blocks in `layers` with linear layers inside, "
             "and logits straight from the unembedding; use a llama-like model"
         )
-    return sorted(found)
+    return sorted(names)

@@ -1,1 +1,1 @@
-"""Trains Thinking States models and the arms that they are compared with."""
+"""Trains Thinking States models, and the arms (variants of the model) with which these models are compared."""

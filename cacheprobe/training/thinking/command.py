@@ -1,4 +1,4 @@
-"""`cacheprobe train thinking-states`: trains one arm, tests and saves it."""
+"""Implements `cacheprobe train thinking-states`: trains one arm (variant) of a preset, tests it and saves it."""
 
 from pathlib import Path
 from typing import TypedDict
@@ -10,31 +10,31 @@ from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking.store import save_thinking
 from cacheprobe.tasks import INSTEAD
 from cacheprobe.tasks.base import Accuracy
-from cacheprobe.training.loop import Progress
+from cacheprobe.training.loop import StepReport
 from cacheprobe.training.progress import TrainingProgress
 from cacheprobe.training.thinking.presets import PRESETS, preset_of
 from cacheprobe.training.thinking.run import CHECK_TEXTS, Trained, train
 from cacheprobe.training.threads import one_thread
 
 TESTS = 50
-"""Number of texts for each line of the summary; the analyses compute the complete table."""
+"""Number of test texts for each line of the summary. The analyses compute a larger table."""
 
 
 class TestScore(TypedDict):
-    """The test results at one number of operations."""
+    """Holds the test results of a trained model on texts with one number of operations."""
 
     operations: int
     texts: int
     accuracy: float
     low: float
     high: float
-    """Ends of the accuracy's 95 % interval."""
+    """Upper end of the 95 % interval of the accuracy; `low` is the lower end."""
     thoughts_right: float
-    """Share of texts with all thoughts right."""
+    """Share of texts in which every thought is right, from 0 to 1."""
 
 
 class ThinkingRecord(TypedDict):
-    """The record that is stored with a trained model."""
+    """Holds the record that is stored with a trained model: settings, cost and test results."""
 
     task: str
     preset: str
@@ -55,9 +55,9 @@ class ThinkingRecord(TypedDict):
 def train_thinking(
     task: str, preset: str, arm: str, seed: int, out: Path, *, form: str | None = None, progress: bool = True
 ) -> ThinkingRecord:
-    """Trains one arm, or resumes its training; tests it with its own thoughts at trained and longer lengths; saves it
-    in `out`.
+    """Trains one arm of a preset, or resumes its training, tests the model, and saves it in `out`. Returns the record.
 
+    The tests use the model's own thoughts, at the trained and at larger numbers of operations.
     task: name of a preset's task, with - or _.  form: how thoughts are written, if not as in the preset.
     """
     task = _task_of_presets(task)
@@ -65,8 +65,8 @@ def train_thinking(
     total = chosen.loop_settings(arm, seed).steps
     with TrainingProgress(total, 0, progress) as show:
 
-        def report(at: Progress, accuracy: float | None) -> None:
-            """Shows the losses of a step, and the accuracy now and then."""
+        def report(at: StepReport, accuracy: float | None) -> None:
+            """Shows the losses of each step. Prints the accuracy on new texts every 100 steps."""
             losses = ", ".join(f"{name} {value:.3f}" for name, value in at.losses.items())
             show(at.step, losses)
             if accuracy is not None and at.step % 100 == 0:
@@ -94,7 +94,7 @@ def train_thinking(
 
 
 def _task_of_presets(name: str) -> str:
-    """Returns the task's name in PRESETS. Raises: ModelError for a task whose presets have other names."""
+    """Returns the key of PRESETS for a task name. Raises: ModelError for permutations, whose keys are s3 and s5."""
     instead = [preset for preset, task in INSTEAD.items() if name in (task, task.partition(":")[0])]
     if instead and name not in PRESETS:
         raise ModelError(
@@ -105,8 +105,10 @@ def _task_of_presets(name: str) -> str:
 
 
 def tests(trained: Trained) -> list[TestScore]:
-    """Returns accuracies with the model's own thoughts at the longest trained number of operations, and at 2 and 4
-    times it."""
+    """Tests a trained model on new texts, with its own thoughts; returns a TestScore for each number of operations.
+
+    The numbers are the largest trained one, and 2 and 4 times as many.
+    """
     longest = trained.preset.operations[-1]
     out: list[TestScore] = []
     for operations in (longest, 2 * longest, 4 * longest):
@@ -128,7 +130,7 @@ def tests(trained: Trained) -> list[TestScore]:
 
 
 def summary(record: ThinkingRecord, out: Path) -> str:
-    """Returns the record as lines for a terminal."""
+    """Returns lines of text for a terminal: cost and test results from the record, and the folder of the model."""
     reached = [
         f"{share} % after {seconds} s" if seconds else f"never {share} %"
         for share, seconds in ((99, record["cpu_seconds_to_99"]), (100, record["cpu_seconds_to_100"]))

@@ -1,8 +1,8 @@
-"""Accuracy of a Thinking States model, or of a compared arm, with its own thoughts and its own written tokens.
+"""Measures the accuracy of a Thinking States model, or of a compared arm, with the model's own thoughts and tokens.
 
-Most texts need one pass with gold thoughts. If the model then predicts every gold thought, its own run has the same
-states chunk by chunk, so that pass is its own run; the same holds for written tokens. All other texts are run in full
-with the model's own thoughts.
+Most texts need one pass with gold thoughts. If the model predicts every gold thought and every token to write, a run
+with its own thoughts and tokens has the same states, chunk by chunk, and the pass gives its result. All other texts are
+run in full.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,18 +12,18 @@ import torch
 
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.tasks.thoughts import Annotated
-from cacheprobe.training.thinking.losses import IGNORED, collate, spoken
+from cacheprobe.training.thinking.losses import IGNORED, collate, tokens_to_write
 from cacheprobe.training.thinking.recurrent import best, own_thoughts, write
 
 READ_AT_ONCE = 4_000
-"""Tokens of one pass over whole texts; more would leave a core's cache and slow down the pass."""
+"""Largest number of tokens in a pass over whole texts; more do not fit a core's cache, and would slow down the pass."""
 WRITTEN_AT_ONCE = 60_000
-"""Tokens of texts that are run together, chunk by chunk and token by token."""
+"""Largest number of tokens of texts that are run side by side, chunk by chunk and token by token."""
 
 
 @dataclass(frozen=True)
 class Verdicts:
-    """Results with one entry for each text."""
+    """Holds the results of an evaluation, with one entry for each text."""
 
     is_right: tuple[bool, ...]
     """Whether the written answer, up to its end, is the gold one; a text without an answer counts as wrong."""
@@ -34,12 +34,14 @@ class Verdicts:
 
     @property
     def accuracy(self) -> float:
-        """Share of right answers."""
+        """Share of texts with the right answer, from 0 to 1."""
         return sum(self.is_right) / len(self.is_right)
 
     def counts(self) -> dict[str, int]:
-        """Returns the numbers of texts, of right ones, of those with all thoughts right, and of those without an
-        answer."""
+        """Returns numbers of texts by name: texts (all), right (answer), thoughts_right (every thought), unparsed.
+
+        unparsed: the texts without a possible answer.
+        """
         return {
             "texts": len(self.is_right),
             "right": sum(self.is_right),
@@ -55,8 +57,11 @@ def evaluate(
     arm: str,
     report: Callable[[int], None] = lambda done: None,
 ) -> Verdicts:
-    """Returns the Verdicts of texts, run with the model's own thoughts and tokens.  Twin:
-    tests.training.test_thinking_training.judged_slowly, ==."""
+    """Runs texts with the model's own thoughts and tokens, and compares with the gold ones; returns the Verdicts.
+
+    report: is called with the number of texts done.
+    Twin: tests.training.test_thinking_training.judged_slowly, ==.
+    """
     if not items:
         raise ValueError("there are no texts to evaluate; give at least one")
     chunk = model.config.chunk
@@ -66,15 +71,15 @@ def evaluate(
             f"first in chunks of {other[0]}; annotate them with chunk={chunk}"
         )
     answers = {item.answer_ids for item in items}
-    out: list[tuple[bool, bool, bool] | None] = [None] * len(items)
+    out: list[tuple[bool, bool, bool] | None] = [None] * len(items)  # (answer right, thoughts right, parsable)
     order = sorted(range(len(items)), key=lambda i: len(items[i].token_ids))
     for group in _groups(order, items, READ_AT_ONCE):
         for i, gold in zip(group, follows_gold(model, [items[i] for i in group], arm), strict=True):
             out[i] = (True, True, True) if gold else None
         report(sum(verdict is not None for verdict in out))
-    late = [i for i in order if out[i] is None]
-    for group in _groups(late, items, WRITTEN_AT_ONCE):
-        for i, verdict in zip(group, _as_they_come(model, [items[i] for i in group], arm, answers), strict=True):
+    remaining = [i for i in order if out[i] is None]
+    for group in _groups(remaining, items, WRITTEN_AT_ONCE):
+        for i, verdict in zip(group, _judge_own_runs(model, [items[i] for i in group], arm, answers), strict=True):
             out[i] = verdict
         report(sum(verdict is not None for verdict in out))
     right, thought, parsable = zip(*[verdict for verdict in out if verdict is not None], strict=True)
@@ -83,14 +88,16 @@ def evaluate(
 
 @torch.inference_mode()
 def follows_gold(model: ThinkingModel, items: Sequence[Annotated], arm: str) -> list[bool]:
-    """Returns, for each text, whether the model predicts every gold thought and written token, given the gold ones
-    before."""
+    """Returns for each text whether the model predicts every gold thought and every token to write.
+
+    The input of each prediction is the gold text before it (teacher forcing).
+    """
     batch = collate(items, arm, model.config.pad_id)
     logits, thought_logits = model(batch.token_ids, batch.thoughts)
     wanted = batch.labels != IGNORED
-    said = torch.full_like(batch.labels, IGNORED)
-    said[wanted] = best(logits[wanted])
-    right = (said == batch.labels).all(1)
+    predicted = torch.full_like(batch.labels, IGNORED)
+    predicted[wanted] = best(logits[wanted])
+    right = (predicted == batch.labels).all(1)
     if batch.thoughts is not None:
         assert thought_logits is not None
         is_real = batch.thoughts != model.config.pad_id
@@ -100,24 +107,28 @@ def follows_gold(model: ThinkingModel, items: Sequence[Annotated], arm: str) -> 
     return right.tolist()
 
 
-def _as_they_come(
+def _judge_own_runs(
     model: ThinkingModel, items: Sequence[Annotated], arm: str, answers: set[tuple[int, ...]]
 ) -> list[tuple[bool, bool, bool]]:
+    """Generates thoughts and a text for each item; returns a list of (answer right, all thoughts right, text parsable).
+
+    answers: the possible answers. A text is parsable if it ends with a possible answer.
+    """
     prompts = [item.token_ids for item in items]
-    longest = max(len(spoken(item, arm)) for item in items) + 8
+    longest = max(len(tokens_to_write(item, arm)) for item in items) + 8  # also for a text longer than the gold one
     thoughts = own_thoughts(model, prompts) if model.config.thinks else [()] * len(items)
     written = write(model, prompts, thoughts, longest)
     verdicts = []
-    for item, own, text in zip(items, thoughts, written, strict=True):
+    for item, own_thought, text in zip(items, thoughts, written, strict=True):
         answer = text[-len(item.answer_ids) :] if text[-1:] == (model.config.eos_id,) else ()
         is_whole = arm == "chain_of_thought" or text == answer
         is_parsable = answer in answers and is_whole
-        verdicts.append((is_parsable and answer == item.answer_ids, own == item.thoughts, is_parsable))
+        verdicts.append((is_parsable and answer == item.answer_ids, own_thought == item.thoughts, is_parsable))
     return verdicts
 
 
 def _groups(order: Sequence[int], items: Sequence[Annotated], tokens: int) -> list[list[int]]:
-    """Returns groups of texts of similar length, each with at most this many tokens."""
+    """Splits text indices, given from the shortest text on, into groups of at most `tokens` tokens, pads included."""
     groups: list[list[int]] = []
     for i in order:
         size = len(items[i].token_ids) + len(items[i].answer_ids)

@@ -1,4 +1,4 @@
-"""Teacher-forced losses of Thinking States models and of the compared arms.
+"""Computes teacher-forced losses of Thinking States models and of the compared arms.
 
 Gold thoughts are known, so every state is known: all chunks of all texts run in one pass, and no gradient flows from
 chunk to chunk.
@@ -17,42 +17,45 @@ from cacheprobe.models.thinking.model import ThinkingModel, thought_table
 from cacheprobe.tasks.thoughts import CHAINS, Annotated
 
 ARMS = ("thinking", "plain", "no_feedback", "chain_of_thought")
-"""thinking: the model.  plain: the backbone, answer only.  no_feedback: thoughts are trained, but states are not added.
-hain_of_thought: the backbone, which writes all operations after the prompt and then the answer."""
+"""Names of the trained variants of the model. thinking: the whole model.  plain: the backbone, answer only.
+no_feedback: thoughts are trained, but states are not added.
+chain_of_thought: the backbone; after the prompt, it writes the chain of thought and then the answer."""
 IGNORED = -100
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Texts side by side, padded at the end."""
+class ThinkingBatch:
+    """Holds texts side by side as tensors, padded at the end."""
 
     token_ids: Int[Tensor, "b t"]
     labels: Int[Tensor, "b t"]
-    """The next token at trained positions, IGNORED elsewhere."""
+    """[b, t] the next token at trained positions, IGNORED elsewhere."""
     thoughts: Int[Tensor, "b k r"] | None
+    """[b, k, r] the r tokens of the gold thought after each of k chunks; None for an arm without thoughts."""
 
 
-def collate(annotated: Sequence[Annotated], arm: str, pad_id: int = 0) -> Batch:
-    """Returns a batch of prompts with the text to write after them: the answer, or a chain of thought and the
-    answer."""
+def collate(annotated: Sequence[Annotated], arm: str, pad_id: int = 0) -> ThinkingBatch:
+    """Returns a Batch of texts: each prompt, followed by the tokens that `arm` should write after the prompt."""
     if arm not in ARMS:
         raise ValueError(f"unknown arm {arm!r}; choose one of {', '.join(ARMS)}")
-    written = [spoken(item, arm) for item in annotated]
+    targets = [tokens_to_write(item, arm) for item in annotated]
     # the end of the answer is predicted, and never fed
-    length = max(len(item.token_ids) + len(said) - 1 for item, said in zip(annotated, written, strict=True))
+    length = max(len(item.token_ids) + len(target) - 1 for item, target in zip(annotated, targets, strict=True))
     token_ids = torch.full((len(annotated), length), pad_id)
     labels = torch.full((len(annotated), length), IGNORED)
-    for b, (item, said) in enumerate(zip(annotated, written, strict=True)):
+    for b, (item, target) in enumerate(zip(annotated, targets, strict=True)):
         n = len(item.token_ids)
-        whole = torch.tensor([*item.token_ids, *said])
+        whole = torch.tensor([*item.token_ids, *target])
         token_ids[b, : len(whole) - 1] = whole[:-1]
         labels[b, n - 1 : len(whole) - 1] = whole[n:]
     has_thoughts = arm in ("thinking", "no_feedback")
-    return Batch(token_ids, labels, thought_table([a.thoughts for a in annotated], pad_id) if has_thoughts else None)
+    return ThinkingBatch(
+        token_ids, labels, thought_table([a.thoughts for a in annotated], pad_id) if has_thoughts else None
+    )
 
 
-def spoken(item: Annotated, arm: str) -> tuple[int, ...]:
-    """Returns the tokens to write after the prompt: the answer and its end; in a chain of thought, the chain first."""
+def tokens_to_write(item: Annotated, arm: str) -> tuple[int, ...]:
+    """Returns the token ids to write after the prompt: the answer and <eos>, after a chain of thought if any."""
     if arm != "chain_of_thought":
         return item.answer_ids
     if not item.chain_ids:
@@ -60,11 +63,10 @@ def spoken(item: Annotated, arm: str) -> tuple[int, ...]:
     return (*item.chain_ids, *item.answer_ids)
 
 
-def skipping_positions(batch: Batch, chunk: int, jump: int, seed: int) -> Int[Tensor, "b t"]:
-    """Returns positions of each text with two jumps of up to `jump` each, at chunk boundaries; small jumps are
-    likelier.
+def skipping_positions(batch: ThinkingBatch, chunk: int, jump: int, seed: int) -> Int[Tensor, "b t"]:
+    """Returns position ids [b, t] with two random jumps of up to `jump` in each text, at chunk boundaries.
 
-    Short texts then contain the distances of long ones.
+    Small jumps are likelier. Short texts then contain the distances between positions of long texts.
     Source: positional skip-wise training, Zhu et al. 2023 (arXiv 2309.10400).
     """
     b, t = batch.token_ids.shape
@@ -72,13 +74,13 @@ def skipping_positions(batch: Batch, chunk: int, jump: int, seed: int) -> Int[Te
     positions = torch.arange(t).repeat(b, 1)
     for _ in range(2):
         at = torch.randint(0, max(t // chunk, 1), (b, 1), generator=draw) * chunk
-        size = (torch.rand(b, 1, generator=draw) ** 3 * jump).long()
+        size = (torch.rand(b, 1, generator=draw) ** 3 * jump).long()  # the cube makes small jumps likelier
         positions = positions + (torch.arange(t) >= at) * size
     return positions
 
 
 def attention_crowding(positions: Int[Tensor, "b t"], chunk: int) -> Float[Tensor, "b 1 t t"]:
-    """Returns an attention bias that makes earlier tokens count several times, as if the skipped positions held tokens.
+    """Returns an attention bias [b, 1, t, t] with which earlier tokens count several times, in place of skipped tokens.
 
     Tokens before the chunk that precedes a query's own chunk are weighted so that the query sees as many tokens as its
     position says. In the first two chunks there are no such tokens and no bias. A bias of log n on a key acts like n
@@ -93,13 +95,12 @@ def attention_crowding(positions: Int[Tensor, "b t"], chunk: int) -> Float[Tenso
 
 
 def losses(
-    model: ThinkingModel, batch: Batch, positions: Tensor | None = None, bias: Tensor | None = None
+    model: ThinkingModel, batch: ThinkingBatch, positions: Tensor | None = None, bias: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Returns the cross-entropy of the written text and of the thoughts, in nats for each text, summed over tokens and
-    chunks.
+    """Returns two losses by name: cross-entropies in nats, summed over the tokens of a text, averaged over the texts.
 
-    "lm" covers the answer's tokens (prompt tokens are not trained: the paper leaves it open); "thoughts" covers every
-    token of every thought, including its end; no coefficients.
+    "lm": the tokens to write after the prompt; prompt tokens are not trained, because the paper leaves this open.
+    "thoughts": every token of every thought, including its end; not returned for an arm without thoughts.
     Twin: tests.training.test_thinking_training.losses_slowly, close(1e-5).
     """
     logits, thought_logits = model(batch.token_ids, batch.thoughts, positions, bias)

@@ -1,4 +1,4 @@
-"""All settings of every arm that is trained here. The arms of a preset share data and backbone."""
+"""Lists the presets (settings) of all Thinking States trainings. The arms of a preset share data and backbone."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -13,12 +13,12 @@ from cacheprobe.training.thinking.losses import ARMS
 
 @dataclass(frozen=True)
 class Preset:
-    """A task, the form of its thoughts, and the model and training loop that learn it."""
+    """Holds the settings of a Thinking States training: task, form of the thoughts, model and training loop."""
 
     task: Callable[[int], Task]
-    """Returns the task with this many operations."""
+    """Function from a number of operations to the task with this number."""
     operations: tuple[int, ...] = tuple(range(1, 11))
-    """Numbers of operations in training, each equally often."""
+    """Numbers of operations in the training questions; all are equally likely."""
     variants: tuple[Mapping[str, float], ...] = ({},)
     """Settings of the task, each trained equally often, so that the model cannot learn a regularity of one variant."""
     form: str = "restate"
@@ -27,23 +27,23 @@ class Preset:
     chain: str = "operations"
     """One of CHAINS: what the chain of thought writes for each operation."""
     position_jump: int = 6_000
-    """In training, positions jump by up to this many between chunks; see `skipping_positions`. 0: no jumps."""
+    """Largest size of each of two jumps of the position ids in a training text: see `skipping_positions`. 0: none."""
     attention_crowding: bool = False
-    """Whether training adds the attention bias that stands for the skipped tokens; see `attention_crowding`."""
+    """Whether training adds an attention bias in place of the skipped tokens; see `losses.attention_crowding`."""
     pool: int = 12_000
     """Number of examples from which batches are drawn."""
     model: Mapping[str, int | float | str | bool] = field(default_factory=dict)
     """Fields of ThinkingConfig that differ from the defaults."""
     loop: LoopSettings = field(default_factory=LoopSettings)
     arms: Mapping[str, Mapping[str, int | float]] = field(default_factory=dict)
-    """By arm: fields of LoopSettings, and `position_jump`, with which the arm performs best in distribution."""
+    """By arm: fields of LoopSettings and `position_jump`, chosen for the accuracy on texts like the trained ones."""
 
     def tasks(self) -> list[Task]:
-        """Returns the task with the most operations, in each of its variants."""
+        """Returns a list of tasks: for each of `variants`, the task with the largest trained number of operations."""
         return [changed(self.task(self.operations[-1]), settings) for settings in self.variants]
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns all words of all variants, sorted."""
+        """Returns the sorted tuple of all words of the texts of all variants of the task, for `word_tokenizer`."""
         return tuple(sorted({word for task in self.tasks() for word in task.vocabulary()}))
 
     def loop_settings(self, arm: str, seed: int) -> LoopSettings:
@@ -52,15 +52,18 @@ class Preset:
         return replace(self.loop, seed=seed, **own)
 
     def max_position_jump(self, arm: str) -> int:
-        """Returns the maximum position jump in an arm's training."""
+        """Returns the largest size of a jump of the position ids in the training of `arm`; 0 for no jumps."""
         return int(self.arms.get(arm, {}).get("position_jump", self.position_jump))
 
     def chain_form(self, arm: str) -> str | None:
-        """Returns what an arm writes before the answer, one of CHAINS; None if the arm writes only the answer."""
+        """Returns the form of the chain of thought (one of CHAINS) that `arm` writes before the answer, or None."""
         return self.chain if arm == "chain_of_thought" else None
 
     def config(self, arm: str, d_vocab: int) -> ThinkingConfig:
-        """Returns the model config of an arm; the backbone is the same for all arms."""
+        """Returns the ThinkingConfig of `arm`, for a vocabulary of `d_vocab` tokens. All arms have the same backbone.
+
+        Raises: ModelError for an unknown arm.
+        """
         if arm not in ARMS:
             raise ModelError(f"unknown arm {arm!r}; choose one of {', '.join(ARMS)}")
         thinks = arm in ("thinking", "no_feedback")
@@ -68,25 +71,26 @@ class Preset:
 
 
 def changed(task: Task, settings: Mapping[str, object]) -> Task:
-    """Returns the task with other settings. Every task is a dataclass of its settings."""
+    """Returns a copy of `task` in which the fields named in `settings` have the values of `settings`."""
     assert is_dataclass(task) and not isinstance(task, type)
     return replace(task, **settings)
 
 
 def _coin(operations: int) -> Task:
+    """Returns the coin-flip task with `operations` people; with more than 20, a question may repeat names."""
     return CoinFlip(people=operations, distinct=operations <= 20)
 
 
 _FLIPS = tuple({"flip_probability": p} for p in (0.1, 0.3, 0.5, 0.7, 0.9))
 _LOOP = LoopSettings(steps=1000, batch=32, weight_decay=0.1)
-_ARMS = {  # without jumps these three reach 99 % in distribution in a fraction of the steps
+_ARMS = {  # without jumps, these three arms need far fewer steps to reach 99 % on texts like the trained ones
     "no_feedback": dict(steps=1400, position_jump=0),
     "plain": dict(steps=1600, position_jump=0),
     "chain_of_thought": dict(steps=1600, position_jump=0),
 }
 _JUMPING_ARMS = {arm: dict(steps=3000) for arm in ("no_feedback", "plain", "chain_of_thought")}
 _JITTERED = ({"jitter": 0}, {"jitter": 3})
-_S3 = Preset(  # a window, since attention to all earlier swaps, of which four are trained, is diluted by the later ones
+_S3 = Preset(  # a window: without it, attention spreads over all swaps, and training has four at most
     lambda steps: Permutations(steps=steps, elements=3),
     operations=(1, 2, 3, 4),
     variants=_JITTERED,
@@ -102,7 +106,7 @@ _VARIABLES = Preset(
     variants=_JITTERED,
     model=dict(chunk=6, max_thought=16),
     loop=replace(_LOOP, steps=2400),
-    # one seed of two did not learn a chain in as many steps as thoughts take
+    # with as many steps as thoughts take, one of two seeds did not learn the chain of thought
     arms={
         "no_feedback": dict(position_jump=0),
         "plain": dict(position_jump=0),
@@ -114,15 +118,15 @@ PRESETS: dict[str, dict[str, Preset]] = {
     "coin-flip": {
         "tiny": Preset(_coin, variants=_FLIPS, loop=_LOOP, arms=_ARMS),
         "small": Preset(_coin, variants=_FLIPS, model=dict(d_model=32, n_layers=3, l_out=2, d_mlp=64), loop=_LOOP),
-        # the tiny one; the other arms' positions jump as its own do, for which they need more steps
+        # as tiny, but the positions of the other arms jump too, so these arms need more steps
         "position-jumps": Preset(_coin, variants=_FLIPS, loop=_LOOP, arms=_JUMPING_ARMS),
-        # for a thousand operations: the tiny one, and in training attention meets as many tokens as their positions say
+        # as tiny, for a thousand operations: a bias acts as if the skipped positions held tokens
         "attention-crowding": Preset(_coin, variants=_FLIPS, attention_crowding=True, loop=_LOOP),
-        # as the arms that the tiny one is compared with: no position beyond those of the trained texts is ever seen
+        # as tiny, without jumps: no position beyond the length of the trained texts occurs in training
         "no-position-jumps": Preset(_coin, variants=_FLIPS, position_jump=0, loop=_LOOP),
-        # as the paper has it: thoughts where an operation ends alone, too
+        # as in the paper: thoughts only after chunks in which an operation ends
         "paper": Preset(_coin, variants=_FLIPS, form="state", position_jump=0, loop=_LOOP),
-        # the tiny one, but that a chain of thought writes states alone, which is what the paper's thoughts are
+        # as tiny, but the chain of thought writes only states, as the paper's thoughts do
         "bare-chain": Preset(_coin, variants=_FLIPS, chain="states", loop=_LOOP, arms=_ARMS),
     },
     "s3": {
@@ -133,7 +137,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
     "s5": {
         "tiny": replace(_S3, task=lambda steps: Permutations(steps=steps, elements=5), loop=replace(_LOOP, steps=1200)),
     },
-    # attention-crowding: as the coin's; of the other arms, whose positions do not jump, it is the tiny one
+    # attention-crowding: as for coin-flip; equal to tiny for the other arms, because their positions do not jump
     "variables": {
         "tiny": _VARIABLES,
         "attention-crowding": replace(_VARIABLES, attention_crowding=True),
@@ -142,7 +146,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
 
 
 def preset_of(task: str, name: str, form: str | None = None) -> Preset:
-    """Returns a preset by task and name. form: how thoughts are written, if not as in the preset.
+    """Returns the Preset called `name` for a task. form: replaces the preset's form of the thoughts, if given.
 
     Raises: ModelError for an unknown task, preset or form, naming the known ones.
     """

@@ -1,7 +1,6 @@
-"""Runs many texts through a Thinking States model at once, chunk after chunk, with its own thoughts; then writes
-answers.
+"""Runs many texts through a Thinking States model side by side, with the model's own thoughts, and generates answers.
 
-For evaluation: batched and without the engine. `models.thinking.lm` runs one text through the engine.
+For evaluation, without the engine. `models.thinking.lm` runs a Thinking States model in the engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +14,14 @@ from cacheprobe.models.thinking.blocks import Memory, attention_bias
 from cacheprobe.models.thinking.model import ThinkingModel
 
 Thoughts = tuple[tuple[int, ...], ...]
-"""For one text: the token ids of each chunk's thought."""
+"""Thoughts of one text: the token ids of the thought after each chunk."""
 
-Edit = Callable[[int, Tensor, Sequence[int]], Tensor]
-"""An intervention: (chunk, states [n, c, m] that act on the chunk, indices of their texts) -> states to add instead."""
+ChunkEdit = Callable[[int, Tensor, Sequence[int]], Tensor]
+"""Intervention. Arguments: chunk index, chunk states [n, c, m], indices of the n texts. Returns the states to add."""
 
 
-class Reader:
-    """Runs texts side by side in its own cache, each from position 0."""
+class ChunkReader:
+    """Runs texts through a Thinking States model side by side, each in a cache row of the Reader's own KV cache."""
 
     def __init__(self, model: ThinkingModel, count: int, capacity: int) -> None:
         self.model, self.config = model, model.config
@@ -30,14 +29,17 @@ class Reader:
         self.cache = KVCache(count, capacity, model.layer_shapes, weight.dtype, weight.device)
 
     def feed(self, token_ids: Tensor, rows: Sequence[int], starts: Sequence[int], states: Tensor | None) -> Tensor:
-        """Feeds tokens [n, t] to these rows at these positions, with states [n, t, m] added; returns H and keeps the
-        residual stream."""
+        """Runs tokens [n, t] with chunk states S [n, t, m] added; returns the output H of layer l_out - 1, [n, t, m].
+
+        The tokens go to the cache rows `rows`, at positions from `starts` on. Stores the final residual stream in
+        `self.residual`.
+        """
         positions = self.cache.stage(rows, starts, token_ids.shape[1])
         end = int(positions.max()) + 1
         bias = attention_bias(self.config, positions, torch.arange(end)[None], self.config.attention_window)
 
         def memory(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            """Writes keys and values to the cache; returns the cached ones and the mask."""
+            """Writes keys and values of a layer to the cache; returns cached keys, cached values and attention bias."""
             all_keys, all_values = self.cache.write(layer, keys, values)
             return all_keys[:, :, :end], all_values[:, :, :end], bias
 
@@ -46,21 +48,25 @@ class Reader:
         return hidden
 
     def _through(self, token_ids: Tensor, states: Tensor | None, positions: Tensor, memory: Memory) -> Tensor:
+        """Runs all blocks; returns the output H of layer l_out - 1, and stores the final residual stream."""
         hidden = self.model.loop(self.model.enter(token_ids, positions, memory), states, positions, memory)
         self.residual = self.model.leave(hidden, positions, memory)
         return hidden
 
     def think(self, hidden: Tensor) -> list[tuple[int, ...]]:
-        """Returns greedy thoughts of chunks H [n, c, m]; a thought without an end is cut at the limit."""
+        """Returns the greedy thought of each of n chunks, as token ids. hidden: output H of layer l_out - 1, [n, c, m].
+
+        A thought without an end token is cut at `max_thought` tokens.
+        """
         ids = torch.zeros(len(hidden), 0, dtype=torch.long)
         for _ in range(self.config.max_thought):
             ids = torch.cat([ids, best(self.model.think(hidden, ids)[:, -1])[:, None]], dim=1)
             if bool((ids == self.config.eos_id).any(1).all()):
                 break
-        return [up_to(row, self.config.eos_id) for row in ids.tolist()]
+        return [up_to(thought, self.config.eos_id) for thought in ids.tolist()]
 
     def states(self, thoughts: Sequence[tuple[int, ...]]) -> Tensor:
-        """Returns states [n, c, m] of thoughts; each distinct thought is compressed once."""
+        """Returns the chunk states [n, c, m] that the model computes from n thoughts; once for equal thoughts."""
         distinct = sorted(set(thoughts))
         width = max(map(len, distinct))
         ids = torch.tensor([[*t, *[self.config.pad_id] * (width - len(t))] for t in distinct])
@@ -68,31 +74,41 @@ class Reader:
 
 
 @torch.inference_mode()
-def own_thoughts(model: ThinkingModel, prompts: Sequence[Sequence[int]], edit: Edit | None = None) -> list[Thoughts]:
-    """Returns the model's own thoughts after each chunk of each prompt; prompts must be whole chunks."""
+def own_thoughts(
+    model: ThinkingModel, prompts: Sequence[Sequence[int]], edit: ChunkEdit | None = None
+) -> list[Thoughts]:
+    """Runs prompts with the model's own thoughts; returns for each prompt the thoughts after its chunks.
+
+    Every prompt must be whole chunks.  edit: changes the states before they are added, from the second chunk on.
+    """
     config = model.config
-    width = config.chunk if config.feeds_back else max(map(len, prompts))
-    reader = Reader(model, len(prompts), max(map(len, prompts)))
+    width = config.chunk if config.feeds_back else max(map(len, prompts))  # tokens of a prompt in one pass
+    reader = ChunkReader(model, len(prompts), max(map(len, prompts)))
     thoughts: list[list[tuple[int, ...]]] = [[] for _ in prompts]
     for start in range(0, max(map(len, prompts)), width):
         rows = [i for i, prompt in enumerate(prompts) if len(prompt) > start]
-        fed = [list(prompts[i][start : start + width]) for i in rows]
-        longest = max(map(len, fed))
-        token_ids = torch.tensor([ids + [config.pad_id] * (longest - len(ids)) for ids in fed])
-        states = _added(reader, rows, thoughts, start, longest)
+        parts = [list(prompts[i][start : start + width]) for i in rows]
+        longest = max(map(len, parts))
+        token_ids = torch.tensor([ids + [config.pad_id] * (longest - len(ids)) for ids in parts])
+        states = _states_to_add(reader, rows, thoughts, start, longest)
         if edit is not None and states is not None and start:
             states = edit(start // config.chunk, states, rows)
         hidden = reader.feed(token_ids, rows, [start] * len(rows), states)
         chunks = rearrange(hidden, "b (k c) m -> b k c m", c=config.chunk)
-        counts = [len(ids) // config.chunk for ids in fed]
-        made = iter(reader.think(torch.cat([own[:n] for own, n in zip(chunks, counts, strict=True)])))
+        counts = [len(ids) // config.chunk for ids in parts]
+        new_thoughts = iter(reader.think(torch.cat([hidden[:n] for hidden, n in zip(chunks, counts, strict=True)])))
         for i, n in zip(rows, counts, strict=True):
-            thoughts[i] += [next(made) for _ in range(n)]
-    return [tuple(own) for own in thoughts]
+            thoughts[i] += [next(new_thoughts) for _ in range(n)]
+    return [tuple(of_prompt) for of_prompt in thoughts]
 
 
-def _added(reader: Reader, rows: Sequence[int], thoughts: Sequence[list], start: int, length: int) -> Tensor | None:
-    """Returns the states to add to one chunk, [n, c, m]; None if the model has no feedback."""
+def _states_to_add(
+    reader: ChunkReader, rows: Sequence[int], thoughts: Sequence[list], start: int, length: int
+) -> Tensor | None:
+    """Returns the chunk states [n, c, m] to add to the chunk at position `start`, from the newest thought of each text.
+
+    The first chunk gets zeros or the learned first state. None if the model has no feedback.
+    """
     config = reader.config
     if not config.feeds_back:
         return None
@@ -108,12 +124,15 @@ def write(
     prompts: Sequence[Sequence[int]],
     thoughts: Sequence[Thoughts],
     max_new_tokens: int,
-    edit: Edit | None = None,
+    edit: ChunkEdit | None = None,
 ) -> list[tuple[int, ...]]:
-    """Returns greedy text after each prompt, read with these thoughts, up to its end or the limit."""
+    """Generates text greedily after each prompt, to which the states of `thoughts` are added; returns token ids.
+
+    A text ends with its end token, or after `max_new_tokens`.  edit: changes the states before they are added.
+    """
     config = model.config
     longest = max(map(len, prompts))
-    reader = Reader(model, len(prompts), longest + max_new_tokens)
+    reader = ChunkReader(model, len(prompts), longest + max_new_tokens)
     token_ids = torch.full((len(prompts), longest), config.pad_id)
     states = torch.zeros(len(prompts), longest + max_new_tokens + config.chunk, config.d_model)
     is_fed = config.thinks and config.feeds_back
@@ -122,10 +141,10 @@ def write(
         if config.learned_first_state:
             states[i, : config.chunk] = model.first_state
         if is_fed:
-            own = reader.states(thoughts[i])
+            chunk_states = reader.states(thoughts[i])
             if edit is not None:
-                own = torch.cat([edit(k + 1, state[None], [i]) for k, state in enumerate(own)])
-            states[i, config.chunk : (len(own) + 1) * config.chunk] = own.flatten(0, 1)
+                chunk_states = torch.cat([edit(k + 1, state[None], [i]) for k, state in enumerate(chunk_states)])
+            states[i, config.chunk : (len(chunk_states) + 1) * config.chunk] = chunk_states.flatten(0, 1)
     rows = list(range(len(prompts)))
     reader.feed(token_ids, rows, [0] * len(rows), states[:, :longest] if config.thinks else None)
     ends = torch.tensor([len(prompt) for prompt in prompts])
@@ -135,14 +154,14 @@ def write(
         added = states[torch.tensor(rows)[:, None], torch.tensor(starts)[:, None]] if config.thinks else None
         reader.feed(written[:, -1:], rows, starts, added)
         written = torch.cat([written, best(model.read_out(reader.residual[:, 0]))[:, None]], dim=1)
-    return [up_to(row, config.eos_id) for row in written.tolist()]
+    return [up_to(text, config.eos_id) for text in written.tolist()]
 
 
 def up_to(token_ids: list[int], eos_id: int) -> tuple[int, ...]:
-    """Returns a text up to and including its end token; all of the text if it has none."""
+    """Returns the token ids up to and including the first `eos_id`; all token ids if `eos_id` does not occur."""
     return tuple(token_ids[: token_ids.index(eos_id) + 1] if eos_id in token_ids else token_ids)
 
 
 def best(logits: Tensor) -> Tensor:
-    """Returns the index of the largest logit of each row; the lowest of equal ones, as NumPy guarantees."""
+    """Returns the index of the largest logit along the last axis: for equal logits, the lowest, as NumPy guarantees."""
     return torch.from_numpy(logits.numpy().argmax(-1))

@@ -1,4 +1,4 @@
-"""Trains one arm of one preset from a seed, and records the result and its cost."""
+"""Trains one arm (variant) of a Thinking States preset from a seed, and measures the training's cost."""
 
 import math
 from collections.abc import Callable
@@ -14,21 +14,22 @@ from cacheprobe.models.thinking.config import ThinkingConfig, TrainingRecord
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.store import load_thinking, read_config
 from cacheprobe.tasks import Annotated, annotate_all, mixed, word_tokenizer
-from cacheprobe.training.loop import ModelLoop, Progress
+from cacheprobe.training.loop import ModelLoop, StepReport
 from cacheprobe.training.thinking.evaluate import Verdicts, evaluate, follows_gold
 from cacheprobe.training.thinking.losses import attention_crowding, collate, losses, skipping_positions
 from cacheprobe.training.thinking.presets import Preset, changed
 
 TEST_SEED = 1_000_000
-"""Seeds from this one on are never used in training."""
+"""First seed of test questions. No training uses this seed or a higher one for its questions."""
 VARIANT_SEEDS = 1_000
 """Distance between the seeds of a preset's variants."""
 CHECK_EVERY, CHECK_TEXTS = 25, 128
+"""Steps between two checks of the accuracy in training, and number of texts in a check."""
 
 
 @dataclass
 class Trained:
-    """A trained arm, and its training cost."""
+    """Holds a trained model of one arm, with its tokenizer and the cost of the training."""
 
     model: ThinkingModel
     tokenizer: LiveTokenizer
@@ -36,28 +37,30 @@ class Trained:
     arm: str
     seed: int
     cpu_seconds: float
-    """CPU seconds of this process, with one thread: steps only, without data and checks."""
+    """CPU seconds of this process for the training steps, with one thread. Data and checks are not counted."""
     cpu_seconds_to_99: float | None
     """CPU seconds until 99 % of new texts of the trained lengths were entirely right, twice in a row; None if never."""
     cpu_seconds_to_100: float | None = None
-    """CPU seconds until all of them were, twice in a row; None if never."""
+    """CPU seconds until 100 % of such new texts were entirely right, twice in a row; None if never."""
 
     def items(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: object) -> list[Annotated]:
-        """Returns new texts with numbers of operations drawn uniformly from `operations`. task: settings of the task to
-        change."""
-        tasks = changed(self.preset.task(operations[-1]), task)
-        texts = mixed(tasks, operations, n=n, seed=seed)
+        """Returns `n` new annotated texts, each with a number of operations drawn uniformly from `operations`.
+
+        task: other values for settings of the preset's task.
+        """
+        changed_task = changed(self.preset.task(operations[-1]), task)
+        texts = mixed(changed_task, operations, n=n, seed=seed)
         config = self.model.config
         chain, longest = self.preset.chain_form(self.arm), config.max_thought
         return annotate_all(texts, self.tokenizer, config.chunk, self.preset.form, max_thought=longest, chain=chain)
 
     def test(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: object) -> Verdicts:
-        """Returns the Verdicts on new texts, with the model's own thoughts and tokens."""
+        """Runs the model on the texts of `items`, with its own thoughts and tokens; returns the Verdicts."""
         return evaluate(self.model, self.items(operations, n, seed, **task), self.arm)
 
 
 def load_trained(folder: Path, preset: Preset, arm: str, seed: int) -> tuple[Trained, TrainingRecord]:
-    """Returns a trained arm that `save_thinking` wrote, and its record.
+    """Returns (Trained, training record) of a model that `save_thinking` wrote to `folder`.
 
     Raises: ModelError for a model that was saved without its training cost.
     """
@@ -74,11 +77,12 @@ def train(
     arm: str = "thinking",
     seed: int = 0,
     folder: Path | None = None,
-    report: Callable[[Progress, float | None], None] = lambda progress, accuracy: None,
+    report: Callable[[StepReport, float | None], None] = lambda progress, accuracy: None,
     seconds: float = math.inf,
 ) -> Trained:
-    """Trains an arm. folder: for checkpoints, from which the same call resumes.
+    """Trains one arm of a preset; returns the model with the cost of the training.
 
+    folder: for checkpoints; the same call resumes from them. None: no checkpoints.
     report: called after every step, with the accuracy on new texts of the trained lengths if it was measured.
     seconds: CPU seconds after which no further step begins; the learning-rate schedule stays that of all steps.
     Raises: ValueError if the folder holds a training of another arm or of other texts, and for a seed that would reach
@@ -93,17 +97,17 @@ def train(
     fresh = _annotated(preset, arm, tokenizer, model.config, CHECK_TEXTS, TEST_SEED + seed)
     loop = ModelLoop(model, settings, folder)
     is_crowded = preset.attention_crowding and jump > 0
-    of = {"arm": arm, "form": preset.form, "position_jump": jump, "attention_crowding": is_crowded}
-    of |= {"chain": preset.chain_form(arm), "config": model.config.to_json()}
-    held = loop.notes.setdefault("of", of)
-    if other := [name for name, value in of.items() if held[name] != value]:
+    identity = {"arm": arm, "form": preset.form, "position_jump": jump, "attention_crowding": is_crowded}
+    identity |= {"chain": preset.chain_form(arm), "config": model.config.to_json()}
+    stored = loop.notes.setdefault("of", identity)  # that of the checkpoint, if the training resumes
+    if other := [name for name, value in identity.items() if stored[name] != value]:
         raise ValueError(
-            f"{folder} holds a training with {other[0]} {held[other[0]]!r}, not {of[other[0]]!r}; give another "
+            f"{folder} holds a training with {other[0]} {stored[other[0]]!r}, not {identity[other[0]]!r}; give another "
             "folder, or delete this one"
         )
 
     def losses_of(step: int) -> dict[str, torch.Tensor]:
-        """Returns the losses of a step on a random batch."""
+        """Returns the losses of training step `step`, on a batch drawn at random from the pool of texts."""
         draw = Random(f"{seed}/{step}")
         chosen = [pool[int(draw.random() * len(pool))] for _ in range(settings.batch)]
         batch = collate(chosen, arm, model.config.pad_id)
@@ -129,7 +133,7 @@ def train(
 
 
 def _require_training_seed(seed: int, num_variants: int) -> None:
-    """Raises: ValueError for an invalid seed, and for one with which a variant's texts could equal those of a test."""
+    """Checks a training seed. Raises: ValueError if it is invalid, or if a variant's texts could equal test texts."""
     highest = TEST_SEED - 1 - VARIANT_SEEDS * (num_variants - 1)
     if type(seed) is not int or not 0 <= seed <= highest:
         raise ValueError(
@@ -142,8 +146,10 @@ def _require_training_seed(seed: int, num_variants: int) -> None:
 def _annotated(
     preset: Preset, arm: str, tokenizer: LiveTokenizer, config: ThinkingConfig, n: int, seed: int
 ) -> list[Annotated]:
-    """Returns at least `n` annotated texts of all variants of the task. Each is shifted by a random number of pads, so
-    that operations end at varying places within a chunk."""
+    """Returns at least `n` annotated texts, in equal numbers from all variants of the preset's task.
+
+    A random number of pads shifts each text, so that operations end anywhere in a chunk.
+    """
     share = -(-n // len(preset.variants))
     texts = [
         text

@@ -1,1 +1,1 @@
-"""Trains tuned lenses."""
+"""Trains tuned lenses: an affine map (translator) after each block, from which the unembedding predicts tokens."""

@@ -1,4 +1,4 @@
-"""Runs a whole training of a tuned lens: text, steps, the comparison on held-out text, and the files."""
+"""Runs a whole training of a tuned lens: generates texts, trains, compares with the logit lens, and saves."""
 
 import time
 from collections.abc import Mapping
@@ -20,7 +20,9 @@ from cacheprobe.training.tuned_lens.train import TunedLensTrainer, divergences
 def train_tuned_lens(
     model: CachedLM, settings: TunedLensSettings, out: Path | None = None, *, progress: bool = True
 ) -> TunedLens:
-    """Trains a lens for this model, compares it with the logit lens on held-out text, and stores it in `out` if given.
+    """Trains a tuned lens for `model`, compares it with the logit lens on held-out text, and returns the tuned lens.
+
+    out: folder in which the lens is saved; None saves no file.
 
     lens.about: settings, model, weights_note, tokens (used in training), kl_nats_logit and kl_nats_tuned (mean on the
     held-out text, by layer), seconds, cpu_seconds, threads. Two trainings with equal settings on one machine give the
@@ -34,9 +36,9 @@ def train_tuned_lens(
     texts = write_texts(
         reader, settings.steps * settings.texts, settings.length, settings.seed, "train", progress=progress
     )
-    with TrainingProgress(settings.steps, 0, progress) as shown:
+    with TrainingProgress(settings.steps, 0, progress) as show:
         for at in trainer.run(texts):
-            shown(at.step, f"KL {at.losses['kl_nats']:.3f} nats, mean over layers")
+            show(at.step, f"KL {at.losses['kl_nats']:.3f} nats, mean over layers")
     held_out = write_texts(reader, settings.held_out, settings.length, settings.seed, "held-out", progress=progress)
     lens = trainer.lens()
     about: dict[str, Json] = {
@@ -58,7 +60,10 @@ def train_tuned_lens(
 
 
 def comparison(about: Mapping[str, Json]) -> str:
-    """Returns the held-out divergences as lines of text, one for each layer."""
+    """Returns a text table of the KL divergences of both lenses on held-out text, with one line for each layer.
+
+    about: metadata of a trained lens (`TunedLens.about`), with kl_nats_logit and kl_nats_tuned.
+    """
     lines = ["layer  logit lens  tuned lens  (KL to the model's own output, nats, held-out text)"]
     logit_nats, tuned_nats = about["kl_nats_logit"], about["kl_nats_tuned"]
     assert isinstance(logit_nats, list) and isinstance(tuned_nats, list)

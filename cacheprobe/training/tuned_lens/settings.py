@@ -1,4 +1,4 @@
-"""Settings of a tuned lens's training, checked before loading."""
+"""Defines and checks the settings of a tuned lens's training, before any model is loaded."""
 
 from dataclasses import asdict, dataclass, field
 
@@ -7,12 +7,14 @@ from cacheprobe.core.values import NO_FLAG, Json, require_settings
 
 @dataclass(frozen=True)
 class TunedLensSettings:
-    """Everything that a training's result depends on, except the model. The optimizer is the published one; amounts are
-    smaller. The docstrings of the fields are the help of `cacheprobe train tuned-lens`.
+    """Holds all settings of a tuned lens's training except the model. The optimizer is that of the published package.
+
+    The docstrings of the fields are the help of `cacheprobe train tuned-lens`. A step reads fewer tokens than in the
+    package.
 
     Source: Belrose et al. 2023 (arXiv 2303.08112), section 3, and the defaults of its tuned-lens package: Nesterov
     momentum, learning rate 1 times (1 - momentum) falling linearly to zero over 250 steps, gradients clipped to norm 1,
-    weight decay towards the identity. There, a step reads 262144 tokens of The Pile.
+    weight decay towards the identity. A step of the package reads 262144 tokens of The Pile.
     """
 
     steps: int = 250
@@ -39,10 +41,12 @@ class TunedLensSettings:
             raise ValueError(f"momentum must be below 1, got {self.momentum}")
 
     def learning_rate_at(self, step: int) -> float:
-        """Returns the learning rate of a step, counted from 0, times (1 - momentum): PyTorch's momentum multiplies it
-        by the inverse."""
+        """Returns the learning rate of step number `step`, from 0, times (1 - momentum); it falls linearly to zero.
+
+        PyTorch's momentum multiplies the size of an update by 1 / (1 - momentum).
+        """
         return self.learning_rate * (1 - self.momentum) * (1 - step / self.steps)
 
     def as_dict(self) -> dict[str, Json]:
-        """Returns the settings as a dictionary."""
+        """Returns the settings as a dictionary, by field name."""
         return asdict(self)

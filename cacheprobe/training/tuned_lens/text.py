@@ -1,4 +1,4 @@
-"""Generates training text for a lens: prompts of the tasks, continued by the model itself."""
+"""Generates training texts for a tuned lens: prompts of the tasks, continued by the model itself."""
 
 from functools import partial
 from random import Random
@@ -12,13 +12,13 @@ from cacheprobe.models.feeding import continue_texts
 from cacheprobe.tasks import Boxes, CoinFlip, Permutations, Variables
 
 AT_ONCE = 64
-"""Number of texts that are written together."""
+"""Number of texts that are generated in one batch."""
 
 
 def write_texts(
     model: CachedLM, num_texts: int, length: int, seed: int, part: str, *, progress: bool = False
 ) -> Tensor:
-    """Returns token ids [num_texts, length]: one prompt each, continued by the model at temperature 1.
+    """Returns token ids [num_texts, length]: each text is a task's prompt, continued by the model at temperature 1.
 
     part: "train" or "held-out"; the two parts, and different seeds, share no prompt draws. A prompt takes at most half
     of the text. End tokens are never sampled, so every text has its full length. A model without a tokenizer gets
@@ -32,13 +32,16 @@ def write_texts(
     parts = []
     with Progress(num_texts, f"writing {part} text", "texts", enabled=progress) as bar:
         for start in range(0, num_texts, AT_ONCE):
-            texts = continue_texts(model, prompts[start : start + AT_ONCE], length, partial(_drawn, model, generator))
+            texts = continue_texts(
+                model, prompts[start : start + AT_ONCE], length, partial(_sample_next, model, generator)
+            )
             parts.append(torch.tensor(texts))
             bar.advance(len(parts[-1]))
     return torch.cat(parts)
 
 
 def _prompts(model: CachedLM, num_texts: int, seed: int, part: str) -> list[tuple[int, ...]]:
+    """Returns the token ids of one prompt for each text, from each task in turn; random tokens without a tokenizer."""
     rng = Random(f"tuned-lens prompts/{part}/{seed}")
     if model.tokenizer is None:
         return [tuple(rng.randrange(model.d_vocab) for _ in range(1 + i % 8)) for i in range(num_texts)]
@@ -51,8 +54,8 @@ def _prompts(model: CachedLM, num_texts: int, seed: int, part: str) -> list[tupl
     return prompts
 
 
-def _drawn(model: CachedLM, generator: torch.Generator, rows: list[int], logits: Tensor) -> list[int]:
-    """Samples the next token of each text at temperature 1, end tokens excluded."""
+def _sample_next(model: CachedLM, generator: torch.Generator, texts: list[int], logits: Tensor) -> list[int]:
+    """Returns a sampled next token for each text, at temperature 1; never an end token. texts: not used."""
     scores = logits.float().cpu().clone()
     scores[:, list(model.stop_token_ids)] = -torch.inf
     return torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0].tolist()

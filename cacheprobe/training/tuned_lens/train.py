@@ -1,4 +1,4 @@
-"""Trains a tuned lens: the translators minimise the KL divergence from the model's own output."""
+"""Trains a tuned lens: translators (affine maps) that minimise the KL divergence from the model's own output."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -13,32 +13,32 @@ from cacheprobe.lenses.base import Lens, LensError
 from cacheprobe.lenses.tuned import TunedLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.feeding import feed
-from cacheprobe.training.loop import Loop, Progress
+from cacheprobe.training.loop import Loop, StepReport
 from cacheprobe.training.tuned_lens.settings import TunedLensSettings
 
-ROWS_AT_ONCE = 256
-"""Rows of one vocabulary product, forward and backward: its logits are the largest tensors of a training."""
+VECTORS_AT_ONCE = 256
+"""Number of vectors in one product with the unembedding. The logits are the largest tensors of a training."""
 
 
-class States(NamedTuple):
-    """Activations of a model on some texts, their tokens one after another."""
+class TextStates(NamedTuple):
+    """Holds activations and outputs of a model on several texts, with the n tokens of all texts in one sequence."""
 
     layers: Float[Tensor, "l n m"]
-    """The residual stream after every block but the last."""
+    """Residual stream after every block but the last."""
     output_logprobs_nats: Float[Tensor, "n v"]
-    """The model's own log-probabilities."""
+    """Log-probabilities of the model itself."""
 
 
-def states_of(model: CachedLM, texts: Tensor) -> States:
-    """Returns the states of texts [b, t], computed in one forward; n = b x t."""
+def states_of(model: CachedLM, texts: Tensor) -> TextStates:
+    """Runs the model on texts [b, t] in one forward pass; returns the States of their n = b x t tokens."""
     sites = [("S", layer) for layer in range(model.n_layers - 1)]
     fed = feed(model, texts, sites)
     layers = torch.stack([fed.states[site].flatten(0, 1) for site in sites])
-    return States(layers, fed.out.flatten(0, 1).float().log_softmax(-1))
+    return TextStates(layers, fed.out.flatten(0, 1).float().log_softmax(-1))
 
 
 class TunedLensTrainer:
-    """Trains the translators of every layer at once, starting from the identity.
+    """Trains the translators (affine maps) of all layers but the last at once, starting from the identity.
 
     Source: Belrose et al. 2023 (arXiv 2303.08112), section 3; optimizer as in its tuned-lens package.
     Twin: tests.twins.lenses_slowly.tuned_lens_gradients_slowly, close(1e-4): one layer, one token at a time.
@@ -61,65 +61,70 @@ class TunedLensTrainer:
         )
         self.loop = Loop({"weights": self.weights, "biases": self.biases}, optimizer, settings)
 
-    def run(self, texts: Tensor) -> Iterator[Progress]:
-        """Runs all steps over texts [n, t], `settings.texts` of them at a time; the loss is the mean KL over layers."""
+    def run(self, texts: Tensor) -> Iterator[StepReport]:
+        """Runs all steps on texts [n, t]; returns an iterator with a Progress after each step.
+
+        Each step reads the next `settings.texts` texts. The loss in a Progress, kl_nats, is the mean over layers.
+        """
         settings = self.settings
         if len(texts) < settings.texts:
             raise ValueError(f"a step reads {settings.texts} texts, there are {len(texts)}; write more")
 
         def gradients_of(step: int) -> dict[str, float]:
-            """Reads the next texts and computes the gradients."""
+            """Computes the gradients of step `step` on the next texts; returns the mean KL divergence as `kl_nats`."""
             start = step * settings.texts % (len(texts) - len(texts) % settings.texts)
             kl_nats = self.backward(states_of(self.model, texts[start : start + settings.texts]))
             return {"kl_nats": float(kl_nats.mean())}
 
         return self.loop.run(gradients_of)
 
-    def backward(self, states: States) -> Tensor:
-        """Computes gradients of the sum over layers of the mean KL over tokens; returns that mean [l].
+    def backward(self, states: TextStates) -> Tensor:
+        """Computes the gradients of the loss. Returns [l]: for each layer, the mean KL divergence over tokens, in nats.
 
-        All layers are translated in one batched product; their logits are computed in slices of ROWS_AT_ONCE.
+        The loss is the sum of these means. One batched product translates all layers; logits are computed in slices of
+        VECTORS_AT_ONCE vectors.
         """
         layers, tokens, _ = states.layers.shape
         moved = states.layers + torch.baddbmm(self.biases[:, None], states.layers, self.weights)
         flat = rearrange(moved.detach(), "l t m -> (l t) m")
         gradient, kl = torch.empty_like(flat), torch.empty(len(flat), device=flat.device)
-        for start in range(0, len(flat), ROWS_AT_ONCE):
-            some = flat[start : start + ROWS_AT_ONCE].clone().requires_grad_()
-            token = torch.arange(start, start + len(some), device=flat.device) % tokens
-            each = _kl_nats(self.model.read_out_with_gradients(some), states.output_logprobs_nats[token])
-            (gradient[start : start + len(some)],) = torch.autograd.grad(each.sum() / tokens, [some])
-            kl[start : start + len(some)] = each.detach()
+        for start in range(0, len(flat), VECTORS_AT_ONCE):
+            part = flat[start : start + VECTORS_AT_ONCE].clone().requires_grad_()
+            token = torch.arange(start, start + len(part), device=flat.device) % tokens
+            part_kl = _kl_nats(self.model.read_out_with_gradients(part), states.output_logprobs_nats[token])
+            (gradient[start : start + len(part)],) = torch.autograd.grad(part_kl.sum() / tokens, [part])
+            kl[start : start + len(part)] = part_kl.detach()
         moved.backward(gradient.view_as(moved))
         return reduce(kl, "(l t) -> l", "mean", l=layers)
 
     def lens(self, about: dict[str, Json] | None = None) -> TunedLens:
-        """Returns the lens with the current translators."""
+        """Returns a TunedLens with a copy of the current translators. about: metadata to store with the lens."""
         return TunedLens(self.weights.detach().clone(), self.biases.detach().clone(), self.unembedding, about or {})
 
 
 @torch.inference_mode()
 def divergences(model: CachedLM, lens: Lens, texts: Tensor) -> Float[Tensor, "l"]:
-    """Returns the mean KL divergence, in nats, from the model's own output to the lens's at every layer but the last.
+    """Returns [l]: the mean KL divergence of the lens from the model's own output, for each layer but the last.
 
-    texts: [n, t]. The mean is taken over every token of every text.
+    In nats.  texts: token ids [n, t]. The mean is taken over every token of every text.
     """
     total = torch.zeros(model.n_layers - 1, dtype=torch.float64)
     for text in texts:
         states = states_of(model, text[None])
         layer = torch.arange(len(total), device=model.device).repeat_interleave(len(text))
         token = torch.arange(len(text), device=model.device).repeat(len(total))
-        rows = zip(
-            rearrange(states.layers, "l t m -> (l t) m").split(ROWS_AT_ONCE), layer.split(ROWS_AT_ONCE), strict=True
-        )
-        logits = (lens.logits(model, vectors, layers) for vectors, layers in rows)
-        parts = zip(logits, token.split(ROWS_AT_ONCE), strict=True)
-        kl = torch.cat([_kl_nats(some, states.output_logprobs_nats[at]) for some, at in parts])
+        vectors = rearrange(states.layers, "l t m -> (l t) m").split(VECTORS_AT_ONCE)
+        parts = zip(vectors, layer.split(VECTORS_AT_ONCE), token.split(VECTORS_AT_ONCE), strict=True)
+        outputs = states.output_logprobs_nats
+        kl = torch.cat([_kl_nats(lens.logits(model, part, layers), outputs[tokens]) for part, layers, tokens in parts])
         total += reduce(kl.double(), "(l t) -> l", "sum", l=len(total)).cpu()
     return total / texts.numel()
 
 
 def _kl_nats(logits: Float[Tensor, "n v"], output: Float[Tensor, "n v"]) -> Float[Tensor, "n"]:
-    """Returns KL(output || softmax(logits)) for each row. A token with output probability 0 adds 0."""
+    """Returns [n]: KL(output || softmax(logits)) in nats. output: log-probabilities.
+
+    A vocabulary entry with output probability 0 adds 0.
+    """
     terms = output.exp() * (output - logits.float().log_softmax(-1))
     return terms.masked_fill(output == -torch.inf, 0.0).sum(-1)
