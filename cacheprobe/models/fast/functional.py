@@ -146,9 +146,9 @@ class FunctionalLlama(FunctionalForward):
         self, layer: int, stream: Tensor, cache: KVCache, rotation: Rotation | None, mask: Tensor, listeners: Listeners
     ) -> Tensor:
         assert rotation is not None
-        block, heads = self.blocks[layer], (*stream.shape[:2], -1, self.d_head)
+        block, shape_by_head = self.blocks[layer], (*stream.shape[:2], -1, self.d_head)
         normed = self._rms_norm(stream, block.before_attention)
-        q, k, v = (project(normed).view(heads) for project in block.qkv)
+        q, k, v = (project(normed).view(shape_by_head) for project in block.qkv)
         if block.q_norm is not None and block.k_norm is not None:
             q, k = self._rms_norm(q, block.q_norm), self._rms_norm(k, block.k_norm)
         q, k = self._rotated(q, k, rotation)

@@ -101,6 +101,7 @@ class FunctionalGPT(FunctionalForward):
 
 
 def _neox_block(layer: LiveModule, product: Product) -> _GPTBlock:
+    """Returns the functions and the attention scale of one GPT-NeoX layer as a _GPTBlock."""
     attention, mlp = layer.attention, layer.mlp
     return _GPTBlock(
         before_attention=_norm(layer.input_layernorm),
@@ -115,6 +116,7 @@ def _neox_block(layer: LiveModule, product: Product) -> _GPTBlock:
 
 
 def _gpt2_block(layer: LiveModule) -> _GPTBlock:
+    """Returns the functions and the attention scale of one GPT-2 layer as a _GPTBlock."""
     attention, mlp = layer.attn, layer.mlp
     return _GPTBlock(
         before_attention=_norm(layer.ln_1),
