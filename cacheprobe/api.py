@@ -24,7 +24,7 @@ from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.loaders import load_model
-from cacheprobe.models.turns import turn
+from cacheprobe.models.turns import hold_model
 from cacheprobe.plan import RunPlan
 from cacheprobe.trace.importers.generate import trace_of_generate
 from cacheprobe.trace.importers.vllm import trace_of_vllm
@@ -178,7 +178,7 @@ def kv_snapshot(
     (state,) = plan.states(None)
     if state.request.num_prompt_tokens < 2:
         raise ValueError("a prompt of one token leaves no row: its last token is read when generation goes on")
-    with turn(plan.model), plan.hooks():
+    with hold_model(plan.model), plan.hooks():
         return read_rows(plan.model, state, plan.config, Observer(), plan.editor)
 
 

@@ -36,7 +36,7 @@ from cacheprobe.models.base import CachedLM, StateSink
 from cacheprobe.models.hf.heads import require_heads
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.prompts import answer_ids_of, as_list, text_of, token_ids_of
-from cacheprobe.models.turns import turn
+from cacheprobe.models.turns import hold_model
 from cacheprobe.trace.trace import Trace
 
 DEFAULT_SAMPLING = SamplingParams(
@@ -233,7 +233,7 @@ class RunPlan:
         self.editor = self._editor(drafter, states, is_all_verified)
         if any(state.is_verified for state in states):
             before = self.config
-            with turn(self.model):
+            with hold_model(self.model):
                 is_any = any(state.request.is_deterministic for state in states)
                 # the slow reference needs the shapes of a deterministic run; other runs keep their window
                 replaceable = {*self.open_shapes} - (set() if is_any or is_all_verified else {"window"})
@@ -284,7 +284,7 @@ class RunPlan:
         recorder = self._recorder()
         guard = RunGuard(self.model, self.fingerprint)
         with closing(start(states, Tee(recorder, *observers))) as steps:
-            with guard.turn(self.hooks(recorder)):
+            with guard.holding(self.hooks(recorder)):
                 for _ in steps:
                     pass
         guard.require_unchanged(had_pauses=False)
@@ -301,7 +301,7 @@ class RunPlan:
         guard = RunGuard(self.model, self.fingerprint)
         with closing(start(states, Tee(recorder, *observers))) as steps:
             while True:
-                with guard.turn(self.hooks(recorder)):
+                with guard.holding(self.hooks(recorder)):
                     step = next(steps, None)
                 if step is None:
                     break
@@ -329,7 +329,7 @@ class RunPlan:
         meta = {**meta, "path_reason": self.path_reason, "errors": errors, "missing": failed}
         if self.editor is not None:
             meta["interventions"] = self.editor.record()
-        with turn(self.model):
+        with hold_model(self.model):
             trace = assemble(recorder, self.requests, guard.fingerprint, self.config, self.capture, meta)
         trace.interventions = self.interventions
         trace.kept_rows = {s.request_id: s.kept_rows for s in states if s.kept_rows is not None}

@@ -95,7 +95,7 @@ class Recorder(Observer):
 
         S, T and C of every layer are among them, because the self-check compares them.
         """
-        if not self.config.keeps_kv:
+        if not self.config.keeps_states:
             return []
         entering = [("pre", layer) for layer in sorted({0, *self.model.injected_layers})]
         states = [(site, layer) for layer in range(self.model.n_layers) for site in "STC"]
@@ -124,7 +124,7 @@ class Recorder(Observer):
         if any(reads):
             size = (len(self.layers), len(now.lens_index), width)
             now.lens_block = torch.empty(size, dtype=self.model.dtype, device=device)
-        if self.config.keeps_kv and (phase not in self._seen_phases or step % CHECK_EVERY == 0):
+        if self.config.keeps_states and (phase not in self._seen_phases or step % CHECK_EVERY == 0):
             now.watched = {}
         self._seen_phases.add(phase)
 
@@ -171,7 +171,7 @@ class Recorder(Observer):
         """Returns True if the capture settings keep the states of a row of this phase and position."""
         phases, positions = self.config.phases, self.config.positions
         return (
-            self.config.keeps_kv
+            self.config.keeps_states
             and (phases is None or phase in phases)
             and (positions is None or position in positions)
         )

@@ -179,7 +179,7 @@ class CaptureConfig(HintsAtNewArguments):
         return tuple(site for site in SITES if site in (self.sites or ""))
 
     @property
-    def keeps_kv(self) -> bool:
+    def keeps_states(self) -> bool:
         """Whether the run keeps states, head activations or lens readings, and not only tokens and events."""
         return bool(self.sites or self.heads)
 

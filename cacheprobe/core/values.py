@@ -96,7 +96,7 @@ RENAMED = {
     # arguments and attributes
     "kv_rows": "max_kv_tokens",
     "keep_rows": "keep_kv",
-    "keeps_rows": "keeps_kv",
+    "keeps_rows": "keeps_states",
     "hidden_parts": "head_masks",
     # functions and classes
     "cache_rows": "kv_snapshot",

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from cacheprobe.engine.fingerprint import Fingerprint, require_same
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.settings import numeric_settings, require_one_flush_mode
-from cacheprobe.models.turns import live_model, require_idle, turn
+from cacheprobe.models.turns import hold_model, live_model, require_idle
 
 
 def require_ready(model: CachedLM) -> None:
@@ -27,17 +27,17 @@ class RunGuard:
     def __init__(self, model: CachedLM, fingerprint: Callable[[], Fingerprint]) -> None:
         self.model, self._fingerprint = model, fingerprint
         self._settings, self._versions = numeric_settings(), _versions(model)
-        with turn(model):
+        with hold_model(model):
             self.fingerprint = fingerprint()
 
     @contextmanager
-    def turn(self, hooks: AbstractContextManager[object]) -> Iterator[None]:
+    def holding(self, hooks: AbstractContextManager[object]) -> Iterator[None]:
         """Inside the `with`, the run's hooks are on the model and no other thread computes; steps of the run go here.
 
         The lock is one for all models. Raises: FingerprintMismatch if a numeric setting changed since the run began;
         ModelError inside a step of another run of the model.
         """
-        with turn(self.model), hooks:
+        with hold_model(self.model), hooks:
             self._require_settings()
             yield
 

@@ -70,7 +70,7 @@ def require_idle(model: CachedLM) -> None:
 
 
 @contextmanager
-def turn(model: CachedLM) -> Iterator[None]:
+def hold_model(model: CachedLM) -> Iterator[None]:
     """Locks the computation of all models for this thread inside the `with`: other threads wait. Autocast is off and
     float32 is the default dtype.
 

@@ -16,10 +16,10 @@ from cacheprobe.ops.cache_rows import FREE
 
 VERIFIED = PROVENANCES.index("verified")
 FINISHES = (None, "stop", "length")
-"""Finish reasons, indexed by the codes in `Settled.finish`."""
+"""Finish reasons, indexed by the codes in `BatchVerdicts.finish`."""
 
 
-class Settled(NamedTuple):
+class BatchVerdicts(NamedTuple):
     """Holds the verdicts on a batch of drafts, one for each batch index. All numbers are -1 for a batch index with
     invalid arguments, of which nothing was changed."""
 
@@ -46,9 +46,9 @@ def apply_verdicts(
     codes: UInt8[Tensor, "r s"],
     hidden: Bool[Tensor, "r s"],
     lengths: Int[Tensor, "r"],
-) -> Settled:
+) -> BatchVerdicts:
     """Compares drafts with the verifier's own tokens, commits tokens and updates the ledger, for each batch index of a
-    verify pass; returns the Settled verdicts.
+    verify pass; returns the BatchVerdicts verdicts.
 
     drafts, draft_lengths: draft tokens, of which the first draft_lengths[b] count.  targets, target_lengths: the
     verifier's own tokens, one more than draft tokens, or as many if the last draft token ends the request.  num_left:
@@ -85,4 +85,4 @@ def apply_verdicts(
         codes[row, last_committed_position : int(lengths[row])] = FREE
         codes[row, last_committed_position:end] = VERIFIED
         lengths[row] = end
-    return Settled(out[0], out[1], out[2], committed)
+    return BatchVerdicts(out[0], out[1], out[2], committed)

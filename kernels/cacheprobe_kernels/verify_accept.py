@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cacheprobe.core.registry import register
 from cacheprobe.ops import verdicts
-from cacheprobe.ops.verdicts import Settled
+from cacheprobe.ops.verdicts import BatchVerdicts
 from cacheprobe_kernels.base import Arguments, Case, Kernel, Launch, Outcome, Plan, Variant, Work, one_by_one
 from cacheprobe_kernels.base import next_power_of_2 as padded
 from cacheprobe_kernels.verdict_cases import BY_ROW, WRITTEN, verdict_inputs
@@ -97,7 +97,7 @@ class VerifyAccept(Kernel):
         if not (codes.is_contiguous() and hidden.is_contiguous() and token_ids.is_contiguous()):
             raise ValueError("codes, hidden slots and token_ids must be contiguous")
         (count, longest), (num_rows, capacity), width = drafts.shape, codes.shape, targets.shape[1]
-        settled = Settled(
+        settled = BatchVerdicts(
             *(torch.empty(count, dtype=torch.long, device=drafts.device) for _ in range(3)),
             torch.empty(count, width, dtype=torch.long, device=drafts.device),
         )

@@ -26,7 +26,7 @@ from cacheprobe_benchmarks.shared.workload import Run, Timing
 from cacheprobe_benchmarks.speed import determinism, passes, products, speculation, torch_compile
 from cacheprobe_benchmarks.states import field, lens, main_job, memory, patching, trace, tuned_lens
 from cacheprobe_benchmarks.sweeps import sweep, sweep_backends, sweep_faults
-from cacheprobe_benchmarks.sweeps.struck import Fate
+from cacheprobe_benchmarks.sweeps.struck import FaultOutcome
 from tests.planted_costs import HOUR, LAYERS, Clock, write_small_smollm2
 
 
@@ -232,8 +232,10 @@ def of_sweep_faults(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     wanted = {"one/file": "digest"}
     monkeypatch.setattr(sweep_faults, "Struck", lambda folder: SimpleNamespace(finish=lambda: 1, url=folder))
     monkeypatch.setattr(sweep_faults, "digests", lambda folder: wanted)
-    monkeypatch.setitem(sweep_faults.FAULTS, first, lambda folder, chance: Fate(wanted, 1, 1, -9))
-    monkeypatch.setitem(sweep_faults.FAULTS, second, lambda folder, chance: Fate({"one/file": "other"}, 1, 2, -9))
+    monkeypatch.setitem(sweep_faults.FAULTS, first, lambda folder, chance: FaultOutcome(wanted, 1, 1, -9))
+    monkeypatch.setitem(
+        sweep_faults.FAULTS, second, lambda folder, chance: FaultOutcome({"one/file": "other"}, 1, 2, -9)
+    )
     return {
         f"faults {first} equal_to_serial": 1, f"faults {second} equal_to_serial": 0, f"faults {second} resumes": 2,
         f"faults {second} struck": 1,

@@ -23,7 +23,7 @@ from cacheprobe.plots.diagrams.token_card import card_parts
 from cacheprobe.plots.report.page import table
 from cacheprobe.plots.report.run_comparison import comparison_title, fingerprint_block, token_columns
 from cacheprobe.plots.style import DIAGRAM_CSS
-from cacheprobe.trace.tables.token_history import Fate, standing_at, token_history
+from cacheprobe.trace.tables.token_history import TokenOutcome, standing_at, token_history
 from tests.plots.test_views import HOSTILE
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -128,9 +128,9 @@ def test_the_card_of_a_row(trace: cp.Trace) -> None:
     row = int(table[table.status == "committed"].row.iloc[-1])
     own = table[table.row == row]
     last = own.sort_values("layer").iloc[-1]
-    fates = [Fate(3, 5, 7, "rolled_back"), Fate(int(last.token_id), 7, 7, "recovered")]
+    outcomes = [TokenOutcome(3, 5, 7, "rolled_back"), TokenOutcome(int(last.token_id), 7, 7, "recovered")]
     about = prediction_depth_of(own).iloc[0].to_dict()
-    _, card = card_parts(own, about, fates, {3: HOSTILE}, HOSTILE)
+    _, card = card_parts(own, about, outcomes, {3: HOSTILE}, HOSTILE)
     assert "<script" not in card and "window.hacked" in card
     assert "drafted in step 5" in card and "rolled back" in card and "recovered" in card
     assert re.findall(r'<tr data-layer="(\d)"', card) == ["2", "1", "0"]

@@ -8,7 +8,7 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.plots.report.insight import first_insight, insight, opening
 from cacheprobe.plots.report.report import report_html
-from cacheprobe.trace.tables.token_history import Fate, fates_at, token_history
+from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at, token_history
 from tests.plots.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -25,13 +25,13 @@ ROWS = pd.DataFrame({"step": [24, 23, 3], "num_layers": [6, 5, 6]})
 """Of one position: the verifier's, one that stopped after layer 4, and a whole one."""
 
 
-LOST, KEPT = Fate(2, 23, 24, "rolled_back"), Fate(1, 24, 24, "recovered")
+LOST, KEPT = TokenOutcome(2, 23, 24, "rolled_back"), TokenOutcome(1, 24, 24, "recovered")
 DRAFT = "“␣A”, drafted in step 23 from layer 4, was rolled back in step 24, and “A” committed in its place"
 LENS, LAST = "Through the logit lens", "the last read,"
 
 
 @pytest.mark.parametrize(
-    ("first", "fates", "said"),
+    ("first", "outcomes", "said"),
     [
         ((3, 2, 3, 2, 2, 1), (LOST, KEPT),
          f"{DRAFT}. {LENS}, layers 3 to 4 had “␣A” first; layer 5, the last read, alone had “A” first"),
@@ -41,22 +41,22 @@ LENS, LAST = "Through the logit lens", "the last read,"
         ((2, 2, 1, 2), (LOST, KEPT),
          f"{DRAFT}. {LENS}, layers 0 to 1 had “␣A” first; layer 3, {LAST} had “␣A” first"),
         ((2, 1, 3), (LOST, KEPT), f"{DRAFT}. {LENS}, layer 0 had “␣A” first; layer 2, {LAST} had “⏎” first"),
-        ((1, 1), (Fate(1, 3, 5, "accepted"),),
+        ((1, 1), (TokenOutcome(1, 3, 5, "accepted"),),
          f"“A”, drafted in step 3, was accepted in step 5. {LENS}, “A” is first from layer 0 on"),
-        ((), (Fate(1, 3, 5, "accepted"),), "“A”, drafted in step 3, was accepted in step 5"),
-        ((3, 1), (Fate(1, 5, 5, "bonus"),),
+        ((), (TokenOutcome(1, 3, 5, "accepted"),), "“A”, drafted in step 3, was accepted in step 5"),
+        ((3, 1), (TokenOutcome(1, 5, 5, "bonus"),),
          f"“A” was committed in step 5, as the verifier's own. {LENS}, layer 1, {LAST} alone had “A” first"),
-        ((), (Fate(1, 0, 0, "committed"),), "“A” was committed in step 0, as it was computed"),
-        ((1,), (Fate(1, 4, None, None),), "“A” was drafted in step 4, and no verdict was spoken"),
-        ((), (LOST, Fate(2, 30, 34, "accepted")),
+        ((), (TokenOutcome(1, 0, 0, "committed"),), "“A” was committed in step 0, as it was computed"),
+        ((1,), (TokenOutcome(1, 4, None, None),), "“A” was drafted in step 4, and no verdict was spoken"),
+        ((), (LOST, TokenOutcome(2, 30, 34, "accepted")),
          f"{DRAFT.split(', and')[0]} behind an earlier mismatch; “␣A” was committed in step 34"),
-        ((), (Fate(2, 1, 3, "given_up"),), "nothing was committed here"),
+        ((), (TokenOutcome(2, 1, 3, "given_up"),), "nothing was committed here"),
         ((), (), "nothing was committed here"),
-        ((), (Fate(77, 0, 0, "committed"),), "“<77>” was committed in step 0, as it was computed"),
+        ((), (TokenOutcome(77, 0, 0, "committed"),), "“<77>” was committed in step 0, as it was computed"),
     ],
 )  # fmt: skip
-def test_each_fate_has_its_words(first: tuple[int, ...], fates: tuple[Fate, ...], said: str) -> None:
-    assert insight(readings(*first), ROWS, fates, TEXTS) == said
+def test_each_fate_has_its_words(first: tuple[int, ...], outcomes: tuple[TokenOutcome, ...], said: str) -> None:
+    assert insight(readings(*first), ROWS, outcomes, TEXTS) == said
 
 
 def test_what_is_opened_is_the_first_rollback_that_kept_something() -> None:
@@ -74,7 +74,7 @@ def test_what_is_opened_is_the_first_rollback_that_kept_something() -> None:
     place = at.position + 1 - len(PROMPTS[at.request_id])
     token = trace.committed(at.request_id)[place]
     assert f"and “{texts[token]}” committed in its place" in said
-    own = fates_at(token_history(events[events.request_id == at.request_id]), place)
+    own = outcomes_at(token_history(events[events.request_id == at.request_id]), place)
     assert [fate.outcome for fate in own][-1] == "recovered"
     assert first_insight(None, trace.row_table, events, texts) == said.split(". ")[0]
     nothing = cp.run(loaded(), PROMPTS[:1], **SMALL)

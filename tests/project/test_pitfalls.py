@@ -14,7 +14,7 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.core.hook_names import hook_name
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.hf.cache import RowsCache
+from cacheprobe.models.hf.cache import KVCacheAdapter
 from cacheprobe.models.hf.masks import attention_masks
 from cacheprobe.ops.equality import bitwise, close
 from tests.tiny import PROMPTS, hf_model, loaded
@@ -171,7 +171,7 @@ def test_a_forgotten_mask_or_position_is_an_error() -> None:
     cache = model.new_cache(1, 32)
     cache.stage([0], [0], len(TEXT))
     live = hf_model()
-    settings = dict(past_key_values=RowsCache(cache), use_cache=True)
+    settings = dict(past_key_values=KVCacheAdapter(cache), use_cache=True)
     positions = dict(position_ids=torch.arange(len(TEXT))[None])
     for given, missing in (({}, "position_ids"), (positions, "position_ids|attention mask")):
         with pytest.raises(RuntimeError, match=f"({missing}) must be passed"):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cacheprobe_benchmarks.sweeps.struck import Fate, Struck
+from cacheprobe_benchmarks.sweeps.struck import FaultOutcome, Struck
 
 NOT_HERE = "Ray is not installed"
 
@@ -32,7 +32,7 @@ def two_nodes(port: int = 0) -> Iterator[tuple[Any, Any]]:
         cluster.shutdown()
 
 
-def kill_actor(folder: Path, chance: random.Random) -> Fate | str:
+def kill_actor(folder: Path, chance: random.Random) -> FaultOutcome | str:
     """SIGKILL of one of the processes that hold a model. Ray starts another."""
     try:
         with two_nodes() as (cluster, node):
@@ -43,12 +43,12 @@ def kill_actor(folder: Path, chance: random.Random) -> Fate | str:
             actors = [pid for raylet in raylets for pid in children(raylet, "ray::Holder")]
             for pid in actors[:1]:
                 os.kill(pid, signal.SIGKILL)
-            return sweep.fate(driver.wait(), len(actors[:1]))
+            return sweep.outcome(driver.wait(), len(actors[:1]))
     except ModuleNotFoundError:
         return NOT_HERE
 
 
-def lose_node(folder: Path, chance: random.Random) -> Fate | str:
+def lose_node(folder: Path, chance: random.Random) -> FaultOutcome | str:
     """SIGKILL of a worker node. What its actor was at is done on the other."""
     try:
         with two_nodes() as (cluster, node):
@@ -56,12 +56,12 @@ def lose_node(folder: Path, chance: random.Random) -> Fate | str:
             driver = sweep.start()
             is_running = sweep.await_moment(driver, chance)
             cluster.remove_node(node, allow_graceful=False)
-            return sweep.fate(driver.wait(), int(is_running))
+            return sweep.outcome(driver.wait(), int(is_running))
     except ModuleNotFoundError:
         return NOT_HERE
 
 
-def lose_head(folder: Path, chance: random.Random) -> Fate | str:
+def lose_head(folder: Path, chance: random.Random) -> FaultOutcome | str:
     """SIGKILL of the head node, which no sweep outlives; the command is given again to a new cluster at its address."""
     try:
         port = _free_port()
@@ -72,12 +72,12 @@ def lose_head(folder: Path, chance: random.Random) -> Fate | str:
             cluster.remove_node(cluster.head_node, allow_graceful=False)
             code = driver.wait()
         with two_nodes(port):
-            return sweep.fate(code, int(is_running))
+            return sweep.outcome(code, int(is_running))
     except ModuleNotFoundError:
         return NOT_HERE
 
 
-def kill_own_node(folder: Path, chance: random.Random) -> Fate | str:
+def kill_own_node(folder: Path, chance: random.Random) -> FaultOutcome | str:
     """SIGKILL of all processes of the Ray node that a sweep without an address starts on this machine."""
     try:
         import ray  # noqa: F401
@@ -89,7 +89,7 @@ def kill_own_node(folder: Path, chance: random.Random) -> Fate | str:
     node = children(driver.pid, f"{os.sep}ray{os.sep}")
     for pid in node:
         os.kill(pid, signal.SIGKILL)
-    return sweep.fate(driver.wait(), int(bool(node)))
+    return sweep.outcome(driver.wait(), int(bool(node)))
 
 
 def children(pid: int, said: str) -> list[int]:

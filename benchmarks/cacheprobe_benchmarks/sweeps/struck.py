@@ -28,7 +28,7 @@ KEPT = {"shards", "index", "events", "sweep.json", ".lock", ".staging", "lease"}
 """All that a sweep leaves where its results go."""
 
 
-class Fate(NamedTuple):
+class FaultOutcome(NamedTuple):
     """What became of a sweep that was struck."""
 
     shards: dict[str, str]
@@ -41,7 +41,7 @@ class Fate(NamedTuple):
     """Of the start that was struck; negative for the signal that ended it."""
 
 
-Fault = Callable[[Path, random.Random], Fate | str]
+Fault = Callable[[Path, random.Random], FaultOutcome | str]
 """Of (folder, chance); a text says why the fault cannot be tried here."""
 
 
@@ -76,10 +76,10 @@ class Struck:
                 return count
         raise RuntimeError(f"not complete after {MOST_RESUMES} resumes: {self.log()[-2000:]}")
 
-    def fate(self, code: int, struck: int) -> Fate:
+    def outcome(self, code: int, struck: int) -> FaultOutcome:
         """Go on until it is complete."""
         resumes = 0 if code == 0 else self.finish()
-        return Fate(digests(Path(self.url)), struck, resumes, code)
+        return FaultOutcome(digests(Path(self.url)), struck, resumes, code)
 
     def log(self) -> str:
         return (self.folder / "log.txt").read_text(errors="replace")

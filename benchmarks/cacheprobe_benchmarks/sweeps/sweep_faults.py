@@ -18,7 +18,7 @@ from typing import Any
 from cacheprobe_benchmarks.shared.machine import machine, measuring
 from cacheprobe_benchmarks.sweeps import ray_faults
 from cacheprobe_benchmarks.sweeps.s3_server import BUCKET, s3_server
-from cacheprobe_benchmarks.sweeps.struck import Fate, Fault, Struck, digests
+from cacheprobe_benchmarks.sweeps.struck import Fault, FaultOutcome, Struck, digests
 
 SEED = 0
 SMALL = {"only": ("SIGKILL of a worker", "SIGKILL of the driver")}
@@ -39,51 +39,51 @@ def run(rounds: int, *, only: Sequence[str] = ()) -> dict[str, Any]:
         table = {}
         for name, fault in chosen.items():
             chance = random.Random(f"{SEED} {name}")
-            fates: list[Fate] = []
+            outcomes: list[FaultOutcome] = []
             for number in range(rounds):
-                fate = fault(Path(held) / name.replace(" ", "-") / str(number), chance)
+                outcome = fault(Path(held) / name.replace(" ", "-") / str(number), chance)
                 bar.advance(note=name)
-                if isinstance(fate, str):
-                    table[name] = {"not_tried": fate}
+                if isinstance(outcome, str):
+                    table[name] = {"not_tried": outcome}
                     break
-                fates.append(fate)
+                outcomes.append(outcome)
             else:
-                table[name] = _row(fates, wanted)
+                table[name] = _row(outcomes, wanted)
     cells = len({name.split("/")[0] for name in wanted})
     return {"benchmark": "sweep-faults", "rounds": rounds, "cells": cells, "serial_seconds": round(seconds, 1),
             **machine(), "faults": table}  # fmt: skip
 
 
-def _row(fates: list[Fate], wanted: dict[str, str]) -> dict[str, Any]:
-    codes = Counter(str(fate.exit_code) for fate in fates)
+def _row(outcomes: list[FaultOutcome], wanted: dict[str, str]) -> dict[str, Any]:
+    codes = Counter(str(outcome.exit_code) for outcome in outcomes)
     return {
-        "struck": sum(fate.struck for fate in fates),
+        "struck": sum(outcome.struck for outcome in outcomes),
         "exit_codes": dict(sorted(codes.items())),
-        "resumes": sum(fate.resumes for fate in fates),
-        "equal_to_serial": sum(fate.shards == wanted for fate in fates),
-        "of": len(fates),
+        "resumes": sum(outcome.resumes for outcome in outcomes),
+        "equal_to_serial": sum(outcome.shards == wanted for outcome in outcomes),
+        "of": len(outcomes),
     }
 
 
-def _kill_worker(folder: Path, chance: random.Random) -> Fate:
+def _kill_worker(folder: Path, chance: random.Random) -> FaultOutcome:
     sweep = Struck(folder, "--backend", "processes")
     driver = sweep.start()
     sweep.await_moment(driver, chance)
     workers = ray_faults.children(driver.pid, "cacheprobe.sweeps.workers.worker")[:1]
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
-    return sweep.fate(driver.wait(), len(workers))
+    return sweep.outcome(driver.wait(), len(workers))
 
 
-def _kill_driver(folder: Path, chance: random.Random) -> Fate:
+def _kill_driver(folder: Path, chance: random.Random) -> FaultOutcome:
     sweep = Struck(folder, "--backend", "processes")
     driver = sweep.start()
     is_running = sweep.await_moment(driver, chance)
     driver.kill()
-    return sweep.fate(driver.wait(), int(is_running))
+    return sweep.outcome(driver.wait(), int(is_running))
 
 
-def _fill_disk(folder: Path, chance: random.Random) -> Fate | str:
+def _fill_disk(folder: Path, chance: random.Random) -> FaultOutcome | str:
     """A file system of a few megabytes, most of it taken; the sweep goes on once that is given back."""
     small = folder / "small"
     small.mkdir(parents=True)
@@ -99,18 +99,18 @@ def _fill_disk(folder: Path, chance: random.Random) -> Fate | str:
         filler.write_bytes(b"\0" * (size - left - 100_000))
         code = sweep.start().wait()
         filler.unlink()
-        return sweep.fate(code, int(code != 0))
+        return sweep.outcome(code, int(code != 0))
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
 
-def _refuse_requests(folder: Path, chance: random.Random) -> Fate | str:
+def _refuse_requests(folder: Path, chance: random.Random) -> FaultOutcome | str:
     try:
         with s3_server(folder / "s3", fail_each=5) as (env, counts):
             sweep = Struck(folder / "driver", url=f"s3://{BUCKET}/x", **env)
             code = sweep.start().wait()
             resumes = 0 if code == 0 else sweep.finish()
-            return Fate(digests(folder / "s3" / BUCKET / "x"), counts()["refused"], resumes, code)
+            return FaultOutcome(digests(folder / "s3" / BUCKET / "x"), counts()["refused"], resumes, code)
     except ValueError as error:
         return str(error)
 

@@ -12,7 +12,7 @@ from cacheprobe.plots.diagrams.token_card import card_parts
 from cacheprobe.plots.lens_table import reads_and_predicts
 from cacheprobe.plots.report.insight import insight, insight_in_vain
 from cacheprobe.plots.text import markup
-from cacheprobe.trace.tables.token_history import fates_at, fates_of_row
+from cacheprobe.trace.tables.token_history import outcomes_at, outcomes_of_row
 
 
 def view(shelf: Shelf, reader: RunReader, question: PageQuestion) -> str:
@@ -31,10 +31,10 @@ def view(shelf: Shelf, reader: RunReader, question: PageQuestion) -> str:
     missing = shown_ids - set(known_texts)
     texts = {**texts_of(book.run.fingerprint["model"], missing), **reader.token_texts(book, missing), **known_texts}
     generated_index = position + 1 - book.prompt_length(request)
-    fates = fates_at(book.history_of(request), generated_index)
+    outcomes = outcomes_at(book.history_of(request), generated_index)
     if question.get("row") is not None:
-        fates = fates_of_row(fates, int(row.step))
-    title, body = card_parts(table, prediction_depth_of(table).iloc[0].to_dict(), fates, texts, row.token)
+        outcomes = outcomes_of_row(outcomes, int(row.step))
+    title, body = card_parts(table, prediction_depth_of(table).iloc[0].to_dict(), outcomes, texts, row.token)
     return f"<h3>{markup(title)}</h3>{body}"
 
 
@@ -54,9 +54,9 @@ def sentence(shelf: Shelf, question: PageQuestion) -> str:
     if row is not None and row.status in DISCARDED_DRAFT:
         text = insight_in_vain(table, row)
     else:
-        fates = fates_at(book.history_of(request), position + 1 - book.prompt_length(request))
+        outcomes = outcomes_at(book.history_of(request), position + 1 - book.prompt_length(request))
         step = None if row is None else int(row.step)
-        text = insight(table, rows[rows.position == position], fates, book.run.token_texts, step=step)
+        text = insight(table, rows[rows.position == position], outcomes, book.run.token_texts, step=step)
     about_row = reads_and_predicts(position)
     if row is not None and row.status != "committed":
         about_row = f"{row.status.replace('_', ' ')} row, step {row.step}, {about_row}"

@@ -16,7 +16,7 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.hf.masks import attention_masks
 
 
-class RowsLayer(CacheLayerMixin):
+class KVCacheLayer(CacheLayerMixin):
     """Presents one layer of a KVCache as a cache layer of transformers (CacheLayerMixin)."""
 
     is_compileable = True
@@ -44,22 +44,22 @@ class RowsLayer(CacheLayerMixin):
     def get_seq_length(self) -> NoReturn:
         """Raises: RuntimeError always, because sequences of one batch have different lengths: callers must pass
         position_ids."""
-        raise RuntimeError("position_ids must be passed with a RowsCache: rows have lengths of their own")
+        raise RuntimeError("position_ids must be passed with a KVCacheAdapter: rows have lengths of their own")
 
     def get_mask_sizes(self, query_length: int) -> NoReturn:
         """Raises: RuntimeError always, because callers must pass a 4-D attention mask."""
-        raise RuntimeError("a 4-D attention mask must be passed with a RowsCache")
+        raise RuntimeError("a 4-D attention mask must be passed with a KVCacheAdapter")
 
     def get_max_length(self) -> int:
         """Returns the capacity of a cache row in tokens."""
         return self._cache.capacity
 
 
-class RowsCache(Cache):
+class KVCacheAdapter(Cache):
     """Presents a KVCache as transformers' Cache, for the argument `past_key_values` of a model."""
 
     def __init__(self, cache: KVCache) -> None:
-        super().__init__(layers=[RowsLayer(cache, layer) for layer in range(len(cache.keys))])
+        super().__init__(layers=[KVCacheLayer(cache, layer) for layer in range(len(cache.keys))])
         self.rows = cache
 
 
@@ -71,7 +71,7 @@ class ForwardInputs(TypedDict):
     """Holds the keyword arguments of a Hugging Face forward over our KVCache: cache, mask and positions (a
     TypedDict)."""
 
-    past_key_values: RowsCache
+    past_key_values: KVCacheAdapter
     attention_mask: LiveMasks
     position_ids: Tensor
 
@@ -86,7 +86,7 @@ def staged(
     dtype, device = cache.keys[0].dtype, cache.keys[0].device
     try:
         yield {
-            "past_key_values": RowsCache(cache),
+            "past_key_values": KVCacheAdapter(cache),
             "attention_mask": attention_masks(config, cache, positions, dtype, device),
             # pads may lie beyond the context; learned position tables have no row there
             "position_ids": positions.clamp(max=n_ctx - 1).to(device),

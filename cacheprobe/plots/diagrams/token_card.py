@@ -14,7 +14,7 @@ from cacheprobe.plots.lens_table import reads_and_predicts
 from cacheprobe.plots.report.insight import insight
 from cacheprobe.plots.text import markup, text_of, token_label, visible
 from cacheprobe.plots.text import token_texts as known_texts
-from cacheprobe.trace.tables.token_history import Fate, fates_at, fates_of_row, token_history
+from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at, outcomes_of_row, token_history
 
 _COLUMNS = 7
 """Largest width of a token in the table of layers, in columns of a monospaced font."""
@@ -60,19 +60,19 @@ def token_card(
     history = token_history(events[events.request_id == request_id])
     texts = {**known_texts(rows, hypotheses), **(token_texts or {})}
     input_token = of_request[of_request.row == readings.row.iloc[0]].token.iloc[0]
-    fates = fates_at(history, generated_index)
+    outcomes = outcomes_at(history, generated_index)
     if row is not None:
-        fates = fates_of_row(fates, int(readings.step.iloc[0]))
-    title, body = card_parts(readings, prediction_depth_of(readings).iloc[0].to_dict(), fates, texts, input_token)
+        outcomes = outcomes_of_row(outcomes, int(readings.step.iloc[0]))
+    title, body = card_parts(readings, prediction_depth_of(readings).iloc[0].to_dict(), outcomes, texts, input_token)
     rows_here = of_request[of_request.position == position]
-    note = "" if (readings.status != "committed").any() else markup(insight(readings, rows_here, fates, texts)) + "."
+    note = "" if (readings.status != "committed").any() else markup(insight(readings, rows_here, outcomes, texts)) + "."
     return TitledPicture(title, note, body).alone
 
 
 def card_parts(
     readings: pd.DataFrame,
     depth: JsonDict,
-    fates: Sequence[Fate],
+    outcomes: Sequence[TokenOutcome],
     token_texts: Mapping[int, str],
     input_token: str,
 ) -> tuple[str, str]:
@@ -80,7 +80,7 @@ def card_parts(
     each layer, which carries data-layer.
 
     readings: the row's lines of the hypotheses table.  depth: its line of `analysis.layer_choices.prediction_depth_of`.
-    fates: the tokens drafted and committed at the next position, in order.  token_texts: of all choices; a missing
+    outcomes: the tokens drafted and committed at the next position, in order.  token_texts: of all choices; a missing
     token is shown as "<id>".  input_token: the text of the row's input token.
     Raises: ValueError for readings of more than one row, or of none.
     """
@@ -90,7 +90,7 @@ def card_parts(
     line = table.iloc[0]
     status = line.status.replace("_", " ")
     if line.status in DISCARDED_DRAFT:
-        fates = ()  # the next token was committed after another text
+        outcomes = ()  # the next token was committed after another text
     facts = [
         (
             "read",
@@ -98,7 +98,7 @@ def card_parts(
         ),
         ("predicts", f"position {line.position + 1}"),
         ("row", f"{markup(status)}, {markup(line.phase)} in step {line.step}"),
-        *(("stood next", _fate(fate, token_texts)) for fate in fates),
+        *(("stood next", _outcome_text(outcome, token_texts)) for outcome in outcomes),
         (
             "prediction depth",
             f"from layer {depth['prediction_depth']} on, after {_flips_text(int(depth['num_flips']))}",
@@ -123,18 +123,18 @@ def _title(line: TableLine, depth: JsonDict) -> str:
     return f"“{committed}” was committed; this row said “{final_token}” from layer {depth_layer} on"
 
 
-def _fate(fate: Fate, token_texts: Mapping[int, str]) -> str:
+def _outcome_text(outcome: TokenOutcome, token_texts: Mapping[int, str]) -> str:
     """Returns HTML on one token at the next position: its text, the step that drafted it, and its verdict."""
-    token = f"<code>{markup(visible(text_of(token_texts, fate.token_id)))}</code>"
-    if fate.decided_step is None:
-        return f"{token} drafted in step {fate.born}, not decided"
-    word = _VERDICTS[str(fate.outcome)]
-    is_discarded = fate.outcome in ("rolled_back", "given_up")
+    token = f"<code>{markup(visible(text_of(token_texts, outcome.token_id)))}</code>"
+    if outcome.decided_step is None:
+        return f"{token} drafted in step {outcome.born}, not decided"
+    word = _VERDICTS[str(outcome.outcome)]
+    is_discarded = outcome.outcome in ("rolled_back", "given_up")
     css_class, sign = ("lost", "✗") if is_discarded else ("kept", "✓")
     verdict = f'<span class="{css_class}">{sign} {word}</span>'
-    if fate.born == fate.decided_step:
-        return f"{token} {verdict} in step {fate.decided_step}"
-    return f"{token} drafted in step {fate.born}, {verdict} in step {fate.decided_step}"
+    if outcome.born == outcome.decided_step:
+        return f"{token} {verdict} in step {outcome.decided_step}"
+    return f"{token} drafted in step {outcome.born}, {verdict} in step {outcome.decided_step}"
 
 
 def _layer_table(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:

@@ -9,7 +9,7 @@ import pandas as pd
 from cacheprobe.core.values import TableLine
 from cacheprobe.plots.lens_table import runs_of
 from cacheprobe.plots.text import shorten, text_of, visible
-from cacheprobe.trace.tables.token_history import Fate, fates_at, fates_of_row, token_history
+from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at, outcomes_of_row, token_history
 
 _COLUMNS = 24
 """Largest width of a token in a sentence, in columns of a monospaced font."""
@@ -65,14 +65,14 @@ def first_insight(
         of_row = (hypotheses.request_id == at.request_id) & (hypotheses.position == at.position)
         readings = hypotheses[of_row & (hypotheses.status == "committed")]
     rows_here = rows[(rows.request_id == at.request_id) & (rows.position == at.position)]
-    sentence = insight(readings, rows_here, fates_at(token_history(of_request), generated_index), token_texts)
+    sentence = insight(readings, rows_here, outcomes_at(token_history(of_request), generated_index), token_texts)
     return f"request {at.request_id}, step {at.step}: {sentence}"
 
 
 def insight(
     readings: pd.DataFrame,
     rows: pd.DataFrame,
-    fates: Sequence[Fate],
+    outcomes: Sequence[TokenOutcome],
     token_texts: Mapping[int, str],
     *,
     step: int | None = None,
@@ -81,15 +81,15 @@ def insight(
     and the layers whose first choice each of them was.
 
     readings: lines of the hypotheses table of the predicting row; without any, layers are not mentioned.  rows: all
-    rows at its position; they show at which layer an early drafter stopped.  fates: the tokens, from `fates_at`.  step:
-    the step that computed the row, whose own draft is then described; by default the last draft that was rolled back.
+    rows at its position; they show at which layer an early drafter stopped.  outcomes: the tokens, from `outcomes_at`.
+    step: the step that computed the row, whose own draft is then described; by default the last draft that was rolled back.
     """
-    lost = next((fate for fate in reversed(fates) if fate.outcome == "rolled_back"), None)
+    lost = next((fate for fate in reversed(outcomes) if fate.outcome == "rolled_back"), None)
     if step is not None:
-        fates = fates_of_row(fates, step)
-        lost = next((fate for fate in fates if fate.outcome in ("rolled_back", "given_up")), None)
-    kept = next((fate for fate in reversed(fates) if fate.outcome not in (None, "rolled_back", "given_up")), None)
-    parts = [_verdict_text(fates, lost, kept, rows, token_texts)]
+        outcomes = outcomes_of_row(outcomes, step)
+        lost = next((fate for fate in outcomes if fate.outcome in ("rolled_back", "given_up")), None)
+    kept = next((fate for fate in reversed(outcomes) if fate.outcome not in (None, "rolled_back", "given_up")), None)
+    parts = [_verdict_text(outcomes, lost, kept, rows, token_texts)]
     if len(readings) and kept is not None:
         parts.append(_layers_text(readings, lost, kept, token_texts))
     return ". ".join(parts)
@@ -114,12 +114,16 @@ def insight_in_vain(readings: pd.DataFrame, row: TableLine) -> str:
 
 
 def _verdict_text(
-    fates: Sequence[Fate], lost: Fate | None, kept: Fate | None, rows: pd.DataFrame, texts: Mapping[int, str]
+    outcomes: Sequence[TokenOutcome],
+    lost: TokenOutcome | None,
+    kept: TokenOutcome | None,
+    rows: pd.DataFrame,
+    texts: Mapping[int, str],
 ) -> str:
     """Returns text on the draft token `lost`, its verdict, and the committed token `kept`; without `kept`, on the
     last token without a verdict."""
     if kept is None:
-        undecided = next((fate for fate in reversed(fates) if fate.outcome is None), None)
+        undecided = next((fate for fate in reversed(outcomes) if fate.outcome is None), None)
         if undecided is None:
             return "nothing was committed here"
         return f"{_quoted(undecided.token_id, texts)} was {_draft_text(undecided, rows)}, and no verdict was spoken"
@@ -138,7 +142,7 @@ def _verdict_text(
     return f"{token} was committed in step {kept.decided_step}, {origin}"
 
 
-def _draft_text(draft: Fate, rows: pd.DataFrame) -> str:
+def _draft_text(draft: TokenOutcome, rows: pd.DataFrame) -> str:
     """Returns text on the pass that drafted a token, such as "drafted in step 4 from layer 7"; the layer is named
     only if the pass stopped before the last layer."""
     layers_run = rows.num_layers[rows.step == draft.born]
@@ -146,7 +150,9 @@ def _draft_text(draft: Fate, rows: pd.DataFrame) -> str:
     return f"drafted in step {draft.born}" + (f" from layer {layers_run.iloc[0] - 1}" if stopped_early else "")
 
 
-def _layers_text(readings: pd.DataFrame, lost: Fate | None, kept: Fate, texts: Mapping[int, str]) -> str:
+def _layers_text(
+    readings: pd.DataFrame, lost: TokenOutcome | None, kept: TokenOutcome, texts: Mapping[int, str]
+) -> str:
     """Returns text on the layers whose most likely token was the lost draft token, and on those whose most likely
     token was the committed one."""
     table = readings.sort_values("layer")

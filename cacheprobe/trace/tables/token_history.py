@@ -103,7 +103,7 @@ def token_texts_of(rows: pd.DataFrame, hypotheses: pd.DataFrame | None) -> pd.Da
 _KEPT = ("accepted", "recovered", "bonus", "committed")
 
 
-class Fate(NamedTuple):
+class TokenOutcome(NamedTuple):
     """Holds a token that was drafted or committed at one place, with the steps at which it was drafted and judged."""
 
     token_id: int
@@ -112,23 +112,23 @@ class Fate(NamedTuple):
     outcome: str | None
 
 
-def fates_at(history: pd.DataFrame, place: int) -> list[Fate]:
-    """Returns the tokens that were drafted or committed at one place of a request, as a list of Fate, in order of time.
+def outcomes_at(history: pd.DataFrame, place: int) -> list[TokenOutcome]:
+    """Returns a list of TokenOutcome, in order of time: the tokens drafted or committed at one place of a request.
 
     history: as from `token_history`, of that request alone.  place: 0 is the first generated token.
     """
     tokens = history[history.place == place].sort_values("born", kind="stable")
     return [
-        Fate(int(t.token_id), int(t.born), None if pd.isna(t.decided_step) else int(t.decided_step),
+        TokenOutcome(int(t.token_id), int(t.born), None if pd.isna(t.decided_step) else int(t.decided_step),
              None if pd.isna(t.outcome) else str(t.outcome))
         for t in tokens.itertuples()
     ]  # fmt: skip
 
 
-def fates_of_row(fates: Sequence[Fate], step: int) -> list[Fate]:
-    """Returns those of the given tokens that one row's prediction concerns, as a list of Fate.
+def outcomes_of_row(outcomes: Sequence[TokenOutcome], step: int) -> list[TokenOutcome]:
+    """Returns those of the given tokens that one row's prediction concerns, as a list of TokenOutcome.
 
     These were drafted or judged in the row's step, or committed.
-    fates: as from `fates_at`, of the position that the row predicts.  step: the step that computed the row.
+    outcomes: as from `outcomes_at`, of the position that the row predicts.  step: the step that computed the row.
     """
-    return [fate for fate in fates if step in (fate.born, fate.decided_step) or fate.outcome in _KEPT]
+    return [fate for fate in outcomes if step in (fate.born, fate.decided_step) or fate.outcome in _KEPT]
