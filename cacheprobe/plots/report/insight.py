@@ -82,7 +82,8 @@ def insight(
 
     readings: lines of the hypotheses table of the predicting row; without any, layers are not mentioned.  rows: all
     rows at its position; they show at which layer an early drafter stopped.  outcomes: the tokens, from `outcomes_at`.
-    step: the step that computed the row, whose own draft is then described; by default the last draft that was rolled back.
+    step: the step that computed the row, whose own draft is then described; by default the last draft that was rolled
+    back.
     """
     lost = next((fate for fate in reversed(outcomes) if fate.outcome == "rolled_back"), None)
     if step is not None:
