@@ -75,7 +75,7 @@ def test_what_is_opened_is_the_first_rollback_that_kept_something() -> None:
     token = trace.committed(at.request_id)[place]
     assert f"and “{texts[token]}” committed in its place" in said
     own = outcomes_at(token_history(events[events.request_id == at.request_id]), place)
-    assert [fate.outcome for fate in own][-1] == "recovered"
+    assert [token.outcome for token in own][-1] == "recovered"
     assert first_insight(None, trace.row_table, events, texts) == said.split(". ")[0]
     nothing = cp.run(loaded(), PROMPTS[:1], **SMALL)
     assert opening(nothing.events()) is None and first_insight(None, nothing.row_table, nothing.events(), {}) == ""

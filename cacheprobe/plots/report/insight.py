@@ -85,11 +85,11 @@ def insight(
     step: the step that computed the row, whose own draft is then described; by default the last draft that was rolled
     back.
     """
-    lost = next((fate for fate in reversed(outcomes) if fate.outcome == "rolled_back"), None)
+    lost = next((token for token in reversed(outcomes) if token.outcome == "rolled_back"), None)
     if step is not None:
         outcomes = outcomes_of_row(outcomes, step)
-        lost = next((fate for fate in outcomes if fate.outcome in ("rolled_back", "given_up")), None)
-    kept = next((fate for fate in reversed(outcomes) if fate.outcome not in (None, "rolled_back", "given_up")), None)
+        lost = next((token for token in outcomes if token.outcome in ("rolled_back", "given_up")), None)
+    kept = next((token for token in reversed(outcomes) if token.outcome not in (None, "rolled_back", "given_up")), None)
     parts = [_verdict_text(outcomes, lost, kept, rows, token_texts)]
     if len(readings) and kept is not None:
         parts.append(_layers_text(readings, lost, kept, token_texts))
@@ -124,7 +124,7 @@ def _verdict_text(
     """Returns text on the draft token `lost`, its verdict, and the committed token `kept`; without `kept`, on the
     last token without a verdict."""
     if kept is None:
-        undecided = next((fate for fate in reversed(outcomes) if fate.outcome is None), None)
+        undecided = next((token for token in reversed(outcomes) if token.outcome is None), None)
         if undecided is None:
             return "nothing was committed here"
         return f"{_quoted(undecided.token_id, texts)} was {_draft_text(undecided, rows)}, and no verdict was spoken"

@@ -131,4 +131,4 @@ def outcomes_of_row(outcomes: Sequence[TokenOutcome], step: int) -> list[TokenOu
     These were drafted or judged in the row's step, or committed.
     outcomes: as from `outcomes_at`, of the position that the row predicts.  step: the step that computed the row.
     """
-    return [fate for fate in outcomes if step in (fate.born, fate.decided_step) or fate.outcome in _KEPT]
+    return [token for token in outcomes if step in (token.born, token.decided_step) or token.outcome in _KEPT]
