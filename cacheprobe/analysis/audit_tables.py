@@ -18,8 +18,7 @@ def ledger_faults(trace: Trace, request: Request, verdicts: Mapping[int, tuple[i
     changes.
 
     After the request was preempted, unexplained changes are accepted, because the passes that rebuild its cache leave
-    no
-    rows. If the request's cache was edited, or the run used a snapshot, no change counts as unexplained or missing.
+    no rows. If the request's cache was edited, or the run used a snapshot, no change counts as unexplained or missing.
     verdicts: as in `audit.History.verdicts`.
     """
     changes = trace.ledger_table[trace.ledger_table.request_id == request.request_id]

@@ -72,8 +72,7 @@ def first_reading_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[
     equal.
 
     ours, theirs: readings of one request each, as in `Trace.hypotheses`. All readings of `ours` with status "committed"
-    are
-    compared. Null equals null, because the last reading has no committed token to rank.
+    are compared. Null equals null, because the last reading has no committed token to rank.
     """
     keys = ["position", "layer"]
     a, b = (table[table.status == "committed"].set_index(keys)[_READING].sort_index() for table in (ours, theirs))

@@ -103,8 +103,7 @@ def rejected_tokens(trace: "Trace", lens: Lens, model: CachedLM | None = None) -
     """Returns the rank and log-probability, in a lens, of each rejected draft token and of the token committed instead.
 
     One DataFrame line for each layer of each verify row that predicted a rejected token: row, request_id, step,
-    position
-    (of the row; both tokens stand at position + 1), layer, rejected_token_id, rejected_token, rejected_rank,
+    position (of the row; both tokens stand at position + 1), layer, rejected_token_id, rejected_token, rejected_rank,
     rejected_logprob_nats; committed_token_id, committed_token, rank, committed_logprob_nats as in `Trace.hypotheses`.
     Only first mismatches are included: later draft tokens follow text that was never committed.
     Raises: ValueError if no draft was rejected.

@@ -12,8 +12,7 @@ def agreement_by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
     (columns).
 
     Columns: accepted, rejected, never_judged, for positions with a draft token of this verdict; not_drafted, for
-    positions
-    for which the row's pass had no draft token. `draft_verdicts.by_verdict` defines which rows count.
+    positions for which the row's pass had no draft token. `draft_verdicts.by_verdict` defines which rows count.
     Source: "accuracy of the hidden predictions" of the logit lens.
     """
     return by_verdict(hypotheses).groupby(["layer", "verdict"]).agrees.mean().unstack()

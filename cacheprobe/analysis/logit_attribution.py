@@ -37,8 +37,7 @@ def attribution(
     """Splits the logit of a token at one row into a sum: a DataFrame with one line for each layer, site and head.
 
     position: finds the request's row of status "committed" at this position.  row: any row's number, such as a
-    rolled-back
-    one's; give one of the two.
+    rolled-back one's; give one of the two.
     token: a token id, or several, whose tables are concatenated. Default: the token committed at the next position; for
     a rolled-back row, its own first choice.
     heads: splits T by head, from z; by default if z was captured.
@@ -150,8 +149,7 @@ def _by_head(trace: "Trace", writer: HeadWriter, layer: int, z: Tensor, attentio
     one.
 
     Raises: ModelError if the heads do not sum to T, because the architecture computes more between the heads and T. A
-    run
-    with interventions is not checked.
+    run with interventions is not checked.
     """
     written = torch.einsum("hd,hdm->hm", z, writer.weight.double().cpu())
     bias = torch.zeros_like(attention) if writer.bias is None else writer.bias.double().cpu()

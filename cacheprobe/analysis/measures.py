@@ -15,8 +15,8 @@ def by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
     """Returns a DataFrame with one line for each layer and status: how well the readings predict the committed token.
 
     Columns: layer, status, rows (their number); over rows with a committed next token, rank_median and
-    logprob_nats_mean of
-    that token, and agrees_mean, the share of readings whose first choice it is; entropy_nats_mean, over all rows.
+    logprob_nats_mean of that token, and agrees_mean, the share of readings whose first choice it is; entropy_nats_mean,
+    over all rows.
     Source: the statistics of a prediction trajectory in Belrose et al. 2023 (arXiv 2303.08112), section 4.
     Twin: tests.twins.measures_slowly.by_layer_slowly, close(1e-9).
     """
@@ -39,9 +39,8 @@ def commitment(hypotheses: pd.DataFrame, margin: float = 0.5) -> pd.DataFrame:
     """Returns a DataFrame with one line for each row: the first layer that is confident of its first choice.
 
     commitment_layer: first layer read at which the probability of the first choice exceeds that of the second by at
-    least
-    `margin`; null if there is none.  commitment_token: its first choice.  stays: whether that is the last layer's first
-    choice.  agrees: whether it is the committed token, null if no token was committed.
+    least `margin`; null if there is none.  commitment_token: its first choice.  stays: whether that is the last layer's
+    first choice.  agrees: whether it is the committed token, null if no token was committed.
     Source: the softmax response of confident early exit, Schuster et al. 2022 (CALM, arXiv 2207.07061), section 3.5.
     Twin: tests.twins.measures_slowly.commitment_slowly, ==.
     """
@@ -96,8 +95,8 @@ def draft_agreement(hypotheses: pd.DataFrame, window: int) -> pd.DataFrame:
     Simulates verify passes of `window` tokens over the committed text: the newest token, and window - 1 draft tokens
     that are the layer's first choices; the first generated token comes from prefill. As long as they equal the text,
     the layer has read the same text as in the table. So for greedy requests the count equals that of
-    `EarlyExit(layer)`,
-    up to rounding. Every pass ends with a token chosen by the verifier, so the text's last token is never drafted.
+    `EarlyExit(layer)`, up to rounding. Every pass ends with a token chosen by the verifier, so the text's last token is
+    never drafted.
     Columns: layer, passes, drafted, accepted, acceptance (accepted / drafted), tokens_per_pass (committed in them).
     Source: number of accepted tokens, Leviathan et al. 2023 (arXiv 2211.17192), section 3.1, counted instead of
     expected.

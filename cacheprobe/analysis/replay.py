@@ -92,8 +92,7 @@ def replay(
     states, heads, thoughts and readings. `Replay.not_compared` lists the rest.
     oracle: the function `cp.reference`.
     Raises: FingerprintMismatch if the schedule or platform differs; ValueError if no request was verified, and for a
-    run
-    that cannot be made again: an import, or one whose interventions or snapshots are missing.
+    run that cannot be made again: an import, or one whose interventions or snapshots are missing.
     """
     require_run(trace)
     config, path = _schedule(trace, model, interventions)

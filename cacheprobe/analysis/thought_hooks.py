@@ -31,12 +31,10 @@ def thought_activations(trace: "Trace", thought: int, model: CachedLM | None = N
     thought: a number from `trace.thoughts()`, including rolled-back ones. Attention patterns are left out.
     "thinking.hook_logits" is [r1, v], all logits of the thought's tokens, with the pad's set to the minimum: line i
     chose token i. "compression.hook_state" is the chunk state, [c, m]. In the thinking block, positions are the chunk's
-    c
-    and then the thought's, [c+r, m] or [c+r, h, d]; in the compression block, the thought's. Thoughts are padded to
+    c and then the thought's, [c+r, m] or [c+r, h, d]; in the compression block, the thought's. Thoughts are padded to
     `max_thought`: at the end in the thinking block, in front in the compression block.
     These activations are not stored, because they depend only on the output H of layer l_out - 1 and the thought. The
-    bits
-    equal the run's if its states were stored unrounded.
+    bits equal the run's if its states were stored unrounded.
     Raises: LensError if the model writes no thoughts, KeyError for an unknown thought, ValueError if S at layer l_out -
     1 was not captured, or if this model writes another thought than the trace holds.
     Source: Thinking States (arXiv 2602.08332), Eq. 4 and 5.

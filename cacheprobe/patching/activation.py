@@ -37,7 +37,8 @@ def activation(
     answer: "Sequence[str | int] | None" = None,
     **options: Unpack[GridOptions],
 ) -> PatchingGrid:
-    """Runs the corrupted prompt once for each layer and position, with the clean run's state there, and returns a Grid.
+    """Runs the corrupted prompt once for each layer and position, with the clean run's state there, and returns a
+    PatchingGrid.
 
     Each result is the logit difference between two answer tokens.
     clean, corrupt: prompts of one length: text, token ids or task examples.
@@ -45,9 +46,8 @@ def activation(
     answer: the clean answer and the other one; by default the first choices of the two runs.
     options, the keywords of GridOptions: layers and positions of the grid, None for all; store, a folder for finished
     cells, from which the same call resumes; path, "fast", "bridge" or "auto", as in `cp.run`; progress.
-    The Grid's table has layer, position, head (if requested), token, logit_difference, nld (normalised logit
-    difference),
-    flip, logprob_nats.
+    The PatchingGrid's table has layer, position, head (if requested), token, logit_difference, nld (normalised logit
+    difference), flip, logprob_nats.
     Raises: ValueError for prompts of different length, for equal prompts, for a site, layer or position that does not
     exist, and for answers between which both runs have the same logit difference; ModelError for a model whose memory
     is more than keys and values.

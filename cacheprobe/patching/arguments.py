@@ -56,8 +56,7 @@ def usable(model: CachedLM, path: str) -> CachedLM:
     """Returns the model that runs the grid: the TransformerBridge or the fast forward, as `path` says.
 
     Raises: ValueError for a model that `cp.load_model` did not return; ModelError for a model without `editing`, and
-    for
-    one that caches more than keys and values, so that patched runs could not share a prefix.
+    for one that caches more than keys and values, so that patched runs could not share a prefix.
     """
     if not hasattr(model, "new_cache"):
         raise ValueError(f"a patching grid needs a model from cp.load_model(...), got a {type(model).__name__}")

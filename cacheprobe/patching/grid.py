@@ -1,4 +1,4 @@
-"""Defines Grid, the result of a patching experiment: a tidy table and its metadata."""
+"""Defines PatchingGrid, the result of a patching experiment: a tidy table and its metadata."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ _META = ("kind", "site", "value", "model")
 
 
 class GridMeta(TypedDict, total=False):
-    """Lists the metadata of a Grid: the request, the model, and the results of the unpatched runs.
+    """Lists the metadata of a PatchingGrid: the request, the model, and the results of the unpatched runs.
 
     The first block is part of every grid, the second of grids of two prompts, the third of causal tracing.
     """
@@ -66,7 +66,7 @@ class PatchingGrid:
     def __repr__(self) -> str:
         axes = [name for name in ("layer", "position", "head", "sample") if name in self.table.columns]
         shape = " x ".join(f"{self.table[name].nunique()} {name}s" for name in axes)
-        return f"Grid({self.meta['kind']}, site {self.meta['site']}, {shape}, {self.meta['model']})"
+        return f"PatchingGrid({self.meta['kind']}, site {self.meta['site']}, {shape}, {self.meta['model']})"
 
     def matrix(self, value: str | None = None) -> pd.DataFrame:
         """Returns one column of the grid's table as a DataFrame, layers x positions; the mean over heads or samples.
@@ -88,7 +88,8 @@ class PatchingGrid:
 
     @classmethod
     def load(cls, path: "str | Path") -> "PatchingGrid":
-        """Reads a Grid from the JSON file that `Grid.save` wrote. Raises: ValueError for another file."""
+        """Reads a PatchingGrid from the JSON file that `PatchingGrid.save` wrote. Raises: ValueError for another
+        file."""
         try:
             stored = json.loads(Path(path).read_text(encoding="utf-8"))
             if stored["format"] != _FORMAT:
@@ -100,7 +101,9 @@ class PatchingGrid:
                 raise KeyError(f"its table lacks {', '.join(lacking)}")
             return cls(table, meta)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no patching grid ({error!s:.80}); give a file that Grid.save wrote") from error
+            raise ValueError(
+                f"{path} is no patching grid ({error!s:.80}); give a file that PatchingGrid.save wrote"
+            ) from error
 
 
 def pair_table(
@@ -113,9 +116,8 @@ def pair_table(
     """Returns the table of a grid of two prompts: a DataFrame with one line for each cell (patched run).
 
     Columns: layer, position (and head), token (of the position), logit_difference (first answer minus second), nld (0
-    as in
-    the corrupted run, 1 as in the clean run), flip (whether the cell prefers another answer than the corrupted run),
-    logprob_nats (of the first answer).
+    as in the corrupted run, 1 as in the clean run), flip (whether the cell prefers another answer than the corrupted
+    run), logprob_nats (of the first answer).
     results: by index of the cell, whose numbers are named by `axes`.  clean, corrupt: the unpatched runs.
     Source: normalised logit difference as in Li, Guo and Andreas 2025 (arXiv 2503.02854).
     """

@@ -64,7 +64,7 @@ def grid_of_pair(
     config: GridConfig,
 ) -> PatchingGrid:
     """Computes a patching grid of a clean and a corrupted run: runs its cells, or reads finished ones; returns the
-    Grid.
+    PatchingGrid.
 
     axes: columns that index a cell, such as layer and position.  config.store: the folder of finished cells.
     """

@@ -37,7 +37,7 @@ def prefix(
 ) -> PatchingGrid:
     """Runs the corrupted prompt once for each layer and position p, with the clean run's states at positions 0 to p.
 
-    Returns a Grid, with the columns of `activation`.
+    Returns a PatchingGrid, with the columns of `activation`.
     Above the layer, the patched positions equal the clean run's, including keys and values. A cell is therefore
     computed from p + 1 on only: the clean run, continued with the corrupted run's states at that layer.
     site: S, or "pre"; other arguments and errors as in `activation`.

@@ -46,8 +46,8 @@ def causal_tracing(
     """Runs the prompt with noise on the subject's embeddings, and restores the clean state at one layer and position at
     a time.
 
-    Returns a Grid; its table has layer, position, sample, token, probability (of the answer), effect (its gain over the
-    noisy run, the indirect effect) and is_top (whether the answer is the first choice again).
+    Returns a PatchingGrid; its table has layer, position, sample, token, probability (of the answer), effect (its gain
+    over the noisy run, the indirect effect) and is_top (whether the answer is the first choice again).
     prompt: text, token ids or a task example.  subject: positions of its subject.
     site: S, T, C or "pre".  window: restore this many layers around the cell's own; the paper uses 10 for T and C.
     answer: the token whose probability is measured; by default the first choice of the clean run.

@@ -63,8 +63,7 @@ def rollback_prediction(
     Returns a RollbackPrediction.
     traces: runs with the same drafter, whose captured states include `site`, and S, from which margins are computed.
     unit: "draft" or "candidate" (single draft tokens), as in `drafts.drafted`.  layers: by default all captured layers
-    that
-    ran for every draft.
+    that ran for every draft.
     least: minimum number of rollbacks; with fewer, the answer is "cannot tell".
     All examples of a prompt are in one fold. The answer uses the last layer only, so that no layer is selected after
     the fact.

@@ -29,7 +29,7 @@ class ReferenceResult:
 
 
 def answer_of(trace: Trace, request_id: int) -> ReferenceResult:
-    """Returns the output of one request in a trace, as an Answer."""
+    """Returns the output of one request in a trace, as a ReferenceResult."""
     nats = hashlib.sha256(repr(trace.logprobs(request_id)).encode()).hexdigest()[:16]
     states = readings = ""
     if trace.store.sites:
@@ -44,6 +44,7 @@ def answer_of(trace: Trace, request_id: int) -> ReferenceResult:
 
 
 def reference_answer(subject: Subject, request: Request, capture: str | None, layers: Sequence[int]) -> ReferenceResult:
-    """Computes one request alone with the slow reference (`cp.reference`), and returns its output as an Answer."""
+    """Computes one request alone with the slow reference (`cp.reference`), and returns its output as a
+    ReferenceResult."""
     trace = reference(subject.model, [request], **subject.settings, capture=capture, layers=layers, progress=False)
     return answer_of(trace, 0)

@@ -25,7 +25,7 @@ class Cell:
     axes: JsonDict
     """Value of each axis, by the names of AXES."""
     run: JsonDict
-    """RunSettings, the same for all cells."""
+    """SweepRunSettings, the same for all cells."""
     origin: JsonDict
     """Everything else that the bits depend on: code, trace format, libraries, threads, and the bytes of the model."""
 

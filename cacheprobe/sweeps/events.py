@@ -20,7 +20,7 @@ SECONDS_BETWEEN_PUTS = 10.0
 
 @dataclass(frozen=True)
 class Event:
-    """Holds one event of a sweep, such as the end of a cell with its Outcome.
+    """Holds one event of a sweep, such as the end of a cell with its JobOutcome.
 
     event: started, ended or worker_died, for a cell; sweep_started or sweep_ended, for the sweep.
     """

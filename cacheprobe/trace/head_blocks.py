@@ -95,8 +95,7 @@ def ragged_starts(positions: Tensor, numel: int) -> tuple[Tensor, int]:
     """Returns the offset of each row in a flat tensor of attention patterns, [n + 1], and the number of heads.
 
     positions: of the n rows, in stored order; a row at position p has p + 1 weights for each head.  numel: size of the
-    flat
-    tensor.
+    flat tensor.
     Raises: ValueError if the size does not fit these rows.
     """
     lengths = positions + 1

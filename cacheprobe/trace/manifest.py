@@ -23,8 +23,7 @@ def read_manifest(directory: Path) -> JsonDict:
     """Returns the manifest of a saved run as a dict, migrated to the newest trace format.
 
     Raises: TraceError if the directory has no manifest, or the manifest is not readable, belongs to another program, or
-    has
-    a format version that this code does not know.
+    has a format version that this code does not know.
     """
     path = directory / MANIFEST
     if not directory.is_dir():

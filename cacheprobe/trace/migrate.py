@@ -123,9 +123,8 @@ def migrated_rows(rows: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapp
     """Returns the rows table of a run stored before trace format 5, as a newer version would have written it.
 
     Token texts become visible, and some rows get the status `given_up`: a draft token without a verdict. Before format
-    5,
-    these rows had the status `rolled_back`. A decode row was given up if the newest draft token at its position had no
-    verdict. Rows of verify passes always had a verdict, because rows of failed passes were not stored.
+    5, these rows had the status `rolled_back`. A decode row was given up if the newest draft token at its position had
+    no verdict. Rows of verify passes always had a verdict, because rows of failed passes were not stored.
     """
     history = token_history(events)
     position = history.place + history.request_id.map(prompt_lengths)

@@ -58,8 +58,7 @@ def save_trace(trace: TraceData, directory: Path, *, run_id: str | None = None, 
     """Writes a trace into `directory`, creating the directory if needed, and returns `directory`.
 
     run_id: last part of file names; random by default, so that an earlier run there stays complete until the end. With
-    a
-    given id the names are reproducible; use one only for a directory without a run.
+    a given id the names are reproducible; use one only for a directory without a run.
     overwrite: replace a run in `directory`, and delete the report that was drawn of it.
     Raises: TraceError, before anything is written, for a file, for a directory with a run, and for one with other
     files.

@@ -43,8 +43,7 @@ class Trace(TraceData):
 
     A row is one token of one pass, at that token's absolute position p. Its state and lens reading predict the token at
     p + 1. Every position has one canonical row, of status `committed`. So a request has prompt + generated - 1
-    canonical
-    rows: the newest token has none yet.
+    canonical rows: the newest token has none yet.
     """
 
     if not TYPE_CHECKING:  # hidden from the type checker, which would otherwise accept every misspelt name
@@ -94,8 +93,7 @@ class Trace(TraceData):
 
     def ledger(self, request_id: SupportsIndex, step: SupportsIndex | None = None) -> pd.DataFrame:
         """Returns the cached slots of a request after `step` as a DataFrame: position, provenance (which kind of pass
-        wrote the
-        slot, such as "verified"), step of the last write.
+        wrote the slot, such as "verified"), step of the last write.
 
         step: None for the end of the run.
         Raises: ValueError for an unknown step, and for a trace without a ledger.
@@ -114,11 +112,9 @@ class Trace(TraceData):
         Columns: those of `trace.tables.build.hypotheses_table`; `drafted_token`, `verdict` and `prediction_depth` of
         `trace.tables.draft_verdicts.with_verdicts`; `read_token`, the row's input token; top_tokens, the texts of
         top_token_ids. Thoughts are among them, at site "thought". For an import without readings, the logit lens reads
-        its
-        states.
+        its states.
         include_rolled_back: also return rows whose input was a rejected, later or given-up draft token. They follow a
-        text that
-        was never committed, so their prediction cannot be compared with committed tokens.
+        text that was never committed, so their prediction cannot be compared with committed tokens.
         """
         return hypotheses_of(self, include_rolled_back)
 
@@ -148,8 +144,7 @@ class Trace(TraceData):
 
         Weights are zero above the diagonal, and for positions hidden by a sliding window or a mask.
         Raises: ValueError if a position was not captured, or not computed because it came from a snapshot of another
-        request;
-        see `pattern_rows`.
+        request; see `pattern_rows`.
         """
         rows = self._canonical_rows(request_id)
         kept = self.pattern_rows(layer, rows)
@@ -195,7 +190,6 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
 
     model: needed only to compute more from the states; it is not checked here.
     Raises: TraceError for a directory without a readable manifest, for an unknown version, and for a file that is
-    missing
-    or has another size.
+    missing or has another size.
     """
     return Trace(**load_fields(Path(directory), model))

@@ -115,13 +115,13 @@ class Loop:
     def run(
         self, gradients_of: Callable[[int], dict[str, float]], until: int | None = None, save_every: int = 200
     ) -> Iterator[StepReport]:
-        """Runs the steps that are left, up to step `until` (default: all), and yields a Progress after each step.
+        """Runs the steps that are left, up to step `until` (default: all), and yields a StepReport after each step.
 
         gradients_of(step): computes the gradients of a step, and returns the losses by name.
 
         A step's random draws must depend only on the step's number, so that a resumed run equals an uninterrupted one.
         A checkpoint is written after every `save_every` steps and after the last step. Before each write, the caller
-        receives the step's Progress, and can update `notes`.
+        receives the step's StepReport, and can update `notes`.
         Raises: FloatingPointError if a loss is not finite; the last checkpoint stays.
         """
         settings, weights = self.settings, list(self.weights.values())
@@ -190,7 +190,8 @@ class ModelLoop(Loop):
     def minimise(
         self, losses_of: Callable[[int], dict[str, Tensor]], until: int | None = None, save_every: int = 200
     ) -> Iterator[StepReport]:
-        """Runs the steps that are left, up to `until`, to minimise a sum of losses; yields a Progress after each step.
+        """Runs the steps that are left, up to `until`, to minimise a sum of losses; yields a StepReport after each
+        step.
 
         losses_of(step): returns the losses of a step by name. Checkpoints and errors are as in `run`. The model is in
         training mode during the steps, and in evaluation mode after the last step.

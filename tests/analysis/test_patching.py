@@ -27,12 +27,12 @@ def differences(logits: dict) -> dict:
     return {index: float(row[ANSWER[0]] - row[ANSWER[1]]) for index, row in logits.items()}
 
 
-def by_index(grid: cp.patching.Grid, column: str) -> dict:
+def by_index(grid: cp.patching.PatchingGrid, column: str) -> dict:
     axes = [name for name in ("layer", "position", "head") if name in grid.table.columns]
     return dict(zip(grid.table[axes].itertuples(index=False, name=None), grid.table[column], strict=True))
 
 
-def assert_equal(grid: cp.patching.Grid, naive: dict, because: str = "sums in another order") -> None:
+def assert_equal(grid: cp.patching.PatchingGrid, naive: dict, because: str = "sums in another order") -> None:
     found, wanted = by_index(grid, "logit_difference"), differences(naive)
     assert found.keys() == wanted.keys() and because
     far = max(abs(found[index] - wanted[index]) for index in wanted)

@@ -157,7 +157,7 @@ def test_a_full_disk_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_ctrl_c_leaves_a_folder_that_goes_on(serial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, seen = holding.Holder.run, []
 
-    def run(self: holding.Holder, held: dict) -> holding.Outcome:
+    def run(self: holding.Holder, held: dict) -> holding.JobOutcome:
         if seen:
             raise KeyboardInterrupt
         seen.append(held)

@@ -110,7 +110,7 @@ class ThinkingParts:
 
 
 def new_parts(config: ThinkingConfig) -> ThinkingParts:
-    """Returns the Parts of a new model: modules with random weights, for training from scratch."""
+    """Returns the ThinkingParts of a new model: modules with random weights, for training from scratch."""
     parts = ThinkingParts(
         nn.Embedding(config.d_vocab, config.d_model),
         *_new_decoder(config, config.n_layers),

@@ -126,7 +126,8 @@ def _check_config(backbone: LiveModule, config: ThinkingConfig) -> None:
 
 
 def _parts_of(backbone: LiveModule, config: ThinkingConfig) -> ThinkingParts:
-    """Returns the Parts of a ThinkingPretrained: the backbone's own modules, and copies of its layers for T and C."""
+    """Returns the ThinkingParts of a ThinkingPretrained: the backbone's own modules, and copies of its layers for T and
+    C."""
     decoder = backbone.model
 
     def wrapped(layers: Iterable[LiveModule]) -> nn.ModuleList:

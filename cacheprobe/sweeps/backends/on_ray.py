@@ -86,7 +86,7 @@ class _Slot:
         """Number of cells that the actor has finished."""
 
     def give(self, cell: Cell) -> Hashable:
-        """Starts the cell on the actor, or on a new actor if needed. Returns Ray's reference to the Outcome."""
+        """Starts the cell on the actor, or on a new actor if needed. Returns Ray's reference to the JobOutcome."""
         import ray
 
         if self.model_key != cell.model_key:

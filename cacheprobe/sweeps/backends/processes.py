@@ -17,7 +17,7 @@ from cacheprobe.sweeps.workers.holder import Job, JobOutcome
 from cacheprobe.sweeps.workers.queue import Waiting
 
 DIED = "worker died"
-"""Cause in the Outcome of a cell whose worker died."""
+"""Cause in the JobOutcome of a cell whose worker died."""
 
 
 class _Worker:
@@ -58,7 +58,7 @@ class _Worker:
         return True
 
     def answer(self) -> JobOutcome | None:
-        """Waits for the end of the cell, and returns its Outcome; None if the process has ended."""
+        """Waits for the end of the cell, and returns its JobOutcome; None if the process has ended."""
         line = self.answers.readline()
         return JobOutcome(**json.loads(line)) if line.endswith(b"\n") else None
 

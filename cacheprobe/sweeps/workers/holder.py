@@ -65,9 +65,9 @@ class Holder:
         self._model: CachedLM | None = None
 
     def run(self, stored: JsonDict) -> JobOutcome:
-        """Runs a cell, given as `Cell.to_json`, and commits its shard (saved run); returns the Outcome.
+        """Runs a cell, given as `Cell.to_json`, and commits its shard (saved run); returns the JobOutcome.
 
-        An exception of the cell is reported in the Outcome, not raised.
+        An exception of the cell is reported in the JobOutcome, not raised.
         """
         cell = Cell.from_json(stored)
         digest, began, load_seconds = cell.digest, time.perf_counter(), 0.0

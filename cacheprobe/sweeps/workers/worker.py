@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 
 def main() -> None:
-    """Reads cells from stdin, one line of JSON each, runs each cell, and writes its Outcome to stdout as JSON."""
+    """Reads cells from stdin, one line of JSON each, runs each cell, and writes its JobOutcome to stdout as JSON."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep handles Ctrl-C
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # output of libraries goes to stderr

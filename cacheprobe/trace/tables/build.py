@@ -25,8 +25,7 @@ def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFra
     """Returns the rows table: a DataFrame with one line for every token of every pass.
 
     Columns: row, request_id, step, phase, role, status, position, token_id, token (visible form), num_layers (that
-    ran),
-    state_index (index among the stored vectors; -1 if a capture filter dropped the row).
+    ran), state_index (index among the stored vectors; -1 if a capture filter dropped the row).
     token_texts: returns the texts of token ids.
     """
     table = pd.DataFrame([asdict(row) for row in rows], columns=[field.name for field in fields(RowRecord)])
@@ -43,9 +42,8 @@ def hypotheses_table(
     A row at position p has the token at p as input and predicts the token at p + 1. token_id, token, logprob_nats: the
     layer's most likely token; top_token_ids, top_logprob_nats: its top_k most likely tokens; entropy_nats.
     committed_token_id, committed_token: the token committed at p + 1, null if there is none; rank,
-    committed_logprob_nats:
-    that token's rank (0 is the most likely) and log-probability in this reading; agrees: whether it is the most likely
-    token.
+    committed_logprob_nats: that token's rank (0 is the most likely) and log-probability in this reading; agrees:
+    whether it is the most likely token.
     """
     about = rows.set_index("row").loc[columns["row"].numpy()]
     target, top = columns["target"].numpy(), columns["top_token_ids"].numpy()
@@ -79,10 +77,8 @@ def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
 
     Columns: step, phase, batch_rows, batch_slots, request_id, seconds; draft_start, draft_token_ids, target_token_ids,
     num_accepted, num_rolled_back, finish (of a verify); proposed_token_ids (of a decode of a draft);
-    committed_token_ids
-    and their committed_logprobs_nats under the model's unprocessed logits; recovered_token_id, bonus_token_id;
-    margin_nats
-    (the smallest of the step's choices).
+    committed_token_ids and their committed_logprobs_nats under the model's unprocessed logits; recovered_token_id,
+    bonus_token_id; margin_nats (the smallest of the step's choices).
     """
     records = []
     for step in steps:

@@ -20,10 +20,9 @@ def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
     """Returns a DataFrame with one line for each draft token: when it was drafted, and the verdict on it.
 
     Columns: request_id, place (0 is the first generated token), drafted_token_id; born, the step that drafted the
-    token;
-    judged, the step of its verify pass, null if it reached none; verdict: "accepted"; "rejected", the first of its
-    draft
-    that the verifier did not choose; "never_judged", if it followed a rejected token or its draft was given up.
+    token; judged, the step of its verify pass, null if it reached none; verdict: "accepted"; "rejected", the first of
+    its draft that the verifier did not choose; "never_judged", if it followed a rejected token or its draft was given
+    up.
     events: as in `Trace.events`.
     """
     history = token_history(events)
@@ -55,8 +54,7 @@ def with_verdicts(
     Columns: drafted_token_id, drafted_token, verdict, prediction_depth (as in `prediction_depths`) and top_tokens, the
     texts of top_token_ids.
     A row at position p predicts position p + 1. Its draft token is the one at p + 1 in the row's own pass: the pass
-    that
-    drafted the token, or the verify pass that judged it. It is null if there was no draft token.
+    that drafted the token, or the verify pass that judged it. It is null if there was no draft token.
     readings: one lens and site, as in `trace.tables.build.hypotheses_table`.  prompt_lengths: tokens by request.
     token_texts: by token id; a missing token gets the text "<id>".
     """
@@ -140,8 +138,7 @@ def by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
     """Returns the lens readings that can be compared with a committed token; a missing verdict becomes "not_drafted".
 
     Leaves out rows without a committed next token, and rows whose input was a rejected, later or given-up draft token:
-    they
-    follow a text that was never committed.
+    they follow a text that was never committed.
     Raises: ValueError if no reading remains.
     """
     comparable = readings[readings.agrees.notna() & ~readings.status.isin(DISCARDED_DRAFT)]
@@ -170,8 +167,7 @@ def parting(shares: pd.DataFrame) -> str:
     draft.
 
     shares: from `shares_by_verdict`. Without a rejected draft, the sentence names the layer from which the committed
-    token
-    is the first choice in at least half of the readings.
+    token is the first choice in at least half of the readings.
     """
     rejected = shares[shares.verdict == "rejected"].set_index("layer")
     if len(rejected):

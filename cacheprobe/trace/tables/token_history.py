@@ -13,13 +13,10 @@ def token_history(events: pd.DataFrame) -> pd.DataFrame:
 
     Columns: request_id, place (0 is the first generated token), token_id; born, the step that drafted or committed the
     token; decided_step, the step of its verdict, null while its verdict is open; outcome: committed (without a
-    verdict),
-    accepted, recovered, bonus, rolled_back, or given_up; null while open; margin_nats between the two best tokens of
-    its
-    pass, the smallest of a verify pass, null if no model chose.
+    verdict), accepted, recovered, bonus, rolled_back, or given_up; null while open; margin_nats between the two best
+    tokens of its pass, the smallest of a verify pass, null if no model chose.
     A draft is given up if its request was preempted (decided when the prompt is computed again) or a pass failed
-    (decided
-    when the request drafts again, or is verified without a draft).
+    (decided when the request drafts again, or is verified without a draft).
     events: as in `Trace.events`.
     """
     lines: list[tuple] = []
@@ -66,8 +63,7 @@ def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
 
     state: "candidate", a draft token whose verdict is open; "rolled_back", by this step (tokens rolled back earlier are
     left out, as are given-up drafts); "committed"; or "pending", the newest committed token of its request, whose keys
-    and
-    values are not cached yet.
+    and values are not cached yet.
     history: as from `token_history`.
     """
     tokens = history[history.born <= step]

@@ -51,7 +51,7 @@ def examples_of(settings: LoraSettings, step: int) -> list[Example]:
 
 
 def batches_of(settings: LoraSettings, step: int, tokenizer: LiveTokenizer) -> list[LoraBatch]:
-    """Returns the training questions of a step as a list of Batch (micro-batches), the shortest questions first."""
+    """Returns the training questions of a step as a list of LoraBatch (micro-batches), the shortest questions first."""
     examples = examples_of(settings, step)
     encoded = [encode(example, tokenizer) for example in examples]
     encoded.sort(key=lambda item: len(item[0]))
@@ -71,7 +71,7 @@ def encode(example: Example, tokenizer: LiveTokenizer) -> tuple[list[int], int, 
 
 
 def to_batch(encoded: list[tuple[list[int], int, list[tuple[int, int]]]]) -> LoraBatch:
-    """Returns one Batch from the results of `encode` for several questions, padded to the longest."""
+    """Returns one LoraBatch from the results of `encode` for several questions, padded to the longest."""
     longest = max(len(ids) for ids, _, _ in encoded)
     running = [(index, slot, state) for index, (_, _, states) in enumerate(encoded) for slot, state in states]
     batch_indices, slots, states = (torch.tensor(column) for column in zip(*running, strict=True))

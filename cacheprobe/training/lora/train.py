@@ -64,9 +64,9 @@ class LoraTrainer:
         return sum(weight.numel() for weight in self.trained.values())
 
     def run(self, save_every: int = 20) -> Iterator[StepReport]:
-        """Runs the steps that are left; returns an iterator with a Progress after each step.
+        """Runs the steps that are left; returns an iterator with a StepReport after each step.
 
-        The values in a Progress are those of `gradients_of`, measured before the step's update.
+        The values in a StepReport are those of `gradients_of`, measured before the step's update.
         """
         return self.loop.run(self.gradients_of, save_every=save_every)
 

@@ -35,7 +35,8 @@ class ThinkingBatch:
 
 
 def collate(annotated: Sequence[Annotated], arm: str, pad_id: int = 0) -> ThinkingBatch:
-    """Returns a Batch of texts: each prompt, followed by the tokens that `arm` should write after the prompt."""
+    """Returns a ThinkingBatch of texts: each prompt, followed by the tokens that `arm` should write after the
+    prompt."""
     if arm not in ARMS:
         raise ValueError(f"unknown arm {arm!r}; choose one of {', '.join(ARMS)}")
     targets = [tokens_to_write(item, arm) for item in annotated]

@@ -21,7 +21,8 @@ ChunkEdit = Callable[[int, Tensor, Sequence[int]], Tensor]
 
 
 class ChunkReader:
-    """Runs texts through a Thinking States model side by side, each in a cache row of the Reader's own KV cache."""
+    """Runs texts through a Thinking States model side by side, each in a cache row of the ChunkReader's own KV
+    cache."""
 
     def __init__(self, model: ThinkingModel, count: int, capacity: int) -> None:
         self.model, self.config = model, model.config

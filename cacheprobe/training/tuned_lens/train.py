@@ -30,7 +30,7 @@ class TextStates(NamedTuple):
 
 
 def states_of(model: CachedLM, texts: Tensor) -> TextStates:
-    """Runs the model on texts [b, t] in one forward pass; returns the States of their n = b x t tokens."""
+    """Runs the model on texts [b, t] in one forward pass; returns the TextStates of their n = b x t tokens."""
     sites = [("S", layer) for layer in range(model.n_layers - 1)]
     fed = feed(model, texts, sites)
     layers = torch.stack([fed.states[site].flatten(0, 1) for site in sites])
@@ -62,9 +62,9 @@ class TunedLensTrainer:
         self.loop = Loop({"weights": self.weights, "biases": self.biases}, optimizer, settings)
 
     def run(self, texts: Tensor) -> Iterator[StepReport]:
-        """Runs all steps on texts [n, t]; returns an iterator with a Progress after each step.
+        """Runs all steps on texts [n, t]; returns an iterator with a StepReport after each step.
 
-        Each step reads the next `settings.texts` texts. The loss in a Progress, kl_nats, is the mean over layers.
+        Each step reads the next `settings.texts` texts. The loss in a StepReport, kl_nats, is the mean over layers.
         """
         settings = self.settings
         if len(texts) < settings.texts:
