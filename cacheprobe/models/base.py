@@ -70,14 +70,16 @@ class CachedLM(Protocol):
         """Runs token_ids [b, t] through the model and returns logits [b, t, v]. Batch index i writes keys and values to
         cache row cache_rows[i], from absolute position starts[i] on.
 
-        logit_slots: return the logits of these token slots only, [b, len(logit_slots), v].
+        logit_slots: indices (0 to t - 1) of the tokens whose logits are returned, [b, len(logit_slots), v]; None for
+        all.
         num_layers: run only the first `num_layers` blocks, and return the residual stream [b, t, m] after these blocks.
         """
         ...
 
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> AbstractContextManager[None]:
         """Returns a context manager. Inside its `with`, every forward calls `sink(site, layer, activation)` for each
-        (site, layer) pair of `sites`."""
+        (site, layer) pair of `sites`. Raises: ModelError, when the `with` begins, for a site that this model cannot
+        capture."""
         ...
 
     def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> AbstractContextManager[None]:
@@ -85,7 +87,7 @@ class CachedLM(Protocol):
         (site, layer) pair of `sites`. A returned tensor replaces the activation; None leaves the activation unchanged.
 
         A sink records the edited value only if `capturing` is entered after `editing`: enter `editing` first.
-        Raises: ModelError for a site that this model has no hook for.
+        Raises: ModelError, when the `with` begins, for a site that this model has no hook for.
         """
         ...
 

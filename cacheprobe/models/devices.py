@@ -15,8 +15,8 @@ DeviceMap = Mapping[str, Device] | str
 
 
 def checked_device(device: Device) -> torch.device:
-    """Returns `device` as a torch.device. Raises: ModelError for a device that is neither CPU nor CUDA, and for a GPU
-    that this machine does not have."""
+    """Returns `device` as a torch.device. Raises: ModelError for any device but the CPU and the CUDA GPUs that torch
+    finds on this machine."""
     try:
         checked = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -38,8 +38,8 @@ def placement(device: Device | None, device_map: "DeviceMap | None", adapter: ob
     """Returns the `device_map` argument for transformers' from_pretrained: a dict (part of the model -> device), or the
     name of a plan such as "auto"; None if all weights stay on the CPU.
 
-    Raises: ModelError if both `device` and `device_map` are given, for an absent device, for weights left on the disk,
-    and for an adapter that would have to be merged into a model split over devices.
+    Raises: ModelError if both `device` and `device_map` are given, or both `device_map` and `adapter`; for an unknown
+    plan, an absent device, and weights left on the disk.
     """
     if device is not None and device_map is not None:
         raise ModelError("give device= or device_map=, not both")

@@ -58,10 +58,10 @@ def feed(
 
 
 def continue_texts(model: CachedLM, prompts: Sequence[Sequence[int]], length: int, choose: Choose) -> list[list[int]]:
-    """Returns the token ids of each prompt followed by generated tokens, `length` tokens in all. `choose` picks every
-    next token from the logits; end tokens do not end a text.
+    """Returns the token ids of each prompt, continued until prompt and generated tokens together are `length` tokens; a
+    longer prompt is returned unchanged. `choose` picks every next token from the logits; end tokens do not end a text.
 
-    Prompts of the same length are read in one pass. Every later pass feeds the newest token of each text.
+    Prompts of the same length are read in one pass. Every later pass feeds the newest token of each unfinished text.
     """
     cache = model.new_cache(len(prompts), length)
     texts = [list(prompt) for prompt in prompts]

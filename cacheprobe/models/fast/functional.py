@@ -86,8 +86,8 @@ class FunctionalForward(ABC):
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """Runs the model on token_ids [b, t] and returns logits [b, t, v], of `logit_slots` only if these are given. If
-        `num_layers` is given, returns the residual stream [b, t, m] after that many blocks.
+        """Runs the model on token_ids [b, t] and returns logits [b, t, v], or only those of the token indices
+        `logit_slots`, if given. If `num_layers` is given, returns the residual stream [b, t, m] after that many blocks.
 
         Writes keys and values at the positions staged on `cache`, and calls the `listeners` with the activations.
         """
@@ -185,8 +185,8 @@ def _rms_norm(values: Tensor, norm: _Norm) -> Tensor:
 
 
 def _rotation(cos: Tensor, sin: Tensor) -> Rotation:
-    """Returns (cos, sin) for `_rotated`, [b, t, 1, d] each. The first half of sin is negated here instead of half of
-    the values: (-x) s equals x (-s), bit for bit."""
+    """Returns (cos, sin) for `_rotated`, [b, t, 1, d] each. The first half of sin is negated, so that `_rotated` need
+    not negate half of its values: (-x) s equals x (-s), bit for bit."""
     first, second = sin.chunk(2, -1)
     return cos[:, :, None], torch.cat((-first, second), -1)[:, :, None]
 

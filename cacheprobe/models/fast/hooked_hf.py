@@ -43,8 +43,9 @@ class HookedHF(BridgeMembers):
     """
 
     def __init__(self, origin: BridgeLM, functional: bool = True) -> None:
-        """Builds the plain model around the weights of the BridgeLM `origin`. functional: skip the modules if no hook
-        needs them and the family is supported; results have the same bits either way.
+        """Builds the plain model around the weights of the BridgeLM `origin`. functional: compute without modules in
+        every forward that `_functional_forward` allows; False always calls the modules. Results have the same bits
+        either way.
 
         Raises: ModelError if the bridge's weights were processed, or if a hook of the bridge matches no module of the
         model.
@@ -97,8 +98,8 @@ class HookedHF(BridgeMembers):
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
     ) -> Tensor:
-        """Runs one forward, without calling modules if no hook needs them. Arguments and results are those of
-        CachedLM.forward: logits [b, t, v], or the residual stream after `num_layers` blocks."""
+        """Runs one forward; calls no modules if `_functional_forward` has a forward for this pass. Arguments and
+        results are those of CachedLM.forward: logits [b, t, v], or the residual stream after `num_layers` blocks."""
         if not self.weights.is_current:
             self.weights.bind()
             self._functional = None
@@ -116,8 +117,9 @@ class HookedHF(BridgeMembers):
             return self._run_modules(token_ids, inputs, num_layers, logit_slots)
 
     def _functional_forward(self, cache: KVCache, cache_rows: Sequence[int]) -> FunctionalForward | None:
-        """Returns the forward that calls no modules; None if the model's family has none, if a hook needs the modules,
-        or if cache surgery hides slots in single layers or heads."""
+        """Returns the FunctionalForward, which calls no modules. Returns None if functional=False, if the model's
+        family has none, if a hook needs the modules, or if cache surgery hides slots of `cache_rows` in single layers
+        or heads."""
         if self._functional_class is None or not self._has_capture_hooks_only or cache.head_masks.concern(cache_rows):
             return None
         if self._functional is None:
@@ -127,8 +129,8 @@ class HookedHF(BridgeMembers):
     def _run_modules(
         self, token_ids: Tensor, inputs: ForwardInputs, num_layers: int | None, logit_slots: Sequence[int] | None
     ) -> Tensor:
-        """Runs the plain model and returns its logits, of `logit_slots` only if given. If `num_layers` is given, runs
-        only that many blocks and returns the residual stream."""
+        """Runs the plain model and returns its logits [b, t, v], or only those of the token indices `logit_slots`, if
+        given. If `num_layers` is given, runs only that many blocks and returns the residual stream."""
         if num_layers is None:
             choice = self.logit_choice(logit_slots)
             logits = self.model(token_ids, use_cache=True, **inputs, **choice).logits
@@ -184,8 +186,8 @@ class HookedHF(BridgeMembers):
     @contextmanager
     def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
         """Returns a context manager. Inside its `with`, every forward calls `edit(site, layer, activation)` for each
-        (site, layer) pair of `sites`. A returned tensor replaces the activation. At the end only these hooks are
-        removed."""
+        (site, layer) pair of `sites`. A returned tensor replaces the activation; None leaves the activation unchanged.
+        At the end only these hooks are removed."""
 
         def edit_heads(site: str, layer: int, value: Tensor) -> Tensor | None:
             """Calls `edit` and returns its result. At site z, the activation is split by head before the call, and the

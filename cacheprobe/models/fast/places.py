@@ -47,10 +47,11 @@ class Places:
         return self._place(self._point(site, layer), hook_name(site, layer))
 
     def of_heads(self, site: str, layer: int) -> tuple[ModulePoint, Cut]:
-        """Returns ((module, side), cut): where the plain model computes site q, k, v or z of a layer, and the function
-        that splits the module's tensor into heads.
+        """Returns ((module, side), cut): the module input or output of the plain model that holds site q, k, v or z of
+        a layer, and the function that splits this tensor into heads.
 
-        Raises: ModelError for the site of attention patterns, which only the bridge has, and if there is no such hook.
+        Raises: ModelError for the site of attention patterns, which only the bridge has, and if no hook or no module of
+        the plain model belongs to the site.
         """
         if site == PATTERN:
             raise ModelError(
@@ -71,7 +72,8 @@ class Places:
 
     def _place(self, point: HookPoint, name: str) -> ModulePoint:
         """Returns (module of the plain model, side) of a hook point: the hook point names a component of the bridge,
-        and the component wraps a Hugging Face module."""
+        and the component wraps a Hugging Face module. Raises: ModelError if the hook point belongs to no module of the
+        plain model."""
         component, _, end = str(point.name).rpartition(".")
         original = self._origin.bridge.get_submodule(component)._modules.get(WRAPPED)
         path = self._weights.path_of(original)

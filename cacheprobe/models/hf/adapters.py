@@ -45,7 +45,7 @@ def adapter_directory(adapter: "str | Path", model: str) -> Path:
     """Returns the directory of a LoRA adapter for the model called `model`. adapter: a directory, or the task name of a
     shipped adapter, such as "coin-flip".
 
-    Raises: ModelError naming the shipped adapters.
+    Raises: ModelError, naming the shipped adapters, for text that is neither.
     """
     name = str(adapter)
     shipped = SHIPPED_ADAPTERS / f"{name.replace('_', '-')}-{model}"

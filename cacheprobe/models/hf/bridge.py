@@ -128,7 +128,7 @@ class BridgeLM(HookedLM):
     attends_by_request = False
 
     def check_settings(self, window: int) -> None:
-        """Does nothing: a BridgeLM supports verify passes of every window."""
+        """Does nothing: a BridgeLM supports verify passes with any number of tokens."""
 
     def new_cache(self, num_rows: int, capacity: int) -> KVCache:
         """Returns an empty KVCache with this model's layer shapes: `num_rows` cache rows, one for each sequence, of
@@ -159,8 +159,8 @@ class BridgeLM(HookedLM):
         return out if logit_slots is None or choice else out[:, list(logit_slots)]
 
     def logit_choice(self, logit_slots: Sequence[int] | None) -> dict[str, LiveModule]:
-        """Returns the keyword argument {"logits_to_keep": slots} that makes the wrapped model compute logits of these
-        token slots only; {} if `logit_slots` is None or the model has no such argument."""
+        """Returns the keyword argument {"logits_to_keep": slots} that makes the wrapped model compute the logits of
+        these of the t tokens only; {} if `logit_slots` is None or the model has no such argument."""
         if logit_slots is None or not self._can_choose_logits:
             return {}
         return {"logits_to_keep": torch.tensor(list(logit_slots), device=self.device)}
@@ -211,7 +211,7 @@ class BridgeLM(HookedLM):
         """Returns logits [n, v] of residual states [n, m], including the architecture's softcaps and logit scales.
         Records no gradients.
 
-        If at least `float32_from_rows` rows are computed, the product of a 16-bit model is in float32.
+        On a CPU without fast 16-bit arithmetic, the product of many rows (`wide_rows`) of a 16-bit model is in float32.
         Twin: read_out_with_gradients, equal, but to one unit in the last place if many rows are computed in float32.
         """
         float32_from_rows = wide_rows(self.dtype, self.device)
@@ -256,7 +256,7 @@ def _keep_dtype_when_rotated(points: dict[str, HookPoint], dtype: torch.dtype) -
     """
 
     def rounded(tensor: Tensor, *, hook: HookPoint) -> Tensor | None:
-        """Returns the tensor in the model's dtype; None if its dtype is right already."""
+        """Returns the tensor in the model's dtype; None if the tensor has that dtype already."""
         return tensor.to(dtype) if tensor.dtype != dtype else None
 
     for name, point in points.items():

@@ -38,7 +38,7 @@ class KVCacheLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Writes new keys and values [b, h, t, d] at the positions that `KVCache.stage` set. Returns all keys and
-        values of these cache rows in the slots that attention covers, [b, h, s, d] each."""
+        values of the staged cache rows in the slots that attention covers, [b, h, s, d] each."""
         return self._cache.write(self._layer, key_states, value_states)
 
     def get_seq_length(self) -> NoReturn:
@@ -64,7 +64,8 @@ class KVCacheAdapter(Cache):
 
 
 LiveMasks: TypeAlias = Any
-"""A mask [b, 1, t, s], or a dict of masks by kind of layer: TransformerLens declares only the first."""
+"""Mask [b, 1, t, s], or a dict of masks by kind of layer. (Typed Any, because TransformerLens declares only the
+first.)"""
 
 
 class ForwardInputs(TypedDict):
@@ -81,7 +82,8 @@ def staged(
     cache: KVCache, cache_rows: Sequence[int], starts: Sequence[int], width: int, config: LiveConfig, n_ctx: int
 ) -> Iterator[ForwardInputs]:
     """Sets the positions of one forward on `cache` and yields the keyword arguments for a Hugging Face model: cache,
-    mask, position ids. Clears the positions after the `with`. width: token slots of each batch index."""
+    mask, position ids. Clears the positions after the `with`. width: number of tokens t that the forward feeds for each
+    batch index."""
     positions = cache.stage(cache_rows, starts, width)
     dtype, device = cache.keys[0].dtype, cache.keys[0].device
     try:

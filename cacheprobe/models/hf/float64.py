@@ -19,8 +19,8 @@ def keeping_float64(dtype: torch.dtype) -> AbstractContextManager[object]:
 
 
 class _KeepingFloat64(TorchFunctionMode):
-    """Changes torch calls inside its `with`: a conversion of a float64 tensor to float32, or a sum or softmax of one in
-    float32, stays in float64."""
+    """Changes torch calls inside its `with`: if a float64 tensor would be converted to float32, summed in float32, or
+    normalised by a softmax in float32, the result stays in float64."""
 
     def __torch_function__(
         self,

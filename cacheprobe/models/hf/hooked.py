@@ -1,5 +1,5 @@
-"""Re-exports TransformerLens' ActivationCache, HookedRootModule and HookPoint. Only this file and bridge.py import
-TransformerLens."""
+"""Re-exports TransformerLens' ActivationCache, HookedRootModule and HookPoint. In the package, only this file and
+bridge.py import TransformerLens."""
 
 from transformer_lens import ActivationCache, HookedRootModule
 from transformer_lens.hook_points import HookPoint

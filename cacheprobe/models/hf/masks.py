@@ -16,8 +16,8 @@ from cacheprobe.kvcache.cache import KVCache
 def attention_masks(
     config: LiveConfig, cache: KVCache, positions: Int[Tensor, "b t"], dtype: torch.dtype, device: torch.device | str
 ) -> Tensor | dict[str, Tensor]:
-    """Returns the additive mask [b, 1, t, s] for new tokens at `positions`, over all cache slots up to `span`. If the
-    config lists kinds of layers and some slide, returns a dictionary of two masks, "full_attention" and
+    """Returns the additive mask [b, 1, t, s] for new tokens at `positions`, over the first s = `cache.span` slots. If
+    the config lists kinds of layers and some slide, returns a dictionary of two masks, "full_attention" and
     "sliding_attention".
 
     The mask is [b, h, t, s] if cache surgery hides slots in some layers or heads only.

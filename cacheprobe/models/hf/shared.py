@@ -22,8 +22,8 @@ _TENSORS = ("_parameters", "_buffers")
 
 def empty_model(wrapped: nn.Module) -> nn.Module:
     """Returns a transformers model of the class of `wrapped`, with a copy of its config, on the "meta" device (tensors
-    without memory). Its attention is cacheprobe's if the class supports that, otherwise torch's fused attention,
-    otherwise eager.
+    without memory). The model's attention is cacheprobe's if the class supports that, otherwise torch's fused
+    attention, otherwise eager.
 
     Raises: ModelError if the class cannot be built from its config.
     """
@@ -46,8 +46,8 @@ class SharedWeights:
     """Puts every tensor of a wrapped model into a plain model of the same class, without copying."""
 
     def __init__(self, wrapped: nn.Module, plain: nn.Module) -> None:
-        """Puts the tensors of `wrapped` into `plain` at once. Raises: ModelError if the two models differ in more than
-        the bridge's wrappers."""
+        """Calls `bind`, which puts the tensors of `wrapped` into `plain`. Raises: ModelError if the two models differ
+        in more than the bridge's wrappers."""
         self.wrapped, self.plain = wrapped, plain
         self._taken: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         """(a wrapped module's dictionary, name, the tensor found there)"""
@@ -56,7 +56,8 @@ class SharedWeights:
 
     def bind(self) -> None:
         """Puts the wrapped model's current parameters, buffers and tensor attributes into the plain model. Call `bind`
-        again if `is_current` is False."""
+        again if `is_current` is False. Raises: ModelError if the two models differ in more than the bridge's
+        wrappers."""
         self._taken.clear()
         self._path_of.clear()
         for path, source, target in _pairs(self.wrapped, self.plain):
@@ -98,8 +99,8 @@ def plain_path(name: str) -> str:
 def _take_tensors(
     source: nn.Module, target: nn.Module, path: str
 ) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
-    """Puts every parameter and buffer of module `source` into module `target`, without copying. Returns (dictionary of
-    `source` that contains the tensor, name, tensor) for each. Raises: ModelError if the names do not match."""
+    """Puts every parameter and buffer of module `source` into module `target`, without copying. Returns a list of
+    (dictionary of `source` that contains the tensor, name, tensor). Raises: ModelError if the names do not match."""
     source_tensors = [
         (vars(source)[kind], name, tensor)
         for kind in _TENSORS
@@ -121,7 +122,7 @@ def _take_tensors(
 
 def _pairs(source: LiveModule, target: LiveModule, path: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:
     """Yields (path, wrapped module, plain module) for all modules of a wrapped model and its plain copy, parents first.
-    Raises: ModelError if the two trees differ."""
+    Raises: ModelError if the two trees differ, or if a wrapped module's forward was replaced."""
     while WRAPPED in source._modules:
         source = source._modules[WRAPPED]
     if type(source) is not type(target):

@@ -40,5 +40,5 @@ class TokenText:
 
     @cached_property
     def _texts(self) -> dict[int, str]:
-        """Decoded texts by token id; `token_texts` fills this dictionary."""
+        """Dictionary token id -> decoded text; empty at first, `token_texts` fills it."""
         return {}

@@ -35,8 +35,8 @@ class ThinkingCache(KVCache):
         super().__init__(rows, capacity, layer_shapes, dtype, device)
         self.layer_outputs = torch.zeros(rows, capacity, d_model, dtype=dtype, device=device)
         self.chunk_states = torch.zeros(rows, capacity + chunk, d_model, dtype=dtype, device=device)
-        """Chunk state to add at each position. The thought of the last chunk may be written after the capacity, so
-        there are `chunk` more positions."""
+        """Chunk state to add at each position. A state belongs to the chunk after its thought, which may lie beyond the
+        capacity, so there are `chunk` more positions."""
         self._thoughts: list[RowThought] = []
 
     @property

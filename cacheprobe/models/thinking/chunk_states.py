@@ -19,7 +19,8 @@ class ChunkStates:
         self._points = [point for name, point in model.hook_dict.items() if name.startswith("compression")]
 
     def of(self, thought_ids: tuple[int, ...]) -> Tensor:
-        """Returns the chunk state [c, m] of one thought, from memory if the same thought was computed before."""
+        """Returns the chunk state [c, m] of one thought, given by its token ids; computes the state only if it is not
+        kept yet."""
         if thought_ids not in self._kept:
             config = self.model.config
             width = max(len(thought_ids), config.max_thought)
@@ -29,8 +30,8 @@ class ChunkStates:
         return self._kept[thought_ids]
 
     def forget_old(self) -> None:
-        """Clears the kept chunk states if the weights changed since the last call, or if C has or had hooks. Call this
-        before each forward."""
+        """Clears the kept chunk states if the weights changed since the last call, or if C has or had hooks. Call
+        `forget_old` before each forward."""
         versions = tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in self.model.parameters())
         is_hooked = any(point.fwd_hooks for point in self._points)
         if is_hooked or self._valid_for != (versions, is_hooked):

@@ -33,8 +33,8 @@ class ThinkingConfig:
 
     Source: Thinking States (arXiv 2602.08332), section 3 and appendix A.1.
 
-    H is the residual stream that T reads, the output of layer l_out - 1; S is a chunk state. Choices on which the
-    sources are silent or disagree, one a line; those that are fields are documented there too:
+    H is the residual stream that T reads, the output of block l_out - 1; S is a chunk state (not the site S). Choices
+    on which the sources are silent or disagree, one a line; those that are fields are documented there too:
 
     - L_in: S is added to the output of block 0, before block 1 (`l_in`), without norm, gate or scale.
     - L_out: H is the residual stream after the last block but one (`l_out`), before any norm.
@@ -63,19 +63,20 @@ class ThinkingConfig:
     d_mlp: int = 192
     """Inner width of the gated MLP."""
     chunk: int = 4
-    """c: tokens in a chunk, and positions that a state covers."""
+    """c: tokens in a chunk, and positions that a chunk state covers."""
     l_in: int = 1
-    """The state is added to the input of block l_in (0-indexed): the paper's shallow injection layer."""
+    """The chunk state is added to the input of block l_in (0-indexed): the paper's shallow injection layer."""
     l_out: int = 3
     """H is the output of block l_out - 1. With all blocks but the last in the loop, l_out = n_layers - 1."""
     max_thought: int = 8
-    """Maximum tokens of a thought, including its end token; a thought without an end by then is cut and marked so."""
+    """Maximum tokens of a thought, including its end token; a thought without an end token by then is cut there
+    (`has_ended` is False)."""
     eos_id: int = 1
     pad_id: int = 0
     thinks: bool = True
     """False: the backbone alone, without T and C; the plain arm of a comparison."""
     feeds_back: bool = True
-    """False: thoughts are written and trained, but no state is added; the arm without feedback."""
+    """False: thoughts are written and trained, but no chunk state is added; the arm without feedback."""
     think_while_decoding: bool = False
     """True: thoughts are also written for chunks that hold generated tokens. The paper's models think only during
     prefill."""
@@ -91,7 +92,7 @@ class ThinkingConfig:
     """How C reduces a thought to c positions. "last": its last c outputs; shorter thoughts are padded in front, and no
     token attends to the pads. "query": c learned vectors that attend over the thought."""
     learned_first_state: bool = False
-    """False: the first state S_1 is zero, as in the paper."""
+    """False: S_1, the chunk state of the first chunk, is zero, as in the paper."""
     bidirectional_prefix: bool = False
     """Whether T's positions of H attend to each other in both directions. The paper's T is a causal decoder layer."""
 

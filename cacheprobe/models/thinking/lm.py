@@ -1,5 +1,4 @@
-"""Runs a Thinking States model as a CachedLM: the forward itself writes thoughts, in prefill, decode and verify
-passes."""
+"""Runs a Thinking States model as a CachedLM: the forward itself writes thoughts, whatever the phase of the pass."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,8 +26,8 @@ from cacheprobe.tasks.words import encode_strictly
 
 
 class ThinkingLM(HookedLM):
-    """Runs a ThinkingModel on our KVCache, as a CachedLM. Each forward also writes the thoughts of the chunks that end
-    in it.
+    """Runs a ThinkingModel on our KVCache, as a CachedLM. Each forward also writes the thoughts of the prompt chunks
+    that end in that forward; with think_while_decoding, those of generated chunks too.
 
     Text prompts are padded in front to whole chunks. If a prompt of token ids does not fill its last chunk, that chunk
     writes no thought. Each thought is decoded by itself in one fixed shape, so its bits depend only on its chunk.
@@ -50,7 +49,7 @@ class ThinkingLM(HookedLM):
         self.stop_token_ids = (config.eos_id,)
         self.injected_layers = (config.l_in,) if config.thinks and config.feeds_back else ()
         self.record: TrainingRecord = {}
-        """How the model was trained; empty if it was not loaded from a folder."""
+        """Training record: how the model was trained; empty if the model was not loaded from a folder."""
         self.num_rounds = 0
         """Number of rounds of the last forward."""
         self._stored_think_while_decoding = config.think_while_decoding
@@ -105,8 +104,8 @@ class ThinkingLM(HookedLM):
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
     ) -> Tensor:
-        """Runs one forward and notes its new thoughts in the cache. Arguments and results are those of
-        CachedLM.forward: logits [b, t, v], or the residual stream after `num_layers` blocks."""
+        """Runs one forward and stores the new thoughts in the cache, for `take_thoughts`. Arguments and results are
+        those of CachedLM.forward: logits [b, t, v], or the residual stream after `num_layers` blocks."""
         self._chunk_states.forget_old()
         cache.take_thoughts()  # of a pass that failed
         for captured, _ in self._captures:
@@ -142,8 +141,8 @@ class ThinkingLM(HookedLM):
     @contextmanager
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
         """Returns a context manager. Inside its `with`, every forward calls `sink(site, layer, activation)` for each
-        (site, layer) pair of `sites`, after its last block. Layers that run in several rounds give the last round's
-        activation."""
+        (site, layer) pair of `sites`, after the last block has run. Layers that run in several rounds give the last
+        round's activation."""
         captured: dict[tuple[str, int], Tensor] = {}
 
         def capture(site: str, layer: int, value: Tensor) -> None:
@@ -207,7 +206,8 @@ class ThinkingLM(HookedLM):
         }
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Returns the token ids of a text as a tuple. If `add_special_tokens`, pads in front fill the first chunk.
+        """Returns the token ids of a text as a tuple. If `add_special_tokens`, pads in front make their number a
+        multiple of the chunk size.
 
         Raises: ModelError for a word outside the model's vocabulary, or if there is no tokenizer.
         """

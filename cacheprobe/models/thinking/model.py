@@ -47,8 +47,8 @@ class ThinkingBlock(nn.Module):
         return self.hook_logits(self.unembed(self.ln_final(x[:, hidden.shape[1] - 1 :])))
 
     def _memory(self, prefix: int, positions: Tensor) -> Memory:
-        """Returns the Memory, a function that supplies keys, values and mask, for the layers of T. prefix: number of
-        positions that belong to H."""
+        """Returns the Memory for the layers of T: a function (layer, keys, values) that returns the same keys and
+        values, and the attention mask. prefix: number of positions that belong to H."""
         if self.config.positions != "alibi" and not self.config.bidirectional_prefix:
             return at_hand
         bias = attention_bias(self.config, positions, positions, None)
@@ -61,7 +61,7 @@ class Compression(nn.Module):
     """Implements C, the compression block: an encoder layer over a thought, whose outputs are pooled to a chunk state
     of c positions.
 
-    The pads stand in front and no token attends to them, so pads do not dilute a short thought.
+    Pads stand before the thought and no token attends to a pad, so pads do not dilute a short thought.
     Source: Thinking States (arXiv 2602.08332), Eq. 5 and appendix A.1: the last c outputs, shorter thoughts padded.
     """
 
@@ -143,7 +143,8 @@ class ThinkingModel(HookedRootModule):
     """Computes a Thinking States model: backbone, thinking block (T) and compression block (C). Hook points of the
     backbone have TransformerLens' names; those of T and C start with `thinking.` and `compression.`.
 
-    `hook_state` is the added state S, [b, t, m]; `hook_h` is H; `thinking.hook_logits` holds the logits of thoughts.
+    `hook_state` has the chunk states S that are added, [b, t, m]; `hook_h` has H, the output of block l_out - 1;
+    `thinking.hook_logits` has the logits of thoughts.
     Source: Thinking States (arXiv 2602.08332), section 3.  Twin: tests.twins.thinking_slowly.read_slowly.
     """
 
@@ -189,15 +190,15 @@ class ThinkingModel(HookedRootModule):
         return self.run_blocks(self.hook_embed(self.embed(token_ids)), 0, self.config.l_in, positions, memory)
 
     def loop(self, x: Tensor, states: Tensor | None, positions: Tensor, memory: Memory) -> Float[Tensor, "b t m"]:
-        """Adds the chunk states [b, t, m] to the residual stream x and runs the blocks from l_in up to l_out - 1.
-        Returns H, the output of block l_out - 1."""
+        """Adds the chunk states [b, t, m] to the residual stream x, unless None, and runs blocks l_in to l_out - 1
+        (both included). Returns H [b, t, m], the output of block l_out - 1."""
         if states is not None:
             x = x + self.hook_state(states)
         return self.hook_h(self.run_blocks(x, self.config.l_in, self.config.l_out, positions, memory))
 
     def leave(self, hidden: Tensor, positions: Tensor, memory: Memory) -> Float[Tensor, "b t m"]:
-        """Runs the blocks from l_out on, from H (the output of block l_out - 1), and returns the last residual stream
-        [b, t, m], before the final norm."""
+        """Runs block l_out and all later blocks on H (the output of block l_out - 1), and returns the last residual
+        stream [b, t, m], before the final norm."""
         return self.run_blocks(hidden, self.config.l_out, self.config.n_layers, positions, memory)
 
     def run_blocks(self, x: Tensor, first: int, last: int, positions: Tensor, memory: Memory) -> Tensor:
@@ -238,7 +239,8 @@ class ThinkingModel(HookedRootModule):
         thoughts: one for each of the first k chunks, including its end token, padded at the end; thought i is computed
         from chunk i and acts on chunk i + 1. None for a model without T.  positions: 0, 1, ... by default.
         bias: added to the attention scores of the backbone, [text, 1, query, key]; the result must stay causal.
-        Raises: ModelError for thoughts with more tokens than max_thought, or more chunks than the text has.
+        Raises: ModelError for thoughts with more tokens than max_thought, or of more chunks than the text has;
+        ValueError if a model with T gets no thoughts.
         """
         if positions is None:
             positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
@@ -275,10 +277,11 @@ class ThinkingModel(HookedRootModule):
             )
 
     def states_of(self, thoughts: Int[Tensor, "b k r"], length: int) -> Float[Tensor, "b t m"]:
-        """Returns the chunk states [b, t, m] that given thoughts add at each of the first `length` positions of a text.
+        """Returns the chunk states [b, t, m] that are added at each of the first t = `length` positions of a text,
+        given its thoughts.
 
         The thought of chunk i acts on chunk i + 1. The first chunk gets zeros, or the learned first state if the model
-        has one; positions after the last thought's chunk get zeros.
+        has one. Positions on which no thought acts get zeros; with feeds_back=False, no thought acts.
         """
         b, k, _ = thoughts.shape
         c, m = self.config.chunk, self.config.d_model
@@ -292,8 +295,8 @@ class ThinkingModel(HookedRootModule):
         return out[:, :length]
 
     def _whole(self, positions: Tensor, bias: Tensor | None) -> Memory:
-        """Returns the Memory of the parallel pass, a function that supplies keys, values and mask: those of the text
-        itself, with a mask that includes `bias`."""
+        """Returns the Memory of the parallel pass: a function (layer, keys, values) that returns the same keys and
+        values, and a causal mask that includes `bias`."""
         if self.config.positions != "alibi" and self.config.attention_window is None and bias is None:
             return at_hand
         own = attention_bias(self.config, positions, positions, self.config.attention_window)

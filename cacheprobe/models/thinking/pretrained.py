@@ -25,9 +25,9 @@ class ThinkingPretrained(ThinkingModel):
     """Adds a thinking block (T) and a compression block (C) to a pretrained backbone. The backbone is not copied:
     training changes the caller's model.
 
-    T is a copy of the backbone's last layers (one, as in the paper), its final norm and its unembedding; C is a copy of
-    its first layer. The copies share no weights with the backbone; the embedding is the backbone's. T and C rotate
-    positions like the backbone, from 0.
+    T is a copy of the backbone's last layers (one, as in the paper), final norm and unembedding; C is a copy of the
+    backbone's first layer. The copies share no weights with the backbone; the embedding is the backbone's. T and C
+    rotate positions like the backbone, from 0.
     Source: Thinking States (arXiv 2602.08332), sections 3 and 4.
     Twin: tests.twins.thinking_pretrained_slowly.read_slowly, thoughts ==, logits close(1e-5) in float32.
     """
@@ -131,7 +131,7 @@ def _parts_of(backbone: LiveModule, config: ThinkingConfig) -> ThinkingParts:
     decoder = backbone.model
 
     def wrapped(layers: Iterable[LiveModule]) -> nn.ModuleList:
-        """Returns a list of Blocks around these Hugging Face layers, with layer numbers from 0."""
+        """Returns an nn.ModuleList of Blocks around Hugging Face layers, numbered from 0."""
         return nn.ModuleList([hf_block(layer, decoder.rotary_emb, i) for i, layer in enumerate(layers)])
 
     thinking, compression = None, None

@@ -23,11 +23,11 @@ from cacheprobe.ops.sampling import lowest_argmax
 
 @dataclass(frozen=True)
 class _ChunkEnd:
-    """Names the last token of a chunk that ends in the current pass: its cache row, token slot and position."""
+    """Names the last token of a chunk that ends in the current pass: cache row, index in the pass, and position."""
 
     cache_row: int
-    slot: int
-    """Token slot of the last token in the pass."""
+    index: int
+    """Index of the last token among the t tokens that the pass feeds for its request."""
     position: int
     """Absolute position of the last token."""
 
@@ -35,7 +35,8 @@ class _ChunkEnd:
 @dataclass
 class Rounds:
     """Runs the blocks from l_in to l_out of one pass in rounds, and writes the thoughts of the chunks that end in the
-    pass: each new thought changes the state of the next chunk, so the blocks run again."""
+    pass. A new thought that is not empty changes the state of the next chunk, so the blocks run again if the pass holds
+    tokens of that chunk."""
 
     model: ThinkingModel
     config: ThinkingConfig
@@ -49,11 +50,11 @@ class Rounds:
     """Number of rounds that have run."""
 
     def run(self, x: Tensor, last: int) -> Tensor:
-        """Returns H [b, t, m], the output of block l_out - 1, from x, the input of block l_in. Notes the new thoughts
-        in the cache.
+        """Returns H [b, t, m], the output of block l_out - 1, from x, the input of block l_in. Stores H and the new
+        thoughts in the cache.
 
-        Runs the blocks from l_in up to `last` once, and once more for every thought that is not empty. If `last` is
-        below l_out, no thought is written.
+        Runs blocks l_in to `last` - 1, and again after each round in which a thought that is not empty changes the
+        state of later tokens. If `last` is below l_out, returns the output of block `last` - 1 and writes no thought.
         """
         config, cache, row_index = self.config, self.cache, torch.tensor(list(self.cache_rows))[:, None]
         open_ends = self._chunk_ends()
@@ -78,15 +79,15 @@ class Rounds:
                     written.append(self._think(end, cache.layer_outputs[end.cache_row, chunk]))
                     if written[-1].token_ids != empty:  # what was read after it was read under another state
                         self._set_state(end, written[-1].state)
-                        is_final &= end.slot + 1 == self.positions.shape[1]
+                        is_final &= end.index + 1 == self.positions.shape[1]
                         break
         for thought in written:
             cache.note(thought)
         return h
 
     def _chunk_ends(self) -> list[list[_ChunkEnd]]:
-        """Returns, for each batch index with a request, the ends of the chunks that must write a thought in this pass,
-        in order."""
+        """Returns a list of lists of _ChunkEnd: for each batch index whose cache row is in use, the ends of the chunks
+        that must write a thought in this pass, in order of position."""
         thinks = (self.positions + 1) % self.config.chunk == 0
         if not self.config.think_while_decoding:
             thinks &= self.positions < self.cache.prompt_lengths[list(self.cache_rows)][:, None]
@@ -97,8 +98,8 @@ class Rounds:
         ]
 
     def _added_states(self, row_index: Tensor) -> Tensor:
-        """Returns the chunk state to add at each position, [b, t, m]: the state of the previous chunk's thought; S_1 in
-        the first chunk; zero if there is no thought."""
+        """Returns the chunk state to add at each position, [b, t, m]: that of the previous chunk's thought; S_1 (zero,
+        or learned) in the first chunk; zero if there is no thought, or if feeds_back is False."""
         config, positions, stored = self.config, self.positions, self.cache.chunk_states
         if not config.feeds_back:
             return stored.new_zeros(*positions.shape, config.d_model)
@@ -114,12 +115,12 @@ class Rounds:
         return states
 
     def _set_state(self, end: _ChunkEnd, state: Tensor) -> None:
-        """Stores `state` at the positions of the chunk after this one."""
+        """Stores a chunk state [c, m] in the cache, at the positions of the chunk that follows the chunk end `end`."""
         self.cache.chunk_states[end.cache_row, end.position + 1 : end.position + 1 + self.config.chunk] = state
 
     def _think(self, end: _ChunkEnd, hidden: Tensor) -> RowThought:
-        """Writes the thought of one chunk, greedily, and returns it as a RowThought. hidden: the chunk's layer outputs
-        H, [c, m]. All calls have one shape for every length of a thought."""
+        """Generates the thought of one chunk greedily with T, and returns a RowThought. hidden: the chunk's layer
+        outputs H, [c, m]. All calls of T have one shape, so the length of a thought does not change bits."""
         config = self.config
         ids: list[int] = []
         logprobs: list[float] = []

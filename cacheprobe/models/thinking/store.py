@@ -44,7 +44,7 @@ class StoredModel(TypedDict):
     sha256: dict[str, str]
     """SHA-256 of each other file of the folder."""
     record: TrainingRecord
-    """How the model was trained."""
+    """Training record: command, number of parameters, CPU seconds and more."""
 
 
 def save_thinking(
