@@ -118,7 +118,8 @@ class Example:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """The operations of the question, in the format of its task: ("Alice", True) if Alice flips the coin."""
+        """The operations of the question, in the format of the task: ("Alice", True) if Alice flips the coin.
+        (`operations` has the characters of their words.)"""
         return self.question.events
 
     @property
@@ -128,7 +129,8 @@ class Example:
 
     @property
     def operations(self) -> tuple[tuple[int, int], ...]:
-        """(start, end) of the words of each operation of the question, as character indices in `prompt`."""
+        """(start, end) of the words of each operation of the question, as character indices in `prompt`; `end` is
+        excluded."""
         return self._placed_in(self.prompt).operations
 
     def state_at(self, num_chars: int) -> str | None:
@@ -191,7 +193,8 @@ class Example:
     def answer_token_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Returns the id of the first token of each possible answer, as encoded directly after the prompt.
 
-        Raises: ValueError if two answers begin with the same token, or if the tokenizer joins one to the prompt.
+        Raises: ValueError if two answers begin with the same token, or if the tokenizer joins an answer to the prompt's
+        last token.
         """
         prompt_text = self.prompt_text(tokenizer)
         prompt_ids = list(tokenizer(prompt_text, add_special_tokens=False)["input_ids"])
@@ -211,7 +214,8 @@ class Example:
         return tuple(first)
 
     def _placed_in(self, text: str) -> Rendering:
-        """Returns a Rendering: `text`, which must contain all questions unchanged, with their true states."""
+        """Returns a Rendering of `text`, with the true state at each character. Raises: ValueError if `text` does not
+        contain all questions and worked answers unchanged."""
         changes: list[tuple[int, str | None]] = []
         cursor = start = 0
         for index, question in enumerate((*self.shots, self.question)):
@@ -239,7 +243,8 @@ def _with_ends(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> tup
 
 
 def _find(text: str, part: str, start: int) -> int:
-    """Returns the first index from `start` on at which `part` begins in `text`. Raises: ValueError if it is missing."""
+    """Returns the first index from `start` on at which `part` begins in `text`. Raises: ValueError if `part` is
+    missing."""
     found = text.find(part, start)
     if found < 0:
         raise ValueError(f"the chat template does not show this text unchanged: {part!r}; use chat=False")
@@ -296,7 +301,7 @@ class Accuracy:
 def accuracy_by(
     examples: Sequence[Example], texts: Sequence[str], group: Callable[[Example], Key]
 ) -> dict[Key, Accuracy]:
-    """Returns a dictionary, in ascending order: for each value of `group(example)`, the Accuracy of those examples.
+    """Returns a dictionary value of `group(example)` -> Accuracy of the examples with that value, in ascending order.
 
     texts: what the model generated after each example's prompt.  group: for one, `lambda example: len(example.events)`.
     """

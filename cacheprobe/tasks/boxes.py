@@ -66,7 +66,8 @@ def boxes_question(
 
 
 def affecting(example: Example) -> int:
-    """Returns the number of operations that put an object into the box of the question, or take an object out."""
+    """Returns the number of operations that put an object into the question's box, or take an object out of this box.
+    Raises: ValueError for an example that asks for no box."""
     asked = ASKED.search(example.question.text)
     if asked is None:
         raise ValueError(f"{example!r} asks for no box; give examples of the boxes task")
@@ -144,7 +145,8 @@ class Boxes(CountedTask):
         return [number for number in range(1, self.boxes + 1) if occupied.count(number) < self.at_most]
 
     def _event(self, rng: Random, places: Mapping[str, int | None]) -> BoxEvent:
-        """Draws a possible operation. places: number of the box of each object; None outside of the boxes."""
+        """Returns a random possible operation as a BoxEvent. places: number of the box of each object; None outside of
+        the boxes."""
         room = self._with_room(places)
         outside = [thing for thing, place in places.items() if place is None]
         inside = [thing for thing, place in places.items() if place is not None]
@@ -184,7 +186,8 @@ def _state(boxes: Mapping[int, Iterable[str]]) -> str:
 
 @lru_cache
 def _contents(objects: tuple[str, ...], at_most: int) -> tuple[str, ...]:
-    """Returns all possible answers: contents of up to `at_most` objects as text, those with most objects first.
+    """Returns a tuple of all possible answers: contents of up to `at_most` objects as text; contents with most objects
+    come first.
 
     In this order, `parse_answer` tries the longer of two answers with the same beginning first.
     """

@@ -45,10 +45,11 @@ class Task(ABC):
 
     @abstractmethod
     def example(self, index: int, seed: int = 0) -> Example:
-        """Returns Example number `index` of seed `seed`. It depends on the settings and these two only."""
+        """Returns Example number `index` of seed `seed`. The Example depends only on the task's settings and these two
+        numbers."""
 
     def examples(self, n: int, seed: int = 0) -> list[Example]:
-        """Returns a list of `n` independent Examples. Example i depends on (seed, i) only, not on `n`."""
+        """Returns a list of `n` independent Examples. Example i depends on the settings, `seed` and i, not on `n`."""
         check_count("n", n, at_least=1)
         check_count("seed", seed)
         return [self.example(index, seed) for index in range(n)]
@@ -74,8 +75,9 @@ class CountedTask(Task):
 def mixed(task: Task, operations: Iterable[int] = range(1, 11), *, n: int, seed: int = 0) -> list[Example]:
     """Returns `n` examples of a task, each with a number of operations drawn uniformly from `operations`.
 
-    Example i equals example i of `task.with_operations(k).examples(n, seed)`, for the number k that was drawn for it,
-    and depends on (seed, i) only. Examples of a group with balanced answers have the same k, so every k is balanced.
+    Example i equals example i of `task.with_operations(k).examples(n, seed)`, in which k is the number drawn for
+    example i, and does not depend on `n`. Examples of a group with balanced answers have the same k, so every k is
+    balanced.
     """
     check_count("n", n, at_least=1)
     check_count("seed", seed)
@@ -91,7 +93,8 @@ def mixed(task: Task, operations: Iterable[int] = range(1, 11), *, n: int, seed:
 
 
 def balanced_side(key: str, index: int) -> int:
-    """Returns 0 or 1 for example number `index`: each pair 0 and 1, 2 and 3, ... gets one of both, in random order."""
+    """Returns 0 or 1 for example number `index`: of each pair of examples (0 and 1, 2 and 3, ...), one gets 0 and the
+    other 1, in random order."""
     return (Random(f"{key}/pair/{index // 2}").random() < 0.5) ^ (index % 2)
 
 

@@ -22,7 +22,8 @@ def to_dataset(examples: Sequence[Example], tokenizer: Tokenizer | None = None) 
 
     inputs: the text that the model reads; examples with `chat` need the tokenizer.  targets: the answer, without
     leading space. The public set skrishna/coin_flip has the same two columns.
-    states: the true state after 0, 1, ... operations.  operations: the words of each operation.
+    states: the true state after 0, 1, ... operations.
+    operations: the text of each operation.
     example: the complete example as JSON, which `from_dataset` reads.
     names, flips: who acts, and whether they flip; only if all examples are flips of one coin.
     """
@@ -74,6 +75,6 @@ def from_dataset(rows: Dataset) -> list[Example]:
 
 
 def _operations(example: Example) -> list[str]:
-    """Returns the words of each operation of the example's question."""
+    """Returns a list with the text of each operation of the example's question, such as "Alice flips"."""
     text = example.question.text
     return [text[start:end] for start, end in example.question.spans[1:]]

@@ -122,7 +122,8 @@ def _with_tuples(value: Unchecked) -> Unchecked:
 
 
 def _check_fields(record: object, required: set[str], optional: set[str]) -> None:
-    """Checks that `record` is a dictionary with all `required` keys, and that other keys are `optional` ones."""
+    """Checks that `record` is a dictionary with all `required` keys, and that other keys are `optional` ones. Raises:
+    ValueError otherwise."""
     keys = set(record) if isinstance(record, dict) else set()
     if not required <= keys <= required | optional:
         raise ValueError(f"expected an object with {sorted(required)}, perhaps {sorted(optional)}, got {record!r:.80}")

@@ -137,11 +137,11 @@ class Permutations(CountedTask):
 
 @lru_cache
 def _permutations(things: Sequence[str], between: str = "") -> tuple[str, ...]:
-    """Returns all orders of `things`, each as one text with `between` between the things."""
+    """Returns a tuple of all orders of `things`, each as one text with `between` between the things."""
     return tuple(between.join(order) for order in permutations(things))
 
 
 @lru_cache
 def _arrangements(colours: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns all orders of the colours as answers, each with a leading space."""
+    """Returns a tuple of all orders of the colours as answers, each with a leading space."""
     return tuple(f" {order}" for order in _permutations(colours, " "))

@@ -27,7 +27,8 @@ restate: in every chunk, the state after the last operation that has ended so fa
 state.
 repeat: like restate, but with the question's thought instead of the state.
 delta: like state, but only for operations that change the state.
-The statement of the initial state is no operation. A chunk without any text to think has an empty thought.
+The statement of the initial state is no operation. A chunk to which the rule gives no text has an empty thought (<eos>
+alone).
 """
 CHAINS = ("operations", "states")
 """Names of the texts that a chain of thought can write between prompt and answer.
@@ -42,7 +43,8 @@ class Annotated:
 
     token_ids: the prompt, with pads in front to complete the first chunk, so that the prompt ends at a chunk boundary.
     thoughts: [n] token ids of the thought computed FROM each chunk, ending with <eos>; it acts on the next chunk.
-    answer_ids: the answer's tokens, then <eos>.  num_events: operations of the question.
+    answer_ids: the right answer's tokens, then <eos>.
+    num_events: operations of the question.
     chain_ids: the chain of thought before the answer, if one was requested.
     """
 
@@ -162,7 +164,8 @@ def _padded(
 def _texts_to_think(
     question: Question, chunks: Sequence[int], count: int, form: str
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yields (index of a chunk, texts to think after that chunk) for every chunk with a thought.
+    """Yields (index of a chunk, texts that the thought after that chunk joins) for every chunk whose thought is not
+    empty.
 
     chunks: index of the chunk in which each of the question's spans ends.  count: number of chunks.
     """
@@ -208,7 +211,8 @@ def _end_of_prompt(question: Question, encoding: Encoding) -> int:
 
 
 def _closing_token(question: Question, encoding: Encoding) -> int:
-    """Returns the index of the first token after the last operation that begins with, or follows, a space."""
+    """Returns the index of the first token after the last operation that begins with, or follows, a space. Raises:
+    ValueError if no such token exists."""
     end = question.spans[-1][1]
     space = question.text.find(" ", end)
     if space < 0:
@@ -219,7 +223,8 @@ def _closing_token(question: Question, encoding: Encoding) -> int:
 
 
 def _encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:
-    """Returns `encode_strictly` for this tokenizer, with a cache, because examples share most texts to think."""
+    """Returns a function text -> list of token ids: `encode_strictly` for this tokenizer, with a cache, because the
+    examples' thoughts and chains mostly repeat the same texts."""
     known: dict[str, list[int]] = {}
 
     def encode(text: str) -> list[int]:

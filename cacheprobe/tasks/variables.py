@@ -33,7 +33,6 @@ def variables_question(
     """Returns the Question for the value of variable `asked`, after `events` changed the variables a, b, ...
 
     initial: the values of a, b, ... before the events.
-
     events: (changed, added) variables, as in a = a + b; values are modulo `modulus`.  says, question_first: as in
     `Variables`.  fillers: the words after each event, with a leading space. States are the values of all variables.
     """

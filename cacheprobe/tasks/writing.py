@@ -35,7 +35,8 @@ def filler(rng: Random, count: int) -> str:
 
 
 def draw(rng: Random, things: Sequence[T], count: int, distinct: bool = True) -> list[T]:
-    """Returns a list of `count` things. If `distinct`, each is drawn at most once; otherwise draws are independent."""
+    """Returns a list of `count` of the `things`, drawn at random. If `distinct`, no thing is drawn twice; otherwise
+    draws are independent."""
     if not distinct:
         return [things[int(rng.random() * len(things))] for _ in range(count)]
     pool = list(things)
