@@ -98,7 +98,7 @@ class Loop:
         """Starts at step 0, or loads the checkpoint in `folder` if there is one.
 
         weights: the trained tensors, by name.  folder: None for no checkpoints.
-        Raises: ValueError for a checkpoint that is broken, or of other settings.
+        Raises: ValueError for a checkpoint that is broken, of other settings, or of an earlier version.
         """
         self.weights, self.optimizer, self.settings, self.folder = weights, optimizer, settings, folder
         self.step, self.cpu_seconds = 0, 0.0
@@ -194,7 +194,8 @@ class ModelLoop(Loop):
         step.
 
         losses_of(step): returns the losses of a step by name. Checkpoints and errors are as in `run`. The model is in
-        training mode during the steps, and in evaluation mode after the last step.
+        training mode during the steps, and in evaluation mode after the iterator's last StepReport. If the caller stops
+        earlier, training mode stays on.
         """
 
         def gradients_of(step: int) -> dict[str, float]:

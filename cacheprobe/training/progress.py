@@ -4,7 +4,8 @@ from cacheprobe.core.progress import Progress
 
 
 class TrainingProgress(Progress):
-    """Shows a progress bar of training steps. Call it with (number of steps done, short text) after every step.
+    """Shows a progress bar of training steps. Call the TrainingProgress with (number of steps done, short text) after
+    every step.
 
     `say` prints a line that stays above the bar.
     """

@@ -23,7 +23,7 @@ class LoraBatch:
     """[b] index of the last token of each question."""
     answers: Tensor
     """[b] 0 for heads, 1 for tails."""
-    running_rows: Tensor
+    running_batch_indices: Tensor
     """[n] batch index of the question, for each person in a question."""
     running_slots: Tensor
     """[n] index of the token that completes the words on a person."""
@@ -60,7 +60,7 @@ def batches_of(settings: LoraSettings, step: int, tokenizer: LiveTokenizer) -> l
 
 
 def encode(example: Example, tokenizer: LiveTokenizer) -> tuple[list[int], int, list[tuple[int, int]]]:
-    """Returns (token ids, answer, running states) of a question. Answers and states are 0 for heads, 1 for tails.
+    """Returns (token ids, right answer, running states) of a question. Answer and states are 0 for heads, 1 for tails.
 
     running states: for each person, (index of the token that completes the words on the person, true state after it).
     Raises: ValueError for a tokenizer without character offsets.
@@ -79,7 +79,7 @@ def to_batch(encoded: list[tuple[list[int], int, list[tuple[int, int]]]]) -> Lor
         token_ids=torch.tensor([ids + [ids[-1]] * (longest - len(ids)) for ids, _, _ in encoded]),
         answer_slots=torch.tensor([len(ids) - 1 for ids, _, _ in encoded]),
         answers=torch.tensor([answer for _, answer, _ in encoded]),
-        running_rows=batch_indices,
+        running_batch_indices=batch_indices,
         running_slots=slots,
         running=states,
     )

@@ -55,7 +55,7 @@ class LoraScore:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> "LoraScore":
-        """Builds the cell from the output of `as_dict`."""
+        """Returns the LoraScore that a dictionary from `as_dict` describes."""
         return cls(**{field.name: stored[field.name] for field in fields(cls)})
 
 
@@ -77,7 +77,8 @@ def evaluate(
     max_new_tokens: int = 8,
     names: Sequence[str] = HELD_OUT_NAMES,
 ) -> list[LoraScore]:
-    """Runs a model on balanced coin-flip questions; returns a Cell for each flip probability and number of people.
+    """Runs a model on balanced coin-flip questions; returns a list with a LoraScore for each flip probability and
+    number of people.
 
     The model answers greedily, without worked examples.  seed: of the questions.
     Raises: ValueError for an impossible task, such as more people than names.
@@ -117,11 +118,12 @@ def replies(model: CachedLM, prompts: Sequence[str], max_new_tokens: int, batch:
 
 
 def _reply_to(model: CachedLM, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> list[Reply]:
-    """Returns a Reply to each of several different prompts, which must have equal length."""
+    """Returns a list with a Reply to each of several different prompts, which must have equal length."""
     answers, choices = list(answer_token_ids(model.tokenizer)), []
 
     def choose(indices: list[int], logits: Tensor) -> list[int]:
-        """Returns the most likely token of each text. At the first call, also records the likelier answer of each."""
+        """Returns the list of the most likely next token of each text. At the first call, also records in `choices`
+        whether heads (0) or tails (1) is likelier."""
         if not choices:
             choices.extend(lowest_argmax(row) for row in logits[:, answers])
         return [lowest_argmax(row) for row in logits]

@@ -23,7 +23,8 @@ def evaluate_adapter(
     json_path: Path | None = None,
     progress: bool = True,
 ) -> dict[str, object]:
-    """Evaluates a model without and with an adapter, in float32; prints a table and returns the results by name.
+    """Evaluates a model without and with an adapter, in float32; prints a table and returns the results as a
+    dictionary.
 
     json_path: file to which the results are also written.
     """
@@ -63,7 +64,8 @@ def evaluate_adapter(
 def table(cells: dict[str, list[LoraScore]]) -> str:
     """Returns a Markdown table as text, with one line for each set of questions.
 
-    Two columns for each model: the accuracy of the generated texts, and of the likelier of the words heads and tails.
+    Each model has two columns: the accuracy of the generated texts, and the accuracy of the likelier of the words heads
+    and tails.
     """
     kinds = list(cells)
     head = ["people", "p(flip)", "questions (distinct)"]

@@ -65,7 +65,7 @@ class LoraRecord(LoraState):
 def train_lora(settings: LoraSettings, out: Path, *, progress: bool = True, checkpoint_every: int = 20) -> LoraRecord:
     """Trains an adapter, or resumes an interrupted training in `out`. Returns the content of training.json.
 
-    If the training in `out` is finished, nothing is trained.
+    If the training in `out` is finished, returns its record and trains no step.
     out: receives adapter_model.safetensors (float16), adapter_config.json and training.json, beside the checkpoint.
     checkpoint_every: steps between checkpoints, and between evaluations on held-out names.
     Raises: ValueError if `out` holds a training with other settings, or the adapter would be too large; ModelError for
@@ -117,7 +117,6 @@ def save_adapter(trainer: LoraTrainer, out: Path, state: LoraState) -> LoraRecor
     """Writes the adapter in peft's format and float16, then training.json, which marks the training as finished.
 
     Returns the content of training.json.
-
     Raises: ValueError for weights that are not finite in float16, and for a file above LARGEST_ADAPTER bytes.
     """
     from peft import get_peft_model_state_dict
@@ -179,7 +178,7 @@ def _size_text(trainer: LoraTrainer) -> str:
 
 
 def _point_text(point: Mapping[str, Json]) -> str:
-    """Returns one point of the training curve as a line of text: accuracies and loss by step."""
+    """Returns one point of the training curve as a line of text: its step, accuracies and loss."""
     shares = point["held_out"]
     assert isinstance(shares, dict)
     held_out = ", ".join(f"{people}: {share:.2f}" for people, share in shares.items())

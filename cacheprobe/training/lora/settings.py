@@ -12,7 +12,8 @@ TASKS = ("coin-flip",)
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Holds all settings of a LoRA training except the output folder. Equal settings give equal bits of the adapter.
+    """Holds all settings of a LoRA training except the output folder. On one machine and with one number of threads,
+    equal settings give equal bits of the adapter.
 
     The docstrings of the fields are the help of `cacheprobe train lora`.
     """
@@ -60,7 +61,8 @@ class LoraSettings:
             raise ValueError(f"curriculum is a share of the steps, from 0 to 1, got {self.curriculum}")
 
     def people_at(self, step: int) -> int:
-        """Returns the largest number of people in a question of step number `step`, from 0. The number grows."""
+        """Returns the largest number of people in a question of step number `step`, from 0: grows from 1 to
+        `max_people` during the first `curriculum` x `steps` steps."""
         length = self.curriculum * self.steps
         reached = 1.0 if step >= length else step / length
         return min(self.max_people, 1 + int(reached * self.max_people))

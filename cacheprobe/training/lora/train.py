@@ -64,7 +64,8 @@ class LoraTrainer:
         return sum(weight.numel() for weight in self.trained.values())
 
     def run(self, save_every: int = 20) -> Iterator[StepReport]:
-        """Runs the steps that are left; returns an iterator with a StepReport after each step.
+        """Returns an iterator over the steps that are left: fetching an item runs one step and gives the step's
+        StepReport.
 
         The values in a StepReport are those of `gradients_of`, measured before the step's update.
         """
@@ -97,7 +98,8 @@ class LoraTrainer:
     def held_out_shares(self, questions: int = 16) -> dict[str, float]:
         """Returns a dictionary: for each number of people, as text, the share of answers with a right first token.
 
-        questions: number of questions for each number of people. They have held-out names, and are equal at each call.
+        questions: number of questions for each number of people. The questions have held-out names, and are equal at
+        each call.
         """
         self.model.eval()
         shares = {}
@@ -113,7 +115,7 @@ class LoraTrainer:
         hidden = self.model.get_decoder()(input_ids=batch.token_ids, use_cache=False).last_hidden_state
         head = self.model.get_output_embeddings()
         answers = head(hidden[torch.arange(len(hidden)), batch.answer_slots])
-        states = hidden[batch.running_rows, batch.running_slots] @ head.weight[self.answer_ids].T
+        states = hidden[batch.running_batch_indices, batch.running_slots] @ head.weight[self.answer_ids].T
         return answers, states
 
 

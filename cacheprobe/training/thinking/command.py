@@ -55,7 +55,8 @@ class ThinkingRecord(TypedDict):
 def train_thinking(
     task: str, preset: str, arm: str, seed: int, out: Path, *, form: str | None = None, progress: bool = True
 ) -> ThinkingRecord:
-    """Trains one arm of a preset, or resumes its training, tests the model, and saves it in `out`. Returns the record.
+    """Trains one arm of a preset, or resumes its training, tests the model, and saves it in `out`. Returns the record
+    (a ThinkingRecord).
 
     The tests use the model's own thoughts, at the trained and at larger numbers of operations.
     task: name of a preset's task, with - or _.  form: how thoughts are written, if not as in the preset.
@@ -66,7 +67,8 @@ def train_thinking(
     with TrainingProgress(total, 0, progress) as show:
 
         def report(at: StepReport, accuracy: float | None) -> None:
-            """Shows the losses of each step. Prints the accuracy on new texts every 100 steps."""
+            """Shows the losses of a step on the progress bar. Every 100 steps, also prints the accuracy on new
+            texts."""
             losses = ", ".join(f"{name} {value:.3f}" for name, value in at.losses.items())
             show(at.step, losses)
             if accuracy is not None and at.step % 100 == 0:
@@ -94,7 +96,8 @@ def train_thinking(
 
 
 def _task_of_presets(name: str) -> str:
-    """Returns the key of PRESETS for a task name. Raises: ModelError for permutations, whose keys are s3 and s5."""
+    """Returns the key of PRESETS for a task name; the name unchanged if no key is equal. Raises: ModelError for
+    permutations, whose keys are s3 and s5."""
     instead = [preset for preset, task in INSTEAD.items() if name in (task, task.partition(":")[0])]
     if instead and name not in PRESETS:
         raise ModelError(
@@ -105,7 +108,8 @@ def _task_of_presets(name: str) -> str:
 
 
 def tests(trained: Trained) -> list[TestScore]:
-    """Tests a trained model on new texts, with its own thoughts; returns a TestScore for each number of operations.
+    """Tests a trained model on new texts, with the model's own thoughts; returns a list with a TestScore for each
+    number of operations.
 
     The numbers are the largest trained one, and 2 and 4 times as many.
     """

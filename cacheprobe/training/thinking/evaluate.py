@@ -23,10 +23,11 @@ WRITTEN_AT_ONCE = 60_000
 
 @dataclass(frozen=True)
 class Verdicts:
-    """Holds the results of an evaluation, with one entry for each text."""
+    """Holds the results of an evaluation: for each text, whether the answer is right, all thoughts are right, and the
+    text can be parsed."""
 
     is_right: tuple[bool, ...]
-    """Whether the written answer, up to its end, is the gold one; a text without an answer counts as wrong."""
+    """Whether the written answer, up to its end token, is the gold answer; a text without an answer counts as wrong."""
     is_thought_right: tuple[bool, ...]
     """Whether every thought is the gold one."""
     is_parsable: tuple[bool, ...]
@@ -57,7 +58,8 @@ def evaluate(
     arm: str,
     report: Callable[[int], None] = lambda done: None,
 ) -> Verdicts:
-    """Runs texts with the model's own thoughts and tokens, and compares with the gold ones; returns the Verdicts.
+    """Runs texts with the model's own thoughts and tokens, and compares both with the gold ones; returns Verdicts
+    (three True or False values for each text).
 
     report: is called with the number of texts done.
     Twin: tests.training.test_thinking_training.judged_slowly, ==.
@@ -88,7 +90,7 @@ def evaluate(
 
 @torch.inference_mode()
 def follows_gold(model: ThinkingModel, items: Sequence[Annotated], arm: str) -> list[bool]:
-    """Returns for each text whether the model predicts every gold thought and every token to write.
+    """Returns a list: for each text, True if the model predicts every gold thought and every token to write.
 
     The input of each prediction is the gold text before it (teacher forcing).
     """
@@ -128,7 +130,8 @@ def _judge_own_runs(
 
 
 def _groups(order: Sequence[int], items: Sequence[Annotated], tokens: int) -> list[list[int]]:
-    """Splits text indices, given from the shortest text on, into groups of at most `tokens` tokens, pads included."""
+    """Splits text indices, given from the shortest text on, into lists of at most `tokens` tokens, pads included; a
+    longer text is a list of its own."""
     groups: list[list[int]] = []
     for i in order:
         size = len(items[i].token_ids) + len(items[i].answer_ids)

@@ -1,7 +1,7 @@
 """Computes teacher-forced losses of Thinking States models and of the compared arms.
 
-Gold thoughts are known, so every state is known: all chunks of all texts run in one pass, and no gradient flows from
-chunk to chunk.
+Gold thoughts are known, so every chunk state is known: all chunks of all texts run in one pass, and no gradient flows
+from chunk to chunk.
 Source: Thinking States (arXiv 2602.08332), section 3.3, Eq. 6.
 """
 
@@ -18,7 +18,7 @@ from cacheprobe.tasks.thoughts import CHAINS, Annotated
 
 ARMS = ("thinking", "plain", "no_feedback", "chain_of_thought")
 """Names of the trained variants of the model. thinking: the whole model.  plain: the backbone, answer only.
-no_feedback: thoughts are trained, but states are not added.
+no_feedback: thoughts are trained, but chunk states are not added.
 chain_of_thought: the backbone; after the prompt, it writes the chain of thought and then the answer."""
 IGNORED = -100
 
@@ -35,8 +35,8 @@ class ThinkingBatch:
 
 
 def collate(annotated: Sequence[Annotated], arm: str, pad_id: int = 0) -> ThinkingBatch:
-    """Returns a ThinkingBatch of texts: each prompt, followed by the tokens that `arm` should write after the
-    prompt."""
+    """Returns a ThinkingBatch of texts: each prompt, followed by the tokens that `arm` should write after the prompt.
+    Raises: ValueError for an unknown arm, or if the arm writes a chain of thought and a text has none."""
     if arm not in ARMS:
         raise ValueError(f"unknown arm {arm!r}; choose one of {', '.join(ARMS)}")
     targets = [tokens_to_write(item, arm) for item in annotated]
@@ -56,7 +56,8 @@ def collate(annotated: Sequence[Annotated], arm: str, pad_id: int = 0) -> Thinki
 
 
 def tokens_to_write(item: Annotated, arm: str) -> tuple[int, ...]:
-    """Returns the token ids to write after the prompt: the answer and <eos>, after a chain of thought if any."""
+    """Returns the token ids that `arm` should write after the prompt: the right answer and <eos>, for chain_of_thought
+    after the chain. Raises: ValueError if that chain is missing."""
     if arm != "chain_of_thought":
         return item.answer_ids
     if not item.chain_ids:
@@ -98,7 +99,8 @@ def attention_crowding(positions: Int[Tensor, "b t"], chunk: int) -> Float[Tenso
 def losses(
     model: ThinkingModel, batch: ThinkingBatch, positions: Tensor | None = None, bias: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Returns two losses by name: cross-entropies in nats, summed over the tokens of a text, averaged over the texts.
+    """Returns a dictionary name -> loss: cross-entropies in nats, summed over the tokens of a text, averaged over the
+    texts.
 
     "lm": the tokens to write after the prompt; prompt tokens are not trained, because the paper leaves this open.
     "thoughts": every token of every thought, including its end; not returned for an arm without thoughts.

@@ -36,7 +36,8 @@ class Preset:
     """Fields of ThinkingConfig that differ from the defaults."""
     loop: LoopSettings = field(default_factory=LoopSettings)
     arms: Mapping[str, Mapping[str, int | float]] = field(default_factory=dict)
-    """By arm: fields of LoopSettings and `position_jump`, chosen for the accuracy on texts like the trained ones."""
+    """Arm -> fields of LoopSettings and `position_jump` with other values for that arm, chosen for the accuracy on
+    texts like the trained ones."""
 
     def tasks(self) -> list[Task]:
         """Returns a list of tasks: for each of `variants`, the task with the largest trained number of operations."""

@@ -17,7 +17,7 @@ Thoughts = tuple[tuple[int, ...], ...]
 """Thoughts of one text: the token ids of the thought after each chunk."""
 
 ChunkEdit = Callable[[int, Tensor, Sequence[int]], Tensor]
-"""Intervention. Arguments: chunk index, chunk states [n, c, m], indices of the n texts. Returns the states to add."""
+"""Function (chunk index, chunk states [n, c, m], indices of the n texts) -> chunk states to add: an intervention."""
 
 
 class ChunkReader:
@@ -30,7 +30,8 @@ class ChunkReader:
         self.cache = KVCache(count, capacity, model.layer_shapes, weight.dtype, weight.device)
 
     def feed(self, token_ids: Tensor, rows: Sequence[int], starts: Sequence[int], states: Tensor | None) -> Tensor:
-        """Runs tokens [n, t] with chunk states S [n, t, m] added; returns the output H of layer l_out - 1, [n, t, m].
+        """Runs tokens [n, t] with chunk states [n, t, m] added, if given; returns H [n, t, m], the output of block
+        l_out - 1.
 
         The tokens go to the cache rows `rows`, at positions from `starts` on. Stores the final residual stream in
         `self.residual`.
@@ -49,13 +50,15 @@ class ChunkReader:
         return hidden
 
     def _through(self, token_ids: Tensor, states: Tensor | None, positions: Tensor, memory: Memory) -> Tensor:
-        """Runs all blocks; returns the output H of layer l_out - 1, and stores the final residual stream."""
+        """Runs all blocks; returns H, the output of block l_out - 1, and stores the final residual stream in
+        `self.residual`."""
         hidden = self.model.loop(self.model.enter(token_ids, positions, memory), states, positions, memory)
         self.residual = self.model.leave(hidden, positions, memory)
         return hidden
 
     def think(self, hidden: Tensor) -> list[tuple[int, ...]]:
-        """Returns the greedy thought of each of n chunks, as token ids. hidden: output H of layer l_out - 1, [n, c, m].
+        """Returns a list with the greedy thought of each of n chunks, as token ids. hidden: H [n, c, m], the output of
+        block l_out - 1.
 
         A thought without an end token is cut at `max_thought` tokens.
         """
@@ -67,7 +70,8 @@ class ChunkReader:
         return [up_to(thought, self.config.eos_id) for thought in ids.tolist()]
 
     def states(self, thoughts: Sequence[tuple[int, ...]]) -> Tensor:
-        """Returns the chunk states [n, c, m] that the model computes from n thoughts; once for equal thoughts."""
+        """Returns the chunk states [n, c, m] that the model computes from n thoughts; equal thoughts are computed
+        once."""
         distinct = sorted(set(thoughts))
         width = max(map(len, distinct))
         ids = torch.tensor([[*t, *[self.config.pad_id] * (width - len(t))] for t in distinct])
@@ -78,9 +82,10 @@ class ChunkReader:
 def own_thoughts(
     model: ThinkingModel, prompts: Sequence[Sequence[int]], edit: ChunkEdit | None = None
 ) -> list[Thoughts]:
-    """Runs prompts with the model's own thoughts; returns for each prompt the thoughts after its chunks.
+    """Runs prompts with the model's own thoughts; returns a list: for each prompt, the token ids of the thought after
+    each chunk.
 
-    Every prompt must be whole chunks.  edit: changes the states before they are added, from the second chunk on.
+    Every prompt must be whole chunks. edit: changes the chunk states before they are added, from the second chunk on.
     """
     config = model.config
     width = config.chunk if config.feeds_back else max(map(len, prompts))  # tokens of a prompt in one pass
@@ -127,7 +132,8 @@ def write(
     max_new_tokens: int,
     edit: ChunkEdit | None = None,
 ) -> list[tuple[int, ...]]:
-    """Generates text greedily after each prompt, to which the states of `thoughts` are added; returns token ids.
+    """Generates a text greedily after each prompt, to which the chunk states of `thoughts` are added; returns a list
+    with the new token ids of each text.
 
     A text ends with its end token, or after `max_new_tokens`.  edit: changes the states before they are added.
     """
@@ -164,5 +170,6 @@ def up_to(token_ids: list[int], eos_id: int) -> tuple[int, ...]:
 
 
 def best(logits: Tensor) -> Tensor:
-    """Returns the index of the largest logit along the last axis: for equal logits, the lowest, as NumPy guarantees."""
+    """Returns a tensor with the index of the largest logit along the last axis: for equal logits, the lowest index, as
+    NumPy guarantees."""
     return torch.from_numpy(logits.numpy().argmax(-1))

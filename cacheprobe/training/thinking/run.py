@@ -44,7 +44,8 @@ class Trained:
     """CPU seconds until 100 % of such new texts were entirely right, twice in a row; None if never."""
 
     def items(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: object) -> list[Annotated]:
-        """Returns `n` new annotated texts, each with a number of operations drawn uniformly from `operations`.
+        """Returns a list of `n` new texts as Annotated, each with a number of operations drawn uniformly from
+        `operations`.
 
         task: other values for settings of the preset's task.
         """
@@ -55,7 +56,8 @@ class Trained:
         return annotate_all(texts, self.tokenizer, config.chunk, self.preset.form, max_thought=longest, chain=chain)
 
     def test(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: object) -> Verdicts:
-        """Runs the model on the texts of `items`, with its own thoughts and tokens; returns the Verdicts."""
+        """Runs the model on the texts of `items`, with the model's own thoughts and tokens; returns Verdicts (three
+        True or False values for each text)."""
         return evaluate(self.model, self.items(operations, n, seed, **task), self.arm)
 
 
@@ -146,7 +148,7 @@ def _require_training_seed(seed: int, num_variants: int) -> None:
 def _annotated(
     preset: Preset, arm: str, tokenizer: LiveTokenizer, config: ThinkingConfig, n: int, seed: int
 ) -> list[Annotated]:
-    """Returns at least `n` annotated texts, in equal numbers from all variants of the preset's task.
+    """Returns a list of at least `n` texts as Annotated, in equal numbers from all variants of the preset's task.
 
     A random number of pads shifts each text, so that operations end anywhere in a chunk.
     """

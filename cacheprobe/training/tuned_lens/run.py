@@ -25,8 +25,8 @@ def train_tuned_lens(
     out: folder in which the lens is saved; None saves no file.
 
     lens.about: settings, model, weights_note, tokens (used in training), kl_nats_logit and kl_nats_tuned (mean on the
-    held-out text, by layer), seconds, cpu_seconds, threads. Two trainings with equal settings on one machine give the
-    same bits. An interrupted training leaves no files.
+    held-out text, for each layer but the last), seconds, cpu_seconds, threads. Two trainings with equal settings on one
+    machine give the same bits. An interrupted training leaves no files.
     Raises: LensError for a model in less than float32, ValueError for settings that do not fit the model.
     """
     began, began_cpu = time.monotonic(), time.process_time()
@@ -60,7 +60,8 @@ def train_tuned_lens(
 
 
 def comparison(about: Mapping[str, Json]) -> str:
-    """Returns a text table of the KL divergences of both lenses on held-out text, with one line for each layer.
+    """Returns a text table of the KL divergences of both lenses on held-out text, with one line for each layer but the
+    last.
 
     about: metadata of a trained lens (`TunedLens.about`), with kl_nats_logit and kl_nats_tuned.
     """

@@ -38,7 +38,7 @@ def states_of(model: CachedLM, texts: Tensor) -> TextStates:
 
 
 class TunedLensTrainer:
-    """Trains the translators (affine maps) of all layers but the last at once, starting from the identity.
+    """Trains the translators (affine maps) of all layers but the last together, starting from the identity.
 
     Source: Belrose et al. 2023 (arXiv 2303.08112), section 3; optimizer as in its tuned-lens package.
     Twin: tests.twins.lenses_slowly.tuned_lens_gradients_slowly, close(1e-4): one layer, one token at a time.
@@ -62,9 +62,12 @@ class TunedLensTrainer:
         self.loop = Loop({"weights": self.weights, "biases": self.biases}, optimizer, settings)
 
     def run(self, texts: Tensor) -> Iterator[StepReport]:
-        """Runs all steps on texts [n, t]; returns an iterator with a StepReport after each step.
+        """Returns an iterator over all steps on texts [n, t]: fetching an item runs one step and gives the step's
+        StepReport.
 
-        Each step reads the next `settings.texts` texts. The loss in a StepReport, kl_nats, is the mean over layers.
+        Each step reads the next `settings.texts` texts; after the last whole batch, the first texts again. The loss in
+        a StepReport, kl_nats, is the mean over layers.
+        Raises: ValueError, at the call, for fewer texts than a step reads.
         """
         settings = self.settings
         if len(texts) < settings.texts:
@@ -79,10 +82,11 @@ class TunedLensTrainer:
         return self.loop.run(gradients_of)
 
     def backward(self, states: TextStates) -> Tensor:
-        """Computes the gradients of the loss. Returns [l]: for each layer, the mean KL divergence over tokens, in nats.
+        """Computes the gradients of the loss for `states`, a TextStates. Returns [l]: for each layer but the last, the
+        mean KL divergence over tokens, in nats.
 
-        The loss is the sum of these means. One batched product translates all layers; logits are computed in slices of
-        VECTORS_AT_ONCE vectors.
+        The loss is the sum of these means. One batched product translates all these layers; logits are computed in
+        slices of VECTORS_AT_ONCE vectors.
         """
         layers, tokens, _ = states.layers.shape
         moved = states.layers + torch.baddbmm(self.biases[:, None], states.layers, self.weights)
@@ -104,9 +108,10 @@ class TunedLensTrainer:
 
 @torch.inference_mode()
 def divergences(model: CachedLM, lens: Lens, texts: Tensor) -> Float[Tensor, "l"]:
-    """Returns [l]: the mean KL divergence of the lens from the model's own output, for each layer but the last.
+    """Returns [l]: for each layer but the last, the mean KL divergence of the lens from the model's own output, in
+    nats.
 
-    In nats.  texts: token ids [n, t]. The mean is taken over every token of every text.
+    texts: token ids [n, t]. The mean is taken over every token of every text.
     """
     total = torch.zeros(model.n_layers - 1, dtype=torch.float64)
     for text in texts:
