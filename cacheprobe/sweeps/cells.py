@@ -20,7 +20,8 @@ _RANGE = re.compile(r"\blayer=(\d+)-(\d+)\b")
 
 @dataclass(frozen=True)
 class Cell:
-    """Holds one run of a sweep as JSON values: axes, common settings, and the versions on which the bits depend."""
+    """Describes one run of a sweep as JSON values (axes, common settings, versions on which the bits depend); holds no
+    results."""
 
     axes: JsonDict
     """Value of each axis, by the names of AXES."""
@@ -46,7 +47,7 @@ class Cell:
 
     @classmethod
     def from_json(cls, stored: JsonDict) -> "Cell":
-        """Builds the cell from the output of `to_json`."""
+        """Returns the Cell that a dictionary from `to_json` describes."""
         return cls(stored["axes"], stored["run"], stored["origin"])
 
     def __str__(self) -> str:
@@ -55,7 +56,7 @@ class Cell:
 
 
 def distinguishing_labels(cells: Mapping[str, Cell]) -> dict[str, str]:
-    """Returns a label for each cell, keyed by digest: axis=value for every axis that differs between the cells.
+    """Returns a dictionary digest -> label of the cell: axis=value for every axis that differs between the cells.
 
     If no axis differs, the label has every axis that is set.
     """
@@ -89,7 +90,8 @@ def combinations(config: SweepConfig) -> Iterator[JsonDict]:
 
 
 def _as_registered(task: str) -> str:
-    """Returns the text of a task with the name as registered, because - and _ are equal in names.
+    """Returns the text of a task, such as coin-flip:people=3, with the name as registered (coin_flip), because - and _
+    are equal in names.
 
     An unknown name is not changed.
     """
@@ -98,7 +100,8 @@ def _as_registered(task: str) -> str:
 
 
 def _spread(values: Iterable[object]) -> list[object]:
-    """Returns the values as a list, with every text layer=A-B replaced by one text for each layer from A to B."""
+    """Returns the values as a list, with every text layer=A-B replaced by one text for each layer from A to B, both
+    included. Raises: ValueError if A is larger than B."""
     out = []
     for value in values:
         if not isinstance(value, str) or (match := _RANGE.search(value)) is None:

@@ -27,7 +27,8 @@ PromptKey: TypeAlias = tuple[str, str, int]
 
 
 def prompt_lengths(axes: JsonDict, run: SweepRunSettings, known: dict[PromptKey, tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the number of tokens of each prompt of a cell. known: lengths by PromptKey; new ones are added."""
+    """Returns a tuple with the number of tokens of each prompt of a cell. known: dictionary PromptKey -> such a tuple;
+    a missing one is added."""
     key = (axes["model"], axes["task"], axes["seed"])
     if key not in known:
         facts = model_facts(axes["model"])
@@ -40,7 +41,7 @@ def prompt_lengths(axes: JsonDict, run: SweepRunSettings, known: dict[PromptKey,
 def complaint(axes: JsonDict, run: SweepRunSettings, known: dict[PromptKey, tuple[int, ...]]) -> str | None:
     """Returns text that says why a cell cannot run; None if no reason is known before the model's weights are loaded.
 
-    known: lengths of prompts by PromptKey; new ones are added.
+    known: dictionary PromptKey -> number of tokens of each prompt; a missing one is added.
     """
     try:
         facts = model_facts(axes["model"])
@@ -129,7 +130,8 @@ def _check_parts(facts: ModelFacts, axes: JsonDict) -> None:
 
 
 def _check_stored_lens(facts: ModelFacts, text: str, folder: Path) -> None:
-    """Raises: ValueError if the directory of a stored lens is missing, or if its shape is not that of the model.
+    """Raises: ValueError if the directory of a stored lens is missing, or if the lens's number of layers or width is
+    not the model's.
 
     The lens's unembedding is checked when the weights are loaded.
     """
@@ -144,7 +146,8 @@ def _check_stored_lens(facts: ModelFacts, text: str, folder: Path) -> None:
 
 
 def _last_changed(axes: JsonDict) -> int:
-    """Returns the largest position that the cell's intervention changes; -1 if no positions are listed."""
+    """Returns the largest position that the cell's intervention lists; -1 if the intervention lists none, or there is
+    none."""
     where = parse_change(axes["intervention"]).where if axes["intervention"] is not None else {}
     return max(where.get("positions") or (-1,))
 
@@ -155,7 +158,7 @@ def _changes_verify(axes: JsonDict) -> bool:
 
 
 def require_possible(combinations: Sequence[JsonDict], run: SweepRunSettings) -> dict[PromptKey, tuple[int, ...]]:
-    """Checks all cells of a sweep. Returns a dictionary: the tokens of each prompt, counted, by (model, task, seed).
+    """Checks all cells of a sweep. Returns a dictionary (model, task, seed) -> number of tokens of each prompt.
 
     Raises: ValueError with the number of impossible cells, and one example for each reason.
     """

@@ -33,7 +33,8 @@ def code_version() -> str:
 
 @cache
 def libraries() -> tuple[tuple[str, str], ...]:
-    """Returns (name, installed version) of each library that computes or writes the bytes of a shard."""
+    """Returns (name, installed version) of each main library that computes or writes a shard: torch, transformers,
+    pyarrow, pandas, safetensors. These versions are part of a cell's digest."""
     from importlib.metadata import version
 
     return tuple((name, version(name)) for name in ("torch", "transformers", "pyarrow", "pandas", "safetensors"))
@@ -42,7 +43,8 @@ def libraries() -> tuple[tuple[str, str], ...]:
 def origin(threads: int, sources: Mapping[str, str]) -> JsonDict:
     """Returns the values, besides the settings, on which the bits of a cell depend, as a dictionary for JSON.
 
-    Versions of code, trace format and libraries; threads; and sources: hashes of model, adapter and lens, by name.
+    Versions of code, trace format and libraries; threads; and sources: hashes of model, adapter, lens and compiled
+    code, by name.
     """
     from cacheprobe import __version__
     from cacheprobe.trace.manifest import FORMAT_VERSION

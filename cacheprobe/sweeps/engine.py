@@ -131,7 +131,7 @@ def _run(
     run_cells: Callable[[Waiting, Job], Iterator[Event]], plan: Plan, missing: Mapping[str, Cell], store: SweepStore,
     job: Job, backend: str, progress: bool, room: float,
 ) -> SweepReport:  # fmt: skip
-    """Runs the missing cells on a backend, logs and counts the events, and returns the report.
+    """Runs the missing cells on a backend, logs and counts the events, and returns the SweepReport.
 
     room: bytes that the new shards may take; the backend starts no more cells once this number is exceeded.
     """

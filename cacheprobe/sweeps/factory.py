@@ -65,13 +65,14 @@ def parse_change(text: str) -> Change:
     if "phases" in options and options["phases"] not in PHASES:
         raise ValueError(f"intervention {text!r}: unknown phase; phases are {', '.join(PHASES)}")
     if "positions" in options:
-        options["positions"] = _positions(str(options["positions"]), text)
+        options["positions"] = _parse_positions(str(options["positions"]), text)
     own_options = {key: options.pop(key) for key in own if key in options}
     return Change(name, options, own_options)
 
 
-def _positions(listed: str, text: str) -> tuple[int, ...]:
-    """Returns the positions of "4" or "4-9". text: the whole intervention, for the error message."""
+def _parse_positions(listed: str, text: str) -> tuple[int, ...]:
+    """Parses a number or a range as a tuple: "4" gives (4,), "4-9" gives 4 to 9, both included. Raises: ValueError for
+    other text. text: the whole intervention, for the error message."""
     first, dash, last = listed.partition("-")
     if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
         raise ValueError(f"intervention {text!r}: positions are a number or a range such as 4-9, got {listed!r}")

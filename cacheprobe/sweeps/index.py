@@ -68,7 +68,8 @@ def refresh(store: SweepStore) -> pa.Table:
 
 
 def _stored(store: SweepStore) -> pa.Table:
-    """Returns the stored table; an empty table if it is missing, damaged, or has other columns."""
+    """Returns the stored Arrow table; an empty table if none is stored, or if the stored one is damaged or has other
+    columns."""
     data = store.read(INDEX)
     if data is not None:
         try:
@@ -92,7 +93,8 @@ def _lines_of(store: SweepStore, digests: Iterable[str]) -> pa.Table:
 
 
 def _row(manifest: JsonDict) -> JsonDict:
-    """Returns the line of a shard in the table, from its manifest. An axis that its version did not have is None."""
+    """Returns the line of a shard in the table as a dictionary, from the shard's manifest. An axis that did not exist
+    when the shard was written is None."""
     sweep = manifest["meta"]["sweep"]
     cell = sweep["cell"]
     return {

@@ -21,9 +21,9 @@ class Plan:
 
     config: SweepConfig
     cells: Mapping[str, Cell]
-    """Cell by digest."""
+    """Dictionary digest -> Cell."""
     sizes: Mapping[str, int]
-    """Estimated bytes by digest."""
+    """Dictionary digest -> estimated bytes of the shard."""
 
     @property
     def digest(self) -> str:
@@ -31,7 +31,7 @@ class Plan:
         return hashlib.sha256(canonical(sorted(self.cells)).encode()).hexdigest()[:20]
 
     def to_json(self) -> JsonDict:
-        """Returns the plan as the JSON values that sweep.json stores."""
+        """Returns the plan as the dictionary of JSON values that sweep.json stores."""
         return {
             "format": "cacheprobe sweep",
             "format_version": 1,
@@ -43,7 +43,8 @@ class Plan:
 
 
 def make_plan(config: SweepConfig) -> Plan:
-    """Returns the Plan of a sweep: all its cells. Raises: ValueError with all reasons if any cell is impossible."""
+    """Returns the Plan of a sweep, with all cells of the sweep. Raises: ValueError with all reasons if any cell is
+    impossible."""
     chosen = list(combinations(config))
     prompts = require_possible(chosen, config.run)
     cells, sizes = {}, {}
@@ -56,7 +57,8 @@ def make_plan(config: SweepConfig) -> Plan:
 
 
 def _sources(axes: JsonDict) -> dict[str, str]:
-    """Returns hashes, by name, of the model, adapter, lens and compiled code that a cell with these axes uses."""
+    """Returns a dictionary name -> hash of the model, adapter, lens and compiled code that a cell with these axes
+    uses."""
     hashes = {"model": model_facts(axes["model"]).source}
     if axes["adapter"] is not None:
         from cacheprobe.models.hf.adapters import adapter_directory

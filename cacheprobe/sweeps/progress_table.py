@@ -24,7 +24,7 @@ class ProgressTable:
         self.committed, self.size, self.deaths = 0, 0, 0
         self.failures: Counter[str] = Counter()
         self.running: dict[str, str] = {}
-        """Label of the running cell, by worker."""
+        """Dictionary worker -> label of the running cell."""
         self._began = self._printed = time.monotonic()
         self._live: Live | None = None
 
@@ -44,7 +44,8 @@ class ProgressTable:
             self._live = None
 
     def show(self, event: Event) -> None:
-        """Adds an event to the counts. Updates the table; without a table, prints a line from time to time."""
+        """Adds an event to the counts. Updates the live table; without a terminal, prints a line at most every
+        SECONDS_BETWEEN_LINES seconds."""
         if event.event == "started":
             self.running[event.worker] = self.names.get(event.digest, event.digest)
         elif event.event == "worker_died":

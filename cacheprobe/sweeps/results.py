@@ -91,7 +91,8 @@ class Sweep:
                 raise ValueError(f"the query cannot be answered: {error}") from error
 
     def trace(self, digest: str) -> "Trace":
-        """Returns the Trace of the cell whose digest begins with `digest`. States are read at their first use."""
+        """Returns the Trace of the one cell whose digest begins with `digest`. States are read at their first use.
+        Raises: ValueError if no cell or several cells match."""
         from cacheprobe.trace.trace import load_trace
 
         return load_trace(self.folder(digest))

@@ -64,12 +64,13 @@ def _many(of: Any, convert: Callable[[object], object] = _as_list) -> Any:
 
 
 def _seeds(value: object) -> list[object]:
-    """Returns the seeds of a value or a list of values, in which a range such as 0-99 stands for all its seeds."""
+    """Returns a list of seeds from a value or a list of values; a range such as "0-99" gives the seeds 0 to 99."""
     return [seed for given in _as_list(value) for seed in _span(given)]
 
 
 def _span(given: object) -> Iterable[object]:
-    """Returns all seeds of a range such as "0-99". Returns any other value unchanged in a list; pydantic checks it."""
+    """Returns all seeds of a range such as "0-99", both ends included. Returns any other value unchanged in a list, for
+    pydantic to check. Raises: ValueError for a wrong or too long range."""
     match = _RANGE.fullmatch(given) if isinstance(given, str) else None
     if match is None:
         return [given]
@@ -87,7 +88,7 @@ MOST_SEEDS = 100_000
 class Grid(_Strict):
     """Holds a list of values for each axis of a sweep. Every combination of the values is a cell.
 
-    In a text, layer=0-5 stands for six values, one for each layer. For the seeds, 0-5 stands for six seeds.
+    In a text, layer=0-5 gives six values, one for each of the layers 0 to 5. For the seeds, 0-5 gives six seeds.
     """
 
     model: _many(Text) = ("smollm2-135m",)  # pyright: ignore[reportInvalidTypeForm]
@@ -153,11 +154,11 @@ class SweepConfig(_Strict):
     run: SweepRunSettings = SweepRunSettings()
     resources: Resources = Resources()
     disk_budget_gb: Annotated[float, Field(gt=0)] | None = None
-    """Refuses a sweep whose estimated results are larger."""
+    """Largest size of all results, in GB: a sweep whose estimated results are larger is refused."""
 
     @model_validator(mode="after")
     def _one_source(self) -> "SweepConfig":
-        """Checks that the file has either a grid or a list of cells."""
+        """Checks that the file has either a grid or a list of cells, but not both. Raises: ValueError otherwise."""
         if (self.grid is None) == (self.cells is None):
             raise ValueError("give either grid: (lists of values) or cells: (a list of combinations)")
         if self.cells is not None and not self.cells:
@@ -166,7 +167,7 @@ class SweepConfig(_Strict):
 
     @model_validator(mode="after")
     def _gpus_are_used(self) -> "SweepConfig":
-        """Checks that a sweep whose workers take GPUs also runs on a GPU."""
+        """Checks that a sweep whose workers take GPUs also runs on a GPU. Raises: ValueError otherwise."""
         if self.resources.num_gpus and self.run.device == "cpu":
             raise ValueError("resources.num_gpus takes GPUs, and run.device is the CPU; write run: {device: cuda}")
         return self

@@ -41,7 +41,8 @@ class _Watch:
         self._answers = True
 
     def look(self) -> bool:
-        """Returns True if the head node answers; checks once in SECONDS_BETWEEN_LOOKS at most.
+        """Returns True if the head node answered at the last check; checks again if that was more than
+        SECONDS_BETWEEN_LOOKS seconds ago.
 
         Raises: ConnectionError if for SECONDS_WITHOUT_HEAD the head node does not answer, or no node is alive.
         """
@@ -73,7 +74,7 @@ class _Watch:
             raise ConnectionError(f"{why}; start one again")
 
 
-class _Slot:
+class _RayWorker:
     """Runs cells (runs of a sweep) on one Ray actor at a time. Another model needs a new actor."""
 
     def __init__(self, name: str, job: Job, watch: _Watch) -> None:
@@ -130,63 +131,64 @@ def on_ray(waiting: Waiting, job: Job) -> Iterator[Event]:
     if joined_here:
         _join(ray, job)
     watch = _Watch(ray)
-    slots = [_Slot(str(i), job, watch) for i in range(min(job.workers, len(waiting)))]
-    running: dict[Hashable, _Slot] = {}
+    workers = [_RayWorker(str(i), job, watch) for i in range(min(job.workers, len(waiting)))]
+    running: dict[Hashable, _RayWorker] = {}
     given_back: set[str] = set()
     try:
-        for slot in slots:
-            yield from _give_next_cell(slot, waiting, running)
+        for worker in workers:
+            yield from _give_next_cell(worker, waiting, running)
         while running:
             ready, _ = ray.wait(list(running), timeout=SECONDS_BETWEEN_LOOKS)
             watch.look()
             for reference in ready:
-                slot = running.pop(reference)
-                assert slot.cell is not None
+                worker = running.pop(reference)
+                assert worker.cell is not None
                 try:
                     outcome = ray.get(reference)
-                    slot.answered += 1
+                    worker.answered += 1
                 except RayError as error:  # Ray has used up the actor's restarts
-                    yield from _report_lost_actor(slot, waiting, error, given_back)
+                    yield from _report_lost_actor(worker, waiting, error, given_back)
                 else:
-                    yield Event("ended", slot.cell.digest, worker=slot.name, outcome=outcome)
-                yield from _give_next_cell(slot, waiting, running)
+                    yield Event("ended", worker.cell.digest, worker=worker.name, outcome=outcome)
+                yield from _give_next_cell(worker, waiting, running)
     finally:
-        for slot in slots:
-            slot.end()
+        for worker in workers:
+            worker.end()
         if joined_here:
             ray.shutdown()
 
 
-def _report_lost_actor(slot: _Slot, waiting: Waiting, error: Exception, given_back: set[str]) -> Iterator[Event]:
+def _report_lost_actor(worker: _RayWorker, waiting: Waiting, error: Exception, given_back: set[str]) -> Iterator[Event]:
     """Yields the Events of a lost actor: its death, and the failure of its cell.
 
     If the actor finished other cells before, which may have used up its restarts, the cell does not fail, but is put
     back into the queue, once.
     """
-    cell, lines = slot.cell, [line.strip() for line in str(error).strip().splitlines()]
+    cell, lines = worker.cell, [line.strip() for line in str(error).strip().splitlines()]
     assert cell is not None
     words = " ".join(dict.fromkeys((lines[0], lines[-1])))[:500]  # the reason is in the last line of Ray's message
-    yield Event("worker_died", cell.digest, worker=slot.name, message=words)
-    if slot.answered and slot.job.retries and cell.digest not in given_back:
+    yield Event("worker_died", cell.digest, worker=worker.name, message=words)
+    if worker.answered and worker.job.retries and cell.digest not in given_back:
         given_back.add(cell.digest)
         waiting.put_back(cell)
     else:
         outcome = JobOutcome(cell.digest, DIED, f"{type(error).__name__}: {words}")
-        yield Event("ended", cell.digest, worker=slot.name, outcome=outcome)
-    slot.end()
+        yield Event("ended", cell.digest, worker=worker.name, outcome=outcome)
+    worker.end()
 
 
-def _give_next_cell(slot: _Slot, waiting: Waiting, running: dict[Hashable, _Slot]) -> Iterator[Event]:
-    """Starts the next waiting cell on the slot's actor, and yields the Event. Ends the actor if no cell is left."""
-    if (cell := waiting.take(slot.model_key)) is None:
-        slot.end()  # frees its resources for other slots
+def _give_next_cell(worker: _RayWorker, waiting: Waiting, running: dict[Hashable, _RayWorker]) -> Iterator[Event]:
+    """Starts the next waiting cell on the worker's actor, and yields the Event. Ends the actor if no cell is left."""
+    if (cell := waiting.take(worker.model_key)) is None:
+        worker.end()  # frees its resources for other workers
         return
-    running[slot.give(cell)] = slot
-    yield Event("started", cell.digest, worker=slot.name)
+    running[worker.give(cell)] = worker
+    yield Event("started", cell.digest, worker=worker.name)
 
 
 def _join(ray: ModuleType, job: Job) -> None:
-    """Joins the Ray cluster at `job.address`; without an address, starts a cluster on this machine."""
+    """Joins the Ray cluster at `job.address`; without an address, starts a cluster on this machine. Raises:
+    ConnectionError if the cluster does not answer or cannot be joined."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options = dict(log_to_driver=False, logging_level="error")
     if job.address is not None:

@@ -84,7 +84,7 @@ class _Worker:
 def processes(waiting: Waiting, job: Job) -> Iterator[Event]:
     """Runs the waiting cells (runs) in child processes; yields an Event when a cell starts or ends, or a process dies.
 
-    When the generator is closed, it ends every process.
+    Every process ends when the generator is exhausted or closed.
     """
     workers = [_Worker(str(i), job) for i in range(min(job.workers, len(waiting)))]
     deaths: Counter[str] = Counter()

@@ -24,7 +24,8 @@ _CLIENTS = {
 
 
 class ShortErrors:
-    """Wraps an fsspec client so that all its failures are OSErrors with a message of one line.
+    """Wraps an fsspec client so that every failure is an OSError with a message of one line; FileNotFoundError and
+    FileExistsError stay as they are.
 
     Each client has errors of its own, some with a message of a page.
     """

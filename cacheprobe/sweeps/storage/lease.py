@@ -23,27 +23,29 @@ LEASES, SECONDS, RENEWED_EVERY = "lease", 60.0, 15.0
 
 
 class SweepBusy(RuntimeError):
-    """Means that another sweep is writing to the same folder or object store."""
+    """Signals that another sweep is writing to the same folder or object store."""
 
 
 @contextmanager
 def leased(store: SweepStore) -> Iterator[None]:
     """Takes the lease of an object store for the time of a `with` block, and renews it in a thread.
 
-    Raises: SweepBusy if another sweep has the lease, ValueError if the store does not support conditions.
+    Raises: SweepBusy if another sweep has the lease, ValueError if the store ignores conditions, OSError if it refuses
+    them.
     """
     holder = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
     name = _take(store, holder)
     over = threading.Event()
 
-    def renew() -> None:
-        """Renews the lease every RENEWED_EVERY seconds, until the `with` block ends or the lease is lost."""
+    def keep_renewing() -> None:
+        """Runs in the thread: renews the lease every RENEWED_EVERY seconds, until the `with` block of `leased` ends or
+        the lease is lost. A renewal that fails with an error is tried again at the next turn."""
         while not over.wait(RENEWED_EVERY):
             with suppress(Exception):  # the next try may work; a lease that runs out costs time, but no shard
                 if not renewed(store, name, holder):
                     return
 
-    thread = threading.Thread(target=renew, daemon=True)
+    thread = threading.Thread(target=keep_renewing, daemon=True)
     thread.start()
     try:
         yield
@@ -56,7 +58,8 @@ def leased(store: SweepStore) -> Iterator[None]:
 
 
 def renewed(store: SweepStore, name: str, holder: str) -> bool:
-    """Renews the lease `name` of `holder`. Returns False if the lease is lost: another sweep has taken the next one."""
+    """Renews the lease `name` of `holder`, and returns True. Returns False, and writes nothing, if the lease is lost:
+    another sweep has taken the next one."""
     if not _is_held(store, name, holder) or _newest(store)[0] != _number(name):
         return False
     store.write(name, _lease(holder))
@@ -98,7 +101,7 @@ def _newest(store: SweepStore) -> tuple[int, JsonDict | None]:
 
 
 def _numbers(store: SweepStore) -> list[int]:
-    """Returns the numbers of all leases in the store."""
+    """Returns a list with the numbers of all leases in the store; [] without leases."""
     store.fs.invalidate_cache()
     try:
         return [_number(name) for name in store.fs.find(store.path(LEASES))]
@@ -117,5 +120,5 @@ def _is_held(store: SweepStore, name: str, holder: str) -> bool:
 
 
 def _lease(holder: str) -> bytes:
-    """Returns the content of a lease as JSON: its holder, and the time at which it runs out."""
+    """Returns the content of a lease as JSON bytes: the holder, and the time at which the lease runs out."""
     return json.dumps({"holder": holder, "until": time.time() + SECONDS}).encode()

@@ -13,7 +13,8 @@ def only_sweep(store: SweepStore, *, alone: bool = False) -> Iterator[None]:
     """Keeps other sweeps from writing to the store during a `with` block: takes a folder's lock, or a lease.
 
     alone: the caller guarantees that no other sweep writes to this object store, so no lease is taken.
-    Raises: SweepBusy if another sweep writes there, ValueError if the store does not support conditions.
+    Raises: SweepBusy if another sweep writes to the store; ValueError if an object store ignores conditions on a put,
+    OSError if it refuses them; ValueError for a folder with `alone`.
     """
     if alone:
         if store.is_local:
@@ -26,7 +27,8 @@ def only_sweep(store: SweepStore, *, alone: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _locked(store: SweepStore) -> Iterator[None]:
-    """Takes the file lock of the store's folder for the time of a `with` block. Raises: SweepBusy if it is taken.
+    """Takes the file lock of the store's folder for the time of a `with` block. Raises: SweepBusy if another process
+    has the lock.
 
     The operating system releases the lock when the process ends.
     """

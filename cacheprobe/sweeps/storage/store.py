@@ -49,14 +49,15 @@ class SweepStore:
     # -- small files
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes a file, of which no reader sees a part: by a rename in a folder, by one put in an object store."""
+        """Writes a file so that no reader sees a part of it: by a rename in a folder, by one put in an object store."""
         if self.is_local:
             write_whole(Path(self.path(name)), lambda path: path.write_bytes(data))
         else:
             self.fs.pipe_file(self.path(name), data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Puts a file into an object store, unless a file of this name exists; returns False if one exists."""
+        """Puts a file into an object store and returns True; returns False, and writes nothing, if a file of this name
+        exists."""
         try:
             put_new(self.fs, self.path(name), data)
         except FileExistsError:
@@ -144,7 +145,8 @@ class SweepStore:
         return self.local_files([f"{SHARDS}/{digest}/{name}" for name in files])[0].parent
 
     def local_files(self, names: Sequence[str]) -> list[Path]:
-        """Returns the local paths of files of the sweep. Files of an object store are copied at the first call.
+        """Returns the local paths of files of the sweep. Files of an object store are copied when they are first
+        requested.
 
         Copies stay valid, because shards never change.
         """
@@ -159,12 +161,14 @@ class SweepStore:
         return targets
 
     def clean(self) -> None:
-        """Removes the unfinished shards (saved runs) of killed workers. Only the process with the lock may do so."""
+        """Removes the unfinished shards (saved runs) of killed workers. Only the process with the lock may call
+        `clean`. Does nothing for an object store."""
         if self.is_local:
             shutil.rmtree(self.path(STAGING), ignore_errors=True)
 
 
 @cache
 def _copies() -> tempfile.TemporaryDirectory[str]:
-    """Returns the folder for local copies of shards (saved runs), which is deleted when the process ends."""
+    """Returns the temporary folder for local copies of shards (saved runs); the folder is deleted when the process
+    ends."""
     return tempfile.TemporaryDirectory(prefix="cacheprobe-sweep-")

@@ -19,23 +19,23 @@ class Waiting:
     def __len__(self) -> int:
         return sum(map(len, self._by_model.values()))
 
-    def take(self, held: ModelKey | None = None) -> Cell | None:
+    def take(self, loaded: ModelKey | None = None) -> Cell | None:
         """Removes the next cell for a worker from the queues, and returns the cell; None if no cell is left.
 
-        held: key of the model that the worker has loaded; the cell is of this model if possible. Otherwise the cell is
-        of the model with the most waiting cells for each worker.
+        loaded: key of the model that the worker has loaded; the cell is of this model if possible. Otherwise the cell
+        is of the model with the most waiting cells for each worker.
         """
         if self.is_stopped:
             return None
-        if not self._by_model.get(held):
-            if held is not None:
-                self._holders[held] = max(self._holders.get(held, 0) - 1, 0)
+        if not self._by_model.get(loaded):
+            if loaded is not None:
+                self._holders[loaded] = max(self._holders.get(loaded, 0) - 1, 0)
             waiting = [key for key, cells in self._by_model.items() if cells]
             if not waiting:
                 return None
-            held = max(waiting, key=lambda key: len(self._by_model[key]) / (1 + self._holders.get(key, 0)))
-            self._holders[held] = self._holders.get(held, 0) + 1
-        return self._by_model[held].popleft()
+            loaded = max(waiting, key=lambda key: len(self._by_model[key]) / (1 + self._holders.get(key, 0)))
+            self._holders[loaded] = self._holders.get(loaded, 0) + 1
+        return self._by_model[loaded].popleft()
 
     def put_back(self, cell: Cell) -> None:
         """Puts the cell of a dead worker back to the front of the queue of its model."""

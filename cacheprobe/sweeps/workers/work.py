@@ -59,7 +59,8 @@ def save_cell(cell: Cell, trace: Trace, directory: Path) -> Path:
 
 
 def facts(trace: Trace) -> dict[str, int | float | None]:
-    """Returns a dictionary of the numbers of a cell, by column of the table of cells: tokens, steps, accuracy, ..."""
+    """Returns a dictionary column of the table of cells -> number measured in a cell's Trace: tokens, steps, accuracy,
+    ..."""
     drafted, behaviour = trace.num_drafted, trace.meta["behaviour"] or {}
     nats = [nat for request in trace.requests for nat in trace.logprobs(request.request_id)]
     return {
@@ -83,7 +84,7 @@ def layers(trace: Trace) -> list[dict[str, object]]:
 
 
 def _run(cell: Cell, model: CachedLM) -> Trace:
-    """Makes the examples, lens, drafter and interventions of a cell, and runs the examples."""
+    """Makes the examples, lens, drafter and interventions of a cell, runs the examples, and returns the Trace."""
     axes, common = cell.axes, cell.run
     examples = make("tasks", axes["task"]).examples(common["n"], axes["seed"])
     settings = dict(
