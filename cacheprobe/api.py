@@ -195,7 +195,8 @@ def verify(
 
     Compares tokens; for deterministic requests also states and readings, bit for bit.
     model, interventions: those of the run; needed if the trace was loaded from disk.
-    Raises: FingerprintMismatch if this machine or model has another schedule; ValueError if no request was verified.
+    Raises: FingerprintMismatch if this machine or model has another schedule; ValueError if no request was verified, or
+    without a model.
     """
     model = model or trace.model
     if model is None:
@@ -208,7 +209,7 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
     """Returns the Trace saved in a directory. Reads its tables now, and its states when they are first used.
 
     model: the run's model, for lenses and analyses that need its weights.
-    Raises: TraceError for a directory without a manifest, of another version, or with a missing or damaged file.
+    Raises: TraceError for a directory without a manifest, of an unknown version, or with a missing or damaged file.
     """
     return readable(open_trace(directory, model))
 

@@ -139,7 +139,7 @@ class RunPlan:
     def _request(self, item: Any, index: int, chosen: bool) -> Request:
         """Returns the complete Request of a prompt: tokenized, with all sampling settings, and checked.
 
-        chosen: the run's `deterministic` argument selects this prompt.
+        chosen: True if the run's argument `deterministic` selects this prompt.
         """
         given = item if isinstance(item, Request) else Request(())
         prompt: Any = given.prompt if given is item else item

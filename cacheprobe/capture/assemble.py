@@ -26,7 +26,7 @@ def assemble(
 ) -> Trace:
     """Returns the Trace of a finished run from its Recorder. Call it once, since it frees the recorder's states.
 
-    Reads the remaining rows through the lens, joins the states and builds the tables. meta: added to the Trace's own.
+    Reads the remaining rows through the lens, joins the states and builds the tables. meta: more entries of trace.meta.
     """
     model = recorder.model
     tokens = {r.request_id: list(recorder.finished[r.request_id].committed) for r in requests}

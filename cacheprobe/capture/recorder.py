@@ -30,7 +30,7 @@ _LENS_CHECK_ROWS = 16
 
 @dataclass
 class Unconfirmed:
-    """Counts the rows, thoughts and blocks, and holds the rows for the lens, of passes whose step may still fail."""
+    """Holds what a failed step must discard: rows and thoughts after the confirmed ones, blocks, and rows to read."""
 
     first_row: int = 0
     """Number of confirmed rows; all later rows are unconfirmed."""
@@ -102,7 +102,7 @@ class Recorder(Observer):
         return entering + states + [(site, layer) for layer in self.layers for site in self.config.heads]
 
     def store(self) -> MemoryStore:
-        """Returns a MemoryStore of all kept states. Call it once, at the end, since it frees the recorder's."""
+        """Returns a MemoryStore of all kept states. Call it once, at the end: it frees the recorder's own blocks."""
         heads = self.head_blocks.joined() if self.head_blocks is not None else {}
         return MemoryStore({**self.blocks.joined(), **heads})
 

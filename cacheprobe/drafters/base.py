@@ -122,7 +122,7 @@ def deadline_seconds(drafter: Drafter) -> float | None:
 
 
 def require_drafter(drafter: Any, model: CachedLM) -> None:
-    """Raises: ValueError if `drafter` is not a drafter object, has a wrong deadline, or refuses this model."""
+    """Raises: ValueError if `drafter` is no drafter object, has a deadline out of range, or refuses this model."""
     missing = [part for part in ("name", "extend", "release", "check") if not hasattr(drafter, part)]
     if isinstance(drafter, type) or missing:
         lacks = f", which has no {missing[0]}" if missing and not isinstance(drafter, type | str) else ""

@@ -87,7 +87,7 @@ class DraftModel:
         self._reader.forget(state)
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
-        """Returns a list of draft tokens for each request: up to `length` with its open draft, fewer if they end it."""
+        """Returns a list of draft tokens for each request, which fill its draft up to `length` or a stop."""
         proposals: dict[SequenceState, list[int]] = {state: [] for state in states}
         drafting = [state for state in states if self._room(state) > 0]
         while drafting:

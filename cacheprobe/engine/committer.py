@@ -75,7 +75,7 @@ class Committer:
         self.observer.on_choice(state.request_id, self.runner.step, position, token_id, logits)
 
     def _naming(self, state: SequenceState) -> "_Naming":
-        """Returns a context manager whose errors name this request and the current step."""
+        """Returns a context manager that turns a ValueError into an EngineError with this request and the step."""
         return _Naming(f"request {state.request_id} step {self.runner.step}", self.runner.model.name)
 
     # -- committing

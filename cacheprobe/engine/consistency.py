@@ -89,9 +89,9 @@ def serving_config(
 def _choose(
     model: CachedLM, config: EngineConfig, others: Iterable[EngineConfig], hooked: Hooked, is_any_deterministic: bool
 ) -> EngineConfig:
-    """Returns the first of `config` and `others`, with the first group, that the trial finds batch-invariant.
+    """Returns the first EngineConfig, of `config` and `others`, for which a group is batch-invariant; with this group.
 
-    Raises: ShapeRefused if there is none and a request is deterministic; else returns `config` with its first group.
+    If there is none: raises ShapeRefused if a request is deterministic, else returns `config` with its first group.
     """
     faults = []
     for shape in (config, *others):

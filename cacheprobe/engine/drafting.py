@@ -171,7 +171,7 @@ class _GivenUpError(BaseException):
 
 
 class _Thread:
-    """Runs the drafter's jobs in a second thread. Its calls of the engine are done in the thread that calls `run`."""
+    """Runs the drafter's jobs in a second thread. The jobs' calls of the engine run in the thread that calls `run`."""
 
     def __init__(self) -> None:
         self.jobs: SimpleQueue[Any] = SimpleQueue()
@@ -276,7 +276,7 @@ class _ThreadContext:
 
 
 def _call_engine(context: DraftContext | None, call: tuple[str, tuple[Any, ...]]) -> tuple[Any, BaseException | None]:
-    """Calls a method of the context. Returns (result, None), or (None, error) if it raises."""
+    """Calls a method of the context, given as (name, arguments). Returns (result, None), or (None, error)."""
     name, args = call
     try:
         return getattr(context, name)(*args), None

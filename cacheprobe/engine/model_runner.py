@@ -28,11 +28,11 @@ _CPU_REFUSAL = "can't allocate memory"
 
 
 class EngineError(RuntimeError):
-    """Raised if a pass failed or a run cannot go on; names requests and step. The failed pass committed no token."""
+    """Raised if a pass failed, with its requests and step, or if a run cannot go on. A failed pass commits no token."""
 
 
 class ShapeFault(EngineError):
-    """Raised if a verify pass computed a request's tokens twice and got different bits: its shape is not reliable."""
+    """Raised if a verify pass computed a request's tokens twice with different bits: the pass's shape is at fault."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class ModelRunner:
 
     @contextmanager
     def _recording(self, phase: str, entries: Sequence[Entry]) -> Iterator[None]:
-        """Turns an out-of-memory error of the observer into an EngineError of the pass. Other errors end the run."""
+        """Turns an out-of-memory error raised inside the `with` into an EngineError. Other errors are not changed."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:

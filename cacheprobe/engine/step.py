@@ -42,7 +42,7 @@ class Attempt:
 
 
 class Engine:
-    """Runs prefill, decode and verify passes, and isolates requests whose pass fails. Is also the DraftContext."""
+    """Runs prefill, decode and verify passes, and isolates requests whose pass fails. Also is the DraftContext."""
 
     def __init__(self, runner: ModelRunner, config: EngineConfig, drafter: Drafter | None = None) -> None:
         self.runner, self.config = runner, config
@@ -226,7 +226,7 @@ class Engine:
 
 
 def _newest_entries(states: Sequence[SequenceState]) -> list[Entry]:
-    """Returns an Entry for each request of a decode pass: its newest token, committed or drafted."""
+    """Returns a list with an Entry for each request of a decode pass: its newest token, committed or drafted."""
     return [
         Entry(state, state.newest[:1], state.newest[1], not state.is_verified, 1 if state.draft else 0)
         for state in states

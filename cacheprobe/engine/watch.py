@@ -145,7 +145,7 @@ class Watch:
     ) -> Difference | None:
         """Returns the first Difference between original and copy in the pass just run; None if all bits are equal.
 
-        logits: [b, t, v] of the pass.  forward: runs it again; called only after a difference, to find its operation.
+        logits: [b, t, v] of the pass.  forward: runs the pass again; called only if bits differ, to find the operation.
         """
         before = self._logits_before
         made_again = logits[copy.copy, copy.shift - (0 if before is None else len(before)) : copy.shift]

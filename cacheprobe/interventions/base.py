@@ -92,7 +92,7 @@ class Intervention:
         return self.site if self.head is None else HEADS, self.layer
 
     def vectors_at(self, positions: list[int]) -> Tensor:
-        """Returns the vector for each of `positions`, [len(positions), w]."""
+        """Returns a tensor [len(positions), w]: the vector for each of `positions`."""
         if self.seed is not None:
             n = len(self.vectors)
             return self.vectors[[int(uniform_noise(self.seed, p, 1, RESAMPLE_STREAM)[0] * n) for p in positions]]

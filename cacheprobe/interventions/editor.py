@@ -33,7 +33,7 @@ class TokenSlot(NamedTuple):
 
 
 class _Hit(NamedTuple):
-    """Holds the batch indices b and slots t of a pass at which one intervention acts, and their positions."""
+    """Holds where one intervention acts in a pass: batch indices b, token slots t, and absolute positions."""
 
     number: int
     """Index of the intervention among those of the run."""
@@ -53,7 +53,7 @@ def token_phase(state: SequenceState, position: int, pass_phase: str) -> str:
 
 
 class Editor:
-    """Applies the interventions of one run. Call `aim` before a pass and `rest` after it; hooks call `edit` in it."""
+    """Applies the interventions of one run. `aim` must be called before a pass, `rest` after it; hooks call `edit`."""
 
     def __init__(
         self,

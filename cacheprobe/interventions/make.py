@@ -1,6 +1,6 @@
 """Defines the functions that create interventions: zero, replace, add, mean, resample and swap.
 
-`**where` are the other fields of the Intervention: request_id, site, layer, positions, head, phases, steps ...
+The keyword arguments `**where` set the Intervention's other fields: request_id, site, layer, positions, head, ...
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class SwapWhere(TypedDict, total=False):
 
 
 class Where(SwapWhere, total=False):
-    """Types the keyword arguments of the other functions: the request, and where and when to act."""
+    """Types the keyword arguments of zero, replace, add, mean and resample: the request, and where and when to act."""
 
     request_id: Required[int]
     num_prompt_tokens: int | None
