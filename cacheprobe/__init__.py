@@ -1,4 +1,4 @@
-"""Records what a language model believed before it committed.
+"""Records a language model's tokens, states and lens readings while it generates, those of rejected drafts included.
 
 The names in `__all__` are all that a notebook needs. Each is imported at its first use, to keep the import quick.
 """

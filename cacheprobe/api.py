@@ -1,4 +1,5 @@
-"""Defines the functions that a notebook needs: load_model, run, stream, reference, verify, load_trace, import_*."""
+"""Defines the functions that a notebook needs: load_model, run, stream, reference, verify, kv_snapshot, load_trace,
+import_generate and import_vllm."""
 
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -84,7 +85,8 @@ def run(
     A request whose passes fail ends with an error and a warning; the others go on.
     Ctrl-C ends every request at the next round and raises `cp.Interrupted`, a KeyboardInterrupt whose `trace` holds
     the tokens and states so far. A second Ctrl-C raises KeyboardInterrupt at once, without a trace.
-    Raises: ValueError for settings that do not fit, before the first pass; EngineError if all requests failed.
+    Raises: ValueError for settings that do not fit, and TypeError for an unknown one, before the first pass;
+    EngineError if all requests failed.
     Source: decode-verify-rollback of LLM-42, arXiv 2601.17768.  Twin: `reference`.
     """
     given = dict(
@@ -95,7 +97,7 @@ def run(
     states = plan.states(drafter)
     meta = {"kind": "run", "drafter": repr(drafter) if drafter else None}
     with _progress_bar(plan, progress) as bar, cancelling(states, progress) as stop:
-        trace = plan.execute(plan.start(drafter), states, bar, **meta)
+        trace = plan.execute(plan.bind_loop(drafter), states, bar, **meta)
     if stop.was_pressed:
         raise Interrupted(trace)
     return _checked(plan, trace, progress)
@@ -112,8 +114,8 @@ def stream(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> St
     given: dict[str, Any] = {"capture": None, **settings}
     plan = _plan(model, prompts, drafter, given)
     states = plan.states(drafter)
-    start, meta = plan.start(drafter), {"kind": "run", "drafter": repr(drafter) if drafter else None}
-    return Stream(states, plan.model.decode, lambda observer: plan.recorded(start, states, observer, **meta))
+    loop, meta = plan.bind_loop(drafter), {"kind": "run", "drafter": repr(drafter) if drafter else None}
+    return Stream(states, plan.model.decode, lambda observer: plan.recorded(loop, states, observer, **meta))
 
 
 def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **settings: Unpack[RunSettings]) -> Trace:
@@ -130,12 +132,12 @@ def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **setting
     plan = _plan(model, prompts, drafter, given, max_in_flight=1)
     states = plan.states(drafter, is_all_verified=True)
 
-    def start(states: Sequence[SequenceState], observer: Observer) -> Generator[int, None, None]:
-        """Returns the slow reference's generator of step numbers over these requests."""
+    def loop(states: Sequence[SequenceState], observer: Observer) -> Generator[int, None, None]:
+        """Returns the generator of step numbers that runs these requests by the slow reference."""
         return run_reference(plan.model, states, plan.config, observer, plan.editor, plan.watch)
 
     with _progress_bar(plan, progress) as bar:
-        trace = plan.execute(start, states, bar, kind="reference", drafter=None)
+        trace = plan.execute(loop, states, bar, kind="reference", drafter=None)
     return _checked(plan, trace, progress)
 
 
@@ -163,7 +165,7 @@ def kv_snapshot(
     path: str = "auto",
     interventions: "Intervention | Iterable[Any]" = (),
 ) -> KVSnapshot:
-    """Returns a KVSnapshot: the keys and values of a prompt without its last token, as for a deterministic request.
+    """Returns a KVSnapshot: keys and values of a prompt without its last token, computed as for deterministic requests.
 
     Its methods `edited`, `spliced` and `masked` return changed copies. Continue one with
     `cp.run(model, cp.Request(prompt, cached=snapshot))`. For the keys and values of a generation, run
@@ -193,7 +195,8 @@ def verify(
 
     Compares tokens; for deterministic requests also states and readings, bit for bit.
     model, interventions: those of the run; needed if the trace was loaded from disk.
-    Raises: FingerprintMismatch if this machine or model has another schedule; ValueError if no request was verified.
+    Raises: FingerprintMismatch if this machine or model has another schedule; ValueError if no request was verified, or
+    without a model.
     """
     model = model or trace.model
     if model is None:
@@ -206,7 +209,7 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
     """Returns the Trace saved in a directory. Reads its tables now, and its states when they are first used.
 
     model: the run's model, for lenses and analyses that need its weights.
-    Raises: TraceError for a directory without a manifest, of another version, or with a missing or damaged file.
+    Raises: TraceError for a directory without a manifest, of an unknown version, or with a missing or damaged file.
     """
     return readable(open_trace(directory, model))
 

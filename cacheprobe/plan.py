@@ -44,8 +44,8 @@ DEFAULT_SAMPLING = SamplingParams(
 )
 """Sampling settings of a request, if neither the request nor the run gives them."""
 
-Start = Callable[[Sequence[SequenceState], Observer], Generator[int, None, None]]
-"""Type of a function that begins a run over these requests. It returns a generator of step numbers."""
+Loop = Callable[[Sequence[SequenceState], Observer], Generator[int, None, None]]
+"""Type of a function (states, observer) -> generator of step numbers. A round runs at each `next` of the generator."""
 
 
 class RunPlan:
@@ -108,7 +108,7 @@ class RunPlan:
     # -- requests
 
     def _size(self, item: Any) -> tuple[int, int, int]:
-        """Returns (prompt tokens, new tokens, samples) of a prompt. The first is 1, as long as it is not tokenized."""
+        """Returns (1, new tokens, samples) of a prompt: its sizes before the prompt is tokenized."""
         own = item.sampling if isinstance(item, Request) and item.sampling else SamplingParams()
         settings = own.over(self.fallback)
         return 1, min(settings.max_new_tokens or 1, self.model.n_ctx), settings.n or 1
@@ -139,7 +139,7 @@ class RunPlan:
     def _request(self, item: Any, index: int, chosen: bool) -> Request:
         """Returns the complete Request of a prompt: tokenized, with all sampling settings, and checked.
 
-        chosen: the run's `deterministic` argument selects this prompt.
+        chosen: True if the run's argument `deterministic` selects this prompt.
         """
         given = item if isinstance(item, Request) else Request(())
         prompt: Any = given.prompt if given is item else item
@@ -186,8 +186,9 @@ class RunPlan:
     def _check_cached(self, request: Request) -> None:
         """Checks the fields `cached` and `keep_kv` of a request.
 
-        Raises: ValueError if `cached` is of another prompt or model; if a deterministic request with `cached` lacks
-        own_fingerprint=True; if keep_kv is set and the model's cache holds more than keys and values.
+        Raises: ValueError if `cached` is no KVSnapshot, is of another text or model, or is as long as the prompt; if a
+        deterministic request with `cached` lacks own_fingerprint=True; if keep_kv is set and the model's cache holds
+        more than keys and values.
         """
         cached, name = request.cached, f"request {request.request_id}"
         if request.keep_kv:
@@ -217,7 +218,8 @@ class RunPlan:
     def states(self, drafter: Drafter | None, is_all_verified: bool = False) -> list[SequenceState]:
         """Returns a new SequenceState for each request. With a drafter all are verified, else the deterministic ones.
 
-        Also creates the run's editor of interventions and tries its pass shapes, which may change self.config.
+        Also creates the run's editor of interventions and tries its pass shapes, which may change self.config. Raises:
+        ShapeRefused if no allowed shape is batch-invariant; ValueError for interventions that cannot act.
         """
         states = [
             SequenceState(
@@ -259,31 +261,35 @@ class RunPlan:
         return Editor(self.interventions, self.model, states, drafting)
 
     def _hooked(self) -> Hooked:
-        """Returns the hooks of the run on attention heads and by interventions, for the trial of shapes."""
+        """Returns a Hooked for the trial of shapes: (site, layer) pairs of captured heads, and of interventions."""
         heads = tuple((site, layer) for layer in self.layers for site in self.capture.heads)
         return Hooked(heads, tuple(self.editor.sites) if self.editor is not None else ())
 
     def _drafting(self, drafter: Drafter) -> Drafting:
-        """Checks the drafter, and returns which blocks its drafts run, for the checks of interventions."""
+        """Returns a Drafting for the checks of interventions: the drafter's name, the number of blocks that its drafts
+        run, and the window. Raises: ValueError if the drafter does not fit the model."""
         require_drafter(drafter, self.model)
         return Drafting(drafter.name, drafted_layers(drafter, self.model), self.config.window)
 
-    def start(self, drafter: Drafter | None) -> Start:
-        """Returns a function that begins the main loop. Raises: ValueError if the drafter does not fit the model."""
+    def bind_loop(self, drafter: Drafter | None) -> Loop:
+        """Returns a function (states, observer) -> generator of the main loop, see `engine.loop.rounds`.
+
+        No pass runs before the generator's first `next`. Raises: ValueError if the drafter does not fit the model.
+        """
         if drafter is not None:
             require_drafter(drafter, self.model)
         return lambda states, observer: rounds(
             self.model, states, self.config, observer, drafter, self.editor, self.watch
         )
 
-    def execute(self, start: Start, states: Sequence[SequenceState], *observers: Observer, **meta: Any) -> Trace:
+    def execute(self, loop: Loop, states: Sequence[SequenceState], *observers: Observer, **meta: Any) -> Trace:
         """Runs every request to its end and returns the recorded Trace. Runs in other threads wait meanwhile.
 
-        meta: entries of the Trace's metadata.
+        loop: from `bind_loop`.  meta: entries of the Trace's metadata.
         """
         recorder = self._recorder()
         guard = RunGuard(self.model, self.fingerprint)
-        with closing(start(states, Tee(recorder, *observers))) as steps:
+        with closing(loop(states, Tee(recorder, *observers))) as steps:
             with guard.holding(self.hooks(recorder)):
                 for _ in steps:
                     pass
@@ -291,15 +297,15 @@ class RunPlan:
         return self._trace(recorder, guard, states, meta)
 
     def recorded(
-        self, start: Start, states: Sequence[SequenceState], *observers: Observer, **meta: Any
+        self, loop: Loop, states: Sequence[SequenceState], *observers: Observer, **meta: Any
     ) -> Generator[int, None, Trace]:
         """Runs the requests and yields the step number after each round. The generator's return value is the Trace.
 
-        While the generator waits, the run's hooks are not on the model, and other runs may use it.
+        While the generator waits, the run's hooks are not on the model, and other runs may use the model.
         """
         recorder = self._recorder()
         guard = RunGuard(self.model, self.fingerprint)
-        with closing(start(states, Tee(recorder, *observers))) as steps:
+        with closing(loop(states, Tee(recorder, *observers))) as steps:
             while True:
                 with guard.holding(self.hooks(recorder)):
                     step = next(steps, None)
@@ -310,14 +316,17 @@ class RunPlan:
         return self._trace(recorder, guard, states, meta)
 
     def _recorder(self) -> Recorder:
-        """Returns a new Recorder with this run's capture settings, prompts and answers."""
+        """Returns a new Recorder with the run's capture settings, prompts, and token ids of the tasks' answers."""
         prompts = {r.request_id: r.prompt_token_ids for r in self.requests}
         known = {request_id: ids for request_id, (ids, _) in self._answers.items() if ids}
         return Recorder(self.model, self.capture, self.layers, self.lens, prompts, known)
 
     @cached_property
     def _answers(self) -> dict[int, tuple[tuple[int, ...], str]]:
-        """Request id -> (first token id of each answer of its task, "" or the reason why they are unknown)."""
+        """Request id -> (first token id of each possible answer of the task, error text).
+
+        The ids are () if unknown. The text is "" unless the example's own code failed or gave no token ids.
+        """
         return {request.request_id: answer_ids_of(request, self.model) for request in self.requests}
 
     def _trace(
@@ -352,7 +361,7 @@ class RunPlan:
 
 
 def _require_room(config: EngineConfig, request: Request, new: int) -> None:
-    """Raises: ValueError if a request with `new` new tokens exceeds the capacity, or max_kv_tokens by itself."""
+    """Raises: ValueError if a request with `new` new tokens exceeds the capacity, or alone exceeds max_kv_tokens."""
     prompt, window = request.num_prompt_tokens, config.window
     needed = config.slots_needed(prompt, new, request.num_cached)
     if needed > config.capacity:

@@ -26,7 +26,7 @@ def assemble(
 ) -> Trace:
     """Returns the Trace of a finished run from its Recorder. Call it once, since it frees the recorder's states.
 
-    Reads the remaining rows through the lens, joins the states and builds the tables. meta: added to the Trace's own.
+    Reads the remaining rows through the lens, joins the states and builds the tables. meta: more entries of trace.meta.
     """
     model = recorder.model
     tokens = {r.request_id: list(recorder.finished[r.request_id].committed) for r in requests}
@@ -74,8 +74,9 @@ def assemble(
 def _thinking(model: CachedLM) -> dict[str, object]:
     """Returns a dict of a Thinking States model's settings, for pictures of its thoughts; None for unknown ones.
 
-    l_in, l_out: the layers where thoughts enter and are read. feeds_back: whether a thought changes later tokens.
-    learned_first_state: whether a learned state is added to the first chunk.
+    l_in: the block whose input the chunk state is added to. l_out: thoughts are written from the output of block
+    l_out - 1. feeds_back: whether a thought changes later tokens. learned_first_state: whether a learned state is added
+    to the first chunk.
     """
     config = getattr(model, "config", None)
     return {
@@ -108,11 +109,13 @@ def _behaviour_or_reason(
 
 
 def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, str]) -> dict[str, float | None] | None:
-    """Returns a dict that scores the run on its task: accuracy with interval, chance, answer_mass, forced_accuracy.
+    """Returns a dict that scores the run on its task: num_examples, accuracy, accuracy_low, accuracy_high,
+    num_unparsed, chance, answer_mass, forced_accuracy.
 
-    answer_mass: mean probability that the first generated token is one of the answers.
+    answer_mass: mean probability that the first generated token begins an answer that the task allows.
     forced_accuracy: share of prompts whose right answer is the most likely of the allowed answers.
-    Both are None if the tokenizer starts two answers with the same token, or joins an answer to the prompt.
+    Both are None if a request chose no token, or if the first tokens of its answers are unknown: two answers begin with
+    the same token, or the tokenizer joins an answer to the prompt.
     Returns None if no request came from a task, or if the requests' tasks have different answers.
     Cancelled requests are left out.
     """

@@ -27,7 +27,7 @@ if the weights must first be converted to another dtype."""
 
 @dataclass(slots=True)
 class Queued:
-    """Holds one row's states at all captured layers that ran, and its target, until the lens reads them."""
+    """Holds one row's states at all captured layers that ran, and the token committed next, until a lens reads them."""
 
     row: int
     position: int

@@ -21,7 +21,7 @@ def _all(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
     """Returns a function that passes its arguments to each function of `calls`, in order."""
 
     def each(*args: object) -> None:
-        """Calls the same method of every observer with these arguments."""
+        """Calls each function of `calls` with these arguments."""
         for call in calls:
             call(*args)
 
@@ -52,7 +52,7 @@ class StepLog(Observer):
 class ProgressBar(Observer):
     """Shows a bar with the committed tokens, tokens per second and time left.
 
-    total_tokens: the number that is committed if no request ends early.
+    total_tokens: number of tokens that are committed if no request ends early.
     """
 
     def __init__(self, total_tokens: int, enabled: bool = True) -> None:

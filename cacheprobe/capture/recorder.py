@@ -30,7 +30,7 @@ _LENS_CHECK_ROWS = 16
 
 @dataclass
 class Unconfirmed:
-    """Counts the rows, thoughts and blocks, and holds the lens readings, of passes whose step may still fail."""
+    """Holds what a failed step must discard: rows and thoughts after the confirmed ones, blocks, and rows to read."""
 
     first_row: int = 0
     """Number of confirmed rows; all later rows are unconfirmed."""
@@ -41,7 +41,7 @@ class Unconfirmed:
     num_head_blocks: int = 0
     """The same for head activations; one less than num_blocks if memory ran out between the two."""
     reads: list[tuple[RowRecord, Queued]] = field(default_factory=list)
-    """Lens readings to queue once the step is confirmed."""
+    """Rows, and their states for the lens, to queue once the step is confirmed."""
     masses: dict[int, tuple[float, ...]] = field(default_factory=dict)
     """Unconfirmed entries of `Recorder.answer_mass`."""
 
@@ -91,9 +91,9 @@ class Recorder(Observer):
         self._layers_below = _LayersBelow(self.layers)
 
     def wanted(self) -> list[tuple[str, int]]:
-        """Returns the list of (site, layer) hooks that the run needs; [] if it keeps no states.
+        """Returns the list of (site, layer) hooks that the run needs; [] if it keeps only tokens and events.
 
-        S, T and C of every layer are among them, because the self-check compares them.
+        The list has S, T and C of every layer, because the self-check compares them.
         """
         if not self.config.keeps_states:
             return []
@@ -102,7 +102,7 @@ class Recorder(Observer):
         return entering + states + [(site, layer) for layer in self.layers for site in self.config.heads]
 
     def store(self) -> MemoryStore:
-        """Returns a MemoryStore of all kept states. Call it once, at the end, since it frees the recorder's."""
+        """Returns a MemoryStore of all kept states. Call it once, at the end: it frees the recorder's own blocks."""
         heads = self.head_blocks.joined() if self.head_blocks is not None else {}
         return MemoryStore({**self.blocks.joined(), **heads})
 
@@ -134,7 +134,7 @@ class Recorder(Observer):
             self._now.take(site, layer, value, self.model.device)
 
     def after_forward(self, record: ForwardRecord) -> None:
-        """Adds a RowRecord for each token of the pass, collects its lens readings, and checks the captured states.
+        """Adds a RowRecord for each token of the pass, collects the states for the lens, and checks captured states.
 
         Rows fed a draft token get no label yet. Raises: CaptureError if the states contradict the model.
         """
@@ -181,14 +181,17 @@ class Recorder(Observer):
         return self.config.prompt_hypotheses or row.position >= len(self.prompts[row.request_id]) - 1
 
     def _queue(self, row: RowRecord, states: Tensor, ran: int) -> None:
-        """Collects the newest row for the lens reader. states: [layers, m], of which the first `ran` blocks ran."""
+        """Collects the newest row for the lens reader, without the layers that did not run.
+
+        states: [layers, m] for all kept layers. ran: number of blocks that ran.
+        """
         layers = self._layers_below[ran]
         states = states[: len(layers)].clone()
         queued = Queued(len(self.rows) - 1, row.position, states, layers, request_id=row.request_id, step=row.step)
         self._unconfirmed.reads.append((row, queued))
 
     def _queue_reading(self, row: RowRecord, queued: Queued) -> None:
-        """Hands a confirmed row to the lens reader, with its target if the next token is of the prompt."""
+        """Hands a confirmed row to the lens reader. If the next token is of the prompt, the row's target is set."""
         assert self.reader is not None
         prompt = self.prompts[row.request_id]
         if row.position + 1 < len(prompt):
@@ -216,7 +219,7 @@ class Recorder(Observer):
             checks.check_lens(self.lens_check, logits, record.logits.flatten(0, 1)[rows], record.step)
 
     def _confirm(self) -> None:
-        """Confirms all rows of the passes since the last call, and hands their lens readings to the reader.
+        """Confirms all rows of the passes since the last call, and hands their states to the lens reader.
 
         The engine commits only after every choice of a step, so a step that fails is never confirmed.
         """
@@ -248,7 +251,7 @@ class Recorder(Observer):
     def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:
         """Adds copies of the prompt rows and thoughts of request `source_id`, which has the same prompt.
 
-        The copies refer to the source's stored vectors. Their lens readings have targets of their own.
+        The copies refer to the source's stored vectors. The lens reads them again, with the request's own targets.
         """
         reads = {queued.row: queued for queued in self._prompt_reads.get(source_id, ())}
         numbers = {id(row): number for number, row in enumerate(self.rows)} if reads else {}

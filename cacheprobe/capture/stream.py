@@ -50,7 +50,8 @@ class _Committed(Observer):
 class Stream(HintsAtNewNames):
     """Iterates over the `Piece`s of a run: tokens and text, as soon as they are committed.
 
-    The engine runs only while the caller waits for a piece. A caller that leaves the loop early ends the run.
+    The engine runs only while the caller waits for a piece. `close` ends the run early; so does the deletion of the
+    last reference to the Stream.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Stream(HintsAtNewNames):
         return state.snapshot() if state.kept_rows is None else state.kept_rows
 
     def trace(self) -> Trace:
-        """Returns the Trace of the whole run. Raises: RuntimeError until the last piece is taken."""
+        """Returns the Trace of the whole run. Raises: RuntimeError before the iteration over the pieces has ended."""
         if self._trace is None:
             raise RuntimeError("the stream has not ended; take all of its pieces first")
         return self._trace

@@ -19,9 +19,10 @@ class EngineOptions(TypedDict, total=False):
     such as window, group and capacity."""
 
     window: int | None
-    """Token positions of a verify pass for each request (W). By default 1 without a drafter on a CPU, otherwise 16, or
-    the largest number that the model and the capacity allow. With window=1 nothing is drafted: a verify pass is a
-    decode of a fixed shape. If no group gives the same bits everywhere with this window, 16, 8, 4 and 2 are tried."""
+    """Token positions of a verify pass for each request (W). By default 1 without a drafter on a CPU, otherwise 16; if
+    the model refuses this, the first of 4, 8 and 16 that it accepts; at most the capacity. With window=1 no token is
+    drafted: a verify pass is a decode of a fixed shape. If no group gives the same bits everywhere with a default
+    window, 16, 8, 4, 2 and 1 are tried."""
     group: int | None
     """Requests of a verify pass (G). By default the first number for which every batch index gives the same bits on
     this machine."""
@@ -45,14 +46,14 @@ class EngineOptions(TypedDict, total=False):
     layers: "str | int | Iterable[int]"
     """Layers to keep states of: "all", a number or a list. Must be left out if the CaptureConfig sets layers."""
     path: str
-    """"fast" (fast forward), "bridge" (TransformerLens), or "auto": the fast forward unless an intervention edits
-    states."""
+    """"fast" (fast forward), "bridge" (TransformerLens), or "auto": the fast forward, unless a hook of the user is on
+    the bridge, or the fast forward gives other results or cannot record the captured heads."""
 
 
 @dataclass(frozen=True)
 class EngineConfig(HintsAtNewArguments):
     """Holds the checked settings of the engine: the fixed shapes of passes, and the limits of the cache. window, group,
-    capacity, prefill_chunk and prefill_group enter the schedule fingerprint.
+    capacity, prefill_chunk, prefill_group and pad_prefill enter the schedule fingerprint.
 
     Raises: ValueError for a value out of range, and for two settings that contradict each other.
     """
@@ -212,7 +213,8 @@ def resolve_layers(layers: object, n_layers: int) -> tuple[int, ...]:
     """Returns, as a sorted tuple, the layer numbers that `layers` means: a number, a list of numbers, or "all" or None
     for every layer.
 
-    Negative numbers count from the last layer. Raises: ValueError for a layer that the model does not have.
+    Negative numbers count from the last layer. Raises: ValueError for a layer that the model does not have, no layer,
+    or another text.
     """
     if layers is None or (isinstance(layers, str) and layers == "all"):
         return tuple(range(n_layers))

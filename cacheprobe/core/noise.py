@@ -1,7 +1,8 @@
 """Computes random numbers as a pure function of (seed, absolute position); no generator has a state to save or restore.
 
-The numbers do not depend on the batch, the phase or the order of calls. So neither a rollback nor another drafter can
-change what a request samples. Draws that must be independent at one position use different streams.
+The numbers do not depend on the batch, the phase or the order of calls. So a rollback does not change what a request
+samples; nor does another drafter, unless acceptance="rejection". Draws that must be independent at one position use
+different streams.
 """
 
 import numpy as np
@@ -39,5 +40,6 @@ def gumbel_noise(seed: int, position: int, width: int, stream: int = CHOICE_STRE
 
 
 def derive_seed(run_seed: int, index: int) -> int:
-    """Returns the seed of request number `index` of a run, for a request whose own seed is None."""
+    """Returns the seed of request number `index`, an int derived from a seed: the run's, or that of the prompt's first
+    sample."""
     return int(np.random.SeedSequence([run_seed, index]).generate_state(1, np.uint64)[0])

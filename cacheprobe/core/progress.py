@@ -57,10 +57,10 @@ class Progress:
 
     def advance(self, units: int = 1, note: str = "") -> None:
         """Adds finished units to the count and updates the display. note: a few words shown beside the rate."""
-        self.at(self.done + units, note)
+        self.set_done(self.done + units, note)
 
-    def at(self, done: int, note: str = "") -> None:
-        """Sets the number of finished units in all and updates the display. note: a few words shown beside the rate."""
+    def set_done(self, done: int, note: str = "") -> None:
+        """Sets the total number of finished units and updates the display. note: a few words shown beside the rate."""
         self.done = done
         if self._entered_at is None:
             return

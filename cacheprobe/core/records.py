@@ -1,4 +1,4 @@
-"""Defines the records that all folders exchange: frozen dataclasses that check their own values, without torch.
+"""Defines the records that all folders exchange, as frozen dataclasses, without torch.
 
 Imports neither models nor tensors nor files. `Observer` is the interface through which the engine reports.
 """
@@ -96,7 +96,7 @@ class Verdict:
     """Tokens that the verifier chose at each draft position, and one after the draft. After a draft stop token that one
     is absent: the stop token is compared but never fed."""
     num_accepted: int
-    """Length of the longest prefix of the draft that the verifier would have chosen itself."""
+    """Number of draft tokens that the verifier accepted, from the first on."""
     num_committed: int
     """Tokens that this pass committed: num_accepted + 1, or fewer if the request ended."""
     finish: str | None = None
@@ -142,8 +142,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Holds one step of the engine (a forward pass, or the copy of a shared prompt): phase, shape, requests, seconds,
-    and the resulting tokens and verdicts."""
+    """Holds one step of the engine: phase, shape, requests, seconds, and the resulting tokens and verdicts. A step is a
+    forward pass, the copy of a shared prompt, or a call of a drafter that runs no pass."""
 
     step: int
     phase: str
@@ -192,7 +192,7 @@ class ForwardRecord:
     phase: str
     rows: tuple[RowSlot, ...]
     logits: Any = None
-    """[b, t, v]; None if the pass stopped at an early layer or kept no logits."""
+    """[b, t, v]; None if the pass stopped at an early layer, or computed the logits of chosen token slots only."""
     num_layers: int | None = None
     """Number of layers that ran; None for all."""
     rewritten: Mapping[int, frozenset[int]] = field(default_factory=dict)
@@ -201,8 +201,8 @@ class ForwardRecord:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Holds the thought that a Thinking States model wrote after one chunk: its tokens, log-probabilities, and the
-    state [c, m] added to the next chunk.
+    """Holds the thought that a Thinking States model wrote after one chunk of c tokens: the thought's tokens,
+    log-probabilities, and the chunk state [c, m] that is added to the next chunk.
 
     A thought is committed or rolled back together with its chunk's last token.
     Source: Thinking States (arXiv 2602.08332), Eq. 4 and 5.
@@ -212,7 +212,7 @@ class Thought:
     step: int
     phase: str
     chunk: int
-    """Number of the chunk that the thought was made from; the thought acts on the next chunk."""
+    """Index, from 0, of the chunk that the thought was made from; the thought acts on the next chunk."""
     end: int
     """Absolute position of that chunk's last token."""
     token_ids: tuple[int, ...]
@@ -223,7 +223,7 @@ class Thought:
     first_logits: Any = field(repr=False, default=None)
     """[v]: logits from which the first token was chosen."""
     state: Any = field(repr=False, default=None)
-    """[c, m]: states that are added to the next chunk."""
+    """[c, m]: the chunk state, one vector for each token of the next chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +287,8 @@ class Observer:
         """Called after `after_forward`, once for each thought that a Thinking States model wrote in that pass."""
 
     def on_choice(self, request_id: int, step: int, position: int, token_id: int, logits: Any) -> None:
-        """Called when a token is chosen for `position` from logits [v]: a draft token, or the verifier's own. It may
-        never be committed."""
+        """Called when the engine chooses a token for `position` from logits [v], as a draft token or as the request's
+        own next one. The token may never be committed."""
 
     def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
         """Called when `token_ids` are committed at positions start, start + 1, ...; `roles` has one role for each
@@ -307,8 +307,8 @@ class Observer:
         prompt."""
 
     def on_preempt(self, request_id: int, step: int) -> None:
-        """Called when a request loses its cache row. Its keys and values are computed again later: then `on_step`,
-        `on_ledger` and `on_choice` are called, but no call announces rows or thoughts."""
+        """Called when a request loses its cache row. When its keys and values are computed again later, `on_step`,
+        `on_ledger` and `on_choice` are called, but not `before_forward`, `after_forward` and `on_thought`."""
 
     def on_compared(self, step: int, difference: str | None) -> None:
         """Called when a verify pass computed the tokens of one request twice. difference: text on where the bits

@@ -30,8 +30,8 @@ _scanned: set[str] = set()
 
 
 def register(kind: str, name: str) -> Callable[[P], P]:
-    """Returns a decorator that registers a class or function as plug-in `name` of `kind`. Raises: ValueError if another
-    one has that name."""
+    """Returns a decorator that registers a class or function as plug-in `name` of `kind`. The decorator raises
+    ValueError if another class or function has that name; a file that is loaded again may register its own again."""
 
     def keep(plugin: P) -> P:
         """Registers the plug-in and returns it unchanged."""

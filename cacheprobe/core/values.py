@@ -66,8 +66,8 @@ def require_encodable(name: str, text: str) -> None:
 
 
 def require_settings(settings: Any, above_zero: Iterable[str]) -> None:
-    """Checks the int and float fields of a settings dataclass: none may be negative, and those named in `above_zero`
-    may not be 0.
+    """Checks the int and float fields of a settings dataclass: each must be a number from 0 to below 2**31, a whole one
+    in an int field, and no field named in `above_zero` may be 0.
 
     Raises: ValueError that names the setting.
     """

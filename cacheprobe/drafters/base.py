@@ -57,20 +57,22 @@ class DraftContext(Protocol):
         ...
 
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
-        """Returns the token id that a request would choose from logits [v], with its own sampling settings and noise.
+        """Returns the token id that a request would choose next from logits [v], by its own sampling settings.
 
         drafted: draft tokens of the same `extend` call that come before this one.
+        The noise is the verifier's own, so that both choose alike. With acceptance="rejection" it is another noise, for
+        verified requests that are neither deterministic nor greedy.
         """
         ...
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes draft tokens. The verifier checks every one, so wrong tokens cost time but commit no wrong token.
+    """Proposes draft tokens. The verifier decides which ones are committed, so wrong draft tokens only cost time.
 
     drafted_layers (optional attribute): how many blocks of the verified model a draft runs; all if absent.
     deadline_seconds (optional attribute): limit of one call, see the function `deadline_seconds`. A request ends with
-        an error if a call for this request alone exceeds the limit.
+        an error if a call for this request alone, without an open draft, exceeds the limit.
     """
 
     name: ClassVar[str]
@@ -120,7 +122,7 @@ def deadline_seconds(drafter: Drafter) -> float | None:
 
 
 def require_drafter(drafter: Any, model: CachedLM) -> None:
-    """Raises: ValueError if `drafter` is not a drafter object, has a wrong deadline, or refuses this model."""
+    """Raises: ValueError if `drafter` is no drafter object, has a deadline out of range, or refuses this model."""
     missing = [part for part in ("name", "extend", "release", "check") if not hasattr(drafter, part)]
     if isinstance(drafter, type) or missing:
         lacks = f", which has no {missing[0]}" if missing and not isinstance(drafter, type | str) else ""

@@ -51,7 +51,7 @@ class EarlyExit:
         """Does nothing: this drafter stores no data for a request."""
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
-        """Returns a list of one draft token for each request, chosen from the lens's logits after block `layer`."""
+        """Returns [[token id], ...]: for each request one draft token, chosen from the lens's logits after `layer`."""
         residual = context.feed_newest(states, num_layers=self.layer + 1)
         layers = torch.full((len(states),), self.layer, device=residual.device)
         logits = self.lens.logits(context.model, residual, layers)

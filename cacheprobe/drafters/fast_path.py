@@ -15,7 +15,8 @@ from cacheprobe.models.base import CachedLM
 class FastPath:
     """Drafts one token a pass with all layers, for all drafting requests in one batch.
 
-    The drafts are nearly always accepted. They are not batch-invariant: other requests may change the last bits.
+    Nearly all draft tokens are accepted. The drafts' logits are not batch-invariant: other requests may change the last
+    bits.
 
     Source: LLM-42 (arXiv 2601.17768), section 4.2: the decode of a deterministic request is its draft.
     """
@@ -29,6 +30,6 @@ class FastPath:
         """Does nothing: this drafter stores no data for a request."""
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
-        """Returns a list of one draft token for each request, from one decode pass of the whole model."""
+        """Returns [[token id], ...]: for each request one draft token, from one decode pass of the whole model."""
         logits = context.feed_newest(states)
         return [[context.choose(state, row)] for state, row in zip(states, logits, strict=True)]

@@ -59,7 +59,7 @@ class DraftModel:
     def check(self, model: CachedLM) -> None:
         """Raises: ValueError if the draft model is the verified model, or has another vocabulary size or tokenizer.
 
-        Also chooses how the draft model runs (bridge or fast forward), for the hooks that are on it now.
+        Also chooses, by `models.paths.choose_path`, whether the draft model runs on its bridge or its fast forward.
         """
         ours = self.model
         if _weights(ours) is _weights(model):
@@ -87,7 +87,7 @@ class DraftModel:
         self._reader.forget(state)
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
-        """Returns a list of draft tokens for each request, as many as fill its draft up to `length` tokens."""
+        """Returns a list of draft tokens for each request, which fill its draft up to `length` or a stop."""
         proposals: dict[SequenceState, list[int]] = {state: [] for state in states}
         drafting = [state for state in states if self._room(state) > 0]
         while drafting:

@@ -70,8 +70,9 @@ class NGram:
         return text[num_committed:]
 
     def _vote(self, text: Sequence[int], ends: Iterable[int]) -> int | None:
-        """Returns the token that most often follows the longest matches of the end of `text`; None without a match.
+        """Returns the token that most often follows the longest matches of the end of `text`; the latest of equals.
 
+        A match is cut at max_ngram tokens. Returns None if no match has min_ngram tokens.
         ends: the index after each occurrence of the newest token, ascending, the newest token's own included.
         """
         longest = self.min_ngram

@@ -48,7 +48,10 @@ def describe(token_id: int, logits: Float[Tensor, "v"]) -> Choice:
 
 
 class Judgement(NamedTuple):
-    """Holds the verifier's own token at each draft position and one after, and the number of accepted draft tokens."""
+    """Holds the number of accepted draft tokens, and the verifier's own token at each draft position and at one after.
+
+    If the last draft token ends the request, the verifier has no token after it.
+    """
 
     target_token_ids: tuple[int, ...]
     num_accepted: int
@@ -57,8 +60,8 @@ class Judgement(NamedTuple):
 def judge_by_equality(state: SequenceState, logits: Float[Tensor, "t v"], start: int) -> Judgement:
     """Accepts the draft tokens before the first that differs from the verifier's choice. Returns a Judgement.
 
-    logits: [t, v]; row t is for position start + t. The noise depends on the position alone, so that this works at any
-    temperature.
+    logits: [t, v]; logits[i] are for position start + i. The noise depends on seed and position alone, so the
+    comparison works at any temperature.
     """
     draft = state.draft
     targets = tuple(choose_next(state, row, draft[:t], start + t) for t, row in enumerate(logits))
@@ -66,9 +69,10 @@ def judge_by_equality(state: SequenceState, logits: Float[Tensor, "t v"], start:
 
 
 def judge_by_rejection(state: SequenceState, logits: Float[Tensor, "t v"], start: int) -> Judgement:
-    """Accepts draft tokens by speculative sampling, each with probability min(1, p / q). Returns a Judgement.
+    """Accepts each draft token with probability min(1, p / q), up to the first rejected one. Returns a Judgement.
 
-    p, q: the token's probability under the model and under the drafter. logits: as for `judge_by_equality`.
+    p, q: the token's probability under the model and under the drafter; q is 1 for a token that the engine did not
+    draw. A greedy request is judged by equality. logits: as for `judge_by_equality`.
 
     Source: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1.
     """
@@ -98,4 +102,4 @@ def judge_by_rejection(state: SequenceState, logits: Float[Tensor, "t v"], start
 
 
 JUDGES = {"equality": judge_by_equality, "rejection": judge_by_rejection}
-"""The function that judges a draft, by the setting EngineConfig.acceptance."""
+"""Maps each value of EngineConfig.acceptance to the function that judges a draft."""

@@ -36,7 +36,7 @@ class Committer:
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int], position: int) -> int:
         """Returns the token id that a request chooses for `position` from logits [v], after the draft tokens `drafted`.
 
-        Raises: EngineError for logits that the request's sampling settings cannot use.
+        Raises: EngineError if the largest logit is NaN or infinite.
         """
         with self._naming(state):
             token_id = choose_next(state, logits, drafted, position)
@@ -46,7 +46,7 @@ class Committer:
     def draw_draft_token(self, state: SequenceState, logits: Tensor, drafted: Sequence[int], position: int) -> int:
         """Returns a draft token id drawn from logits [v], for acceptance="rejection".
 
-        Its noise differs from the verifier's. The distribution is kept in state.draft_probs until the verdict.
+        The noise differs from the verifier's. The distribution is kept in state.draft_probs until the draft ends.
         """
         assert state.sampling.seed is not None
         with self._naming(state):
@@ -75,15 +75,16 @@ class Committer:
         self.observer.on_choice(state.request_id, self.runner.step, position, token_id, logits)
 
     def _naming(self, state: SequenceState) -> "_Naming":
-        """Returns a context manager whose errors name this request and the current step."""
+        """Returns a context manager that turns a ValueError into an EngineError with this request and the step."""
         return _Naming(f"request {state.request_id} step {self.runner.step}", self.runner.model.name)
 
     # -- committing
 
     def apply_verdict(self, state: SequenceState, verdict: Verdict) -> None:
-        """Commits the accepted draft tokens and the verifier's own next token; reports the others as rolled back.
+        """Commits the accepted draft tokens and, unless the request ends before it, the verifier's own next token.
 
-        The slots of rolled-back tokens are freed. Ends the request if the verdict says so.
+        Reports the draft tokens from the first rejected one on as rolled back, and frees their slots. Ends the request
+        if the verdict says so.
         """
         last_committed_position, committed = state.last_committed_position, verdict.committed
         self._truncate(state, last_committed_position)
@@ -102,7 +103,8 @@ class Committer:
     def commit_plain(self, state: SequenceState, token_id: int) -> tuple[int, ...]:
         """Commits one token without a verdict: the first one after a prompt, or one of a never verified request.
 
-        Ends the request if the token does. Returns (token_id,).
+        Ends the request if the token is a stop token, completes a stop text, or is the last one allowed. Returns
+        (token_id,).
         """
         position = state.last_committed_position + 1
         self._keep_logprobs(state, position, 1)
@@ -120,7 +122,7 @@ class Committer:
     def _adapt(self, state: SequenceState, verdict: Verdict) -> None:
         """Changes the limit of a request's next draft: two more tokens after a full match, one less after a mismatch.
 
-        Does nothing unless draft_length is "adaptive".
+        The limit stays within 1 to window - 1. Does nothing for an empty draft, or unless draft_length is "adaptive".
 
         Source: the "heuristic" schedule of transformers' assisted generation.
         """
@@ -217,7 +219,7 @@ class Committer:
                 state.check()
 
     def forget_choices(self) -> None:
-        """Drops the choices since the last report, so that those of a failed step are not reported."""
+        """Drops the choices since the last report, so that choices of a failed step are never reported."""
         self._choices, self._logprobs = {}, []
 
 

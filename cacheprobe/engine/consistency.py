@@ -69,7 +69,8 @@ def serving_config(
         on the batch index, as in other engines.
     require_fit: raises ValueError for a config whose window the model or a request cannot use.
     Each shape is tried once for a model and the numeric settings of the process.
-    Raises: ShapeRefused if the given group is not batch-invariant, naming one that is, or if no shape is.
+    Raises: ShapeRefused, with another shape or setting to try, if the given group, all groups that may be chosen, or
+    the prefill group are not batch-invariant.
     """
     if "group" in open_shapes:
         windows = _other_windows(model, config, require_fit) if "window" in open_shapes else ()
@@ -88,9 +89,9 @@ def serving_config(
 def _choose(
     model: CachedLM, config: EngineConfig, others: Iterable[EngineConfig], hooked: Hooked, is_any_deterministic: bool
 ) -> EngineConfig:
-    """Returns the first of `config` and `others`, with the first group, that the trial finds batch-invariant.
+    """Returns the first EngineConfig, of `config` and `others`, for which a group is batch-invariant; with this group.
 
-    Raises: ShapeRefused if there is none and a request is deterministic; else returns `config` with its first group.
+    If there is none: raises ShapeRefused if a request is deterministic, else returns `config` with its first group.
     """
     faults = []
     for shape in (config, *others):
@@ -109,7 +110,7 @@ def _choose(
 
 
 def _groups(window: int) -> tuple[int, ...]:
-    """Returns the groups to try for a window, in order."""
+    """Returns the group sizes to try for a window, as a tuple in the order of trial."""
     return _GROUPS_OF_ONE_ROW if window == 1 else _GROUPS
 
 
@@ -195,14 +196,14 @@ class _Cycle:
         self.num_run = 0
         self._fill(draw)
         self.first: dict[tuple[str, int, int], Tensor] = {}
-        """By (site, layer, text): the values of its tokens in the first pass."""
+        """By (site, layer, text): the values of the text's tokens in the first pass."""
         self.found: str | None = None
         self.shift_of_row: list[int] = []
         self.is_compared: list[bool] = []
         self.stream_of_row: list[int] = []
 
     def _fill(self, draw: torch.Generator) -> None:
-        """Fills the slots before each text with random keys and values, equal in all rows of one text."""
+        """Fills the slots before each text with random keys and values, equal in all cache rows with the same text."""
         first = self.cache.keys[0]
         for row in range(self.batch):
             start = self.starts[row % self.num_streams]

@@ -37,7 +37,7 @@ MOST_GIVEN_UP = 8
 _LITTLE_SECONDS = 0.002
 """Processor seconds; a thread that only waits uses less in a tenth of a second."""
 _MAX_DEADLINES = 10
-"""Limit of a call, in deadlines, if the passes of the model that it requests count too."""
+"""Maximum duration of a call, in deadlines, with the engine's work for this call included."""
 
 
 class DrafterCalls:
@@ -56,10 +56,10 @@ class DrafterCalls:
     def extend(
         self, context: DraftContext, states: Sequence[SequenceState], step: int, max_tokens: int
     ) -> list[tuple[int, ...]]:
-        """Calls the drafter once. Returns a tuple of up to `max_tokens` draft token ids for each request.
+        """Calls the drafter once. Returns a list with one tuple of up to `max_tokens` draft token ids for each request.
 
-        Raises: EngineError, with the requests and the step, if the drafter raises, returns no lists of token ids, or
-        exceeds its deadline.
+        Raises: EngineError, with the requests and the step, if the drafter raises, returns no lists of token ids,
+        exceeds its deadline, or has exceeded the deadline MOST_GIVEN_UP times before.
         """
         drafter = self._drafter
         assert drafter is not None
@@ -133,9 +133,9 @@ def is_own(drafter: Any) -> bool:
 def _checked(
     result: Any, states: Sequence[SequenceState], max_tokens: int, step: int, name: str
 ) -> list[tuple[int, ...]]:
-    """Returns a drafter's result as a tuple of up to `max_tokens` token ids for each request.
+    """Returns a drafter's result as a list with one tuple of up to `max_tokens` token ids for each request.
 
-    Raises: EngineError that names the request if its entry is not a list of token ids.
+    Raises: EngineError, with request and step, if the result is not one list of token ids for each request.
     """
     numbers = ", ".join(str(state.request_id) for state in states)
     wanted = f"must return {len(states)} lists of token ids, one for each request"
@@ -171,10 +171,11 @@ class _GivenUpError(BaseException):
 
 
 class _Thread:
-    """Runs the drafter's jobs in a second thread. Its calls of the engine are done in the thread that calls `run`."""
+    """Runs the drafter's jobs in a second thread. The jobs' calls of the engine run in the thread that calls `run`."""
 
     def __init__(self) -> None:
         self.jobs: SimpleQueue[Any] = SimpleQueue()
+        """To the thread: (function from `_copy_settings`, job without arguments); None ends the thread."""
         self._messages: SimpleQueue[tuple[str, Any]] = SimpleQueue()
         """From the thread: ("call", (method, arguments)), ("returned", value) or ("raised", error)."""
         self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
@@ -189,13 +190,14 @@ class _Thread:
     def run(self, job: "Callable[[Any], Any]", context: DraftContext | None, seconds: float) -> Any:
         """Runs a job in the thread and returns its result. The job gets a DraftContext that this thread may use.
 
-        Raises: what the job raises; _OutOfTimeError after `seconds`, without the time of the model's passes.
+        Raises: what the job raises; _OutOfTimeError after `seconds` without the engine's work for the job, or after
+        _MAX_DEADLINES times `seconds` with this work.
         """
         usable = None
         if context is not None:
             usable = _ThreadContext(context.model, self._messages, self._results, self._is_given_up)
         with computing.lent_to(self._thread.ident):  # it may run a model by itself
-            self.jobs.put((_settings(), lambda: job(usable)))
+            self.jobs.put((_copy_settings(), lambda: job(usable)))
             return self._wait(context, seconds)
 
     def _wait(self, context: DraftContext | None, seconds: float) -> Any:
@@ -235,7 +237,7 @@ class _Thread:
 
 
 def _is_computing(ident: int) -> bool:
-    """Returns True if a living thread uses the processor in the next 0.1 s, or if the system cannot tell."""
+    """Returns True if the living thread `ident` uses the processor in the next 0.1 s, or if the system cannot tell."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return True
     clock = time.pthread_getcpuclockid(ident)
@@ -274,7 +276,7 @@ class _ThreadContext:
 
 
 def _call_engine(context: DraftContext | None, call: tuple[str, tuple[Any, ...]]) -> tuple[Any, BaseException | None]:
-    """Calls a method of the context. Returns (result, None), or (None, error) if it raises."""
+    """Calls a method of the context, given as (name, arguments). Returns (result, None), or (None, error)."""
     name, args = call
     try:
         return getattr(context, name)(*args), None
@@ -292,23 +294,27 @@ def _work(jobs: SimpleQueue, messages: SimpleQueue, is_given_up: threading.Event
         pass
 
 
-def _result(settings: "Callable[[ExitStack], contextvars.Context]", job: Callable[[], Any]) -> tuple[str, Any]:
-    """Runs a job under `settings`. Returns ("returned", its result) or ("raised", its error)."""
+def _result(enter_settings: "Callable[[ExitStack], contextvars.Context]", job: Callable[[], Any]) -> tuple[str, Any]:
+    """Runs a job under settings from `_copy_settings`. Returns ("returned", result) or ("raised", error) of the job."""
     try:
         with ExitStack() as stack:
-            return "returned", settings(stack).run(job)
+            return "returned", enter_settings(stack).run(job)
     except BaseException as error:  # KeyboardInterrupt and SystemExit are raised again in the caller, too
         return "raised", error
 
 
-def _settings() -> "Callable[[ExitStack], contextvars.Context]":
-    """Returns a function that applies this thread's torch settings and context variables in another thread."""
+def _copy_settings() -> "Callable[[ExitStack], contextvars.Context]":
+    """Copies this thread's torch settings and context variables. Returns a function to call in another thread.
+
+    The function takes an ExitStack and sets the torch settings until the stack closes. It returns the context variables
+    as a Context; code sees them only inside `Context.run`.
+    """
     has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     variables = contextvars.copy_context()
 
     def enter(stack: ExitStack) -> contextvars.Context:
-        """Applies the torch settings until the stack closes, and returns the context variables."""
+        """Sets the torch settings until the stack closes. Returns the Context in which the caller runs its code."""
         stack.enter_context(torch.inference_mode(is_inference))
         stack.enter_context(torch.set_grad_enabled(has_grad))
         for kind, dtype in casts:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Request, fingerprint_differences
 from cacheprobe.interventions.base import Intervention
-from cacheprobe.interventions.editor import changes_fingerprint
+from cacheprobe.interventions.editor import intervention_entries
 from cacheprobe.models.base import CachedLM
 
 Fingerprint = dict[str, str | int | float]
@@ -40,13 +40,13 @@ def schedule_fingerprint(
     facts = model.fingerprint()
     snapshots = [f"request {r.request_id}: {r.cached.digest()}" for r in requests if r.cached is not None]
     cached = {"cached": "; ".join(snapshots)} if snapshots else {}
-    return {**facts, **shapes, **changes_fingerprint(interventions, facts), **cached}
+    return {**facts, **shapes, **intervention_entries(interventions, facts), **cached}
 
 
 def require_same(a: Fingerprint, b: Fingerprint, what: str) -> None:
-    """Raises: FingerprintMismatch that names the fields in which two schedule fingerprints differ.
+    """Raises: FingerprintMismatch if two schedule fingerprints differ; the message names the differing fields.
 
-    what: the two things compared, for the message. The names of model and adapter may differ; their weights may not.
+    what: the two things compared, for the message. The names of model and adapter may differ, the weights may not.
     """
     differing = [f"{key}: {x!r} against {y!r}" for key, x, y in fingerprint_differences(a, b)]
     if differing:

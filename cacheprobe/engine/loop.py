@@ -39,7 +39,8 @@ def rounds(
     Requests may be cancelled between rounds. editor: applies interventions; its hooks must be on the model already.
     watch: computes tokens of a verify pass twice and compares them.
 
-    A request whose pass fails ends with an error, and the others go on. Raises: EngineError if every request failed.
+    A request whose passes fail, also without its draft, ends with an error; the others go on. Raises: EngineError if
+    there is no request or all failed; ValueError if the drafter refuses the model.
     Twin: cacheprobe.engine.reference.run_reference, == for tokens; bitwise for the states of deterministic requests.
     """
     engine, scheduler = prepare(model, states, config, observer, drafter, editor, watch)
@@ -90,9 +91,10 @@ def prepare(
     editor: Editor | None = None,
     watch: Watch | None = None,
 ) -> tuple[Engine, Scheduler]:
-    """Returns (Engine, Scheduler) for these requests, and allocates their cache: a row for each running request.
+    """Returns (Engine, Scheduler) for these requests, and allocates their cache: a cache row for each request that runs
+    at the same time, and one for dummies.
 
-    One more row is for dummies. Raises: EngineError without a request.
+    Sets the field draft_cap of each request. Raises: EngineError without a request.
     """
     if not states:
         raise EngineError("there is no request to run")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cacheprobe.core.records import ForwardRecord, Observer, RowSlot, Thought
 from cacheprobe.engine.watch import Difference, Watch
-from cacheprobe.interventions.editor import Editor, Slot, token_phase
+from cacheprobe.interventions.editor import Editor, TokenSlot, token_phase
 from cacheprobe.kvcache.cache import Copy, KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
@@ -28,11 +28,11 @@ _CPU_REFUSAL = "can't allocate memory"
 
 
 class EngineError(RuntimeError):
-    """Raised if a pass failed or a run cannot go on; names requests and step. The failed pass committed no token."""
+    """Raised if a pass failed, with its requests and step, or if a run cannot go on. A failed pass commits no token."""
 
 
 class ShapeFault(EngineError):
-    """Raised if a verify pass computed a request's tokens twice and got different bits: its shape is not reliable."""
+    """Raised if a verify pass computed a request's tokens twice with different bits: the pass's shape is at fault."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,9 @@ class ModelRunner:
         editor: Editor | None = None,
         watch: Watch | None = None,
     ) -> None:
-        """editor: applies interventions, from the positions of each pass that `run` gives to `Editor.aim`.
+        """Prepares passes of `model` over `cache`, which are reported to `observer`.
+
+        editor: applies interventions; `run` calls its method `aim` before each pass.
         watch: computes tokens of a verify pass twice and compares the bits; by default of logits, keys and values.
         """
         self.model, self.cache, self.observer, self.editor = model, cache, observer, editor
@@ -102,12 +104,13 @@ class ModelRunner:
     ) -> PassOutcome:
         """Runs a [batch, width] pass over the entries, with pads after each entry and dummies at unused batch indices.
 
-        Returns an PassOutcome. num_layers, logit_slots: as for CachedLM.forward.
+        Returns a PassOutcome. num_layers, logit_slots: as for CachedLM.forward.
 
         batch: fixed number of batch indices; attention then runs over the whole capacity. None: one batch index for
         each entry, with attention over the slots in use.
         is_hidden: the pass rebuilds a preempted request, so its rows and thoughts are not reported again.
-        Raises: EngineError if the entries do not fit the shape, or if the model fails.
+        Raises: EngineError if the entries do not fit the shape, if the model fails or gives NaN, or if the observer
+        runs out of memory; ShapeFault if tokens that were computed twice have different bits.
         """
         self.step += 1
         longest = max(len(entry.token_ids) for entry in entries)
@@ -190,7 +193,7 @@ class ModelRunner:
 
     @contextmanager
     def _recording(self, phase: str, entries: Sequence[Entry]) -> Iterator[None]:
-        """Turns an out-of-memory error of the observer into an EngineError of the pass. Other errors end the run."""
+        """Turns an out-of-memory error raised inside the `with` into an EngineError. Other errors are not changed."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
@@ -203,7 +206,7 @@ class ModelRunner:
     ) -> Reach:
         """Returns a Reach: how many cache slots each token's attention runs over, from the token's position.
 
-        In a prefill chunk longer than SPAN_STEP it is the same for all tokens of the chunk.
+        In a prefill pass longer than SPAN_STEP tokens, all tokens of one prompt attend over the same number of slots.
         """
         of = reach_of_pass if phase == "prefill" and self.shape[1] > SPAN_STEP else reach_of_positions
         pieces: list[tuple[SlotSpan, ...]] = [()] * size
@@ -250,9 +253,9 @@ class ModelRunner:
     def _require_numbers(
         self, out: Tensor, entries: Sequence[Entry], batch_index: Sequence[int], slots: Sequence[int]
     ) -> None:
-        """Raises: EngineError if the logits of an entry's token contain NaN, or their maximum is infinite.
+        """Raises: EngineError if the output for a real token contains NaN, or if its maximum is infinite.
 
-        slots: the token slots that `out` holds.
+        slots: the token slots that `out` holds. If they are not all, only an entry's last token among them is checked.
         """
         top = out.amax(-1).cpu()  # the largest number of each slot
         if bool(torch.isfinite(top).all()):
@@ -281,7 +284,7 @@ def place_rows(taken: Sequence[int], size: int, cache: KVCache) -> list[int] | N
 
 
 def _slots(entries: Sequence[Entry], batch_index: Sequence[int]) -> list[RowSlot]:
-    """Returns a RowSlot for each real token of a pass, entry by entry, for the observer."""
+    """Returns a list of RowSlots for the observer: one for each real token of a pass, entry by entry."""
     return [
         RowSlot(
             entry.state.request_id,
@@ -297,10 +300,13 @@ def _slots(entries: Sequence[Entry], batch_index: Sequence[int]) -> list[RowSlot
     ]
 
 
-def _aims(phase: str, entries: Sequence[Entry], batch_index: Sequence[int]) -> list[Slot]:
-    """Returns a Slot for each real token of a pass, in the order of `_slots`, for the editor of interventions."""
+def _aims(phase: str, entries: Sequence[Entry], batch_index: Sequence[int]) -> list[TokenSlot]:
+    """Returns a list of TokenSlots for the editor of interventions: one for each real token, in the order of `_slots`.
+
+    phase: of the pass, from which `token_phase` finds the phase of each token.
+    """
     return [
-        Slot(e.state.request_id, b, t, e.start + t, token_phase(e.state, e.start + t, phase))
+        TokenSlot(e.state.request_id, b, t, e.start + t, token_phase(e.state, e.start + t, phase))
         for b, e in zip(batch_index, entries, strict=True)
         for t in range(len(e.token_ids))
     ]

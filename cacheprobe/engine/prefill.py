@@ -55,7 +55,10 @@ class Prefill:
             self.committer.report("prefill", [e.state for e in entries], committed=tuple(committed))
 
     def _prompt_passes(self, states: Sequence[SequenceState]) -> Iterator[tuple[list[Entry], int]]:
-        """Yields (entries, width) of each prefill pass, until every prompt is read. Its caller sets num_prefilled."""
+        """Yields (entries, width) of each prefill pass, until every prompt is read.
+
+        The caller must set num_prefilled of each request after the pass.
+        """
         is_fixed = states[0].is_verified
         size = self.config.prefill_group if is_fixed else len(states)
         chunk = self.config.prefill_chunk if is_fixed else FREE_PREFILL_WIDTH
@@ -86,8 +89,9 @@ class Prefill:
     def _logit_slots(self, last: Sequence[int | None], width: int, is_fixed: bool) -> list[int] | None:
         """Returns the token slots whose logits a prefill pass computes; None for all slots.
 
-        last: for each prompt, the slot of its last token, or None if the pass does not reach it. In a fixed pass of
-        several prompts it is all slots or one, so that a prompt's bits do not depend on where the others end.
+        last: for each prompt, the slot of its last token, or None if the pass does not reach this token. A verified
+        pass of several prompts computes all slots or only its last one: a prompt's bits must not depend on where
+        another prompt ends.
         """
         needed = sorted({slot for slot in last if slot is not None})
         return None if needed and is_fixed and self.config.prefill_group > 1 else needed or [width - 1]

@@ -44,8 +44,8 @@ def run_reference(
 ) -> Generator[int, None, None]:
     """Runs each request alone on a fresh cache. Yields the step number after every verify pass (one committed token).
 
-    The prompt is read in fixed chunks; then verify passes run with empty drafts. Raises: EngineError if all requests
-    failed.
+    The prompt is read in fixed chunks; then verify passes run with empty drafts.
+    Raises: EngineError if all requests failed.
 
     Source: LLM-42 (arXiv 2601.17768): the declared reference is the verifier's schedule, not batch-1 decoding.
     """

@@ -32,9 +32,9 @@ class RunGuard:
 
     @contextmanager
     def holding(self, hooks: AbstractContextManager[object]) -> Iterator[None]:
-        """Inside the `with`, the run's hooks are on the model and no other thread computes; steps of the run go here.
+        """Inside the `with`, the run's hooks are on the model and no other thread computes; the caller runs steps here.
 
-        The lock is one for all models. Raises: FingerprintMismatch if a numeric setting changed since the run began;
+        All models share one lock. Raises: FingerprintMismatch if a numeric setting changed since the run began;
         ModelError inside a step of another run of the model.
         """
         with hold_model(self.model), hooks:
@@ -47,10 +47,10 @@ class RunGuard:
         require_same(self._settings, numeric_settings(), what)
 
     def require_unchanged(self, had_pauses: bool) -> None:
-        """Raises: FingerprintMismatch if numeric settings or weights differ from those at the run's begin.
+        """Raises: FingerprintMismatch if numeric settings or weights have changed since the run began.
 
-        had_pauses: the caller's code ran between steps, so all bytes of the weights are read again. Otherwise they are
-            read again only if a setting changed, or if a weight was edited or moved.
+        had_pauses: the caller's code ran between steps, so all bytes of the weights are read again. Otherwise the
+            weights are read again only if a setting changed, or if a weight was edited or moved.
         """
         if had_pauses or numeric_settings() != self._settings or _versions(self.model) != self._versions:
             what = "begin and end of one run, which must end before weights or settings are changed,"

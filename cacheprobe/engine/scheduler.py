@@ -14,7 +14,10 @@ tokens a second time, for comparison (see watch.py)."""
 
 
 class Scheduler:
-    """Admits requests in the order of arrival, at most `max_running` at once, and chooses the requests of each pass."""
+    """Admits requests, preempts and retires them, and chooses the requests of each pass.
+
+    Requests are admitted in the order of arrival, preempted ones first, as `max_running` and max_kv_tokens allow.
+    """
 
     def __init__(self, states: Sequence[SequenceState], cache: KVCache, config: EngineConfig, max_running: int) -> None:
         self.waiting = deque(sorted(states, key=lambda state: state.request.arrival_step))
@@ -52,9 +55,10 @@ class Scheduler:
         return admitted
 
     def to_preempt(self) -> list[SequenceState]:
-        """Removes the newest running requests until the others fit into max_kv_tokens slots; returns those removed.
+        """Removes the last admitted requests until the others fit into max_kv_tokens slots; returns the removed ones.
 
-        They wait at the front of the queue. The last running request stays. The caller frees the cache rows.
+        Removed requests wait at the front of the queue. One running request always stays. The caller frees the cache
+        rows.
         """
         preempted = []
         while (
@@ -69,7 +73,10 @@ class Scheduler:
         return preempted
 
     def cancelled(self) -> list[SequenceState]:
-        """Returns the requests that were cancelled since the last round. Waiting ones move to `running`."""
+        """Returns the requests that were cancelled since the last round.
+
+        A waiting one moves to `running`, even beyond `max_running`, so that `retire` removes it.
+        """
         for state in [s for s in self.waiting if s.is_cancel_requested]:
             self.waiting.remove(state)
             self.running.append(state)

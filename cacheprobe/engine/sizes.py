@@ -32,9 +32,9 @@ CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 
 
 def available_bytes(device: torch.device | None = None) -> int | None:
-    """Returns the number of bytes that can still be allocated on a device; None if it is unknown.
+    """Returns an estimate of the bytes that can still be allocated on a device; None if it is unknown.
 
-    device: None for the machine's main memory.
+    device: None for the machine's main memory. A container's limit counts as a whole, without what is in use.
     """
     if device is not None and device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -67,7 +67,7 @@ def _from_cgroup(path: Path) -> int | None:
 def require_cache_fits(model: CachedLM, config: EngineConfig, in_flight: int, num_needed: int = 1) -> None:
     """Raises: ValueError if the KV cache and the logits of one verify pass exceed a device's available memory.
 
-    The message names the largest sizes that fit.
+    The message names the largest sizes that fit, if it is enough to lower one of them.
     in_flight: maximum number of requests with a cache row.  num_needed: slots that the longest request needs.
     """
     probe = model.new_cache(1, 1)
@@ -113,8 +113,7 @@ def require_records_fit(
 
     The message names the largest sizes that fit.
 
-    requests: (prompt tokens, new tokens, samples n) of each prompt. Samples share the prompt's
-        states.
+    requests: (prompt tokens, new tokens, samples n) of each prompt. Samples share the prompt's states.
     """
     states, reading = _state_bytes(model, capture, layers), len(layers) * READING_BYTES * capture.reads_lens
     phases = set(capture.phases or ("prefill", "decode", "verify"))
@@ -142,7 +141,7 @@ def require_records_fit(
 
 
 def _state_bytes(model: CachedLM, capture: CaptureConfig, layers: Sequence[int]) -> int:
-    """Returns the number of bytes of the states kept for one token. Attention patterns are left out."""
+    """Returns the number of bytes of the states kept for one token. Left out: k, v and attention patterns of heads."""
     dtype = getattr(torch, capture.dtype) if capture.dtype else model.dtype
     heads, width = model.head_shape
     query = heads * width * sum(site in ("q", "z") for site in capture.heads)

@@ -24,7 +24,7 @@ from cacheprobe.ops.acceptance import clip_draft
 class Attempt:
     """Holds the requests of one attempt at a pass. Inside `with attempt as states:` the caller runs the pass.
 
-    An EngineError does not leave the `with`: it is kept in `error`. Other errors do.
+    An EngineError ends the `with` block and is kept in `error`. Any other error is raised.
     """
 
     def __init__(self, states: Sequence[SequenceState]) -> None:
@@ -42,7 +42,7 @@ class Attempt:
 
 
 class Engine:
-    """Runs prefill, decode and verify passes, and isolates requests whose pass fails. Is also the DraftContext."""
+    """Runs prefill, decode and verify passes, and isolates requests whose pass fails. Also is the DraftContext."""
 
     def __init__(self, runner: ModelRunner, config: EngineConfig, drafter: Drafter | None = None) -> None:
         self.runner, self.config = runner, config
@@ -98,9 +98,9 @@ class Engine:
         self._take(states, proposals)
 
     def _take(self, states: Sequence[SequenceState], proposals: Sequence[Sequence[int]]) -> None:
-        """Adds each request's proposed tokens to its draft, or commits them if it is never verified; reports a step.
+        """Adds each request's proposed tokens to its draft; a never verified request commits its one token instead.
 
-        A draft without new tokens is closed: it goes to the verifier.
+        Reports the step. A draft that got no new token is closed: it goes to the verifier.
         """
         kept = [self._clip(state, token_ids) for state, token_ids in zip(states, proposals, strict=True)]
         committed, proposed = [], []
@@ -114,7 +114,10 @@ class Engine:
         self.committer.report("decode", states, committed=tuple(committed), proposed=tuple(proposed))
 
     def _clip(self, state: SequenceState, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Returns the proposed tokens that fit the request's draft. Raises: EngineError for an unknown token id."""
+        """Returns the proposed tokens that fit a verified request's draft; those of another request unchanged.
+
+        Raises: EngineError if a token that fits is outside the vocabulary.
+        """
         if not state.is_verified:
             return tuple(token_ids)
         limit = state.draft_limit(self.config.window) - len(state.draft)
@@ -128,7 +131,10 @@ class Engine:
         return kept
 
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
-        """Runs a decode pass on each request's newest token. Returns logits [b, v]; see DraftContext.feed_newest."""
+        """Runs a decode pass on each request's newest token. Returns logits [b, v], or states [b, m] with `num_layers`.
+
+        See DraftContext.feed_newest.
+        """
         entries = _newest_entries(states)
         out = self.runner.run("decode", entries, 1, num_layers=num_layers).out
         self._write_newest(entries)
@@ -220,7 +226,7 @@ class Engine:
 
 
 def _newest_entries(states: Sequence[SequenceState]) -> list[Entry]:
-    """Returns an Entry for each request of a decode pass: its newest token, committed or drafted."""
+    """Returns a list with an Entry for each request of a decode pass: its newest token, committed or drafted."""
     return [
         Entry(state, state.newest[:1], state.newest[1], not state.is_verified, 1 if state.draft else 0)
         for state in states
@@ -239,7 +245,7 @@ def verify_entry(state: SequenceState) -> Entry:
 def _same_prompt(state: SequenceState, others: Sequence[SequenceState]) -> SequenceState | None:
     """Returns the first of `others` with the prompt of `state` and the same prefill schedule; None without one.
 
-    Requests with interventions or with cached rows share no prompt.
+    Requests with interventions, or that continue a KVSnapshot, share no prompt.
     """
     if state.is_edited:
         return None

@@ -62,7 +62,7 @@ class Watch:
         """(layer, site) of each captured state that differs between the original and its copy."""
 
     def listening(self, sink: StateSink) -> StateSink:
-        """Returns a sink for captured states that compares original and copy, then calls `sink` with the state."""
+        """Returns a function (site, layer, state), a hook's sink: compares original and copy, then calls `sink`."""
 
         def capture(site: str, layer: int, value: Tensor) -> None:
             """Compares the states of original and copy, if the pass has a copy, and calls `sink`."""
@@ -84,8 +84,9 @@ class Watch:
     ) -> Copy | None:
         """Copies a deterministic request into the last, unused batch index of a verify pass. Returns a Copy, or None.
 
-        Changes cache_rows, starts and fed [b, t] of the pass in place. None: no request qualifies. Takes the request
-        that was compared least often. token_ids: what each request feeds.
+        Changes cache_rows, starts and fed [b, t] of the pass in place. Takes the request that was compared least often;
+        None if every deterministic request has interventions or continues a KVSnapshot, or if the cache allows no copy.
+        token_ids: the tokens that each request feeds.
         The copy begins up to a window of committed tokens earlier, so that other window slots are compared too. The
         results for these tokens are compared with those of the earlier pass.
         """
@@ -107,7 +108,10 @@ class Watch:
         return Copy(original, copy, shift, count, num_again)
 
     def _known_logits(self, state: SequenceState, start: int, num_again: int) -> Tensor | None:
-        """Returns logits [n, v] of up to `num_again` tokens before `start`, kept from the last verify pass, or None."""
+        """Returns the kept logits [n, v] of up to `num_again` tokens before position `start`, or None.
+
+        None: the last verify pass of the cache row was of another request, or fed no token before `start`.
+        """
         request_id, first, logits = self._before.get(state.cache_row, (-1, 0, torch.zeros(0)))
         is_its_own = request_id == state.request_id and first < start
         return logits[max(start - num_again - first, 0) : start - first] if is_its_own else None
@@ -141,7 +145,7 @@ class Watch:
     ) -> Difference | None:
         """Returns the first Difference between original and copy in the pass just run; None if all bits are equal.
 
-        logits: [b, t, v] of the pass.  forward: runs it again; called only after a difference, to find its operation.
+        logits: [b, t, v] of the pass.  forward: runs the pass again; called only if bits differ, to find the operation.
         """
         before = self._logits_before
         made_again = logits[copy.copy, copy.shift - (0 if before is None else len(before)) : copy.shift]

@@ -20,7 +20,9 @@ ACTIONS = ("replace", "add")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Intervention:
-    """Changes the states of one request at one site and layer, whenever its positions are computed: also in drafts.
+    """Describes a change of one request's states at one site and layer.
+
+    Acts whenever one of `positions` is computed, in draft passes too, unless `phases` or `steps` exclude the pass.
 
     Create one with `zero`, `mean`, `resample`, `add`, `replace` or `swap`. Later layers compute their keys and values
     from the changed states, as in a forward pass without a cache.
@@ -42,7 +44,7 @@ class Intervention:
     """Absolute positions of input tokens, one or several (stored as a tuple); 0 is the prompt's first token. None for
     every computed position."""
     head: int | None = None
-    """At site T: changes this head's z [d_head] (its input of the output projection) instead of T. None for T."""
+    """At site T: changes this head's z [d_head], its part of the output projection's input. None: changes T itself."""
     phases: "str | Iterable[str] | None" = None
     """One or more of prefill (prompts), decode (draft tokens when they are drafted, and the tokens of never verified
     requests) and verify; None for all."""
@@ -90,7 +92,7 @@ class Intervention:
         return self.site if self.head is None else HEADS, self.layer
 
     def vectors_at(self, positions: list[int]) -> Tensor:
-        """Returns the vector for each of `positions`, [len(positions), w]."""
+        """Returns a tensor [len(positions), w]: the vector for each of `positions`."""
         if self.seed is not None:
             n = len(self.vectors)
             return self.vectors[[int(uniform_noise(self.seed, p, 1, RESAMPLE_STREAM)[0] * n) for p in positions]]
@@ -143,7 +145,7 @@ def _checked(vectors: object, what: str) -> Tensor:
 def _as_numbers(given: Any, noun: str, what: str) -> tuple[int, ...] | None:
     """Returns one number or several as a tuple of int; None for None.
 
-    Raises: ValueError for no number, a negative one, or one that is given twice.
+    Raises: ValueError for an empty list, a negative number, or a number that is given twice.
     """
     if given is None:
         return None

@@ -11,7 +11,7 @@ from cacheprobe.models.base import CachedLM, ModelError
 
 @dataclass(frozen=True)
 class Drafting:
-    """Says how a run drafts, so that an intervention that acts in drafts only can be checked."""
+    """Holds how a run drafts, to check interventions that act in drafts: drafter, number of blocks, and window."""
 
     drafter: str
     """The drafter's name."""
@@ -50,9 +50,10 @@ def check_model(one: Intervention, model: CachedLM) -> None:
 
 
 def check_request(one: Intervention, state: SequenceState, drafting: Drafting | None = None) -> None:
-    """Raises: ValueError if the request never computes the intervention's positions, or not in its phases.
+    """Raises: ValueError if the request does not compute all of the intervention's positions, or none in its phases.
 
-    For a deterministic request, also if `steps` are given or own_fingerprint is not True.
+    Also if the prompt has another length than the intervention names. For a deterministic request, also if `steps` are
+    given or own_fingerprint is not True.
     drafting: None for the slow reference (`cp.reference`), which drafts no tokens.
     """
     request, prompt = state.request, state.request.num_prompt_tokens
@@ -95,8 +96,9 @@ def check_request(one: Intervention, state: SequenceState, drafting: Drafting | 
 def _possible_phases(
     one: Intervention, state: SequenceState, last: int, drafting: Drafting | None
 ) -> tuple[set[str], str]:
-    """Returns (the phases that compute one of the intervention's positions, why drafts do not compute one or "").
+    """Returns (set of phases in which a position of the intervention is computed, reason why decode is not in the set).
 
+    The reason is text in brackets; "" if decode is in the set, or if all positions lie in the prompt.
     last: the last position that the request computes.
     """
     prompt = state.request.num_prompt_tokens

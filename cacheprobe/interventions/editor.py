@@ -18,8 +18,11 @@ from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 
 
-class Slot(NamedTuple):
-    """Says which token a slot of a pass holds: its request, absolute position and phase. Pads have no Slot."""
+class TokenSlot(NamedTuple):
+    """Holds the request, absolute position and phase of the token at one batch index and token slot of a pass.
+
+    Pads have no TokenSlot.
+    """
 
     request_id: int
     batch_index: int
@@ -30,7 +33,7 @@ class Slot(NamedTuple):
 
 
 class _Hit(NamedTuple):
-    """Holds the batch indices b and slots t of a pass at which one intervention acts, and their positions."""
+    """Holds where one intervention acts in a pass: batch indices b, token slots t, and absolute positions."""
 
     number: int
     """Index of the intervention among those of the run."""
@@ -50,7 +53,7 @@ def token_phase(state: SequenceState, position: int, pass_phase: str) -> str:
 
 
 class Editor:
-    """Applies the interventions of one run. Call `aim` before a pass and `rest` after it; hooks call `edit` in it."""
+    """Applies the interventions of one run. `aim` must be called before a pass, `rest` after it; hooks call `edit`."""
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class Editor:
         """The (site, layer) pairs of the hooks that the interventions need, sorted."""
         return sorted({one.place for one in self.interventions})
 
-    def aim(self, step: int, slots: Sequence[Slot], is_hidden: bool) -> None:
+    def aim(self, step: int, slots: Sequence[TokenSlot], is_hidden: bool) -> None:
         """Finds where the interventions act in the coming pass. Must be called before every pass of the engine.
 
         slots: the tokens of the pass.  is_hidden: the pass rebuilds a preempted request.
@@ -110,7 +113,7 @@ class Editor:
                 rewritten.setdefault(one.layer, set()).update(chosen)
         self.rewritten = {layer: frozenset(numbers) for layer, numbers in rewritten.items()}
 
-    def _acts(self, number: int, one: Intervention, slot: Slot, is_hidden: bool) -> bool:
+    def _acts(self, number: int, one: Intervention, slot: TokenSlot, is_hidden: bool) -> bool:
         """Returns True if intervention `one`, with index `number`, changes the token of this slot in this pass."""
         if slot.request_id != one.request_id or (one.positions is not None and slot.position not in one.positions):
             return False
@@ -127,7 +130,7 @@ class Editor:
     def edit(self, site: str, layer: int, value: Tensor) -> Tensor | None:
         """Returns a changed copy of a hook's tensor, or None if no intervention acts at this site and layer.
 
-        All other slots keep their bits. Raises: ValueError if a result is NaN or infinite in the model's dtype.
+        All other tokens keep their bits. Raises: ValueError if a result is NaN or infinite in the model's dtype.
         """
         hits = self._aimed.get((site, layer))
         if not hits:
@@ -146,7 +149,7 @@ class Editor:
     # -- reports
 
     def unused(self) -> list[Intervention]:
-        """Returns a list of the interventions that never acted, for example because a request ended before."""
+        """Returns a list of the interventions that never acted, for example because the request ended too early."""
         return [one for one, applied in zip(self.interventions, self.applied, strict=True) if not applied]
 
     def record(self) -> list[dict[str, object]]:
@@ -169,10 +172,11 @@ def digests(interventions: Iterable[Intervention]) -> dict[int, str]:
     return {r: hashlib.sha256(json.dumps(texts[r]).encode()).hexdigest() for r in sorted(texts)}
 
 
-def changes_fingerprint(interventions: Sequence[Intervention], model_facts: Mapping[str, object]) -> dict[str, str]:
-    """Returns the entries that interventions add to the schedule fingerprint; {} without interventions.
+def intervention_entries(interventions: Sequence[Intervention], model_facts: Mapping[str, object]) -> dict[str, str]:
+    """Returns the entries that interventions add to the schedule fingerprint, all text; {} without interventions.
 
-    The entries hold the `digests` of the requests, and whether hooks of the bridge or of the fast path act.
+    interventions: the SHA-256 of each request's interventions, from `digests`.
+    interventions_act_through: "hooks of the fast", "hooks of the bridge" or "hooks of the thinking": the model's path.
     """
     if not interventions:
         return {}

@@ -1,6 +1,6 @@
 """Defines the functions that create interventions: zero, replace, add, mean, resample and swap.
 
-`**where` are the other fields of the Intervention: request_id, site, layer, positions, head, phases, steps ...
+The keyword arguments `**where` set the Intervention's other fields: request_id, site, layer, positions, head, ...
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class SwapWhere(TypedDict, total=False):
 
 
 class Where(SwapWhere, total=False):
-    """Types the keyword arguments of the other functions: the request, and where and when to act."""
+    """Types the keyword arguments of zero, replace, add, mean and resample: the request, and where and when to act."""
 
     request_id: Required[int]
     num_prompt_tokens: int | None
@@ -84,7 +84,8 @@ def mean(states: Tensor, **where: Unpack[Where]) -> Intervention:
     The mean is computed in float32, or in float64 for float64 states.
     Source: mean ablation of Wang et al. 2022 (arXiv 2211.00593), section 2.1.
     """
-    return Intervention(name="mean", action="replace", vectors=as_wide(_rows(states, "mean")).mean(0), **where)
+    vectors = as_wide(_checked_states(states, "mean")).mean(0)
+    return Intervention(name="mean", action="replace", vectors=vectors, **where)
 
 
 def resample(states: Tensor, *, seed: int = 0, **where: Unpack[Where]) -> Intervention:
@@ -94,13 +95,15 @@ def resample(states: Tensor, *, seed: int = 0, **where: Unpack[Where]) -> Interv
 
     Source: resample ablation of causal scrubbing (Chan et al. 2022).
     """
-    return Intervention(name="resample", action="replace", vectors=_rows(states, "resample"), seed=seed, **where)
+    vectors = _checked_states(states, "resample")
+    return Intervention(name="resample", action="replace", vectors=vectors, seed=seed, **where)
 
 
 def swap(trace: RecordedStates, a: int, b: int, **where: Unpack[SwapWhere]) -> tuple[Intervention, Intervention]:
-    """Returns two Interventions: one sets states of request a to those recorded for request b, the other the reverse.
+    """Returns two Interventions: one sets states of request a to those recorded for request b; the other does the
+    reverse.
 
-    trace: a run of both requests without interventions. For a head of T, its z is exchanged; the run must have kept it
+    trace: a run of both requests without interventions. For a head of T, its z is exchanged; the run must have kept z
     with CaptureConfig(heads=("z",)).
     `positions` is required. In the new run, the two prompts must have the same lengths as in `trace`.
     Raises: ValueError for positions that a request did not compute, or if the prompts of a and b differ in length.
@@ -140,8 +143,8 @@ def swap(trace: RecordedStates, a: int, b: int, **where: Unpack[SwapWhere]) -> t
     return one(a, b), one(b, a)
 
 
-def _rows(states: Tensor, what: str) -> Tensor:
-    """Returns `states` unchanged. Raises: ValueError unless they are [n, m] with n >= 1."""
+def _checked_states(states: Tensor, what: str) -> Tensor:
+    """Returns `states` unchanged. Raises: ValueError unless the tensor is [n, m] with n >= 1."""
     if states.dim() != 2 or not len(states):
         raise ValueError(f"{what}: states must be [n, m] with at least one row, got {list(states.shape)}")
     return states

@@ -48,8 +48,8 @@ class Copy(NamedTuple):
 
 
 class KVCache:
-    """Holds the keys and values of every layer, [rows, heads, capacity, d] each, the length of each cache row, and a
-    ledger: the kind of pass that wrote each slot (its provenance)."""
+    """Holds the keys and values of every layer, [rows, heads, capacity, d] each, the length of each cache row, and the
+    ledger: each slot's provenance (who wrote the slot)."""
 
     can_compute_twice = True
     """Whether two batch indices of a pass may use one cache row; False for models that write more than keys and
@@ -148,7 +148,7 @@ class KVCache:
         rows[b].
 
         Returns the absolute positions [b, t]. Pads count too, so start + width must fit the capacity. A free row may
-        occur several times: dummies use it, and the cache never reads what they write.
+        occur several times: dummies use it, and the keys and values of dummies are never read.
         Raises: ValueError if a taken row occurs twice, or if positions leave the capacity.
         """
         start = torch.tensor(starts, dtype=torch.long)
@@ -206,6 +206,7 @@ class KVCache:
         return rows
 
     def _compare(self, layer: int, copy: Copy, k: Tensor, v: Tensor) -> None:
+        """Appends (layer, "keys" or "values") to `copy_differs_at` if copy and original have different bits."""
         row, start = self._staged_places[copy.original]
         for name, new, cached in (("keys", k, self.keys[layer]), ("values", v, self.values[layer])):
             original = new[copy.original, :, : copy.num_tokens]
@@ -285,8 +286,8 @@ class KVCache:
         device: torch.device | str,
         window: int | None = None,
     ) -> Tensor:
-        """Returns the additive causal mask [b, 1, t, s] over the first `self.span` slots: 0 to attend, the dtype's
-        minimum elsewhere.
+        """Returns the additive causal mask [b, 1, t, s] over the first `self.span` slots: 0 for a slot to attend to,
+        the dtype's minimum for every other slot.
 
         window: how many positions a token sees, including its own; None for all up to its own.
         Slots hidden by cache surgery are masked for all later tokens. The mask is additive, never boolean: Hugging
@@ -302,10 +303,10 @@ class KVCache:
         return mask[:, None].to(device)
 
     def mask_by_layer(self, mask: Tensor, num_heads: int) -> Tensor:
-        """Returns the mask [b, 1, t, s] unchanged; or, if some layers or heads hide slots of the staged rows, a mask
-        [b, num_heads, t, s] that each layer's write updates in place.
+        """Returns the mask [b, 1, t, s] unchanged; or, if slots of the staged rows are hidden in single layers or
+        heads, a mask [b, num_heads, t, s] that is updated in place when a layer writes to the cache.
 
-        Raises: ValueError if hiding in some layers is combined with layers on several devices.
+        Raises: ValueError if slots are hidden in single layers or heads and the layers are on several devices.
         """
         rows = [row for row, _ in self._staged_places]
         if self._staged is None or not self.head_masks.concern(rows):

@@ -1,4 +1,4 @@
-"""Hides cache slots from later tokens in some layers or heads only, as cache surgery asks for."""
+"""Hides cache slots from later tokens in chosen layers and heads only, for cache surgery."""
 
 from collections.abc import Iterable, Sequence
 
@@ -44,14 +44,14 @@ class HeadMasks:
         )
 
     def truncate(self, row: int, length: int) -> None:
-        """Shows the slots of a cache row from position `length` on again, in all layers and heads."""
+        """Makes the slots of a cache row from position `length` on visible again, in all layers and heads."""
         for hidden in self._slots.get(row, {}).values():
             hidden[:, length:] = False
         if not self.of(row, length):
             self._slots.pop(row, None)
 
     def concern(self, rows: Sequence[int]) -> bool:
-        """Returns whether any of these cache rows has slots hidden in some layers or heads only."""
+        """Returns True if one of these cache rows has slots that are hidden in single layers or heads."""
         return any(row in self._slots for row in rows)
 
     def follow(self, mask: Tensor, rows: Sequence[int], num_heads: int) -> Tensor:

@@ -9,7 +9,7 @@ CODES = {name: code for code, name in enumerate(PROVENANCES)}
 
 
 class CacheIntegrityError(RuntimeError):
-    """Says that the cache's lengths and its ledger contradict each other, that a call would break them, or that a slot
+    """Raised if the cache's lengths and its ledger contradict each other, if a call would break them, or if a slot
     holds a number that is not finite."""
 
 

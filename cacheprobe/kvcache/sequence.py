@@ -170,10 +170,10 @@ class SequenceState:
         self.finish, self.error = reason, error
 
     def check(self) -> None:
-        """Checks that the fields fit the status (table FIELDS), and that the cache holds as many tokens as were
-        committed and drafted.
+        """Checks that the fields fit the status (table FIELDS), and that the number of used cache slots fits the
+        committed and drafted tokens.
 
-        A running request has at least every committed token but the newest in the cache, and at most the whole draft.
+        A running request has at least every committed token but the newest in the cache, at most also the whole draft.
         Raises: StatusError that names the request and the fault.
         """
         status, last = self.status, self.last_committed_position
@@ -222,8 +222,8 @@ class SequenceState:
         return take_snapshot(self.cache, self.cache_row, self.token_ids[: self.last_committed_position])
 
     def leave_row(self) -> None:
-        """Forgets the cache row at the end of the request; before that, takes a snapshot if the request has keep_kv and
-        did not fail. The caller releases the row."""
+        """Forgets the cache row at the end of the request; before that, stores a snapshot in `kept_rows` if the request
+        has keep_kv, a generated token, and no error. The caller releases the row."""
         if self.request.keep_kv and self.cache_row >= 0 and self.status is not Status.FAILED and self.num_generated:
             self.kept_rows = self.snapshot()
         self.cache_row, self.cache, self.prompt_logits = -1, None, None

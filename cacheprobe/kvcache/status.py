@@ -1,5 +1,5 @@
-"""Defines the status of a request in a run, and which status may follow which. The status of a trace's row is another
-thing (`core.records.STATUSES`)."""
+"""Defines the status of a request in a run, and which status may follow which. Rows of a trace have other statuses
+(`core.records.STATUSES`)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,21 +68,21 @@ An ended request keeps its cache row until the scheduler retires it at the end o
 
 
 class StatusError(RuntimeError):
-    """Says that a request's status changed in a way that is not allowed, or that its fields contradict its status."""
+    """Raised if a status would change in a way that is not allowed, or if a request's fields contradict its status."""
 
 
 _is_checking: ContextVar[bool] = ContextVar("is_checking", default=False)
 
 
 def is_checking() -> bool:
-    """Returns whether runs check the state of their requests after every step, as inside `checked_states`."""
+    """Returns True if runs check their requests after every step, which they do inside `checked_states`."""
     return _is_checking.get()
 
 
 @contextmanager
 def checked_states() -> Iterator[None]:
-    """Makes every run inside the `with` check the state of its requests after every step. The tests and `cacheprobe
-    stress` do so.
+    """Makes every run inside the `with` check its requests with `SequenceState.check` after every step, as in the tests
+    and in `cacheprobe stress`.
 
     Raises: StatusError in a run whose request breaks `SequenceState.check`.
     """

@@ -45,7 +45,7 @@ class KVSnapshot(HintsAtNewNames):
         return len(self.token_ids)
 
     def digest(self) -> str:
-        """Returns the SHA-256 over tokens, keys, values and hidden positions, as 64 hexadecimal digits."""
+        """Returns the SHA-256 over tokens, keys, values, hidden positions and head masks, as 64 hexadecimal digits."""
         text = (self.token_ids, sorted(self.hidden), *([sorted(self.head_masks)] if self.head_masks else []))
         digest = hashlib.sha256(repr(text).encode())
         for tensor in (*self.keys, *self.values):
@@ -81,7 +81,7 @@ class KVSnapshot(HintsAtNewNames):
         """
 
         def changed(layer: int, part: str, old: Tensor) -> Tensor:
-            """Returns the result of `change`. Raises: ValueError for another shape."""
+            """Returns the result of `change` for a copy of `old`. Raises: ValueError for a result of another shape."""
             new = change(old.clone())
             if new.shape != old.shape:
                 raise ValueError(
@@ -157,6 +157,7 @@ class KVSnapshot(HintsAtNewNames):
         heads: "int | Iterable[int] | None",
         parts: str,
     ) -> "KVSnapshot":
+        """Returns a new snapshot with change(layer, part, old), [h, s, d], in place of the chosen keys and values."""
         if not parts or set(parts) - set("KV"):
             raise ValueError(f"unknown parts {parts!r}; give K, V or KV")
         where = _checked_numbers(positions, len(self), "position")
@@ -182,7 +183,7 @@ def take_snapshot(cache: KVCache, cache_row: int, token_ids: Iterable[int]) -> K
     """Copies the keys and values of the tokens `token_ids`, which stand at the first positions of a cache row; returns
     a KVSnapshot.
 
-    Raises: ValueError for more tokens than are cached, and for a cache that holds more than keys and values.
+    Raises: ValueError for no token or more than are cached, and for a cache that holds more than keys and values.
     """
     token_ids = tuple(token_ids)
     require_plain(cache)
@@ -201,7 +202,7 @@ def put_snapshot(snapshot: KVSnapshot, cache: KVCache, cache_row: int) -> None:
     """Writes a snapshot's keys, values and hidden positions into a cache row. The caller must set the row's length and
     ledger.
 
-    Raises: ValueError if the cache has other shapes or another dtype.
+    Raises: ValueError if the snapshot does not fit the cache, see `require_fit`.
     """
     require_fit(snapshot, cache)
     for ours, theirs in ((snapshot.keys, cache.keys), (snapshot.values, cache.values)):

@@ -21,4 +21,4 @@ class RowThought:
     first_logits: Tensor
     """Logits [v] of the first thought token."""
     state: Tensor
-    """The chunk state [c, m], which is added to the next chunk."""
+    """The chunk state [c, m], which is added to the input of block l_in at the positions of the next chunk."""

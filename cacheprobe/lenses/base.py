@@ -17,11 +17,11 @@ class LensError(ValueError):
 
 @runtime_checkable
 class Lens(Protocol):
-    """Maps states [n, m], each of any layer, to logits [n, v] in the model's dtype, by one matrix product."""
+    """Maps states [n, m], each from any layer, to logits [n, v] over the vocabulary."""
 
     name: ClassVar[str]
     sites: ClassVar[tuple[str, ...]]
-    """The sites that the lens can read: some of S, T and C."""
+    """The sites that the lens can read: one or more of S, T and C."""
 
     @classmethod
     def fresh(cls, model: CachedLM) -> "Lens":

@@ -1,4 +1,4 @@
-"""Defines JacobianLens, which applies the Jacobian matrices that TransformerLens fits to recorded states."""
+"""Defines JacobianLens, which reads recorded states through Jacobian matrices that TransformerLens has fitted."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -21,7 +21,7 @@ class JacobianLens:
 
     J is the mean derivative of the last block's output with respect to the layer's output. The last layer has no J and
     gives the model's output. TransformerLens fits and loads such lenses; `of` converts one.
-    Source: transformer_lens.tools.analysis.JacobianLens, whose transport and readout these are.
+    Source: transformer_lens.tools.analysis.JacobianLens, which defines the product J h and the readout after it.
     Twin: the `readout` of that class, close(1e-5) in float32.
     """
 
@@ -49,7 +49,8 @@ class JacobianLens:
     def of(cls, theirs: LiveModule, model: LiveModule) -> "JacobianLens":
         """Returns a JacobianLens for `model` from TransformerLens' own JacobianLens `theirs`, fitted or loaded.
 
-        Raises: LensError if a layer other than the last has no matrix, or if TransformerLens refuses the model.
+        Raises: LensError if `theirs` is another object or lacks the matrix of a layer before the last, or if `model`
+        has no bridge or TransformerLens refuses it.
         """
         if not hasattr(theirs, "jacobians"):
             raise LensError(f"expected a JacobianLens of transformer_lens.tools.analysis, got {theirs!r:.60}")

@@ -32,7 +32,7 @@ class Translators(NamedTuple):
 def save_tuned_lens(lens: Translators, directory: Path) -> Path:
     """Writes a tuned lens into a directory (translators.safetensors, config.json), and returns the directory.
 
-    A file is replaced in one step, so no reader sees half of it.
+    Each file is replaced in one step, so no reader sees half a file.
     """
     layers, width = lens.biases.shape
     config = {
@@ -80,11 +80,11 @@ def _require_whole(directory: Path, config: dict[str, Json]) -> None:
         layers, width, unembedding = (config[name] for name in ("n_layers", "d_model", "unembedding_sha256"))
         if not isinstance(layers, int) or not isinstance(width, int):
             raise ValueError(f"n_layers is {layers!r} and d_model is {width!r}; both must be whole numbers")
-        with safe_open(directory / TRANSLATORS, framework="pt") as held:
-            found = {name: tuple(held.get_slice(name).get_shape()) for name in ("weights", "biases")}
+        with safe_open(directory / TRANSLATORS, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in ("weights", "biases")}
         wanted = {"weights": (layers - 1, width, width), "biases": (layers - 1, width)}
-        if found != wanted or not isinstance(unembedding, str) or not isinstance(config["about"], dict):
-            raise ValueError(f"expected {wanted} and the unembedding's SHA-256, got {found} and {unembedding!r:.16}")
+        if shapes != wanted or not isinstance(unembedding, str) or not isinstance(config["about"], dict):
+            raise ValueError(f"expected {wanted} and the unembedding's SHA-256, got {shapes} and {unembedding!r:.16}")
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise LensError(f"{directory} is no whole tuned lens ({error!s:.200}); train it again") from error
 
@@ -96,8 +96,8 @@ def load_tuned_lens(directory: Path, model: CachedLM) -> Translators:
     """
     config = require_tuned_lens(directory)
     if config.get("kind") == _KIND:
-        held = load_file(directory / TRANSLATORS)
-        weights, biases = held["weights"].to(model.device), held["biases"].to(model.device)
+        tensors = load_file(directory / TRANSLATORS)
+        weights, biases = tensors["weights"].to(model.device), tensors["biases"].to(model.device)
         about = config["about"]
         assert isinstance(about, dict)  # checked by require_tuned_lens
         return Translators(weights, biases, str(config["unembedding_sha256"]), about)
@@ -105,12 +105,12 @@ def load_tuned_lens(directory: Path, model: CachedLM) -> Translators:
 
 
 def read_package_artefact(directory: Path, config: dict[str, Json], model: CachedLM) -> Translators:
-    """Returns the Translators in files of the package tuned-lens 0.2.0, which stores a Linear for each block's input.
+    """Returns the Translators in files of the package tuned-lens 0.2.0, which stores a linear layer for each block.
 
-    The package's translator i + 1 reads the output of block i and becomes that of layer i. Its translator 0, for the
-    embedding, is left out. The state dict is loaded as weights only, never as code.
+    The package's translators read inputs of blocks. So translator i + 1 becomes that of layer i, and translator 0, for
+    the embedding, is left out. The state dict is loaded as weights only, never as code.
     Source: github.com/AlignmentResearch/tuned-lens 0.2.0, nn/lenses.py.
-    Raises: LensError for another shape of lens, or an unembedding with another hash.
+    Raises: LensError for a lens of other shapes or another unembedding, and for a file that holds no weights.
     """
     given = (config.get("num_hidden_layers"), config.get("d_model"))
     if given != (model.n_layers, model.d_model):
@@ -125,19 +125,19 @@ def read_package_artefact(directory: Path, config: dict[str, Json], model: Cache
         )
     path = directory / PACKAGE_TRANSLATORS
     try:
-        held = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises errors of many kinds
         raise LensError(f"{path} holds no weights ({error!s:.120})") from error
-    if not isinstance(held, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in held.values()):
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise LensError(f"{path} holds no weights: it should be a dictionary of tensors")
     layers, width = range(1, model.n_layers), model.d_model
     wanted = {f"{layer}.weight": (width, width) for layer in layers} | {f"{layer}.bias": (width,) for layer in layers}
-    found = {name: tuple(tensor.shape) for name, tensor in held.items() if name in wanted}
-    if found != wanted:
-        name = next(name for name in wanted if found.get(name) != wanted[name])
-        raise LensError(f"{path}: {name} should be of shape {wanted[name]}, it is {found.get(name, 'missing')}")
-    weights = torch.stack([held[f"{layer}.weight"].float().T for layer in layers]).to(model.device)
-    biases = torch.stack([held[f"{layer}.bias"].float() for layer in layers]).to(model.device)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name in wanted}
+    if shapes != wanted:
+        name = next(name for name in wanted if shapes.get(name) != wanted[name])
+        raise LensError(f"{path}: {name} should be of shape {wanted[name]}, it is {shapes.get(name, 'missing')}")
+    weights = torch.stack([tensors[f"{layer}.weight"].float().T for layer in layers]).to(model.device)
+    biases = torch.stack([tensors[f"{layer}.bias"].float() for layer in layers]).to(model.device)
     about: dict[str, Json] = {"made_by": "the tuned-lens package", "config": config}
     return Translators(weights, biases, unembedding_sha256(model), about)
 
@@ -145,7 +145,7 @@ def read_package_artefact(directory: Path, config: dict[str, Json], model: Cache
 def package_unembedding_hash(model: CachedLM) -> str:
     """Returns the hash by which the tuned-lens package names an unembedding matrix, as hex text.
 
-    It hashes the corners of the matrix, printed to one digit.
+    The package hashes the corners of the matrix, printed to one digit.
 
     Source: tuned-lens 0.2.0, utils.tensor_hash.
     """

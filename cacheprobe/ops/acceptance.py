@@ -18,8 +18,8 @@ def num_accepted(draft_token_ids: Sequence[int], target_token_ids: Sequence[int]
 
 @dataclass(frozen=True)
 class StopRule:
-    """Holds the stop tokens and stop texts of a request. The rule depends only on the generated tokens, so a rollback
-    has nothing to undo."""
+    """Holds the stop tokens and stop texts of a request. The rule keeps no state between tokens, so a rollback needs
+    no change of it."""
 
     token_ids: frozenset[int]
     texts: tuple[str, ...]

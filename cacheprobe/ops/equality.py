@@ -26,7 +26,7 @@ def ordered_bits(a: Tensor) -> Tensor:
 
 
 def close(a: Tensor, b: Tensor, rtol: float, *, because: str) -> bool:
-    """Returns whether two tensors of one shape satisfy |a - b| <= rtol * max(1, largest |b|) everywhere.
+    """Returns True if two tensors have the same shape and satisfy |a - b| <= rtol * max(1, largest |b|) everywhere.
 
     because: the reason why they are not bitwise equal. Raises: ValueError for an empty reason.
     """

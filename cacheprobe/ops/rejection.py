@@ -13,8 +13,8 @@ from cacheprobe.core.noise import ACCEPT_STREAM, RECOVER_STREAM, uniform_noise
 
 
 def acceptance_prob(target_prob: float, draft_prob: float) -> float:
-    """Returns the probability min(1, p / q) of keeping a draft token with probability p under the target and q under
-    the draft distribution.
+    """Returns the probability min(1, p / q) of accepting a draft token that has probability p under the target and q
+    under the draft distribution.
 
     Raises: ValueError for a draft token with probability 0 under the draft distribution.
     """

@@ -48,7 +48,7 @@ def apply_verdicts(
     lengths: Int[Tensor, "r"],
 ) -> BatchVerdicts:
     """Compares drafts with the verifier's own tokens, commits tokens and updates the ledger, for each batch index of a
-    verify pass; returns the BatchVerdicts verdicts.
+    verify pass; returns BatchVerdicts.
 
     drafts, draft_lengths: draft tokens, of which the first draft_lengths[b] count.  targets, target_lengths: the
     verifier's own tokens, one more than draft tokens, or as many if the last draft token ends the request.  num_left:

@@ -34,8 +34,8 @@ def _lacks(instructions: tuple[str, ...]) -> bool:
 
 
 def wide_rows(dtype: torch.dtype, device: torch.device) -> int | None:
-    """Returns from how many vectors on products of this dtype on this device are computed in float32; None if they
-    never are."""
+    """Returns the least number of vectors for which a product of this dtype on this device is computed in float32; None
+    if no product is."""
     if is_emulated(dtype, device):
         return WIDE_ROWS
     return WIDE_ROWS_IN_LANES if device.type == "cpu" and dtype == torch.bfloat16 and _has_lanes_alone() else None

@@ -37,7 +37,7 @@ def run_stress(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, 
             def report(at: Tally) -> None:
                 """Updates the progress bar."""
                 refused = f", shapes refused by the trial: {len(at.refused)}" if at.refused else ""
-                bar.at(min(at.num_compared, num_tokens), f"{len(at.differences)} differences{refused}")
+                bar.set_done(min(at.num_compared, num_tokens), f"{len(at.differences)} differences{refused}")
 
             with checked_states():
                 soak(subjects, tally, num_tokens, path, seed, report)

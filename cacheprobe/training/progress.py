@@ -14,4 +14,4 @@ class TrainingProgress(Progress):
         super().__init__(total_steps, "training", "steps", done=done, enabled=enabled, says_end=True)
 
     def __call__(self, done: int, words: str) -> None:
-        self.at(done, words)
+        self.set_done(done, words)

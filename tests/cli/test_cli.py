@@ -153,13 +153,13 @@ import os, signal, sys
 from cacheprobe.cli import app as cli
 from cacheprobe.core import progress
 
-def at(self, done, note=""):
+def set_done(self, done, note=""):
     self.done = done
     if done >= 3:
         print("killed after", done, "tokens", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-progress.Progress.at = at
+progress.Progress.set_done = set_done
 cli.main()
 """
 

@@ -51,7 +51,7 @@ def test_a_line_at_times_where_there_is_no_terminal(clock: list[float], capsys: 
             "generating: 150 of 200 tokens, 2.0 tokens/s, going well, 0.4 minutes left\n"  # 50 in 25 s, not 150
         )
         clock[0] += 5
-        bar.at(200)
+        bar.set_done(200)
         assert capsys.readouterr().err == ""
         bar.say("a line that stays")
     said = capsys.readouterr()
@@ -104,7 +104,7 @@ def test_seconds_outside_do_not_count(clock: list[float], capsys: pytest.Capture
             clock[0] += 30
             bar.advance()
         clock[0] += 1000
-        bar.at(bar.done)
+        bar.set_done(bar.done)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(", ")[1] for line in lines] == ["0.033 cells/s"] * 2
 

@@ -77,7 +77,7 @@ class Watched:
         meta = {"kind": "run", "drafter": repr(drafter) if drafter else None}
         for observer in observers:
             observer.run = self
-        self._steps = self.setup.recorded(self.setup.start(drafter), self.states, self.log, *observers, **meta)
+        self._steps = self.setup.recorded(self.setup.bind_loop(drafter), self.states, self.log, *observers, **meta)
 
     def __iter__(self) -> Iterator[int]:
         while True:

@@ -83,8 +83,8 @@ def test_the_record_says_which_shapes_were_refused(
     monkeypatch.setattr(stress_run, "tiny_subjects", lambda: [SUBJECT])
     monkeypatch.setattr(stress_run, "near_tie_subjects", list)
     notes: list[str] = []
-    right = stress_run.Progress.at
-    monkeypatch.setattr(stress_run.Progress, "at", lambda bar, done, n="": notes.append(n) or right(bar, done, n))
+    right = stress_run.Progress.set_done
+    monkeypatch.setattr(stress_run.Progress, "set_done", lambda bar, done, n="": notes.append(n) or right(bar, done, n))
     before = run_stress(60, tmp_path, real=False, progress=False)
     said = f"shapes refused by the trial: {before['shapes_refused_by_trial']}"
     printed = capsys.readouterr().out

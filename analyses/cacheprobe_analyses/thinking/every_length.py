@@ -108,7 +108,7 @@ def run(config: Config, progress: bool = False) -> Result:
                 verdicts = trained.test((operations,), config.texts, TEXTS_SEED, flip_probability=flips)
                 if missed := config.texts - sum(verdicts.is_right):
                     wrong[str(operations)] = missed
-                bar.at(number * len(config.operations) + done, f"{preset}, seed {seed}, p {flips}")
+                bar.set_done(number * len(config.operations) + done, f"{preset}, seed {seed}, p {flips}")
         cells = [*_read(config.results), Cell(preset, flips, seed, span, config.texts, wrong)]
         write_json(config.results, [vars(cell) for cell in cells])
     return stored(config.results)

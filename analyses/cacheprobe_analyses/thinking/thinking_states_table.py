@@ -121,9 +121,9 @@ def run(config: Config, progress: bool = False) -> Result:
             continue
         trained, record = trained_arm(config.folder, row.task, row.preset, row.arm, seed)
         with bar:  # not around the training, which has a bar of its own
-            bar.at(number - 1, f"{row.name}, seed {seed}")
+            bar.set_done(number - 1, f"{row.name}, seed {seed}")
             verdicts = trained.test(row.operations, config.texts, config.test_seed, **row.settings)
-            bar.at(number)
+            bar.set_done(number)
         cell = {"seed": seed, **verdicts.counts()}
         _keep(config.results, row.name, cell, f"{row.task} {row.preset} {row.arm} seed {seed}", record)
         print(f"{row.name}, seed {seed}: {cell['right']} of {config.texts}", flush=True)

@@ -91,11 +91,11 @@ class Run:
         self.requests, self.states = setup.requests, setup.states(drafter)
         self.total = sum(state.num_left for state in self.states)
         self.log = StepLog()
-        start = setup.start(drafter)
+        loop = setup.bind_loop(drafter)
         self._rounds = (
-            start(self.states, self.log)
+            loop(self.states, self.log)
             if capture is None
-            else setup.recorded(start, self.states, self.log, kind="run", drafter=None)
+            else setup.recorded(loop, self.states, self.log, kind="run", drafter=None)
         )
 
     def steps(self) -> Iterator[float]:

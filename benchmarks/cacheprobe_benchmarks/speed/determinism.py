@@ -67,7 +67,7 @@ def run(rounds: int, *, num_requests: int = NUM_REQUESTS, new_tokens: tuple[int,
             }
             batches = [([list(one.prompt) for one in batch], longest) for batch, longest in _batches(requests)]
             jobs = {"hf": hf.in_turn(batches), **{name: run.steps() for name, run in runs.items()}}
-            for name, taken in side_by_side(jobs, lambda share, n=number: bar.at(int(100 * (n + share)))).items():
+            for name, taken in side_by_side(jobs, lambda share, n=number: bar.set_done(int(100 * (n + share)))).items():
                 seconds[name].append(taken)
                 bar.say(f"{name}: {taken:.1f} s")
             last = {name: run.timing(seconds[name][-1]) for name, run in runs.items()}

@@ -40,10 +40,10 @@ _LITTLE = 2**16
 
 
 def serves(q: Tensor) -> bool:
-    """Returns whether `decode_attention` supports queries [b, h, t, d]: a CPU, a supported dtype, few tokens, no
-    gradients.
+    """Returns True if `decode_attention` can compute queries [b, h, t, d]: on a CPU, without gradients, for t up to 64
+    in float32 or t = 1 in bfloat16.
 
-    Windows of bfloat16 are not supported: matrix instructions compute them several times faster.
+    For more bfloat16 tokens, matrix instructions are several times faster.
     """
     is_trained = torch.is_grad_enabled() and q.requires_grad
     is_short = q.shape[2] == 1 or (q.dtype == torch.float32 and q.shape[2] <= MOST_TOKENS)

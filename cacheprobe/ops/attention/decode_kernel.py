@@ -278,8 +278,8 @@ def _compiled(function: Callable[..., None]) -> CFunc:
 @_compiled
 @no_type_check
 def work_on_float32(data) -> None:
-    """Runs one thread's share of a float32 attention call; data: address of the 22 whole numbers from
-    `decode_attention`."""
+    """Runs in one thread of a float32 attention call: computes pairs of request and key head until none is left. data:
+    address of the 22 whole numbers from `decode_attention`."""
     call = carray(data, (22,), np.int64)
     q, keys = carray(_pointer(call[0]), (1,), np.float32), carray(_pointer(call[1]), (1,), np.float32)
     values, mask = carray(_pointer(call[2]), (1,), np.float32), carray(_pointer(call[3]), (1,), np.float32)
@@ -289,8 +289,8 @@ def work_on_float32(data) -> None:
 @_compiled
 @no_type_check
 def work_on_bfloat16(data) -> None:
-    """Runs one thread's share of a bfloat16 attention call, with bfloat16 read as 16-bit integers, since numba lacks
-    that type. data: as in `work_on_float32`."""
+    """Runs in one thread of a bfloat16 attention call, as `work_on_float32` does in float32. bfloat16 is read as 16-bit
+    integers, since numba lacks that type."""
     call = carray(data, (22,), np.int64)
     q, keys = carray(_pointer(call[0]), (1,), np.uint16), carray(_pointer(call[1]), (1,), np.uint16)
     values, mask = carray(_pointer(call[2]), (1,), np.uint16), carray(_pointer(call[3]), (1,), np.uint16)

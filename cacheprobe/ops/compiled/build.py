@@ -19,7 +19,7 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-std=c++17",
 
 
 class CompilerError(RuntimeError):
-    """Says that a compiled operation cannot be built or used on this machine."""
+    """Raised if a compiled operation cannot be built or used on this machine."""
 
 
 @cache
@@ -49,8 +49,8 @@ def library_digest(name: str) -> str:
 
 
 def library(name: str, folder: Path) -> tuple[ctypes.CDLL, str]:
-    """Loads the library compiled from file `name` of this folder, and returns it with its digest. It is compiled at the
-    first call and kept in `folder`. Raises: CompilerError."""
+    """Returns (library compiled from C++ file `name` of this folder, its digest). The compiler runs only if `folder`
+    does not hold the library. Raises: CompilerError if the library cannot be compiled or loaded."""
     source = _source(name)
     key = digest(source)
     path = folder / f"{Path(name).stem}-{key}.so"
@@ -79,8 +79,8 @@ def _compile(source: str, path: Path) -> None:
 
 
 def _processor() -> str:
-    """Returns, as text, what -march=native depends on, so that a cache folder shared by machines holds one library for
-    each kind of processor."""
+    """Returns, as text, the processor's name and features, on which -march=native depends: a cache folder that machines
+    share then holds one library for each kind of processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
