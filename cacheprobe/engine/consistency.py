@@ -5,9 +5,10 @@ with a scalar tail, and a matrix product may treat its last row by itself, so th
 rounded differently (measured on CPU: SiLU over 9 rows of 48 in float32; 13 rows of 576 x 1536 in bfloat16).
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from weakref import WeakKeyDictionary
 
 import torch
@@ -73,8 +74,21 @@ def serving_config(
     the prefill group are not batch-invariant.
     """
     if "group" in open_shapes:
-        windows = _other_windows(model, config, require_fit) if "window" in open_shapes else ()
-        config = _choose(model, config, windows, hooked, is_any_deterministic)
+        others = _other_windows(model, config, require_fit) if "window" in open_shapes else ()
+        faults = []
+        for shape in (replace(c, group=g) for c in chain([config], others) for g in _groups(c.window)):
+            fault = _fault(model, shape.group, shape.window, shape.capacity, "verify", hooked)
+            if fault is None:
+                break
+            faults.append(f"{shape.group} x {shape.window}: {fault}")
+        else:
+            shape = replace(config, group=_groups(config.window)[0])
+            if is_any_deterministic:
+                raise ShapeRefused(
+                    f"no group of {', '.join(map(str, sorted(_groups(config.window))))} gives every row the same bits "
+                    f"with window={config.window} on this machine ({faults[0]}); {_remedy(model, config, hooked)}"
+                )
+        config = shape
     else:
         _require_verify(model, config, hooked)
     chunk = config.prefill_chunk, config.capacity, "prefill"
@@ -84,29 +98,6 @@ def serving_config(
             f"this machine: {fault}; set prefill_group=1"
         )
     return config
-
-
-def _choose(
-    model: CachedLM, config: EngineConfig, others: Iterable[EngineConfig], hooked: Hooked, is_any_deterministic: bool
-) -> EngineConfig:
-    """Returns the first EngineConfig, of `config` and `others`, for which a group is batch-invariant; with this group.
-
-    If there is none: raises ShapeRefused if a request is deterministic, else returns `config` with its first group.
-    """
-    faults = []
-    for shape in (config, *others):
-        for group in _groups(shape.window):
-            fault = _fault(model, group, shape.window, shape.capacity, "verify", hooked)
-            if fault is None:
-                return replace(shape, group=group)
-            faults.append(f"{group} x {shape.window}: {fault}")
-    groups = _groups(config.window)
-    if not is_any_deterministic:
-        return replace(config, group=groups[0])
-    raise ShapeRefused(
-        f"no group of {', '.join(map(str, sorted(groups)))} gives every row the same bits with window={config.window} "
-        f"on this machine ({faults[0]}); {_remedy(model, config, hooked)}"
-    )
 
 
 def _groups(window: int) -> tuple[int, ...]:
