@@ -86,7 +86,8 @@ def sweep(
     alone: bool = False,
     progress: bool = True,
 ) -> SweepReport:
-    """Runs every cell of a sweep that is not committed yet, commits each as a shard (a saved run), and reports.
+    """Runs every cell of a sweep that is not committed yet, commits each as a shard (a saved run), and returns a
+    SweepReport.
 
     config: the YAML file of a sweep, or its content.  out: folder or fsspec address of the results; overrides the
     file's.
@@ -95,7 +96,7 @@ def sweep(
 
     All cells are checked before any cell runs. A cell that fails is reported, and the others continue. Ctrl-C ends the
     sweep with a report; committed cells stay.
-    Returns a SweepReport; `load_sweep` opens the results.
+    `load_sweep` opens the results.
     Raises: ValueError for settings that cannot be met, SweepBusy if another sweep writes to the same place.
     """
     config = read_config(config)

@@ -107,7 +107,7 @@ def make_changes(change: Change, request_ids: Iterable[int], states: "Tensor | N
 def lens_folder(text: str) -> Path | None:
     """Returns the directory in the text of a lens, such as tuned:lenses/smollm2; None for "logit".
 
-    Raises: ValueError for an unknown lens, or one without the directory that it needs.
+    Raises: ValueError for an unknown lens, or a stored lens without a directory.
     """
     name, _, folder = text.partition(":")
     if name not in (known := plug_in_names("lenses")):

@@ -41,7 +41,7 @@ class _Strict(BaseModel):
 class Axes(_Strict):
     """Holds one value for each axis of a sweep. A cell is one combination of such values.
 
-    Names are those of `cacheprobe run`, and so are defaults, except the defaults that are written here.
+    Names are those of `cacheprobe run`, and so are defaults, except the defaults that this class sets itself.
     """
 
     model: Text = ModelFlags.model
@@ -106,7 +106,7 @@ class Grid(_Strict):
 class SweepRunSettings(_Strict):
     """Holds the settings that all cells of a sweep share.
 
-    Names are those of `cacheprobe run`, and so are defaults, except the defaults that are written here.
+    Names are those of `cacheprobe run`, and so are defaults, except the defaults that this class sets itself.
     """
 
     n: Count = PromptFlags.n

@@ -1,7 +1,7 @@
 """Runs the plain Hugging Face model as a CachedLM: fused attention, the bridge's own weights, the bridge's hook names.
 
-Hooks on the bridge have no effect here; `models.paths` decides which of the two forwards runs. Interventions use hooks
-on this model.
+Hooks on the bridge have no effect on this forward; `models.paths` decides which of the two forwards runs. Interventions
+use hooks on this model.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -159,8 +159,8 @@ class BridgeLM(HookedLM):
         return out if logit_slots is None or choice else out[:, list(logit_slots)]
 
     def logit_choice(self, logit_slots: Sequence[int] | None) -> dict[str, LiveModule]:
-        """Returns the keyword argument {"logits_to_keep": slots} that makes the wrapped model compute the logits of
-        these of the t tokens only; {} if `logit_slots` is None or the model has no such argument."""
+        """Returns the keyword argument {"logits_to_keep": slots} that makes the wrapped model compute logits only for
+        the tokens at these indices; {} if `logit_slots` is None or the model has no such argument."""
         if logit_slots is None or not self._can_choose_logits:
             return {}
         return {"logits_to_keep": torch.tensor(list(logit_slots), device=self.device)}

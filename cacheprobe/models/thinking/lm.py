@@ -206,7 +206,7 @@ class ThinkingLM(HookedLM):
         }
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Returns the token ids of a text as a tuple. If `add_special_tokens`, pads in front make their number a
+        """Returns the token ids of a text as a tuple. If `add_special_tokens`, pads in front make the number of ids a
         multiple of the chunk size.
 
         Raises: ModelError for a word outside the model's vocabulary, or if there is no tokenizer.

@@ -120,7 +120,7 @@ class LoraTrainer:
 
 
 def linear_names(model: LiveModule) -> list[str]:
-    """Returns the sorted names of the linear layers inside the model's blocks, such as q_proj.
+    """Returns a sorted list of the different names of linear layers inside the model's blocks, such as q_proj.
 
     Raises: ModelError if no blocks or linear layers are found, or if the model caps its logits.
     """

@@ -135,7 +135,7 @@ def write(
     """Generates a text greedily after each prompt, to which the chunk states of `thoughts` are added; returns a list
     with the new token ids of each text.
 
-    A text ends with its end token, or after `max_new_tokens`.  edit: changes the states before they are added.
+    A text ends with its end token, or after `max_new_tokens`. edit: changes the chunk states before they are added.
     """
     config = model.config
     longest = max(map(len, prompts))

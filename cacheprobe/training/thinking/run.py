@@ -82,7 +82,7 @@ def train(
     report: Callable[[StepReport, float | None], None] = lambda progress, accuracy: None,
     seconds: float = math.inf,
 ) -> Trained:
-    """Trains one arm of a preset; returns the model with the cost of the training.
+    """Trains one arm of a preset; returns a Trained: the model, its tokenizer and the cost of the training.
 
     folder: for checkpoints; the same call resumes from them. None: no checkpoints.
     report: called after every step, with the accuracy on new texts of the trained lengths if it was measured.

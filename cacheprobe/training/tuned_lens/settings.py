@@ -41,7 +41,8 @@ class TunedLensSettings:
             raise ValueError(f"momentum must be below 1, got {self.momentum}")
 
     def learning_rate_at(self, step: int) -> float:
-        """Returns the learning rate of step number `step`, from 0, times (1 - momentum); it falls linearly to zero.
+        """Returns the learning rate of step number `step`, from 0, times (1 - momentum); this product falls linearly to
+        zero.
 
         PyTorch's momentum multiplies the size of an update by 1 / (1 - momentum).
         """
