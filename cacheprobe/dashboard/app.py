@@ -59,13 +59,13 @@ def _views(shelf: Shelf, reader: RunReader) -> Views:
 
 
 def _answer(server: Flask, views: Views) -> None:
-    """Adds the address POST /ask to the server. The browser sends {view: question}; the server answers with one
-    line of JSON for each view, in order, each sent as soon as it is computed."""
+    """Adds the address POST /ask to the server. The browser sends {view: question}; the server answers with one line of
+    JSON for each view, in order, each sent as soon as it is computed."""
 
     @server.post("/ask")
     def ask() -> Response:
-        """Answers one POST of questions as a stream: one line of JSON for each view. A request that is malformed or
-        too large gets status 400, 413 or 415."""
+        """Answers one POST of questions as a stream: one line of JSON for each view. A request that is malformed or too
+        large gets status 400, 413 or 415."""
         if not request.is_json:  # a form on another site cannot send JSON
             abort(Response("questions are application/json\n", 415))
         if request.content_length is None or request.content_length > MOST_BYTES:
@@ -100,7 +100,7 @@ def guard(app: Dash, host: str) -> None:
 
     @app.server.before_request
     def refuse_strangers() -> None:
-        """Answers status 403 if the server is local and the request is for another host name."""
+        """Answers status 403 if the server is local and the request names a host that is not in LOCAL."""
         name = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
         if is_local_server and name not in LOCAL:
             abort(

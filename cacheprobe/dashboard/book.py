@@ -15,8 +15,8 @@ from cacheprobe.trace.tables.token_history import standing_at, token_history
 
 
 class Book:
-    """Holds one stored run, and looks up its tables by request, by step and by page of positions. Results are
-    cached."""
+    """Holds one stored run, and returns lines of the run's tables by request, step or page of positions. Most results
+    are cached."""
 
     def __init__(self, run: StoredRun) -> None:
         self.run = run
@@ -39,7 +39,7 @@ class Book:
 
     @cached_property
     def verified(self) -> dict[int, bool]:
-        """Dict from request id to whether the request was ever verified."""
+        """Dict from request id to True if the request was ever verified, else False."""
         events = self.run.events
         verified_requests = set(events.request_id[events.phase == "verify"].tolist())
         return {r["request_id"]: r["request_id"] in verified_requests for r in self.run.requests}
@@ -58,8 +58,8 @@ class Book:
 
     @cached_property
     def _slots_by_step(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """List with (last step, steps at which the number of used cache slots changed, number from each of these
-        steps on) of each request."""
+        """List with (last step, steps at which the number of used cache slots changed, number from each of these steps
+        on) for each request."""
         tables = rows_in_use(self.run.ledger).groupby("request_id")
         last = self.run.events.groupby("request_id").step.max()
         return [(int(last[r]), table.step.to_numpy(), table.rows.to_numpy()) for r, table in tables]
@@ -82,8 +82,8 @@ class Book:
         return ledger_at(self.run.ledger.iloc[:0] if changes is None else changes, step)
 
     def slots_in_use(self, step: int) -> tuple[int, int]:
-        """Returns (number of cache slots in use, number of requests that use them) after a step. Requests that have
-        ended do not count."""
+        """Returns (number of cache slots in use, number of requests that use the slots) after a step. Requests that
+        ended before this step do not count."""
         num_slots = num_requests = 0
         for last_step, change_steps, counts in self._slots_by_step:
             change = int(np.searchsorted(change_steps, step, side="right")) - 1
@@ -100,14 +100,14 @@ class Book:
         return len(self.run.request(request_id)["prompt_token_ids"])
 
     def predicting_rows(self, request_id: int) -> pd.DataFrame:
-        """Returns a DataFrame: the lines of the rows table of one request from the prompt's last token on. These
-        rows predict generated tokens and have lens readings."""
+        """Returns a DataFrame: the lines of the rows table of one request from the prompt's last token on. These rows
+        predict generated tokens and have lens readings."""
         rows = self.rows_of(request_id)
         return rows[rows.position >= self.prompt_length(request_id) - 1]
 
     def tokens_after(self, requests: range, step: int) -> pd.DataFrame:
-        """Returns a DataFrame with one line for each request and generated token after a step, with its state, as
-        `token_history.standing_at` does."""
+        """Returns a DataFrame of the token at each place of each request after a step, as `token_history.standing_at`
+        does: committed tokens, open draft tokens, and tokens that this step rolled back. requests: at least one."""
         return standing_at(pd.concat([self.history_of(r) for r in requests], ignore_index=True), step)
 
     def _history_of(self, request_id: int) -> pd.DataFrame:
@@ -118,8 +118,8 @@ class Book:
         return find_windows(events, request_id) if len(events) else ()
 
     def _steps_in_words(self, request_id: int) -> list[list[int | str]]:
-        """Returns a list with [step, text on the step, position that the step concerns] for each step of the
-        request."""
+        """Returns a list with [step, text on the step, position] for each step of the request. For a verdict, position
+        is that of the row that predicts the verifier's own token; else that of the last row computed, or -1."""
         last_position = self.rows_of(request_id).groupby("step").position.max()
         lines: list[list[int | str]] = []
         for event in self.events_of(request_id).itertuples():
@@ -131,18 +131,18 @@ class Book:
 
     @cached_property
     def opening(self) -> dict[str, int]:
-        """{"request": id, "step": number} to show first: the first partly accepted draft, else the first rollback,
-        else the first verify pass, else the first step."""
+        """Dict {"request": id, "step": number} to show first: of the first partly accepted draft, else of the first
+        rollback, else of the first verdict, else of the first step."""
         events = self.run.events
-        if (place := opening(events)) is not None:
-            return {"request": place.request_id, "step": place.step}
+        if (token := opening(events)) is not None:
+            return {"request": token.request_id, "step": token.step}
         if events.empty:
             return {"request": 0, "step": 0}
         return {"request": int(events.request_id.iloc[0]), "step": int(events.step.iloc[0])}
 
     def page(self, request_id: int, position: int, include: str, columns: int) -> range:
         """Returns the page of the lens grid with `position`, as a range of positions. A page has at most `columns` rows
-        of the trace, but at least one position; range(0) if the request has no such rows.
+        of the trace, but at least one position; range(0) if no row of the request predicts a generated token.
 
         include: "committed" for committed rows, or "all"; a position then has a column for each of its rows. A
         `position` that no page has gives the last page.

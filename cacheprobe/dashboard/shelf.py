@@ -1,4 +1,4 @@
-"""Lists what the command line named: runs, runs that cannot be opened with the reason, and stored results."""
+"""Lists what the command line named: stored runs, with the reason if a run cannot be opened, and result files."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +16,13 @@ MOST_CELLS = 200
 
 
 class CannotShow(ValueError):
-    """Raised if a view cannot be shown, because the page asks for something that the command line did not name or
-    that the run lacks. The message is shown on the page."""
+    """Raised if a view cannot be shown, because the page asks for something that the command line did not name or that
+    the run lacks. The message is shown on the page."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """Holds one run of the menu: its name, and its `Book`, or the reason why the run cannot be opened."""
+    """Holds the name of a stored run, and the run's `Book`, or the reason why the run cannot be opened."""
 
     name: str
     book: Book | None
@@ -42,13 +42,13 @@ class Shelf:
     lenses: tuple[Path, ...] = field(default=())
     """Directories of tuned lenses."""
     more: tuple[Path, ...] = ()
-    """Directories of cells of sweeps beyond those in the menu of runs. Their numbers follow the entries'; each is
-    opened at its first use."""
+    """Directories of sweep cells after the first 200 of a sweep, which are not in the menu of runs. Their run numbers
+    follow those of `entries`. A directory is opened at its first use."""
 
     @classmethod
     def of(cls, paths: Iterable[Path], model: str | None = None, lenses: Sequence[Path] = ()) -> "Shelf":
-        """Returns a `Shelf` of these paths: a directory is a run, or has runs and result files in it; a .json file
-        is a result. model, lenses: as the command line names them."""
+        """Returns a `Shelf` of these paths. A directory is a run, a sweep, or a folder of runs and result files; a
+        .json file is a result. model, lenses: as the command line names them."""
         entries: list[OpenRun] = []
         results: list[Path] = []
         more: list[Path] = []
@@ -67,8 +67,8 @@ class Shelf:
         return entry.book
 
     def book_and_request(self, question: JsonDict) -> tuple[Book, int]:
-        """Returns (Book of the run, request id) that a question of the page names. Raises: CannotShow if either
-        does not exist."""
+        """Returns (Book of the run, request id) that a question of the page names. Raises: CannotShow if the run cannot
+        be opened, or if the run or the request does not exist."""
         book = self.book(question["run"])
         return book, whole(question["request"], "request", len(book.run.requests))
 
@@ -79,7 +79,7 @@ class Shelf:
 
     @property
     def first(self) -> int:
-        """Number of the first run that can be opened; 0 if none can."""
+        """Number of the first run that can be opened; 0 if no run can be opened."""
         return next((i for i, entry in enumerate(self.entries) if entry.book is not None), 0)
 
 
@@ -92,8 +92,8 @@ def whole(value: object, what: str, count: int) -> int:
 
 
 def _sort_in(path: Path, entries: list[OpenRun], results: list[Path], more: list[Path]) -> None:
-    """Adds a path of the command line to `entries` (runs), `results` (files) and `more` (later cells of a sweep),
-    which are changed in place."""
+    """Adds a path of the command line to `entries` (runs), `results` (files) and `more` (later cells of a sweep), which
+    are changed in place."""
     if path.is_file() and path.suffix == ".json":
         results.append(path)
         return

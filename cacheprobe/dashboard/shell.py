@@ -16,7 +16,7 @@ from cacheprobe.plots.text import markup
 from cacheprobe.plots.thoughts.strokes import WAITING
 
 Element: TypeAlias = object
-"""A component of Dash, which creates their classes at run time; None shows nothing."""
+"""Dash component. Dash creates the classes of components at import, so no type names them. None shows nothing."""
 
 TABS = (
     ("replay", "Replay"),
@@ -27,8 +27,8 @@ TABS = (
 
 
 def index(shelf: Shelf) -> str:
-    """Returns the HTML document that Dash fills. Its body lists the runs and results as JSON, so that the page's
-    script knows them before its first question."""
+    """Returns the HTML document that Dash fills. Its body lists the runs and results as JSON, so that the page's script
+    knows them before its first question."""
     content = {"first": shelf.first, "runs": _runs(shelf), "results": [kind_of(path) for path in shelf.results]}
     content_json = markup(json.dumps(content)).replace("{%", "&#123;%")
     return (
@@ -90,7 +90,7 @@ def _header(shelf: Shelf) -> Element:
 
 
 def _failed_runs(shelf: Shelf) -> Element:
-    """Returns a component with the runs that cannot be opened and the reasons; None if all can."""
+    """Returns a component with the runs that cannot be opened and the reasons; None if every run can be opened."""
     failed = [entry for entry in shelf.entries if entry.book is None]
     if not failed:
         return None
@@ -148,8 +148,8 @@ def _card(name: str, classes: str = "", below: Sequence[Element] = ()) -> Elemen
 
 
 def _attribution_button() -> Element:
-    """Returns a component with a button that computes the logit attribution of a row, and empty places for the
-    figure. The figure waits for a click because it takes longer than the card."""
+    """Returns a component with a button that computes the logit attribution of a row, and empty places for the figure.
+    The figure waits for a click because it takes longer than the card."""
     button = html.Button("What gave this logit?", className="plain", **{"data-intent": "gave"})
     return html.Div([button, html.Div(_figure_places("gave"), id="gave-box", hidden=True)], className="gave")
 
@@ -165,7 +165,7 @@ def _replay_cards() -> list[Element]:
 
 def _lens_card() -> Element:
     colours = [("logprob", "log-probability"), ("entropy", "entropy"), ("rank", "rank")]
-    rows = [("committed", "committed path"), ("all", "with rows that lost")]
+    rows = [("committed", "committed path"), ("all", "all rows")]
     return html.Section(
         [
             html.Div(className="waiting"),
@@ -214,8 +214,8 @@ def _results(shelf: Shelf) -> list[Element]:
 
 
 def _figure_places(name: str) -> list[Element]:
-    """Returns three empty components, for the text above a figure, for the figure, and for the text below. The
-    browser loads plotly for the first figure."""
+    """Returns a list of three empty components: for the text above a figure, for the figure, and for the text below.
+    name: start of the components' ids."""
     return [
         html.Div(id=f"{name}-view"),
         html.Div(className="plot", id=f"{name}-place", hidden=True),

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def texts_of(model: str, token_ids: set[int]) -> dict[int, str]:
-    """Returns a dict from token id to text, made by the tokenizer of a model; {} if its file is not on this
-    machine. Loads no weights, and no torch."""
+    """Returns a dict from token id to text, made by the tokenizer of a model; {} if the tokenizer's file is not on this
+    machine. Ids outside the vocabulary are left out. Loads no weights, and no torch."""
     tokenizer = _tokenizer(model) if token_ids else None
     if tokenizer is None:
         return {}
@@ -31,8 +31,7 @@ def _tokenizer(model: str) -> "Tokenizer | None":
 
 
 def _tokenizer_file(model: str) -> Path | None:
-    """Returns the path of a model's tokenizer.json, by the model's name or directory; None if the file is not on
-    this machine."""
+    """Returns the path of a model's tokenizer.json; None if the file is not on this machine. model: name or folder."""
     if model == "smollm2-135m":
         from cacheprobe.models.smollm2 import smollm2_if_converted
 
@@ -47,7 +46,7 @@ def _tokenizer_file(model: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(model, "tokenizer.json")
+        cached_path = try_to_load_from_cache(model, "tokenizer.json")
     except ValueError:
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(cached_path) if isinstance(cached_path, str) else None

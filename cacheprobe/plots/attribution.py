@@ -92,8 +92,8 @@ def _parts_of_logit(table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
 
 
 def _x_positions(names: list[str], last_layer: int) -> list[int]:
-    """Returns the x position of each part without a layer: -2 for the embedding; the others stand after the last layer,
-    two units apart."""
+    """Returns a list with the x position of each part that has no layer: -2 for the embedding; other parts follow the
+    last layer, two units apart."""
     after_last_layer = iter(range(last_layer + 2, last_layer + 2 + 2 * len(names), 2))
     return [-2 if name == "embed" else next(after_last_layer) for name in names]
 

@@ -19,9 +19,9 @@ _TREATMENTS = {  # colour, dash
 
 
 def carried_figure(table: pd.DataFrame) -> go.Figure:
-    """Returns a plotly figure with one panel for each place in the prompt and one line for each treatment: the mean
-    normalised logit difference by layer. 0 is the unchanged answer, 1 the answer of the question whose state was
-    patched in.
+    """Returns a plotly figure with one panel for each place in the prompt and one line for each treatment of the state
+    at this place: the mean normalised logit difference by layer. 0 is the model's unchanged answer, 1 the model's
+    answer to the question whose state was patched in.
 
     table: from `cacheprobe_analyses.coin.coin_state_patch`: place, layer, treatment, n, nld, flips.
     Raises: ValueError for an empty table.

@@ -18,11 +18,11 @@ _TREATMENTS = {  # colour, texture
 
 def coin_rows_figure(effects: pd.DataFrame, *, unit: str = "span", people: int | None = None) -> go.Figure:
     """Returns a plotly bar figure of the mean normalised logit difference, for each changed part of the cache and each
-    treatment. 0 is the unchanged answer, 1 the answer with the other coin.
+    treatment. 0 is the model's unchanged answer, 1 the model's answer with the other coin.
 
     effects: from `cacheprobe_analyses.coin.coin_rows`: people, unit, where, treatment, n, total, flips.
-    unit: "span" (several cache slots) or "row" (one slot).  people: only questions about this many people; None for
-    all.
+    unit: "span" (several cache slots) or "row" (one cache slot).
+    people: only questions about this many people; None for all.
     Raises: ValueError if no line has this unit and number of people.
     """
     chosen = effects[effects.unit == unit]

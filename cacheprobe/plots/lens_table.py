@@ -109,15 +109,16 @@ def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
 
 
 def finding(rows: pd.DataFrame, request_id: int) -> str:
-    """Returns a sentence as plain text: the median, over a request's rows, of the first layer from which the most
-    likely token stays the committed one. rows: readings of the request; only those of status "committed" count."""
+    """Returns a sentence as plain text: the upper median, over a request's rows, of the first layer from which the most
+    likely token stays the committed one; or that half of the rows or more have no such layer. rows: readings of the
+    request; only readings of status "committed" count."""
     comparable = rows[(rows.status == "committed") & rows.agrees.notna()]
     if comparable.empty:
         return f"Request {request_id}: no committed token to compare with"
     first_layers = sorted(_agrees_from(comparable))
     median = first_layers[len(first_layers) // 2]
     if median == np.inf:
-        return f"Request {request_id}: at most positions no layer settles on the committed token"
+        return f"Request {request_id}: at half of the positions or more, no layer settles on the committed token"
     return f"Request {request_id}: the committed token is the first choice from layer {int(median)} on (median)"
 
 
@@ -132,7 +133,7 @@ def _agrees_from(readings: pd.DataFrame) -> list[float]:
 
 
 def select(hypotheses: pd.DataFrame, request_id: int, include: Include, positions: range | None) -> pd.DataFrame:
-    """Returns the lines of the hypotheses table to draw: those of one request, at `positions` (None for all). include:
+    """Returns a DataFrame: the lines of the hypotheses table of one request, at `positions` (None for all). include:
     "committed" for committed rows, "all" for every row. Raises: ValueError if no line is left, or for another
     `include`."""
     if include not in ("committed", "all"):
@@ -161,6 +162,7 @@ def columns_of(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def runs_of(numbers: list[int]) -> list[tuple[int, int]]:
-    """Returns (first, last) of each unbroken run of numbers in a sorted list: [1, 2, 3, 7] gives [(1, 3), (7, 7)]."""
+    """Returns a list of (first, last), one for each unbroken run of whole numbers in a sorted list: [1, 2, 3, 7] gives
+    [(1, 3), (7, 7)]."""
     starts = [n for n in numbers if n - 1 not in numbers]
     return list(zip(starts, [n for n in numbers if n + 1 not in numbers], strict=True))

@@ -44,8 +44,8 @@ def patching_grid(
     """Returns a plotly heat map of one column of a patching grid: layers upwards, positions across. A circle marks a
     cell if more than half of its patches changed the answer.
 
-    grid: a result of `cp.patching`, or its table, which may come from a file.  value: a column; by default the one that
-    the result names, or nld or effect for a table.
+    grid: a result of `cp.patching`, or its table, which may come from a file.  value: a column; by default the column
+    that the result names; for a table nld, or else effect.
     head: one head of a grid by heads; by default the mean over heads. Samples of causal tracing are averaged too.
     Raises: ValueError for an unknown column or head, and for an empty table.
     """
@@ -116,8 +116,8 @@ def patching_grid(
 
 
 def _cells(table: pd.DataFrame, value: str) -> pd.DataFrame:
-    """Returns a DataFrame with one line for each layer and position of a patching grid: the mean value, the share of
-    patches that changed the answer, and a hover text."""
+    """Returns a DataFrame with one line for each layer and position of a patching grid. Columns: layer, position, value
+    (mean of the patches), turned (share of patches that changed the answer), token, n (number of patches), hover."""
     change = next((change for change in _ANSWER_CHANGES if change in table.columns), None)
     turned = table[change].astype(float) if change else 0.0
     grouped = table.assign(value=table[value].astype(float), turned=turned).groupby(["layer", "position"])

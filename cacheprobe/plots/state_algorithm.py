@@ -19,8 +19,8 @@ def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Fi
     """Returns a plotly figure: one panel with the accuracy of probes for state and parity by layer, and one heat map
     for each kind of pair of texts, with the mean normalised logit difference (NLD) by layer and last patched position.
 
-    probes: label, layer, place, accuracy, low, high, majority, of one model; its largest place is drawn. Lines of the
-    label "halves", if any, are means, with the worst and the best of several probes.
+    probes: label, layer, place, accuracy, low, high, majority, of one model; only lines of the largest place are drawn.
+    Lines of the label "halves", if any, are means, with the worst and the best of several probes.
     patches: kind ("same" or "other": the parity of the action in which two texts differ), layer, position, nld; may be
     empty.
     Raises: ValueError for an empty table of probes.
@@ -68,7 +68,8 @@ def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Fi
 
 
 def _finding(probes: pd.DataFrame) -> str:
-    """Returns the figure's title: the first layer from which a probe reads each label with 95 % accuracy."""
+    """Returns the figure's title: for parity and state, the first layer at which a probe has an accuracy of 95 % or
+    more."""
     best = probes.groupby("label").accuracy.max()
     first_layer = {label: lines[lines.accuracy >= 0.95].layer.min() for label, lines in probes.groupby("label")}
     claims = [

@@ -69,7 +69,7 @@ def test_diagrams_stand_alone(trace: cp.Trace) -> None:
         assert "var(" not in drawing.markup and "foreignObject" not in drawing.markup and "@media" not in drawing.markup
         assert "<script" not in drawing.markup and HOSTILE[:9] not in drawing.markup
         said = [text.text for text in root.iter(f"{SVG}text")]
-        loop = ("Prefill", "Decode", "Verify", "pending: committed, row not written yet")
+        loop = ("Prefill", "Decode", "Verify", "pending: committed, slot not written yet")
         for word in ("layer", "position", "log p of the committed token (nats)") if "lens" in name else loop:
             assert word in said
         classes = {name for node in root.iter() for name in (node.get("class") or "").split()}

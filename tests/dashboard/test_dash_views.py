@@ -111,15 +111,17 @@ def test_every_texture_is_defined() -> None:
     assert ".cp .red-stroke" in DIAGRAM_CSS
 
 
-def test_the_strip_has_each_row_once(trace: cp.Trace) -> None:
+def test_the_strip_has_each_slot_once(trace: cp.Trace) -> None:
     ledger = trace.ledger(2)
     strip = cache_strip(ledger, step=int(ledger.step.max()), pending=int(ledger.position.max()) + 1, per_line=16)
-    told = re.findall(r"<title>rows? (\d+)(?: to (\d+))?: (\w+)", strip)
-    by_row = {row: kind for a, b, kind in told for row in range(int(a), int(b or a) + 1)}
-    assert by_row.pop(int(ledger.position.max()) + 1) == "pending"
-    assert by_row == dict(zip(ledger.position, ledger.provenance, strict=True))
+    told = re.findall(r"<title>slots? (\d+)(?: to (\d+))?: (\w+)", strip)
+    by_slot = {slot: kind for a, b, kind in told for slot in range(int(a), int(b or a) + 1)}
+    assert by_slot.pop(int(ledger.position.max()) + 1) == "pending"
+    assert by_slot == dict(zip(ledger.position, ledger.provenance, strict=True))
     assert 'class="written"' in strip
-    assert "24.0 KiB of keys and values (384 bytes a row)" in memory_sentence(12, 64, 3, 96, 384)
+    memory = memory_sentence(12, 64, 3, 96, 384)
+    assert memory.startswith("12 of 96 slots of this request are in use; 64 slots of 3 requests are in use")
+    assert "24.0 KiB of keys and values (384 bytes a slot)" in memory
     assert "does not say" in memory_sentence(12, 64, 3, 96, None)
 
 
@@ -215,9 +217,9 @@ def test_only_a_committed_token_is_called_pending(trace: cp.Trace, tmp_path: Pat
         picture = cache.view(shelf, dict(run=0, request=2, step=int(step)))
         committed = int(own[own.step <= step].committed_token_ids.map(len).sum())
         newest = prompt + committed - 1
-        told = re.findall(r"row (\d+): pending", picture)
+        told = re.findall(r"slot (\d+): pending", picture)
         assert told == ([] if not committed or newest in set(trace.ledger(2, int(step)).position) else [str(newest)])
-        assert "are in use" in picture
+        assert "slots of this request are in use" in picture
     drafts = own[own.proposed_token_ids.map(len) > 0]
     assert len(drafts) and "pending" not in cache.view(shelf, dict(run=0, request=2, step=int(drafts.step.iloc[0])))
     end = int(trace.events().step.max())

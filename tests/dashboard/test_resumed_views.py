@@ -63,6 +63,10 @@ def test_a_draft_that_was_given_up_stands_until_then(tmp_path: Path) -> None:
         loaded(), PROMPTS, **{**TIGHT, "max_kv_tokens": 80}, drafter=cp.drafters.EarlyExit(layer=1), capture="SZ"
     )
     shelf, events = Shelf.of([trace.save(tmp_path / "run")]), trace.events()
+    verified = (
+        f"drafted {trace.num_drafted} tokens that were verified: {trace.num_drafted - trace.num_rolled_back} accept"
+    )
+    assert trace.num_drafted < events.proposed_token_ids.map(len).sum() and verified in facts.run_summary(shelf.book(0))
     history = token_history(events)
     one = history[history.outcome == "given_up"].iloc[-1]  # of the first places, a rejected draft stood there before
     again = events[(events.request_id == one.request_id) & (events.phase == "prefill") & (events.step > one.born)]
@@ -78,11 +82,11 @@ def test_a_draft_that_was_given_up_stands_until_then(tmp_path: Path) -> None:
         assert (cell in decode.view(shelf, {**ask, "step": int(step)})) == is_there
 
 
-def test_rows_that_were_given_back_are_told_from_rows_not_written(drafted: cp.Trace, shelf: Shelf) -> None:
+def test_slots_that_were_freed_are_told_from_slots_not_written(drafted: cp.Trace, shelf: Shelf) -> None:
     events = drafted.events()
     request = int(events[(events.phase == "verify") & events.num_accepted.isna()].request_id.iloc[0])
     second = int(events[(events.request_id == request) & (events.phase == "prefill")].step.iloc[1])
-    assert "gave its rows back" in cache.view(shelf, dict(run=0, request=request, step=second - 1))
+    assert "freed its slots" in cache.view(shelf, dict(run=0, request=request, step=second - 1))
     late = max(range(len(PROMPTS)), key=lambda r: events[events.request_id == r].step.min())
     assert "holds no cache slots yet" in cache.view(shelf, dict(run=0, request=late, step=0))
 

@@ -110,18 +110,18 @@ SAMPLES: dict[str, Callable[[cp.Trace, cp.Trace], tuple[Given, Given]]] = {
 
 EVERY = {  # what each tip says
     "cache_picture": [
-        r"rows? \d|cache slots?:", "prefill|verified|provisional|pending|decoded", r"steps? \d|not written yet",
+        r"slots? \d|cache slots?:", "prefill|verified|provisional|pending|decoded", r"steps? \d|not written yet",
     ],
     "comparison": [r"request \d", r"generated token \d", r"position \d"],
     "decode_grid": [r"request \d", r"token \d", r"step \d", "committed|candidate|rolled back|pending"],
-    "decoded_diagram": [r"request|cache row"],
+    "decoded_diagram": [r"request|cache slot"],
     "lens_grid": [r"request \d", r"step \d", "prefill|verify|decode", "committed|superseded|rolled back",
                   r"position \d", r"layer \d"],
     "thought_card": [r"request \d", r"step \d", r"positions \d"],
     "thoughts_picture": [r"position|chunk|block"],
     "timeline": [r"request \d", r"step \d", "prefill|decode|verify"],
     "token_card": [r"request \d", r"step \d", "committed|superseded|rolled back", r"position \d", r"layer \d"],
-    "window_diagram": [r"request|cache row"],
+    "window_diagram": [r"request|cache slot"],
 }  # fmt: skip
 SOME = {  # what one of its tips says, at least
     "cache_picture": [r"request \d", "pending"],

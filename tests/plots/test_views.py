@@ -111,7 +111,7 @@ def test_cache_is_counted_by_provenance() -> None:
     ledger = pd.DataFrame(dict(position=range(5), provenance=["prefill"] * 2 + ["decoded"] * 3, step=[0, 0, 1, 2, 3]))
     assert cache_counts(ledger) == {"prefill": 2, "decoded": 3}
     drawn = "".join(cylinder_strokes(["cache"], ledger))
-    assert "5 rows" in drawn and "3 decoded" in drawn and 'class="box grey"' in drawn and "box yellow" not in drawn
+    assert "5 slots" in drawn and "3 decoded" in drawn and 'class="box grey"' in drawn and "box yellow" not in drawn
     with pytest.raises(ValueError, match="unknown provenance 'borrowed'"):
         cache_counts(ledger.assign(provenance="borrowed"))
 
@@ -127,6 +127,8 @@ def test_finding_is_computed() -> None:
     assert "from layer 2 on" in finding(pd.DataFrame(rows), 0)
     never = pd.DataFrame([dict(row=0, layer=layer, status="committed", agrees=layer == 1) for layer in range(4)])
     assert "no layer settles" in finding(never, 0)
+    half = pd.DataFrame([*rows[4:8], *never.to_dict("records")])  # one row from layer 2 on, one row never
+    assert finding(half, 0).endswith("at half of the positions or more, no layer settles on the committed token")
 
 
 def test_curves_are_the_tables(trace: cp.Trace) -> None:

@@ -17,8 +17,8 @@ from cacheprobe.plots.diagrams.windows import Window
 
 
 def view(shelf: Shelf, question: PageQuestion) -> str:
-    """Returns HTML: the picture of one request's cache slots after a step, with the memory that all requests use; a
-    note if the request has no cache then."""
+    """Returns HTML: the picture of one request's cache slots after a step, and a sentence on the cache memory of all
+    requests; a note if the request has no cache slots then."""
     book, request = shelf.book_and_request(question)
     step = number(question["step"], "step")
     ledger = book.ledger(request, step)
@@ -46,8 +46,8 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
 
 
 def window_view(shelf: Shelf, question: PageQuestion) -> str:
-    """Returns HTML: the four panels of the verify window that a step belongs to, or the two panels of a never
-    verified request."""
+    """Returns HTML: the four panels of a verify window of the request, the first that ends at the step or later, else
+    the last. For a never verified request: two panels. Without either: a title that says so."""
     book, request = shelf.book_and_request(question)
     window = _window(book, request, number(question["step"], "step"))
     events, texts = book.run.events, book.run.token_texts
@@ -67,7 +67,7 @@ def window_view(shelf: Shelf, question: PageQuestion) -> str:
 
 
 def _window(book: Book, request: int, step: int) -> Window | None:
-    """Returns the verify window of a step: the first that ends at this step or later, else the last; None if the
+    """Returns the verify window of a request that ends first at this step or later, else the last window; None if the
     request has no window."""
     windows = book.windows(request)
     return next((w for w in windows if w.step >= step), windows[-1] if windows else None)

@@ -1,5 +1,5 @@
-"""Shows one row as a card (each layer's most likely tokens, and the verdict on the draft token at the next
-position), and as a sentence."""
+"""Shows one row as a card (each layer's most likely tokens, and the verdict on the draft token at the next position),
+and as a sentence."""
 
 from cacheprobe.analysis.layer_choices import prediction_depth_of
 from cacheprobe.core.records import DISCARDED_DRAFT
@@ -16,8 +16,9 @@ from cacheprobe.trace.tables.token_history import outcomes_at, outcomes_of_row
 
 
 def view(shelf: Shelf, reader: RunReader, question: PageQuestion) -> str:
-    """Returns HTML of the card of one row of the trace: each layer's most likely tokens, the prediction depth, and
-    the tokens drafted and committed at the next position. Raises: CannotShow if no reading of the row was kept."""
+    """Returns HTML of the card of one row of the trace: each layer's most likely tokens, the prediction depth, and the
+    tokens drafted and committed at the next position. Raises: CannotShow if the row does not exist, or if no reading of
+    the row was kept or can be computed."""
     book, request = shelf.book_and_request(question)
     site = one_of(question["site"], "site", ("S", "T", "C"))
     row = chosen_row(book, request, number(question["position"], "position"), question.get("row"))
@@ -39,8 +40,9 @@ def view(shelf: Shelf, reader: RunReader, question: PageQuestion) -> str:
 
 
 def sentence(shelf: Shelf, question: PageQuestion) -> str:
-    """Returns HTML: a sentence on the token that a row predicts, with the verdicts on its drafts and the layers
-    that predicted the token in the recorded readings."""
+    """Returns HTML: a sentence on the position that a row predicts: the draft tokens, their verdicts, the committed
+    token, and the layers that predicted each token in the recorded readings. For a row that was fed a rejected or
+    given-up draft token: that token, and the last layer's first choice."""
     book, request = shelf.book_and_request(question)
     position, rows = number(question["position"], "position"), book.rows_of(request)
     row = None if question.get("row") is None else chosen_row(book, request, position, question["row"])

@@ -16,8 +16,9 @@ from cacheprobe.plots.text import markup
 
 
 def view(shelf: Shelf, question: PageQuestion) -> str:
-    """Returns HTML that compares the two runs `run` and `against` of the page's question: which requests differ,
-    both answers of one request, lens readings, and the schedules. With one open run, returns a note."""
+    """Returns HTML that compares the runs `run` and `against` of the page's question: which requests differ, the tokens
+    that both runs generated for one request, its lens readings, and the schedule fingerprints. Returns a note if fewer
+    than two runs are open."""
     if sum(entry.book is not None for entry in shelf.entries) < 2:
         return (
             "<h2>One run is open</h2><p class='note'>Name two or more to compare them: "
@@ -43,8 +44,8 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
 
 
 def _readings(ours: Book, theirs: Book, request: int) -> str:
-    """Returns HTML: a sentence on the first committed row's lens reading that differs between two runs, or on why
-    readings are not compared."""
+    """Returns HTML: a sentence that names the first lens reading of a committed row that differs between two runs, or
+    says that all are equal, or why readings are not compared."""
     if not (ours.run.has_readings and theirs.run.has_readings):
         return "<p class='note'>Lens readings are not compared: one of the runs recorded none.</p>"
     if ours.run.meta["lens"] != theirs.run.meta["lens"]:

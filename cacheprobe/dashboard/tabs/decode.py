@@ -9,7 +9,7 @@ MOST_TOKENS = 40
 
 
 def view(shelf: Shelf, question: PageQuestion) -> str:
-    """Returns HTML of a grid after one step: a line for each request, a cell for each generated token."""
+    """Returns HTML of a grid after one step: a line for each request, a cell for each committed or drafted token."""
     book = shelf.book(question["run"])
     count = len(book.run.requests)
     requests = span(question["requests"], "requests", MOST_REQUESTS)

@@ -18,8 +18,8 @@ MOST_COLUMNS = 40
 
 
 def grid(shelf: Shelf, reader: RunReader, question: PageQuestion) -> str:
-    """Returns HTML of the lens grid: the page of positions that has the chosen position. The attributes data-first
-    and data-last of the element are the first and last position of the page."""
+    """Returns HTML of the lens grid: the page of positions that has the chosen position. The attributes data-first and
+    data-last of the element are the first and last position of the page."""
     book, request = shelf.book_and_request(question)
     include: Include = one_of(question["rows"], "rows", get_args(Include))
     colour: Measure = one_of(question["colour"], "colour", get_args(Measure))
@@ -51,10 +51,10 @@ def grid(shelf: Shelf, reader: RunReader, question: PageQuestion) -> str:
 def readings_of(
     book: Book, reader: RunReader, lens: object, site: str, request: int, page: range, row: int | None = None
 ) -> pd.DataFrame:
-    """Returns lens readings of one request as a DataFrame: the recorded ones, or readings computed now from kept
-    states. page: positions. row: number of one row, instead of all rows.
+    """Returns lens readings of one request as a DataFrame: the recorded readings, or readings computed now from kept
+    states. page: range of positions. row: number of one row to read, instead of all rows of the page.
 
-    Raises: CannotShow if the run recorded no readings, or if its states cannot be read.
+    Raises: CannotShow if the run recorded no readings of the site, if states cannot be read, or for an unknown lens.
     """
     if lens == RECORDED:
         if not book.run.has_readings:
@@ -70,8 +70,8 @@ def readings_of(
 
 
 def chosen_row(book: Book, request: int, position: int, row: object) -> pd.Series:
-    """Returns one line of the rows table: the row with number `row`, or the committed row at `position` if `row` is
-    None. Raises: CannotShow if there is no such row."""
+    """Returns one line of the rows table as a Series: the row with number `row`, or the committed row at `position` if
+    `row` is None. Raises: CannotShow if there is no such row among the rows that predict generated tokens."""
     rows = book.predicting_rows(request)
     if row is not None:
         matching = rows[rows.row == number(row, "row")]
@@ -86,9 +86,9 @@ def chosen_row(book: Book, request: int, position: int, row: object) -> pd.Serie
 
 
 def contributions(shelf: Shelf, reader: RunReader, question: PageQuestion) -> PageAnswer:
-    """Returns the logit attribution of one row as a dict for the page: a heading, a note, and a figure of bars by
-    layer for T (attention) and C (MLP). Raises: CannotShow if the run did not keep S, T and C; the message says how
-    to record them."""
+    """Returns the logit attribution of one row as a dict for the page: a heading, a note, and a figure of bars by layer
+    for T (attention) and C (MLP). Raises: CannotShow if the run did not keep S, T and C; the message names the
+    option."""
     book, request = shelf.book_and_request(question)
     missing = [site for site in "STC" if site not in book.run.sites]
     if missing:

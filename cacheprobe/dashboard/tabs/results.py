@@ -1,5 +1,5 @@
-"""Shows stored result files: patching grids, cache surgery and probes as figures, sweeps as small multiples, others
-as tables of numbers."""
+"""Shows stored result files: patching grids, cache surgery and probes as figures, sweeps as small multiples, others as
+tables of numbers."""
 
 import json
 from collections.abc import Sequence
@@ -57,8 +57,8 @@ def kind_of(path: Path) -> str:
 
 
 def view(shelf: Shelf, question: PageQuestion) -> str | PageAnswer:
-    """Returns the figures of a result file with a note as a dict for the page; for a file without figures, HTML
-    tables of its numbers. A sweep is shown by `sweep_view`."""
+    """Returns the figures of a result file with a note as a dict for the page; for a file without figures, HTML tables
+    of its numbers. A sweep is shown by `sweep_view`."""
     path = shelf.results[whole(question["result"], "result", len(shelf.results))]
     content = _loaded(path)
     if is_sweep(content):
@@ -111,12 +111,12 @@ def _is_grid(content: object) -> bool:
 
 
 def _lists_with(content: object, columns: set[str]) -> list[tuple[str, list[JsonDict]]]:
-    """Returns (name, records) of each list of records in which every record has these columns."""
+    """Returns a list of (name, records): the lists of dicts in a JSON value in which every dict has these columns."""
     return [(name, lines) for name, lines in _record_lists(content) if all(columns <= set(line) for line in lines)]
 
 
 def _record_lists(content: object, name: str = "") -> list[tuple[str, list[JsonDict]]]:
-    """Returns (name, records) of each list of dicts in a JSON value; the name is the path of keys to the list."""
+    """Returns a list of (name, records): all lists of dicts in a JSON value; a name is the path of keys to the list."""
     if isinstance(content, dict):
         return [
             one for key, value in content.items() for one in _record_lists(value, f"{name} · {key}" if name else key)
@@ -127,7 +127,8 @@ def _record_lists(content: object, name: str = "") -> list[tuple[str, list[JsonD
 
 
 def _tables(content: object) -> str:
-    """Returns HTML tables of a JSON value: one of its single values, then one for each list of records."""
+    """Returns HTML tables of a JSON value: one table with all values outside lists of records, then one table for each
+    list of records. A table has at most MOST_LINES lines. Returns a note if there is no value."""
     parts = []
     values = list(_plain_values(content))
     if values:
@@ -141,7 +142,8 @@ def _tables(content: object) -> str:
 
 
 def _plain_values(content: object, name: str = "") -> list[tuple[str, object]]:
-    """Returns (name, value) of each value outside lists of records in a JSON value; the name is the path of keys."""
+    """Returns a list of (name, value): all values outside lists of records in a JSON value; a name is the path of keys.
+    A list of other values counts as one value, as text."""
     if isinstance(content, dict):
         return [
             one for key, value in content.items() for one in _plain_values(value, f"{name} · {key}" if name else key)

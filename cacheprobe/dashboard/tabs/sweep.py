@@ -60,7 +60,8 @@ def _axis_values(table: pd.DataFrame, axis: str) -> pd.Series:
 
 
 def _parse_facet(facet: object, pairs: list[str], varied: Mapping[str, Sequence[object]]) -> tuple[str, dict[str, int]]:
-    """Returns (pair of axes, page of values of each axis) from a text such as "ROWS.COLUMNS.2.0".
+    """Returns (pair of axes as "ROWS.COLUMNS", dict from axis to number of its page) from a text such as
+    "ROWS.COLUMNS.2.0".
 
     Raises: CannotShow for an unknown pair or page.
     """
@@ -106,8 +107,8 @@ def _button(facet: str, label: str, is_chosen: bool) -> str:
 
 
 def _cells_table(shelf: Shelf, cells: pd.DataFrame, all_cells: pd.DataFrame) -> str:
-    """Returns an HTML table of these cells: a button that opens the cell's run, the axes that differ among all
-    cells, and results."""
+    """Returns an HTML table of the first 200 of these cells: a button that opens the cell's run, the axes that differ
+    among all cells, and results."""
     from cacheprobe.sweeps.index import AXIS_COLUMNS
 
     runs = shelf.numbers()

@@ -9,8 +9,8 @@ from cacheprobe.plots.thoughts.picture import thoughts_block
 
 
 def view(shelf: Shelf, question: PageQuestion) -> str:
-    """Returns HTML: the picture of the thoughts about each chunk, and the chosen chunk in numbers; a note if the
-    run or the request has no thoughts."""
+    """Returns HTML: the picture of the thoughts about each chunk, and the chosen chunk in numbers; a note if the run or
+    the request has no thoughts."""
     book, request = shelf.book_and_request(question)
     thoughts = book.run.thoughts
     if thoughts is None:

@@ -41,7 +41,7 @@ def cache_piece(
     truncated: int = 0,
 ) -> TitledPicture:
     """Returns the `TitledPicture` (title, note, HTML body) of `cache_picture`, for a page that has the styles.
-    memory: HTML on the cache of all requests, added to the note; "" for none."""
+    memory: HTML on the cache of all requests for the note, or "". Raises: ValueError for an empty ledger."""
     owner = "the request" if request_id is None else f"request {request_id}"
     if ledger.empty:
         raise ValueError(f"the ledger is empty: {owner} holds no cache slots then; give a step at which it does")
@@ -59,6 +59,6 @@ def cache_piece(
     return TitledPicture(
         f"{title_start} holds {count} cache slot{'s' * (count != 1)}{after_step}: {parts}",
         "",
-        f"<div class='cylinder'>{picture}</div><h4>Row by row</h4>{strip}"
+        f"<div class='cylinder'>{picture}</div><h4>Slot by slot</h4>{strip}"
         + (f"<p class='note'>{note}</p>" if note else ""),
     )

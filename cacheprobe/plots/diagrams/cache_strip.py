@@ -21,8 +21,8 @@ def cache_strip(
     per_line: int = 48,
 ) -> str:
     """Returns SVG text: a cell for each cache slot of one request in order of position, coloured by provenance (the
-    kind of pass that wrote the slot), in lines of `per_line` cells. Neighbouring slots that one step wrote in one way
-    are one shape; its hover text names the step.
+    kind of pass that wrote the slot), in lines of `per_line` cells. Neighbouring slots of one line, one provenance and
+    one step are one shape, whose hover text names the step.
 
     ledger: from `Trace.ledger`, after a step.  request_id: named in the hover texts.  step: slots that this step wrote
     are underlined.  pending: position of the committed token whose slot is not written yet, drawn hatched.
@@ -40,10 +40,10 @@ def cache_strip(
         x, y = _PITCH * (first % per_line), _LINE * line
         width = _PITCH * (last - first + 1)
         colour, texture = ("green", "pending") if provenance == "pending" else PROVENANCE_STYLES[provenance]
-        slots = f"row {first}" if first == last else f"rows {first} to {last}"
+        slots = f"slot {first}" if first == last else f"slots {first} to {last}"
         written = f"written in step {written_step}"
         if provenance == "pending":
-            written = "its token is committed, and its row not written yet"
+            written = "its token is committed, and the slot not written yet"
         tip = f"{owner}{slots}: {provenance}, {written}"
         parts.append(svg.box(x + 0.5, y + 2, width - 1, _HEIGHT, colour, texture, radius=3, tip=tip))
         ticks = "".join(f"M{x + _PITCH * i} {y + 5}v{_HEIGHT - 6}" for i in range(1, last - first + 1))
@@ -66,15 +66,15 @@ def memory_sentence(
     has_ended: the request ended before this step; `own_slots` is then the number at its end.
     """
     own_part = (
-        f"This request has ended, and gave its {own_slots} rows back"
+        f"This request has ended, and freed its {own_slots} slots"
         if has_ended
-        else f"{own_slots} of {capacity} rows of this request are in use"
+        else f"{own_slots} of {capacity} slots of this request are in use"
     )
-    counts = f"{own_part}; {all_slots} rows of {num_requests} requests are held"
+    counts = f"{own_part}; {all_slots} slots of {num_requests} requests are in use"
     if slot_bytes is None:
-        return markup(f"{counts}. The run does not say how large a row is.")
+        return markup(f"{counts}. The run does not say how large a slot is.")
     size = slot_bytes * all_slots
-    return markup(f"{counts}, {_bytes_text(size)} of keys and values ({_bytes_text(slot_bytes)} a row).")
+    return markup(f"{counts}, {_bytes_text(size)} of keys and values ({_bytes_text(slot_bytes)} a slot).")
 
 
 def _bytes_text(count: int) -> str:

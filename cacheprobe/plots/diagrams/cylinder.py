@@ -61,7 +61,7 @@ def cylinder_strokes(
     for line in title:
         parts.append(svg.text(112, y, line, "strong"))
         y += 16
-    parts.append(svg.text(112, y + 2, f"{slots} row{'s' * (slots != 1)}"))
+    parts.append(svg.text(112, y + 2, f"{slots} slot{'s' * (slots != 1)}"))
     y += 12
     for name, count in counts.items():
         colour, texture = PROVENANCE_STYLES[name]

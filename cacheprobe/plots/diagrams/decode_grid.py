@@ -120,8 +120,8 @@ def decode_picture(
     first). Cells carry data-request and data-place.
 
     standing: from `token_history.standing_at`.  verified: by request, whether its tokens are ever verified; the other
-    requests are grey.  chosen: (request, generated token) to frame.  step: tokens that this step brought have a bold
-    edge.
+    requests are grey.  chosen: (request, generated token) to frame.  step: tokens that this step drafted or committed
+    have a bold edge.
     """
     shown = standing[standing.request_id.isin(list(requests)) & standing.place.isin(places)]
     width, height = LABEL_WIDTH + TOKEN_PITCH * len(places) + 4, _TOP + _ROW * len(requests) + 2

@@ -31,7 +31,8 @@ def decode_panel(
     *, is_verified: bool = True,
 ) -> Panel:  # fmt: skip
     """Returns the decode `Panel` of a request: the cache after the draft, the committed token T0 (`newest`), the tokens
-    drafted after T0 (`columns`), and below them a grid of requests by tokens, whose textures show the top-two margin.
+    drafted after T0 (`columns`), and below them a grid of requests by tokens, whose textures show the margin between
+    the two most likely tokens.
 
     is_verified: False if the request's tokens are committed as they are decoded; they are then grey.
     """
@@ -58,11 +59,11 @@ def decode_panel(
     count = len(columns)
     if is_verified and count:
         candidates = f"{count} candidate{'s' * (count != 1)}"
-        sentence = f"The fast path or drafter proposed {candidates}; the rows it wrote are provisional."
+        sentence = f"The fast path or drafter proposed {candidates}; the slots it wrote are provisional."
     elif is_verified:
         sentence = "Nothing was drafted: the verifier alone chose the next token."
     else:
-        sentence = "This request is never verified: each token is committed as it is decoded, and its rows stay."
+        sentence = "This request is never verified: each token is committed as it is decoded, and its cache slots stay."
     note = step_note([token.step for token in columns if token.step is not None])
     label = f"Decode: T0 and {count} tokens {kind}"
     return Panel("Decode", note, svg.picture(WIDTH, height, label, parts + grid), sentence)
@@ -115,8 +116,9 @@ def _grid(
 
 
 def margin_texture(margin: float, colour: str) -> str | None:
-    """Returns the name of a cell's texture for a top-two margin in nats: None from 2 nats on or for an unknown margin
-    (NaN), "crossed-COLOUR" from 0.5 nats on, else "dotted-COLOUR". colour: yellow, green or grey."""
+    """Returns the name of a cell's texture for a margin in nats between the two most likely tokens: None from 2 nats on
+    or for an unknown margin (NaN), "crossed-COLOUR" from 0.5 nats on, else "dotted-COLOUR". colour: yellow, green or
+    grey."""
     if pd.isna(margin) or margin >= SETTLED_NATS:
         return None
     return f"crossed-{colour}" if margin >= CONTESTED_NATS else f"dotted-{colour}"

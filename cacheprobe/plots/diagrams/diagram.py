@@ -14,10 +14,10 @@ from cacheprobe.plots.text import text_of
 
 _LEGEND = (
     ("blue", None, None, "prefill"),
-    ("yellow", "provisional", None, "candidate, provisional row"),
+    ("yellow", "provisional", None, "candidate, provisional slot"),
     ("green", None, "check", "accepted"),
-    ("green", "verified", None, "verified row"),
-    ("green", "pending", None, "pending: committed, row not written yet"),
+    ("green", "verified", None, "verified slot"),
+    ("green", "pending", None, "pending: committed, slot not written yet"),
     ("red", None, "cross", "rejected"),
     ("grey", None, None, "other requests"),
 )
@@ -64,8 +64,8 @@ def decoded_diagram(
 
 
 def window_finding(window: Window) -> str:
-    """Returns a sentence, as plain text, on the verdict of a verify window: how many of its draft tokens were accepted
-    or rolled back."""
+    """Returns a sentence, as plain text, on a verify window: how many of its draft tokens were rolled back, or that all
+    were accepted, or that there were none."""
     drafted, accepted = len(window.draft_token_ids), window.num_accepted
     if window.is_rollback:
         lost = drafted - accepted
@@ -78,8 +78,8 @@ def window_finding(window: Window) -> str:
 
 
 def decoded_finding(of_request: pd.DataFrame) -> str:
-    """Returns a sentence, as plain text: how many tokens a never verified request committed. of_request: the
-    request's lines of the events table."""
+    """Returns a sentence, as plain text: how many tokens a never verified request committed. of_request: the request's
+    lines of the events table."""
     count = int(of_request.committed_token_ids.map(len).sum())
     tokens = f"{count} token{'s' * (count != 1)}"
     return f"Request {of_request.request_id.iloc[0]} is never verified: its {tokens} were committed as decoded"
@@ -151,7 +151,7 @@ def legend() -> str:
 
 
 def key_list(entries: Sequence[tuple[str, str]], first: str = "") -> str:
-    """Returns a legend as an HTML list. listed: (SVG elements, meaning) of each entry.  first: HTML of list items to
+    """Returns a legend as an HTML list. entries: (SVG elements, meaning) of each entry.  first: HTML of list items to
     put before them."""
     items = [
         f'<li><svg viewBox="0 0 26 18" aria-hidden="true">{drawn}</svg>{meaning}</li>' for drawn, meaning in entries

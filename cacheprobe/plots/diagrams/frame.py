@@ -40,15 +40,15 @@ class TitledPicture(NamedTuple):
     @property
     def html(self) -> str:
         """HTML of title, note and body, for a page that already has the styles."""
-        return f"<h2>{markup(self.title)}</h2>{self._said}{self.body}"
+        return f"<h2>{markup(self.title)}</h2>{self._note_html}{self.body}"
 
     @property
     def alone(self) -> Markup:
         """HTML of title, note and body with all styles, as a `Markup`, readable on a page of any colour."""
-        return Markup(framed(f"<h3>{markup(self.title)}</h3>{self._said}{self.body}"), self.title)
+        return Markup(framed(f"<h3>{markup(self.title)}</h3>{self._note_html}{self.body}"), self.title)
 
     @property
-    def _said(self) -> str:
+    def _note_html(self) -> str:
         return f"<p class='note'>{self.note}</p>" if self.note else ""
 
 

@@ -72,7 +72,7 @@ def lens_grid(
 
 
 class LensGrid(NamedTuple):
-    """Holds a drawn lens grid: `html` makes HTML of it for a page, `drawing` an SVG file."""
+    """Holds a drawn lens grid; its property `html` is HTML for a page, its property `drawing` an SVG file."""
 
     title: str
     """What the grid shows of the whole request, as plain text."""
@@ -105,8 +105,8 @@ class LensGrid(NamedTuple):
     def drawing(self) -> Drawing:
         """SVG file of the grid with its title, note and legend, as a `Drawing`."""
         bar = f'<g transform="translate({LABEL_WIDTH} {self.height + 8})">{_bar(self.scale)}</g>'
-        said = svg.text(LABEL_WIDTH + 10 * SHADES + 12, self.height + 18, self.scale.title)
-        strokes = [*self.strokes, bar, said]
+        scale_title = svg.text(LABEL_WIDTH + 10 * SHADES + 12, self.height + 18, self.scale.title)
+        strokes = [*self.strokes, bar, scale_title]
         picture = svg.picture(max(self.width, _LEAST), self.height + 40, self.label, strokes)
         return picture_alone(markup(self.title), picture, self.keys, self.note, styles=SHADE_CSS + GRID_CSS)
 
@@ -165,8 +165,8 @@ def grid_of(
 
 
 def _shades(scale: Scale) -> list[int]:
-    """Returns a list with a shade for each reading: 0 (weakest) to SHADES - 1 (strongest); -1 for a reading without
-    a number."""
+    """Returns a list with a shade for each reading: 0 (weakest) to SHADES - 1 (strongest); -1 for a reading without a
+    number."""
     share = ((scale.values - scale.low) / (scale.high - scale.low)).clip(0, 1)
     share = 1 - share if scale.is_reversed else share
     return [-1 if np.isnan(s) else min(int(s * SHADES), SHADES - 1) for s in share.to_numpy(dtype=float)]
@@ -174,7 +174,7 @@ def _shades(scale: Scale) -> list[int]:
 
 def _cells(rows: pd.DataFrame, shades: list[int]) -> dict[int, list[tuple]]:
     """Returns a dict from row number to the row's readings in order of layers. A reading is a tuple of the columns
-    `_READ` and the shade."""
+    `_READ` except row, and the shade."""
     cells_of_row: dict[int, list[tuple]] = {}
     rows = rows.assign(agrees=rows.agrees.fillna(False).astype(bool) & ~rows.status.isin(DISCARDED_DRAFT))
     for row, *cell in zip(*(rows[name].tolist() for name in _READ), shades, strict=True):

@@ -21,8 +21,8 @@ _VERDICTS = {  # colour, texture, sign of the verifier's token
 
 
 class Panel(NamedTuple):
-    """Holds one phase of a verify window: heading and note as plain text, picture as SVG, sentence as HTML with its
-    tokens escaped."""
+    """Holds one phase of a request (prefill, decode, verify or outcome): heading and note as plain text, picture as
+    SVG, sentence as HTML with escaped tokens."""
 
     heading: str
     note: str
@@ -70,8 +70,9 @@ def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, n
 
 
 def verify_panel(window: Window, texts: Mapping[int, str]) -> Panel:
-    """Returns the verify `Panel` of a window: for each position, the token fed to the verifier, the verifier's own
-    token, and the verdict."""
+    """Returns the verify `Panel` of a window. A line shows a token fed to the verifier, the verifier's own token for
+    the next position, and what became of the own token: accepted, recovered, bonus or rejected (`Window.verdicts`). At
+    most 9 lines are drawn, gaps included."""
     inputs = (window.newest_token_id, *window.draft_token_ids)
     y = 34.0
     parts = [
@@ -169,9 +170,9 @@ def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]
     title_word = "Rollback" if back else "No rollback"
     newest = token_name(last)
     if back:
-        sentence = f"Sequence and KV restored to the final accepted token; {newest} is committed, its row pending."
+        sentence = f"Sequence and KV restored to the final accepted token; {newest} is committed, its slot pending."
     else:
-        sentence = f"Sequence and KV after accepting all tokens (including {newest}, whose row is pending)."
+        sentence = f"Sequence and KV after accepting all tokens (including {newest}, whose slot is pending)."
     if window.finish:
         sentence += f" The request ends here ({markup(window.finish)})."
     label = f"{title_word}: {last} tokens committed, {len(dropped)} rolled back"
@@ -226,8 +227,7 @@ def token_tip(request_id: int, position: int, kind: str, step: int | None = None
 
 
 def token_name(index: int, *, candidate: bool = False) -> str:
-    """Returns the name of a token in the diagrams: "T₁" for the verifier's first token, "T₁′" for the first draft
-    token."""
+    """Returns the name of a token in the diagrams: "T₁" for index 1, or "T₁′" if `candidate`, for a draft token."""
     return f"T{subscript(index)}{'′' * candidate}"
 
 

@@ -1,6 +1,6 @@
 """Draws the shapes of the diagrams as SVG text: token chips, the cache cylinder, arrows, signs.
 
-Coordinates are in pixels. Every text argument is escaped in this module and nowhere else.
+Coordinates are in pixels. This module escapes text arguments, so callers must not.
 """
 
 from typing import NamedTuple
@@ -144,8 +144,8 @@ def cylinder(x: float, y: float, width: float, bands: list[Band]) -> str:
 
 
 def picture(width: float, height: float, label: str, parts: list[str], *, style: str = "") -> str:
-    """Returns one <svg> element with these parts, for the page. The picture takes the width of its place, within
-    the CSS rules `style`. Screen readers read `label`."""
+    """Returns one <svg> element with these parts, for a page. The picture is as wide as the element around it, within
+    the limits of the CSS rules `style`. Screen readers read `label`."""
     limits = f' style="{style}"' if style else ""
     return (
         f'<svg viewBox="0 0 {width:g} {height:g}"{limits} role="img" aria-label="{markup(label)}" '

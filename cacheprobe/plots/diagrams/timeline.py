@@ -22,8 +22,8 @@ TIMELINE_LEGEND = (
     ("yellow", "provisional", "candidate drafted"),
     ("green", None, "accepted"),
     ("red", "rolled-back", "rolled back"),
-    ("green", "pending", "verifier's own token, its row pending"),
-    ("green", "verified", "verified rows rebuilt, nothing decided"),
+    ("green", "pending", "verifier's own token, its slot pending"),
+    ("green", "verified", "verified slots rebuilt, nothing decided"),
     ("grey", "ruled-grey", "other request, never verified: prefill"),
     ("grey", "dotted-grey", "other request, never verified: decode"),
 )
@@ -104,13 +104,13 @@ def timeline_piece(
 
 
 def timeline_finding(events: pd.DataFrame) -> str:
-    """Returns a sentence, as plain text, on an events table: the share of draft tokens that were accepted, and the
-    request with the most rolled-back tokens."""
-    verdicts = events[events.phase == "verify"]
-    rolled_back = verdicts.groupby("request_id").num_rolled_back.sum()
-    if verdicts.empty:
+    """Returns a sentence, as plain text, on an events table: of the draft tokens in verify passes, the share that was
+    accepted, and the request with the most rolled-back tokens."""
+    verify_events = events[events.phase == "verify"]
+    rolled_back = verify_events.groupby("request_id").num_rolled_back.sum()
+    if verify_events.empty:
         return "No request was verified: every token was committed as it was decoded"
-    drafted = int(verdicts.draft_token_ids.map(len).sum())
+    drafted = int(verify_events.draft_token_ids.map(len).sum())
     if not rolled_back.sum():
         return f"All {drafted} candidates were accepted" if drafted else "Nothing was drafted: the verifier went alone"
     percent = 100 * (drafted - int(rolled_back.sum())) / drafted

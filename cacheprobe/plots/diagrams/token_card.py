@@ -138,8 +138,8 @@ def _outcome_text(outcome: TokenOutcome, token_texts: Mapping[int, str]) -> str:
 
 
 def _layer_table(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
-    """Returns HTML of a table: a line for each layer, the last layer on top, with the layer's most likely tokens from
-    left to right."""
+    """Returns HTML of a table, and a note below: a line for each layer with the layer's most likely tokens from left to
+    right. table: readings of one row, sorted with the last layer first."""
     count = max(len(ids) for ids in table.top_token_ids)
     head = "".join(f"<th>{i + 1}</th>" for i in range(count))
     first_line, lines = table.iloc[0], []

@@ -29,7 +29,7 @@ class Window:
     prefill_steps: tuple[int, ...]
     """Steps that computed the request's prompt."""
     decode_steps: tuple[int, ...]
-    """Step that drafted each draft token."""
+    """For each draft token, the step that drafted it."""
 
     def __post_init__(self) -> None:
         n, drafted, committed = self.num_accepted, len(self.draft_token_ids), len(self.committed_token_ids)
@@ -51,8 +51,8 @@ class Window:
 
     @property
     def verdicts(self) -> tuple[str, ...]:
-        """One word for each token that the verifier chose: "accepted" for each accepted draft token; then one
-        "recovered" (after a mismatch) or "bonus" (after a full match); "rejected" for the rest."""
+        """Outcome of each of the verifier's own tokens as a word: "accepted" if it equals an accepted draft token; then
+        one "recovered" (after a mismatch) or "bonus" (after a full match), if committed; "rejected" for the rest."""
         own = "recovered" if self.is_rollback else "bonus"
         committed = len(self.committed_token_ids)
         return tuple(
@@ -73,10 +73,10 @@ class Window:
 
 
 def find_windows(events: pd.DataFrame, request_id: int) -> tuple[Window, ...]:
-    """Returns a tuple with a `Window` for each verify pass that judged a request, in order; () if the request was never
-    verified.
+    """Returns a tuple with a `Window` for each verify pass of a request, in order, except passes that only rebuild
+    cache slots; () if the request was never verified.
 
-    events: as in `Trace.events`.  Raises: ValueError for a request that no event names.
+    events: as in `Trace.events`.  Raises: ValueError for a request without events.
     """
     of_request = events[events.request_id == request_id].sort_values("step")
     if of_request.empty:

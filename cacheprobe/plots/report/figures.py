@@ -36,7 +36,8 @@ def write_figures(
 
     kind: "png", "svg" or "pdf".  request_id: by default the report's, from `pick_request`.
     Raises, before anything is written: ValueError for another kind, KeyError for a request that the trace does not
-    have, ImageError if kaleido or a Chromium is missing. A run without lens readings needs neither for SVG.
+    have, ValueError for a request without events, ImageError if kaleido or a Chromium is missing. A run without lens
+    readings needs neither for SVG.
     """
     if kind not in FORMATS:
         raise ValueError(f"unknown format {kind!r} of figures; choose one of {', '.join(FORMATS)}")
@@ -64,8 +65,9 @@ def report_figures(trace: "Trace") -> dict[str, go.Figure]:
 
 
 def report_grids(trace: "Trace", request_id: int) -> dict[str, LensGrid]:
-    """Returns a dict from name to `LensGrid`, the lens grids of one request: "lens-grid" with its committed rows and,
-    if a draft was discarded, "lens-grid-all" with all rows; {} without a reading of a committed row."""
+    """Returns a dict from name to `LensGrid`, of one request at the positions of `shown_positions` (at most 48).
+    "lens-grid" has the committed rows. "lens-grid-all" has all rows, and is left out if no row was fed a rejected or
+    given-up draft token. Returns {} without a reading of a committed row."""
     if trace.hypothesis_table is None:
         return {}
     readings, (shown, _) = lens_readings(trace, include_rolled_back=True), shown_positions(trace, request_id)
@@ -102,11 +104,11 @@ def report_drawings(trace: "Trace", request_id: int) -> dict[str, Drawing]:
 
 
 def report_panels(trace: "Trace", request_id: int, texts: dict[int, str]) -> Iterator[tuple[str, str, list[Panel]]]:
-    """Yields (name, title, panels) for one request: the best example of a verify window whose draft was accepted whole,
-    and of one that was rolled back, if there are any.
+    """Yields (name, title, list of Panel) for one request: "accepted-whole" and "rolled-back", the best examples of
+    verify windows whose draft was accepted whole or not. A name without an example is left out.
 
-    For a never verified request, yields ("decoded", title, panels) instead, unless the request failed before its first
-    token.
+    For a request without verify windows, yields ("decoded", title, list of Panel), unless no token was committed.
+    Raises: ValueError for a request without events.
     """
     events = trace.events()
     windows = find_windows(events, request_id)
@@ -123,7 +125,8 @@ def report_panels(trace: "Trace", request_id: int, texts: dict[int, str]) -> Ite
 
 
 def span(window: Window) -> str:
-    """Returns the positions of a window's input tokens as text, such as "positions 12 to 16"."""
+    """Returns text that names the positions of a window's input tokens, such as "positions 12 to 16"; both ends
+    count."""
     return f"positions {window.start - 1} to {window.start + len(window.target_token_ids) - 2}"
 
 

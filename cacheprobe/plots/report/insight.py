@@ -80,10 +80,10 @@ def insight(
     """Returns, as plain text, what became of the tokens at one position: the draft, its verdict, the committed token,
     and the layers whose first choice each of them was.
 
-    readings: lines of the hypotheses table of the predicting row; without any, layers are not mentioned.  rows: all
-    rows at its position; they show at which layer an early drafter stopped.  outcomes: the tokens, from `outcomes_at`.
-    step: the step that computed the row, whose own draft is then described; by default the last draft that was rolled
-    back.
+    readings: lines of the hypotheses table of the predicting row; if empty, layers are not mentioned.  rows: all rows
+    at the position of that row, which show at which layer an early drafter stopped.  outcomes: the tokens, from
+    `outcomes_at`.  step: the step that computed the row: tokens that this step drafted or judged are then described;
+    by default the last draft token that was rolled back is.
     """
     lost = next((token for token in reversed(outcomes) if token.outcome == "rolled_back"), None)
     if step is not None:
@@ -100,7 +100,8 @@ def insight_in_vain(readings: pd.DataFrame, row: TableLine) -> str:
     """Returns, as plain text, the input token of a row that was fed a rejected or given-up draft token, and the last
     layer's first choice.
 
-    readings: the row's own lines; without any, layers are not mentioned.  row: its line of the rows table.
+    readings: the row's lines of the hypotheses table; if empty, layers are not mentioned.  row: the row's line of the
+    rows table.
     """
     fed = "a rejected draft or one behind it" if row.status == "rolled_back" else "a draft that was given up"
     sentence = (
@@ -121,8 +122,8 @@ def _verdict_text(
     rows: pd.DataFrame,
     texts: Mapping[int, str],
 ) -> str:
-    """Returns text on the draft token `lost`, its verdict, and the committed token `kept`; without `kept`, on the
-    last token without a verdict."""
+    """Returns text on the draft token `lost`, its verdict, and the committed token `kept`; without `kept`, on the last
+    token without a verdict."""
     if kept is None:
         undecided = next((token for token in reversed(outcomes) if token.outcome is None), None)
         if undecided is None:
@@ -144,8 +145,8 @@ def _verdict_text(
 
 
 def _draft_text(draft: TokenOutcome, rows: pd.DataFrame) -> str:
-    """Returns text on the pass that drafted a token, such as "drafted in step 4 from layer 7"; the layer is named
-    only if the pass stopped before the last layer."""
+    """Returns text on the pass that drafted a token, such as "drafted in step 4 from layer 7"; the layer is named only
+    if the pass stopped before the last layer."""
     layers_run = rows.num_layers[rows.step == draft.born]
     stopped_early = len(layers_run) and layers_run.iloc[0] < rows.num_layers.max()
     return f"drafted in step {draft.born}" + (f" from layer {layers_run.iloc[0] - 1}" if stopped_early else "")
@@ -154,8 +155,8 @@ def _draft_text(draft: TokenOutcome, rows: pd.DataFrame) -> str:
 def _layers_text(
     readings: pd.DataFrame, lost: TokenOutcome | None, kept: TokenOutcome, texts: Mapping[int, str]
 ) -> str:
-    """Returns text on the layers whose most likely token was the lost draft token, and on those whose most likely
-    token was the committed one."""
+    """Returns text: the longest run of layers whose first choice was the lost draft token, and the layer from which the
+    first choice is the committed token; if the last layer has another first choice, that choice instead."""
     table = readings.sort_values("layer")
     layers, first_choices = table.layer.tolist(), table.token_id.tolist()
     token, last_words, parts, high = _quoted(kept.token_id, texts), "the last read,", [], None

@@ -85,8 +85,8 @@ def request_listings(trace: "Trace", request_id: int) -> list[Listing]:
 
 
 def _cache(trace: "Trace", request_id: int) -> Listing:
-    """Returns a `Listing` with the number of a request's cache slots at its end, by the kind of pass that wrote
-    them; for an imported run without a ledger, the reason."""
+    """Returns a `Listing` with the number of a request's cache slots at its end, by the kind of pass that wrote them;
+    for an imported run without a ledger, the reason."""
     if "ledger" in trace.missing:
         return Listing("cache at its end", (), [], plain(trace.missing["ledger"]))
     return Listing("cache at its end", (), _pairs(trace.ledger(request_id).provenance.value_counts().to_dict()))
@@ -152,8 +152,8 @@ def _requests(trace: "Trace") -> Listing:
 
 
 def _verdicts(events: pd.DataFrame) -> list[tuple[str, str]]:
-    """Returns (name, count) pairs on the verify passes in the events table: the passes, and the tokens drafted,
-    accepted, rolled back, recovered and bonus."""
+    """Returns a list of (name, count as text) on the verify passes in the events table: the passes, and the tokens
+    drafted, accepted, rolled back, recovered and bonus."""
     verify = events[events.phase == "verify"]
     drafted, rolled_back = verify.draft_token_ids.map(len), verify.num_rolled_back.fillna(0)
     counts = {
@@ -170,8 +170,8 @@ def _verdicts(events: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def _agreement(trace: "Trace", title: str, request_id: int | None) -> Listing:
-    """Returns a `Listing` by layer and verdict on the draft: the share of lens readings whose most likely token is
-    the committed one. request_id: None for all requests."""
+    """Returns a `Listing` by layer and verdict on the draft: the share of lens readings whose most likely token is the
+    committed one. request_id: None for all requests."""
     if trace.hypothesis_table is None:
         return Listing(title, (), [], "this run read no lens; with Z among the captured sites it does")
     readings = lens_readings(trace)
@@ -188,15 +188,17 @@ def _agreement(trace: "Trace", title: str, request_id: int | None) -> Listing:
 
 
 def _window_line(window: Window, texts: dict[int, str]) -> tuple[str, ...]:
-    """Returns one line of the list of verify windows: step, first position, tokens fed, the verifier's own tokens,
-    accepted, verdict."""
+    """Returns a tuple of texts, a line of the list of verify windows: step, first position, tokens fed, the verifier's
+    own tokens, accepted, verdict on the draft."""
     fed, own = (
         " ".join(visible(text_of(texts, token_id)) for token_id in ids)
         for ids in ((window.newest_token_id, *window.draft_token_ids), window.target_token_ids)
     )
-    verdict = "rolled back" if window.is_rollback else "accepted whole" if window.is_full_match else "nothing drafted"
+    draft_verdict = (
+        "rolled back" if window.is_rollback else "accepted whole" if window.is_full_match else "nothing drafted"
+    )
     accepted = f"{window.num_accepted} of {len(window.draft_token_ids)}"
-    return (str(window.step), str(window.start - 1), fed, own, accepted, verdict)
+    return (str(window.step), str(window.start - 1), fed, own, accepted, draft_verdict)
 
 
 def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:

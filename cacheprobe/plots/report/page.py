@@ -1,5 +1,5 @@
-"""Builds an HTML page that needs no other file: styles, plotly.js, and figures that follow the page's width and
-colour scheme."""
+"""Builds an HTML page that needs no other file: styles, plotly.js, and figures that follow the page's width and colour
+scheme."""
 
 import json
 
@@ -94,7 +94,7 @@ def figure_block(figure: go.Figure, name: str, note: str) -> str:
     """Returns a plotly figure as HTML, below its own title as a heading, which can wrap, and a note. The page must
     contain plotly.js.
 
-    name: id of its element, unique on the page.  note: HTML.
+    name: id of the figure's element, unique on the page.  note: HTML.
     """
     heading = figure.layout.title.text
     untitled = go.Figure(figure).update_layout(title=None)
@@ -110,15 +110,15 @@ def figure_block(figure: go.Figure, name: str, note: str) -> str:
 
 
 def table(columns: list[str], rows: list[list[object]]) -> str:
-    """Returns an HTML table with all texts escaped; columns of numbers are aligned right. A narrow page scrolls a
-    table of more than two columns."""
+    """Returns an HTML table with all texts escaped; columns of numbers are aligned right. A narrow page scrolls a table
+    of more than two columns."""
 
     def is_number(value: object) -> bool:
-        """Returns True if the value is a number, and not True or False."""
+        """Returns True if the value is an int or a float; False for a bool."""
         return isinstance(value, int | float) and not isinstance(value, bool)
 
     def as_text(value: object) -> str:
-        """Returns the value as escaped text: a float with three digits, a whole number with commas between
+        """Returns the value as escaped text: a float with three significant digits, an int with commas between
         thousands."""
         if not is_number(value):
             return markup(str(value))

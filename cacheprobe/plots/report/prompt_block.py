@@ -1,4 +1,4 @@
-"""Draws a request's prompt with its answer marked, as HTML."""
+"""Draws a request's prompt and its generated text, which is marked, as HTML."""
 
 from collections.abc import Mapping
 
@@ -7,8 +7,8 @@ from cacheprobe.plots.text import markup, text_of
 
 
 def prompt_block(request: JsonDict, token_texts: Mapping[int, str]) -> str:
-    """Returns HTML of a request's prompt, followed by its answer, which is marked. request: as in
-    `StoredRun.requests`. A prompt of token ids is shown as the tokens' texts."""
+    """Returns HTML of a request's prompt, followed by its generated text, which is marked. request: as in
+    `StoredRun.requests`. For a prompt of token ids, the tokens' texts are shown."""
     prompt = request["prompt"]
     if not isinstance(prompt, str):
         shown = "".join(text_of(token_texts, int(token_id)) for token_id in request["prompt_token_ids"])

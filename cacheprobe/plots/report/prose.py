@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def run_sentence(trace: "Trace", request_id: int) -> str:
-    """Returns sentences as HTML on a run: the model, the number of requests and passes, the drafter with its
+    """Returns sentences as HTML on a run: the model, the numbers of requests and passes, the drafter, the numbers of
     accepted and rolled-back draft tokens, and whether this request is deterministic."""
     fingerprint, note = trace.fingerprint, trace.meta["weights_note"]
     phases = trace.event_table.drop_duplicates("step").phase.value_counts()
@@ -22,14 +22,14 @@ def run_sentence(trace: "Trace", request_id: int) -> str:
         f"answered {count} request{'s' * (count != 1)} in {int(phases.sum())} passes ({steps}). "
     )
     drafter = trace.meta["drafter"]
-    drafted = trace.num_drafted
-    if drafted:
+    verified = trace.num_drafted
+    if verified:
         rolled_back = trace.num_rolled_back
         drafter_name = f"<code>{markup(drafter)}</code>" if drafter else "The fast path"
-        sentences += f"{drafter_name} drafted {drafted} candidates that were verified: "
-        sentences += f"{drafted - rolled_back} accepted, {rolled_back} rolled back. "
+        sentences += f"{drafter_name} drafted {verified} tokens that were verified: "
+        sentences += f"{verified - rolled_back} accepted, {rolled_back} rolled back. "
     else:
-        sentences += "Nothing was drafted. "
+        sentences += "No draft token was verified. "
     kind = "deterministic: its tokens and states do not depend on the other requests" if (
         trace.requests[request_id].is_deterministic
     ) else "not deterministic: nothing is promised about the bits of its states"  # fmt: skip
@@ -37,7 +37,7 @@ def run_sentence(trace: "Trace", request_id: int) -> str:
 
 
 def behaviour_sentences(behaviour: JsonDict | None) -> list[str]:
-    """Returns a list of sentences as HTML on the model's accuracy in its task, with a warning if the accuracy is
+    """Returns a list of one or two texts as HTML: the model's accuracy in its task, and a warning if the accuracy is
     not above chance; [] without a task. behaviour: meta["behaviour"] of the trace."""
     if not behaviour:
         return []

@@ -29,7 +29,7 @@ def write_report(trace: "Trace", path: "str | Path", request_id: int | None = No
 
     request_id: by default one with both a draft accepted whole and a rollback, if any request has both.
     progress: show a bar on a terminal.
-    Raises: KeyError for a request that the trace does not have.
+    Raises: KeyError for a request that the trace does not have; ValueError for a request without events.
     """
     path = Path(path)
     if request_id is None:
@@ -39,8 +39,8 @@ def write_report(trace: "Trace", path: "str | Path", request_id: int | None = No
 
 
 def report_html(trace: "Trace", request_id: int, *, progress: bool = False) -> str:
-    """Returns the report of one request as one HTML document that needs no network. Raises: KeyError for a request
-    that the trace does not have."""
+    """Returns the report of one request as one HTML document that needs no network. Raises: KeyError for a request that
+    the trace does not have; ValueError for a request without events."""
     if request_id not in trace.tokens:
         raise KeyError(f"no request {request_id} in this trace; it has {sorted(trace.tokens)}")
     has_lens, has_thoughts = trace.hypothesis_table is not None, trace.thought_table is not None
@@ -70,8 +70,8 @@ def _head(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
 
 
 def _first_thing_to_see(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
-    """Returns a sentence as plain text on the request's thoughts, if it has any; else on the verdict of one of its
-    drafts."""
+    """Returns a sentence as plain text: on the request's thoughts, if there are any; else on the verdict of one of the
+    request's drafts; "" without either."""
     events = trace.events()
     if trace.thought_table is not None and (trace.thought_table.request_id == request_id).any():
         return thoughts_finding(story_of(trace.thoughts(), trace.row_table, events, request_id, texts))

@@ -29,13 +29,13 @@ def comparison(
     fingerprints: tuple[Mapping[str, object], Mapping[str, object]] | None = None,
     token_texts: tuple[Mapping[int, str], Mapping[int, str]] = ({}, {}),
 ) -> Markup:
-    """Returns HTML that compares two runs: how each request differs, and both answers of one request token by token,
-    with a frame around the first differing token. Requests are compared by prompt, committed tokens and
+    """Returns HTML that compares two runs: how each request differs, and the tokens that both runs generated for one
+    request, with a frame around the first differing token. Requests are compared by prompt, committed tokens and
     log-probabilities.
 
     rows, events: (ours, theirs), as trace.row_table and trace.events().  request_id: by default the first that differs.
-    fingerprints: trace.fingerprint of both, to list how the schedules differ.  token_texts: from `token_texts`, for
-    tokens that rows do not name, such as the last one committed.
+    fingerprints: trace.fingerprint of both runs, to list how the schedules differ.  token_texts: from `token_texts`,
+    for tokens that rows do not name, such as the last one committed.
     Raises: ValueError for a request that neither run has, and for empty tables.
     """
     pair = [_requests(r, e) for r, e in zip(rows, events, strict=True)]
@@ -62,8 +62,8 @@ def comparison(
 
 
 def _requests(rows: pd.DataFrame, events: pd.DataFrame) -> list[JsonDict]:
-    """Returns a list with a dict for each request: its prompt_token_ids and committed_token_ids, read from the rows
-    table and the events table."""
+    """Returns a list with a dict for each request, from id 0 to the largest: the request's prompt_token_ids and
+    committed_token_ids, read from the rows table and the events table."""
     prompts = rows[rows.role == "prompt"].drop_duplicates(["request_id", "position"], keep="last")
     prompt_ids = prompts.sort_values("position").groupby("request_id").token_id.agg(list)
     committed_ids = events.sort_values("step").groupby("request_id").committed_token_ids.agg(
@@ -147,10 +147,10 @@ def token_columns(
     whose: str,
     start: int,
 ) -> str:
-    """Returns HTML of two runs' answers to one request, side by side, 24 tokens before and after the first difference,
-    which is framed. Tokens carry data-place, the index of the generated token.
+    """Returns HTML of the tokens that two runs generated for one request, side by side: at most 48, from 24 before the
+    first differing token on, which is framed. Tokens carry data-place, the index of the generated token.
 
-    place: index of the first token that differs; None if none does.  whose: the request's name, for the hover texts.
+    place: index of the first token that differs, or None.  whose: the request's name, for the hover texts.
     start: position of the first generated token.
     """
     longest = max(len(ids) for ids in pair)

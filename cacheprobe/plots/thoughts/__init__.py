@@ -1,2 +1,2 @@
-"""Draws the thoughts of a Thinking States model: a picture of the chunks, their states and thoughts, and a card of
-one chunk."""
+"""Draws the thoughts of a Thinking States model: a picture of chunks, chunk states and thoughts, and a card of one
+chunk in numbers."""

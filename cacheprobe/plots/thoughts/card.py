@@ -1,5 +1,5 @@
-"""Draws one chunk of a Thinking States model in numbers: its chunk state S, its thought Z, and the next chunk's
-state."""
+"""Draws one chunk of a Thinking States model in numbers: its chunk state S, its thought Z, and the norm of the next
+chunk's state."""
 
 from collections.abc import Mapping
 
@@ -24,8 +24,8 @@ def thought_card(
     token_texts: Mapping[int, str] | None = None,
 ) -> Markup:
     """Returns HTML of one chunk of a Thinking States model in numbers, below a list of all chunks' thoughts: the chunk
-    state S that was added, the thought Z that the thinking block T wrote, and the state that the compression block C
-    made of Z.
+    state S that was added, the thought Z that the thinking block T wrote, and the next chunk state, which the
+    compression block C made of Z.
 
     thoughts, rows, events: trace.thoughts(), trace.row_table and trace.events().  position: of any token of the chunk;
     for a chunk without a thought, the next chunk with a thought is shown, else the last one.  thinking:
@@ -61,8 +61,8 @@ def chunk_parts(
 
 
 def _button(column: Column, is_chosen: bool, tag: str) -> str:
-    """Returns HTML of one thought's button: a mark for right or wrong, the chunk's number, and what the thought
-    says."""
+    """Returns HTML of one thought's button: a mark (✓ agrees with the true state, ✗ disagrees or rolled back, ·
+    unknown), the chunk's number, and what the thought says."""
     thought = column.thought
     agrees = None if pd.isna(thought.agrees) else bool(thought.agrees)
     css_class, sign = {None: ("", "·"), True: ("kept", "✓"), False: ("lost", "✗")}[agrees]
@@ -80,7 +80,7 @@ def _button(column: Column, is_chosen: bool, tag: str) -> str:
 
 
 def _sites(column: Column, thinking: JsonDict) -> str:
-    """Returns HTML of one chunk in four sections: the added state S, the thinking block T, the thought Z and the
+    """Returns HTML of one chunk in four sections: the added chunk state S, the thinking block T, the thought Z and the
     compression block C."""
     thought, source = column.thought, column.source
     read = " ".join(markup(visible(token.text)) for token in column.tokens)

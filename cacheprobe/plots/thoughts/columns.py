@@ -1,4 +1,4 @@
-"""Cuts one request of a Thinking States model into chunks, the columns of a picture: input tokens, added state,
+"""Cuts one request of a Thinking States model into chunks, the columns of a picture: input tokens, added chunk state,
 thought."""
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,13 @@ class Token(NamedTuple):
     position: int
     text: str
     kind: str
-    """"prompt", "answer", "pending" (committed, its cache slot not written yet) or "rolled_back"."""
+    """"prompt", "answer" (generated), "pending" (generated, its cache slot not written yet) or "rolled_back"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Holds one column of the thoughts picture: a committed or rolled-back chunk, its thought, and the thought
-    whose state was added to the chunk."""
+    """Holds one column of the thoughts picture: a committed or rolled-back chunk, its thought, and the thought of the
+    chunk before, of which the column's chunk state was made."""
 
     chunk: int
     """Number of the chunk, from 0, as in the thoughts table; the paper's number is one more."""
@@ -32,8 +32,8 @@ class Column:
     thought: TableLine = None
     """The chunk's line of the thoughts table; None if the chunk has no thought."""
     source: TableLine = None
-    """The line of the thought whose state is added to this chunk; None for the first chunk, and if no state is
-    added."""
+    """The thought of the chunk before, as a line of the thoughts table: a model that feeds states back makes this
+    chunk's state of that thought. None if the chunk before has no such thought, and for the first chunk."""
 
     @property
     def has_answer(self) -> bool:
@@ -42,18 +42,18 @@ class Column:
 
 
 class Story(NamedTuple):
-    """Holds all columns of one request's thoughts picture, and the tokens of its answer."""
+    """Holds all columns of one request's thoughts picture, and the texts of the request's generated tokens."""
 
     columns: list[Column]
     num_filler: int
     """Number of leading columns that hold only one repeated token, such as pads, and whose thoughts have no words."""
     answer: tuple[str, ...]
-    """Texts of the committed tokens, without the end token."""
+    """Texts of the generated tokens, without the end token."""
 
 
 def own_thoughts(thoughts: pd.DataFrame, request_id: int) -> pd.DataFrame:
-    """Returns the lines of the thoughts table of one request. Raises: ValueError for a request without thoughts;
-    the message names the requests that have some."""
+    """Returns a DataFrame: the lines of the thoughts table of one request. Raises: ValueError for a request without
+    thoughts; the message names the requests that have some."""
     of_request = thoughts[thoughts.request_id == request_id]
     if of_request.empty:
         others = sorted({int(r) for r in thoughts.request_id})
@@ -69,8 +69,8 @@ def story_of(
     token_texts: Mapping[int, str] | None = None,
 ) -> Story:
     """Cuts a request's tokens into chunks, and returns a `Story`: for each chunk its tokens, the thought about the
-    chunk, and the thought whose state was added to the chunk. A rolled-back chunk comes before the committed chunk in
-    its place.
+    chunk, and the thought about the chunk before, of which the added chunk state was made. A rolled-back chunk comes
+    before the committed chunk that replaced it.
 
     Raises: ValueError for a request without thoughts or rows.
     """
@@ -106,7 +106,7 @@ def _sequence(fed: pd.DataFrame, answer_ids: Sequence[int], texts: dict[int, str
 
 
 def _as_read(fed: pd.DataFrame, thought: TableLine) -> tuple[Token, ...]:
-    """Returns the tokens from which a thought was made, even if other tokens were committed in their place later."""
+    """Returns a tuple of Token: the tokens of which a thought was made, even if other tokens replaced them later."""
     rows_read = fed[(fed.position >= thought.start) & (fed.position <= thought.end) & (fed.step <= thought.step)]
     rows_read = rows_read.drop_duplicates("position", keep="last").sort_values("position")
     kinds = {"prompt": "prompt", "rolled_back": "rolled_back"}
@@ -149,8 +149,8 @@ def words_of(thought: TableLine) -> tuple[str, ...]:
 
 
 def changes_of_mind(columns: Sequence[Column]) -> list[int]:
-    """Returns the indices of the columns whose thought differs from the last thought that was not empty; the first
-    thought with words is included. Rolled-back columns are skipped."""
+    """Returns a list of indices: the columns whose thought has other words than the last thought with words. The first
+    thought with words is included; empty thoughts and rolled-back columns are left out."""
     changes, last_words = [], None
     for index, column in enumerate(columns):
         words = words_of(column.thought) if column.thought is not None and not column.is_rolled_back else ()
@@ -162,10 +162,10 @@ def changes_of_mind(columns: Sequence[Column]) -> list[int]:
 
 def chosen(story: Story, most: int) -> list[int | range]:
     """Returns a list of the columns to draw in at most `most` places: an index for a column, a range of indices for a
-    gap.
+    gap. Filler columns are always in gaps.
 
-    Priority: the first column, the end of the prompt, the start of the answer, changes of mind and rolled-back columns;
-    then thoughts that disagree with the true state; then the rest in reading order.
+    Priority: the first column, the end of the prompt, the first generated token, changes of mind and rolled-back
+    columns; then thoughts that disagree with the true state; then the rest in reading order.
     """
     columns, filler = story.columns, story.num_filler
     not_filler = list(range(filler, len(columns)))

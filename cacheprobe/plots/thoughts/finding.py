@@ -9,8 +9,8 @@ from cacheprobe.plots.thoughts.columns import Story, changes_of_mind, words_of
 
 
 def finding(story: Story) -> str:
-    """Returns a sentence as plain text on a request's thoughts: how often the thought changes, whether the last
-    thought is the answer, and how many thoughts disagree with the true state."""
+    """Returns one or two sentences as plain text on a request's thoughts: how often the thought changes, whether the
+    last thought agrees with the generated text, and how many thoughts disagree with the true state."""
     thoughts = [c.thought for c in story.columns if c.thought is not None and not c.is_rolled_back]
     while_reading = "while the prompt is read"
     if any(thought.phase != "prefill" for thought in thoughts):
@@ -43,8 +43,7 @@ def finding(story: Story) -> str:
 
 
 def _final_state(story: Story) -> str | None:
-    """Returns the true state at the end of the prompt, if it is one word that can be compared with the answer; else
-    None."""
+    """Returns the true state of the last prompt chunk's thought as text, if this state is one word; else None."""
     prompt_columns = [column for column in story.columns if not column.has_answer]
     thought = prompt_columns[-1].thought if prompt_columns else None
     if thought is None or pd.isna(thought.true_state) or len(thought.true_state.split()) != 1:
@@ -57,7 +56,8 @@ def _times(count: int) -> str:
 
 
 def _is_about(words: Sequence[str], answer: Sequence[str]) -> bool:
-    """Returns True if the answer starts with the thought, or if the thought ends with the answer."""
+    """Returns True if the generated tokens (`answer`) start with the thought's words, or if the thought ends with the
+    generated tokens."""
     thought_words, answer_words = ([text.strip() for text in texts] for texts in (words, answer))
     return answer_words[: len(thought_words)] == thought_words or thought_words[-len(answer_words) :] == answer_words
 

@@ -48,13 +48,13 @@ def thoughts_picture(
     the chunk state S that was added, and the thought Z that the thinking block wrote about the chunk. The KV cache is
     on the left.
 
-    From the bottom: the tokens in chunks, and the state S that is added to each chunk at L_in. Above: the thinking
-    block T, which writes the chunk's thought Z at L_out, and the compression block C, which turns Z into the next
-    chunk's S. S and Z are numbered as in the paper, from 1: the thought of the first chunk is Z_2. Hover texts hold the
-    values. Rolled-back thoughts are columns of their own.
+    From the bottom: the tokens in chunks, and the chunk state S that is added to each chunk at L_in. Above: the
+    thinking block T, which writes the chunk's thought Z at L_out, and the compression block C, which turns Z into the
+    next chunk's S. S and Z are numbered as in the paper, from 1: the thought of the first chunk is Z_2. Hover texts
+    hold the values. Rolled-back thoughts are columns of their own.
 
     thoughts, rows, events, ledger: trace.thoughts(), trace.row_table, trace.events() and trace.ledger(request_id).
-    thinking: trace.meta["thinking"]; by default a model whose states are fed back and whose S_1 is zero.
+    thinking: trace.meta["thinking"]; by default a model that feeds chunk states back and whose S_1 is zero.
     token_texts: of tokens that neither rows nor thoughts name, such as the last one committed; from `token_texts`.
     Raises: ValueError for a request without thoughts.
     Source: figure of Thinking States (arXiv 2602.08332), the coin.
@@ -64,8 +64,8 @@ def thoughts_picture(
 
 
 def thoughts_block(story: Story, ledger: pd.DataFrame, thinking: JsonDict | None = None) -> str:
-    """Returns HTML of a request's thoughts: title, picture and legend. The page must have the styles of the
-    diagrams; those of this picture are included."""
+    """Returns HTML of a request's thoughts: title, picture and legend. The page must have the styles of the diagrams;
+    the styles of this picture are included."""
     settings = _settings(thinking)
     title = finding(story)
     shown = chosen(story, MOST_PLACES)
@@ -91,8 +91,8 @@ def _settings(thinking: JsonDict | None) -> JsonDict:
 
 
 def thought_lines(story: Story) -> list[list[object]]:
-    """Returns a list with a line of values for each thought, in the order of THOUGHT_COLUMNS. The log-probability
-    is that of the whole thought."""
+    """Returns a list with a list of values for each thought, in the order of THOUGHT_COLUMNS: log-probability of the
+    whole thought, norm of the chunk state made of the thought."""
     lines: list[list[object]] = []
     for column in story.columns:
         thought = column.thought
@@ -145,8 +145,8 @@ def _picture(story: Story, shown: list[int | range], ledger: pd.DataFrame, setti
 
 
 def _distances_fed(story: Story, shown: list[int | range], index: int) -> list[int]:
-    """Returns the distances, in drawn places, from the column `index` to each later place whose chunk takes its
-    state. The list ends at the next gap; the gap counts if a hidden chunk takes the state."""
+    """Returns a list of distances, in drawn places: from the column `index` to each later place whose chunk state was
+    made of the column's thought. The list ends at the next gap; the gap counts if it hides such a chunk."""
     own_thought, distances = story.columns[index].thought.thought, []
     for distance, later in enumerate(shown[shown.index(index) + 1 :], 1):
         hidden = later if isinstance(later, range) else range(later, later + 1)

@@ -1,5 +1,5 @@
-"""Draws the parts of the thoughts picture as SVG, from the bottom: chunk, state, blocks, T and C, thought; and the
-cache."""
+"""Draws the parts of the thoughts picture as SVG, from the bottom: chunk, chunk state, blocks, T and C, thought;
+and the cache."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -63,7 +63,7 @@ class Levels(NamedTuple):
 
     @classmethod
     def of(cls, columns: Sequence[Column]) -> "Levels":
-        """Returns the heights for these columns: longer thoughts and chunks need more height."""
+        """Returns the `Levels` of a picture of these columns: longer thoughts and chunks need more height."""
         thought_lengths = [
             min(len(column.thought.tokens), _MOST_WORDS + 1) for column in columns if column.thought is not None
         ]
@@ -77,8 +77,8 @@ class Levels(NamedTuple):
 
 
 def level_strokes(levels: Levels, x: float, width: float, settings: JsonDict) -> list[str]:
-    """Returns SVG elements: the line L_out, at which thoughts are read, and the line L_in, at which states are
-    added."""
+    """Returns a list of SVG elements: the line L_out, at which the thinking block reads states, and the line L_in, at
+    which chunk states are added."""
     parts = []
     for y, name, layer in ((levels.l_out, "out", settings["l_out"]), (levels.l_in, "in", settings["l_in"])):
         block = "" if layer is None else f"block {layer - 1 if name == 'out' else layer}"
@@ -95,9 +95,9 @@ def level_strokes(levels: Levels, x: float, width: float, settings: JsonDict) ->
 
 
 def column_strokes(levels: Levels, x: float, column: Column, settings: JsonDict, *, is_new: bool) -> list[str]:
-    """Returns SVG elements of one chunk, from its tokens at the bottom up to its thought.
+    """Returns a list of SVG elements of one chunk, from its tokens at the bottom up to its thought.
 
-    is_new: the thought differs from the one before, and gets a stronger frame.
+    is_new: the thought differs from the thought before, and gets a stronger frame.
     """
     name = subscript(column.chunk + 1)
     parts = _chunk(levels.tokens, x, column)
@@ -122,8 +122,8 @@ def column_strokes(levels: Levels, x: float, column: Column, settings: JsonDict,
 
 
 def state_paths(levels: Levels, x: float, distances: Sequence[int], *, is_lost: bool) -> list[str]:
-    """Returns SVG paths from a column's compression block C to the state S of each column that takes the result.
-    distances: how many places to the right each of these columns is."""
+    """Returns a list of SVG paths from a column's compression block C to the chunk state S of each later column that
+    takes the result. distances: how many places to the right each later column is."""
     start, gutter, y, end = x + _RIGHT + _LEFT + 1, x + _RIGHT + _LEFT + 7, levels.blocks + 13, levels.state + 13
     rail = levels.state - (9 if is_lost else 5)
     kind = "path lost" if is_lost else "path"
@@ -137,8 +137,8 @@ def state_paths(levels: Levels, x: float, distances: Sequence[int], *, is_lost: 
 
 
 def gap_strokes(levels: Levels, x: float, hidden: Sequence[Column], *, is_filler: bool, leads_on: bool) -> list[str]:
-    """Returns SVG elements in the place of chunks that are not drawn: their number and positions. leads_on: the
-    next drawn column takes a state from a hidden chunk."""
+    """Returns a list with one SVG group in the place of chunks that are not drawn: their number, and their positions in
+    the hover text. leads_on: the next drawn column takes a chunk state from a hidden chunk."""
     count, centre = len(hidden), x + (GAP_WIDTH - 12) / 2
     label = f"{count} of {visible(hidden[0].tokens[0].text)}" if is_filler else f"{count} more"
     first, last = hidden[0].tokens[0].position, hidden[-1].tokens[-1].position
@@ -156,8 +156,8 @@ def gap_strokes(levels: Levels, x: float, hidden: Sequence[Column], *, is_filler
 
 
 def cache_strokes(levels: Levels, ledger: pd.DataFrame) -> list[str]:
-    """Returns SVG elements of the KV cache: the keys and the values, each as a line of boxes coloured by the kind
-    of pass that wrote them (provenance), and the number of slots of each kind."""
+    """Returns a list of SVG elements of the KV cache: one line of boxes for the keys and one for the values, coloured
+    by provenance (the kind of pass that wrote a slot), and the number of slots of each provenance."""
     counts = cache_counts(ledger)
     boxes = _boxes(ledger)
     top, width = levels.backbone - 40, CACHE_WIDTH - 26
@@ -206,7 +206,8 @@ def _chunk(y: float, x: float, column: Column) -> list[str]:
 
 
 def _state(y: float, x: float, column: Column, settings: JsonDict, name: str) -> list[str]:
-    """Returns SVG elements of the state S, its arrow, and the plus sign at which the state is added."""
+    """Returns SVG elements of a chunk state: its box, its arrow, and the plus sign at which the chunk state is added to
+    the input of block l_in."""
     layer_words = "L_in" if settings["l_in"] is None else f"what enters block {settings['l_in']}"
     source = column.source
     first, last = column.tokens[0].position, column.tokens[-1].position
@@ -275,15 +276,15 @@ def _thought_words(bottom: float, x: float, column: Column, name: str, *, is_new
 
 
 def _thought_tip(thought: TableLine, name: str) -> str:
-    """Returns the hover text of a thought: its tokens with their log-probabilities, its true state, and the norm of
-    its state."""
+    """Returns the hover text of a thought: its tokens with their log-probabilities, the true state, and the norm of the
+    chunk state made of the thought."""
     read = f"positions {int(thought.start)} to {int(thought.end)}"
     lines = [f"Z{name}, the thought of chunk {int(thought.chunk)} ({read})"]
     lines += [f"{token!r}: {nats:.3g} nats" for token, nats in zip(thought.tokens, thought.logprobs_nats, strict=True)]
     lines.append("has ended" if thought.has_ended else "has not ended: cut at the model's limit")
     if pd.notna(thought.true_state):
-        verdict = "says nothing of it" if pd.isna(thought.agrees) else "agrees" if thought.agrees else "disagrees"
-        lines.append(f"true state {thought.true_state!r}: {verdict}")
+        agreement = "says nothing of it" if pd.isna(thought.agrees) else "agrees" if thought.agrees else "disagrees"
+        lines.append(f"true state {thought.true_state!r}: {agreement}")
     lines.append(f"norm of its state {thought.state_norm:.3g}")
     lines.append(_passed(thought))
     return "\n".join(lines)
@@ -296,7 +297,7 @@ def _passed(thought: TableLine) -> str:
 
 
 def _plain_words(thought: TableLine) -> str:
-    """Returns a thought's words as one text for a hover text, not escaped."""
+    """Returns all tokens of a thought, end token included, as one text for a hover text, not escaped."""
     return " ".join(visible(token) for token in thought.tokens)
 
 
@@ -320,9 +321,9 @@ def _tipped(tip: str, parts: Sequence[str]) -> str:
 
 
 def _boxes(ledger: pd.DataFrame) -> list[tuple[str, int, int]]:
-    """Returns (provenance, first position, last position) of each box of the cache: neighbouring slots that one
-    kind of pass wrote. Of more than 6 boxes only the last 6 are returned; of fewer, the longest are halved until
-    there are 6, or one for each slot."""
+    """Returns a list with (provenance, first position, last position) of each box of the cache: neighbouring slots of
+    one provenance. Of more than 6 boxes only the last 6 are returned; of fewer, the longest are halved until there are
+    6, or one for each slot."""
     boxes: list[tuple[str, int, int]] = []
     for row in ledger.sort_values("position").itertuples():
         first = boxes.pop()[1] if boxes and boxes[-1][0] == row.provenance else row.position
