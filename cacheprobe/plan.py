@@ -44,7 +44,7 @@ DEFAULT_SAMPLING = SamplingParams(
 )
 """Sampling settings of a request, if neither the request nor the run gives them."""
 
-Loop = Callable[[Sequence[SequenceState], Observer], Generator[int, None, None]]
+BoundLoop = Callable[[Sequence[SequenceState], Observer], Generator[int, None, None]]
 """Type of a function (states, observer) -> generator of step numbers. A round runs at each `next` of the generator."""
 
 
@@ -271,7 +271,7 @@ class RunPlan:
         require_drafter(drafter, self.model)
         return Drafting(drafter.name, drafted_layers(drafter, self.model), self.config.window)
 
-    def bind_loop(self, drafter: Drafter | None) -> Loop:
+    def bind_loop(self, drafter: Drafter | None) -> BoundLoop:
         """Returns a function (states, observer) -> generator of the main loop, see `engine.loop.rounds`.
 
         No pass runs before the generator's first `next`. Raises: ValueError if the drafter does not fit the model.
@@ -282,7 +282,7 @@ class RunPlan:
             self.model, states, self.config, observer, drafter, self.editor, self.watch
         )
 
-    def execute(self, loop: Loop, states: Sequence[SequenceState], *observers: Observer, **meta: Any) -> Trace:
+    def execute(self, loop: BoundLoop, states: Sequence[SequenceState], *observers: Observer, **meta: Any) -> Trace:
         """Runs every request to its end and returns the recorded Trace. Runs in other threads wait meanwhile.
 
         loop: from `bind_loop`.  meta: entries of the Trace's metadata.
@@ -297,7 +297,7 @@ class RunPlan:
         return self._trace(recorder, guard, states, meta)
 
     def recorded(
-        self, loop: Loop, states: Sequence[SequenceState], *observers: Observer, **meta: Any
+        self, loop: BoundLoop, states: Sequence[SequenceState], *observers: Observer, **meta: Any
     ) -> Generator[int, None, Trace]:
         """Runs the requests and yields the step number after each round. The generator's return value is the Trace.
 
