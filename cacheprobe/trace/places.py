@@ -15,7 +15,8 @@ def require_free(directory: Path, overwrite: bool = False) -> None:
     save.
 
     overwrite: the directory may also contain a complete run, which the new one replaces.
-    Raises: TraceError if the path is a file, if the directory contains a run (unless `overwrite`) or other files.
+    Raises: TraceError if the path is a file; if the directory contains a run (unless `overwrite`) or a manifest.json of
+    another program; or if it has no manifest.json but other files than those of a run.
     """
     if not directory.exists():
         return
@@ -44,7 +45,7 @@ def free_beside(directory: Path) -> Path:
 
 
 def is_of_a_run(name: str) -> bool:
-    """Returns True if a file of this name may belong to a saved run, or is its report or a temporary file of either."""
+    """Returns True if a file name is that of a saved run's file, of its report, or of a temporary file of a save."""
     stem = name.removesuffix(".tmp")
     is_data = stem.endswith((".parquet", ".safetensors")) and stem.startswith(tuple(f"{kind}-" for kind in KINDS))
     return is_data or stem in (MANIFEST, "report.html")
