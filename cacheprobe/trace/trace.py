@@ -124,7 +124,8 @@ class Trace(TraceData):
         """Returns the states [n, m] of a request at one site and layer, one for each of its n rows of status
         "committed", by position.
 
-        n is prompt + generated - 1, less the positions that came from a KVSnapshot: the newest token was not computed yet.
+        n is prompt + generated - 1, less the positions that came from a KVSnapshot. The newest token was not computed
+        yet.
         """
         return self.vectors(site, layer, self._canonical_rows(request_id))
 
