@@ -127,7 +127,7 @@ def replay(
 
 
 def _schedule(trace: Trace, model: CachedLM, interventions: Sequence[Intervention]) -> tuple[EngineConfig, str]:
-    """Returns the run's engine settings and its path ("fast" or "bridge"; "auto" if it had another).
+    """Returns (the run's engine settings, its path: "fast" or "bridge", or "auto" if it had another).
 
     Raises: ValueError for a run that cannot be made again from what was saved; FingerprintMismatch for another
     schedule.
@@ -150,10 +150,10 @@ def _schedule(trace: Trace, model: CachedLM, interventions: Sequence[Interventio
 
 
 def _verified_requests(trace: Trace, config: EngineConfig, interventions: Sequence[Intervention]) -> list[Request]:
-    """Returns the requests whose tokens the reference must also commit. Raises: ValueError if there is none.
+    """Returns a list of the requests whose tokens the reference must also commit. Raises: ValueError if there is none.
 
-    Left out are requests that ended with an error or without a token, and those with interventions by step, because
-    the reference has other steps.
+    Left out are requests that ended with an error or without a token, and those with interventions by step, because the
+    reference has other steps.
     """
     is_all_verified = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
     is_by_equality = is_all_verified and config.acceptance == "equality"
@@ -237,7 +237,8 @@ def _compare_request(
 
 
 def _files(trace: Trace) -> tuple[int, list[str]]:
-    """Compares the files of a saved run with their checksums; (0, []) for a run in memory."""
+    """Compares the files of a saved run with their checksums; returns (number of files compared, sentences for the
+    files that differ). (0, []) for a run in memory."""
     return damaged_files(trace.store.directory) if isinstance(trace.store, ShardStore) else (0, [])
 
 
@@ -297,9 +298,8 @@ def _reference_request(trace: Trace, request: Request) -> Request:
 
 
 def _first_token_difference(trace: Trace, reference: Trace, request: Request, number: int) -> str | None:
-    """Returns a sentence about the first token that differs from the reference, or about log-probabilities; None if
-    equal.
-    """
+    """Returns a sentence that names the first token that differs from the reference; or, if all tokens are equal, that
+    log-probabilities differ (deterministic requests only). None if there is no difference."""
     ours, theirs = trace.committed(request.request_id), reference.committed(number)
     if ours == theirs:
         has_logprobs = request.is_deterministic and "log-probabilities" not in trace.missing
@@ -313,9 +313,8 @@ def _first_token_difference(trace: Trace, reference: Trace, request: Request, nu
 
 
 def _first_state_difference(trace: Trace, reference: Trace, request: Request, number: int) -> tuple[str | None, int]:
-    """Returns a sentence about the first state that differs from the reference (None if equal), and the number
-    compared.
-    """
+    """Returns (sentence, number of equal states before) for the first state that differs from the reference; (None,
+    number of states) if all are equal."""
     compared = 0
     rows = trace.rows(request.request_id, "committed").sort_values("position")
     rows = rows[rows.state_index >= 0]
@@ -344,10 +343,10 @@ def _first_thought_difference(trace: Trace, reference: Trace, request: Request, 
 
 
 def _first_reading_difference(trace: Trace, reference: Trace, request: Request, number: int) -> tuple[str | None, int]:
-    """Returns a sentence about the first lens reading that differs from the reference (None if equal), and the number
-    compared.
+    """Returns (sentence, 0) for the first lens reading that differs from the reference; (None, number of readings
+    compared) if all are equal.
 
-    Compares first choices, log-probabilities, entropies and ranks.
+    Compares first choices, log-probabilities, entropies, ranks and the lists of top choices.
     """
     assert trace.hypothesis_table is not None and reference.hypothesis_table is not None
     ours = trace.hypothesis_table[trace.hypothesis_table.request_id == request.request_id]
