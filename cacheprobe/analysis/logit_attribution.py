@@ -109,8 +109,8 @@ def _find_row(
 
 
 def _parts(trace: "Trace", model: CachedLM, row_info: pd.Series, by_head: bool) -> tuple[list[_Part], Tensor]:
-    """Returns (site, layer, head, vector) of every write to the residual stream at one row, and the stream after the
-    last layer.
+    """Returns (a list of (site, layer, head, vector [m]), one for each write to the residual stream at one row; the
+    stream [m] after the last layer).
 
     Raises: ValueError if a state is missing.
     """
@@ -145,8 +145,8 @@ def _embedding(model: CachedLM, row_info: pd.Series) -> Tensor:
 
 
 def _by_head(trace: "Trace", writer: HeadWriter, layer: int, z: Tensor, attention: Tensor) -> list[_Part]:
-    """Splits the attention output T [m] of one layer into one part for each head, and a part for the bias if there is
-    one.
+    """Splits the attention output T [m] of one layer. Returns a list of (site, layer, head, vector [m]), one for each
+    head, and one for the bias if there is one.
 
     Raises: ModelError if the heads do not sum to T, because the architecture computes more between the heads and T. A
     run with interventions is not checked.

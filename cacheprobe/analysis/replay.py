@@ -243,7 +243,7 @@ def _files(trace: Trace) -> tuple[int, list[str]]:
 
 
 def _not_compared(trace: Trace, requests: Sequence[Request], has_readings: bool, num_files: int) -> Iterator[str]:
-    """Yields a sentence for each part of the run that was not compared with the reference."""
+    """Yields a sentence for each part of the run that was not compared with the reference, with the reason."""
     compared = {request.request_id for request in requests}
     if left_out := [r.request_id for r in trace.requests if r.request_id not in compared]:
         names = ", ".join(map(str, left_out[:8]))
@@ -270,7 +270,8 @@ def _not_compared(trace: Trace, requests: Sequence[Request], has_readings: bool,
 
 
 def _end_difference(trace: Trace, reference: Trace, model: CachedLM, request: Request, number: int) -> str | None:
-    """Returns a sentence if the request's end or its text differs from the reference's; else None."""
+    """Returns a sentence if the request ended for another reason than in the reference (unless it was cancelled), or if
+    its stored text is not that of its tokens; else None."""
     ours, theirs = trace.meta["finish"][str(request.request_id)], reference.meta["finish"][str(number)]
     if ours != theirs and ours != "cancelled":
         return f"request {request.request_id}: ended by {ours}, the oracle by {theirs}"
@@ -359,7 +360,8 @@ def _first_reading_difference(trace: Trace, reference: Trace, request: Request, 
 
 
 def _first_choice_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[int, int] | None:
-    """Returns (position, layer) of the first lens reading whose list of top choices differs; None if all are equal.
+    """Returns (position, layer) of the first lens reading whose top choices, or their log-probabilities, differ; None
+    if all are equal.
 
     All readings of `ours` with status "committed" are compared; `theirs`, of the reference, may have more.
     """

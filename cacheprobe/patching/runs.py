@@ -93,7 +93,8 @@ def run_once(
 
 
 def read(logits: Tensor, answer: tuple[int, int]) -> list[AnswerLogits]:
-    """Returns the prediction of each row of logits [b, v] about two answer tokens, as a list of AnswerLogits."""
+    """Returns a list of AnswerLogits, one for each batch index of logits [b, v]: the prediction about two answer
+    tokens."""
     values = logits.double()
     columns = (values[:, answer[0]], values[:, answer[1]], values.logsumexp(-1), values.argmax(-1))
     return [AnswerLogits(a, b, c, int(d)) for a, b, c, d in zip(*(column.tolist() for column in columns), strict=True)]

@@ -17,12 +17,11 @@ _TREATMENTS = {  # colour, texture
 
 
 def coin_rows_figure(effects: pd.DataFrame, *, unit: str = "span", people: int | None = None) -> go.Figure:
-    """Returns a plotly bar figure of the mean normalised logit difference, for each changed part of the cache and each
-    treatment. 0 is the unchanged answer, 1 the answer with the other coin.
+    """Returns a plotly bar figure of the mean normalised logit difference, for each changed slot or span of the cache
+    and each treatment. 0 is the unchanged answer, 1 the answer with the other coin.
 
     effects: from `cacheprobe_analyses.coin.coin_rows`: people, unit, where, treatment, n, total, flips.
-    unit: "span" (several cache slots) or "row" (one slot).  people: only questions about this many people; None for
-    all.
+    unit: "span" (several slots) or "row" (one slot).  people: only questions about this many people; None for all.
     Raises: ValueError if no line has this unit and number of people.
     """
     chosen = effects[effects.unit == unit]
@@ -57,4 +56,5 @@ def coin_rows_figure(effects: pd.DataFrame, *, unit: str = "span", people: int |
 def _finding(summed: pd.DataFrame, unit: str) -> str:
     swapped = summed[(summed.treatment == "swapped") & (summed["where"] != "all rows")]
     best = swapped.loc[swapped.nld.idxmax()]
-    return f"The {unit} whose swap brings over most: {markup(best['where'])}, {best.nld:.2f}"
+    noun = "slot" if unit == "row" else unit
+    return f"The {noun} whose swap brings over most: {markup(best['where'])}, {best.nld:.2f}"

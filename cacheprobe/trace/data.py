@@ -95,8 +95,8 @@ class TraceData:
         return dict(zip(self.token_table.token_id.tolist(), self.token_table.token.tolist(), strict=True))
 
     def rows(self, request_id: SupportsIndex | None = None, status: str | None = None) -> pd.DataFrame:
-        """Returns a copy of the rows table, a DataFrame. A row is one token of one forward pass; the table has one line
-        for each.
+        """Returns a copy of the rows table, a DataFrame with one line for each row. A row is one token of one forward
+        pass.
 
         request_id: only the rows of this request; None for all.  status: only rows with this status, such as
         "committed".

@@ -39,9 +39,8 @@ def _from_1(old: Manifest) -> Manifest:
 
 
 def _from_2(old: Manifest) -> Manifest:
-    """Migrates a manifest from trace format 2 to 3. Adds fields that only later runs of version 2 have, if they are
-    missing.
-    """
+    """Migrates a manifest from trace format 2 to 3. Adds an empty list of head sites, and, if they are missing, fields
+    that only later runs of version 2 have."""
     later = {"errors": {}, "thought_layer": None, "thinking": None, "cache_row_bytes": None}
     capture = {"heads": (), **old["meta"]["capture"]}
     return {**old, "format_version": 3, "heads": [], "meta": {**later, **old["meta"], "capture": capture}}

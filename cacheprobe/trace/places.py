@@ -38,7 +38,8 @@ def require_free(directory: Path, overwrite: bool = False) -> None:
 
 
 def free_beside(directory: Path) -> Path:
-    """Returns the first directory without a run among `directory`, NAME-stopped, NAME-stopped-2, ... next to it."""
+    """Returns the first directory without a run among `directory`, NAME-stopped, NAME-stopped-2, ... in the same
+    folder."""
     numbers = (f"-{n}" for n in count(2))
     alternatives = (directory.with_name(f"{directory.name}-stopped{number}") for number in chain([""], numbers))
     return next(path for path in chain([directory], alternatives) if not (path / MANIFEST).exists())

@@ -179,8 +179,8 @@ class Trace(TraceData):
         return digest.hexdigest()
 
     def save(self, directory: "str | Path", *, overwrite: bool = False) -> Path:
-        """Writes the trace into `directory` and returns the path. A complete run there is replaced only if `overwrite`
-        is True.
+        """Writes the trace into `directory` and returns the path. Replaces a complete run in the directory only if
+        `overwrite` is True.
 
         If writing fails, an earlier run in the directory stays complete.
         Raises: TraceError as `cacheprobe.trace.storage.save_trace`.

@@ -199,9 +199,9 @@ def _try_to_share(lock: IO[bytes]) -> bool:
 
 
 def _read(path: Path, num_layers: int) -> tuple[Tensor, list[int]]:
-    """Returns the states [t, l, m] and the token ids of one file that vLLM stored.
+    """Returns (states [t, l, m], list of token ids) of one file that vLLM stored.
 
-    Raises: ImportRefused for another layout; the message names the expected one.
+    Raises: ImportRefused for another layout, with the expected one in the message, and for a file that cannot be read.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file

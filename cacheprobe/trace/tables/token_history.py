@@ -100,7 +100,8 @@ _COMMITTED = ("accepted", "recovered", "bonus", "committed")
 
 
 class TokenOutcome(NamedTuple):
-    """Holds a token that was drafted or committed at one place, with the steps at which it was drafted and judged."""
+    """Holds a token that was drafted or committed at one place, the steps at which it was drafted and judged, and the
+    outcome."""
 
     token_id: int
     born: int
