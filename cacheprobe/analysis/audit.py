@@ -1,4 +1,5 @@
-"""Checks the tables of a trace against each other and against the committed tokens. Runs no model.
+"""Checks the tables of a trace (rows, events, ledger, lens readings) against each other and against the committed
+tokens. Runs no model.
 
 Tokens, verdicts and passes determine most of the tables' content: role and status of a row, the tokens that a verify
 pass was fed, the ledger's changes, and the token that a reading is compared with. This module derives that content
@@ -46,12 +47,13 @@ class History:
     roles: list[str] = field(default_factory=list)
     """Role of every position of `text`."""
     verdicts: dict[int, tuple[int, int, list[int]]] = field(default_factory=dict)
-    """By step: position of the first draft token, number accepted, and the tokens that the pass was fed."""
+    """By step: position of the first draft token, number of accepted draft tokens, and the tokens that the pass was
+    fed."""
     lengths: list[tuple[int, int]] = field(default_factory=list)
     """(step, length of `text` after it)."""
     drafts: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
     """By position: (step that drafted a token for it, outcome of that token)."""
-    given_up: list[int] = field(default_factory=list)
+    preempted_after: list[int] = field(default_factory=list)
     """Steps after which the request lost its cache row, because it was preempted."""
 
     def length_before(self, step: int) -> int:
@@ -83,10 +85,10 @@ class History:
 
 
 def audit(trace: Trace, texts: "Callable[[Sequence[int]], list[str]] | None" = None) -> Audit:
-    """Checks every table of a trace against the others and against the committed tokens; returns an Audit with the
-    faults.
+    """Checks a trace's tables of rows, events, ledger and lens readings against each other and against the committed
+    tokens. Returns an Audit with the faults.
 
-    texts: a function that returns the text of each token id; without it, token texts are not checked.
+    texts: a function from a list of token ids to their texts; without it, token texts are not checked.
     """
     faults: list[str] = []
     histories: dict[int, History] = {}
@@ -122,7 +124,7 @@ def _history(trace: Trace, request: Request, events: pd.DataFrame) -> History:
     drafts = token_history(events).fillna({"outcome": ""}).query("outcome != 'committed'")  # null: nobody decided
     for draft in drafts.itertuples():
         history.drafts.setdefault(len(prompt) + draft.place, []).append((draft.born, draft.outcome))
-    history.given_up = [step for number, step in trace.meta["preemptions"] if number == request.request_id]
+    history.preempted_after = [step for number, step in trace.meta["preemptions"] if number == request.request_id]
     return history
 
 
@@ -137,8 +139,8 @@ def _event_faults(trace: Trace, request: Request, events: pd.DataFrame, history:
     for event in events.itertuples():
         label, committed = f"step {event.step}:", _ints(event.committed_token_ids)
         if event.step <= last_step:
-            yield f"{label} stands behind step {last_step}"
-        if any(last_step <= lost < event.step for lost in history.given_up):
+            yield f"{label} comes after step {last_step}"
+        if any(last_step <= lost < event.step for lost in history.preempted_after):
             proposals = []
         last_step = event.step
         if has_logprobs and len(event.committed_logprobs_nats) != len(committed):
@@ -172,11 +174,11 @@ def _event_faults(trace: Trace, request: Request, events: pd.DataFrame, history:
 def _verdict_faults(
     event: Line, history: History, proposals: list[int], committed: list[int], finish: str
 ) -> Iterator[str]:
-    """Yields a sentence for each contradiction in one verdict, and adds the verdict to `history`.
+    """Yields a sentence for each contradiction in one verdict, and adds the verdict and the roles of its tokens to
+    `history`.
 
     event: a line of a verify pass.  proposals: the tokens drafted since the last verdict.  committed: tokens of this
-    event.
-    finish: how the request ended.
+    event.  finish: how the request ended.
     """
     draft, targets = _ints(event.draft_token_ids), _ints(event.target_token_ids)
     start, length = int(event.draft_start), len(history.text)
@@ -189,11 +191,11 @@ def _verdict_faults(
     if draft not in (proposals, []):  # a pass that failed drops the draft
         yield f"the draft is {draft}, proposed were {proposals}"
     if len(targets) not in (len(draft), len(draft) + 1) or not targets:
-        yield f"{len(targets)} target tokens for {len(draft)} candidates"
+        yield f"{len(targets)} target tokens for {len(draft)} draft tokens"
     if accepted != matching if history.by_equality else not 0 <= accepted <= len(draft):
         yield f"num_accepted is {accepted}, draft and target tokens agree in {matching}"
     if _whole(event.num_rolled_back) != len(draft) - accepted:
-        yield f"num_rolled_back is {_whole(event.num_rolled_back)} for {len(draft)} candidates, {accepted} accepted"
+        yield f"num_rolled_back is {_whole(event.num_rolled_back)} for {len(draft)} draft tokens, {accepted} accepted"
     wanted = [*draft[:accepted], *targets[accepted : accepted + 1]] if accepted >= 0 else []
     if committed != wanted[: len(committed)] or not committed:
         yield f"committed {committed}, the verdict allows {wanted}"

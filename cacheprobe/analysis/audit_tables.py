@@ -27,7 +27,7 @@ def ledger_faults(trace: Trace, request: Request, verdicts: Mapping[int, tuple[i
     is_edited = any(change == "edited" for change in changes.provenance) or "cached" in trace.fingerprint
     length = 0
     for change in changes.itertuples():
-        label = f"step {change.step}: rows {change.start} to {change.end - 1} {change.provenance}:"
+        label = f"step {change.step}: slots {change.start} to {change.end - 1} {change.provenance}:"
         if change.provenance not in PROVENANCES or not 0 <= change.start < change.end:
             yield f"{label} no such change"
         elif change.provenance == "free":
@@ -36,7 +36,7 @@ def ledger_faults(trace: Trace, request: Request, verdicts: Mapping[int, tuple[i
             length = change.start
             continue
         elif change.start > length:
-            yield f"{label} it held {length}, so rows before them were never written"
+            yield f"{label} it held {length}, so slots before them were never written"
         elif change.provenance == "verified" and change.step in verdicts and change.start != length:
             yield f"{label} it still held {length}"
         length = max(length, change.end)
@@ -47,7 +47,7 @@ def ledger_faults(trace: Trace, request: Request, verdicts: Mapping[int, tuple[i
             yield f"{label} no pass wrote them"
     for (step, start, end, provenance), count in wanted.items():
         if count and not is_edited:
-            yield f"step {step}: rows {start} to {end - 1} {provenance}: the change is missing"
+            yield f"step {step}: slots {start} to {end - 1} {provenance}: the change is missing"
 
 
 def _wanted_changes(
@@ -131,7 +131,12 @@ def hypothesis_faults(trace: Trace, texts: Mapping[int, Sequence[int]]) -> Itera
 
 
 def _missing_readings(trace: Trace, table: pd.DataFrame) -> Iterator[str]:
-    """Yields a sentence for each row that does not have one reading for each captured layer that ran."""
+    """Yields a sentence for each row whose number of readings is not the number of captured layers that ran for the
+    row, and one if a row has two readings of one layer.
+
+    Only rows that the lens had to read are checked: those that predict a generated token (or any, with
+    prompt_hypotheses) and pass the capture filters.
+    """
     rows, capture = trace.row_table, trace.meta["capture"]
     prompts = rows.request_id.map({r.request_id: r.num_prompt_tokens for r in trace.requests})
     is_read = (rows.position >= prompts - 1) | bool(capture["prompt_hypotheses"])

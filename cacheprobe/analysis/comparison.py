@@ -15,8 +15,7 @@ _READING = ["token_id", "logprob_nats", "entropy_nats", "rank", "committed_logpr
 @dataclass(frozen=True, slots=True)
 class RequestDifference:
     """Describes how one request differs between two runs: not at all, in its prompt, its tokens or its
-    log-probabilities.
-    """
+    log-probabilities, or because one run lacks the request."""
 
     request_id: int
     what: str

@@ -67,7 +67,7 @@ def divergences(
 def _divergences_of(
     model: CachedLM, lens: Lens, states: Float[Tensor, "l n m"], layers: list[int], rows: pd.DataFrame, last: int
 ) -> pd.DataFrame:
-    """Returns the lines of `divergences` for the given layers and rows, from one matrix product."""
+    """Returns the lines of `divergences` for the given layers and rows, as a DataFrame, from one matrix product."""
     number = torch.tensor(layers, device=states.device).repeat_interleave(states.shape[1])
     logits = lens.logits(model, rearrange(states, "l n m -> (l n) m"), number)
     logprobs = rearrange(logits.float().log_softmax(-1), "(l n) v -> l n v", l=len(states))
@@ -100,13 +100,14 @@ def _jensen_shannon(one: Tensor, other: Tensor) -> Tensor:
 
 
 def rejected_tokens(trace: "Trace", lens: Lens, model: CachedLM | None = None) -> pd.DataFrame:
-    """Returns the rank and log-probability, in a lens, of each rejected draft token and of the token committed instead.
+    """Returns a DataFrame with the rank and log-probability, in a lens, of each rejected draft token and of the token
+    committed instead.
 
-    One DataFrame line for each layer of each verify row that predicted a rejected token: row, request_id, step,
-    position (of the row; both tokens stand at position + 1), layer, rejected_token_id, rejected_token, rejected_rank,
+    One line for each layer of each verify row that predicted a rejected token: row, request_id, step, position (of the
+    row; both tokens stand at position + 1), layer, rejected_token_id, rejected_token, rejected_rank,
     rejected_logprob_nats; committed_token_id, committed_token, rank, committed_logprob_nats as in `Trace.hypotheses`.
     Only first mismatches are included: later draft tokens follow text that was never committed.
-    Raises: ValueError if no draft was rejected.
+    Raises: ValueError if no draft was rejected, or if the states were not captured.
     Twin: tests.twins.measures_slowly.rejected_tokens_slowly, close(1e-5).
     """
     model = require_model(trace, model)

@@ -9,7 +9,8 @@ from cacheprobe.trace.trace import Trace
 
 
 def kv_snapshot(trace: Trace, request_id: SupportsIndex, length: int | None = None) -> KVSnapshot:
-    """Returns a copy of a request's cached keys and values at positions 0 to length - 1, taken when the request ended.
+    """Returns a KVSnapshot of a request's cached keys and values at positions 0 to length - 1, copied when the request
+    ended.
 
     length: number of positions; None means all. The newest token is not cached.
     Committed positions are never written again, so the first p positions equal the cache's content when position p was

@@ -8,8 +8,8 @@ _ROW = ["request_id", "row", "step", "phase", "status", "position", "verdict"]
 
 
 def agreement_by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
-    """Returns the share of lens readings whose first choice is the committed token, by layer (index) and verdict
-    (columns).
+    """Returns a DataFrame of shares, layer (index) by verdict (columns): how often a reading's first choice is the
+    committed token.
 
     Columns: accepted, rejected, never_judged, for positions with a draft token of this verdict; not_drafted, for
     positions for which the row's pass had no draft token. `draft_verdicts.by_verdict` defines which rows count.
@@ -25,7 +25,7 @@ def prediction_depth_of(hypotheses: pd.DataFrame) -> pd.DataFrame:
     prediction_depth: first layer from which the first choice stays that of the last layer read (Baldock et al. 2021).
     num_flips: changes of first choice between adjacent layers.  path: the first choices in order, as one text; a choice
     that the next layer keeps is written once.
-    final_token: the last layer's first choice.  agrees: whether that is the committed token; null if none was
+    final_token: the last layer's first choice.  agrees: whether `final_token` is the committed token; null if none was
     committed.
     hypotheses: as from `Trace.hypotheses`.
     Raises: ValueError if there are none.

@@ -38,8 +38,8 @@ def attribution(
 
     position: finds the request's row of status "committed" at this position.  row: any row's number, such as a
     rolled-back one's; give one of the two.
-    token: a token id, or several, whose tables are concatenated. Default: the token committed at the next position; for
-    a rolled-back row, its own first choice.
+    token: a token id, or several, whose tables are concatenated. Default: the token committed at the next position; the
+    row's own first choice if no token was committed at the next position, or if the row was rolled back.
     heads: splits T by head, from z; by default if z was captured.
     Columns: request_id, row, position, status, token_id, token, layer, site, head, logit. Sites: embed; T and C by
     layer; "T bias", the bias of the heads' output projection if T is split by head; "norm bias" and "unembed bias"; and
@@ -109,8 +109,8 @@ def _find_row(
 
 
 def _parts(trace: "Trace", model: CachedLM, row_info: pd.Series, by_head: bool) -> tuple[list[_Part], Tensor]:
-    """Returns (site, layer, head, vector) of every write to the residual stream at one row, and the stream after the
-    last layer.
+    """Returns (a list of (site, layer, head, vector [m]), one for each write to the residual stream at one row; the
+    stream [m] after the last layer).
 
     Raises: ValueError if a state is missing.
     """
@@ -145,8 +145,8 @@ def _embedding(model: CachedLM, row_info: pd.Series) -> Tensor:
 
 
 def _by_head(trace: "Trace", writer: HeadWriter, layer: int, z: Tensor, attention: Tensor) -> list[_Part]:
-    """Splits the attention output T [m] of one layer into one part for each head, and a part for the bias if there is
-    one.
+    """Splits the attention output T [m] of one layer. Returns a list of (site, layer, head, vector [m]), one for each
+    head, and one for the bias if there is one.
 
     Raises: ModelError if the heads do not sum to T, because the architecture computes more between the heads and T. A
     run with interventions is not checked.
@@ -192,9 +192,11 @@ def _logits(model: CachedLM, output: OutputParts, norm: FrozenNorm, last: Tensor
 def _token_ids(
     trace: "Trace", row_info: pd.Series, token: "SupportsIndex | Sequence[int] | None", logits: Tensor
 ) -> list[int]:
-    """Returns the token ids to attribute: the given ones; by default the committed next token, or the row's first
-    choice.
+    """Returns the token ids to attribute, as a list: the given ones; by default the token committed at the next
+    position.
 
+    For a rolled-back row, and if no token was committed at the next position, the default is the row's own first
+    choice.
     Raises: ValueError for an id outside the vocabulary.
     """
     if token is None:

@@ -89,8 +89,8 @@ def saturation(hypotheses: pd.DataFrame, top: int = 3) -> pd.DataFrame:
 
 
 def draft_agreement(hypotheses: pd.DataFrame, window: int) -> pd.DataFrame:
-    """Simulates drafting by one layer's first choices; returns a DataFrame with one line for each layer: accepted draft
-    tokens.
+    """Simulates, for each layer, drafting by the layer's first choices. Returns a DataFrame with one line for each
+    layer: how many draft tokens would be accepted.
 
     Simulates verify passes of `window` tokens over the committed text: the newest token, and window - 1 draft tokens
     that are the layer's first choices; the first generated token comes from prefill. As long as they equal the text,
@@ -134,8 +134,8 @@ def draft_agreement(hypotheses: pd.DataFrame, window: int) -> pd.DataFrame:
 
 
 def _check_readings(hypotheses: pd.DataFrame, choices: int = 1) -> pd.DataFrame:
-    """Checks that a table of lens readings is not empty, has one reading per row and layer, and enough choices; returns
-    it.
+    """Checks that a table of lens readings is not empty, has one reading per row and layer, and at least `choices` top
+    tokens in each reading. Returns the table unchanged.
 
     Raises: ValueError if not.
     """

@@ -13,15 +13,17 @@ if TYPE_CHECKING:
 
 
 def lens_readings(trace: "Trace", include_rolled_back: bool = False) -> pd.DataFrame:
-    """Returns the table of `trace.hypotheses()` without thoughts, as the measures by layer require."""
+    """Returns a DataFrame of the lens readings of `trace.hypotheses()`, without thoughts, as the measures by layer
+    require."""
     table = trace.hypotheses(include_rolled_back)
     return table[table.site != "thought"].reset_index(drop=True) if trace.thought_table is not None else table
 
 
 def agreement(trace: "Trace") -> pd.DataFrame:
-    """Returns the share of a trace's lens readings whose first choice is the committed token, by layer and verdict.
+    """Returns a DataFrame of shares, layer (index) by verdict (columns): how often the first choice of a trace's lens
+    readings is the committed token.
 
-    Layers are the index and verdicts the columns; see `analysis.layer_choices.agreement_by_layer`.
+    Columns: as in `analysis.layer_choices.agreement_by_layer`.
     """
     return agreement_by_layer(lens_readings(trace))
 
@@ -37,9 +39,11 @@ def prediction_depth(trace: "Trace") -> pd.DataFrame:
 
 
 def commitment(trace: "Trace", margin: float = 0.5) -> pd.DataFrame:
-    """Returns a DataFrame with one line for each row: the first layer whose first choice leads the second by `margin`.
+    """Returns a DataFrame with one line for each row: the first layer whose first choice leads the second by at least
+    `margin`.
 
-    margin: a difference of probabilities. Columns: as in `analysis.measures.commitment`.
+    margin: a difference of probabilities. Columns: as in `analysis.measures.commitment`; the layer is null if there is
+    none.
     """
     return measures.commitment(lens_readings(trace), margin)
 
@@ -65,8 +69,8 @@ def draft_agreement(trace: "Trace", window: int) -> pd.DataFrame:
 def to_activation_cache(trace: "Trace", request_id: SupportsIndex) -> object:
     """Returns a request's captured states as a TransformerLens ActivationCache, [1, position, m] by hook name.
 
-    The states are those of status "committed", one for each position. Heads are [1, position, h, d], patterns
-    [1, h, position, position].
+    The states are those of status "committed", one for each position. Heads are [1, position, h, d], patterns [1, h,
+    position, position].
     Raises: ValueError if the trace has no model or no states.
     """
     if trace.model is None:

@@ -32,7 +32,7 @@ def readable(trace: "Trace") -> "Trace":
 
 
 def _by_logit_lens(trace: "TraceData") -> pd.DataFrame:
-    """Reads all captured states of a trace with the logit lens."""
+    """Reads the captured states of a trace with the logit lens; returns the DataFrame of `read_states`."""
     return read_states(cast("Trace", trace), LogitLens())
 
 
@@ -104,17 +104,16 @@ def predicting_rows(trace: "Trace") -> pd.DataFrame:
 
 
 def committed_after(trace: "Trace", rows: pd.DataFrame) -> dict[int, int]:
-    """Returns, by row number, the token id that the final text has at the row's position + 1; -1 if the text ends
-    before.
-    """
+    """Returns a dict from row number to token id: the token that the final text has at the row's position + 1; -1 if
+    the text ends before."""
     texts = {r.request_id: [*(r.prompt_token_ids or ()), *trace.tokens[r.request_id], -1] for r in trace.requests}
     positions = zip(rows.row, rows.request_id, rows.position + 1, strict=True)
     return {row: texts[request][min(position, len(texts[request]) - 1)] for row, request, position in positions}
 
 
 def require_model(trace: "Trace", model: CachedLM | None) -> CachedLM:
-    """Returns the given model, or the trace's own model if it is None, after checking that its weights are those of the
-    run.
+    """Returns the given model, or the trace's own model if `model` is None, after checking that its weights are those
+    of the run.
 
     Raises: ValueError if there is no model, if its weights differ, or if the trace was imported without a model.
     """

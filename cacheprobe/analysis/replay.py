@@ -127,7 +127,7 @@ def replay(
 
 
 def _schedule(trace: Trace, model: CachedLM, interventions: Sequence[Intervention]) -> tuple[EngineConfig, str]:
-    """Returns the run's engine settings and its path ("fast" or "bridge"; "auto" if it had another).
+    """Returns (the run's engine settings, its path: "fast" or "bridge", or "auto" if it had another).
 
     Raises: ValueError for a run that cannot be made again from what was saved; FingerprintMismatch for another
     schedule.
@@ -150,10 +150,10 @@ def _schedule(trace: Trace, model: CachedLM, interventions: Sequence[Interventio
 
 
 def _verified_requests(trace: Trace, config: EngineConfig, interventions: Sequence[Intervention]) -> list[Request]:
-    """Returns the requests whose tokens the reference must also commit. Raises: ValueError if there is none.
+    """Returns a list of the requests whose tokens the reference must also commit. Raises: ValueError if there is none.
 
-    Left out are requests that ended with an error or without a token, and those with interventions by step, because
-    the reference has other steps.
+    Left out are requests that ended with an error or without a token, and those with interventions by step, because the
+    reference has other steps.
     """
     is_all_verified = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
     is_by_equality = is_all_verified and config.acceptance == "equality"
@@ -237,12 +237,13 @@ def _compare_request(
 
 
 def _files(trace: Trace) -> tuple[int, list[str]]:
-    """Compares the files of a saved run with their checksums; (0, []) for a run in memory."""
+    """Compares the files of a saved run with their checksums; returns (number of files compared, sentences for the
+    files that differ). (0, []) for a run in memory."""
     return damaged_files(trace.store.directory) if isinstance(trace.store, ShardStore) else (0, [])
 
 
 def _not_compared(trace: Trace, requests: Sequence[Request], has_readings: bool, num_files: int) -> Iterator[str]:
-    """Yields a sentence for each part of the run that was not compared with the reference."""
+    """Yields a sentence for each part of the run that was not compared with the reference, with the reason."""
     compared = {request.request_id for request in requests}
     if left_out := [r.request_id for r in trace.requests if r.request_id not in compared]:
         names = ", ".join(map(str, left_out[:8]))
@@ -269,7 +270,8 @@ def _not_compared(trace: Trace, requests: Sequence[Request], has_readings: bool,
 
 
 def _end_difference(trace: Trace, reference: Trace, model: CachedLM, request: Request, number: int) -> str | None:
-    """Returns a sentence if the request's end or its text differs from the reference's; else None."""
+    """Returns a sentence if the request ended for another reason than in the reference (unless it was cancelled), or if
+    its stored text is not that of its tokens; else None."""
     ours, theirs = trace.meta["finish"][str(request.request_id)], reference.meta["finish"][str(number)]
     if ours != theirs and ours != "cancelled":
         return f"request {request.request_id}: ended by {ours}, the oracle by {theirs}"
@@ -297,9 +299,8 @@ def _reference_request(trace: Trace, request: Request) -> Request:
 
 
 def _first_token_difference(trace: Trace, reference: Trace, request: Request, number: int) -> str | None:
-    """Returns a sentence about the first token that differs from the reference, or about log-probabilities; None if
-    equal.
-    """
+    """Returns a sentence that names the first token that differs from the reference; or, if all tokens are equal, that
+    log-probabilities differ (deterministic requests only). None if there is no difference."""
     ours, theirs = trace.committed(request.request_id), reference.committed(number)
     if ours == theirs:
         has_logprobs = request.is_deterministic and "log-probabilities" not in trace.missing
@@ -313,9 +314,8 @@ def _first_token_difference(trace: Trace, reference: Trace, request: Request, nu
 
 
 def _first_state_difference(trace: Trace, reference: Trace, request: Request, number: int) -> tuple[str | None, int]:
-    """Returns a sentence about the first state that differs from the reference (None if equal), and the number
-    compared.
-    """
+    """Returns (sentence, number of equal states before) for the first state that differs from the reference; (None,
+    number of states) if all are equal."""
     compared = 0
     rows = trace.rows(request.request_id, "committed").sort_values("position")
     rows = rows[rows.state_index >= 0]
@@ -344,10 +344,10 @@ def _first_thought_difference(trace: Trace, reference: Trace, request: Request, 
 
 
 def _first_reading_difference(trace: Trace, reference: Trace, request: Request, number: int) -> tuple[str | None, int]:
-    """Returns a sentence about the first lens reading that differs from the reference (None if equal), and the number
-    compared.
+    """Returns (sentence, 0) for the first lens reading that differs from the reference; (None, number of readings
+    compared) if all are equal.
 
-    Compares first choices, log-probabilities, entropies and ranks.
+    Compares first choices, log-probabilities, entropies, ranks and the lists of top choices.
     """
     assert trace.hypothesis_table is not None and reference.hypothesis_table is not None
     ours = trace.hypothesis_table[trace.hypothesis_table.request_id == request.request_id]
@@ -360,7 +360,8 @@ def _first_reading_difference(trace: Trace, reference: Trace, request: Request, 
 
 
 def _first_choice_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[int, int] | None:
-    """Returns (position, layer) of the first lens reading whose list of top choices differs; None if all are equal.
+    """Returns (position, layer) of the first lens reading whose top choices, or their log-probabilities, differ; None
+    if all are equal.
 
     All readings of `ours` with status "committed" are compared; `theirs`, of the reference, may have more.
     """

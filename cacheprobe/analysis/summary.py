@@ -77,7 +77,7 @@ def summary(trace: Trace) -> str:
 
 def thoughts_text(trace: Trace, request_id: int) -> str:
     """Returns text with the committed thoughts of one request, one line for each chunk, and a last line with the
-    answer.
+    generated text.
 
     A line has the chunk's text, the thought, and notes: whether the thought is true, and whether it was cut.
     """

@@ -25,20 +25,22 @@ OTHER_KERNEL = "hook_pattern"
 
 
 def thought_activations(trace: "Trace", thought: int, model: CachedLM | None = None) -> dict[str, Tensor]:
-    """Returns the activations inside the thinking block and the compression block for one thought: tensors by hook
-    name.
+    """Returns the activations inside the thinking block and the compression block for one thought: a dict from hook
+    name to tensor.
 
     thought: a number from `trace.thoughts()`, including rolled-back ones. Attention patterns are left out.
-    "thinking.hook_logits" is [r1, v], all logits of the thought's tokens, with the pad's set to the minimum: line i
-    chose token i. "compression.hook_state" is the chunk state, [c, m]. In the thinking block, positions are the chunk's
-    c and then the thought's, [c+r, m] or [c+r, h, d]; in the compression block, the thought's. Thoughts are padded to
-    `max_thought`: at the end in the thinking block, in front in the compression block.
+    "thinking.hook_logits" is [max_thought + 1, v]: line i has the logits from which token i of the thought was chosen,
+    with the pad's set to the minimum. "compression.hook_state" is the chunk state, [c, m]. In the thinking block,
+    positions are the chunk's c and then the thought's, [c+r, m] or [c+r, h, d]; in the compression block, the
+    thought's. Thoughts are padded to `max_thought`: at the end in the thinking block, in front in the compression
+    block.
     These activations are not stored, because they depend only on the output H of layer l_out - 1 and the thought. The
     bits equal the run's if its states were stored unrounded.
     Raises: LensError if the model writes no thoughts, KeyError for an unknown thought, ValueError if S at layer l_out -
     1 was not captured, or if this model writes another thought than the trace holds.
     Source: Thinking States (arXiv 2602.08332), Eq. 4 and 5.
-    Twin: tests.thinking.test_thinking_engine, T's hooks on the live model while it thinks, and S: ==.
+    Twin: tests.thinking.test_thinking_engine: the thinking block's hooks on the live model while it thinks, and the
+    chunk state, ==.
     """
     lm = cast("ThinkingLM", require_model(trace, model))
     ThoughtLens().check(lm)

@@ -84,8 +84,8 @@ def read_thoughts(trace: "Trace", layers: Iterable[int] | None = None, model: Ca
 
 
 def rows_of(trace: "Trace", thought: Chunk) -> pd.DataFrame:
-    """Returns the rows whose states the thinking block read for a thought, one for each position of its chunk, in
-    order.
+    """Returns a DataFrame of the rows whose states the thinking block read for a thought, one for each position of its
+    chunk, from `thought.start` to `thought.end`, both included.
 
     Of several rows at one position, it is the newest one at the thought's step.
     """

@@ -143,7 +143,7 @@ def stress(
     Parameters
     ----------
     config
-        A YAML file of settings, named as these flags are; flags win.
+        A YAML file of settings, named as these flags are; flags override them.
     tokens
         Tokens to compare, those of earlier calls with the same --out included.
     out
@@ -165,8 +165,8 @@ def stress(
 
 
 def _has_reader_gone() -> bool:
-    """Returns whether the program that reads stdout has ended, as in `cacheprobe show RUN | head`; if it has, later
-    output is discarded."""
+    """Returns True if the program that reads stdout has ended, as in `cacheprobe show RUN | head`, and discards all
+    later output; else False."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLOUT)
     if not any(events & select.POLLERR for _, events in poll.poll(0)):
@@ -176,8 +176,9 @@ def _has_reader_gone() -> bool:
 
 
 def main() -> None:
-    """Runs the command line with the arguments of the process, and exits with the command's exit code. A user's error
-    is printed as one line on stderr, with exit code 2."""
+    """Runs the command line with the arguments of the process, and exits with the command's exit code. An error of a
+    common type (ValueError, TypeError, KeyError, OSError, RuntimeError) is printed as one line on stderr, with exit
+    code 2; with the environment variable CACHEPROBE_DEBUG, it is raised."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         result = app(sys.argv[1:], result_action="return_value")

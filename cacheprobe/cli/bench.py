@@ -1,5 +1,4 @@
-"""Implements `cacheprobe bench`: lists, measures and compares benchmarks. Heavy imports are made when a command
-runs."""
+"""Implements `cacheprobe bench`: lists, measures and compares benchmarks. Heavy imports are made only in a command."""
 
 from importlib import import_module
 from json import dumps, loads

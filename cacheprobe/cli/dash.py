@@ -29,7 +29,7 @@ def open_runs(
     runs
         Directories of saved runs, directories that hold several, or result files (.json) and folders of such files.
     config
-        A YAML file of settings, named as these flags are, and a list of runs; flags win.
+        A YAML file of settings, named as these flags are, and a list of runs; flags override them.
     port
         Port to listen at; 0 for any free one.
     host

@@ -30,7 +30,7 @@ def with_flags(command: Command) -> Command:
 
     @wraps(command)
     def run(*args: Any, **values: Any) -> Any:
-        """Makes the settings from the flags, and runs the command with them."""
+        """Makes the settings dataclasses from the flags in `values`, and runs the command with them."""
         for name, settings in groups.items():
             named = {field.name: values.pop(field.name) for field in flagged(settings) if field.name in values}
             values[name] = settings(**named)
@@ -61,7 +61,7 @@ def _flags(settings: type) -> Iterator[inspect.Parameter]:
 
 
 def attribute_docs(settings: type) -> dict[str, str]:
-    """Returns the docstring below each field of a class, as a dict by field name, read from the source; {} without a
+    """Returns a dict from field name to the docstring below the field of a class, read from the source; {} without a
     source file."""
     try:
         source = inspect.getsource(settings)

@@ -78,5 +78,5 @@ def doctor() -> int:
 
     found = checkup()
     terminal.show(found.listings)
-    print(found.verdict)
+    print(found.demo_sentence)
     return 0 if found.can_demo else 1

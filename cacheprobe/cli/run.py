@@ -40,7 +40,7 @@ def run(
     overwrite
         Replace the run that --out holds, and remove its report.html. The old run stays until the new one is complete.
     config
-        A YAML file of settings, named as these flags are; flags win.
+        A YAML file of settings, named as these flags are; flags override them.
     progress
         Show progress bars.
     """
@@ -86,8 +86,8 @@ def run(
 def _drafter_and_prompts(
     model: ModelFlags, prompts: PromptFlags, settings: RunFlags
 ) -> "tuple[Drafter | None, list[object]]":
-    """Checks settings against each other, and returns the drafter (or None) and what the model reads: prompts, or a
-    task's examples.
+    """Checks settings against each other. Returns (the drafter or None, a list of what the model reads: prompts, or a
+    task's examples).
 
     Raises: ValueError for settings that no run could be made with.
     """

@@ -27,7 +27,7 @@ def lora(
     Parameters
     ----------
     config
-        A YAML file of settings, named as these flags are; flags win.
+        A YAML file of settings, named as these flags are; flags override them.
     out
         Directory for the adapter and the checkpoint.
     progress
@@ -73,7 +73,7 @@ def thinking_states(
     Parameters
     ----------
     config
-        A YAML file of settings, named as these flags are; flags win.
+        A YAML file of settings, named as these flags are; flags override them.
     task
         coin-flip, variables, s3 or s5 (of `cacheprobe run`: permutations:elements=3 or 5).
     preset
@@ -115,7 +115,7 @@ def tuned_lens(
     Parameters
     ----------
     config
-        A YAML file of settings, named as these flags are; flags win.
+        A YAML file of settings, named as these flags are; flags override them.
     model
         smollm2-135m, a hub name or a local directory; it is loaded in float32.
     out

@@ -44,8 +44,8 @@ class Checkup:
         ]
 
     @property
-    def verdict(self) -> str:
-        """A sentence, as text, that says whether the demo can run, and if not, what it lacks."""
+    def demo_sentence(self) -> str:
+        """Sentence that says whether `cacheprobe demo` can run, and if not, what it lacks."""
         if self.can_demo:
             return "cacheprobe demo can run"
         lacking = ", ".join(finding.name for finding in self.missing if finding.demo_needs_it)

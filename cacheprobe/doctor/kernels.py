@@ -1,4 +1,4 @@
-"""Reports which operations of `ops.dispatch` have a usable kernel on this machine. Runs use no kernel."""
+"""Reports which operations of `ops.dispatch` have a usable Triton kernel on this machine. `cp.run` uses no kernel."""
 
 import torch
 
@@ -7,8 +7,8 @@ from cacheprobe.ops.dispatch import KERNEL, paths
 
 
 def kernels() -> list[Finding]:
-    """Returns a list of findings on the Triton kernels. The first says that runs use no kernel; the others give the
-    result of each operation, or one result if all are the same.
+    """Returns a list of findings on the Triton kernels. The first says that `cp.run` uses no kernel; the others give
+    the result of each operation, or one result if all are the same.
 
     On a GPU the call compiles the kernels.
     """

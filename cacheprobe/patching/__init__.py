@@ -1,6 +1,5 @@
-"""Computes patching grids: puts states of one run into another, at each layer and position, and measures how the answer
-changes.
-"""
+"""Computes patching grids: puts states of one run into another, at each layer and position, and measures how the
+prediction of two answer tokens changes."""
 
 from cacheprobe.patching.activation import activation
 from cacheprobe.patching.grid import PatchingGrid

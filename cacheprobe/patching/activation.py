@@ -68,9 +68,8 @@ def activation(
     count = model.head_shape[0] if heads else 1
 
     def indices(position: int) -> list[Index]:
-        """Returns a list with the index of each patched run of the grid at one position: (layer, position) or with a
-        head.
-        """
+        """Returns a list with the index of each patched run of the grid at one position: (layer, position), or (layer,
+        position, head) if heads are patched."""
         return [(layer, position, *((head,) if heads else ())) for layer in in_layers for head in range(count)]
 
     groups = [
@@ -87,8 +86,8 @@ def _cells(donor: Run, site: str, indices: list[Index]) -> Mapping[Index, Patchi
 
 
 def _cell(donor: Run, site: str, layer: int, position: int, head: int | None = None) -> PatchingCell:
-    """Returns the patched run (Cell) that copies one state of the clean run: of a layer, a position and, if given, one
-    head.
+    """Returns the PatchingCell (a patched run) that copies one state of the clean run: of a layer, a position and, if
+    given, one head.
 
     donor: the clean run.
     """

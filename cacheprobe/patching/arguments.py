@@ -93,7 +93,7 @@ def as_token_ids(model: CachedLM, prompt: Prompt, what: str) -> tuple[int, ...]:
 
 
 def as_pair(model: CachedLM, clean: Prompt, corrupt: Prompt) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the token ids of the clean and the corrupted prompt.
+    """Returns (token ids of the clean prompt, token ids of the corrupted prompt).
 
     Raises: ValueError for prompts of different length, and for equal prompts.
     """
@@ -140,8 +140,9 @@ def as_positions(positions: "Iterable[int] | None", length: int) -> tuple[int, .
 
 
 def _numbers(given: "Iterable[int] | None", count: int, noun: str, whole: str) -> tuple[int, ...]:
-    """Returns the distinct given numbers, or 0 to count - 1 if None. Raises: ValueError for none, or one outside the
-    range.
+    """Returns the distinct given numbers as a tuple, or 0 to count - 1 if `given` is None.
+
+    Raises: ValueError if there is no number, or one outside 0 to count - 1.
     """
     listed = tuple(range(count)) if given is None else tuple(dict.fromkeys(int(x) for x in given))
     if not listed:

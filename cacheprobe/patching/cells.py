@@ -48,7 +48,7 @@ class PatchingCell:
 
 
 def cell(edits: Sequence[Edit], start: int | None = None) -> PatchingCell:
-    """Returns a Cell (patched run) with these edits, computed from its first edited position on.
+    """Returns a PatchingCell (a patched run) with these edits, computed from its first edited position on.
 
     start: an earlier position to compute from.
     """
@@ -96,19 +96,15 @@ def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[Patchi
     joined = 0
 
     def change(site: str, layer: int, value: Tensor) -> Tensor | None:
-        """Adds the cells that join at this site and layer to the batch `value`, and applies the edits of this site and
-        layer.
-
-        Returns None if nothing changes.
-        """
+        """Returns the batch `value` with the cells that join at this site and layer added, and with the edits of this
+        site and layer applied; None if nothing changes."""
         nonlocal joined
         site_layer = (site, layer)
         num_joining = sum(one.enters == site_layer for one in cells)
         if num_joining:
-            rows = base.at(*site_layer)[start:].expand(num_joining, -1, -1)
-            value = (
-                torch.cat([value, rows]) if joined else rows.clone()
-            )  # the first cells replace the unpatched run at batch index 0
+            joining = base.at(*site_layer)[start:].expand(num_joining, -1, -1)
+            # the first cells replace the unpatched run at batch index 0
+            value = torch.cat([value, joining]) if joined else joining.clone()
             joined += num_joining
         edited = [(b, edit) for b, one in enumerate(cells[:joined]) for edit in one.edits if edit.place == site_layer]
         if not edited:

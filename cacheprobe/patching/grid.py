@@ -20,7 +20,7 @@ _META = ("kind", "site", "value", "model")
 class GridMeta(TypedDict, total=False):
     """Lists the metadata of a PatchingGrid: the request, the model, and the results of the unpatched runs.
 
-    The first block is part of every grid, the second of grids of two prompts, the third of causal tracing.
+    The first group of fields is part of every grid, the second of grids of two prompts, the third of causal tracing.
     """
 
     kind: Required[str]
@@ -88,7 +88,7 @@ class PatchingGrid:
 
     @classmethod
     def load(cls, path: "str | Path") -> "PatchingGrid":
-        """Reads a PatchingGrid from the JSON file that `PatchingGrid.save` wrote. Raises: ValueError for another
+        """Reads a PatchingGrid from the JSON file that `PatchingGrid.save` wrote. Raises: ValueError for any other
         file."""
         try:
             stored = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -33,7 +33,8 @@ def answers(model: CachedLM, answer: "Sequence[str | int] | None", clean: Run, c
     """Returns the token ids of the two answers whose logits a grid compares; by default the first choices of the two
     runs.
 
-    Raises: ValueError if they are equal, or if both runs have the same logit difference between them.
+    Raises: ValueError unless exactly two answers are given, if the two runs have the same first choice, or if both runs
+    have the same logit difference between the answers.
     """
     if answer is None:
         answer = [int(run.logits.argmax()) for run in (clean, corrupt)]

@@ -70,8 +70,8 @@ def _cells(runs: tuple[Run, Run], site: str, indices: Sequence[Index]) -> Mappin
 
 
 def prefix_cell(clean: Run, corrupt: Run, site: str, layer: int, position: int) -> PatchingCell:
-    """Returns the patched run with the clean run's states up to `position` and the corrupted run's states after it, at
-    one layer.
+    """Returns the PatchingCell (a patched run) with the clean run's states up to `position` and the corrupted run's
+    states after it, at one layer.
 
     If `position` is the last one, the cell has no edits, and the positions from the first different token on are
     recomputed from clean states.

@@ -39,13 +39,14 @@ class Run:
     cache: KVCache = field(repr=False)
     """The cache whose cache row 0 contains the prompt."""
     states: dict[SiteLayer, Tensor] = field(repr=False)
-    """States [n, w] keyed by (site, layer), [n, h, d] for single heads; S and the input of block 0 are always
-    included."""
+    """States [n, w] keyed by (site, layer), [n, h, d] for single heads; S and the input of block 0 are always included.
+    """
     logits: Tensor = field(repr=False)
     """Logits [v] of the last position."""
 
     def at(self, site: str, layer: int) -> Tensor:
-        """Returns the states of the run at a site and layer, [n, w]. Site "pre" is read as S of the layer before."""
+        """Returns the states of the run at a site and layer, [n, w], or [n, h, d] for single heads. Site "pre", the
+        input of a block, is S of the layer before, or the stored input of block 0."""
         return self.states["S", layer - 1] if site == "pre" and layer > 0 else self.states[site, layer]
 
     def begins_like(self, token_ids: Sequence[int]) -> int:
@@ -76,7 +77,7 @@ def run_once(
             cache.values[layer][:, :, :first] = after[0].cache.values[layer][:, :, :first]
 
     def add_noise(site: str, layer: int, value: Tensor) -> Tensor | None:
-        """Changes the input of block 0 by `noise`, if given."""
+        """Returns the input of block 0 changed by `noise`; None (no change) if no noise was given."""
         return None if noise is None else noise(value[0])[None].to(value.dtype)
 
     captured = {"S", *(site for site in sites if site in (*SITES, HEADS))}
@@ -92,7 +93,8 @@ def run_once(
 
 
 def read(logits: Tensor, answer: tuple[int, int]) -> list[AnswerLogits]:
-    """Returns the prediction of each row of logits [b, v] about two answer tokens, as a list of AnswerLogits."""
+    """Returns a list of AnswerLogits, one for each batch index of logits [b, v]: the prediction about two answer
+    tokens."""
     values = logits.double()
     columns = (values[:, answer[0]], values[:, answer[1]], values.logsumexp(-1), values.argmax(-1))
     return [AnswerLogits(a, b, c, int(d)) for a, b, c, d in zip(*(column.tolist() for column in columns), strict=True)]

@@ -112,7 +112,8 @@ def causal_tracing(
 
 
 def window_of(layer: int, window: int, n_layers: int) -> range:
-    """Returns the range of `window` layers around one layer, cut at the model's first and last layer."""
+    """Returns the range of `window` layers around one layer, cut at the model's first and last layer. If `window` is
+    even, one more layer lies above than below."""
     low = layer - (window - 1) // 2
     return range(max(0, low), min(n_layers, low + window))
 

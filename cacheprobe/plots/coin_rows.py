@@ -57,4 +57,5 @@ def coin_rows_figure(effects: pd.DataFrame, *, unit: str = "span", people: int |
 def _finding(summed: pd.DataFrame, unit: str) -> str:
     swapped = summed[(summed.treatment == "swapped") & (summed["where"] != "all rows")]
     best = swapped.loc[swapped.nld.idxmax()]
-    return f"The {unit} whose swap brings over most: {markup(best['where'])}, {best.nld:.2f}"
+    noun = "slot" if unit == "row" else unit
+    return f"The {noun} whose swap brings over most: {markup(best['where'])}, {best.nld:.2f}"

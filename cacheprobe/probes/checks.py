@@ -55,10 +55,12 @@ def require_enough(lines: pd.DataFrame, place: Hashable, folds: int, least: int)
 
 
 def require_above_chance(trace: Trace) -> dict[str, float]:
-    """Checks that a run's accuracy on its task is above chance, and returns the accuracy with its interval as a dict.
+    """Checks that a run's accuracy on its task is above chance. Returns `trace.meta["behaviour"]`, a dict with
+    accuracy, accuracy_low, accuracy_high, chance and the numbers of examples.
 
     If a model does not perform the task, a probe's result does not describe the model's own state.
-    Raises: ProbeError unless the 95 % interval lies above chance, and for a run without a task.
+    Raises: ProbeError unless the 95 % interval lies above chance, and for a run without a task, or with tasks whose
+    answers differ.
     """
     behaviour = trace.meta["behaviour"]
     if behaviour is None:

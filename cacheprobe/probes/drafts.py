@@ -16,10 +16,10 @@ def drafted(trace: Trace, unit: str = "draft") -> pd.DataFrame:
     unit: "draft", with the row that predicted its first token; or "candidate", one line for each draft token up to the
     first mismatch, since later ones follow text that was never committed.
     Columns: request_id, step (of the verdict), row, num_layers (blocks that ran for this row), position (of the first
-    draft token), generated (tokens before it), index (of the draft token), length (of the draft), is_rolled_back:
-    whether any part of the draft was rolled back, or whether this draft token was the first mismatch.
-    row: number of the newest row before the verification on whose text the draft token depends: of the draft pass
-    that proposed it, or, for a drafter that runs no model, of the canonical pass that chose the newest committed token.
+    draft token), generated (tokens before it), index (of the draft token), length (of the draft), is_rolled_back: for
+    unit "draft", whether any of its tokens was rolled back; for "candidate", whether this token was the first mismatch.
+    row: number of the newest row before the verification on whose text the draft token depends: of the draft pass that
+    proposed it, or, for a drafter that runs no model, of the canonical pass that chose the newest committed token.
     Drafts without a captured row are left out.
     Raises: ValueError for another unit.
     """
@@ -58,7 +58,8 @@ def drafted(trace: Trace, unit: str = "draft") -> pd.DataFrame:
 
 
 def margins(trace: Trace, rows: Iterable[int], layer: int, model: CachedLM | None = None) -> pd.Series:
-    """Returns the gap in nats between the logit lens's two best tokens at `layer`, as a Series by row number."""
+    """Returns a Series by row number, for the given rows: the gap in nats between the logit lens's two best tokens at
+    `layer`."""
     row_table = trace.row_table[trace.row_table.row.isin(set(rows))]
     read = read_states(trace, LogitLens(), layers=[layer], rows=row_table, model=model)
     best = read.top_logprob_nats.map(lambda nats: float(nats[0] - nats[1]))

@@ -76,15 +76,20 @@ def of_vectors(
     """Returns the probe examples for given vectors [n, m] by (site, layer), with labels, groups, places and words in
     `given`.
 
-    Raises: ProbeError if labels or groups are missing, or if their number is not n.
+    Raises: ProbeError if labels or groups are missing, if labels, groups, places and words differ in number, if that
+    number is not n, and for a site or layer that `vectors` lacks.
     """
     labels, groups, places, words = given
     if labels is None or groups is None:
         raise ProbeError("vectors need labels, and groups: what stands in one group is never split, such as a prompt")
-    about = pd.DataFrame({"label": list(labels), "group": list(groups)})
-    about["place"] = "all" if places is None else list(places)
-    if words is not None:
-        about["word"] = list(words)
+    columns = {"label": labels, "group": groups, "place": places, "word": words}
+    lists = {name: list(values) for name, values in columns.items() if values is not None}
+    if len({len(values) for values in lists.values()}) > 1:
+        numbers = ", ".join(f"{len(values)} {name}s" for name, values in lists.items())
+        raise ProbeError(f"there are {numbers}; give one of each for every vector")
+    about = pd.DataFrame(lists)
+    if places is None:
+        about.insert(2, "place", "all")
     held = tuple(sorted({site for site, _ in vectors}))
     wanted = chosen_pairs(held, tuple(sorted({layer for _, layer in vectors})), sites, layers)
     states = {pair: vectors[pair] for pair in wanted if pair in vectors}

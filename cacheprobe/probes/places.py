@@ -17,7 +17,8 @@ from cacheprobe.trace.trace import Trace
 
 
 def labelled(trace: Trace, at: "str | Iterable[int]" = "event", *, model: CachedLM | None = None) -> pd.DataFrame:
-    """Returns a DataFrame of prompt rows with the task's true state: one line for each place (operation or position).
+    """Returns a DataFrame of prompt rows with the task's true state: one line for each request and place (operation or
+    position).
 
     at: "event", the token that completes the words of the k-th operation, k = 1, 2, ...; or positions, counted from 0
     at the first token of the text, or from -1 at the last token of the prompt. The statement of the initial state is no
@@ -57,7 +58,7 @@ def _places(
 ) -> Iterator[tuple[int, int, str, str]]:
     """Yields (place, token index in the text, true state, words of the newest operation) for each place of one request.
 
-    known: the true state after each token.
+    states: the true state after each token.
     Raises: ValueError for a position that does not exist or has no true state.
     """
     example = request.example

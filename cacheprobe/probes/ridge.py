@@ -29,8 +29,8 @@ def held_out_scores(
     widths: Sequence[int],
     strengths: Sequence[float] = STRENGTHS,
 ) -> HeldOut:
-    """Fits ridge regressions by cross-validation, one for each layer and fold; returns held-out scores [l, n, q] as
-    HeldOut.
+    """Fits ridge regressions by cross-validation, one for each layer and fold. Returns HeldOut: held-out scores [l, n,
+    q], and the chosen penalties.
 
     targets: columns to regress on, such as one for each class.  widths: number of columns of each set of labels; every
     set has its own penalty.  folds: the fold of each example, 0, 1, ...; at least three.
@@ -51,7 +51,8 @@ def held_out_scores(
 def _of_layers(
     states: Tensor, targets: Tensor, folds: Tensor, num_folds: int, widths: Sequence[int], strengths: Sequence[float]
 ) -> HeldOut:
-    """Returns the held-out scores of a few layers; `held_out_scores` calls it for as many layers as fit into memory.
+    """Returns the HeldOut (scores and penalties) of a few layers; `held_out_scores` calls it for as many layers as fit
+    into memory.
 
     In each fold, the penalty is chosen on the next fold; then the probe is fitted on everything outside the fold.
     """

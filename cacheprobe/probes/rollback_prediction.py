@@ -102,7 +102,8 @@ def rollback_prediction(
 def _too_little(
     counts: dict[str, int], drafts: pd.DataFrame, is_rolled_back: np.ndarray, folds: int, least: int
 ) -> str:
-    """Returns the reason, as a sentence, if there are too few rollbacks or too few prompts for the folds; else ""."""
+    """Returns a sentence with the reason if nothing can be predicted: too few rollbacks, no accepted draft, or too few
+    prompts for the folds; else ""."""
     if counts["rollbacks"] < least:
         return f"{counts['rollbacks']} rollbacks, {least} are needed; run more prompts"
     if is_rolled_back.all():

@@ -1,5 +1,5 @@
-"""Runs the negative control of the stress test: without verification the output of some traffic must depend on the
-batch, else the stress test shows nothing.
+"""Runs the negative control of the stress test: it shows that without verification the output of some traffic depends
+on the batch. Without such traffic, a stress test without a difference proves nothing.
 
 Which traffic diverges depends on the libraries. With ONEDNN_MAX_CPU_ISA=AVX2, for example, torch multiplies bfloat16
 and float16 matrices with a batch-invariant routine, so only float32 diverges. Therefore several kinds of traffic are
@@ -29,7 +29,7 @@ from cacheprobe.stress.traffic import draw_request
 from cacheprobe.trace.trace import Trace
 
 Differing = dict[str, int]
-"""Number of requests whose output differs between the batch sizes, by compared quantity: tokens, logprobs."""
+"""Number of requests whose output differs between the batch sizes, by compared output: "tokens", "logprobs"."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,9 @@ def _nats(trace: Trace, request_id: int) -> list[str]:
 
 
 def _num_differing(outputs: list[list[tuple]]) -> int:
-    """Returns how many requests differ. outputs: for each request, its output at each batch size."""
-    return sum(len(set(answers)) > 1 for answers in outputs)
+    """Returns the number of requests whose output differs between the batch sizes. outputs: for each request, its
+    output at each batch size."""
+    return sum(len(set(of_request)) > 1 for of_request in outputs)
 
 
 def traffic_to_try() -> Iterator[Traffic]:
@@ -89,13 +90,14 @@ def traffic_to_try() -> Iterator[Traffic]:
 
 
 def negative_control(to_try: Iterable[Traffic]) -> JsonDict:
-    """Runs kinds of traffic without verification until the tokens of one kind diverge, and then runs that kind
-    verified. Returns a dict.
+    """Runs kinds of traffic without verification until the tokens of one kind diverge, then runs that kind verified.
+    Returns a dict of the numbers below.
 
-    `control_traffic` is the kind that diverged ("none" if no kind did), of `control_sequences` requests.
-    `control_unverified_differ` of them had other tokens in another batch: the number must be above 0.
-    `control_verified_differ` of them had other tokens or log-probabilities although they were verified: the number must
-    be 0. `control_tried` has the unverified differences of every kind that was tried.
+    `control_traffic` is the kind that diverged ("none" if no kind did), and `control_sequences` its number of requests
+    (if no kind diverged, of all kinds). `control_unverified_differ` of these requests had other tokens in another
+    batch: the number must be above 0. `control_verified_differ` of them had other tokens or log-probabilities although
+    they were verified: the number must be 0. `control_tried` has the unverified differences of every kind that was
+    tried, and `control_refused_shapes` the reason for each refused shape.
     """
     tried: dict[str, Differing] = {}
     refused: dict[str, str] = {}
@@ -121,11 +123,12 @@ def negative_control(to_try: Iterable[Traffic]) -> JsonDict:
 
 
 class ControlError(RuntimeError):
-    """Says that the process of the negative control failed."""
+    """Raised if the process of the negative control failed."""
 
 
 class ControlProcess:
-    """Runs the negative control in a process of its own, which may use another core than the stress test."""
+    """Holds the process in which the negative control runs, which may use another core than the stress test; `result`
+    waits for the numbers."""
 
     def __init__(self, process: subprocess.Popen[str], errors: IO[str]) -> None:
         self._process, self._errors = process, errors
@@ -148,8 +151,8 @@ class ControlProcess:
 
 @contextmanager
 def control_beside() -> Iterator[ControlProcess]:
-    """Starts the negative control in a process of its own, and yields it. The process is ended with the `with` block,
-    also after an error or an interrupt."""
+    """Starts the negative control in a process of its own, and yields it as a ControlProcess (a context manager). The
+    end of the `with` block kills the process, also after an error or an interrupt."""
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         command = [sys.executable, "-m", "cacheprobe.stress.control"]

@@ -1,7 +1,7 @@
-"""Runs episodes that mix head capture, preemptions, interventions, streams and cancellations, and checks each with
-`cp.verify`.
+"""Runs episodes (one run of random requests each) that mix head capture, preemptions, interventions, streams and
+cancellations, and checks each with `cp.verify`.
 
-Interventions and patterns change the schedule, so the stored answers of the pool of requests do not apply. Instead
+Interventions and patterns change the schedule, so the stored outputs of the pool's requests do not apply. Instead
 `cp.verify` computes each request again with the same interventions, and compares tokens, log-probabilities, states,
 heads and readings. A cancelled request is compared up to its last committed token.
 """
@@ -103,7 +103,8 @@ def _draw_interventions(subject: Subject, requests: Sequence[Request], rng: np.r
 def mixed_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
     """Draws a mixed episode, runs it, checks its requests with `cp.verify`, and adds differences and counts to `tally`.
 
-    If the trial of shapes refuses the subject's shape, the same requests run in another shape.
+    If the trial of shapes refuses the subject's shape, the same requests run in another shape. If a request ends with
+    an error, the error is a difference, and `cp.verify` is not called.
     """
 
     def compute(shape: Subject) -> tuple[Mixed, Trace]:

@@ -28,7 +28,7 @@ class ReferenceResult:
     readings: str
 
 
-def answer_of(trace: Trace, request_id: int) -> ReferenceResult:
+def output_of(trace: Trace, request_id: int) -> ReferenceResult:
     """Returns the output of one request in a trace, as a ReferenceResult."""
     nats = hashlib.sha256(repr(trace.logprobs(request_id)).encode()).hexdigest()[:16]
     states = readings = ""
@@ -44,7 +44,6 @@ def answer_of(trace: Trace, request_id: int) -> ReferenceResult:
 
 
 def reference_answer(subject: Subject, request: Request, capture: str | None, layers: Sequence[int]) -> ReferenceResult:
-    """Computes one request alone with the slow reference (`cp.reference`), and returns its output as a
-    ReferenceResult."""
+    """Computes one request alone with the slow reference (`cp.reference`); returns the output as a ReferenceResult."""
     trace = reference(subject.model, [request], **subject.settings, capture=capture, layers=layers, progress=False)
-    return answer_of(trace, 0)
+    return output_of(trace, 0)

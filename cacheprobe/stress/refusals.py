@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 
 class NoShapeServes(RuntimeError):
-    """Says that the trial of shapes refused every shape that was drawn for a subject."""
+    """Raised if the trial of shapes refused every shape that was drawn for a subject."""
 
 
 def run_in_serving_shape(
     subject: Subject, refused: dict[str, str], compute: Callable[[Subject], T]
 ) -> tuple[Subject, T]:
-    """Calls `compute` with `subject`, or, if the trial refuses its shape, with the subject in other shapes; returns the
-    first accepted shape and the result.
+    """Calls `compute` with `subject`, or, if the trial refuses its shape, with the subject in other shapes. Returns
+    (the subject in the first accepted shape, the result of `compute`).
 
     compute: draws the traffic for a shape and runs it. Only `ShapeRefused` is caught, which is raised before a request
     is computed. Other errors are passed on.

@@ -35,7 +35,7 @@ def run_stress(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, 
         with Progress(num_tokens, "comparing", "tokens", done=tally.num_compared, enabled=progress) as bar:
 
             def report(at: Tally) -> None:
-                """Updates the progress bar."""
+                """Updates the progress bar from the tally `at`: compared tokens, differences, and refused shapes."""
                 refused = f", shapes refused by the trial: {len(at.refused)}" if at.refused else ""
                 bar.set_done(min(at.num_compared, num_tokens), f"{len(at.differences)} differences{refused}")
 

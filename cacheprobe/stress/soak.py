@@ -1,4 +1,5 @@
-"""Runs episodes of random traffic until enough tokens were compared with the slow reference (`cp.reference`)."""
+"""Runs episodes (one run of random requests each) until enough tokens were compared with the slow reference
+(`cp.reference`)."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import torch
 from cacheprobe.api import run
 from cacheprobe.core.records import Request
 from cacheprobe.stress.mixed import mixed_episode
-from cacheprobe.stress.oracle import ReferenceResult, answer_of, reference_answer
+from cacheprobe.stress.oracle import ReferenceResult, output_of, reference_answer
 from cacheprobe.stress.refusals import run_in_serving_shape
 from cacheprobe.stress.subjects import Subject
 from cacheprobe.stress.tally import Tally
@@ -49,8 +50,8 @@ def soak(
     seed: int,
     report: Callable[[Tally], None],
 ) -> None:
-    """Runs episodes until `num_tokens` tokens were compared in all, those already in `tally` included; saves the tally
-    to the file `save` every few seconds."""
+    """Runs episodes until `num_tokens` tokens were compared in all, those already in `tally` included. Saves the tally
+    to the file `save` every few seconds, and at the end."""
     kinds: dict[str, list[Subject]] = {}
     for subject in subjects:
         kinds.setdefault(subject.kind, []).append(subject)
@@ -116,8 +117,8 @@ def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
 
 
 def _check_schedule(subject: Subject, tally: Tally, trace: Trace) -> None:
-    """Checks that a trace has the schedule fingerprint of the stored answers. Raises: ValueError on another machine or
-    with other settings."""
+    """Checks that a trace has the schedule fingerprint with which the tally's expected outputs were computed. Raises:
+    ValueError on another machine or with other settings."""
     known = tally.fingerprints.setdefault(subject.key, trace.fingerprint)
     if known != trace.fingerprint:
         differing = sorted(k for k in known.keys() | trace.fingerprint if known.get(k) != trace.fingerprint.get(k))
@@ -136,7 +137,7 @@ def _compare(
         tally.answers[key] = reference_answer(subject, request, "STCZ" if number % STATES_EVERY == 0 else None, layers)
         tally.distinct[subject.key] += len(tally.answers[key].tokens)
         third_party(subject, tally, request, tally.answers[key])
-    want, got = tally.answers[key], answer_of(trace, request_id)
+    want, got = tally.answers[key], output_of(trace, request_id)
     is_captured = is_captured and bool(want.states)
     is_deterministic = trace.requests[request_id].is_deterministic
     where = f"{subject.key}, request {number} of the pool, episode {tally.episodes}"
@@ -155,8 +156,9 @@ def _compare(
 
 
 def third_party(subject: Subject, tally: Tally, request: Request, answer: ReferenceResult) -> None:
-    """Compares an expected answer with Hugging Face's own `generate` on an untouched copy of the model, and adds a
-    difference to `tally`. Only greedy answers in float32 are compared.
+    """Compares a request's expected output with Hugging Face's own `generate` on an untouched copy of the model, and
+    adds a difference to `tally`. Only greedy requests with unchanged logits (`SamplingParams.is_plain`) and float32
+    models are compared.
 
     Subjects with near ties are left out: the last bits of the logits decide between two tokens, and these bits differ
     with Hugging Face's shapes.

@@ -25,8 +25,8 @@ padded."""
 _REAL_SHAPES = ((4, 1, 1, 16), (8, 2, 2, 16), (1, 16, 1, 64), (16, 4, 1, 32))
 """(window, group, prefill_group, prefill_chunk) of SmolLM2: two small shapes, the fastest verified one, the default."""
 _LONGEST_WINDOW, _LARGEST_GROUP, _LARGEST_GROUP_OF_ONE = 16, 8, 24
-"""Limits of the shapes that are drawn if a shape is refused; the last is the largest group for a window of one
-token."""
+"""Limits of the shapes that are drawn if a shape is refused; the last is the largest group for a window of one token.
+"""
 _NEAR_TIES = (
     ("llama", "float32", NEAR_TIES, 4, 2),
     ("qwen3", "bfloat16", WIDE, 4, 2),
@@ -114,8 +114,7 @@ class Subject:
 
     @cached_property
     def draft_model(self) -> CachedLM | None:
-        """A draft model that often proposes the right token: the model's weights with a little noise. None for
-        SmolLM2."""
+        """Draft model that often proposes the right token: the same weights with a little noise. None for SmolLM2."""
         if self.original is not None:
             return self.original.draft_model
         if self.build is None:
@@ -201,8 +200,8 @@ def near_tie_subjects() -> list[Subject]:
 
 
 def real_subjects() -> list[Subject]:
-    """Returns SmolLM2 in bfloat16 as a list of subjects, one for each shape, smallest first. Its answers change with
-    the batch if they are not verified."""
+    """Returns SmolLM2 in bfloat16 as a list of subjects, one for each shape, smallest first. The tokens that it
+    generates change with the batch if they are not verified."""
     return [
         Subject(REAL, "bfloat16", window, group, 128, chunk, None, prefill_group, disagrees=True)
         for window, group, prefill_group, chunk in _REAL_SHAPES

@@ -12,22 +12,22 @@ from cacheprobe.stress.subjects import REAL, Subject
 
 @dataclass
 class Tally:
-    """Holds everything that a stress test reports: counts, differences, and the expected answers. `save` and `load`
-    keep it in a JSON file."""
+    """Holds everything that a stress test reports: counts, differences, and the expected outputs of requests. `save`
+    and `load` keep it in a JSON file."""
 
     episodes: int = 0
     compared: Counter[str] = field(default_factory=Counter)
     """Number of tokens compared, by subject and shape."""
     distinct: Counter[str] = field(default_factory=Counter)
-    """Number of tokens that the slow reference (`cp.reference`) computed, by subject; each is compared at least
-    once."""
+    """Number of tokens that the slow reference (`cp.reference`) computed, by subject; each is compared at least once.
+    """
     natural: Counter[str] = field(default_factory=Counter)
     """Number of natural rollbacks, by subject (see `kind_of_rollback`)."""
     counts: Counter[str] = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
     seconds: float = 0.0
     answers: dict[str, ReferenceResult] = field(default_factory=dict)
-    """Expected answer by subject and request, so that the slow reference computes each once."""
+    """Expected output by subject and request, so that the slow reference computes each once."""
     pools: Counter[str] = field(default_factory=Counter)
     """Number of requests in each subject's pool, from which episodes draw."""
     episodes_of: Counter[str] = field(default_factory=Counter)
@@ -52,7 +52,7 @@ class Tally:
         return sum(n for key, n in self.compared.items() if key == subject.key or key.startswith(in_other_shapes))
 
     def save(self, path: Path) -> None:
-        """Writes the tally to a JSON file; after an error the earlier file is unchanged."""
+        """Writes the tally to a JSON file, completely or not at all: after an error the earlier file is unchanged."""
         content = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict() would spoil a Counter
         content["answers"] = {key: asdict(answer) for key, answer in self.answers.items()}
         write_json(path, content, indent=None)

@@ -31,7 +31,7 @@ class Corrupted:
     name: ClassVar[str] = "corrupted"
 
     def check(self, model: CachedLM) -> None:
-        """Checks that the inner drafter supports the model. Raises: ValueError otherwise."""
+        """Checks that the inner drafter supports the model. Raises: what the inner drafter's `check` raises, if not."""
         self.inner.check(model)
 
     def release(self, state: SequenceState) -> None:
@@ -39,8 +39,8 @@ class Corrupted:
         self.inner.release(state)
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
-        """Returns the inner drafter's tokens for each request. In drafts of verified requests, each token is replaced
-        with probability `rate`."""
+        """Returns the inner drafter's tokens for each request, a list of lists. In drafts of verified requests, each
+        token is replaced with probability `rate`."""
         proposals = self.inner.extend(context, states)
         for state, tokens in zip(states, proposals, strict=True):
             for k in range(len(tokens)):
@@ -103,8 +103,7 @@ class Episode:
 
     @property
     def drafter_name(self) -> str:
-        """Name of the episode's drafter, without the replacement of tokens; "none" if the fast path drafts by
-        default."""
+        """Name of the episode's drafter, without the replacement of tokens; "none" if no drafter was given."""
         inner = self.drafter.inner if isinstance(self.drafter, Corrupted) else self.drafter
         return "none" if inner is None else inner.name
 
@@ -149,6 +148,6 @@ def draw_drafter(subject: Subject, rng: np.random.Generator) -> Drafter | None:
     early, draft_model = EarlyExit(layer=subject.model.n_layers - 2), subject.draft_model
     drafters = [None, FastPath(), early, NGram(), NGram() if draft_model is None else DraftModel(draft_model)]
     inner: Drafter | None = drafters[int(rng.choice(5, p=[0.3, 0.45, 0.1, 0.1, 0.05]))]
-    if rng.random() < (0.2 if subject.disagrees else 0.5):  # replaced candidates hide natural disagreements
+    if rng.random() < (0.2 if subject.disagrees else 0.5):  # replaced draft tokens hide natural disagreements
         return Corrupted(inner or FastPath(), float(rng.choice([0.05, 0.2, 0.6])), rng)
     return inner

@@ -1,4 +1,5 @@
-"""Defines `TraceData`, the fields of a run's results, with the look-ups that tables, files and analyses share."""
+"""Defines `TraceData`, the fields of a `Trace`: requests, tokens, tables and states, with methods that look up rows and
+states."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from cacheprobe.trace.state_store import StateStore, layer_number
 from cacheprobe.trace.tables.token_history import token_texts_of
 
 SITE_NAMES = {"S": "residual stream", "T": "attention output", "C": "MLP output"}
-"""Names of the sites at which a block's states [m] are captured."""
+"""Dict from site letter to name, for the three sites at which a block's states [m] are captured."""
 
 
 @dataclass
@@ -30,7 +31,7 @@ class TraceData:
 
     requests: tuple[Request, ...]
     tokens: Mapping[int, Sequence[int]]
-    """Committed token ids by request, without the prompt."""
+    """Committed token ids by request id, without the prompt."""
     texts: Mapping[int, str]
     row_table: pd.DataFrame = field(repr=False)
     hypothesis_table: pd.DataFrame | None = field(repr=False)
@@ -42,17 +43,16 @@ class TraceData:
     model: CachedLM | None = field(default=None, repr=False)
     thought_table: pd.DataFrame | None = field(default=None, repr=False)
     thought_states: Tensor | None = field(default=None, repr=False)
-    """[n, c, m]: states that each thought added to the next chunk, in the order of `thoughts()`."""
+    """[n, c, m]: the chunk state of each thought, added to the next chunk; in the order of `thoughts()`."""
     interventions: Sequence[Intervention] = field(default=(), repr=False)
     """Interventions of the run. Their vectors are not saved: a loaded trace has only their description in `meta`."""
     kept_rows: Mapping[int, KVSnapshot] = field(default_factory=dict, repr=False)
     """KVSnapshot (keys and values) by request, for requests with keep_kv=True; not saved."""
     token_table: pd.DataFrame | None = field(default=None, repr=False)
-    """Columns token_id and token, one line for every token that the run names; None if an older version stored the
-    run."""
+    """Columns token_id and token, one line for every token in the run's tables. None for an import, and for a run that
+    an older version stored, until `token_texts` builds the table."""
     reading_of_import: "Callable[[TraceData], pd.DataFrame] | None" = field(default=None, repr=False, compare=False)
-    """Function that reads the kept states by the logit lens, for an import without lens readings whose model is
-    loaded."""
+    """Function (trace) -> DataFrame that reads the captured states with the logit lens; set for imports only."""
     judged_readings: pd.DataFrame | None = field(default=None, init=False, repr=False, compare=False)
     """Lens readings with the verdicts on draft tokens, computed at the first call of `hypotheses`."""
 
@@ -65,7 +65,10 @@ class TraceData:
 
     @property
     def num_drafted(self) -> int:
-        """Number of draft tokens, over all requests, that the verifier compared with its own choice."""
+        """Number of draft tokens, over all requests, that reached a verify pass: accepted ones, rejected ones, and
+        those after a rejected one.
+        Draft tokens that were given up before a verify pass are not counted.
+        """
         return int(self.event_table.draft_token_ids.map(len).sum())
 
     @property
@@ -77,23 +80,23 @@ class TraceData:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Data that this trace lacks because it was imported or stored by an older version: a dict from name to reason,
-        as text.
-        """
+        """Data that this trace lacks because it was imported or stored by an older version: a dict from the name of the
+        data, such as "ledger", to the reason as text."""
         return dict(self.meta.get("missing", {}))
 
     @property
     def token_texts(self) -> Mapping[int, str]:
-        """Visible text of every token that the run names, by token id. Builds `token_table` if an older version stored
-        none.
+        """Dict from token id to visible text, for every token of `token_table`.
+        If the trace has no `token_table`, builds it from the tokens of the rows and readings tables, and keeps it in
+        the trace.
         """
         if self.token_table is None:
             self.token_table = token_texts_of(self.row_table, self.hypothesis_table)
         return dict(zip(self.token_table.token_id.tolist(), self.token_table.token.tolist(), strict=True))
 
     def rows(self, request_id: SupportsIndex | None = None, status: str | None = None) -> pd.DataFrame:
-        """Returns a copy of the rows table, a DataFrame. A row is one token of one forward pass; the table has one line
-        for each.
+        """Returns a copy of the rows table, a DataFrame with one line for each row. A row is one token of one forward
+        pass.
 
         request_id: only the rows of this request; None for all.  status: only rows with this status, such as
         "committed".
@@ -108,11 +111,10 @@ class TraceData:
         return table[table.status == status].copy() if status else table.copy()
 
     def thoughts(self) -> pd.DataFrame:
-        """Returns a DataFrame with one line for each thought of a Thinking States model (a short text written after a
-        chunk).
-
+        """Returns a copy of the thoughts table, a DataFrame with one line for each thought of a Thinking States model
+        (a short text that the model writes after a whole chunk of tokens).
         Columns: as in `trace.tables.thoughts.thoughts_table`.
-        Raises: ValueError for another kind of model, which has no thoughts.
+        Raises: ValueError for a run without a thought: of another kind of model, or without a whole chunk.
         """
         if self.thought_table is None:
             name = self.fingerprint["model"]
@@ -123,8 +125,8 @@ class TraceData:
         """Returns the captured states [n, m] of n given rows at one site and layer; [n, h, d] at sites q, k, v and z.
 
         layer: negative numbers count from the last.  rows: a table from `rows()`, or row numbers.
-        Raises: ValueError for states that were not captured, and for patterns, whose length differs between rows; see
-        `pattern_rows`.
+        Raises: ValueError for states that were not captured, and for patterns, whose length differs between rows (see
+        `pattern_rows`); KeyError for an unknown row number.
         """
         if site == PATTERN:
             raise ValueError("patterns differ in length from row to row; ask for them with pattern_rows(layer, rows)")
@@ -132,9 +134,11 @@ class TraceData:
         return stored[indices]
 
     def _stored(self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> tuple[Tensor, Tensor]:
-        """Returns every stored state of a site and layer, and the index [n] of each of the n given rows in that tensor.
+        """Returns (every stored state of a site and layer in one tensor, the index [n] into that tensor of each of the
+        n given rows).
 
-        Raises: ValueError if a row has no state at this site and layer, KeyError for an unknown row.
+        Raises: ValueError if the site, the layer or a row's state was not captured, or the layer did not run for a row;
+        KeyError for an unknown row number.
         """
         layer = layer_number(layer, self.row_table)
         self._require_site(site, layer)
@@ -177,8 +181,10 @@ class TraceData:
         return self.pattern_rows(layer, rows) if site == PATTERN else self.vectors(site, layer, rows)
 
     def thoughts_said(self, request_id: SupportsIndex) -> list[tuple[int, list[int], list[float]]]:
-        """Returns the committed thoughts of a request in order, each as (chunk number, token ids, log-probabilities in
-        nats).
+        """Returns a list of a request's committed thoughts in order, each as (chunk number, token ids,
+        log-probabilities in nats).
+
+        Call only for a trace with thoughts.
         """
         assert self.thought_table is not None
         table = self.thought_table
@@ -217,8 +223,9 @@ class TraceData:
             raise ValueError(f"layer {layer} was not captured; this run kept layers {list(self.store.layers)}")
 
     def require_there(self, what: str) -> None:
-        """Checks that the trace has the named data, such as "ledger". Raises: ValueError with the recorded reason if
-        not.
+        """Raises a ValueError with the recorded reason if `missing` lists the named data, such as "ledger".
+
+        Data that is absent for another reason, such as a capture filter, passes.
         """
         if reason := self.missing.get(what):
             raise ValueError(f"this trace has no {what}: {reason}")

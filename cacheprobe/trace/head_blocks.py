@@ -18,15 +18,14 @@ class HeadBlock:
 
     dtype: torch.dtype
     index: Tensor
-    """[n]: batch index x width + slot of each kept row."""
+    """[n]: for each kept row, batch index x width + token slot, with width the number of token slots of the pass."""
     positions: Tensor
     """[n] absolute positions of the kept rows."""
     activations: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def size(self, site: str) -> int:
-        """Returns the number of values per head in this pass: the number of kept rows; at site "pattern", the number of
-        weights.
-        """
+        """Returns the number of kept rows of this pass; at site "pattern", the number of their weights per head (p + 1
+        for a row at position p)."""
         return len(self.index) if site != PATTERN else int((self.positions + 1).sum())
 
     def keep(self, site: str, layer: int, value: Tensor) -> None:
@@ -64,9 +63,10 @@ class HeadBlocks:
         self._passes.pop()
 
     def joined(self) -> dict[tuple[str, int], Tensor]:
-        """Returns the head activations of all passes, by (site, layer): [n, h, d]; a pattern as one flat tensor.
+        """Returns a dict (site, layer) -> head activations of all passes, joined: [n, h, d]; a pattern as one flat
+        tensor.
 
-        Rows of a pass that ended before the layer are NaN. The blocks are emptied, so this can be called once.
+        Rows of a pass that ended before the layer are NaN. Call once: the call empties the blocks.
         """
         return {(site, layer): self._joined(site, layer) for site in self.sites for layer in self.layers}
 
@@ -92,11 +92,12 @@ class HeadBlocks:
 
 
 def ragged_starts(positions: Tensor, numel: int) -> tuple[Tensor, int]:
-    """Returns the offset of each row in a flat tensor of attention patterns, [n + 1], and the number of heads.
+    """Returns (offsets [n + 1], number of heads) of a flat tensor of attention patterns: row i is flat[offsets[i] :
+    offsets[i + 1]].
 
     positions: of the n rows, in stored order; a row at position p has p + 1 weights for each head.  numel: size of the
     flat tensor.
-    Raises: ValueError if the size does not fit these rows.
+    Raises: ValueError if there are no rows, or if the size does not fit them.
     """
     lengths = positions + 1
     total = int(lengths.sum())

@@ -22,8 +22,8 @@ class TraceError(ValueError):
 def read_manifest(directory: Path) -> JsonDict:
     """Returns the manifest of a saved run as a dict, migrated to the newest trace format.
 
-    Raises: TraceError if the directory has no manifest, or the manifest is not readable, belongs to another program, or
-    has a format version that this code does not know.
+    Raises: TraceError if the path is no directory or has no manifest, or if the manifest is not readable, belongs to
+    another program, or has a format version that this code does not know.
     """
     path = directory / MANIFEST
     if not directory.is_dir():
@@ -90,8 +90,8 @@ def sha256_of_manifest(manifest: JsonDict) -> str:
 def damaged_files(directory: Path) -> tuple[int, list[str]]:
     """Compares the files of a saved run with their SHA-256 checksums.
 
-    Returns (number of files compared, one sentence for each file that differs). A run of trace format 3 or older has no
-    checksums: 0 files are compared.
+    Returns (number of files compared, manifest.json included; a list with one sentence for each file that differs). A
+    run of trace format 3 or older has no checksums: 0 files are compared.
     Raises: TraceError for an unreadable manifest, and for a file that is missing or has another size.
     """
     manifest = read_manifest(directory)

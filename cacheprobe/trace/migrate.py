@@ -1,6 +1,8 @@
 """Migrates the manifest and tables of an older trace format to the newest, one version at a time. Does not import
 torch.
 
+Each version, and what it added or renamed:
+
     1   tokens, rows, readings, events, ledger, states at S, T and C
     2   arrivals, samples and preemptions; log-probabilities of committed tokens; thoughts
     3   states of attention heads
@@ -9,8 +11,8 @@ torch.
     6   the setting max_kv_tokens, named kv_rows before
     7   the status superseded, named candidate before; the path "fast", named "twin" before
 
-The files on the disk do not change. What an older version did not record is listed in `meta["missing"]`, so a request
-for it raises an error and does not return an empty answer. `Trace.save` writes the newest format.
+The files on the disk do not change. `meta["missing"]` lists the data that an older version did not record, so asking
+for the data raises an error instead of returning an empty table. `Trace.save` writes the newest format.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,9 +39,8 @@ def _from_1(old: Manifest) -> Manifest:
 
 
 def _from_2(old: Manifest) -> Manifest:
-    """Migrates a manifest from trace format 2 to 3. Adds fields that only later runs of version 2 have, if they are
-    missing.
-    """
+    """Migrates a manifest from trace format 2 to 3. Adds an empty list of head sites, and, if they are missing, fields
+    that only later runs of version 2 have."""
     later = {"errors": {}, "thought_layer": None, "thinking": None, "cache_row_bytes": None}
     capture = {"heads": (), **old["meta"]["capture"]}
     return {**old, "format_version": 3, "heads": [], "meta": {**later, **old["meta"], "capture": capture}}
@@ -103,9 +104,8 @@ def migrated(manifest: Manifest) -> Manifest:
 
 
 def migrated_events(events: pd.DataFrame) -> pd.DataFrame:
-    """Returns the events table with a column committed_logprobs_nats, whose cells are empty lists if none were
-    recorded.
-    """
+    """Returns the events table. If it has no column committed_logprobs_nats (trace format 1), adds the column, with an
+    empty list in each cell."""
     if "committed_logprobs_nats" in events.columns:
         return events
     at = events.columns.get_loc("committed_token_ids") + 1

@@ -15,7 +15,8 @@ def require_free(directory: Path, overwrite: bool = False) -> None:
     save.
 
     overwrite: the directory may also contain a complete run, which the new one replaces.
-    Raises: TraceError if the path is a file, if the directory contains a run (unless `overwrite`) or other files.
+    Raises: TraceError if the path is a file; if the directory contains a run (unless `overwrite`) or a manifest.json of
+    another program; or if it has no manifest.json but other files than those of a run.
     """
     if not directory.exists():
         return
@@ -37,14 +38,15 @@ def require_free(directory: Path, overwrite: bool = False) -> None:
 
 
 def free_beside(directory: Path) -> Path:
-    """Returns the first directory without a run among `directory`, NAME-stopped, NAME-stopped-2, ... next to it."""
+    """Returns the first directory without a run among `directory`, NAME-stopped, NAME-stopped-2, ... in the same
+    folder."""
     numbers = (f"-{n}" for n in count(2))
     alternatives = (directory.with_name(f"{directory.name}-stopped{number}") for number in chain([""], numbers))
     return next(path for path in chain([directory], alternatives) if not (path / MANIFEST).exists())
 
 
 def is_of_a_run(name: str) -> bool:
-    """Returns True if a file of this name may belong to a saved run, or is its report or a temporary file of either."""
+    """Returns True if a file name is that of a saved run's file, of its report, or of a temporary file of a save."""
     stem = name.removesuffix(".tmp")
     is_data = stem.endswith((".parquet", ".safetensors")) and stem.startswith(tuple(f"{kind}-" for kind in KINDS))
     return is_data or stem in (MANIFEST, "report.html")

@@ -1,4 +1,5 @@
-"""Checks in every run that the captured states are those that the model computed."""
+"""Checks captured states while a run records them: each block's output must be the sum of its parts, and the logit lens
+at the last layer must give the model's own logits."""
 
 from dataclasses import dataclass
 
@@ -50,11 +51,12 @@ def residual_check(dtype: torch.dtype) -> Check:
 
 
 def check_residual(check: Check, pre: Tensor, attn: Tensor, mlp: Tensor, post: Tensor, step: int) -> None:
-    """Checks that `post` equals pre + attn + mlp, elementwise, in the model's dtype. Adds the errors to `check`.
+    """Checks that `post` equals pre + attn + mlp, elementwise, in the model's dtype, up to rounding. Adds the errors to
+    `check`.
 
     Each of the two additions rounds once, and architectures add in different orders. Two orders differ by at most 2 eps
     of the terms' magnitudes; 4 eps allow for fused additions.
-    Raises: CaptureError beyond that.
+    Raises: CaptureError for a larger difference, and for NaN.
     """
     eps = torch.finfo(post.dtype).eps
     magnitude = pre.float().abs() + attn.float().abs() + mlp.float().abs()
@@ -71,11 +73,11 @@ def lens_check(dtype: torch.dtype) -> Check:
 
 
 def check_lens(check: Check, logits: Tensor, model_logits: Tensor, step: int) -> None:
-    """Checks that logits [n, v], read by the logit lens from the last layer, equal the model's own. Adds errors to
-    `check`.
+    """Checks that logits [n, v], read by the logit lens from the last layer, equal the model's own, up to a tolerance.
+    Adds the errors to `check`.
 
     They need not be bitwise equal: the two matrix products have different numbers of rows, so sums are reordered.
-    Raises: CaptureError beyond the tolerance.
+    Raises: CaptureError beyond the tolerance, and for NaN.
     """
     scale = model_logits.float().abs().amax(-1, keepdim=True)
     error = (logits.float() - model_logits.float()).abs()
@@ -94,9 +96,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def self_checks_text(meta: JsonDict) -> str:
-    """Returns text for a repr: how often verify passes were computed twice and compared, and how many differed; "" if
-    never.
-    """
+    """Returns text for a repr: how often a verify pass computed a request twice and compared the results, and how many
+    differed; "" if no pass was compared."""
     counts: JsonDict = meta.get("self_checks") or {"compared": 0}
     if not counts["compared"]:
         return ""

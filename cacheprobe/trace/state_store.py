@@ -25,7 +25,8 @@ class StateStore(Protocol):
     layers: tuple[int, ...]
 
     def all_of(self, site: str, layer: int) -> Tensor:
-        """Returns every stored vector of one site and layer, [n, m]; attention heads as in `StateStore.heads`."""
+        """Returns every stored vector of one site and layer: [n, m]; [n, h, d] at sites q, k, v and z; a pattern flat,
+        as in `StateStore.heads`."""
         ...
 
 
@@ -40,7 +41,8 @@ class MemoryStore:
         self.layers = tuple(sorted({layer for _, layer in states}))
 
     def all_of(self, site: str, layer: int) -> Tensor:
-        """Returns every stored vector of one site and layer, [n, m]; attention heads as in `StateStore.heads`."""
+        """Returns every stored vector of one site and layer: [n, m]; [n, h, d] at sites q, k, v and z; a pattern flat,
+        as in `StateStore.heads`."""
         return self._states[site, layer]
 
 
@@ -61,7 +63,8 @@ class ShardStore:
         self._loaded: dict[str, Tensor] = {}
 
     def all_of(self, site: str, layer: int) -> Tensor:
-        """Returns every stored vector of one site and layer, [n, m]; reads the file at the first call."""
+        """Returns every stored vector of one site and layer: [n, m]; [n, h, d] at sites q, k, v and z; a pattern flat.
+        Reads the file at the first call, and keeps the tensor in memory."""
         from safetensors import safe_open
 
         key = tensor_key(site, layer)
@@ -87,8 +90,8 @@ def tensor_key(site: str, layer: int) -> str:
 
 
 def layer_number(layer: SupportsIndex, rows: pd.DataFrame) -> int:
-    """Returns the layer number counted from 0. A negative `layer` counts from the last layer that ran for any of these
-    rows.
+    """Returns the layer number counted from 0. A negative `layer` counts from the last layer that ran for any of the
+    given rows.
 
     A negative number beyond the first layer is returned unchanged.
     """
@@ -111,7 +114,8 @@ class Blocks:
         self._blocks: dict[str, list[Tensor]] = {site: [] for site in sites}
 
     def open(self, num_rows: int, width: int) -> dict[str, Tensor]:
-        """Adds and returns the tensors of the pass that begins: [layers, num_rows, width] by site, filled with NaN.
+        """Returns a dict site -> new tensor [layers, num_rows, width] for the pass that begins, filled with NaN; keeps
+        the tensors.
 
         A layer that does not run in this pass stays NaN.
         """
@@ -129,9 +133,9 @@ class Blocks:
             blocks.pop()
 
     def joined(self) -> dict[tuple[str, int], Tensor]:
-        """Returns the states of all passes as one tensor [n, m] for each (site, layer).
+        """Returns a dict (site, layer) -> states of all passes as one tensor [n, m].
 
-        Frees the memory of each site after joining, so this can be called once.
+        Call once: the call frees the memory of each site after joining.
         """
         states: dict[tuple[str, int], Tensor] = {}
         for site in self.sites:

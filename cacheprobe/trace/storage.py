@@ -57,11 +57,10 @@ _THOUGHT_STATES = "thoughts-{}.safetensors"
 def save_trace(trace: TraceData, directory: Path, *, run_id: str | None = None, overwrite: bool = False) -> Path:
     """Writes a trace into `directory`, creating the directory if needed, and returns `directory`.
 
-    run_id: last part of file names; random by default, so that an earlier run there stays complete until the end. With
-    a given id the names are reproducible; use one only for a directory without a run.
+    run_id: last part of file names; random by default, so that an earlier run in the directory stays complete until the
+    end. With a given id the names are reproducible; use one only for a directory without a run.
     overwrite: replace a run in `directory`, and delete the report that was drawn of it.
-    Raises: TraceError, before anything is written, for a file, for a directory with a run, and for one with other
-    files.
+    Raises: TraceError, before anything is written, if `require_free` forbids the directory.
     """
     require_free(directory, overwrite)
     directory.mkdir(parents=True, exist_ok=True)
@@ -111,7 +110,8 @@ def save_trace(trace: TraceData, directory: Path, *, run_id: str | None = None, 
 
 
 def load_fields(directory: Path, model: CachedLM | None) -> dict[str, Any]:
-    """Returns the fields of a saved trace by name, as keyword arguments of `Trace`. States are read at their first use.
+    """Returns the fields of a saved trace as a dict by name: the keyword arguments of `Trace`. States are read at their
+    first use.
 
     Raises: TraceError, as `load_trace`.
     """
@@ -148,7 +148,8 @@ def load_fields(directory: Path, model: CachedLM | None) -> dict[str, Any]:
 
 
 def _thought_states(path: Path) -> Tensor | None:
-    """Returns the states [n, c, m] of a run's thoughts from a safetensors file; None if the file does not exist."""
+    """Returns the chunk states [n, c, m] of a run's n thoughts from a safetensors file; None if the file does not
+    exist."""
     if not path.exists():
         return None
     from safetensors.torch import load_file
@@ -157,9 +158,8 @@ def _thought_states(path: Path) -> Tensor | None:
 
 
 def _write_states(trace: TraceData, run_id: str, write: Callable[[str, Callable[[Path], object]], None]) -> list[str]:
-    """Writes the captured states as safetensors files of about 1 GB, through `write(name, fill)`; returns the file
-    names.
-    """
+    """Writes the captured states as safetensors files of about 1 GB, through `write(name, fill)`; returns a list of the
+    file names."""
     from safetensors.torch import save_file
 
     shards: list[str] = []
@@ -167,7 +167,7 @@ def _write_states(trace: TraceData, run_id: str, write: Callable[[str, Callable[
     batch_bytes = 0
 
     def flush() -> None:
-        """Writes the collected tensors as one safetensors file."""
+        """Writes the collected tensors as one safetensors file, if there are any."""
         nonlocal batch, batch_bytes
         if batch:
             name = f"states-{run_id}-{len(shards):05d}.safetensors"
@@ -198,7 +198,8 @@ def _write_whole(path: Path, fill: Callable[[Path], object]) -> None:
 
 
 def _delete_old_files(directory: Path, kept: set[str]) -> None:
-    """Deletes the files of earlier runs in this directory: those named like a run's files, but not in `kept`."""
+    """Deletes the files of earlier runs in this directory, and their report: all files named like a run's that are not
+    in `kept`."""
     for path in directory.iterdir():
         if is_of_a_run(path.name) and path.name not in kept and path.name != MANIFEST:
             path.unlink()

@@ -93,7 +93,7 @@ class StoredRun:
 
     def readings(self, request_id: int, positions: range | None = None) -> pd.DataFrame:
         """Returns the lens readings of one request as a DataFrame, one line for each row and layer, rolled-back rows
-        included.
+        included and thoughts left out.
 
         positions: only readings of rows at these positions; None for all.
         Raises: ValueError if the run has no lens readings.
@@ -118,7 +118,8 @@ class StoredRun:
 
     @cached_property
     def token_texts(self) -> dict[int, str]:
-        """Visible text of every token that the saved run names, by token id."""
+        """Dict from token id to visible text, for every token of the run's tokens table. For a run stored without this
+        table: for the tokens of its rows and readings tables."""
         if self._table_path("tokens") is not None:
             table = self._read_table("tokens")
             return dict(zip(table.token_id.tolist(), table.token.tolist(), strict=True))
@@ -135,6 +136,8 @@ class StoredRun:
     def _read_readings(self, request_id: int) -> pa.Table:
         """Reads the lens readings of one request, as a pyarrow Table, from the Parquet file; skips row groups of other
         requests.
+
+        Raises: ValueError if the run has no lens readings.
         """
         path = self._table_path("hypotheses")
         if path is None:

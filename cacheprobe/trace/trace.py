@@ -42,8 +42,9 @@ class Trace(TraceData):
     """Holds the tables and states of one run: committed tokens, lens readings, drafts and cache events.
 
     A row is one token of one pass, at that token's absolute position p. Its state and lens reading predict the token at
-    p + 1. Every position has one canonical row, of status `committed`. So a request has prompt + generated - 1
-    canonical rows: the newest token has none yet.
+    p + 1. Every position that the run computed has one canonical row, of status `committed`. So a request has prompt +
+    generated - 1 canonical rows: the newest token has none yet. A request that starts from a KVSnapshot has none at the
+    cached positions.
     """
 
     if not TYPE_CHECKING:  # hidden from the type checker, which would otherwise accept every misspelt name
@@ -74,9 +75,9 @@ class Trace(TraceData):
         return self.texts[int(request_id)]
 
     def logprobs(self, request_id: SupportsIndex) -> list[float]:
-        """Returns the log-probability, in nats, of each committed token of a request, in order.
+        """Returns the log-probability, in nats, of each committed token of a request, in order, as a list.
 
-        They are taken from the unprocessed logits that chose the token.
+        The log-probabilities are those of the unprocessed logits from which the token was chosen.
         Raises: ValueError if the trace has none.
         """
         self._require_request(request_id)
@@ -96,7 +97,7 @@ class Trace(TraceData):
         wrote the slot, such as "verified"), step of the last write.
 
         step: None for the end of the run.
-        Raises: ValueError for an unknown step, and for a trace without a ledger.
+        Raises: KeyError for an unknown request; ValueError for an unknown step, and for a trace without a ledger.
         """
         self._require_request(request_id)
         self.require_there("ledger")
@@ -106,23 +107,25 @@ class Trace(TraceData):
         return ledger_at(self.ledger_table[self.ledger_table.request_id == request_id], step)
 
     def hypotheses(self, include_rolled_back: bool = False) -> pd.DataFrame:
-        """Returns every lens reading as a DataFrame, one line for each layer of each row, with the draft token for that
-        position.
+        """Returns the lens readings as a DataFrame, one line for each layer of each row, with the draft token for the
+        position that the row predicts and the verdict on the draft token.
 
         Columns: those of `trace.tables.build.hypotheses_table`; `drafted_token`, `verdict` and `prediction_depth` of
         `trace.tables.draft_verdicts.with_verdicts`; `read_token`, the row's input token; top_tokens, the texts of
-        top_token_ids. Thoughts are among them, at site "thought". For an import without readings, the logit lens reads
-        its states.
+        top_token_ids. A Thinking States model's thoughts are included, at site "thought". For an import without
+        readings, the logit lens reads the captured states.
         include_rolled_back: also return rows whose input was a rejected, later or given-up draft token. They follow a
         text that was never committed, so their prediction cannot be compared with committed tokens.
+        Raises: ValueError if the run has neither lens readings nor thoughts.
         """
         return hypotheses_of(self, include_rolled_back)
 
     def states(self, site: str, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
-        """Returns the states [n, m] of a request at one site and layer, one for each of its n canonical positions, in
-        order.
+        """Returns the states [n, m] of a request at one site and layer, one for each of its n rows of status
+        "committed", by position.
 
-        n is prompt + generated - 1: the newest token was not computed yet.
+        n is prompt + generated - 1, less the positions that came from a KVSnapshot. The newest token was not computed
+        yet.
         """
         return self.vectors(site, layer, self._canonical_rows(request_id))
 
@@ -176,8 +179,8 @@ class Trace(TraceData):
         return digest.hexdigest()
 
     def save(self, directory: "str | Path", *, overwrite: bool = False) -> Path:
-        """Writes the trace into `directory` and returns the path. A complete run there is replaced only if `overwrite`
-        is True.
+        """Writes the trace into `directory` and returns the path. Replaces a complete run in the directory only if
+        `overwrite` is True.
 
         If writing fails, an earlier run in the directory stays complete.
         Raises: TraceError as `cacheprobe.trace.storage.save_trace`.

@@ -95,6 +95,7 @@ def test_questions_count_and_their_effects_are_summed(monkeypatch: pytest.Monkey
     figure = result.figure()
     bars = {bar.name: dict(zip(bar.x, bar.y, strict=True)) for bar in figure.data}
     assert bars["swapped"]["all rows"] == pytest.approx(1, abs=1e-4) and set(bars) == set(coin_rows.TREATMENTS)
+    assert "The slot whose swap" in cp.plots.coin_rows_figure(result.frame(), unit="row").layout.title.text
     with pytest.raises(ValueError, match="no effects of unit 'span' and 2 people"):
         cp.plots.coin_rows_figure(result.frame(), people=2)
 

@@ -208,6 +208,10 @@ def test_what_cannot_be_probed_is_refused(trace: cp.Trace) -> None:
     states, labels = drawn(60, 5)
     with pytest.raises(error, match="vectors need labels, and groups"):
         fit({("S", 0): states}, labels)
+    with pytest.raises(error, match="there are 60 labels, 59 groups; give one of each for every vector"):
+        fit({("S", 0): states}, labels, range(59))
+    with pytest.raises(error, match="there are 60 labels, 60 groups, 3 places, 2 words"):
+        fit({("S", 0): states}, labels, range(60), places=range(3), words=range(2))
     with pytest.raises(error, match=r"are \[60, 5\]; 59 labels"):
         fit({("S", 0): states}, labels[:-1], range(59))
     with pytest.raises(error, match="3 examples of 3 classes; class '0' has 1 groups of prompts, 20 are needed"):

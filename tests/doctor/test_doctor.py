@@ -149,5 +149,5 @@ def test_packages_are_held_to_what_is_asked_for(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_verdict_names_what_the_demo_lacks() -> None:
     lacking = checkup.Checkup({"a": [Finding("x", "no", False, "get it", True), Finding("y", "no", False, "get it")]})
-    assert not lacking.can_demo and "cannot run: x;" in lacking.verdict
+    assert not lacking.can_demo and "cannot run: x;" in lacking.demo_sentence
     assert lacking.listings[-1].rows == [("x", "get it", "yes"), ("y", "get it", "no")]

@@ -1,13 +1,15 @@
-"""Which rows of the cache carry the coin?
+"""Measures which cache slots carry the state of the coin, by changing slots and computing the answer again.
 
     python -m cacheprobe_analyses.coin_rows --json analyses/results/coin-rows.json
 
-Pairs of coin-flip questions differ in the word heads or tails alone, so their answers are opposite. A question is read
-but for its last token, its cache rows are changed, and the last token reads on from them: one row at a time, and by
-spans. A row is swapped for that of the other question, or masked. Controls: the own row again; the row of a question
-with other names and the same states; the own row plus noise as long, in every layer and head, as the swap's change.
-Refused for a model that does not beat chance on the questions.
-Source: swaps are interchange interventions (Geiger et al. 2021, arXiv 2106.02997) of cache rows.
+Pairs of coin-flip questions differ only in the word heads or tails, so their answers are opposite. All tokens of a
+question but the last are computed. Then keys and values in the slots of these tokens are changed, and the last token is
+computed from them. One slot at a time is changed (unit "row"), or all slots of a span of tokens (unit "span"). A slot
+is swapped for that of the other question, or masked. Controls: the same keys and values again ("own again"); those of a
+question with other names and the same states ("other names"); the own ones plus random noise of the same length as the
+swap's change, in every layer and head ("noise").
+Raises an error for a model whose accuracy on the questions is not above chance.
+Source: swaps are interchange interventions (Geiger et al. 2021, arXiv 2106.02997) of cache slots.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,29 +37,31 @@ _BATCH = dict(max_new_tokens=1, capacity=96, progress=False)
 
 @dataclass(frozen=True)
 class Config:
-    """What is asked of which model."""
+    """Holds the settings of the analysis: the model and adapter, and the questions."""
 
     model: str = "smollm2-135m"
     adapter: str | None = "coin-flip"
     people: tuple[int, ...] = (1, 2, 3, 4)
     texts: int = 3
-    """Pairs for each number of people; each question of a pair is changed in its turn."""
+    """Number of pairs for each number of people; both questions of a pair are changed, one after the other."""
     seed: int = 4_000_000
 
 
 @dataclass(frozen=True)
 class Result:
-    """How far each change brings the answer over, where both questions of a pair are answered rightly."""
+    """Holds how far each change of the cache moves the answer to the other question's, over the pairs of which both
+    questions are answered correctly."""
 
     right: dict[str, int]
-    """Questions answered rightly as they are, by number of people."""
+    """Number of questions answered correctly without a change, by number of people."""
     questions: dict[str, int]
     effects: list[dict[str, Any]]
-    """By people, unit (row or span), where and treatment: n, the mean of nld (0 as it was, 1 as the other question)
-    and how many answers flip."""
+    """A dict for each number of people, unit ("row" for one slot, or "span"), where (its name) and treatment: n, total
+    and nld (sum and mean of the normalised logit difference: 0 as without a change, 1 as the other question) and flips
+    (number of answers that change)."""
 
     def frame(self) -> pd.DataFrame:
-        """The effects as a tidy table, for `cp.plots.coin_rows_figure`."""
+        """Returns the effects as a DataFrame, for `cp.plots.coin_rows_figure`."""
         return pd.DataFrame(self.effects)
 
     def figure(self) -> Any:
@@ -74,13 +78,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Read:
-    """A question as read: its cache rows, all but the last token's, and the answers' logits after that one."""
+    """Holds a question that the model has read: its tokens, the cached keys and values of all tokens but the last, and
+    the logits of the two answers after the last token."""
 
     question: Question
     token_ids: tuple[int, ...]
     rows: KVSnapshot
     logits: tuple[float, float]
-    """Of heads and tails."""
+    """Logits of heads and tails."""
 
     @property
     def is_right(self) -> bool:
@@ -88,20 +93,22 @@ class Read:
 
 
 def run(config: Config, progress: bool = False) -> Result:
-    """Read all pairs, and change the rows of those that are answered rightly."""
+    """Loads the model, computes all pairs of questions, and changes slots of the pairs that are answered correctly.
+    Returns a Result."""
     return measure(cp.load_model(config.model, adapter=config.adapter), config, progress)
 
 
 def measure(lm: CachedLM, config: Config, progress: bool = False) -> Result:
-    """The same of a model that is loaded. Raises: ValueError for one that does not beat chance."""
+    """Runs the analysis on a loaded model, as `run`; returns a Result. Raises: ValueError for a model whose accuracy is
+    not above chance."""
     asked = {k: [read_pair(lm, k, i, config.seed) for i in range(config.texts)] for k in config.people}
     right = {k: [question.is_right for pair in pairs for question in pair[:2]] for k, pairs in asked.items()}
     known = [is_right for questions in right.values() for is_right in questions]
     accuracy = Accuracy(len(known), sum(known), 0, 0.5)
     if accuracy.interval[0] <= accuracy.chance:
         raise ValueError(
-            f"{config.model} answers {sum(known)} of {len(known)} questions rightly, no more than chance: which "
-            "rows carry the coin cannot be asked; give adapter='coin-flip', or another model that tracks it"
+            f"{config.model} answers {sum(known)} of {len(known)} questions rightly, no more than chance, so "
+            "no slot can be said to carry the coin; give adapter='coin-flip', or another model that tracks it"
         )
     chosen = [
         (k, own, other, alike, config.seed + i)
@@ -111,7 +118,7 @@ def measure(lm: CachedLM, config: Config, progress: bool = False) -> Result:
         for own, other, alike in ((heads, tails, other_heads), (tails, heads, other_tails))
     ]
     found = []
-    with Progress(len(chosen), "changing rows", "questions", enabled=progress) as bar:
+    with Progress(len(chosen), "changing slots", "questions", enabled=progress) as bar:
         for k, own, other, alike, seed in chosen:
             found += [{"people": k, **effect} for effect in effects_of(lm, own, other, alike, seed=seed)]
             bar.advance(note=f"{k} people")
@@ -122,9 +129,11 @@ def measure(lm: CachedLM, config: Config, progress: bool = False) -> Result:
 
 
 def read_pair(lm: CachedLM, people: int, index: int, seed: int) -> tuple[Read, Read, Read, Read]:
-    """Heads and tails with the same events, and both again with other names. All of one length.
+    """Returns four questions as Read: heads and tails with the same events, and both again with other names. All have
+    the same number of tokens.
 
-    Raises: ValueError where the tokenizer has too few names of one token, or does not keep the words of one length.
+    Raises: ValueError if the tokenizer has too few names of one token, or gives the questions different numbers of
+    tokens.
     """
     rng = Random(f"coin rows/{seed}/{people}/{index}")
     short = [name for name in HELD_OUT_NAMES if len(lm.encode(f" {name}", add_special_tokens=False)) == 1]
@@ -141,7 +150,7 @@ def read_pair(lm: CachedLM, people: int, index: int, seed: int) -> tuple[Read, R
     ]
     ids = [lm.encode(question.text) for question in questions]
     if len({len(one) for one in ids}) > 1:
-        raise ValueError(f"{lm.name}: the questions of a pair have {sorted(map(len, ids))} tokens; rows do not match")
+        raise ValueError(f"{lm.name}: the questions of a pair have {sorted(map(len, ids))} tokens; slots do not match")
     rows = [cp.kv_snapshot(lm, one, capacity=_BATCH["capacity"]) for one in ids]
     logits = _logits(lm, list(zip(ids, rows, strict=True)))
     a, b, c, d = (Read(*one) for one in zip(questions, ids, rows, logits, strict=True))
@@ -149,7 +158,11 @@ def read_pair(lm: CachedLM, people: int, index: int, seed: int) -> tuple[Read, R
 
 
 def effects_of(lm: CachedLM, own: Read, other: Read, alike: Read, seed: int) -> list[dict[str, Any]]:
-    """What each change of the own rows does: unit, where, treatment, nld, flip."""
+    """Returns a list of dicts, one for each changed slot or span and each treatment: unit, where, treatment, nld
+    (normalised logit difference), flip (whether the answer changes).
+
+    own: the question whose slots are changed.  other: its pair.  alike: the same states with other names.
+    """
     named = list(_places(lm, own))
     noisy = _noisy(own.rows, other.rows, seed)
     changed = [
@@ -169,10 +182,10 @@ def effects_of(lm: CachedLM, own: Read, other: Read, alike: Read, seed: int) -> 
 
 
 def _places(lm: CachedLM, own: Read) -> Iterator[tuple[str, str, list[int]]]:
-    """(unit, where, positions): every row by itself, then the spans, then all rows."""
+    """Yields (unit, where, positions): each slot by itself, then each span, then all slots together."""
     parts = parts_of(lm, own.question)[: len(own.rows)]
-    for position, (_, row_name) in enumerate(parts):
-        yield "row", row_name, [position]
+    for position, (_, slot_name) in enumerate(parts):
+        yield "row", slot_name, [position]
     spans: dict[str, list[int]] = {}
     for position, (span, _) in enumerate(parts):
         spans.setdefault(span, []).append(position)
@@ -185,7 +198,8 @@ def _treated(own: Read, donors: Mapping[str, KVSnapshot], treatment: str, positi
 
 
 def _noisy(own: KVSnapshot, other: KVSnapshot, seed: int) -> KVSnapshot:
-    """The own rows, moved as far as the other's are away, in a random direction for every layer, head and position."""
+    """Returns a copy of `own` with noise: keys and values are moved as far as those of `other` are away, in a random
+    direction for every layer, head and position."""
     generator = torch.Generator().manual_seed(seed)
 
     def moved(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
@@ -200,7 +214,8 @@ def _noisy(own: KVSnapshot, other: KVSnapshot, seed: int) -> KVSnapshot:
 
 
 def _logits(lm: CachedLM, asked: Sequence[tuple[Sequence[int], KVSnapshot]]) -> list[tuple[float, float]]:
-    """Logits of heads and tails after each text, whose last token reads on from these rows."""
+    """Returns the logits of heads and tails after each text as a list; the last token of a text is computed from the
+    given cached keys and values."""
     last = lm.n_layers - 1
     columns = [lm.encode(answer, add_special_tokens=False)[0] for answer in ANSWERS]
     requests = [cp.Request(list(ids), cached=rows, own_fingerprint=True) for ids, rows in asked]

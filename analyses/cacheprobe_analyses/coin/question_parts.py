@@ -1,11 +1,13 @@
-"""Says what each token of a coin-flip question is for: the coin's first state, a person's words, or the question."""
+"""Names the part of a coin-flip question that each token belongs to: the coin's first state, a person's words, or the
+question."""
 
 from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks.base import Question
 
 
 def parts_of(lm: CachedLM, question: Question) -> list[tuple[str, str]]:
-    """(span, row) of each token. Rows are told apart more finely: where a person's words end, and the question's words.
+    """Returns a list of (span, slot name) for each token of a question. Slot names are finer than spans: they tell
+    where a person's words end, and name the question's words.
 
     The state changes on the token that completes a person's words. "last" is the last person.
     """

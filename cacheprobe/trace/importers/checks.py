@@ -18,8 +18,8 @@ def require_states_of(model: CachedLM, generation: Generation) -> None:
     """Checks that imported states are those of `model`: runs the prompt's first tokens and compares the states of each
     layer.
 
-    Raises: ImportRefused for another width, for tokens outside the vocabulary, and for states of another layer or of
-    other weights; the message names the nearest layer.
+    Raises: ImportRefused for another width, for tokens outside the vocabulary, for a layer that the model does not
+    have, and for states of another layer or of other weights; the message names the nearest layer.
     """
     if bad := [token for token in (*generation.prompt, *generation.generated) if not 0 <= token < model.d_vocab]:
         raise ImportRefused(f"token id {bad[0]} is outside the vocabulary of {model.name}, {model.d_vocab}")
@@ -46,6 +46,7 @@ def require_states_of(model: CachedLM, generation: Generation) -> None:
 
 
 def _distance(theirs: Tensor, ours: Tensor) -> float:
-    """Returns the distance between two states as a share of the second one's norm, averaged over all tokens."""
+    """Returns the mean, over tokens, of the Euclidean distance between two states [n, m], as a share of the norm of
+    `ours`."""
     a, b = theirs.float(), ours.float()
     return float(((a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-30)).mean())

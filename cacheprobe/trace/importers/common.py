@@ -42,7 +42,7 @@ class Generation:
     prompt: tuple[int, ...]
     generated: tuple[int, ...]
     states: Mapping[int, Tensor]
-    """By layer, [n, m]: the residual stream after the block, at the first n positions of prompt and generated
+    """By layer, [n, m]: the residual stream after the block, at the first n positions of the prompt and the generated
     tokens."""
     logprobs: tuple[float, ...] = ()
     """Log-probabilities of the generated tokens, in nats; empty if unknown."""
@@ -150,8 +150,8 @@ def _rows(number: int, generation: Generation, n_layers: int) -> list[RowRecord]
 
 
 def _steps(generations: Sequence[Generation]) -> list[StepRecord]:
-    """Returns the passes that imported generations imply: a prefill of all prompts, then one decode pass for each
-    token.
+    """Returns the passes that imported generations imply, as a list of StepRecord: a prefill of all prompts, then one
+    decode pass for each further generated token.
 
     A request that has ended is not in the later passes.
     """

@@ -30,7 +30,8 @@ class _Outputs:
 
     sequences: Tensor
     states: list[list[Tensor]]
-    """By pass and block, [b, t, m]; the last tensor of a pass is the output of the final norm."""
+    """By pass and block, [b, t, m]: the input of the block; the last tensor of a pass is the output of the final norm.
+    """
     logits: list[Tensor] | None
     mask: Tensor
     """[b, prompt]: 1 for a token that is not padding."""
@@ -53,9 +54,10 @@ def trace_of_generate(
     """Returns the Trace of an output of Hugging Face's `generate`, or of a safetensors file with the same tensors.
 
     attention_mask: [b, prompt] of the call; needed for several sequences.
-    stop_token_ids: tokens that ended a sequence; by default the model's.  model: also checks that the states are this
-    model's.
-    Raises: ImportRefused for anything that is not such an output.
+    stop_token_ids: tokens that ended a sequence; by default the model's; needed for several sequences without `model`.
+    model: also checks that the states are this model's.
+    Raises: ImportRefused for anything that is not such an output, for a needed argument that is missing, and for states
+    of another model.
     """
     checked = _read(outputs, attention_mask)
     count = len(checked.sequences)
@@ -111,9 +113,10 @@ def _generation(outputs: _Outputs, row: int, stops: frozenset[int]) -> Generatio
 
 
 def _read(outputs: object, attention_mask: object) -> _Outputs:
-    """Returns the checked tensors of a `generate` output, or of a safetensors file.
+    """Returns the checked tensors of a `generate` output, or of a safetensors file, as _Outputs.
 
-    Raises: ImportRefused for anything else, and for beam search or assisted decoding.
+    Raises: ImportRefused for anything else, for beam search or assisted decoding, and for an attention mask that is
+    missing, has another shape or pads on the right.
     """
     output = _from_file(Path(outputs)) if isinstance(outputs, str | Path) else outputs
     if getattr(output, "beam_indices", None) is not None:
@@ -154,7 +157,8 @@ def _lengths_text(lengths: Sequence[int]) -> str:
 
 
 def _from_file(path: Path) -> SimpleNamespace:
-    """Reads a safetensors file, and returns its tensors under the names of a `generate` output.
+    """Reads a safetensors file, and returns its tensors as a SimpleNamespace with the attribute names of a `generate`
+    output.
 
     The file has sequences, hidden_states.PASS.BLOCK, and optionally logits.PASS and attention_mask.
     Raises: ImportRefused if a tensor is missing or the file is not readable.

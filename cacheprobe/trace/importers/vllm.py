@@ -45,7 +45,8 @@ def trace_of_vllm(
 
     layers: the setting eagle_aux_hidden_state_layer_ids.  num_prompt_tokens: of each file, or one number for all; by
     default all tokens are the prompt's.  model: also checks that the states are this model's.
-    Raises: ImportRefused for another layout.
+    Raises: ImportRefused for files of another layout, for layers or lengths that do not fit the files, and for states
+    of another model.
     """
     ids = _layer_ids(layers)
     items = _as_list(outputs)
@@ -89,7 +90,10 @@ class _RequestOutput(Protocol):
 
 
 def _layer_ids(layers: Iterable[int]) -> list[int]:
-    """Returns the layer ids of vLLM's setting as a list. Raises: ImportRefused if not ascending, and for [0]."""
+    """Returns the layer ids of vLLM's setting as a list.
+
+    Raises: ImportRefused for an empty list, for ids that are negative or not ascending, and for [0].
+    """
     ids = [int(layer) for layer in layers]
     if not ids or ids != sorted(set(ids)) or ids[0] < 0:
         raise ImportRefused(
@@ -126,7 +130,8 @@ def _generation(item: object, ids: Sequence[int], num_prompt_tokens: int | None)
     """Reads one stored file of vLLM, and returns prompt, generated tokens and states as a Generation.
 
     item: a file path, or a vLLM output that names its file.  ids: vLLM's layer ids.
-    Raises: ImportRefused if the file does not fit the output or the prompt length.
+    Raises: ImportRefused if the file does not fit the output or the prompt length, and for an output of several
+    samples.
     """
     if isinstance(item, str | Path):
         states, tokens = _read(Path(item), len(ids))
@@ -171,7 +176,7 @@ def _complete_file(path: Path) -> Iterator[None]:
         return
     with lock:
         until = time.monotonic() + SECONDS_TO_WAIT
-        while not _is_shared(lock):
+        while not _try_to_share(lock):
             if time.monotonic() > until:
                 raise ImportRefused(
                     f"{path} is still being written after {SECONDS_TO_WAIT:.0f} s (its .lock is held); import it once "
@@ -181,10 +186,9 @@ def _complete_file(path: Path) -> Iterator[None]:
         yield
 
 
-def _is_shared(lock: IO[bytes]) -> bool:
-    """Returns True if vLLM has released its lock on the file; this process then shares the lock until it closes the
-    file.
-    """
+def _try_to_share(lock: IO[bytes]) -> bool:
+    """Tries to take a shared lock on an open .lock file, without waiting. Returns True if this process now holds the
+    lock (until the file is closed), False while vLLM holds its own."""
     import fcntl
 
     try:
@@ -195,9 +199,9 @@ def _is_shared(lock: IO[bytes]) -> bool:
 
 
 def _read(path: Path, num_layers: int) -> tuple[Tensor, list[int]]:
-    """Returns the states [t, l, m] and the token ids of one file that vLLM stored.
+    """Returns (states [t, l, m], list of token ids) of one file that vLLM stored.
 
-    Raises: ImportRefused for another layout; the message names the expected one.
+    Raises: ImportRefused for another layout, with the expected one in the message, and for a file that cannot be read.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file

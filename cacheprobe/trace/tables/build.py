@@ -26,7 +26,7 @@ def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFra
 
     Columns: row, request_id, step, phase, role, status, position, token_id, token (visible form), num_layers (that
     ran), state_index (index among the stored vectors; -1 if a capture filter dropped the row).
-    token_texts: returns the texts of token ids.
+    token_texts: function from a list of token ids to their texts.
     """
     table = pd.DataFrame([asdict(row) for row in rows], columns=[field.name for field in fields(RowRecord)])
     table.insert(0, "row", np.arange(len(table)))
@@ -43,7 +43,8 @@ def hypotheses_table(
     layer's most likely token; top_token_ids, top_logprob_nats: its top_k most likely tokens; entropy_nats.
     committed_token_id, committed_token: the token committed at p + 1, null if there is none; rank,
     committed_logprob_nats: that token's rank (0 is the most likely) and log-probability in this reading; agrees:
-    whether it is the most likely token.
+    whether the committed token is the most likely one.
+    columns: from `LensReader.finish`.  rows: as from `rows_table`.
     """
     about = rows.set_index("row").loc[columns["row"].numpy()]
     target, top = columns["target"].numpy(), columns["top_token_ids"].numpy()
@@ -75,10 +76,11 @@ def hypotheses_table(
 def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
     """Returns the events table: a DataFrame with one line for every request in every step (pass).
 
-    Columns: step, phase, batch_rows, batch_slots, request_id, seconds; draft_start, draft_token_ids, target_token_ids,
-    num_accepted, num_rolled_back, finish (of a verify); proposed_token_ids (of a decode of a draft);
-    committed_token_ids and their committed_logprobs_nats under the model's unprocessed logits; recovered_token_id,
-    bonus_token_id; margin_nats (the smallest of the step's choices).
+    Columns: step, phase, batch_rows, batch_slots (batch size and token slots of the pass), request_id, seconds;
+    draft_start, draft_token_ids, target_token_ids, num_accepted, num_rolled_back, finish (of a verify pass);
+    proposed_token_ids (draft tokens that this step added); committed_token_ids and their committed_logprobs_nats under
+    the model's unprocessed logits; recovered_token_id, bonus_token_id; margin_nats (the smallest of the step's
+    choices).
     """
     records = []
     for step in steps:
@@ -118,14 +120,14 @@ def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
 def ledger_table(changes: Sequence[LedgerChange]) -> pd.DataFrame:
     """Returns the ledger: a DataFrame with one line for each change of a request's cached slots.
 
-    Columns: request_id, step, start, end, provenance; the change concerns slots start..end-1.
+    Columns: request_id, step, start, end, provenance: in this step, slots start..end-1 got this provenance.
     """
     columns = [field.name for field in fields(LedgerChange)]
     return pd.DataFrame([asdict(change) for change in changes], columns=columns)
 
 
 def texts_of(token_ids: np.ndarray, token_texts: TokenTexts) -> np.ndarray:
-    """Returns the visible text of each token, as an array [n] of str. Decodes every distinct id once."""
+    """Returns the visible text of each token id, as an array [n] of str. Decodes every distinct id once."""
     distinct, inverse = np.unique(token_ids, return_inverse=True)
     return np.array([visible(text) for text in token_texts(distinct.tolist())], dtype=object)[inverse]
 

@@ -21,8 +21,8 @@ def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
 
     Columns: request_id, place (0 is the first generated token), drafted_token_id; born, the step that drafted the
     token; judged, the step of its verify pass, null if it reached none; verdict: "accepted"; "rejected", the first of
-    its draft that the verifier did not choose; "never_judged", if it followed a rejected token or its draft was given
-    up.
+    its draft that the verifier did not choose; "never_judged", if it followed a rejected token or reached no verify
+    pass.
     events: as in `Trace.events`.
     """
     history = token_history(events)
@@ -48,13 +48,14 @@ def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
 def with_verdicts(
     readings: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapping[int, int], token_texts: Mapping[int, str]
 ) -> pd.DataFrame:
-    """Returns the lens readings with five more columns: the draft token for the predicted position, and the verdict on
-    it.
+    """Returns the lens readings with five more columns: the draft token for the position that the row predicts, and the
+    verdict on that draft token.
 
     Columns: drafted_token_id, drafted_token, verdict, prediction_depth (as in `prediction_depths`) and top_tokens, the
     texts of top_token_ids.
     A row at position p predicts position p + 1. Its draft token is the one at p + 1 in the row's own pass: the pass
-    that drafted the token, or the verify pass that judged it. It is null if there was no draft token.
+    that drafted the token, or the verify pass that judged it. If the pass had no draft token at p + 1, the draft token
+    and the verdict are null.
     readings: one lens and site, as in `trace.tables.build.hypotheses_table`.  prompt_lengths: tokens by request.
     token_texts: by token id; a missing token gets the text "<id>".
     """
@@ -135,7 +136,8 @@ def prediction_depths(readings: pd.DataFrame) -> pd.Series:
 
 
 def by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
-    """Returns the lens readings that can be compared with a committed token; a missing verdict becomes "not_drafted".
+    """Returns the lens readings that can be compared with a committed token; a missing verdict becomes "not_drafted",
+    and `agrees` becomes 0.0 or 1.0.
 
     Leaves out rows without a committed next token, and rows whose input was a rejected, later or given-up draft token:
     they follow a text that was never committed.
@@ -148,11 +150,12 @@ def by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
 
 
 def shares_by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
-    """Returns a DataFrame with one line for each layer and verdict: how often the first choice is the committed or
-    draft token.
+    """Returns a DataFrame with one line for each layer and verdict: how often the layer's first choice is the committed
+    token, and how often the draft token.
 
     Columns: layer, verdict (accepted, rejected, never_judged, not_drafted), rows (their number); committed_first and
-    drafted_first, the shares of rows whose most likely token is the committed or the draft token (null without one).
+    drafted_first, the shares of rows whose most likely token is the committed or the draft token (drafted_first is null
+    without a draft token).
     Twin: tests.twins.measures_slowly.shares_by_verdict_slowly, close(1e-9).
     """
     comparable = by_verdict(readings)
@@ -163,11 +166,11 @@ def shares_by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
 
 
 def parting(shares: pd.DataFrame) -> str:
-    """Returns one sentence: from which layer on the committed token is a lens's first choice more often than a rejected
-    draft.
+    """Returns one sentence: from which layer on the committed token is a lens's first choice more often than the
+    rejected draft token, or that there is no such layer.
 
-    shares: from `shares_by_verdict`. Without a rejected draft, the sentence names the layer from which the committed
-    token is the first choice in at least half of the readings.
+    shares: from `shares_by_verdict`. Without a rejected draft token, the sentence names the layer from which on the
+    committed token is the first choice in at least half of the readings.
     """
     rejected = shares[shares.verdict == "rejected"].set_index("layer")
     if len(rejected):

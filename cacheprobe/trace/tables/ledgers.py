@@ -26,7 +26,8 @@ def ledger_at(changes: pd.DataFrame, step: SupportsIndex | None) -> pd.DataFrame
 
 
 def rows_in_use(changes: pd.DataFrame) -> pd.DataFrame:
-    """Returns the number of cached slots of each request, after every step that changed it, as a DataFrame.
+    """Returns the number of cached slots of each request after every step in which the ledger has a change of the
+    request, as a DataFrame.
 
     Columns: request_id, step, rows (the number of slots). A request that freed its cache row has 0 from then on.
     changes: the ledger table of a run.

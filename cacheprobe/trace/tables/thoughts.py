@@ -26,15 +26,15 @@ def thoughts_table(
     tokens.
 
     A chunk that several passes computed has several lines.
-    thought (its number, and its index among the thought states), request_id, step, phase, role, status and row (those
-    of the chunk's last token: a thought of a rolled-back token is rolled back), chunk, start, end (absolute positions
-    of the chunk's first and last token), token_ids, tokens (their texts), text, has_ended (False: cut at the limit),
-    said (its words without the end token, "" if it has none), logprobs_nats;
+    thought (its number, and its index among the chunk states), request_id, step, phase, role, status and row (those of
+    the chunk's last token: a thought of a rolled-back token is rolled back), chunk, start, end (absolute positions of
+    the chunk's first and last token), token_ids, tokens (their texts), text, has_ended (False: cut at the limit), said
+    (its words without the end token, "" if it has none), logprobs_nats;
     first_token_id, first_logprob_nats, entropy_nats of the choice of its first token; committed_token_id, the first
-    token of the request's answer, with its rank and committed_logprob_nats in that choice;
+    token that the request generated, whether right or wrong, with its rank and committed_logprob_nats in that choice;
     true_state: the task's state after the chunk, null for a prompt without a task;
     agrees: whether its last words are that state, or the task's own thought for it; null if either is missing;
-    state_norm: Euclidean norm of all c x m numbers that the thought adds to the next chunk.
+    state_norm: Euclidean norm of all c x m numbers of the chunk state, which is added to the next chunk.
     """
     about = rows.set_index(["request_id", "step", "position"])
     by_request = {request.request_id: request for request in requests}
@@ -83,16 +83,17 @@ def thoughts_table(
 
 
 def thought_states(thoughts: Sequence[Thought]) -> Tensor:
-    """Returns the states that each of n thoughts adds to the next chunk's c tokens, as a copy [n, c, m]."""
+    """Returns a copy of the chunk states [n, c, m] of n thoughts; each is added to the next chunk's c tokens."""
     return torch.stack([thought.state for thought in thoughts]).clone()
 
 
 def as_hypotheses(thoughts: pd.DataFrame, layer: int, token_texts: Mapping[int, str]) -> pd.DataFrame:
     """Returns thoughts as lines of the table of lens readings, one DataFrame line for each thought.
 
-    A thought counts as a reading at layer l_out (`layer`) and site "thought". Its first token is compared with the
-    first
-    token of the request's answer. An empty thought consists of its end token alone, and its `agrees` is null.
+    A thought counts as a reading at layer l_out (`layer`) and site "thought". The thought's first token is compared
+    with the first token that the request generated (`committed_token_id`), whether that is the right answer or not. So
+    `agrees` differs from `agrees` of the thoughts table, which says whether the thought ends in the task's true state.
+    An empty thought consists of its end token alone, and its `agrees` is null.
     """
     is_empty = thoughts.token_ids.map(len) == 1
     agrees = pd.array(thoughts.first_token_id == thoughts.committed_token_id, dtype="boolean")

@@ -9,12 +9,13 @@ COLUMNS = ["request_id", "place", "token_id", "margin_nats", "born", "decided_st
 
 
 def token_history(events: pd.DataFrame) -> pd.DataFrame:
-    """Returns a DataFrame with one line for each drafted or committed token of each request, in order of time.
+    """Returns a DataFrame with one line for each drafted or committed token, by request, and within a request in the
+    order in which the tokens were decided.
 
     Columns: request_id, place (0 is the first generated token), token_id; born, the step that drafted or committed the
-    token; decided_step, the step of its verdict, null while its verdict is open; outcome: committed (without a
-    verdict), accepted, recovered, bonus, rolled_back, or given_up; null while open; margin_nats between the two best
-    tokens of its pass, the smallest of a verify pass, null if no model chose.
+    token; decided_step, the step of its outcome, null while open; outcome: committed (without a verdict), accepted,
+    recovered, bonus, rolled_back, or given_up; null while open; margin_nats between the two best tokens of its pass,
+    the smallest of a verify pass, null if no model chose.
     A draft is given up if its request was preempted (decided when the prompt is computed again) or a pass failed
     (decided when the request drafts again, or is verified without a draft).
     events: as in `Trace.events`.
@@ -85,9 +86,8 @@ def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
 
 
 def token_texts_of(rows: pd.DataFrame, hypotheses: pd.DataFrame | None) -> pd.DataFrame:
-    """Returns a table of tokens (token_id, token) from the texts in the rows and readings tables, for runs stored
-    without it.
-    """
+    """Returns a DataFrame of token_id and token (text), from the texts in the rows and readings tables. For runs stored
+    without a tokens table."""
     parts = [rows[["token_id", "token"]]]
     if hypotheses is not None:
         committed = hypotheses[["committed_token_id", "committed_token"]].dropna()
@@ -96,11 +96,12 @@ def token_texts_of(rows: pd.DataFrame, hypotheses: pd.DataFrame | None) -> pd.Da
     return table.drop_duplicates("token_id", ignore_index=True)
 
 
-_KEPT = ("accepted", "recovered", "bonus", "committed")
+_COMMITTED = ("accepted", "recovered", "bonus", "committed")
 
 
 class TokenOutcome(NamedTuple):
-    """Holds a token that was drafted or committed at one place, with the steps at which it was drafted and judged."""
+    """Holds a token that was drafted or committed at one place, the steps at which it was drafted and judged, and the
+    outcome."""
 
     token_id: int
     born: int
@@ -122,9 +123,9 @@ def outcomes_at(history: pd.DataFrame, place: int) -> list[TokenOutcome]:
 
 
 def outcomes_of_row(outcomes: Sequence[TokenOutcome], step: int) -> list[TokenOutcome]:
-    """Returns those of the given tokens that one row's prediction concerns, as a list of TokenOutcome.
+    """Keeps, of the tokens drafted or committed at one position, those drafted or judged in `step`, and the committed
+    token. Returns a list of TokenOutcome.
 
-    These were drafted or judged in the row's step, or committed.
-    outcomes: as from `outcomes_at`, of the position that the row predicts.  step: the step that computed the row.
+    outcomes: as from `outcomes_at`, of the position that a row predicts.  step: the step that computed the row.
     """
-    return [token for token in outcomes if step in (token.born, token.decided_step) or token.outcome in _KEPT]
+    return [token for token in outcomes if step in (token.born, token.decided_step) or token.outcome in _COMMITTED]
