@@ -66,7 +66,7 @@ trace
 # ## One window
 #
 # Of all verify windows one that accepted something and rolled back the rest. `T0` is the newest committed token, whose
-# cache row is written in this pass; the candidates stand behind it.
+# cache slot is written in this pass; the draft tokens come after it.
 
 # %%
 events = trace.events()
