@@ -55,5 +55,7 @@ def write_table(table: pd.DataFrame, path: Path) -> Path:
 
 
 def _listed(value: object) -> str | None:
-    """Returns a list of numbers as JSON text; None for a thought, which has no list."""
-    return json.dumps(np.asarray(value).tolist()) if isinstance(value, list | tuple | np.ndarray) else None
+    """Returns a list of numbers or texts as JSON text; None for a thought, which has no list."""
+    if not isinstance(value, list | tuple | np.ndarray):
+        return None
+    return json.dumps([one.item() if isinstance(one, np.generic) else one for one in value])

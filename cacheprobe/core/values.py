@@ -97,11 +97,15 @@ RENAMED = {
     "kv_rows": "max_kv_tokens",
     "keep_rows": "keep_kv",
     "keeps_rows": "keeps_states",
+    "keeps_kv": "keeps_states",
+    "rows_needed": "slots_needed",
     "hidden_parts": "head_masks",
     # functions and classes
     "cache_rows": "kv_snapshot",
     "foresight": "rollback_prediction",
     "Foresight": "RollbackPrediction",
+    "Grid": "PatchingGrid",
+    "lens_picture": "lens_grid",
     "foresight_figure": "rollback_prediction_figure",
     "settling_figure": "prediction_depth_figure",
     "agreement_figure": "draft_verdicts",
@@ -124,10 +128,12 @@ RENAMED = {
 it."""
 
 
-def hint(name: str, known: Iterable[str]) -> str:
+def hint(name: object, known: Iterable[str]) -> str:
     """Returns the end of an error message for an unknown name: "; it is named NEW now" for a name of an earlier
-    version, "; did you mean NEAR?" for a misspelt one, else ""."""
+    version, "; did you mean NEAR?" for a misspelt one, else "" (as for a name that is no text)."""
     known = tuple(known)
+    if not isinstance(name, str):
+        return ""
     if RENAMED.get(name) in known:
         return f"; it is named {RENAMED[name]} now"
     near = get_close_matches(name, known, 1)

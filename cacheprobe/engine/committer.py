@@ -3,7 +3,8 @@
 The observer capture/recorder.py labels the recorded rows of a draft token as committed, rolled back or given up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.noise import DRAFT_STREAM, gumbel_noise
 from cacheprobe.core.records import Finished, StepRecord, Verdict
 from cacheprobe.engine.choosing import JUDGES, Choice, choose_next, describe
-from cacheprobe.engine.model_runner import EngineError, Entry, ModelRunner
+from cacheprobe.engine.model_runner import EngineError, Entry, ModelRunner, is_out_of_memory
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import is_checking
 from cacheprobe.ops.acceptance import find_ending
@@ -71,12 +72,27 @@ class Committer:
 
     def _note(self, state: SequenceState, position: int, token_id: int, logits: Tensor) -> None:
         """Keeps the Choice of a token for the next report, and reports the choice to the observer."""
-        self._choices[state.request_id, position] = describe(token_id, logits)
-        self.observer.on_choice(state.request_id, self.runner.step, position, token_id, logits)
+        with self._naming(state, ()):
+            self._choices[state.request_id, position] = describe(token_id, logits)
+            self.observer.on_choice(state.request_id, self.runner.step, position, token_id, logits)
 
-    def _naming(self, state: SequenceState) -> "_Naming":
-        """Returns a context manager that turns a ValueError into an EngineError with this request and the step."""
-        return _Naming(f"request {state.request_id} step {self.runner.step}", self.runner.model.name)
+    @contextmanager
+    def _naming(self, state: SequenceState, others: "tuple[type[Exception], ...]" = (ValueError,)) -> Iterator[None]:
+        """Turns an out-of-memory error, and errors of the types `others`, raised inside the `with` into an EngineError
+        that names the request and the step."""
+        try:
+            yield
+        except Exception as error:
+            if not (is_out_of_memory(error) or isinstance(error, others)):
+                raise
+            where = f"request {state.request_id} step {self.runner.step}"
+            if is_out_of_memory(error):
+                said = f"choosing a token failed with {type(error).__name__}: {error!s:.200}"
+                raise EngineError(f"{where}: {said}; nothing of this step was committed") from error
+            raise EngineError(
+                f"{where}: {error}; nothing of this step was committed; "
+                f"load {self.runner.model.name} in float32 or check its weights"
+            ) from error
 
     # -- committing
 
@@ -221,19 +237,3 @@ class Committer:
     def forget_choices(self) -> None:
         """Drops the choices since the last report, so that choices of a failed step are never reported."""
         self._choices, self._logprobs = {}, []
-
-
-class _Naming:
-    """Turns a ValueError raised inside the `with` into an EngineError. where: the request and the step, as text."""
-
-    def __init__(self, where: str, model_name: str) -> None:
-        self.where, self.model_name = where, model_name
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ValueError):
-            raise EngineError(
-                f"{self.where}: {error}; nothing of this step was committed; "
-                f"load {self.model_name} in float32 or check its weights"
-            ) from error

@@ -172,7 +172,8 @@ class ModelRunner:
             raise ShapeFault(self._difference_message(differs, entries, batch_index))
         if phase == "verify":
             self.watch.remember(states, batch_index, starts, out)
-        self._require_numbers(out, entries, batch_index, range(width) if logit_slots is None else logit_slots)
+        with self._recording(phase, entries):
+            self._require_numbers(out, entries, batch_index, range(width) if logit_slots is None else logit_slots)
         if not is_hidden:
             logits = None if num_layers is not None or logit_slots is not None else out
             rewritten = {} if self.editor is None else self.editor.rewritten
@@ -197,7 +198,7 @@ class ModelRunner:
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            if not isinstance(error, MemoryError | torch.OutOfMemoryError) and _CPU_REFUSAL not in str(error):
+            if not is_out_of_memory(error):
                 raise
             raise self._failed(phase, entries, error) from error
 
@@ -270,6 +271,13 @@ class ModelRunner:
                         f"{entry.start + slots[i] + 1} hold {'NaN' if torch.isnan(top[b, i]) else float(top[b, i])}; "
                         f"nothing of this step was committed; load {self.model.name} in float32 or check its weights"
                     )
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Returns whether an error says that Python, a GPU, or torch on the CPU could not allocate memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _CPU_REFUSAL in str(error)
 
 
 def place_rows(taken: Sequence[int], size: int, cache: KVCache) -> list[int] | None:

@@ -87,22 +87,23 @@ class Engine:
         entries = _newest_entries(states)
         out = self.runner.run("decode", entries, 1).out
         self._write_newest(entries)
-        self._take(states, [[self.choose(state, row)] for state, row in zip(states, out[:, 0], strict=True)])
+        chosen = [(self.choose(state, row),) for state, row in zip(states, out[:, 0], strict=True)]
+        self._take(states, [self._clip(state, token_ids) for state, token_ids in zip(states, chosen, strict=True)])
 
     def draft(self, states: Sequence[SequenceState]) -> None:
         """Calls the drafter once, and appends its draft tokens to the draft of each request."""
         before = self.runner.step
         proposals = self.drafter_calls.extend(self, states, before, self.config.window)
+        kept = [self._clip(state, token_ids) for state, token_ids in zip(states, proposals, strict=True)]
         if self.runner.step == before:  # a drafter that runs no model
             self.runner.skip()
-        self._take(states, proposals)
+        self._take(states, kept)
 
-    def _take(self, states: Sequence[SequenceState], proposals: Sequence[Sequence[int]]) -> None:
-        """Adds each request's proposed tokens to its draft; a never verified request commits its one token instead.
+    def _take(self, states: Sequence[SequenceState], kept: Sequence[tuple[int, ...]]) -> None:
+        """Adds each request's new draft tokens to its draft; a never verified request commits its one token instead.
 
         Reports the step. A draft that got no new token is closed: it goes to the verifier.
         """
-        kept = [self._clip(state, token_ids) for state, token_ids in zip(states, proposals, strict=True)]
         committed, proposed = [], []
         for state, token_ids in zip(states, kept, strict=True):
             if not state.is_verified:

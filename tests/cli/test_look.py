@@ -6,12 +6,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
 import cacheprobe as cp
 from cacheprobe.cli import look as cli_look
 from cacheprobe.core import terminal
+from cacheprobe.core.export import write_table
 from cacheprobe.core.terminal import Listing
 from cacheprobe.plots.report.listings import request_listings, run_listings
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -189,3 +191,11 @@ def test_a_failed_write_leaves_the_old_table(stored: Path, tmp_path: Path, monke
     with pytest.raises(OSError, match="no space"):
         cli_look.hypotheses(stored, out=out)
     assert out.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["readings.csv"]
+
+
+def test_lists_of_texts_are_written_as_they_are(tmp_path: Path) -> None:
+    """numpy's arrays of texts drop NUL characters at the end, and a token may be one."""
+    texts = ["a", "\x00", "b\x00"]
+    path = write_table(pd.DataFrame({"top_tokens": [texts, np.array([1, 2])]}), tmp_path / "x.csv")
+    read = pd.read_csv(path).top_tokens
+    assert [json.loads(value) for value in read] == [texts, [1, 2]]

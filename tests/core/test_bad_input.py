@@ -79,12 +79,18 @@ for model, prompt, settings in [
     ("smollm2-135m", [1], {}),
     (loaded(), [1], {"capacity": 1.5}),
     (loaded(), [1], {"drafter": "early_exit"}),
+    (loaded(), [1], {"path": 3}),
     (loaded(), object(), {}),
     (loaded(), None, {}),
     (loaded(), [""], {}),
 ]:
     try:
         cp.run(model, prompt, **{**SMALL, **settings})
+    except ValueError as error:
+        print(error)
+for status in (3, ["committed"]):
+    try:
+        cp.run(loaded(), [[1, 2]], **SMALL).rows(0, status)
     except ValueError as error:
         print(error)
 """
@@ -97,9 +103,12 @@ def test_wrong_kinds_of_argument() -> None:
         "needs a model from cp.load_model",
         "capacity must be a whole number",
         "a drafter is an object such as cp.drafters.EarlyExit",
+        "unknown path 3",
         "a prompt is text, a list of token ids",
         "a prompt is text, a list of token ids",
         "has no tokenizer",
+        "unknown status 3",
+        "unknown status ['committed']",
     )
     lines = done.stdout.splitlines()
     assert len(lines) == len(expected), done.stdout

@@ -9,6 +9,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.engine import choosing, committer
 from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.paths import choose_path
@@ -270,3 +271,29 @@ def test_a_fault_of_the_recorder_ends_the_run(monkeypatch) -> None:
     runs_out_of_memory(monkeypatch, Recorder, "_queue", CaptureError("no"), lambda number: number == 9)
     with pytest.raises(CaptureError):
         cp.run(tiny(), PROMPTS[:4], **RUN, deterministic=True)
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=["GPU", "Python", "CPU"])
+@pytest.mark.parametrize("drafter", [None, cp.drafters.EarlyExit(layer=1)], ids=["decode", "draft and verify"])
+def test_memory_that_runs_out_in_a_choice_ends_that_request(monkeypatch, drafter, error: Exception) -> None:
+    """The others go on with the same tokens. An error in the choice of a decode had ended the run."""
+    settings = dict(**RUN, drafter=drafter, deterministic=[0])
+    want, right = cp.run(tiny(), PROMPTS[:3], **settings), choosing.choose_next
+
+    def choose_next(state, *given):
+        if state.request_id == 1 and state.num_generated >= 2:
+            raise error
+        return right(state, *given)
+
+    for module in (choosing, committer):
+        monkeypatch.setattr(module, "choose_next", choose_next)
+    trace = cp.run(tiny(), PROMPTS[:3], **settings)
+    assert trace.meta["finish"] == {"0": "length", "1": "error", "2": "length"}
+    assert "request 1 step" in trace.meta["errors"]["1"] and "choosing a token failed" in trace.meta["errors"]["1"]
+    assert outcome(trace, 0) == outcome(want, 0) and trace.committed(2) == want.committed(2)
+
+
+def test_memory_that_runs_out_while_a_choice_is_recorded_ends_that_request(monkeypatch) -> None:
+    runs_out_of_memory(monkeypatch, Recorder, "on_choice", NO_MEMORY[1], lambda number: number == 9)
+    trace = cp.run(tiny(), PROMPTS[:3], **RUN, deterministic=True)
+    assert sorted(trace.meta["finish"].values()) in (["length"] * 3, ["error", "length", "length"])
