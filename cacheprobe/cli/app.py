@@ -90,7 +90,8 @@ def verify(run: Path, *, model: str | None = None, adapter: str | None = None, p
     """Compare a stored run with the slow reference (cp.reference), its tables with each other, and its files with their
     checksums.
 
-    Prints what was compared and what was not. Exits with 1 and the first difference if there is one.
+    Prints what was compared and what was not. Exits with 1 if a file is damaged, or after printing the first
+    difference.
 
     Parameters
     ----------
@@ -138,7 +139,7 @@ def stress(
     progress: bool = True,
 ) -> int:
     """Compare random traffic with the slow reference (cp.reference), bit for bit; exit 1 after a difference, or if the
-    negative control is void.
+    negative control did not diverge.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ def fill(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> 
     """Adds the settings of a command's --config file to its arguments; flags override them. cyclopts calls this
     function before the command.
 
-    Raises: ValueError as `read`, for example for an unreadable file and for a setting that the command does not have.
+    Raises: ValueError, for example for invalid YAML and for a setting that the command does not have.
     """
     from cyclopts import Token
     from cyclopts.config import Dict
@@ -46,8 +46,8 @@ def read(path: Path, known: Sequence[str]) -> dict[str, object]:
     """Returns the settings of a YAML file as a dict, with _ in the names.
 
     known: names of the command's flags. In the file, - and _ in names are equal. A setting of null is left out.
-    Raises: ValueError for an unreadable or empty file, an unknown name, a name given twice, and a value that is a
-    mapping.
+    Raises: ValueError for an absent or empty file, for invalid YAML, an unknown name, a name given twice, and a value
+    that is a mapping.
     """
     from cacheprobe.core.strict_yaml import read_yaml
 

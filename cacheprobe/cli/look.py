@@ -7,7 +7,7 @@ from cacheprobe.cli.config import SEVERAL
 
 
 def show(run: Path, *, request: int | None = None) -> None:
-    """List a stored run: its settings, requests, verdicts on drafts, and how often each layer predicts the token.
+    """List a stored run: settings, requests, verdicts, and how often each layer's first choice is the committed token.
 
     Parameters
     ----------

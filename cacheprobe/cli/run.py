@@ -86,10 +86,10 @@ def run(
 def _drafter_and_prompts(
     model: ModelFlags, prompts: PromptFlags, settings: RunFlags
 ) -> "tuple[Drafter | None, list[object]]":
-    """Checks settings against each other. Returns (the drafter or None, a list of what the model reads: prompts, or a
-    task's examples).
+    """Checks sampling values, sizes, prompts, drafter and layers before the model is loaded. Returns (the drafter or
+    None, a list of what the model reads: prompts, or a task's examples).
 
-    Raises: ValueError for settings that no run could be made with.
+    Raises: ValueError for settings that a run would refuse.
     """
     from cacheprobe.core.config import resolve_layers
     from cacheprobe.core.records import SamplingParams
@@ -115,8 +115,8 @@ def _drafter_and_prompts(
 
 
 def _save_stopped(stopped: "Interrupted", out: Path) -> int:
-    """Saves the trace of a run that Ctrl-C stopped, to a free folder so that no earlier run is overwritten; returns
-    exit code 130."""
+    """Saves the trace of a run that Ctrl-C stopped, to a free folder so that no earlier run is overwritten, and returns
+    exit code 130. Saves no trace without events."""
     from cacheprobe.trace.places import free_beside
 
     trace = stopped.trace

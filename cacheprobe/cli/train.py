@@ -68,7 +68,7 @@ def thinking_states(
     out: Path = Path("runs/thinking-states"),
     progress: bool = True,
 ) -> None:
-    """Train a Thinking States model from scratch, or an arm for comparison. Continues a training that was stopped.
+    """Train a Thinking States model, or a variant (arm) for comparison. Continues a training that was stopped.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def thinking_states(
         Of s5: tiny.
         Of variables: tiny, attention-crowding.
         Bare-chain differs from tiny in what the arm chain_of_thought writes; its other arms are those of tiny.
-        Position-jumps differs from tiny in its other arms, whose positions jump in training as those of thoughts do.
+        Position-jumps differs from tiny in the arms without fed-back thoughts: their position ids skip ahead too.
     arm
         thinking; plain (no thoughts); no_feedback (thoughts that change nothing); chain_of_thought.
     form

@@ -100,7 +100,8 @@ def guard(app: Dash, host: str) -> None:
 
     @app.server.before_request
     def refuse_strangers() -> None:
-        """Answers status 403 if the server is local and the request names a host that is not in LOCAL."""
+        """Answers status 403 if the server is local and the request names another host than 127.0.0.1, localhost or
+        ::1."""
         name = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
         if is_local_server and name not in LOCAL:
             abort(

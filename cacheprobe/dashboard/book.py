@@ -15,8 +15,8 @@ from cacheprobe.trace.tables.token_history import standing_at, token_history
 
 
 class Book:
-    """Holds one stored run, and returns lines of the run's tables by request, step or page of positions. Most results
-    are cached."""
+    """Holds one stored run, and returns lines of the run's tables by request, step or page of positions. Readings,
+    windows and token histories are cached."""
 
     def __init__(self, run: StoredRun) -> None:
         self.run = run
@@ -100,14 +100,15 @@ class Book:
         return len(self.run.request(request_id)["prompt_token_ids"])
 
     def predicting_rows(self, request_id: int) -> pd.DataFrame:
-        """Returns a DataFrame: the lines of the rows table of one request from the prompt's last token on. These rows
-        predict generated tokens and have lens readings."""
+        """Returns a DataFrame: the lines of the rows table of one request from the prompt's last token on. Only these
+        rows predict generated tokens, and only they can have recorded lens readings."""
         rows = self.rows_of(request_id)
         return rows[rows.position >= self.prompt_length(request_id) - 1]
 
     def tokens_after(self, requests: range, step: int) -> pd.DataFrame:
         """Returns a DataFrame of the token at each place of each request after a step, as `token_history.standing_at`
-        does: committed tokens, open draft tokens, and tokens that this step rolled back. requests: at least one."""
+        does: committed tokens, draft tokens without a verdict, and tokens that this step rolled back. requests: at
+        least one."""
         return standing_at(pd.concat([self.history_of(r) for r in requests], ignore_index=True), step)
 
     def _history_of(self, request_id: int) -> pd.DataFrame:
@@ -119,7 +120,8 @@ class Book:
 
     def _steps_in_words(self, request_id: int) -> list[list[int | str]]:
         """Returns a list with [step, text on the step, position] for each step of the request. For a verdict, position
-        is that of the row that predicts the verifier's own token; else that of the last row computed, or -1."""
+        is that of the row that predicts the verifier's own token; else the largest position of the step's rows, or -1
+        if the step has none."""
         last_position = self.rows_of(request_id).groupby("step").position.max()
         lines: list[list[int | str]] = []
         for event in self.events_of(request_id).itertuples():
@@ -132,7 +134,7 @@ class Book:
     @cached_property
     def opening(self) -> dict[str, int]:
         """Dict {"request": id, "step": number} to show first: of the first partly accepted draft, else of the first
-        rollback, else of the first verdict, else of the first step."""
+        rollback, else of the first verdict, else of the first step; both 0 without events."""
         events = self.run.events
         if (token := opening(events)) is not None:
             return {"request": token.request_id, "step": token.step}

@@ -12,9 +12,9 @@ MOST_LETTERS = 44
 
 
 def run_facts(shelf: Shelf, reader: RunReader, question: PageQuestion) -> JsonDict:
-    """Returns a dict on a run, from which the page fills its controls. Keys: name, says (the `run_summary`), requests
-    (their labels), first and last (steps), opening (request and step to show first), layers, sites, lenses (options of
-    the menu), why_not (the reason why states cannot be read, or ""), has_readings."""
+    """Returns a dict on a run, from which the page fills its controls. Keys: name, says (sentences on the run),
+    requests (their labels), first and last (steps), opening (request and step to show first), layers, sites, lenses
+    (options of the menu), why_not (the reason why states cannot be read, or ""), has_readings."""
     book = shelf.book(question["run"])
     run = book.run
     return {
@@ -33,8 +33,8 @@ def run_facts(shelf: Shelf, reader: RunReader, question: PageQuestion) -> JsonDi
 
 
 def request_story(shelf: Shelf, question: PageQuestion) -> JsonDict:
-    """Returns a dict on one request for the page. Keys: steps (as `Book.steps_in_words` returns them), prompt and
-    tokens (the counts of prompt tokens and of committed tokens)."""
+    """Returns a dict on one request for the page. Keys: steps (a list with [step, text, position] for each step),
+    prompt and tokens (the counts of prompt tokens and of committed tokens)."""
     book, request_id = shelf.book_and_request(question)
     request = book.run.request(request_id)
     return {

@@ -11,8 +11,8 @@ from cacheprobe.dashboard.shelf import CannotShow, whole
 from cacheprobe.plots.text import markup
 
 PageQuestion = JsonDict
-"""A question of the page for one view, as JSON, such as {"run": 0, "step": 7}. Every value is checked before its
-use."""
+"""A question of the page for one view, as JSON, such as {"run": 0, "step": 7}. The functions below check its
+values."""
 PageAnswer = JsonDict
 """html: HTML with every text of a run escaped.  graphs: components from `figures.graphs`.  more: HTML below the graphs.
 error: the reason if the view cannot be shown.

@@ -80,7 +80,7 @@ class RunReader:
     def attribution(self, book: Book, row: int) -> pd.DataFrame:
         """Returns the logit attribution of one row as a DataFrame, as `cp.analysis.attribution` does. row: the row's
         number in the rows table. Raises: CannotShow, with the reason, if the row's states are missing or cannot be
-        read."""
+        read; KeyError for an unknown row."""
         with self._lock:
             trace, _ = self._trace(book)
             try:
@@ -100,7 +100,7 @@ class RunReader:
 
     def _trace(self, book: Book) -> "tuple[Trace, CachedLM]":
         """Returns (trace, model) of the run, both loaded at the first use. Raises: CannotShow, with the reason, if the
-        model cannot be loaded or its weights differ from the run's."""
+        run kept no states, if the model cannot be loaded, or if its weights differ from the run's."""
         if reason := self.why_not(book):
             raise CannotShow(reason)
         if id(book) not in self._traces:

@@ -16,13 +16,14 @@ MOST_CELLS = 200
 
 
 class CannotShow(ValueError):
-    """Raised if a view cannot be shown, because the page asks for something that the command line did not name or that
-    the run lacks. The message is shown on the page."""
+    """Raised if a view cannot be shown, for example because the command line did not name what the page asks for, or
+    because the run lacks it. The message is shown on the page."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """Holds the name of a stored run, and the run's `Book`, or the reason why the run cannot be opened."""
+    """Holds the name of a stored run, and the run's `Book` (its tables, read and cached), or the reason why the run
+    cannot be opened."""
 
     name: str
     book: Book | None
@@ -37,8 +38,8 @@ class Shelf:
     entries: tuple[OpenRun, ...]
     results: tuple[Path, ...] = ()
     model: str | None = None
-    """Name or directory of the model of the command line; its weights read the states instead of the run's own
-    model."""
+    """Name or directory of the model that the command line gives; it is loaded instead of the model that a run
+    names."""
     lenses: tuple[Path, ...] = field(default=())
     """Directories of tuned lenses."""
     more: tuple[Path, ...] = ()
@@ -57,8 +58,8 @@ class Shelf:
         return cls(tuple(entries), tuple(results), model, tuple(lenses), tuple(more))
 
     def book(self, number: object) -> Book:
-        """Returns the `Book` of the run with this number. Raises: CannotShow for another number, or for a run that
-        cannot be opened."""
+        """Returns the `Book` (tables, read and cached) of the run with this number. Raises: CannotShow for another
+        number, or for a run that cannot be opened."""
         index = whole(number, "run", len(self.entries) + len(self.more))
         num_listed = len(self.entries)
         entry = self.entries[index] if index < num_listed else _open_cached(self.more[index - num_listed])
@@ -73,7 +74,8 @@ class Shelf:
         return book, whole(question["request"], "request", len(book.run.requests))
 
     def numbers(self) -> dict[str, int]:
-        """Returns a dict from the name of a run's directory to the run's number."""
+        """Returns a dict from the name of a run's directory to the run's number; of runs with equal names, the last
+        counts."""
         names = [*(entry.name for entry in self.entries), *(path.name for path in self.more)]
         return {name: number for number, name in enumerate(names)}
 

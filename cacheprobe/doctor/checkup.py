@@ -53,7 +53,8 @@ class Checkup:
 
 
 def checkup() -> Checkup:
-    """Runs every check and returns the Checkup. Takes a second or two, most of it for imports."""
+    """Runs every check and returns the Checkup. Takes a second or two, most of it for imports; longer if kernels are
+    compiled for a GPU."""
     fingerprint = [Finding(name, str(value) or "not set") for name, value in numeric_settings().items()]
     return Checkup(
         {

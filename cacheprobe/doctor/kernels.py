@@ -10,7 +10,7 @@ def kernels() -> list[Finding]:
     """Returns a list of findings on the Triton kernels. The first says that `cp.run` uses no kernel; the others give
     the result of each operation, or one result if all are the same.
 
-    On a GPU the call compiles the kernels.
+    On a GPU with triton the call compiles the kernels.
     """
     runs = Finding("runs", "use none of them, on any device; programs call them through cacheprobe.ops.dispatch")
     path_of = paths("cuda" if torch.cuda.is_available() else "cpu")

@@ -67,7 +67,7 @@ def dtypes(seconds_of: "Callable[[str], float] | None" = None) -> list[Finding]:
 
 
 def product_seconds(dtype: str) -> float:
-    """Returns the median seconds of a few products of a 128 x 512 and a 512 x 512 matrix in `dtype`."""
+    """Returns the median seconds of five products of a 128 x 512 and a 512 x 512 matrix in `dtype`."""
     rows, width = _SHAPE
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(n, width, generator=generator).to(getattr(torch, dtype)) for n in (rows, width))

@@ -12,7 +12,8 @@ CONVERSION_BYTES = 600_000_000
 
 
 def model_findings() -> list[Finding]:
-    """Returns a list of findings on SmolLM2, the shipped checkpoints and adapters, and the disk of the cache folder."""
+    """Returns a list of findings on SmolLM2, the shipped checkpoints and adapters, and, unless SmolLM2 is in the hub's
+    cache, the free disk space."""
     return [*_smollm2(), *_shipped()]
 
 

@@ -12,7 +12,7 @@ INSTALL = "pip install 'cacheprobe{0}', or in a checkout pip install -e '.{0}'"
 
 def software(project: str = "cacheprobe") -> list[Finding]:
     """Returns a list of findings on the packages that `project` declares: one on all required packages, and one on each
-    extra."""
+    extra; if `project` is not installed, one that says so."""
     try:
         required = [Requirement(text) for text in metadata.requires(project) or ()]
     except metadata.PackageNotFoundError:
@@ -28,7 +28,7 @@ def software(project: str = "cacheprobe") -> list[Finding]:
 
 
 def versions(names: Iterable[str]) -> list[Finding]:
-    """Returns a list of findings, one for each package name, with the installed version."""
+    """Returns a list of findings, one for each package name, with the installed version or "not installed"."""
     return [Finding(name, _version(name) or "not installed", _version(name) is not None) for name in names]
 
 

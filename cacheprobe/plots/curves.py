@@ -26,11 +26,12 @@ _LINES = (
 def draft_verdicts(hypotheses: pd.DataFrame) -> go.Figure:
     """Returns a plotly figure with lines by layer: the share of lens readings whose most likely token is the committed
     token, or the draft token. Accepted drafts have one line, rejected drafts two (committed token, draft token), and
-    positions without a draft one.
+    readings whose pass had no draft token for the next position one.
 
-    Readings of the draft pass and of the verify pass both count. Draft tokens without a verdict are left out.
+    Readings of the draft pass and of the verify pass both count. Left out are draft tokens without a verdict, and rows
+    that were fed a draft token that was never committed.
     hypotheses: from `Trace.hypotheses`; lines of thoughts are left out.
-    Raises: ValueError if no reading has a committed token.
+    Raises: ValueError if no reading is left that has a committed token.
     """
     shares = shares_by_verdict(hypotheses[hypotheses.site != "thought"])
     figure = Figure()
@@ -73,9 +74,9 @@ _BOXES = {
 
 
 def prediction_depth_figure(depths: pd.DataFrame) -> go.Figure:
-    """Returns a plotly figure of horizontal box plots: the prediction depth of each row, grouped by the draft's verdict
-    and by the pass (draft or verify) that computed the row. The prediction depth is the first layer from which the most
-    likely token no longer changes.
+    """Returns a plotly figure of box plots of each row's prediction depth: the first layer from which the most likely
+    token no longer changes. Rows are grouped by the verdict on the draft token at the next position and by their pass
+    (draft or verify); rows without a verdict are one group.
 
     depths: from `cp.analysis.prediction_depth`. Rows of a draft pass have boxes of their own: a drafter may stop at an
     early layer, which limits the depth. Left out are draft tokens without a verdict, and rows that were fed a draft

@@ -1,5 +1,5 @@
-"""Writes figures as PNG, SVG or PDF with kaleido, which draws them in a Chromium browser; kaleido's browser starts once
-and runs until the program ends."""
+"""Turns figures into PNG, SVG or PDF with kaleido, whose Chromium browser starts once and runs until the program ends;
+prints SVG files as PDF with a Chromium of its own."""
 
 import os
 import subprocess
@@ -26,12 +26,13 @@ _TITLE_COLUMN, _TITLE_LINE = 8.2, 22
 
 class ImageError(RuntimeError):
     """Raised if a picture cannot be drawn on this machine, because kaleido or Chromium is missing or fails. The message
-    says what to do."""
+    names the cause."""
 
 
 def browser_path() -> str | None:
-    """Returns the path of the Chromium (or related browser) that kaleido would start, as text. Returns None if this
-    machine has no such browser, or no choreographer, the package with which kaleido starts browsers."""
+    """Returns the path of the Chromium (or related browser) that kaleido would start, as text. Returns None if none is
+    found that can be executed, or if choreographer, the package with which kaleido starts browsers, is not
+    installed."""
     if find_spec("choreographer") is None:
         return None
     from choreographer.browsers.chromium import Chromium

@@ -40,8 +40,9 @@ def reads_and_predicts(position: SupportsIndex) -> str:
 
 
 def column_words(column: TableLine) -> str:
-    """Returns text on one row of the trace, such as "read 2 → predicts 4": its input token and the next committed
-    token, in full, not escaped. Without a committed token to compare, the text says why.
+    """Returns text on one row of the trace, such as "read 2 → predicts 4": its input token and the token committed next
+    (not what the row predicted), in full, not escaped. If the row was fed a rejected or given-up draft token, or if no
+    token was committed next, the text says so instead.
 
     column: a line of the hypotheses table.
     """
@@ -57,7 +58,7 @@ def column_label(column: TableLine) -> tuple[str, str, str]:
     """Returns the three lines of text below a column of the lens grid: sign and position, input token, and "→" with the
     token committed next. Tokens are cut to 6 columns and not escaped.
 
-    A dash replaces the next token if none was committed, or if none can be compared with the row.
+    A dash replaces the next token if none was committed, or if the row was fed a rejected or given-up draft token.
     column: a line of the hypotheses table.
     """
     has_no_next = pd.isna(column.committed_token) or column.status in DISCARDED_DRAFT
@@ -83,11 +84,12 @@ class Scale(NamedTuple):
 
 
 def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
-    """Returns the colour `Scale` of some lens readings. colour: "logprob" of the committed token (nats), "entropy"
-    (nats), or "rank" of the committed token (0 is the first choice; the numbers are log10(rank + 1)).
+    """Returns a `Scale`: the number that colours each of these lens readings, with the range and ticks of the colours.
+    colour: "logprob" of the committed token (nats), "entropy" (nats), or "rank" of the committed token (0 is the first
+    choice; the numbers are log10(rank + 1)).
 
-    A row that was fed a rejected or given-up draft token has a number only for the entropy: no committed token can be
-    compared with the row.
+    A reading without a committed token has a number only for the entropy, and so has a row that was fed a rejected or
+    given-up draft token, because no committed token can be compared with the row.
     Raises: ValueError for another colour.
     """
     is_comparable = rows["rank"].notna() & ~rows.status.isin(DISCARDED_DRAFT)
@@ -109,9 +111,9 @@ def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
 
 
 def finding(rows: pd.DataFrame, request_id: int) -> str:
-    """Returns a sentence as plain text: the upper median, over a request's rows, of the first layer from which the most
-    likely token stays the committed one; or that half of the rows or more have no such layer. rows: readings of the
-    request; only readings of status "committed" count."""
+    """Returns a sentence as plain text on one request: the first layer from which the most likely token stays the
+    committed one (upper median over its committed rows); or that half of these rows or more have no such layer, or that
+    none has a committed token. rows: lens readings of the request."""
     comparable = rows[(rows.status == "committed") & rows.agrees.notna()]
     if comparable.empty:
         return f"Request {request_id}: no committed token to compare with"

@@ -1,5 +1,5 @@
-"""Draws a patching grid as a heat map: layers upwards, positions across, with circles where the patch changed the
-answer."""
+"""Draws a patching grid as a heat map: layers upwards, positions across, with circles on cells in which more than half
+of the patches turned the answer."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -42,7 +42,8 @@ def patching_grid(
     grid: PatchingResult | pd.DataFrame, *, value: str | None = None, head: int | None = None
 ) -> go.Figure:
     """Returns a plotly heat map of one column of a patching grid: layers upwards, positions across. A circle marks a
-    cell if more than half of its patches changed the answer.
+    cell if the answer flips in more than half of its patches (column flip), or in causal tracing is the first choice
+    (column is_top).
 
     grid: a result of `cp.patching`, or its table, which may come from a file.  value: a column; by default the column
     that the result names; for a table nld, or else effect.
@@ -117,7 +118,8 @@ def patching_grid(
 
 def _cells(table: pd.DataFrame, value: str) -> pd.DataFrame:
     """Returns a DataFrame with one line for each layer and position of a patching grid. Columns: layer, position, value
-    (mean of the patches), turned (share of patches that changed the answer), token, n (number of patches), hover."""
+    (mean of the patches), turned (share of patches with `flip`, or in a causal tracing with `is_top`, the answer being
+    the first choice; 0 without both columns), token, n (number of patches), hover."""
     change = next((change for change in _ANSWER_CHANGES if change in table.columns), None)
     turned = table[change].astype(float) if change else 0.0
     grouped = table.assign(value=table[value].astype(float), turned=turned).groupby(["layer", "position"])

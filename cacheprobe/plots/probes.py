@@ -19,7 +19,7 @@ _CONTROLS = {"position": ("position alone", "dash"), "margin": ("margin alone", 
 
 def probe_figure(table: pd.DataFrame) -> go.Figure:
     """Returns a plotly figure of the probes' accuracy on held-out examples by layer: a panel for each place in the
-    text, a line for each site (S, T, C), and 95 % intervals. Grey lines are baselines without the trained states.
+    text, a line for each site (S, T, C), and 95 % intervals. Grey lines are baselines, such as the most common class.
 
     table: from `cacheprobe.probes.ProbeResult`. The baselines are the untrained model (of the first site), the word
     embeddings, and the most common class.
@@ -71,10 +71,11 @@ def _place_name(at: str, place: object, most: int = 200) -> str:
 
 def rollback_prediction_figure(table: pd.DataFrame, unit: str = "draft") -> go.Figure:
     """Returns a plotly figure of the AUROC by layer with which probes of hidden states predict a rollback: one panel
-    for each drafter. Grey lines are controls: position alone, margin alone, and shuffled labels.
+    for each drafter. Grey lines are controls: position alone, the top-two margin of the logits alone, and shuffled
+    labels.
 
     table: from `cacheprobe.probes.RollbackPrediction`, of one or more drafters.  unit: lines to draw: "draft" (whole
-    drafts) or "candidate" (single draft tokens).
+    drafts) or "candidate" (each draft token up to the first mismatch).
     Raises: ValueError if the table has no line of this unit.
     """
     rows = table[table.unit == unit] if len(table) else table

@@ -1,7 +1,7 @@
-"""Defines the colours, patterns and plotly settings of all pictures.
+"""Defines the colours, patterns and plotly settings that pictures share.
 
 Blue prefill, yellow draft token or provisional slot, green accepted or verified, red rejected, hatched pending, grey
-other requests. Each has a texture or a sign beside its colour, so that no picture needs colour vision.
+other requests. Textures, signs and labels beside the colours help readers without colour vision.
 """
 
 from collections.abc import Iterable, Mapping
@@ -43,21 +43,22 @@ _SCALES = {
 
 
 class Figure(go.Figure):
-    """Holds a plotly figure that is always shown with FIGURE_CONFIG, which hides plotly's button for uploading the
-    data."""
+    """Holds a plotly figure that is shown without plotly's button for uploading the data: FIGURE_CONFIG is the default
+    `config`."""
 
     def show(self, *args: object, **settings: object) -> object:
-        """Shows the figure as `go.Figure.show` does, with FIGURE_CONFIG as the defaults of the argument `config`."""
+        """Shows the figure as `go.Figure.show` does, with FIGURE_CONFIG (no upload button, no logo) as the defaults of
+        the argument `config`."""
         return super().show(*args, **_configured(settings))
 
     def to_html(self, *args: object, **settings: object) -> str:
-        """Returns the figure as HTML text, as `go.Figure.to_html` does, with FIGURE_CONFIG as the defaults of the
-        argument `config`."""
+        """Returns the figure as HTML text, as `go.Figure.to_html` does, with FIGURE_CONFIG (no upload button, no logo)
+        as the defaults of the argument `config`."""
         return super().to_html(*args, **_configured(settings))
 
     def write_html(self, *args: object, **settings: object) -> object:
-        """Writes the figure to an HTML file, as `go.Figure.write_html` does, with FIGURE_CONFIG as the defaults of the
-        argument `config`."""
+        """Writes the figure to an HTML file, as `go.Figure.write_html` does, with FIGURE_CONFIG (no upload button, no
+        logo) as the defaults of the argument `config`."""
         return super().write_html(*args, **_configured(settings))
 
     def _repr_mimebundle_(
@@ -83,8 +84,8 @@ def _configured(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def layout_template(*, dark: bool = False) -> go.layout.Template:
-    """Returns the plotly template of all figures, for a light or a dark page. Heat maps are violet, because the other
-    colours stand for phases and statuses."""
+    """Returns the plotly template of all figures, for a light or a dark page. Heat maps are violet unless a figure sets
+    other colours, because the other colours stand for phases and statuses."""
     colours = _DARK if dark else _LIGHT
     line = colours["line"]
     axis = {"gridcolor": line, "linecolor": line, "zeroline": False, "ticks": "", "automargin": True}

@@ -43,7 +43,8 @@ def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agre
     pair.
 
     Only committed rows count. layers: from `Sweep.layers`.  value: one of its numeric columns, by default agrees_mean.
-    Raises: ValueError for an unknown column, one axis given twice, more than 8 values of an axis, and an empty table.
+    Raises: ValueError for an unknown column, one axis given twice, more than 8 values of an axis, and a table without
+    committed rows.
     """
     if rows == columns:
         raise ValueError(f"rows and columns are both {rows}; give two axes")

@@ -1,6 +1,6 @@
 """Prepares token texts for pictures: makes white space visible, cuts to a width, and escapes for HTML and SVG.
 
-Texts come from users, so every text is escaped before it becomes part of HTML or SVG.
+Texts come from users: callers pass each through `markup` before it becomes part of HTML or SVG.
 """
 
 import unicodedata
@@ -54,8 +54,8 @@ def subscript(number: int) -> str:
 
 
 def token_texts(rows: pd.DataFrame, hypotheses: pd.DataFrame | None = None) -> dict[int, str]:
-    """Returns a dict from token id to text, for every token that the rows table or the hypotheses table of a trace
-    names."""
+    """Returns a dict from token id to text, for the input tokens in the rows table of a trace, and the first choices
+    and committed tokens in the hypotheses table (None: none)."""
     table = token_texts_of(rows, hypotheses)
     return dict(zip(table.token_id.tolist(), table.token.tolist(), strict=True))
 

@@ -17,8 +17,8 @@ from cacheprobe.plots.text import markup
 
 def view(shelf: Shelf, question: PageQuestion) -> str:
     """Returns HTML that compares the runs `run` and `against` of the page's question: which requests differ, the tokens
-    that both runs generated for one request, its lens readings, and the schedule fingerprints. Returns a note if fewer
-    than two runs are open."""
+    that both runs generated for one request, whether its lens readings are equal, and the schedule fingerprints.
+    Returns a note if fewer than two runs are open."""
     if sum(entry.book is not None for entry in shelf.entries) < 2:
         return (
             "<h2>One run is open</h2><p class='note'>Name two or more to compare them: "

@@ -87,8 +87,8 @@ def chosen_row(book: Book, request: int, position: int, row: object) -> pd.Serie
 
 def contributions(shelf: Shelf, reader: RunReader, question: PageQuestion) -> PageAnswer:
     """Returns the logit attribution of one row as a dict for the page: a heading, a note, and a figure of bars by layer
-    for T (attention) and C (MLP). Raises: CannotShow if the run did not keep S, T and C; the message names the
-    option."""
+    for T (attention) and C (MLP). Raises: CannotShow if the run did not keep S, T and C, or if the row or its model is
+    missing."""
     book, request = shelf.book_and_request(question)
     missing = [site for site in "STC" if site not in book.run.sites]
     if missing:

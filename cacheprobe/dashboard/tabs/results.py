@@ -58,7 +58,7 @@ def kind_of(path: Path) -> str:
 
 def view(shelf: Shelf, question: PageQuestion) -> str | PageAnswer:
     """Returns the figures of a result file with a note as a dict for the page; for a file without figures, HTML tables
-    of its numbers. A sweep is shown by `sweep_view`."""
+    of its numbers. A sweep has a figure and a table of its cells."""
     path = shelf.results[whole(question["result"], "result", len(shelf.results))]
     content = _loaded(path)
     if is_sweep(content):
@@ -111,12 +111,14 @@ def _is_grid(content: object) -> bool:
 
 
 def _lists_with(content: object, columns: set[str]) -> list[tuple[str, list[JsonDict]]]:
-    """Returns a list of (name, records): the lists of dicts in a JSON value in which every dict has these columns."""
+    """Returns a list of (path of keys, list of dicts): the lists in a JSON value, reached through dicts alone, in which
+    every dict has these columns."""
     return [(name, lines) for name, lines in _record_lists(content) if all(columns <= set(line) for line in lines)]
 
 
 def _record_lists(content: object, name: str = "") -> list[tuple[str, list[JsonDict]]]:
-    """Returns a list of (name, records): all lists of dicts in a JSON value; a name is the path of keys to the list."""
+    """Returns a list of (path of keys, list of dicts): all lists of dicts in a JSON value that are reached through
+    dicts alone. The keys of a path are joined by " · "."""
     if isinstance(content, dict):
         return [
             one for key, value in content.items() for one in _record_lists(value, f"{name} · {key}" if name else key)

@@ -26,7 +26,8 @@ def cache_picture(
     underlined.  pending: position of a committed token whose slot is not written yet, drawn hatched.
     truncated: number of slots that the step removed again, drawn below the cylinder as an outline;
     `Window.num_truncated` counts them.
-    Raises: ValueError for a ledger without lines.  Source: figure of LLM-42 (arXiv 2601.17768).
+    Raises: ValueError for a ledger without lines, or with an unknown provenance.  Source: figure of LLM-42 (arXiv
+    2601.17768).
     """
     return cache_piece(ledger, "", request_id=request_id, step=step, pending=pending, truncated=truncated).alone
 
@@ -40,7 +41,8 @@ def cache_piece(
     pending: int | None = None,
     truncated: int = 0,
 ) -> TitledPicture:
-    """Returns the `TitledPicture` (title, note, HTML body) of `cache_picture`, for a page that has the styles.
+    """Returns the picture of one request's cache slots as a `TitledPicture` (title, note, HTML body), for a page that
+    has the styles; `cache_picture` explains the other arguments.
     memory: HTML on the cache of all requests for the note, or "". Raises: ValueError for an empty ledger."""
     owner = "the request" if request_id is None else f"request {request_id}"
     if ledger.empty:

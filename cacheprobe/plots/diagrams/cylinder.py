@@ -33,8 +33,8 @@ def cache_counts(ledger: pd.DataFrame) -> dict[str, int]:
 def cylinder_strokes(
     title: Iterable[str], ledger: pd.DataFrame, *, step: int | None = None, truncated: int = 0
 ) -> list[str]:
-    """Returns a list of SVG elements, within 280 x CACHE_HEIGHT px: the cache as a cylinder with a band for each
-    provenance, and the number of slots of each band as a legend.
+    """Returns a list of SVG elements, within 280 x 158 px: the cache as a cylinder with a band for each provenance, and
+    the number of slots of each band as a legend.
 
     title: lines of text above the counts.  step: the count of verified slots also says how many of them this step
     wrote, unless it wrote all or none.  truncated: number of slots that were removed again, drawn as an outline below
@@ -84,7 +84,7 @@ def swatch(x: float, y: float, colour: str, texture: str | None) -> str:
 
 def _band_tip(ledger: pd.DataFrame, name: str, count: int) -> str:
     """Returns the hover text of the cylinder's band with this provenance (`name`): the number of its slots, their
-    positions, and the steps that wrote them."""
+    positions, and the steps that wrote them; only the number for truncated slots."""
     number = f"{count} cache slot{'s' * (count != 1)}"
     if name == "truncated":
         return f"{number} cut off again in this step"

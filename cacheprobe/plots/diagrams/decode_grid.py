@@ -52,8 +52,8 @@ def decode_grid(
     chosen: tuple[int, int] | None = None,
 ) -> Markup:
     """Returns HTML of a grid after one step: a line for each request, a cell for each generated token. Colours show
-    draft tokens, committed tokens, and tokens rolled back by this step; textures show the margin, in nats, between the
-    two most likely tokens.
+    draft tokens, committed tokens, tokens rolled back by this step, and never verified requests (grey); textures show
+    the margin, in nats, between the two most likely tokens.
 
     The hover text of a cell names the step that drafted or committed the token.
     events: from `Trace.events`, of the whole run.  token_texts: from `token_texts`.  requests, places: which requests
@@ -88,8 +88,9 @@ def decode_piece(
     verified: Mapping[int, bool],
     chosen: tuple[int, int] | None = None,
 ) -> TitledPicture:
-    """Returns the grid of `decode_grid` as a `TitledPicture` (title, note, HTML body). history: from `token_history`.
-    standing: from `standing_at`, after the step.  verified: by request, whether the request is ever verified."""
+    """Returns the grid of requests by generated tokens as a `TitledPicture` (title, note, HTML body). history: one line
+    for each drafted or committed token, from `token_history`. standing: the tokens at each place after the step, from
+    `standing_at`.  verified: by request, whether the request is ever verified."""
     counted = list(requests) if chosen is None else [chosen[0]]
     state_counts = standing[standing.request_id.isin(counted)].state.value_counts()
     num_committed = int(state_counts.get("committed", 0) + state_counts.get("pending", 0))
@@ -120,8 +121,8 @@ def decode_picture(
     first). Cells carry data-request and data-place.
 
     standing: from `token_history.standing_at`.  verified: by request, whether its tokens are ever verified; the other
-    requests are grey.  chosen: (request, generated token) to frame.  step: tokens that this step drafted or committed
-    have a bold edge.
+    requests are grey.  chosen: (request, generated token) to frame.  step: tokens that this step drafted, or committed
+    without a draft, have a bold edge.
     """
     shown = standing[standing.request_id.isin(list(requests)) & standing.place.isin(places)]
     width, height = LABEL_WIDTH + TOKEN_PITCH * len(places) + 4, _TOP + _ROW * len(requests) + 2

@@ -30,9 +30,9 @@ def decode_panel(
     events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, newest: PanelToken, columns: Sequence[PanelToken],
     *, is_verified: bool = True,
 ) -> Panel:  # fmt: skip
-    """Returns the decode `Panel` of a request: the cache after the draft, the committed token T0 (`newest`), the tokens
-    drafted after T0 (`columns`), and below them a grid of requests by tokens, whose textures show the margin between
-    the two most likely tokens.
+    """Returns the `Panel` (heading, picture, sentence) of a request's decode phase: the cache, the committed token T0
+    (`newest`), the tokens drafted or decoded after T0 (`columns`), and below them a grid of requests by tokens, whose
+    textures show the margin between the two most likely tokens.
 
     is_verified: False if the request's tokens are committed as they are decoded; they are then grey.
     """

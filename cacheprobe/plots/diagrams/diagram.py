@@ -51,7 +51,7 @@ def decoded_diagram(
 
     events: from `Trace.events`.  ledgers: trace.ledger(request_id, step) after its last prefill step, and at its end.
     token_texts: from `token_texts`.
-    Raises: ValueError for a request that decoded no token, and for one that has verify windows.
+    Raises: ValueError for a request that committed no token, and for one that has verify passes.
     """
     of_request = events[events.request_id == request_id]
     if of_request.empty or not of_request.committed_token_ids.map(len).any():
@@ -93,7 +93,8 @@ def window_phases(
     *,
     is_deterministic: bool = False,
 ) -> list[Panel]:
-    """Returns the four panels of `window_diagram` as a list: prefill, decode, verify, outcome."""
+    """Returns a list with the four panels of one verify window: prefill, decode, verify, outcome. Arguments as for
+    `window_diagram`."""
     after_prefill, after_decode, after_verify = ledgers
     drafted = [
         PanelToken(token_name(i + 1, candidate=True), text_of(token_texts, token_id), step, window.start + i)
@@ -152,7 +153,7 @@ def legend() -> str:
 
 def key_list(entries: Sequence[tuple[str, str]], first: str = "") -> str:
     """Returns a legend as an HTML list. entries: (SVG elements, meaning) of each entry.  first: HTML of list items to
-    put before them."""
+    put before the entries."""
     items = [
         f'<li><svg viewBox="0 0 26 18" aria-hidden="true">{drawn}</svg>{meaning}</li>' for drawn, meaning in entries
     ]

@@ -44,7 +44,8 @@ class TitledPicture(NamedTuple):
 
     @property
     def alone(self) -> Markup:
-        """HTML of title, note and body with all styles, as a `Markup`, readable on a page of any colour."""
+        """HTML of title, note and body with the styles of the diagrams, as a `Markup`, readable on a page of any
+        colour."""
         return Markup(framed(f"<h3>{markup(self.title)}</h3>{self._note_html}{self.body}"), self.title)
 
     @property
@@ -53,7 +54,8 @@ class TitledPicture(NamedTuple):
 
 
 def framed(body: str) -> str:
-    """Returns HTML: `body` with all styles and textures, so that a page without styles can show the picture."""
+    """Returns HTML: `body` with the styles and textures of the diagrams, so that a page without styles can show the
+    picture."""
     return (
         f'<div class="cp alone"><style>{DIAGRAM_CSS}{SHADE_CSS}{GRID_CSS}{CARD_CSS}</style>{svg.TEXTURES}{body}</div>'
     )

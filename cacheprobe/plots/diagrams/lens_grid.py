@@ -57,15 +57,17 @@ def lens_grid(
     positions: range | None = None,
 ) -> Markup:
     """Returns HTML of one request's lens readings as a grid: layers upwards, a column for each row of the trace. A cell
-    names the layer's most likely token for the next position; a green outline marks the committed token.
+    names the layer's most likely token for the next position; a green outline marks cells that name the committed
+    token.
 
     hypotheses: from `Trace.hypotheses`.  colour: log-probability of the committed token, the layer's entropy (both in
     nats), or the committed token's rank (0 is first).  include: "committed" rows, or "all": superseded, rolled-back and
     given-up rows have columns too.  positions: of input tokens; all by default.
     The reading at position p predicts the token at p + 1. Below each column: p, the input token, → the token committed
-    at p + 1. Cells of rows that were fed a rejected or given-up draft token are grey, unless the colour is the entropy:
-    no committed token can be compared with these rows.
-    Raises: ValueError if no reading is selected.  Source: logit lens (nostalgebraist 2020).
+    at p + 1. Unless the colour is the entropy, cells are grey if no token was committed at p + 1, or if the row was fed
+    a rejected or given-up draft token: no committed token can be compared with it.
+    Raises: ValueError if no reading is selected, or for another colour or `include`.  Source: logit lens
+    (nostalgebraist 2020).
     """
     grid = grid_of(hypotheses, request_id, colour=colour, include=include, positions=positions)
     return TitledPicture(grid.title, grid.note, grid.html).alone
@@ -226,7 +228,7 @@ def _column(
 
 
 def _bar(scale: Scale) -> str:
-    """Returns SVG of the colour scale, 10 * SHADES x 28 px: the shades, with the labels of the ticks below."""
+    """Returns SVG of the colour scale, 200 x 28 px: the shades, with the labels of the ticks below."""
     cells = "".join(f'<g class="v{i}"><rect x="{i * 10}" width="10" height="12"/></g>' for i in range(SHADES))
     ticks = []
     for value, name in scale.ticks:

@@ -21,8 +21,8 @@ _VERDICTS = {  # colour, texture, sign of the verifier's token
 
 
 class Panel(NamedTuple):
-    """Holds one phase of a request (prefill, decode, verify or outcome): heading and note as plain text, picture as
-    SVG, sentence as HTML with escaped tokens."""
+    """Holds one phase of a request (prefill, decode, verify or outcome): heading and note as text without < and & (both
+    are inserted unescaped), picture as SVG, sentence as HTML with escaped tokens."""
 
     heading: str
     note: str
@@ -38,8 +38,8 @@ class Panel(NamedTuple):
 
 
 def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, name: str) -> Panel:
-    """Returns the prefill `Panel` of a request: the cache after prefill, the prompt in blue, and the other requests of
-    the run in grey. name: text on the prompt's box."""
+    """Returns the `Panel` (heading, picture, sentence) of a request's prefill: the cache after prefill, the prompt in
+    blue, and the other requests of the run in grey. name: text on the prompt's box."""
     passes = events[(events.phase == "prefill") & events.step.isin(_steps(events, request_id, "prefill"))]
     num_in_batch = passes.request_id.nunique() - 1
     others = events.request_id.nunique() - 1
@@ -70,9 +70,9 @@ def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, n
 
 
 def verify_panel(window: Window, texts: Mapping[int, str]) -> Panel:
-    """Returns the verify `Panel` of a window. A line shows a token fed to the verifier, the verifier's own token for
-    the next position, and what became of the own token: accepted, recovered, bonus or rejected (`Window.verdicts`). At
-    most 9 lines are drawn, gaps included."""
+    """Returns the `Panel` (heading, picture, sentence) of a verify pass. A line shows a token fed to the verifier, the
+    verifier's own token for the next position, and what became of the own token: accepted, recovered, bonus or rejected
+    (`Window.verdicts`). At most 9 lines are drawn, gaps included."""
     inputs = (window.newest_token_id, *window.draft_token_ids)
     y = 34.0
     parts = [
@@ -136,8 +136,8 @@ def _verdict_sentence(window: Window, texts: Mapping[int, str]) -> str:
 
 
 def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]) -> Panel:
-    """Returns the `Panel` after the verdict, with the heading "No rollback" or "Rollback": the remaining cache, the
-    committed tokens, and the rolled-back draft tokens."""
+    """Returns the `Panel` (heading, picture, sentence) after the verdict, with the heading "No rollback" or "Rollback":
+    the cache that remains, the committed tokens, and the rolled-back draft tokens."""
     back = window.is_rollback
     title = (
         ["KV cache restored", "to the final", "accepted token"] if back else ["KV cache after", "accepting all tokens"]

@@ -95,7 +95,7 @@ def mark(x: float, y: float, sign: str, scale: float = 1.0) -> str:
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
-    """Returns SVG of a straight arrow from (x1, y1) to (x2, y2), which must be horizontal or vertical."""
+    """Returns SVG of a straight arrow from (x1, y1) to (x2, y2), which must be vertical, or horizontal to the right."""
     size = 4
     if y1 == y2:
         head = f"M{x2 - size:g} {y2 - size:g} {x2:g} {y2:g} {x2 - size:g} {y2 + size:g}"

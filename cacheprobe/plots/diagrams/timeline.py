@@ -61,7 +61,7 @@ def drawn_requests(events: pd.DataFrame, requests: Iterable[int] | None, *more: 
     """Returns (ids of all requests in the events table, ids of the requests to draw): `requests`, or the first 16 if
     `requests` is None. more: ids that must be in the table too.
 
-    Raises: ValueError for an empty table, and for requests that the table does not have.
+    Raises: ValueError for an empty table, for empty `requests`, and for requests that the table does not have.
     """
     known = sorted(int(r) for r in events.request_id.unique())
     drawn = known[:MOST_REQUESTS] if requests is None else [int(r) for r in requests]
@@ -85,8 +85,8 @@ def timeline_piece(
     width: float = 0,
     note: str = "",
 ) -> TitledPicture:
-    """Returns the `TitledPicture` (title, note, HTML body) of `timeline`. events: all events of the requests that are
-    drawn.
+    """Returns the timeline, requests downwards and steps across, as a `TitledPicture` (title, note, HTML body). events:
+    all events of the requests that are drawn.
 
     all_requests, all_steps: of the run.  finding: the title, from `timeline_finding` of the whole run.  note: HTML that
     follows the description.
@@ -105,7 +105,8 @@ def timeline_piece(
 
 def timeline_finding(events: pd.DataFrame) -> str:
     """Returns a sentence, as plain text, on an events table: of the draft tokens in verify passes, the share that was
-    accepted, and the request with the most rolled-back tokens."""
+    accepted, and the request with the most rolled-back tokens; or that no token was rolled back, drafted or
+    verified."""
     verify_events = events[events.phase == "verify"]
     rolled_back = verify_events.groupby("request_id").num_rolled_back.sum()
     if verify_events.empty:

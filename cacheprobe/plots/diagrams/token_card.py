@@ -35,11 +35,11 @@ def token_card(
     token_texts: Mapping[int, str] | None = None,
 ) -> Markup:
     """Returns HTML of one row's card: each layer's most likely tokens, the prediction depth (the first layer from which
-    the first choice stays), and the verdict on the draft token at the next position.
+    the first choice stays), and the tokens drafted and committed at the next position.
 
-    hypotheses, rows, events: trace.hypotheses(), trace.row_table and trace.events().  row: number of a superseded,
-    rolled-back or given-up row of this position; by default the committed row.  token_texts: from `token_texts`; tokens
-    that no table names are shown as "<id>".
+    hypotheses, rows, events: trace.hypotheses() (with include_rolled_back=True for rolled-back and given-up rows),
+    trace.row_table and trace.events().  row: number of a superseded, rolled-back or given-up row of this position; by
+    default the committed row.  token_texts: from `token_texts`; tokens that no table names are shown as "<id>".
     Raises: ValueError if the row has no reading.
     """
     readings = hypotheses[(hypotheses.request_id == request_id) & (hypotheses.position == position)]
@@ -124,7 +124,8 @@ def _title(line: TableLine, depth: JsonDict) -> str:
 
 
 def _outcome_text(outcome: TokenOutcome, token_texts: Mapping[int, str]) -> str:
-    """Returns HTML on one token at the next position: its text, the step that drafted it, and its verdict."""
+    """Returns HTML on one token at the next position: its text, the step that drafted it if another step judged it, and
+    its verdict."""
     token = f"<code>{markup(visible(text_of(token_texts, outcome.token_id)))}</code>"
     if outcome.decided_step is None:
         return f"{token} drafted in step {outcome.born}, not decided"

@@ -137,7 +137,7 @@ def rolled_back(windows: tuple[Window, ...]) -> Window | None:
 
 def pick_request(events: pd.DataFrame) -> int:
     """Returns the id of the request that shows most in a report: if possible, one with a draft accepted whole and a
-    rollback; then the longest draft accepted whole, then a partly accepted draft."""
+    rollback; then the longest draft accepted whole, a partly accepted draft, any verify window, the lowest id."""
 
     def score(request_id: int) -> tuple[bool, int, bool, bool, int]:
         """Returns the sort key of a request; the request with the largest key is picked."""

@@ -32,7 +32,7 @@ def write_figures(
     trace: "Trace", directory: "str | Path", kind: str = "png", request_id: int | None = None, *, progress: bool = True
 ) -> list[Path]:
     """Writes every figure of one request's report as a file DIRECTORY/NAME.KIND, and returns the paths. An error leaves
-    no partial file.
+    no partial file; files written before it stay.
 
     kind: "png", "svg" or "pdf".  request_id: by default the report's, from `pick_request`.
     Raises, before anything is written: ValueError for another kind, KeyError for a request that the trace does not
@@ -65,9 +65,10 @@ def report_figures(trace: "Trace") -> dict[str, go.Figure]:
 
 
 def report_grids(trace: "Trace", request_id: int) -> dict[str, LensGrid]:
-    """Returns a dict from name to `LensGrid`, of one request at the positions of `shown_positions` (at most 48).
-    "lens-grid" has the committed rows. "lens-grid-all" has all rows, and is left out if no row was fed a rejected or
-    given-up draft token. Returns {} without a reading of a committed row."""
+    """Returns a dict from name to `LensGrid` (a drawn grid of lens readings), of one request at the positions of
+    `shown_positions` (at most 48). "lens-grid" has the committed rows. "lens-grid-all" has all rows, and is left out if
+    no row was fed a rejected or given-up draft token. Returns {} if no committed row at these positions has a
+    reading."""
     if trace.hypothesis_table is None:
         return {}
     readings, (shown, _) = lens_readings(trace, include_rolled_back=True), shown_positions(trace, request_id)
@@ -82,7 +83,7 @@ def report_grids(trace: "Trace", request_id: int) -> dict[str, LensGrid]:
 
 def shown_positions(trace: "Trace", request_id: int) -> tuple[range, int]:
     """Returns (positions, count): the positions that the report's lens grid shows, at most 48, and the number of
-    generated tokens. The rows at these positions predict the generated tokens."""
+    generated tokens. The rows at these positions predict the first generated tokens."""
     first = len(trace.requests[request_id].prompt_token_ids) - 1
     count = len(trace.committed(request_id))
     return range(first, first + min(count, MOST_POSITIONS)), count
@@ -104,8 +105,9 @@ def report_drawings(trace: "Trace", request_id: int) -> dict[str, Drawing]:
 
 
 def report_panels(trace: "Trace", request_id: int, texts: dict[int, str]) -> Iterator[tuple[str, str, list[Panel]]]:
-    """Yields (name, title, list of Panel) for one request: "accepted-whole" and "rolled-back", the best examples of
-    verify windows whose draft was accepted whole or not. A name without an example is left out.
+    """Yields (name, title, list of `Panel`: one drawn phase each) for one request: "accepted-whole" and "rolled-back",
+    the best examples of verify windows whose draft was accepted whole, or at least partly rolled back. A name without
+    an example is left out.
 
     For a request without verify windows, yields ("decoded", title, list of Panel), unless no token was committed.
     Raises: ValueError for a request without events.

@@ -26,7 +26,8 @@ class ChosenToken(NamedTuple):
 
 def opening(events: pd.DataFrame) -> ChosenToken | None:
     """Returns the `ChosenToken` of the token that a user should see first: the verifier's own token in the first partly
-    accepted draft, else in the first rollback, else in the first verify pass. Returns None if no request was verified.
+    accepted draft, else in the first rolled-back draft, else in the first verify pass with a verdict. Returns None
+    without such a pass.
 
     events: as in `Trace.events`.
     """
@@ -49,7 +50,7 @@ def first_insight(
     hypotheses: pd.DataFrame | None, rows: pd.DataFrame, events: pd.DataFrame, token_texts: Mapping[int, str]
 ) -> str:
     """Returns a sentence, as plain text, about the token that `opening` chooses: its drafts, the committed token, and
-    the layers that predicted them. Returns "" if no request was verified.
+    the layers that predicted them. Returns "" if no verify pass has a verdict.
 
     hypotheses, rows, events: from `cp.analysis.lens_readings` (None without a lens), `Trace.row_table` and
     `Trace.events`, of one request or more.  token_texts: from `token_texts`.
@@ -123,7 +124,7 @@ def _verdict_text(
     texts: Mapping[int, str],
 ) -> str:
     """Returns text on the draft token `lost`, its verdict, and the committed token `kept`; without `kept`, on the last
-    token without a verdict."""
+    token without a verdict, or that nothing was committed."""
     if kept is None:
         undecided = next((token for token in reversed(outcomes) if token.outcome is None), None)
         if undecided is None:
@@ -146,7 +147,7 @@ def _verdict_text(
 
 def _draft_text(draft: TokenOutcome, rows: pd.DataFrame) -> str:
     """Returns text on the pass that drafted a token, such as "drafted in step 4 from layer 7"; the layer is named only
-    if the pass stopped before the last layer."""
+    if that pass ran fewer layers than another row in `rows`."""
     layers_run = rows.num_layers[rows.step == draft.born]
     stopped_early = len(layers_run) and layers_run.iloc[0] < rows.num_layers.max()
     return f"drafted in step {draft.born}" + (f" from layer {layers_run.iloc[0] - 1}" if stopped_early else "")

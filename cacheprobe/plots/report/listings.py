@@ -152,8 +152,8 @@ def _requests(trace: "Trace") -> Listing:
 
 
 def _verdicts(events: pd.DataFrame) -> list[tuple[str, str]]:
-    """Returns a list of (name, count as text) on the verify passes in the events table: the passes, and the tokens
-    drafted, accepted, rolled back, recovered and bonus."""
+    """Returns a list of (name, count as text) on the verify passes in the events table: the passes, the drafts accepted
+    whole or rolled back, and the tokens drafted, accepted, rolled back, recovered and bonus."""
     verify = events[events.phase == "verify"]
     drafted, rolled_back = verify.draft_token_ids.map(len), verify.num_rolled_back.fillna(0)
     counts = {
@@ -171,7 +171,7 @@ def _verdicts(events: pd.DataFrame) -> list[tuple[str, str]]:
 
 def _agreement(trace: "Trace", title: str, request_id: int | None) -> Listing:
     """Returns a `Listing` by layer and verdict on the draft: the share of lens readings whose most likely token is the
-    committed one. request_id: None for all requests."""
+    committed one; or the reason why there is no share. request_id: None for all requests."""
     if trace.hypothesis_table is None:
         return Listing(title, (), [], "this run read no lens; with Z among the captured sites it does")
     readings = lens_readings(trace)
@@ -214,8 +214,8 @@ def _finish(trace: "Trace", request_id: int) -> str:
 
 
 def _end_of(text: str) -> str:
-    """Returns the end of a long text after "…", because prompts with the same worked examples differ only at the
-    end."""
+    """Returns a text of at most 44 columns unchanged, and of a longer one "…" with the end, because prompts with the
+    same worked examples differ only at the end."""
     return text if columns_of(text) <= _WIDTH else "…" + shorten(text[::-1], _WIDTH)[:-1][::-1]
 
 

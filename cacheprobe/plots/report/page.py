@@ -72,7 +72,8 @@ _THEME_SCRIPT = """
 
 
 def page(title: str, body: str) -> str:
-    """Returns a whole HTML document as text, with all styles and plotly.js. title: plain text.  body: HTML."""
+    """Returns a whole HTML document as text, with the styles of diagrams and reports, and plotly.js. title: plain text.
+    body: HTML."""
     templates = json.dumps({name: layout_template(dark=name == "dark").to_plotly_json() for name in ("light", "dark")})
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

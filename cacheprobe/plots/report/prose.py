@@ -37,8 +37,8 @@ def run_sentence(trace: "Trace", request_id: int) -> str:
 
 
 def behaviour_sentences(behaviour: JsonDict | None) -> list[str]:
-    """Returns a list of one or two texts as HTML: the model's accuracy in its task, and a warning if the accuracy is
-    not above chance; [] without a task. behaviour: meta["behaviour"] of the trace."""
+    """Returns a list of one or two texts as HTML: the model's accuracy in its task, and a warning unless the lower end
+    of its 95 % interval is above chance; [] without a task. behaviour: meta["behaviour"] of the trace."""
     if not behaviour:
         return []
     b = behaviour

@@ -28,7 +28,7 @@ def write_report(trace: "Trace", path: "str | Path", request_id: int | None = No
     unchanged.
 
     request_id: by default one with both a draft accepted whole and a rollback, if any request has both.
-    progress: show a bar on a terminal.
+    progress: show the progress on stderr.
     Raises: KeyError for a request that the trace does not have; ValueError for a request without events.
     """
     path = Path(path)
@@ -70,8 +70,8 @@ def _head(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
 
 
 def _first_thing_to_see(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
-    """Returns a sentence as plain text: on the request's thoughts, if there are any; else on the verdict of one of the
-    request's drafts; "" without either."""
+    """Returns a sentence as plain text: on the request's thoughts, if there are any; else on a token that a verify pass
+    of the request judged or committed; "" without either."""
     events = trace.events()
     if trace.thought_table is not None and (trace.thought_table.request_id == request_id).any():
         return thoughts_finding(story_of(trace.thoughts(), trace.row_table, events, request_id, texts))

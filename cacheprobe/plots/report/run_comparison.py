@@ -30,12 +30,13 @@ def comparison(
     token_texts: tuple[Mapping[int, str], Mapping[int, str]] = ({}, {}),
 ) -> Markup:
     """Returns HTML that compares two runs: how each request differs, and the tokens that both runs generated for one
-    request, with a frame around the first differing token. Requests are compared by prompt, committed tokens and
-    log-probabilities.
+    request (at most 48; none if its prompts differ), with a frame around the first that differs. Requests are compared
+    by prompt, committed tokens and log-probabilities.
 
-    rows, events: (ours, theirs), as trace.row_table and trace.events().  request_id: by default the first that differs.
-    fingerprints: trace.fingerprint of both runs, to list how the schedules differ.  token_texts: from `token_texts`,
-    for tokens that rows do not name, such as the last one committed.
+    rows, events: (ours, theirs), as trace.row_table and trace.events().  request_id: by default the first that differs
+    or is not compared whole, else 0.
+    fingerprints: trace.fingerprint of both runs, to list how the schedules differ. token_texts: from `token_texts`, for
+    tokens that rows do not name, such as the last one committed.
     Raises: ValueError for a request that neither run has, and for empty tables.
     """
     pair = [_requests(r, e) for r, e in zip(rows, events, strict=True)]

@@ -31,7 +31,7 @@ def thought_card(
     for a chunk without a thought, the next chunk with a thought is shown, else the last one.  thinking:
     trace.meta["thinking"].
     step: choose the chunk's thought of this step, if it has one; else the committed thought.
-    Raises: ValueError for a request without thoughts.
+    Raises: ValueError for a request without thoughts or rows.
     """
     story = story_of(thoughts, rows, events, request_id, token_texts)
     title, body = chunk_parts(story, position, thinking or {}, step, tag="span")

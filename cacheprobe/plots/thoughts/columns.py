@@ -131,7 +131,7 @@ def _last(thoughts: pd.DataFrame, status: str | None = None) -> TableLine:
 
 def _num_filler(columns: Sequence[Column]) -> int:
     """Returns the number of leading columns that hold only one repeated prompt token and have no words in their
-    thoughts."""
+    thoughts. The last column does not count, and neither does a single column of one token."""
     first_text, count = columns[0].tokens[0].text, 0
     for column in columns[:-1]:
         if any(token.text != first_text or token.kind != "prompt" for token in column.tokens):
@@ -164,8 +164,8 @@ def chosen(story: Story, most: int) -> list[int | range]:
     """Returns a list of the columns to draw in at most `most` places: an index for a column, a range of indices for a
     gap. Filler columns are always in gaps.
 
-    Priority: the first column, the end of the prompt, the first generated token, changes of mind and rolled-back
-    columns; then thoughts that disagree with the true state; then the rest in reading order.
+    Priority: the first column after the filler, the end of the prompt, the first generated token, changes of mind and
+    rolled-back columns; then thoughts that disagree with the true state; then the rest in reading order.
     """
     columns, filler = story.columns, story.num_filler
     not_filler = list(range(filler, len(columns)))

@@ -10,7 +10,8 @@ from cacheprobe.plots.thoughts.columns import Story, changes_of_mind, words_of
 
 def finding(story: Story) -> str:
     """Returns one or two sentences as plain text on a request's thoughts: how often the thought changes, whether the
-    last thought agrees with the generated text, and how many thoughts disagree with the true state."""
+    last thought with words begins the generated text or ends with it, and how many thoughts disagree with the true
+    state."""
     thoughts = [c.thought for c in story.columns if c.thought is not None and not c.is_rolled_back]
     while_reading = "while the prompt is read"
     if any(thought.phase != "prefill" for thought in thoughts):
@@ -43,7 +44,8 @@ def finding(story: Story) -> str:
 
 
 def _final_state(story: Story) -> str | None:
-    """Returns the true state of the last prompt chunk's thought as text, if this state is one word; else None."""
+    """Returns the true state of the thought about the last chunk before the answer, as text, if this state is known and
+    is one word; else None."""
     prompt_columns = [column for column in story.columns if not column.has_answer]
     thought = prompt_columns[-1].thought if prompt_columns else None
     if thought is None or pd.isna(thought.true_state) or len(thought.true_state.split()) != 1:

@@ -44,9 +44,9 @@ def thoughts_picture(
     thinking: JsonDict | None = None,
     token_texts: Mapping[int, str] | None = None,
 ) -> Markup:
-    """Returns HTML of a Thinking States model's thoughts about one request: a column for each chunk, with its tokens,
-    the chunk state S that was added, and the thought Z that the thinking block wrote about the chunk. The KV cache is
-    on the left.
+    """Returns HTML of a Thinking States model's thoughts about one request: a column for each chunk (at most 13 are
+    drawn), with its tokens, the chunk state S that was added, and the thought Z that the thinking block wrote about the
+    chunk. The KV cache is on the left.
 
     From the bottom: the tokens in chunks, and the chunk state S that is added to each chunk at L_in. Above: the
     thinking block T, which writes the chunk's thought Z at L_out, and the compression block C, which turns Z into the
@@ -56,7 +56,7 @@ def thoughts_picture(
     thoughts, rows, events, ledger: trace.thoughts(), trace.row_table, trace.events() and trace.ledger(request_id).
     thinking: trace.meta["thinking"]; by default a model that feeds chunk states back and whose S_1 is zero.
     token_texts: of tokens that neither rows nor thoughts name, such as the last one committed; from `token_texts`.
-    Raises: ValueError for a request without thoughts.
+    Raises: ValueError for a request without thoughts or rows.
     Source: figure of Thinking States (arXiv 2602.08332), the coin.
     """
     story = story_of(thoughts, rows, events, request_id, token_texts)
@@ -91,8 +91,8 @@ def _settings(thinking: JsonDict | None) -> JsonDict:
 
 
 def thought_lines(story: Story) -> list[list[object]]:
-    """Returns a list with a list of values for each thought, in the order of THOUGHT_COLUMNS: log-probability of the
-    whole thought, norm of the chunk state made of the thought."""
+    """Returns a list with a list of values for each thought: chunk, tokens read, words, log-probability of the whole
+    thought in nats, true state, whether they agree, norm of the chunk state made of the thought, status."""
     lines: list[list[object]] = []
     for column in story.columns:
         thought = column.thought

@@ -1,5 +1,5 @@
-"""Draws the parts of the thoughts picture as SVG, from the bottom: chunk, chunk state, blocks, T and C, thought;
-and the cache."""
+"""Draws the parts of the thoughts picture as SVG, from the bottom: chunk, chunk state, transformer blocks, thinking
+block T and compression block C, thought; and the cache."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -53,7 +53,7 @@ class Levels(NamedTuple):
 
     thought_end: float
     blocks: float
-    """Top of T and C."""
+    """Top of the boxes of T (thinking block) and C (compression block)."""
     l_out: float
     backbone: float
     l_in: float
@@ -207,7 +207,7 @@ def _chunk(y: float, x: float, column: Column) -> list[str]:
 
 def _state(y: float, x: float, column: Column, settings: JsonDict, name: str) -> list[str]:
     """Returns SVG elements of a chunk state: its box, its arrow, and the plus sign at which the chunk state is added to
-    the input of block l_in."""
+    the input of transformer block l_in."""
     layer_words = "L_in" if settings["l_in"] is None else f"what enters block {settings['l_in']}"
     source = column.source
     first, last = column.tokens[0].position, column.tokens[-1].position
@@ -233,7 +233,8 @@ def _state(y: float, x: float, column: Column, settings: JsonDict, name: str) ->
 
 
 def _thought(levels: Levels, x: float, column: Column, *, is_new: bool) -> list[str]:
-    """Returns SVG elements of the blocks T and C of one chunk, with their arrows, and of its thought."""
+    """Returns SVG elements of the thinking block T and the compression block C of one chunk, with their arrows, and of
+    the chunk's thought."""
     thought, name = column.thought, subscript(column.chunk + 2)
     is_lost = column.is_rolled_back
     colour, texture = ("red", "undone") if is_lost else ("green", None)
@@ -255,7 +256,7 @@ def _thought(levels: Levels, x: float, column: Column, *, is_new: bool) -> list[
 
 def _thought_words(bottom: float, x: float, column: Column, name: str, *, is_new: bool) -> list[str]:
     """Returns SVG elements of a thought: its words in blue (red if rolled back), its end, and a mark for whether it
-    agrees with the true state."""
+    agrees with the true state, if that is known."""
     thought, is_lost = column.thought, column.is_rolled_back
     chips = [(word, "red" if is_lost else "blue") for word in words_of(thought)]
     chips.append(("<EOS>", "red" if is_lost else "plain") if thought.has_ended else ("cut…", "plain"))
