@@ -15,8 +15,8 @@ from cacheprobe.models.output_parts import HeadWriter, OutputParts
 StateSink = Callable[[str, int, Tensor], None]
 """Function that a forward calls with (site, layer, tensor [b, t, m]) for each captured activation. The tensor belongs
 to the model: copy what you keep.
-Site "pre" is the residual stream that enters block 0. At q, k, v and z the tensor is [b, t, h, d]; k and v have as many
-heads as the cache. At "pattern" the tensor is [b, h, t, s], over all cache slots."""
+Site "pre" is the residual stream that enters the block. At q, k, v and z the tensor is [b, t, h, d]; k and v have as
+many heads as the cache. At "pattern" the tensor is [b, h, t, s], over all cache slots."""
 
 StateEdit = Callable[[str, int, Tensor], Tensor | None]
 """Function that a forward calls like a StateSink. A returned tensor replaces the activation; None leaves the activation
@@ -121,8 +121,8 @@ class CachedLM(Protocol):
         ...
 
     def fingerprint(self) -> dict[str, str | int | float]:
-        """Returns a dictionary of all properties of the model, the libraries and the process that may change the bits
-        of a result: weights hash, dtype, device, threads and others."""
+        """Returns a dictionary of properties of the model, the libraries and the process that may change the bits of a
+        result: weights hash, dtype, device, threads and others."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ def checked_device(device: Device) -> torch.device:
 
 def placement(device: Device | None, device_map: "DeviceMap | None", adapter: object = None) -> "DeviceMap | None":
     """Returns the `device_map` argument for transformers' from_pretrained: a dict (part of the model -> device), or the
-    name of a plan such as "auto"; None if all weights stay on the CPU.
+    name of a plan such as "auto"; None if no map is given and the device is the CPU.
 
     Raises: ModelError if both `device` and `device_map` are given, or both `device_map` and `adapter`; for an unknown
     plan, an absent device, and weights left on the disk.

@@ -2,4 +2,4 @@
 
 
 class ModelError(ValueError):
-    """Signals that a model cannot be loaded or used as requested; the message says what to do instead."""
+    """Signals that a model cannot be loaded or used as requested; the message says why."""

@@ -37,8 +37,8 @@ def stop_token_ids(bridge: LiveModule) -> tuple[int, ...]:
 
 
 def checksum_of(named: Sequence[tuple[str, Tensor]], has_bytes_here: bool | None = None) -> str:
-    """Returns a 128-bit checksum, as hex text, of the name, shape, dtype and bytes of each weight in `named`. Fast
-    enough to be computed before each run.
+    """Returns a 128-bit checksum, as hex text, of the name, shape, dtype and bytes (on a GPU, sums of the bytes) of
+    each weight in `named`. Fast enough to be computed before each run.
 
     An edit through `weight.data` changes neither the address nor the version counter, so only the bytes reveal the
     edit.

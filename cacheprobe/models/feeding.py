@@ -21,7 +21,8 @@ class Fed(NamedTuple):
     """Holds the results of one pass over known tokens: the output, copies of activations, and the KVCache."""
 
     out: Tensor
-    """Output of `CachedLM.forward`: logits [b, t, v], or the residual stream [b, t, m] if `num_layers` was given."""
+    """Output of `CachedLM.forward`: logits [b, t, v], only of `logit_slots` if given, or the residual stream [b, t, m]
+    if `num_layers` was given."""
     states: dict[tuple[str, int], Tensor]
     """Copies of the captured activations, [b, t, m] or [b, t, h, d], keyed by (site, layer)."""
     cache: KVCache

@@ -8,7 +8,7 @@ from cacheprobe.models.smollm2 import converted_directory, is_complete
 from cacheprobe.models.thinking.store import read_config
 
 PLAIN, THINKING = "coinflip-plain", "coinflip-thinking"
-"""Models with a fraction of a million parameters that were trained with this package and ship with it."""
+"""Models with a fraction of a million parameters that were trained with cacheprobe and are part of its installation."""
 
 TESTED_FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt-neox", "phi", "olmo2", "gemma2", "gemma3",
@@ -29,7 +29,7 @@ def smollm2_state() -> str:
 
 
 class Shipped(NamedTuple):
-    """Describes a model that comes with the package: name, number of parameters, and the command that trained the
+    """Describes a model that comes with cacheprobe: name, number of parameters, and the command that trained the
     model."""
 
     name: str
@@ -40,7 +40,7 @@ class Shipped(NamedTuple):
 
 def shipped_models() -> list[Shipped]:
     """Returns a list with one Shipped (name, number of parameters, training command) for each Thinking States model and
-    plain baseline that comes with the package."""
+    plain baseline that comes with cacheprobe."""
     models = []
     for name in shipped_names("checkpoints"):
         folder = shipped_folder("checkpoints", name)
@@ -50,6 +50,6 @@ def shipped_models() -> list[Shipped]:
 
 
 def shipped_adapters() -> list[tuple[str, str]]:
-    """Returns a list of (task name, model name), one for each LoRA adapter for SmolLM2 that comes with the package."""
+    """Returns a list of (task name, model name), one for each LoRA adapter for SmolLM2 that comes with cacheprobe."""
     folders = sorted(path.parent.name for path in SHIPPED_ADAPTERS.glob(f"*/{CONFIG}"))
     return [(name.removesuffix(f"-{SMOLLM2}"), SMOLLM2) for name in folders if name.endswith(SMOLLM2)]

@@ -84,8 +84,8 @@ def why_no_hub() -> str:
 
 
 def num_layers(name: str) -> int | None:
-    """Returns the number of blocks of the model `name`, read from its config file; None if this machine has no such
-    file or the file does not name the number."""
+    """Returns the number of blocks of the model `name`, read from its config file; None if this machine has no readable
+    config file, or the file does not name the number."""
     folder = shipped_folder("checkpoints", name) if "/" not in name else None
     path = (folder or Path(name)) / "config.json"
     if name == SMOLLM2:
@@ -120,7 +120,7 @@ def _smollm2_config() -> Path | None:
 
 def in_hub_cache(name: str, file: str) -> Path | None:
     """Returns the path of one file of a hub model in the local Hugging Face cache; None if the file was not downloaded
-    before. Uses no network."""
+    before, or the name is impossible. Uses no network."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -147,14 +147,14 @@ def _choice() -> str:
 
 
 def shipped_folder(kind: str, name: str) -> Path | None:
-    """Returns the folder of an item that comes with the package, such as kind "checkpoints" and name
+    """Returns the folder of an item that comes with cacheprobe, such as kind "checkpoints" and name
     "coinflip-thinking"; None if there is no such item."""
     candidates = (data / kind / name for data in _DATA_FOLDERS)
     return next((folder for folder in candidates if folder.is_dir()), None)
 
 
 def shipped_names(kind: str) -> list[str]:
-    """Returns the sorted names of all items of one kind that come with the package, such as kind "checkpoints"."""
+    """Returns the sorted names of all items of one kind that come with cacheprobe, such as kind "checkpoints"."""
     return sorted(
         {p.name for data in _DATA_FOLDERS if (data / kind).is_dir() for p in (data / kind).iterdir() if p.is_dir()}
     )

@@ -1,7 +1,7 @@
 """Loads a CachedLM from a name, a directory, a live transformers model, or a TransformerBridge.
 
-Each model is checked before it is returned. A model that our KVCache does not support raises ModelError with the
-reason.
+Each transformers model is tested with a short text before it is returned. A model that our KVCache does not support
+raises ModelError with the reason.
 """
 
 from collections.abc import Mapping
@@ -139,7 +139,7 @@ def _refuse_thoughts(think_while_decoding: bool | None, what: object) -> None:
 
 def require_compilable(name: str, dtype: "torch.dtype", device: "torch.device") -> None:
     """Checks that products="compiled" would be faster: bfloat16 on a CPU where bfloat16 is no faster than float32.
-    Raises: ModelError for other dtypes and devices."""
+    Raises: ModelError otherwise."""
     import torch
 
     from cacheprobe.ops.wide_product import wide_rows
@@ -185,8 +185,8 @@ def _load_thinking(
     adapter: object,
     device_map: "DeviceMap | None",
 ) -> "ThinkingLM":
-    """Returns the ThinkingLM loaded from `folder`. Raises: ModelError if a tokenizer, an adapter or several devices are
-    given."""
+    """Returns the ThinkingLM loaded from `folder`. Raises: ModelError if a tokenizer, an adapter, or a device_map other
+    than one device is given."""
     import torch
 
     if tokenizer is not None or adapter is not None:
@@ -242,7 +242,7 @@ def plain_model(
     progress: bool = True,
 ) -> tuple[LiveModule, LiveTokenizer, str]:
     """Loads a model with transformers from a name or directory. Returns (model, tokenizer or None, note); the note says
-    how the weights differ from the original ones, "" if they do not.
+    that SmolLM2's weights are dequantised, "" for all other models.
 
     tokenizer: returned unchanged if given.  device_map: as returned by `devices.placement`.
     Raises: ModelError for a model that cannot be loaded or whose memory cannot be rolled back.
@@ -311,9 +311,9 @@ def _tokenizer_or_none(auto_tokenizer: "type[AutoTokenizer]", source: str, is_lo
 
 
 def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
-    """Checks from a model's config that our KVCache computes the architecture correctly and can roll back its memory.
-    Raises: ModelError for encoder-decoders, recurrent states, local, chunked or bidirectional attention, longrope, and
-    untested sliding windows."""
+    """Checks a model's config for parts that our KVCache cannot compute or roll back. Raises: ModelError for
+    encoder-decoders, recurrent states, local, chunked or bidirectional attention, longrope, and untested sliding
+    windows."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{architecture} is an encoder-decoder; cacheprobe runs decoder-only models")
     is_nested = hasattr(config, "get_text_config") and config.get_text_config() is not config

@@ -87,8 +87,8 @@ def _is_bridge(model: CachedLM) -> "TypeGuard[BridgeLM]":
 
 def user_hooks(bridge: LiveModule) -> Iterator[str]:
     """Yields text, such as "a hook on blocks.0.hook_attn_out", for every hook that the user set on a bridge: at a
-    HookPoint, or with PyTorch on a module. Permanent hooks of TransformerLens and cacheprobe, and PyTorch hooks of
-    TransformerLens and transformers, are left out."""
+    HookPoint, or as a PyTorch forward hook on a module. Permanent hooks of TransformerLens and cacheprobe, and PyTorch
+    hooks of TransformerLens and transformers, are left out."""
     modules = list(bridge.original_model.named_modules())
     points = bridge.hook_dict | {plain_path(name): module for name, module in modules if hasattr(module, "fwd_hooks")}
     for name, point in points.items():

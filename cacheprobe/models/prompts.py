@@ -27,7 +27,8 @@ Prompt: TypeAlias = str | Iterable[int] | PromptExample
 
 def as_list(prompts: object) -> list[object]:
     """Returns the user's prompts as a list. One text, example or Request becomes a list of one; a list of whole numbers
-    is one prompt of token ids. Raises: ValueError for an empty list and for other types."""
+    is one prompt of token ids. Raises: ValueError for an empty list, a mapping, bytes, or an object that is not
+    iterable."""
     if isinstance(prompts, str | Request) or hasattr(prompts, "prompt_text"):
         return [prompts]
     if isinstance(prompts, Mapping):
@@ -58,7 +59,8 @@ def text_of(example: PromptExample, model: CachedLM, index: int) -> str:
 
 def token_ids_of(prompt: object, model: CachedLM, index: int, is_chat: bool) -> tuple[int, ...]:
     """Returns a tuple of the token ids of one prompt: encodes a text, or checks given ids. Raises: ValueError, with the
-    request's number, for an empty prompt, a wrong type, or an id outside the model's vocabulary.
+    request's number, for an empty prompt, a wrong type, or an id outside the model's vocabulary; ModelError for text
+    without a tokenizer.
 
     is_chat: the text already contains its special tokens, so none are added.
     """
@@ -82,10 +84,10 @@ def token_ids_of(prompt: object, model: CachedLM, index: int, is_chat: bool) -> 
 
 def answer_ids_of(request: Request, model: CachedLM) -> tuple[tuple[int, ...], str]:
     """Returns (token ids, ""): the first token of each possible answer of the request's task example. If the example's
-    own code fails or gives no valid ids, returns ((), the reason as text).
+    own code raises another error than ValueError, or gives no valid ids, returns ((), the reason as text).
 
-    Returns ((), "") if the request has no example, or if the task raises ValueError because two answers begin with the
-    same token.
+    Returns ((), "") if the request has no example, or if the example's code raises ValueError, for example because two
+    answers begin with the same token.
     """
     if request.example is None:
         return (), ""

@@ -59,7 +59,8 @@ def processor_name() -> str:
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype with the precision of the factors of a matrix product in `dtype`. This is `dtype` itself,
-    except for float32 if `torch.set_float32_matmul_precision` allows a lower precision."""
+    except for float32 if `torch.set_float32_matmul_precision` allows less: then bfloat16, or float16 to stand for
+    TF32."""
     precision = numeric_settings()["float32_matmul_precision"] if dtype == torch.float32 else "highest"
     return {"medium": torch.bfloat16, "high": torch.float16}.get(str(precision), dtype)  # TF32 has float16's digits
 
@@ -100,8 +101,8 @@ def _cuda_settings() -> dict[str, str | int | float]:
 
 
 def require_one_flush_mode() -> None:
-    """Checks that either all threads of this process flush denormal numbers or none does. Raises: ModelError otherwise,
-    because results would depend on the thread that computes a row."""
+    """Checks that either the calling thread and all of torch's threads flush denormal numbers, or none does. Raises:
+    ModelError otherwise, because results would depend on the thread that computes a row."""
     least = torch.full((_GRAIN * torch.get_num_threads(),), _LEAST, dtype=torch.float64)
     flushed = int((least * 1.0 == 0).sum())
     if 0 < flushed < len(least) or (flushed > 0) != _flushes(_LEAST, 1.0):

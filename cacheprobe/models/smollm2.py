@@ -179,8 +179,8 @@ def _convert(gguf: Path, directory: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Hides transformers' progress bars, its warnings and all output to stderr inside the `with`; restores the settings
-    afterwards."""
+    """Hides transformers' progress bars, its warnings and what Python code writes to stderr inside the `with`; restores
+    the settings afterwards."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

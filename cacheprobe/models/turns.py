@@ -50,8 +50,8 @@ _in_step: set[int] = set()
 
 
 def live_model(model: object) -> LiveModule:
-    """Returns the module that computes: for a BridgeLM and its fast forward, the one transformers model that both
-    share; for a ThinkingLM, its ThinkingModel."""
+    """Returns the module that owns a model's weights: for a BridgeLM and for its fast forward, the same transformers
+    model; for a ThinkingLM, its ThinkingModel. A plain module is returned unchanged."""
     origin = getattr(model, "origin", model)
     if (bridge := getattr(origin, "bridge", None)) is not None:
         return bridge.original_model

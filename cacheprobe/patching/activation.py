@@ -40,17 +40,18 @@ def activation(
     """Runs the corrupted prompt once for each layer and position, with the clean run's state there, and returns a
     PatchingGrid.
 
-    Each result is the logit difference between two answer tokens.
+    The table gives, for each of these runs, the logit difference between two answer tokens.
     clean, corrupt: prompts of one length: text, token ids or task examples.
-    site: S, T, C, or "pre", the residual stream that enters the block.  heads: at site T, one head at a time.
+    site: S, T, C, or "pre", the residual stream that enters the block.  heads: at site T, one run for each head, whose
+    output (site z) is patched.
     answer: the clean answer and the other one; by default the first choices of the two runs.
     options, the keywords of GridOptions: layers and positions of the grid, None for all; store, a folder for finished
     cells, from which the same call resumes; path, "fast", "bridge" or "auto", as in `cp.run`; progress.
     The PatchingGrid's table has layer, position, head (if requested), token, logit_difference, nld (normalised logit
     difference), flip, logprob_nats.
-    Raises: ValueError for prompts of different length, for equal prompts, for a site, layer or position that does not
-    exist, and for answers between which both runs have the same logit difference; ModelError for a model whose memory
-    is more than keys and values.
+    Raises: ValueError for prompts of different length, equal prompts, an unknown site, layer or position, heads at
+    another site than T, and answers between which the two runs have about the same logit difference; ModelError for a
+    model without `editing`, or with more memory than keys and values.
     Source: a component set to its value under another prompt, Vig et al. 2020 (arXiv 2004.12265), whose components are
     neurons and heads; a grid of positions and layers as in Meng et al. 2022 (arXiv 2202.05262), section 2.1.
     Twin: tests.twins.patching_slowly.naive_grid: one plain forward for each cell, close(1e-5) in float32.
@@ -81,13 +82,14 @@ def activation(
 
 
 def _cells(donor: Run, site: str, indices: list[Index]) -> Mapping[Index, PatchingCell]:
-    """Returns a dict of patched runs (cells) by index; each copies one state of the clean run (`donor`)."""
+    """Returns a dict of PatchingCells (descriptions of patched runs) by index; each copies one state of the clean run
+    (`donor`)."""
     return {index: _cell(donor, site, *index) for index in indices}
 
 
 def _cell(donor: Run, site: str, layer: int, position: int, head: int | None = None) -> PatchingCell:
-    """Returns the PatchingCell (a patched run) that copies one state of the clean run: of a layer, a position and, if
-    given, one head.
+    """Returns the PatchingCell (description of a patched run) that copies one state of the clean run: of a layer, a
+    position and, if given, one head.
 
     donor: the clean run.
     """

@@ -16,8 +16,8 @@ PATCHED_SITES = (*RESIDUAL_SITES, "T", "C")
 
 
 class GridOptions(TypedDict, total=False):
-    """Lists the keyword arguments that `activation`, `prefix` and `causal_tracing` share: layers, positions, store,
-    path, progress.
+    """Declares the keyword arguments that the three functions of `cp.patching` share: layers, positions, store, path,
+    progress.
     """
 
     layers: "Iterable[int] | None"
@@ -44,19 +44,21 @@ class GridConfig:
 
 
 def grid_config(**options: Unpack[GridOptions]) -> GridConfig:
-    """Returns the options of a grid as a GridConfig, with defaults. Raises: TypeError for an unknown option.
+    """Returns the options of a patching grid as a GridConfig, with defaults. Raises: TypeError for an unknown option.
 
-    The error names the nearest option.
+    The error names a similar option, if there is one.
     """
     require_known_options(options, GridOptions.__annotations__)
     return GridConfig(**options)
 
 
 def usable(model: CachedLM, path: str) -> CachedLM:
-    """Returns the model that runs the grid: the TransformerBridge or the fast forward, as `path` says.
+    """Returns the model that runs the grid: for a model inside a TransformerBridge, the bridge or its fast forward, as
+    `path` says; another model is returned unchanged.
 
-    Raises: ValueError for a model that `cp.load_model` did not return; ModelError for a model without `editing`, and
-    for one that caches more than keys and values, so that patched runs could not share a prefix.
+    Raises: ValueError for an object without `new_cache`, such as a plain transformers model, and for an unknown path;
+    ModelError if path="fast" is impossible, and for a model without `editing` or with a cache of more than keys and
+    values.
     """
     if not hasattr(model, "new_cache"):
         raise ValueError(f"a patching grid needs a model from cp.load_model(...), got a {type(model).__name__}")
@@ -74,7 +76,7 @@ def usable(model: CachedLM, path: str) -> CachedLM:
 def as_token_ids(model: CachedLM, prompt: Prompt, what: str) -> tuple[int, ...]:
     """Returns the token ids of a prompt given as text, token ids or a task example. what: the prompt's name in errors.
 
-    Raises: ValueError for an empty prompt, an unknown token, or more tokens than the model's context.
+    Raises: ValueError for an empty prompt, a token id outside the vocabulary, or more tokens than the model's context.
     """
     if isinstance(prompt, PromptExample):
         is_chat, prompt = bool(getattr(prompt, "chat", False)), prompt.prompt_text(model.tokenizer)
@@ -95,7 +97,7 @@ def as_token_ids(model: CachedLM, prompt: Prompt, what: str) -> tuple[int, ...]:
 def as_pair(model: CachedLM, clean: Prompt, corrupt: Prompt) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns (token ids of the clean prompt, token ids of the corrupted prompt).
 
-    Raises: ValueError for prompts of different length, and for equal prompts.
+    Raises: ValueError for prompts of different length, equal prompts, and a prompt that `as_token_ids` refuses.
     """
     pair = as_token_ids(model, clean, "clean"), as_token_ids(model, corrupt, "corrupted")
     if len(pair[0]) != len(pair[1]):
@@ -111,7 +113,7 @@ def as_pair(model: CachedLM, clean: Prompt, corrupt: Prompt) -> tuple[tuple[int,
 def as_answer(model: CachedLM, answer: "str | int") -> int:
     """Returns the token id of an answer given as text or id.
 
-    Raises: ValueError for text that is not one token, and for an unknown id.
+    Raises: ValueError for text that is not one token, and for an id outside the vocabulary.
     """
     if isinstance(answer, str):
         ids = model.encode(answer, add_special_tokens=False)
@@ -124,18 +126,19 @@ def as_answer(model: CachedLM, answer: "str | int") -> int:
 
 
 def check_site(site: str, sites: Iterable[str]) -> None:
-    """Checks that a grid can patch this site. Raises: ValueError if not."""
+    """Checks that `site` is one of `sites`, those that a patching grid supports. Raises: ValueError otherwise."""
     if site not in sites:
         raise ValueError(f"unknown site {site!r}; sites of this grid are {', '.join(sites)}")
 
 
 def as_layers(layers: "Iterable[int] | None", model: CachedLM) -> tuple[int, ...]:
-    """Returns the layers of the grid as a tuple; None means all. Raises: ValueError for a layer that does not exist."""
+    """Returns the layers of the grid as a tuple; None means all. Raises: ValueError for no layer or an unknown one."""
     return _numbers(layers, model.n_layers, "layer", "the model")
 
 
 def as_positions(positions: "Iterable[int] | None", length: int) -> tuple[int, ...]:
-    """Returns the positions of the grid as a tuple; None means all. Raises: ValueError for one outside the prompt."""
+    """Returns the positions of the grid as a tuple; None means all. Raises: ValueError for none, or one not in 0 to
+    length - 1."""
     return _numbers(positions, length, "position", "the prompt")
 
 

@@ -20,7 +20,8 @@ from cacheprobe.patching.arguments import RESIDUAL_SITES
 from cacheprobe.patching.runs import Run, SiteLayer
 
 MOST_ROWS = 16384
-"""Token positions computed in one forward: limits the memory for long prompts."""
+"""Largest number of positions that one forward computes for all its cells, unless a single cell has more: limits the
+memory."""
 
 
 class Edit(NamedTuple):
@@ -48,7 +49,8 @@ class PatchingCell:
 
 
 def cell(edits: Sequence[Edit], start: int | None = None) -> PatchingCell:
-    """Returns a PatchingCell (a patched run) with these edits, computed from its first edited position on.
+    """Returns a PatchingCell (description of a patched run) with these edits, computed from its first edited position
+    on.
 
     start: an earlier position to compute from.
     """
@@ -58,7 +60,7 @@ def cell(edits: Sequence[Edit], start: int | None = None) -> PatchingCell:
 
 
 def is_idle(one: PatchingCell, base: Run) -> bool:
-    """Returns True if a patched run needs no computing: every edit writes the bits that the unpatched run has anyway.
+    """Returns True if a patched run needs no computing: every edit writes the values that the unpatched run has anyway.
 
     A cell without edits returns False.
     """

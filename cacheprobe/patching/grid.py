@@ -54,8 +54,8 @@ class GridMeta(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False)
 class PatchingGrid:
-    """Holds the result of a patching experiment: a table with one line for each cell. `cp.plots.patching_grid` draws
-    it.
+    """Holds the result of a patching experiment: a table with one line for each patched run (cell), and metadata.
+    `cp.plots.patching_grid` draws a PatchingGrid.
     """
 
     table: pd.DataFrame = field(repr=False)
@@ -72,7 +72,7 @@ class PatchingGrid:
         """Returns one column of the grid's table as a DataFrame, layers x positions; the mean over heads or samples.
 
         value: a column; by default nld or effect, as the kind of grid requires.
-        Raises: ValueError for a column that does not exist.
+        Raises: ValueError for an unknown column, and for a column of text.
         """
         value = self.meta["value"] if value is None else value
         if value not in self.table.columns:
@@ -88,8 +88,8 @@ class PatchingGrid:
 
     @classmethod
     def load(cls, path: "str | Path") -> "PatchingGrid":
-        """Reads a PatchingGrid from the JSON file that `PatchingGrid.save` wrote. Raises: ValueError for any other
-        file."""
+        """Reads a PatchingGrid from the JSON file that `PatchingGrid.save` wrote. Raises: ValueError for a missing
+        file, or one without the format, metadata or columns of a grid."""
         try:
             stored = json.loads(Path(path).read_text(encoding="utf-8"))
             if stored["format"] != _FORMAT:
@@ -137,7 +137,7 @@ def difference(logits: AnswerLogits) -> float:
 
 
 def pair_meta(model: CachedLM, kind: str, site: str, runs: tuple[Run, Run], answer: tuple[int, int]) -> GridMeta:
-    """Returns the metadata of a grid of two prompts. runs: the unpatched clean and corrupted run."""
+    """Returns the metadata of a grid of two prompts as a dict. runs: the unpatched clean and corrupted run."""
     clean, corrupt = (read(run.logits[None], answer)[0] for run in runs)
     return {
         "kind": kind,

@@ -19,7 +19,7 @@ below it."""
 def run_pair(
     model: CachedLM, clean: tuple[int, ...], corrupt: tuple[int, ...], sites: Iterable[str]
 ) -> tuple[Run, Run]:
-    """Runs the clean and the corrupted prompt without patches, and returns both runs.
+    """Runs the clean and the corrupted prompt without patches, and returns (clean Run, corrupted Run).
 
     Positions before the first different token are computed once and copied, so they have the same bits in both runs.
     From that token on, both are computed in one shape, so rounding affects both alike; NLD divides by their difference.
@@ -33,8 +33,8 @@ def answers(model: CachedLM, answer: "Sequence[str | int] | None", clean: Run, c
     """Returns the token ids of the two answers whose logits a grid compares; by default the first choices of the two
     runs.
 
-    Raises: ValueError unless exactly two answers are given, if the two runs have the same first choice, or if both runs
-    have the same logit difference between the answers.
+    Raises: ValueError unless `answer` is two single tokens, if `answer` is None and the two runs have the same first
+    choice, or if the runs' logit differences between the answers differ by less than 1e-4.
     """
     if answer is None:
         answer = [int(run.logits.argmax()) for run in (clean, corrupt)]
@@ -82,6 +82,6 @@ def open_cell_store(store: "str | Path | None", model: CachedLM, settings: Mappi
     """Opens the folder of a patching grid's finished results as a CellStore; if `store` is None, results are not kept.
 
     settings: of the grid; the model's fingerprint is added.
-    Raises: ValueError if the folder contains cells of another grid, or other files.
+    Raises: ValueError if the folder contains cells of another grid, or files but no settings of a grid.
     """
     return CellStore(store, {} if store is None else {**settings, "fingerprint": model.fingerprint()})

@@ -14,9 +14,10 @@ class CellStore:
     """Stores results of a patching grid in a folder, so that the grid can resume; without a folder, keeps nothing."""
 
     def __init__(self, folder: "str | Path | None", settings: Mapping[str, object]) -> None:
-        """Opens or creates the folder of a grid's results. settings: everything that the results depend on.
+        """Opens or creates the folder of a grid's results; does nothing if `folder` is None. settings: everything that
+        the results depend on.
 
-        Raises: ValueError for a folder that contains the results of another grid, or other files.
+        Raises: ValueError for a folder that contains results of another grid, or files but no settings of a grid.
         """
         self.folder = None if folder is None else Path(folder)
         if self.folder is None:
@@ -37,8 +38,8 @@ class CellStore:
             write_json(path, requested, indent=None)
 
     def get(self, name: str) -> list[AnswerLogits] | None:
-        """Returns the stored results of a group of patched runs, as a list of AnswerLogits; None if the group must
-        still run.
+        """Returns the stored results of a group of patched runs, as a list of AnswerLogits; None if the folder has no
+        file of the group, or if there is no folder.
         """
         if self.folder is None or not (path := self._path(name)).exists():
             return None
@@ -56,7 +57,7 @@ class CellStore:
 
 
 def _read(path: Path):
-    """Reads a JSON file of the store. Raises: ValueError if it is not JSON, with the remedy."""
+    """Returns the content of a JSON file of a CellStore. Raises: ValueError, with a remedy, if the file is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -37,7 +37,7 @@ def prefix(
 ) -> PatchingGrid:
     """Runs the corrupted prompt once for each layer and position p, with the clean run's states at positions 0 to p.
 
-    Returns a PatchingGrid, with the columns of `activation`.
+    Returns a PatchingGrid, with the columns of `activation` except head.
     Above the layer, the patched positions equal the clean run's, including keys and values. A cell is therefore
     computed from p + 1 on only: the clean run, continued with the corrupted run's states at that layer.
     site: S, or "pre"; other arguments and errors as in `activation`.
@@ -65,13 +65,14 @@ def prefix(
 
 
 def _cells(runs: tuple[Run, Run], site: str, indices: Sequence[Index]) -> Mapping[Index, PatchingCell]:
-    """Returns a dict of patched runs (cells) by index (layer, position), each made by `prefix_cell`."""
+    """Returns a dict of PatchingCells (descriptions of patched runs) by index (layer, position), each made by
+    `prefix_cell`."""
     return {(layer, position): prefix_cell(*runs, site, layer, position) for layer, position in indices}
 
 
 def prefix_cell(clean: Run, corrupt: Run, site: str, layer: int, position: int) -> PatchingCell:
-    """Returns the PatchingCell (a patched run) with the clean run's states up to `position` and the corrupted run's
-    states after it, at one layer.
+    """Returns the PatchingCell (description of a patched run) with the clean run's states up to `position` and the
+    corrupted run's states after it, at one layer.
 
     If `position` is the last one, the cell has no edits, and the positions from the first different token on are
     recomputed from clean states.

@@ -62,7 +62,8 @@ def run_once(
     after: tuple[Run, int] | None = None,
     noise: Callable[[Tensor], Tensor] | None = None,
 ) -> Run:
-    """Runs a prompt once and returns a Run: its cache, last logits, and states (S of every layer, and the given sites).
+    """Runs a prompt once and returns a Run: cache, last logits, and states (the input of block 0; S of every layer;
+    those of T, C and z that `sites` names).
 
     after: (a run, number of first positions shared with that run); these positions are copied from that run instead of
     computed, so they have the same bits.

@@ -1,4 +1,5 @@
-"""Runs the cells of a patching grid group by group, with a progress bar; finished groups are read from the disk."""
+"""Runs the cells of a patching grid group by group, with a progress bar; groups that a CellStore has are read from the
+disk."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ def sweep(
     """Runs every cell of a patching grid, or reads finished groups from `store`; returns a dict of AnswerLogits by
     index.
 
-    A cell whose edits change no bit takes the unpatched run's result.
+    A cell whose edits change no value takes the unpatched run's result.
     answer: the two answer tokens whose logits are measured.
     """
     out: dict[Index, AnswerLogits] = {}
@@ -51,7 +52,7 @@ def sweep(
 def _run_group(model: CachedLM, group: Group, answer: tuple[int, int]) -> list[AnswerLogits]:
     """Runs one group of patched runs, and returns their AnswerLogits in the order of `group.indices`.
 
-    Cells whose edits change no bit are not run: they get the unpatched run's result.
+    Cells whose edits change no value are not run: they get the unpatched run's result.
     """
     base, cells = group.base(), group.cells()
     (unpatched,) = read(base.logits[None], answer)

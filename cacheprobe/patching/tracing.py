@@ -46,8 +46,8 @@ def causal_tracing(
     """Runs the prompt with noise on the subject's embeddings, and restores the clean state at one layer and position at
     a time.
 
-    Returns a PatchingGrid; its table has layer, position, sample, token, probability (of the answer), effect (its gain
-    over the noisy run, the indirect effect) and is_top (whether the answer is the first choice again).
+    Returns a PatchingGrid; its table has layer, position, sample, token, probability (of the answer), effect (gain in
+    probability over the noisy run, the indirect effect) and is_top (whether the answer is the first choice).
     prompt: text, token ids or a task example.  subject: positions of its subject.
     site: S, T, C or "pre".  window: restore this many layers around the cell's own; the paper uses 10 for T and C.
     answer: the token whose probability is measured; by default the first choice of the clean run.
@@ -137,8 +137,8 @@ def _noise_adder(positions: Sequence[int], scale: float, seed: int) -> Callable[
 def _cells(
     clean: Run, site: str, layers: Mapping[int, range], indices: Sequence[Index]
 ) -> Mapping[Index, PatchingCell]:
-    """Returns a dict of patched runs (cells) by index; each restores the clean state of one position in a window of
-    layers.
+    """Returns a dict of PatchingCells (descriptions of patched runs) by index; each restores the clean state of one
+    position in a window of layers.
     """
 
     def edit(layer: int, position: int) -> Edit:
@@ -156,7 +156,7 @@ def _probability(logits: AnswerLogits) -> float:
 def _table(
     results: Mapping[Index, AnswerLogits], tokens: Sequence[str], noisy_probabilities: Sequence[float], answer: int
 ) -> pd.DataFrame:
-    """Returns the table of a causal-tracing grid: one line for each layer, position and noise draw.
+    """Returns the table of a causal-tracing grid, a DataFrame: one line for each layer, position and noise draw.
 
     noisy_probabilities: the answer's probability without any restored state, by noise draw.
     """

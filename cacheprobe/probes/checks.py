@@ -11,7 +11,8 @@ LEAST = 20
 
 
 class ProbeError(ValueError):
-    """Raised if a probe cannot be fitted as requested. The message says what to do."""
+    """Raised if a probe cannot be fitted as requested, or if the model does not perform the task. The message says
+    why."""
 
 
 def chosen_pairs(
@@ -20,7 +21,7 @@ def chosen_pairs(
     """Returns a list of (site, layer): every requested site with every requested layer; None requests all captured
     ones.
 
-    Raises: ProbeError for a site or layer that was not captured, or if none remains.
+    Raises: ProbeError for a site or layer that was not captured, or if the list would be empty.
     """
     sites, layers = list(held_sites if sites is None else sites), list(held_layers if layers is None else layers)
     if unknown := [site for site in sites if site not in held_sites]:
@@ -35,7 +36,7 @@ def chosen_pairs(
 def require_enough(lines: pd.DataFrame, place: Hashable, folds: int, least: int) -> None:
     """Checks that the examples of one place (operation or position) suffice for a probe.
 
-    There must be two classes, `least` groups of each class, and as many groups as folds.
+    There must be at least two classes, `least` groups of each class, and `folds` groups in all.
     lines: the examples of this place, with label and group.
     Raises: ProbeError if not.
     """
@@ -55,12 +56,11 @@ def require_enough(lines: pd.DataFrame, place: Hashable, folds: int, least: int)
 
 
 def require_above_chance(trace: Trace) -> dict[str, float]:
-    """Checks that a run's accuracy on its task is above chance. Returns `trace.meta["behaviour"]`, a dict with
-    accuracy, accuracy_low, accuracy_high, chance and the numbers of examples.
+    """Checks that the 95 % interval of a run's accuracy on its task lies above chance. Returns
+    `trace.meta["behaviour"]`, a dict with accuracy, accuracy_low, accuracy_high, chance and the numbers of examples.
 
     If a model does not perform the task, a probe's result does not describe the model's own state.
-    Raises: ProbeError unless the 95 % interval lies above chance, and for a run without a task, or with tasks whose
-    answers differ.
+    Raises: ProbeError otherwise, and for a run without a task, or with tasks whose answers differ.
     """
     behaviour = trace.meta["behaviour"]
     if behaviour is None:

@@ -11,10 +11,11 @@ from cacheprobe.trace.trace import Trace
 
 
 def drafted(trace: Trace, unit: str = "draft") -> pd.DataFrame:
-    """Returns a DataFrame with one line for each verified draft, or for each of its tokens: the row that predicted it.
+    """Returns a DataFrame with one line for each verified draft, or for each draft token up to the first mismatch: its
+    outcome, and the row that predicted the draft or token.
 
     unit: "draft", with the row that predicted its first token; or "candidate", one line for each draft token up to the
-    first mismatch, since later ones follow text that was never committed.
+    first mismatch, since later tokens follow text that was never committed.
     Columns: request_id, step (of the verdict), row, num_layers (blocks that ran for this row), position (of the first
     draft token), generated (tokens before it), index (of the draft token), length (of the draft), is_rolled_back: for
     unit "draft", whether any of its tokens was rolled back; for "candidate", whether this token was the first mismatch.

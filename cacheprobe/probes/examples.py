@@ -31,9 +31,9 @@ class Examples:
     kind: str
     """"event", "position" or "given": how the examples were chosen."""
     untrained: LabelledStates | None
-    """States of the same examples in an untrained model."""
+    """States of the same examples in an untrained model; None if not given."""
     embedding: Tensor | None
-    """Features [n, 2m] of the words alone."""
+    """Features [n, k] of the words alone."""
 
     @property
     def places(self) -> list[Hashable]:
@@ -53,7 +53,8 @@ def of_trace(
     rows.
 
     at: the places, as in `labelled`.  untrained, embedding: baselines, as in `fit`.
-    Raises: ProbeError for a site or layer that was not captured, and for an untrained run of other prompts.
+    Raises: ProbeError for a site or layer that was not captured, and for an untrained run of other prompts; ValueError
+    as in `labelled`.
     """
     at = at if isinstance(at, str) else list(at)
     lines = labelled(trace, at)
@@ -77,7 +78,7 @@ def of_vectors(
     `given`.
 
     Raises: ProbeError if labels or groups are missing, if labels, groups, places and words differ in number, if that
-    number is not n, and for a site or layer that `vectors` lacks.
+    number is not n, and for a site or layer that no key of `vectors` has. A missing pair of the two is left out.
     """
     labels, groups, places, words = given
     if labels is None or groups is None:
@@ -114,9 +115,9 @@ def _aligned(
     at: "str | Iterable[int]",
     pairs: Sequence[tuple[str, int]],
 ) -> LabelledStates:
-    """Returns the untrained model's states, by (site, layer), of the same examples.
+    """Returns the untrained model's states of the same examples, as a dict by (site, layer).
 
-    Raises: ProbeError if the untrained run is of other prompts, or lacks a state.
+    Raises: ProbeError if the untrained run is of other prompts, or if given states lack a (site, layer) or an example.
     """
     if isinstance(untrained, Trace):
         same = labelled(untrained, at)

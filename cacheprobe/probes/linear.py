@@ -25,7 +25,8 @@ COLUMNS = [
 
 
 class ProbeOptions(TypedDict, total=False):
-    """Lists the keyword arguments of `fit` that say how a probe is tested: folds, controls, least and seed."""
+    """Declares the keyword arguments of `cp.probes.fit` that say how a probe is tested: folds, controls, least and
+    seed."""
 
     folds: int
     """Number of folds; each is tested by a probe fitted on the others."""
@@ -39,8 +40,8 @@ class ProbeOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """Holds the options of one call of `fit` (folds, controls, least, seed), with a default for each that was not
-    given.
+    """Holds the options of one call of `cp.probes.fit` (folds, controls, least, seed), with a default for each that was
+    not given.
     """
 
     folds: int = 5
@@ -92,17 +93,18 @@ def fit(
     embedding: Tensor | None = None,
     **options: Unpack[ProbeOptions],
 ) -> ProbeResult:
-    """Fits a linear classifier of the true state for every site, layer and place, and tests it on held-out groups.
+    """Fits a linear classifier of the labels for every site, layer and place, and tests each classifier on held-out
+    groups. The labels of a trace are the task's true states.
 
     Returns a ProbeResult.
     states: a trace of task prompts, whose labels, groups, places and words are those of `labelled(trace, at)`; or
     vectors [n, m] keyed by (site, layer), with `labels` and `groups` [n], and optionally `places` and `words`.
     sites, layers: by default, those that were captured.  pooled: one probe for all places instead of one for each.
     untrained: the same prompts on `untrained(model)`, or its states, as a baseline.  embedding: [n, m] of the words
-    alone; for a trace, computed with its model.
+    alone; for a trace, by default computed with its model.
     options: folds (5), controls (10), least (20 groups of each class at a place) and seed; ProbeOptions says what each
     does.
-    Raises: ProbeError for too few examples, and for sites and layers that do not exist.
+    Raises: ProbeError for too few examples, and for unknown sites and layers; ValueError for fewer than three folds.
     Source: linear probes, Alain and Bengio 2016 (arXiv 1610.01644); selectivity, Hewitt and Liang 2019 (arXiv
     1909.03368), section 3. The classifier is ridge regression on the classes: one factorisation serves the true labels
     and all control tasks.  Twin: tests.twins.probes_slowly.fit_slowly (scikit-learn), accuracies ==.
@@ -129,7 +131,7 @@ def _tables(examples: Examples, place: Hashable, config: ProbeConfig) -> Iterato
     """Fits the probes of one place (operation or position); yields a DataFrame for each site, with a line for each
     layer.
 
-    Raises: ProbeError if the place has too few examples.
+    Raises: ProbeError if the place has too few examples, or if a class has all its groups in one fold.
     """
     indices = np.flatnonzero((examples.about.place == place).to_numpy())
     of_place = examples.about.iloc[indices]
@@ -174,8 +176,8 @@ class _PlaceData:
     def accuracies(self, states: Tensor, with_controls: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Fits the probes of all folds on states [l, n, m], and returns three arrays [l], one value for each layer.
 
-        They are the accuracy, the mean accuracy on the control tasks (NaN without `with_controls`), and the median
-        penalty.
+        The arrays are the accuracy, the mean accuracy on the control tasks (NaN without `with_controls`, or if no word
+        is in two folds), and the median penalty.
         """
         sets = np.stack([self.truth, *(self.drawn if with_controls else ())])  # [t, n]
         one_hot = np.eye(len(self.classes))[sets]
@@ -194,7 +196,7 @@ class _PlaceData:
     ) -> pd.DataFrame:
         """Returns the lines of `ProbeResult.table` for one site as a DataFrame, one line for each layer.
 
-        accuracies: from the method of this name.  untrained, embedding: accuracies of the baselines.
+        accuracies: the result of the method `accuracies`.  untrained, embedding: accuracies of the baselines.
         """
         accuracy, control, strength = accuracies
         number = effective_number(self.groups)

@@ -30,7 +30,7 @@ def held_out_scores(
     strengths: Sequence[float] = STRENGTHS,
 ) -> HeldOut:
     """Fits ridge regressions by cross-validation, one for each layer and fold. Returns HeldOut: held-out scores [l, n,
-    q], and the chosen penalties.
+    q], and the penalties chosen for the first set of labels.
 
     targets: columns to regress on, such as one for each class.  widths: number of columns of each set of labels; every
     set has its own penalty.  folds: the fold of each example, 0, 1, ...; at least three.

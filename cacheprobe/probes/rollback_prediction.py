@@ -27,11 +27,11 @@ class RollbackPrediction:
     """Holds the result of a rollback prediction: an answer, its reason, counts of drafts, and a table of AUROCs by
     layer.
 
-    answer: "yes" if the states of the last layer predict better than position and margin, "no more than the controls",
-    or "cannot tell", with its reason.
+    answer: "yes" if the states of the last tested layer predict better than position and margin (gain_low above 0), "no
+    more than the controls", or "cannot tell", with its reason.
     table: drafter, unit, site, layer; auroc of the states on held-out requests, with low to high; shuffled (mean AUROC
     with shuffled labels), position (place in the text and in the draft, length of the draft) and margin (between the
-    two best tokens at the last layer): AUROC of each control alone, by the same classifier; gain over the better
+    two best tokens at the last tested layer): AUROC of each control alone, by the same classifier; gain over the better
     control, with gain_low to gain_high; strength. Intervals are 95 % percentiles over resampled requests. Empty if the
     answer is "cannot tell".
     """
@@ -65,8 +65,8 @@ def rollback_prediction(
     unit: "draft" or "candidate" (single draft tokens), as in `drafts.drafted`.  layers: by default all captured layers
     that ran for every draft.
     least: minimum number of rollbacks; with fewer, the answer is "cannot tell".
-    All examples of a prompt are in one fold. The answer uses the last layer only, so that no layer is selected after
-    the fact.
+    All examples of a prompt are in one fold. The answer uses the last tested layer only, so that no layer is selected
+    after the fact.
     Raises: ProbeError for traces without drafts or states, or of different drafters, and layers that do not exist.
     """
     traces = [traces] if isinstance(traces, Trace) else list(traces)
@@ -116,7 +116,8 @@ def _too_little(
 def _layers(traces: list[Trace], drafts: pd.DataFrame, site: str, layers: Sequence[int] | None) -> list[int]:
     """Returns the layers to test, sorted: the requested ones, or all captured ones that ran for every draft.
 
-    Raises: ProbeError if the site or a requested layer is missing.
+    Raises: ProbeError if the site was not captured, a requested layer was not captured or did not run for every draft,
+    or no layer is left.
     """
     kept = set.intersection(*(set(trace.store.layers) for trace in traces))
     ran = sorted(layer for layer in kept if layer < drafts.num_layers.min())

@@ -13,7 +13,7 @@ def untrained(model: LiveModule, seed: int = 0) -> CachedLM:
     """Returns a model of the same shape, tokenizer and dtype with new random weights, embeddings included.
 
     model: from `load_model`.  seed: of the weights, drawn by the architecture's own initialisation.
-    Raises: ModelError for a model that cannot be built from its config.
+    Raises: ModelError for a model without a transformers config, such as one around a ThinkingPretrained.
     Source: the untrained control of Zhang and Bowman 2018 (arXiv 1809.10040), section 4.
     """
     from cacheprobe.models.thinking.lm import ThinkingLM

@@ -80,8 +80,8 @@ def _num_differing(outputs: list[list[tuple]]) -> int:
 
 
 def traffic_to_try() -> Iterator[Traffic]:
-    """Yields kinds of Traffic for the negative control: SmolLM2 as users run it, with more requests, and in float32;
-    then models with near ties."""
+    """Yields kinds of Traffic for the negative control: SmolLM2 in bfloat16, with few and with more requests; SmolLM2
+    in float32; then models with random weights, in which pairs of tokens nearly tie."""
     real = real_subjects()[0]
     yield Traffic(real)
     yield Traffic(real, num_prompts=40, new_tokens=16, batches=(40, 5))  # products of more than 32 rows
@@ -90,14 +90,14 @@ def traffic_to_try() -> Iterator[Traffic]:
 
 
 def negative_control(to_try: Iterable[Traffic]) -> JsonDict:
-    """Runs kinds of traffic without verification until the tokens of one kind diverge, then runs that kind verified.
-    Returns a dict of the numbers below.
+    """Runs kinds of traffic without verification until the tokens of one kind differ between batch sizes, then runs
+    that kind verified. Returns a dict of results, for example how many requests differed.
 
-    `control_traffic` is the kind that diverged ("none" if no kind did), and `control_sequences` its number of requests
-    (if no kind diverged, of all kinds). `control_unverified_differ` of these requests had other tokens in another
-    batch: the number must be above 0. `control_verified_differ` of them had other tokens or log-probabilities although
-    they were verified: the number must be 0. `control_tried` has the unverified differences of every kind that was
-    tried, and `control_refused_shapes` the reason for each refused shape.
+    `control_traffic` is the kind whose tokens differed ("none" if no kind's did), and `control_sequences` its number of
+    requests (if no kind's tokens differed, of all kinds). `control_unverified_differ` of these requests had other
+    tokens in another batch: the number must be above 0. `control_verified_differ` is how many had other tokens, or
+    other log-probabilities if these are more, although verified: the number must be 0. `control_tried` has the
+    unverified differences of every kind that was tried, and `control_refused_shapes` the reason for each refused shape.
     """
     tried: dict[str, Differing] = {}
     refused: dict[str, str] = {}
@@ -123,12 +123,12 @@ def negative_control(to_try: Iterable[Traffic]) -> JsonDict:
 
 
 class ControlError(RuntimeError):
-    """Raised if the process of the negative control failed."""
+    """Raised if the process that runs the negative control (traffic without verification) failed."""
 
 
 class ControlProcess:
-    """Holds the process in which the negative control runs, which may use another core than the stress test; `result`
-    waits for the numbers."""
+    """Holds the process in which the negative control (traffic without verification) runs beside the stress test;
+    `result` waits for the process and returns the figures."""
 
     def __init__(self, process: subprocess.Popen[str], errors: IO[str]) -> None:
         self._process, self._errors = process, errors
@@ -151,8 +151,9 @@ class ControlProcess:
 
 @contextmanager
 def control_beside() -> Iterator[ControlProcess]:
-    """Starts the negative control in a process of its own, and yields it as a ControlProcess (a context manager). The
-    end of the `with` block kills the process, also after an error or an interrupt."""
+    """Starts the negative control (traffic without verification) in a process of its own, and yields it as a
+    ControlProcess (a context manager). The end of the `with` block kills the process, also after an error or an
+    interrupt."""
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         command = [sys.executable, "-m", "cacheprobe.stress.control"]

@@ -48,7 +48,8 @@ class Mixed:
 
 
 def draw_mixed(subject: Subject, seed: Sequence[int]) -> Mixed:
-    """Returns the random choices of one mixed episode, as a Mixed: a function of the subject and the seed only."""
+    """Returns the random choices of one mixed episode (one run with interventions, streams and cancellations), as a
+    Mixed: a function of the subject and the seed only."""
     rng = np.random.default_rng(list(seed))
     requests = []
     for _ in range(int(rng.integers(2, MOST_REQUESTS[subject.kind] + 1))):
@@ -101,14 +102,15 @@ def _draw_interventions(subject: Subject, requests: Sequence[Request], rng: np.r
 
 
 def mixed_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
-    """Draws a mixed episode, runs it, checks its requests with `cp.verify`, and adds differences and counts to `tally`.
+    """Draws a mixed episode (requests, interventions, a stream or not, cancellations), runs the requests, checks them
+    with `cp.verify`, and adds differences and counts to `tally`.
 
-    If the trial of shapes refuses the subject's shape, the same requests run in another shape. If a request ends with
-    an error, the error is a difference, and `cp.verify` is not called.
+    If a run refuses the subject's shape because the shape is not batch-invariant, the same requests run in another
+    shape. If a request ends with an error, the error is a difference, and `cp.verify` is not called.
     """
 
     def compute(shape: Subject) -> tuple[Mixed, Trace]:
-        """Draws and runs the episode in this shape; returns the choices and the trace."""
+        """Draws and runs the episode in this shape; returns (the random choices as a Mixed, the trace)."""
         drawn = draw_mixed(shape, seed)
         if drawn.num_abandoned:
             _abandon(shape, drawn)

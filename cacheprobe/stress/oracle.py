@@ -16,10 +16,9 @@ _READINGS = ["position", "layer", "token_id", "logprob_nats", "entropy_nats", "r
 
 @dataclass(frozen=True)
 class ReferenceResult:
-    """Holds the expected output of a request: its tokens, and digests (text) of log-probabilities, states and lens
-    readings.
+    """Holds the output of a request: its tokens, and digests (text) of log-probabilities, states and lens readings.
 
-    The digests of states and readings are '' if no states were captured.
+    The digest of states is '' if no states were captured; that of readings is '' if no lens read.
     """
 
     tokens: tuple[int, ...]

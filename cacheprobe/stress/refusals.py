@@ -1,4 +1,5 @@
-"""Runs traffic in another shape if the trial of shapes, which every run makes first, refuses the drawn shape."""
+"""Runs traffic in another shape of passes if the drawn shape is refused: before a run, a trial tests whether its shape
+is batch-invariant."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,19 +14,19 @@ T = TypeVar("T")
 
 
 class NoShapeServes(RuntimeError):
-    """Raised if the trial of shapes refused every shape that was drawn for a subject."""
+    """Raised if every shape of passes that was tried for a subject was refused, because it is not batch-invariant."""
 
 
 def run_in_serving_shape(
     subject: Subject, refused: dict[str, str], compute: Callable[[Subject], T]
 ) -> tuple[Subject, T]:
-    """Calls `compute` with `subject`, or, if the trial refuses its shape, with the subject in other shapes. Returns
-    (the subject in the first accepted shape, the result of `compute`).
+    """Calls `compute` with `subject`; if that raises ShapeRefused (the shape is not batch-invariant), with the subject
+    in other shapes. Returns (the subject in the first accepted shape, the result of `compute`).
 
     compute: draws the traffic for a shape and runs it. Only `ShapeRefused` is caught, which is raised before a request
     is computed. Other errors are passed on.
-    refused: receives the key of each refused shape and the trial's reason.
-    Raises: NoShapeServes if MOST_REFUSED shapes in a row are refused.
+    refused: receives the key of each refused shape and the reason.
+    Raises: NoShapeServes if all shapes tried, at most MOST_REFUSED, are refused.
     """
     reasons = []
     for shape in (subject, *other_shapes(subject, MOST_REFUSED - 1)):

@@ -23,8 +23,8 @@ def run_stress(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, 
 
     A test that an earlier call stored in `out` is continued, and its tokens count.
     real: include SmolLM2 and the negative control, which runs at the same time in a process of its own.
-    The figures are also written to out/stress.json; `has_passed` is True without a difference and with a control that
-    diverged.
+    The figures are also written to out/stress.json; `has_passed` is True without a difference, if the tokens of the
+    control differed without verification.
     Source: LLM-42 (arXiv 2601.17768), invariants of decode-verify-rollback.
     """
     path = out / TALLY
@@ -35,7 +35,8 @@ def run_stress(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, 
         with Progress(num_tokens, "comparing", "tokens", done=tally.num_compared, enabled=progress) as bar:
 
             def report(at: Tally) -> None:
-                """Updates the progress bar from the tally `at`: compared tokens, differences, and refused shapes."""
+                """Updates the progress bar from the tally `at`: numbers of compared tokens, differences and refused
+                shapes of passes."""
                 refused = f", shapes refused by the trial: {len(at.refused)}" if at.refused else ""
                 bar.set_done(min(at.num_compared, num_tokens), f"{len(at.differences)} differences{refused}")
 

@@ -74,10 +74,11 @@ def soak(
 
 
 def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
-    """Draws requests and settings, runs them, compares each request with the slow reference, and adds differences and
-    counts to `tally`.
+    """Draws requests and settings, runs them, compares them (except requests that only fill the batch) with the slow
+    reference (`cp.reference`), and adds differences and counts to `tally`.
 
-    If the trial of shapes refuses the subject's shape, the same requests run in another shape.
+    If a run refuses the subject's shape because the shape is not batch-invariant, the same requests run in another
+    shape.
     """
     rng = np.random.default_rng(list(seed))
     is_captured = bool(rng.random() < CAPTURE_SHARE)
@@ -117,8 +118,8 @@ def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
 
 
 def _check_schedule(subject: Subject, tally: Tally, trace: Trace) -> None:
-    """Checks that a trace has the schedule fingerprint with which the tally's expected outputs were computed. Raises:
-    ValueError on another machine or with other settings."""
+    """Checks that a trace has the same schedule fingerprint as the first trace of its subject in this tally, and stores
+    the first one. Raises: ValueError if a field differs, such as the number of threads."""
     known = tally.fingerprints.setdefault(subject.key, trace.fingerprint)
     if known != trace.fingerprint:
         differing = sorted(k for k in known.keys() | trace.fingerprint if known.get(k) != trace.fingerprint.get(k))

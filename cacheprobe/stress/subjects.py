@@ -62,7 +62,7 @@ class Subject:
     capacity: int
     prefill_chunk: int
     build: Callable[[], PreTrainedModel] | None = None
-    """Function that builds the model as Hugging Face has it; None for SmolLM2, which is loaded by name."""
+    """Function that builds the model as a plain transformers module; None for SmolLM2, which is loaded by name."""
     prefill_group: int = 1
     disagrees: bool = False
     """Whether the model's fast path often differs from its verifier; such a subject gets traffic that shows the
@@ -72,7 +72,7 @@ class Subject:
 
     @property
     def key(self) -> str:
-        """Name, dtype and shape of the subject, as one text."""
+        """Name, dtype and shape of passes (window W, group G, prefill group P) of the subject, as one text."""
         ends = "" if self.pads_prefill else " unpadded"
         name = f"{self.name} {self.dtype}" if self.original is None else f"{self.original.key} as"
         return f"{name} W{self.window} G{self.group} P{self.prefill_group}{ends}"
@@ -129,7 +129,8 @@ class Subject:
 
     @cached_property
     def plain(self) -> PreTrainedModel | None:
-        """Hugging Face's own copy of the model, untouched by cacheprobe; None for SmolLM2."""
+        """The model as a plain transformers module, built anew with the same weights and never given to cacheprobe;
+        None for SmolLM2."""
         if self.original is not None:
             return self.original.plain
         return self.build() if self.build else None
@@ -169,8 +170,8 @@ def _real_model(dtype: str) -> CachedLM:
 
 
 def tiny_subjects() -> list[Subject]:
-    """Returns a list of tiny subjects: every model family in every dtype; families with sliding windows also with
-    prompts longer than the window."""
+    """Returns a list of tiny subjects: every model family in every dtype; families with sliding-window attention also
+    with a window of 8 tokens."""
     kinds = [(family, None) for family in FAMILIES] + [(family, _SLIDING_WIDTH) for family in SLIDING]
     subjects = []
     for i, (family, width) in enumerate(kinds):
@@ -200,8 +201,8 @@ def near_tie_subjects() -> list[Subject]:
 
 
 def real_subjects() -> list[Subject]:
-    """Returns SmolLM2 in bfloat16 as a list of subjects, one for each shape, smallest first. The tokens that it
-    generates change with the batch if they are not verified."""
+    """Returns SmolLM2 in bfloat16 as a list of subjects, one for each of four shapes of passes. Tokens that SmolLM2
+    generates may change with the batch if they are not verified."""
     return [
         Subject(REAL, "bfloat16", window, group, 128, chunk, None, prefill_group, disagrees=True)
         for window, group, prefill_group, chunk in _REAL_SHAPES

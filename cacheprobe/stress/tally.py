@@ -12,14 +12,15 @@ from cacheprobe.stress.subjects import REAL, Subject
 
 @dataclass
 class Tally:
-    """Holds everything that a stress test reports: counts, differences, and the expected outputs of requests. `save`
-    and `load` keep it in a JSON file."""
+    """Holds the counts, the differences and the expected outputs of a stress test. `save` writes the tally to a JSON
+    file, and `load` reads that file."""
 
     episodes: int = 0
     compared: Counter[str] = field(default_factory=Counter)
     """Number of tokens compared, by subject and shape."""
     distinct: Counter[str] = field(default_factory=Counter)
-    """Number of tokens that the slow reference (`cp.reference`) computed, by subject; each is compared at least once.
+    """Number of tokens that the slow reference (`cp.reference`) computed for pool requests, by subject; each is
+    compared at least once.
     """
     natural: Counter[str] = field(default_factory=Counter)
     """Number of natural rollbacks, by subject (see `kind_of_rollback`)."""
@@ -34,7 +35,7 @@ class Tally:
     """Number of episodes, by subject."""
     fingerprints: dict[str, dict] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    """Reason for each shape that the trial refused, by subject and shape."""
+    """Reason for each refused shape of passes, by subject and shape."""
 
     @property
     def num_compared(self) -> int:
@@ -43,7 +44,8 @@ class Tally:
 
     @property
     def num_distinct(self) -> int:
-        """Number of tokens that the slow reference computed, over all subjects; each counts once."""
+        """Number of tokens that the slow reference (`cp.reference`) computed for pool requests, over all subjects; each
+        counts once."""
         return sum(self.distinct.values())
 
     def compared_of(self, subject: Subject) -> int:
@@ -69,7 +71,8 @@ class Tally:
         return cls(**{**content, **{name: Counter(content[name]) for name in counters}})
 
     def numbers(self) -> dict:
-        """Returns the figures of the stress test as a dict: the amounts tested, and the number of differences."""
+        """Returns the figures of the stress test as a dict: the amounts tested, refused shapes of passes, the number of
+        differences, and seconds."""
         return {
             "episodes": self.episodes,
             "compared_tokens": self.num_compared,
@@ -99,7 +102,8 @@ class Tally:
 
 
 def refused_line(refused: dict[str, str]) -> str:
-    """Returns text for a terminal: how many shapes the trial refused, and a line with the reason for each."""
+    """Returns text for a terminal: how many shapes of passes were refused because they are not batch-invariant, and a
+    line with the reason for each."""
     named = "".join(f"\n  {key}: {reason}" for key, reason in sorted(refused.items()))
     return f"shapes refused by the trial: {len(refused)}{named}"
 

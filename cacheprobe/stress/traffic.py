@@ -59,8 +59,8 @@ _STOP_TEXTS = ("not flip", "What's", " A: ", "\n\nA")
 
 
 def draw_request(subject: Subject, number: int) -> Request:
-    """Returns request `number` of a subject's pool: the same in every episode, so that the slow reference computes it
-    once."""
+    """Returns request `number` of a subject's pool of random requests: the same in every episode, so that the slow
+    reference computes it once."""
     rng = np.random.default_rng([number, *subject.traffic_key.encode()])
     vocab = subject.model.d_vocab
     length = int(rng.integers(1, 34))
@@ -92,8 +92,8 @@ def _text_ids(subject: Subject, number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Episode:
-    """Holds the traffic of one run: the compared requests, their neighbours, and settings that must not change the
-    output."""
+    """Holds the traffic of one run: the compared requests, neighbours (requests that are not compared), and settings
+    that must not change the output."""
 
     requests: tuple[Request, ...]
     pool_numbers: tuple[int | None, ...]
@@ -109,8 +109,8 @@ class Episode:
 
 
 def draw_episode(subject: Subject, seed: int, numbers: Sequence[int]) -> Episode:
-    """Returns an Episode with the requests `numbers` of the subject's pool, neighbours and settings, all drawn from
-    `seed`."""
+    """Returns an Episode with the requests `numbers` of the subject's pool. Neighbours (requests that are not
+    compared), order and settings are drawn from `seed`."""
     rng = np.random.default_rng(seed)
     listed: list[tuple[Request, int | None]] = [(draw_request(subject, n), n) for n in numbers]
     for _ in range(int(rng.integers(0, 2 if subject.is_real else 4))):
@@ -137,14 +137,13 @@ def draw_episode(subject: Subject, seed: int, numbers: Sequence[int]) -> Episode
 
 
 def slots_needed(request: Request, window: int) -> int:
-    """Returns the smallest number of cache slots with which the request can run alone: prompt, new tokens and one
-    window."""
+    """Returns a number of cache slots with which the request can run alone: prompt, new tokens and one window."""
     assert request.sampling is not None and request.sampling.max_new_tokens is not None
     return len(request.prompt) + request.sampling.max_new_tokens + window
 
 
 def draw_drafter(subject: Subject, rng: np.random.Generator) -> Drafter | None:
-    """Returns a random drafter, sometimes with replaced draft tokens; None for the fast path alone."""
+    """Returns a random drafter, sometimes with replaced draft tokens; None for a run without the argument `drafter`."""
     early, draft_model = EarlyExit(layer=subject.model.n_layers - 2), subject.draft_model
     drafters = [None, FastPath(), early, NGram(), NGram() if draft_model is None else DraftModel(draft_model)]
     inner: Drafter | None = drafters[int(rng.choice(5, p=[0.3, 0.45, 0.1, 0.1, 0.05]))]

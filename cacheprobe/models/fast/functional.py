@@ -205,7 +205,7 @@ def _compiled_norm(compiled: CompiledBlock, values: Tensor, norm: _Norm) -> Tens
 
 
 def _compiled_rotated(compiled: CompiledBlock, q: Tensor, k: Tensor, rotation: Rotation) -> Sequence[Tensor]:
-    """Rotates queries and keys with compiled code and returns both. Overwrites the arguments, which are new tensors
+    """Rotates queries and keys with compiled code and returns both. May overwrite the arguments, which are new tensors
     that no other code uses."""
     return compiled.turn_(q.contiguous(), *rotation), compiled.turn_(k.contiguous(), *rotation)
 

@@ -39,8 +39,8 @@ class FunctionalGPT(FunctionalForward):
 
     def __init__(self, model: LiveModule, product: Product = linear, compiled: CompiledBlock | None = None) -> None:
         """Takes the tensors of `model` without copying. product: function that computes values weight^T + bias, for all
-        linear layers of GPT-NeoX and the unembedding of GPT-2. compiled: not used, because it computes no norm of these
-        families."""
+        linear layers of GPT-NeoX and the unembedding of GPT-2. compiled: not used, because it computes RMSNorm, and
+        these families have LayerNorm."""
         config = model.config
         self.heads = int(config.num_attention_heads)
         self.is_neox = type(model).__name__ == "GPTNeoXForCausalLM"

@@ -36,8 +36,8 @@ FUNCTIONAL = (FunctionalLlama, FunctionalGPT)
 
 
 class HookedHF(BridgeMembers):
-    """Runs the Hugging Face model that is inside a bridge, without the bridge, on the same weights and the same
-    KVCache. This is the fast forward.
+    """Runs a plain copy of the Hugging Face model inside a bridge, which shares the weights of the bridge's model. This
+    is the fast forward.
 
     Twin: BridgeLM: logits, S, T, C, keys and values close(1e-4) in float32, since fused attention reorders sums.
     """
@@ -75,7 +75,7 @@ class HookedHF(BridgeMembers):
         return f"HookedHF({repr(self.origin).removeprefix('BridgeLM(')}"
 
     def _replace_products(self) -> None:
-        """Makes every linear layer of the plain model compute with the chosen matrix product."""
+        """Makes every nn.Linear of the plain model compute with the chosen matrix product."""
         for module in self.model.modules():
             if type(module) is nn.Linear:
                 vars(module)["forward"] = partial(_linear_by, self._product, module)
@@ -98,8 +98,9 @@ class HookedHF(BridgeMembers):
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
     ) -> Tensor:
-        """Runs one forward; calls no modules if `_functional_forward` has a forward for this pass. Arguments and
-        results are those of CachedLM.forward: logits [b, t, v], or the residual stream after `num_layers` blocks."""
+        """Runs one forward, and returns logits (of all tokens, or of those at `logit_slots`), or the residual stream
+        after `num_layers` blocks. Calls no modules if `_functional_forward` has a forward for this pass. Arguments and
+        shapes are those of CachedLM.forward."""
         if not self.weights.is_current:
             self.weights.bind()
             self._functional = None
@@ -117,9 +118,9 @@ class HookedHF(BridgeMembers):
             return self._run_modules(token_ids, inputs, num_layers, logit_slots)
 
     def _functional_forward(self, cache: KVCache, cache_rows: Sequence[int]) -> FunctionalForward | None:
-        """Returns the FunctionalForward, which calls no modules. Returns None if functional=False, if the model's
-        family has none, if a hook needs the modules, or if cache surgery hides slots of `cache_rows` in single layers
-        or heads."""
+        """Returns the FunctionalForward, which calls no modules. Returns None if functional=False, if no
+        FunctionalForward takes the model, if a hook needs the modules, or if cache surgery hides slots of `cache_rows`
+        in single layers or heads."""
         if self._functional_class is None or not self._has_capture_hooks_only or cache.head_masks.concern(cache_rows):
             return None
         if self._functional is None:

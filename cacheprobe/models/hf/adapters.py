@@ -90,7 +90,7 @@ def merge_adapter(live: nn.Module, name: str, directory: Path) -> str:
 
 def read_config(directory: Path) -> LoraConfig:
     """Returns the content of a plain LoRA adapter's adapter_config.json as a dictionary. Raises: ModelError for a
-    broken file or another kind of adapter."""
+    missing or broken file, another kind of adapter, or a setting that plain LoRA does not have."""
     try:
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         rank, alpha = config["r"], config["lora_alpha"]
@@ -112,7 +112,7 @@ def read_config(directory: Path) -> LoraConfig:
 
 def check_base(live: nn.Module, name: str, directory: Path, config: LoraConfig) -> None:
     """Checks that a LoRA adapter was trained on the base model `live`: by the weights' hash in the adapter's
-    training.json, or by the model's name if that file is absent.
+    training.json, or by the last part of the model's name if that file is absent.
 
     live: the base model in float32, before any adapter.
     Raises: ModelError for another base model, for a broken training.json, and for adapter weights other than those that

@@ -43,11 +43,11 @@ def uses_attention_table(model_class: type[object]) -> bool:
 
 @contextmanager
 def attending(reach: Reach | None, num_layers: int) -> Iterator[None]:
-    """Makes a transformers model attend as `reach` says, for one forward inside the `with`: request by request over the
-    slots in `reach`, or the whole batch in one call if `reach` is None.
+    """Makes a transformers model that uses cacheprobe's attention attend as `reach` says, for one forward inside the
+    `with`: request by request over the slots in `reach`, or the whole batch in one call if `reach` is None.
 
-    Raises: ModelError, if `reach` is given, unless exactly `num_layers` layers used this attention: any other layer
-    computed all requests in one call.
+    Raises: ModelError, if `reach` is given, unless exactly `num_layers` layers used this attention: other layers may
+    have computed all requests in one call.
     """
     calls = _Calls(reach)
     token = _calls.set(calls)

@@ -36,7 +36,7 @@ is kept."""
 class BridgeLM(HookedLM):
     """Runs a TransformerBridge on our KVCache, as a CachedLM. Hooks on the bridge may edit activations.
 
-    Twin: the bridge's own uncached forward, close(1e-5) in float32: `models.checks` compares them at load.
+    Twin: the bridge's own uncached forward, close(1e-5) in float32; `models.checks` compares both at load, to 1e-3.
     """
 
     def __init__(self, bridge: TransformerBridge, name: str, weights_note: str = "") -> None:
@@ -147,8 +147,8 @@ class BridgeLM(HookedLM):
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
     ) -> Tensor:
-        """Runs one forward through the bridge. Arguments and results are those of CachedLM.forward: logits [b, t, v],
-        or the residual stream after `num_layers` blocks."""
+        """Runs one forward through the bridge, and returns logits (of all tokens, or of those at `logit_slots`), or the
+        residual stream after `num_layers` blocks. Arguments and shapes are those of CachedLM.forward."""
         if num_layers == self.n_layers:  # the bridge would go on to the logits
             return self._last_residual(token_ids, cache, cache_rows, starts)
         stop_early: dict[str, LiveModule] = {"stop_at_layer": num_layers}
@@ -228,8 +228,8 @@ class BridgeLM(HookedLM):
             return self.bridge.adapter.apply_output_logits_transform(logits)[0]
 
     def fingerprint(self) -> dict[str, str | int | float]:
-        """Returns a dictionary of all properties of the model, the libraries and the process that may change the bits
-        of a result: weights hash, dtype, device, threads and others."""
+        """Returns a dictionary of properties of the model, the libraries and the process that may change the bits of a
+        result: weights hash, dtype, device, threads and others."""
         return {
             "model": self.name,
             **({"adapter": self.adapter} if self.adapter else {}),

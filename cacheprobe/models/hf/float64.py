@@ -13,14 +13,15 @@ from torch.overrides import TorchFunctionMode
 
 
 def keeping_float64(dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Returns a context manager. Inside its `with`, libraries cannot convert float64 tensors to float32. Does nothing
-    if `dtype` is not float64."""
+    """Returns a context manager. Inside its `with`, torch calls on a float64 tensor that name float32
+    (`.to(torch.float32)`, `.float()`, `dtype=torch.float32`) keep float64; `.to(other_tensor)` still converts. Does
+    nothing if `dtype` is not float64."""
     return _KeepingFloat64() if dtype == torch.float64 else nullcontext()
 
 
 class _KeepingFloat64(TorchFunctionMode):
-    """Changes torch calls inside its `with`: if a float64 tensor would be converted to float32, summed in float32, or
-    normalised by a softmax in float32, the result stays in float64."""
+    """Changes torch calls inside its `with`: a call on a float64 tensor that names float32, such as a conversion, sum
+    or softmax, gives float64. A call that takes float32 from another tensor is not changed."""
 
     def __torch_function__(
         self,

@@ -1,4 +1,4 @@
-"""Re-exports TransformerLens' ActivationCache, HookedRootModule and HookPoint. In the package, only this file and
+"""Re-exports TransformerLens' ActivationCache, HookedRootModule and HookPoint. In cacheprobe, only this file and
 bridge.py import TransformerLens."""
 
 from transformer_lens import ActivationCache, HookedRootModule

@@ -82,7 +82,8 @@ class HookedLM(TokenText, ABC):
 
     @property
     def weights_checksum(self) -> str:
-        """Checksum of all parameters as hex text, computed at every access; changes after any edit of any parameter."""
+        """Checksum of all parameters as hex text, computed at every access, to notice edits of any parameter, also
+        through `weight.data`."""
         return checksum_of(self._named_weights())
 
     @property

@@ -70,8 +70,8 @@ class SharedWeights:
 
     @property
     def is_current(self) -> bool:
-        """True if the wrapped modules still have the tensor objects that the last `bind` took. Cheap: read before every
-        forward."""
+        """True if the wrapped modules still have the same parameter and buffer objects as at the last `bind`. Cheap:
+        read before every forward."""
         return all(tensors.get(name) is tensor for tensors, name, tensor in self._taken)
 
     def path_of(self, original: nn.Module | None) -> str | None:

@@ -73,8 +73,9 @@ def tiny_model(
     window: int | None = None,
     size: Size = TINY,
 ) -> PreTrainedModel:
-    """Returns a transformers model with small random weights, in eval mode. family: one of FAMILIES, such as "llama".
-    window: width in tokens of the sliding layers, for families that have them."""
+    """Returns a transformers model with small random weights, in eval mode. Sets torch's global random seed. family:
+    one of FAMILIES, such as "llama". window: width in tokens of the sliding layers, for families that have such
+    layers."""
     name, settings = _FAMILIES[family]
     settings = {**_shape(family, size), **settings}
     if window is not None:

@@ -8,8 +8,8 @@ from cacheprobe.models.thinking.model import ThinkingModel
 
 
 class ChunkStates:
-    """Computes the chunk state of each distinct thought once, alone, so that its bits depend on the thought only, and
-    keeps the state."""
+    """Computes the chunk state of each distinct thought alone, so that its bits depend on the thought only, and keeps
+    the state until `forget_old` or `forget_other_weights` clears it."""
 
     def __init__(self, model: ThinkingModel) -> None:
         self.model = model
@@ -30,8 +30,8 @@ class ChunkStates:
         return self._kept[thought_ids]
 
     def forget_old(self) -> None:
-        """Clears the kept chunk states if the weights changed since the last call, or if C has or had hooks. Call
-        `forget_old` before each forward."""
+        """Clears the kept chunk states if the address or version counter of a weight changed since the last call, or if
+        the compression block has or had hooks. Call `forget_old` before each forward."""
         versions = tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in self.model.parameters())
         is_hooked = any(point.fwd_hooks for point in self._points)
         if is_hooked or self._valid_for != (versions, is_hooked):

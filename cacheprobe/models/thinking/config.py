@@ -74,9 +74,9 @@ class ThinkingConfig:
     eos_id: int = 1
     pad_id: int = 0
     thinks: bool = True
-    """False: the backbone alone, without T and C; the plain arm of a comparison."""
+    """False: the backbone alone, without T and C; the plain variant of a comparison."""
     feeds_back: bool = True
-    """False: thoughts are written and trained, but no chunk state is added; the arm without feedback."""
+    """False: thoughts are written and trained, but no chunk state is added; the variant without feedback."""
     think_while_decoding: bool = False
     """True: thoughts are also written for chunks that hold generated tokens. The paper's models think only during
     prefill."""
@@ -153,7 +153,8 @@ class ThinkingConfig:
     def from_json(cls, stored: Mapping[str, Any]) -> "ThinkingConfig":
         """Returns the ThinkingConfig that a dictionary from `to_json` describes.
 
-        Raises: ModelError for another format, an unknown field, or a missing field that has no default.
+        Raises: ModelError for another format, an unknown field, a missing field that has no default, or an invalid
+        value.
         """
         given = dict(stored)
         if (number := given.pop("format", None)) != cls.format:

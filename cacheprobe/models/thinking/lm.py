@@ -104,8 +104,9 @@ class ThinkingLM(HookedLM):
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
     ) -> Tensor:
-        """Runs one forward and stores the new thoughts in the cache, for `take_thoughts`. Arguments and results are
-        those of CachedLM.forward: logits [b, t, v], or the residual stream after `num_layers` blocks."""
+        """Runs one forward, and returns logits (of all tokens, or of those at `logit_slots`), or the residual stream
+        after `num_layers` blocks. Stores new thoughts in the cache, for `take_thoughts`. Arguments and shapes are those
+        of CachedLM.forward."""
         self._chunk_states.forget_old()
         cache.take_thoughts()  # of a pass that failed
         for captured, _ in self._captures:
@@ -188,8 +189,8 @@ class ThinkingLM(HookedLM):
         return self.model.read_out(states)
 
     def fingerprint(self) -> dict[str, str | int | float]:
-        """Returns a dictionary of all properties of the model, the libraries and the process that may change the bits
-        of a result: weights hash, dtype, device, threads and others."""
+        """Returns a dictionary of properties of the model, the libraries and the process that may change the bits of a
+        result: weights hash, dtype, device, threads and others."""
         now = self.config.think_while_decoding
         self._chunk_states.forget_other_weights(weights := self.weights_sha256)
         return {

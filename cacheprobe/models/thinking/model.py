@@ -47,8 +47,8 @@ class ThinkingBlock(nn.Module):
         return self.hook_logits(self.unembed(self.ln_final(x[:, hidden.shape[1] - 1 :])))
 
     def _memory(self, prefix: int, positions: Tensor) -> Memory:
-        """Returns the Memory for the layers of T: a function (layer, keys, values) that returns the same keys and
-        values, and the attention mask. prefix: number of positions that belong to H."""
+        """Returns the Memory for the layers of the thinking block: a function (layer, keys, values) that returns the
+        same keys and values, and the attention mask. prefix: number of positions that belong to H."""
         if self.config.positions != "alibi" and not self.config.bidirectional_prefix:
             return at_hand
         bias = attention_bias(self.config, positions, positions, None)
@@ -61,7 +61,7 @@ class Compression(nn.Module):
     """Implements C, the compression block: an encoder layer over a thought, whose outputs are pooled to a chunk state
     of c positions.
 
-    Pads stand before the thought and no token attends to a pad, so pads do not dilute a short thought.
+    Pads stand before the thought and no thought token attends to a pad, so pads do not dilute a short thought.
     Source: Thinking States (arXiv 2602.08332), Eq. 5 and appendix A.1: the last c outputs, shorter thoughts padded.
     """
 
@@ -130,8 +130,8 @@ def _new_decoder(config: ThinkingConfig, num_layers: int) -> tuple[nn.ModuleList
 
 
 def _scale(part: nn.Module, config: ThinkingConfig) -> None:
-    """Initialises the weights of `part` in place, like GPT-2: normal with std 0.02 x sqrt(768 / d_model), divided by
-    sqrt(2 n_layers) for layers that write to the residual stream."""
+    """Initialises the matrices of `part` (except learned queries) in place, like GPT-2: normal with std 0.02 x sqrt(768
+    / d_model), divided by sqrt(2 n_layers) for layers that write to the residual stream."""
     std = 0.02 * (768 / config.d_model) ** 0.5
     for name, weight in part.named_parameters():
         if weight.dim() == 2 and not name.endswith("queries"):
@@ -173,7 +173,7 @@ class ThinkingModel(HookedRootModule):
 
     @property
     def num_parameters(self) -> int:
-        """Number of trainable numbers in the model: the sum of the sizes of all parameters."""
+        """Number of parameters: the sum of the sizes of all weights, also of frozen ones."""
         return sum(weight.numel() for weight in self.parameters())
 
     @property
@@ -213,14 +213,15 @@ class ThinkingModel(HookedRootModule):
         return self.unembed(self.ln_final(x))
 
     def think(self, hidden: Float[Tensor, "n c m"], thought_ids: Int[Tensor, "n r"]) -> Float[Tensor, "n r1 v"]:
-        """Returns T's logits [n, r + 1, v] of thought tokens 0 to r, given the layer outputs H of n chunks [n, c, m]
-        and thought tokens 0 to r - 1. The pad token gets the lowest logit, so it is never chosen."""
+        """Returns the thinking block's logits [n, r + 1, v] of thought tokens 0 to r, given the layer outputs H of n
+        chunks [n, c, m] and thought tokens 0 to r - 1. The pad token gets the lowest logit."""
         logits = self.thinking(hidden, self.embed(thought_ids))
         logits[..., self.config.pad_id] = torch.finfo(logits.dtype).min
         return logits
 
     def compress(self, thought_ids: Int[Tensor, "n r"]) -> Float[Tensor, "n c m"]:
-        """Returns C's chunk states [n, c, m] of thoughts, given as token ids [n, r] padded at the end."""
+        """Returns the compression block's chunk states [n, c, m] of thoughts, given as token ids [n, r] padded at the
+        end."""
         padded = pad_in_front(thought_ids, max(self.config.chunk, thought_ids.shape[1]), self.config.pad_id)
         return self.compression(self.embed(padded), (padded != self.config.pad_id).long())
 
@@ -233,8 +234,8 @@ class ThinkingModel(HookedRootModule):
         positions: Int[Tensor, "b t"] | None = None,
         bias: Float[Tensor, "b 1 t t"] | None = None,
     ) -> tuple[Float[Tensor, "b t v"], Float[Tensor, "b k r v"] | None]:
-        """Runs all chunks in one pass with given thoughts, for training. Returns (logits [b, t, v] of the text, T's
-        logits [b, k, r, v] of every thought token; None for a model without T).
+        """Runs all chunks in one pass with given thoughts, for training. Returns (logits [b, t, v] of the text, logits
+        [b, k, r, v] of every thought token; None for a model without a thinking block T).
 
         thoughts: one for each of the first k chunks, including its end token, padded at the end; thought i is computed
         from chunk i and acts on chunk i + 1. None for a model without T.  positions: 0, 1, ... by default.
@@ -296,7 +297,7 @@ class ThinkingModel(HookedRootModule):
 
     def _whole(self, positions: Tensor, bias: Tensor | None) -> Memory:
         """Returns the Memory of the parallel pass: a function (layer, keys, values) that returns the same keys and
-        values, and a causal mask that includes `bias`."""
+        values, and a causal mask with `bias` added; None as the mask stands for causal attention without more."""
         if self.config.positions != "alibi" and self.config.attention_window is None and bias is None:
             return at_hand
         own = attention_bias(self.config, positions, positions, self.config.attention_window)

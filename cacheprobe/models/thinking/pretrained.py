@@ -23,7 +23,7 @@ ROTATIONS = ("default", "linear", "llama3", "yarn")
 
 class ThinkingPretrained(ThinkingModel):
     """Adds a thinking block (T) and a compression block (C) to a pretrained backbone. The backbone is not copied:
-    training changes the caller's model.
+    training changes the caller's model, unless `train_backbone(False)` was called.
 
     T is a copy of the backbone's last layers (one, as in the paper), final norm and unembedding; C is a copy of the
     backbone's first layer. The copies share no weights with the backbone; the embedding is the backbone's. T and C
@@ -33,8 +33,8 @@ class ThinkingPretrained(ThinkingModel):
     """
 
     def __init__(self, backbone: LiveModule, config: ThinkingConfig, seed: int = 0) -> None:
-        """Adds T and C to `backbone`. config: from `config_of`, or one that agrees with the backbone. seed: for learned
-        pooling vectors, if used.
+        """Adds a thinking block T and a compression block C to `backbone`. config: from `config_of`, or one that agrees
+        with the backbone. seed: for learned pooling vectors, if used.
 
         Raises: ModelError for an unsupported backbone, or a config of another backbone.
         """
@@ -56,22 +56,22 @@ class ThinkingPretrained(ThinkingModel):
         )
 
     def added_parameters(self) -> list[nn.Parameter]:
-        """Returns a list of the parameters that the backbone does not have: those of T and C, and the first state S_1
-        if learned."""
+        """Returns a list of the parameters that the backbone does not have: those of the thinking and compression
+        blocks, and the first chunk state if learned."""
         added = ("thinking.", "compression.", "first_state")
         return [weight for name, weight in self.named_parameters() if name.startswith(added)]
 
     def train_backbone(self, is_trained: bool) -> None:
-        """Sets whether training changes the backbone and its embedding too (requires_grad), or T and C only. The paper
-        trains all parts together."""
+        """Sets whether training changes the backbone and its embedding too (requires_grad), or the added parameters
+        only. The paper trains all parts together."""
         added = set(self.added_parameters())
         for weight in self.parameters():
             weight.requires_grad_(is_trained or weight in added)
 
 
 def config_of(backbone: LiveModule, *, eos_id: int, pad_id: int, chunk: int = 8, **choices: object) -> ThinkingConfig:
-    """Returns the ThinkingConfig for adding T and C to `backbone`, a live Hugging Face model whose shapes are filled
-    in.
+    """Returns the ThinkingConfig for adding a thinking block T and a compression block C to `backbone`, a live Hugging
+    Face model; the config has the backbone's shapes.
 
     eos_id: ends a thought and an answer.  pad_id: another token, which no thought contains.  choices: other fields of
     ThinkingConfig. By default l_in is 1, and all blocks but the last are in the loop (l_out = n_layers - 1).
@@ -86,8 +86,8 @@ def config_of(backbone: LiveModule, *, eos_id: int, pad_id: int, chunk: int = 8,
 
 
 def check_backbone(backbone: LiveModule) -> None:
-    """Checks that T and C can be added to a Hugging Face model: a supported family and rotary embedding, no sliding
-    window, no attention dropout. Raises: ModelError otherwise."""
+    """Checks that a thinking and a compression block can be added to a Hugging Face model: a supported family and
+    rotary embedding, no sliding window, no attention dropout. Raises: ModelError otherwise."""
     name = type(backbone).__name__
     if name not in KINDS:
         raise ModelError(f"T and C cannot be added to a {name}; give one of {', '.join(KINDS)}, adapters merged")
@@ -116,8 +116,8 @@ def _shapes_of(config: LiveConfig) -> dict[str, LiveConfig]:
 
 
 def _check_config(backbone: LiveModule, config: ThinkingConfig) -> None:
-    """Raises: ModelError if a config disagrees with its backbone, or if T would copy more layers than the backbone
-    has."""
+    """Raises: ModelError if a ThinkingConfig disagrees with its backbone, or if the thinking block would copy more
+    layers than the backbone has."""
     for field, wanted in _shapes_of(backbone.config).items():
         if (given := getattr(config, field)) != wanted:
             raise ModelError(f"{field} is {wanted!r} in {type(backbone).__name__} and {given!r} in the config")
@@ -126,8 +126,8 @@ def _check_config(backbone: LiveModule, config: ThinkingConfig) -> None:
 
 
 def _parts_of(backbone: LiveModule, config: ThinkingConfig) -> ThinkingParts:
-    """Returns the ThinkingParts of a ThinkingPretrained: the backbone's own modules, and copies of its layers for T and
-    C."""
+    """Returns the ThinkingParts of a ThinkingPretrained: the backbone's own modules, and copies of its layers for the
+    thinking and compression blocks."""
     decoder = backbone.model
 
     def wrapped(layers: Iterable[LiveModule]) -> nn.ModuleList:

@@ -119,8 +119,9 @@ class Rounds:
         self.cache.chunk_states[end.cache_row, end.position + 1 : end.position + 1 + self.config.chunk] = state
 
     def _think(self, end: _ChunkEnd, hidden: Tensor) -> RowThought:
-        """Generates the thought of one chunk greedily with T, and returns a RowThought. hidden: the chunk's layer
-        outputs H, [c, m]. All calls of T have one shape, so the length of a thought does not change bits."""
+        """Generates the thought of one chunk greedily with the thinking block, and returns a RowThought. hidden: the
+        chunk's layer outputs H, [c, m]. All calls of the block have one shape, so the length of a thought does not
+        change bits."""
         config = self.config
         ids: list[int] = []
         logprobs: list[float] = []

@@ -50,10 +50,10 @@ class StoredModel(TypedDict):
 def save_thinking(
     folder: Path, model: "ThinkingModel", tokenizer: "PreTrainedTokenizerFast", record: Mapping[str, object]
 ) -> Path:
-    """Writes a Thinking States model into `folder` and returns the folder. record: task, preset, arm, seed, command and
-    training results.
+    """Writes a Thinking States model into `folder` and returns the folder. record: task, preset, training variant,
+    seed, command and training results.
 
-    Raises: ModelError for a model that cannot be rebuilt from its config, such as a ThinkingPretrained.
+    Raises: ModelError for a ThinkingPretrained, which cannot be rebuilt from its config.
     """
     from safetensors.torch import save_file
 
@@ -111,7 +111,7 @@ def load_thinking(
 def read_config(folder: Path) -> "StoredModel":
     """Returns the content of a model folder's config.json as a StoredModel (a dictionary).
 
-    Raises: ModelError for another kind of config, a missing field, or an edited config.
+    Raises: ModelError for an unreadable file, another kind of config, a missing field, or an edited config.
     """
     path = folder / CONFIG
     try:
@@ -139,8 +139,8 @@ def read_config(folder: Path) -> "StoredModel":
 
 
 def checked_config(folder: Path, stored: "StoredModel") -> ThinkingConfig:
-    """Returns the ThinkingConfig in `stored`, the result of `read_config`, after checking the hashes of all files of
-    `folder`.
+    """Returns the ThinkingConfig in `stored`, the result of `read_config`, after checking the hashes of the files of
+    `folder` that `stored` lists.
 
     Raises: ModelError for an invalid config, and for a file that is missing or does not match its hash.
     """
@@ -164,12 +164,12 @@ def config_hash(config: Mapping[str, object]) -> str:
 
 
 def is_thinking_config(stored: object) -> TypeGuard[StoredModel]:
-    """Returns True if a JSON value is the content of a Thinking States model's config.json."""
+    """Returns True if a JSON value is a dictionary whose field "kind" names a Thinking States model."""
     return isinstance(stored, dict) and stored.get("kind") == KIND
 
 
 def is_thinking_folder(folder: Path) -> bool:
-    """Returns True if `folder` holds a Thinking States model rather than a Hugging Face model."""
+    """Returns True if the config.json of `folder` has the field "kind" of a Thinking States model."""
     try:
         return is_thinking_config(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
     except (OSError, ValueError):
