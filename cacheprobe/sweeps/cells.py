@@ -70,12 +70,12 @@ def _label(axes: JsonDict, names: list[str]) -> str:
 
 
 def canonical(value: object) -> str:
-    """Returns `value` as JSON text with sorted keys and no spaces, so that equal values give equal text."""
+    """Returns `value` as JSON text with sorted keys and no spaces, so that the order of keys does not matter."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def combinations(config: SweepConfig) -> Iterator[JsonDict]:
-    """Yields the axes of every cell of a sweep as a dictionary, each cell once. The last axis changes fastest."""
+    """Yields the axes of every cell of a sweep as a dictionary, each once. In a grid, the last axis varies fastest."""
     grids = [[(getattr(cell, name),) for name in AXES] for cell in config.cells or ()]  # one value for each axis
     if config.grid is not None:
         grids = [[getattr(config.grid, name) for name in AXES]]
@@ -100,8 +100,8 @@ def _as_registered(task: str) -> str:
 
 
 def _spread(values: Iterable[object]) -> list[object]:
-    """Returns the values as a list, with every text layer=A-B replaced by one text for each layer from A to B, both
-    included. Raises: ValueError if A is larger than B."""
+    """Returns the values as a list, in which every text that contains layer=A-B is replaced by one text for each layer
+    from A to B, both included. Raises: ValueError if A is larger than B."""
     out = []
     for value in values:
         if not isinstance(value, str) or (match := _RANGE.search(value)) is None:

@@ -75,7 +75,7 @@ def complaint(axes: JsonDict, run: SweepRunSettings, known: dict[PromptKey, tupl
 
 
 def _check_model(facts: ModelFacts, axes: JsonDict) -> None:
-    """Raises: ValueError if the cell's adapter is unknown, or if adapter or window do not fit the model."""
+    """Raises: ValueError for an unknown adapter, or an adapter or window that does not fit a Thinking States model."""
     if facts.thinking is None:
         if axes["adapter"] is not None:
             from cacheprobe.models.hf.adapters import adapter_directory
@@ -88,7 +88,7 @@ def _check_model(facts: ModelFacts, axes: JsonDict) -> None:
 
 
 def _check_products(axes: JsonDict, run: SweepRunSettings, is_thinking: bool) -> None:
-    """Raises: ValueError if compiled products are requested, and the model or this machine does not support them."""
+    """Raises: ValueError if compiled matrix products are requested, but not supported by the model or this machine."""
     if axes["products"] == "torch":
         return
     if is_thinking:
@@ -106,7 +106,8 @@ def _check_products(axes: JsonDict, run: SweepRunSettings, is_thinking: bool) ->
 
 
 def _check_parts(facts: ModelFacts, axes: JsonDict) -> None:
-    """Raises: ValueError if drafter, lens or intervention of a cell is unknown, or does not fit the model's layers."""
+    """Raises: ValueError if drafter, lens or intervention of a cell is unknown, cannot be described by text, or does
+    not fit the model's layers or heads."""
     if axes["drafter"] is not None:
         name, _, listed = axes["drafter"].partition(":")
         if name in NEEDS_OBJECTS:
@@ -130,8 +131,8 @@ def _check_parts(facts: ModelFacts, axes: JsonDict) -> None:
 
 
 def _check_stored_lens(facts: ModelFacts, text: str, folder: Path) -> None:
-    """Raises: ValueError if the directory of a stored lens is missing, or if the lens's number of layers or width is
-    not the model's.
+    """Raises: ValueError if the directory of a stored lens is missing, holds no tuned lens or a broken one, or if the
+    lens's number of layers or width is not the model's.
 
     The lens's unembedding is checked when the weights are loaded.
     """
@@ -160,7 +161,7 @@ def _changes_verify(axes: JsonDict) -> bool:
 def require_possible(combinations: Sequence[JsonDict], run: SweepRunSettings) -> dict[PromptKey, tuple[int, ...]]:
     """Checks all cells of a sweep. Returns a dictionary (model, task, seed) -> number of tokens of each prompt.
 
-    Raises: ValueError with the number of impossible cells, and one example for each reason.
+    Raises: ValueError with the number of impossible cells, and one example for each of the first 8 reasons.
     """
     lengths: dict[PromptKey, tuple[int, ...]] = {}
     impossible: dict[str, list[JsonDict]] = {}

@@ -12,7 +12,7 @@ _PARTS = (
     "core", "plan.py", "api.py", "ops", "kvcache", "tasks", "models", "lenses", "drafters", "interventions", "engine",
     "capture", "trace", "analysis", "sweeps/workers/work.py", "sweeps/factory.py",
 )  # fmt: skip
-"""Parts of the package that are hashed. Plots, commands and scheduling of a sweep change no bit of a shard."""
+"""Parts of cacheprobe that are hashed. Plots, commands and scheduling of a sweep change no bit of a shard."""
 
 
 _SUFFIXES = {".py", ".cpp", ".h"}
@@ -20,7 +20,8 @@ _SUFFIXES = {".py", ".cpp", ".h"}
 
 @cache
 def code_version() -> str:
-    """Returns the code version: 16 hexadecimal digits of a hash of all source files that can change a shard's bits."""
+    """Returns the code version: 16 hexadecimal digits of a hash of cacheprobe's source files that make a shard (saved
+    run)."""
     digest = hashlib.sha256()
     for part in _PARTS:
         path = _PACKAGE / part

@@ -19,9 +19,10 @@ def dry_run(
 ) -> str:
     """Checks every cell of a sweep; returns text: number of cells, estimated time and disk space. Writes no results.
 
-    The seconds of a cell come from the sweep's logs; for a model without logs, `dry_run` runs one of the model's cells.
-    The time includes loading the models, and is divided by the number of workers if the backend has several.
-    Raises: ValueError as `sweep` does.
+    The seconds of a cell come from the event logs of earlier starts of the sweep; without logs of a model, `dry_run`
+    runs one of the model's cells twice. The time includes loading the models, and is divided by the number of workers
+    if the backend has several.
+    Raises: ValueError for wrong settings, impossible cells, results beyond the disk budget, and a cell that fails.
     """
     settings = read_config(config)
     find("sweeps.backends", backend)
@@ -54,7 +55,8 @@ def dry_run(
 
 
 def _time_one_cell(plan: Plan, key: ModelKey) -> tuple[float, float]:
-    """Runs a cell of the model `key` twice; returns (seconds of a cell, seconds of loading the model and libraries)."""
+    """Runs a cell of the model `key` twice; returns (seconds of a cell, seconds of loading the model and libraries).
+    Raises: ValueError if the second run fails."""
     from cacheprobe.sweeps.workers.holder import Holder
 
     cell = next(cell for cell in plan.cells.values() if cell.model_key == key)

@@ -47,13 +47,14 @@ class SweepReport:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the command: 0 if complete, 3 if partial or interrupted, 1 if no cell is committed."""
+        """Exit code of `cacheprobe sweep`: 0 if every cell is committed; 3 if some are, or after Ctrl-C; else 1."""
         if self.is_complete:
             return COMPLETE
         return PARTIAL if self.skipped + self.committed or self.stopped_by == INTERRUPTED else FAILED
 
     def __str__(self) -> str:
-        """Returns text: the number of committed cells, which cells failed and why, and how to continue."""
+        """Returns text: the number of committed cells; if a cell is missing, also up to 5 failed cells of each cause,
+        and how to continue."""
         done = self.skipped + self.committed
         lines = [f"{done} of {self.total} cells are committed in {self.url}, {self.skipped} of them before"]
         if self.is_complete:
@@ -94,9 +95,8 @@ def sweep(
     backend: "serial", "processes" or "ray".  address: of a Ray cluster.  workers: overrides the file's.
     alone: the caller guarantees that no other sweep writes to this object store, so no lease is taken.
 
-    All cells are checked before any cell runs. A cell that fails is reported, and the others continue. Ctrl-C ends the
-    sweep with a report; committed cells stay.
-    `load_sweep` opens the results.
+    All cells are checked before any cell runs. A cell that fails is reported, and the others continue. Ctrl-C, a full
+    disk or a used-up disk budget ends the sweep with a report; committed cells stay. `load_sweep` opens the results.
     Raises: ValueError for settings that cannot be met, SweepBusy if another sweep writes to the same place.
     """
     config = read_config(config)

@@ -33,7 +33,8 @@ class Event:
 
 
 class EventLog:
-    """Writes the log of one start of a sweep during a `with` block. After a kill, only the last lines are missing."""
+    """Writes the log of one start of a sweep during a `with` block. After a kill, the newest lines may be missing; in
+    an object store, all lines since the last upload."""
 
     def __init__(self, store: SweepStore) -> None:
         began = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
@@ -55,7 +56,8 @@ class EventLog:
             self._put()
 
     def write(self, event: Event, **more: object) -> None:
-        """Adds an event to the log, with the time and the fields `more`. On a full disk, the event is lost."""
+        """Adds an event to the log, with the time and the fields `more`. If the write to a folder fails, as on a full
+        disk, the event is lost and no error is raised."""
         fields = {k: v for k, v in asdict(event).items() if v not in ("", None)}
         fields |= fields.pop("outcome", {})
         fields = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields, **more}
@@ -91,7 +93,7 @@ class EventLog:
 
 def seconds_by_model(store: SweepStore, keys: Mapping[str, ModelKey]) -> dict[ModelKey, tuple[float, float]]:
     """Returns {model key: (mean seconds of a committed cell, mean seconds of loading the model)}, from a sweep's event
-    logs.
+    logs. A model without a committed cell in the logs is left out; seconds of loading that no log has are 0.
 
     keys: the model key of each cell, by the cell's digest. A model key is (name, dtype, adapter, products, device).
     """

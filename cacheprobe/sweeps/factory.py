@@ -107,7 +107,8 @@ def make_changes(change: Change, request_ids: Iterable[int], states: "Tensor | N
 def lens_folder(text: str) -> Path | None:
     """Returns the directory in the text of a lens, such as tuned:lenses/smollm2; None for "logit".
 
-    Raises: ValueError for an unknown lens, or a stored lens without a directory.
+    Raises: ValueError for an unknown lens, a lens that is not stored in a directory, a directory after "logit", and no
+    directory after another name. Does not check that the directory exists.
     """
     name, _, folder = text.partition(":")
     if name not in (known := plug_in_names("lenses")):

@@ -48,7 +48,8 @@ class ModelFacts:
 
 @cache
 def model_facts(name: str) -> ModelFacts:
-    """Returns the ModelFacts of a model, by a name or directory for `load_model`. Raises: ModelError if unknown."""
+    """Returns the ModelFacts of a model, by a name or directory for `load_model`. Raises: ModelError for a model that
+    is unknown or not supported, or whose files cannot be read."""
     from cacheprobe.models.known import shipped_folder
     from cacheprobe.models.thinking.store import is_thinking_folder
 
@@ -69,7 +70,8 @@ def _thinking_facts(name: str, folder: Path) -> ModelFacts:
 
 
 def _plain_facts(name: str) -> ModelFacts:
-    """Returns the ModelFacts of a Hugging Face model. Raises: ModelError if config or tokenizer cannot be loaded."""
+    """Returns the ModelFacts of a Hugging Face model. Raises: ModelError if config or tokenizer cannot be loaded, or
+    for an architecture that cacheprobe does not support."""
     from transformers import AutoConfig, AutoTokenizer
 
     from cacheprobe.models.known import SMOLLM2, require_known
@@ -101,6 +103,7 @@ def _plain_facts(name: str) -> ModelFacts:
 @cache
 def folder_digest(folder: Path) -> str:
     """Returns a hash of the names and bytes of all files in `folder`, at any depth: 20 hexadecimal digits.
+    Later calls in the same process return the first result, even if the files have changed.
 
     Raises: ValueError if there is no such folder.
     """

@@ -50,7 +50,8 @@ code that made the shard; bytes; tables: names of its Parquet files; layers: `me
 
 
 def refresh(store: SweepStore) -> pa.Table:
-    """Returns an Arrow table with one line for each committed shard (saved run). Also stores the table if possible."""
+    """Returns an Arrow table with one line for each committed shard (saved run). If the stored table lacks or exceeds
+    these shards, also tries to store the new one."""
     committed = store.committed()
     stored = _stored(store)
     known = set(stored["digest"].to_pylist())
@@ -68,8 +69,8 @@ def refresh(store: SweepStore) -> pa.Table:
 
 
 def _stored(store: SweepStore) -> pa.Table:
-    """Returns the stored Arrow table; an empty table if none is stored, or if the stored one is damaged or has other
-    columns."""
+    """Returns the stored Arrow table; an empty table if none is stored, if Arrow finds the stored file invalid, or if
+    the stored table has other columns."""
     data = store.read(INDEX)
     if data is not None:
         try:

@@ -17,7 +17,7 @@ from cacheprobe.sweeps.storage.store import SweepStore
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds the cells (runs) of a sweep in the order of the grid, with their settings and estimated sizes."""
+    """Holds the cells (runs) of a sweep in the order of the grid or list, with their settings and estimated sizes."""
 
     config: SweepConfig
     cells: Mapping[str, Cell]
@@ -43,8 +43,8 @@ class Plan:
 
 
 def make_plan(config: SweepConfig) -> Plan:
-    """Returns the Plan of a sweep, with all cells of the sweep. Raises: ValueError with all reasons if any cell is
-    impossible."""
+    """Returns the Plan of a sweep, with all cells of the sweep. Raises: ValueError, with up to 8 reasons, if any cell
+    is impossible."""
     chosen = list(combinations(config))
     prompts = require_possible(chosen, config.run)
     cells, sizes = {}, {}
@@ -76,7 +76,7 @@ def _sources(axes: JsonDict) -> dict[str, str]:
 def require_room(plan: Plan, store: SweepStore, missing: Mapping[str, Cell]) -> float:
     """Returns the bytes that are left of the disk budget for the missing cells; infinity without a budget.
 
-    Raises: ValueError if committed and missing cells together would exceed the budget.
+    Raises: ValueError if the committed cells and the estimate for the missing ones together exceed the budget.
     """
     budget = plan.config.disk_budget_gb
     if budget is None:

@@ -17,6 +17,7 @@ class ProgressTable:
     """Shows the progress of a sweep while the `with` block runs: a live table on a terminal, plain lines elsewhere.
 
     total: number of cells in the plan.  done: number of cells committed before.  names: labels of the cells, by digest.
+    enabled: False shows no table and prints no lines.
     """
 
     def __init__(self, total: int, done: int, names: dict[str, str], backend: str, enabled: bool) -> None:
@@ -44,8 +45,8 @@ class ProgressTable:
             self._live = None
 
     def show(self, event: Event) -> None:
-        """Adds an event to the counts. Updates the live table; without a terminal, prints a line at most every
-        SECONDS_BETWEEN_LINES seconds."""
+        """Adds an event of the sweep to the counts. If enabled, updates the live table on a terminal, and elsewhere
+        prints a line at most every SECONDS_BETWEEN_LINES (20) seconds."""
         if event.event == "started":
             self.running[event.worker] = self.names.get(event.digest, event.digest)
         elif event.event == "worker_died":

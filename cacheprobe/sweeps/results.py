@@ -29,7 +29,8 @@ _RENAMED = "replace (if(status = 'candidate', 'superseded', status) as status)"
 
 
 class Sweep:
-    """Holds the committed cells (runs) of a sweep, as tables and as Traces. Tables are read at first use.
+    """Holds the committed cells (runs) of a sweep, as tables and as Traces. Saved runs are read when a query or a Trace
+    needs them.
 
     cells: one line for each cell: digest; its axes (model, dtype, adapter, products, task, drafter, window_rows, lens,
         intervention, seed); requests, tokens, steps, drafted, rolled_back, acceptance, mean logprob_nats of the
@@ -64,7 +65,8 @@ class Sweep:
 
     @property
     def layers(self) -> pd.DataFrame:
-        """DataFrame with one line for each cell, layer and status: digest, axes, columns of `measures.by_layer`."""
+        """DataFrame with one line for each cell, layer and status of rows: digest, axes, number of rows, and what a
+        lens read there: rank_median, logprob_nats_mean, agrees_mean, entropy_nats_mean."""
         return self.query("select * from layers")
 
     def query(self, sql: str) -> pd.DataFrame:
@@ -73,7 +75,7 @@ class Sweep:
         Tables: cells, layers, and the tables of the shards: hypotheses, rows, events, ledger and thoughts. The first
         column of a shard table is the cell's digest: `... from hypotheses join cells using (digest)`. Files of shards
         are opened only if the query names their table.
-        Raises: ValueError with DuckDB's message for SQL that DuckDB refuses.
+        Raises: ValueError for an empty query, without DuckDB, and with DuckDB's message for SQL that DuckDB refuses.
         """
         if not sql.strip():
             raise ValueError('the query is empty; ask, for one, "select * from cells"')
@@ -142,7 +144,7 @@ def load_sweep(url: "str | Path", *, all_versions: bool = False) -> Sweep:
 
     url: folder or fsspec address of the sweep.  all_versions: also include shards that the newest plan does not list,
     from other settings or other versions of the code (column `code`).
-    Raises: ValueError if there is no sweep at `url`.
+    Raises: ValueError if there is no sweep at `url`, or one of another format version.
     """
     store = SweepStore(url)
     plan = store.read_json(PLAN)

@@ -131,7 +131,10 @@ class SweepRunSettings(_Strict):
 
 
 class Resources(_Strict):
-    """Holds the number of workers, and the resources of each; a worker loads one model. Only `threads` changes bits."""
+    """Holds the number of workers, and each worker's resources. Only `threads` changes bits of the results.
+
+    A worker has one model loaded at a time.
+    """
 
     workers: Count = 2
     num_cpus: Annotated[float, Field(ge=0)] = 1
@@ -154,11 +157,12 @@ class SweepConfig(_Strict):
     run: SweepRunSettings = SweepRunSettings()
     resources: Resources = Resources()
     disk_budget_gb: Annotated[float, Field(gt=0)] | None = None
-    """Largest size of all results, in GB: a sweep whose estimated results are larger is refused."""
+    """Largest size of all results, in GB. A sweep whose estimated results are larger is refused; a running sweep starts
+    no more cells once the budget is used up."""
 
     @model_validator(mode="after")
     def _one_source(self) -> "SweepConfig":
-        """Checks that the file has either a grid or a list of cells, but not both. Raises: ValueError otherwise."""
+        """Checks that the file has either a grid or a list of cells that is not empty. Raises: ValueError otherwise."""
         if (self.grid is None) == (self.cells is None):
             raise ValueError("give either grid: (lists of values) or cells: (a list of combinations)")
         if self.cells is not None and not self.cells:
@@ -167,7 +171,7 @@ class SweepConfig(_Strict):
 
     @model_validator(mode="after")
     def _gpus_are_used(self) -> "SweepConfig":
-        """Checks that a sweep whose workers take GPUs also runs on a GPU. Raises: ValueError otherwise."""
+        """Checks that `run.device` is a GPU if `resources.num_gpus` is above 0. Raises: ValueError otherwise."""
         if self.resources.num_gpus and self.run.device == "cpu":
             raise ValueError("resources.num_gpus takes GPUs, and run.device is the CPU; write run: {device: cuda}")
         return self

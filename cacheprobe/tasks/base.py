@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
         ...
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
-        """Returns the messages of a conversation as one text, in the chat format of the tokenizer's model."""
+        """With tokenize=False, returns the messages of a conversation as one text in the chat format of a model."""
         ...
 
 
@@ -136,7 +136,8 @@ class Example:
     def state_at(self, num_chars: int) -> str | None:
         """Returns the true state, as text, after the first `num_chars` characters of `prompt`.
 
-        The state is None before the first initial state is fully stated, and between questions.
+        The state is None until the first question's initial state is fully stated, and after a worked example's answer
+        until the next question's initial state is.
         """
         return self._placed_in(self.prompt).state_at(num_chars)
 
@@ -144,7 +145,7 @@ class Example:
         """Returns the text that the model reads: `prompt`, or with `chat` the conversation in the chat template.
 
         Worked examples are earlier turns of the conversation. Only `chat` needs the tokenizer.
-        Raises: ValueError if `chat` is set and the tokenizer has no chat template.
+        Raises: ValueError if `chat` is set and no tokenizer with a chat template is given.
         """
         if not self.chat:
             return self.prompt
@@ -161,16 +162,17 @@ class Example:
     def rendering(self, tokenizer: Tokenizer | None = None) -> Rendering:
         """Returns a Rendering: the text of `prompt_text`, with the true state at each character.
 
-        The state is None before the initial state of the first question is fully stated, and between questions. Inside
-        a shot, including its answer, the state is that shot's own. After the last operation, the final state holds.
+        The state is None until the first question's initial state is fully stated, and after a worked example's answer
+        until the next question's initial state is. After the last operation, the final state holds.
+        Raises: ValueError as `prompt_text` does, or if the chat template changes a question or a worked answer.
         """
         return self._placed_in(self.prompt_text(tokenizer))
 
     def states_after_tokens(self, tokenizer: Tokenizer, *, add_special_tokens: bool = False) -> list[str | None]:
         """Returns the list of true states (text or None), one after each token of `prompt_text`.
 
-        An operation changes the state at the token that completes the operation's words (" fl", "ips": at "ips"), even
-        if that token contains further characters. Special tokens do not change the state.
+        A new state holds from the token that completes the operation's words on (" fl", "ips": at "ips"), even if that
+        token contains further characters. Tokens that `add_special_tokens` adds do not change the state.
         """
         rendering = self.rendering(tokenizer)
         states, num_chars = [], 0
@@ -182,9 +184,10 @@ class Example:
     def completing_tokens(
         self, tokenizer: Tokenizer, *, add_special_tokens: bool = False
     ) -> tuple[list[int], list[int]]:
-        """Returns two lists: the token ids of `prompt_text`, and the index of the token that completes each operation.
+        """Returns two lists: the token ids of `prompt_text`, and for each operation of the question (not of the worked
+        examples) the index of the token that completes the operation's words.
 
-        Raises: ValueError for a tokenizer without character offsets.
+        Raises: ValueError for a tokenizer without character offsets, or with `chat` without a chat template.
         """
         rendering = self.rendering(tokenizer)
         ids, ends = _with_ends(tokenizer, rendering.text, add_special_tokens)
@@ -215,7 +218,7 @@ class Example:
 
     def _placed_in(self, text: str) -> Rendering:
         """Returns a Rendering of `text`, with the true state at each character. Raises: ValueError if `text` does not
-        contain all questions and worked answers unchanged."""
+        contain all questions and worked answers, unchanged and in their order."""
         changes: list[tuple[int, str | None]] = []
         cursor = start = 0
         for index, question in enumerate((*self.shots, self.question)):
@@ -256,9 +259,10 @@ def _name(tokenizer: Tokenizer | None) -> str:
 
 
 def parse_answer(text: str, words: Sequence[str] = ("heads", "tails")) -> str | None:
-    """Returns the answer in a generated text: the one of `words` that occurs first; None if no word occurs.
+    """Returns the answer in a generated text: the one of `words` that occurs first; None if none of `words` occurs.
 
-    Only whole words count; upper and lower case are equal.
+    Only whole words count; upper and lower case are equal. If two of `words` begin at one place, the one listed first
+    is returned.
     """
     groups = "|".join(f"({re.escape(word)})" for word in words)
     found = re.search(rf"\b(?:{groups})\b", text, re.IGNORECASE)
@@ -316,7 +320,7 @@ def accuracy_by(
 def accuracy(examples: Sequence[Example], texts: Sequence[str]) -> Accuracy:
     """Returns the Accuracy of `texts`: for each example, what a model generated after the prompt, without the prompt.
 
-    Raises: ValueError if the examples do not have the same possible answers.
+    Raises: ValueError if the examples differ in their possible answers, or without one text for each example.
     """
     if not examples or len(examples) != len(texts):
         raise ValueError(f"give one text for each of one or more examples, got {len(examples)} and {len(texts)}")

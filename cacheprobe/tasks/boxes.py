@@ -81,9 +81,9 @@ class Boxes(CountedTask):
 
     At first, each object is in a random box with room, or with probability 1/3 in none. Each operation is put, remove
     or move, chosen uniformly among the possible ones, then with a random possible object and boxes. Contents are named
-    in alphabetical order. The question is about a random box; answers are not balanced, and "nothing" is more frequent
-    than the rest.
-    Score with `accuracy_by(examples, texts, affecting)`: the more operations affect the box, the harder the question.
+    in alphabetical order. The question is about a random box. Answers are not equally likely: with the default
+    settings, "nothing" is the most frequent.
+    `accuracy_by(examples, texts, affecting)` groups the score by the number of operations on the question's box.
     """
 
     steps: int = 4

@@ -102,7 +102,7 @@ class CoinTask(CountedTask):
 class CoinFlip(CoinTask):
     """Generates coin-flip questions: `people` with random names each flip the coin, or do not.
 
-    flip_probability: probability that a person flips, independently of the others.
+    flip_probability: probability that a person flips; `balanced` together with a fixed `initial` changes it.
     initial: side at the start: "heads", "tails", or "random".
     balanced: exactly half of the examples have the answer heads (for an odd n, one more or one fewer). Of examples 0
     and 1, 2 and 3, ..., one has the answer heads and one tails, in random order. The chosen answer is reached in one of
@@ -111,8 +111,8 @@ class CoinFlip(CoinTask):
     - a fixed initial: the flips are drawn given that their number is odd (or even). With one person, the answer decides
     the flip; in general the share of flips equals `flip_probability` only if that is 0.5.
     If not balanced, flips are Bernoulli, a random initial state is a fair coin, and both determine the answer.
-    shots: number of worked examples before the question, drawn for each example by the same rules, with names that the
-    question does not use.
+    shots: number of worked examples before the question, drawn for each example by the same rules, if `distinct` with
+    names that the question does not use.
     chat: the model reads the example in a chat template, with the worked examples as earlier turns.
     distinct: no name occurs twice in a question. Otherwise each name is any of `names`, also in the worked examples, so
     there can be more people than names.
@@ -151,7 +151,7 @@ class CoinFlip(CoinTask):
         return vocabulary_of([*(q.text + q.answer for q in phrases), *self.names, SHOT_SEPARATOR * bool(self.shots)])
 
     def examples(self, n: int, seed: int = 0) -> list[Example]:
-        """Returns a list of `n` independent Examples. Example i depends on the settings, `seed` and i, not on `n`.
+        """Returns a list of `n` Examples. Example i depends on the settings, `seed` and i, not on `n`.
 
         The question does not depend on `shots` and `chat`. With few people and many examples, questions repeat. Sets
         with one seed and different other settings share random draws: for independent sets, use different seeds.
@@ -191,6 +191,7 @@ class CoinFlip(CoinTask):
 def answer_token_ids(tokenizer: Tokenizer, *, chat: bool = False) -> tuple[int, ...]:
     """Returns the ids of the first tokens of the answers heads and tails, as encoded directly after a question.
 
-    Raises: ValueError if both answers begin with the same token.
+    Raises: ValueError if both answers begin with the same token, or the tokenizer joins an answer to the token before;
+    with `chat`, also for a tokenizer without a chat template.
     """
     return Example(coin_question("heads", [("Alice", True)]), chat=chat).answer_token_ids(tokenizer)

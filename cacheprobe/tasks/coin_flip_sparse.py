@@ -20,7 +20,7 @@ CLOSING = "What's the state? A:"
 @register("tasks", "coin_flip_sparse")
 @dataclass(frozen=True)
 class CoinFlipSparse(CoinTask):
-    """Generates coin-flip questions among filler words: only the share `density` of the chunks has an operation.
+    """Generates coin-flip questions among filler words; about the share `density` of the chunks has an operation.
 
     chunk: number of tokens of the word tokenizer that a Thinking States model reads at a time.
     The prompt is whole chunks: first those of the opening statement, then round(people / density) chunks, then those of

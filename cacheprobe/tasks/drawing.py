@@ -15,10 +15,10 @@ T = TypeVar("T", bound="CountedTask")
 
 
 class Task(ABC):
-    """Generates questions of one kind. Every subclass is a frozen dataclass of its settings."""
+    """Generates questions of one kind. A subclass should be a frozen dataclass of its settings."""
 
     answers_are_even: ClassVar[bool] = True
-    """Whether all answers are equally likely, so that no constant answer is better than chance."""
+    """Whether the default settings make all answers equally likely; a constant answer is then no better than chance."""
 
     @property
     @abstractmethod
@@ -49,7 +49,7 @@ class Task(ABC):
         numbers."""
 
     def examples(self, n: int, seed: int = 0) -> list[Example]:
-        """Returns a list of `n` independent Examples. Example i depends on the settings, `seed` and i, not on `n`."""
+        """Returns a list of `n` Examples. Example i depends on the settings, `seed` and i, not on `n`."""
         check_count("n", n, at_least=1)
         check_count("seed", seed)
         return [self.example(index, seed) for index in range(n)]

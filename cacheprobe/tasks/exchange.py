@@ -48,9 +48,9 @@ def from_dataset(rows: Dataset) -> list[Example]:
     """Returns the list of examples in a Dataset: one from `to_dataset`, or one of public coin-flip questions.
 
     A public set, such as skrishna/coin_flip, has only `inputs` and `targets`: is a coin still heads up, yes or no? Its
-    texts stay as they are, except that a missing "A:" is added at the end. Other columns are not read.
-    Raises: ValueError, with index and text, for a row that is not a question of these kinds, or whose columns
-    contradict each other.
+    texts stay as they are, but white space at the end is cut and a missing "A:" added. Other columns are not read.
+    Raises: ValueError for a missing column, for no rows, and with the row's index for a row that is not a question of
+    these kinds, or whose columns contradict each other.
     """
     missing = {"inputs", "targets"} - set(rows.column_names)
     if missing:

@@ -27,7 +27,8 @@ def save_examples(path: str | Path, examples: Iterable[Example]) -> None:
 def load_examples(path: str | Path) -> list[Example]:
     """Returns the list of examples in a file that `save_examples` wrote.
 
-    Raises: ValueError with path and line for an invalid record, or a coin flip whose text and events disagree.
+    Raises: ValueError for a file without examples, and with path and line for an invalid record, or a coin flip whose
+    text and events disagree.
     """
     examples = []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
@@ -65,7 +66,8 @@ def example_record(example: Example) -> dict[str, object]:
 
 
 def example_from_record(record: Unchecked) -> Example:
-    """Returns the Example of a dictionary from `example_record`. Raises: ValueError for an invalid record."""
+    """Returns the Example of a dictionary from `example_record`. Raises: ValueError for an invalid record, TypeError
+    for a number in place of a list."""
     is_coin_flip = not isinstance(record, dict) or "question" not in record
     required = {"prompt", "answer", "events", "states"} if is_coin_flip else {"question"}
     _check_fields(record, required, {"shots", "chat"})
@@ -91,7 +93,8 @@ def _is_coin_flip(question: Question) -> bool:
 
 
 def _coin_question_of(record: Unchecked) -> Question:
-    """Returns the coin-flip question with a record's events. Raises: ValueError if the record's states disagree."""
+    """Returns the coin-flip question with a record's events. Raises: ValueError for an event that is not [name, flag],
+    or states that do not follow from the events; TypeError for a number in place of a list."""
     events, states = record["events"], tuple(record["states"])
     for event in events:
         if len(event) != 2 or type(event[0]) is not str or type(event[1]) is not bool:
@@ -103,7 +106,8 @@ def _coin_question_of(record: Unchecked) -> Question:
 
 
 def _question_of(record: Unchecked) -> Question:
-    """Returns the Question with a record's fields. Raises: ValueError for a missing field or a wrong type."""
+    """Returns the Question with a record's fields. Raises: ValueError for a missing or unknown field, for values of
+    another type, or that contradict each other; TypeError for a number in place of a list."""
     _check_fields(record, FIELDS, set())
     for field in ("text", "answer"):
         if type(record[field]) is not str:
@@ -122,8 +126,8 @@ def _with_tuples(value: Unchecked) -> Unchecked:
 
 
 def _check_fields(record: object, required: set[str], optional: set[str]) -> None:
-    """Checks that `record` is a dictionary with all `required` keys, and that other keys are `optional` ones. Raises:
-    ValueError otherwise."""
+    """Checks that `record` is a dictionary with all `required` keys, and that all its other keys are in `optional`.
+    Raises: ValueError otherwise."""
     keys = set(record) if isinstance(record, dict) else set()
     if not required <= keys <= required | optional:
         raise ValueError(f"expected an object with {sorted(required)}, perhaps {sorted(optional)}, got {record!r:.80}")

@@ -15,12 +15,13 @@ NAMES = tuple(
     """.split()
 )
 HELD_OUT_NAMES = NAMES[3::4]
-"""Every fourth name. No training uses these names, so that a test can use names that a model was not trained on."""
+"""Every fourth name. LoRA trainings do not use these names, so that a test has names that no adapter was trained on."""
 TRAIN_NAMES = tuple(name for name in NAMES if name not in HELD_OUT_NAMES)
 
 
 def check_names(names: Sequence[str], needed: int, why: str, remedy: str, what: str = "names") -> None:
-    """Checks names. Raises: ValueError if fewer than `needed`, repeated, or not words with single spaces between them.
+    """Checks names. Raises: ValueError for one string in place of a sequence, for fewer than `needed` names, a repeated
+    name, or a name that is not words with single spaces between them.
 
     why, remedy: first and last part of the error message about too few names.  what: the plural noun in the messages.
     """

@@ -1,6 +1,7 @@
 """Generates questions on permutations: the contents of cups are swapped, or elements of a symmetric group multiplied.
 
-Source: Li, Guo and Andreas 2025, arXiv 2503.02854: the word problem on S3 and S5; the state is the running product.
+Source: Li, Guo and Andreas 2025, arXiv 2503.02854: the word problem on the symmetric groups S3 and S5; the state is the
+running product.
 """
 
 from __future__ import annotations

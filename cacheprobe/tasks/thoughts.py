@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 FORMATS = ("state", "restate", "repeat", "delta")
 """Names of the rules that say which text the thought after a chunk is.
 state: after each operation that ends in the chunk, the question's thought for it (the state, in most tasks).
-restate: in every chunk, the state after the last operation that has ended so far; before the first, the stated initial
-state.
+restate: in every chunk from the one that completes the statement of the initial state on, the state after the last
+operation that has ended so far; before the first operation, the initial state.
 repeat: like restate, but with the question's thought instead of the state.
 delta: like state, but only for operations that change the state.
 The statement of the initial state is no operation. A chunk to which the rule gives no text has an empty thought (<eos>
@@ -138,7 +138,8 @@ def annotate_all(
 
 
 def _require_choices(chunk: int, form: str, max_thought: int | None, chain: str | None) -> None:
-    """Checks arguments of `annotate_all`. Raises: ValueError for an unknown form or chain, or a length below 1."""
+    """Checks arguments of `annotate_all`. Raises: ValueError for an unknown form or chain, or a chunk or max_thought
+    that is not a whole number of at least 1."""
     check_count("chunk", chunk, at_least=1)
     check_choice("form", form, FORMATS)
     if chain is not None:
@@ -201,7 +202,8 @@ def _token_of(encoding: Encoding, char: int) -> int:
 
 
 def _end_of_prompt(question: Question, encoding: Encoding) -> int:
-    """Returns the number of tokens of the question without its answer. Raises: ValueError if a token contains both."""
+    """Returns the number of tokens of the question without its answer. Raises: ValueError if one token holds the end of
+    the question and the start of the answer."""
     count = _token_of(encoding, len(question.text.rstrip()) - 1) + 1
     if encoding.offsets[count - 1][1] > len(question.text):
         raise ValueError(

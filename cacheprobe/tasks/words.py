@@ -39,7 +39,8 @@ def word_tokenizer(vocabulary: Sequence[str]) -> PreTrainedTokenizerFast:
     <pad> is 0, <eos> 1, <unk> 2; encoding adds no special token. A word is the same token with or without a space
     before the word. Decoding puts one space between words and none before a mark, which restores every task's texts.
     Encoding turns other words into <unk>; `encode_strictly` raises an error for such a text.
-    Raises: ValueError for an empty vocabulary, a repeated word, or an entry that is not a single word or mark.
+    Raises: ValueError for an empty vocabulary, a repeated word, or an entry that is not a single word or mark, or that
+    contains one of these three special tokens.
     """
     for word in vocabulary:
         if split_words(word) != [word] or any(token in word for token in SPECIAL_TOKENS):
@@ -62,12 +63,13 @@ def word_tokenizer(vocabulary: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, path: str | Path) -> None:
-    """Writes a word tokenizer to `path` as one JSON file, such as tokenizer.json; `save_pretrained` works as well."""
+    """Writes a word tokenizer to `path` as one JSON file, such as tokenizer.json, for `load_tokenizer`."""
     tokenizer.backend_tokenizer.save(str(path))
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
-    """Returns the word tokenizer in a JSON file of `save_tokenizer`. Raises: ValueError for a file of other content."""
+    """Returns the word tokenizer in a JSON file of `save_tokenizer`. Raises: ValueError if the file's vocabulary does
+    not give <pad>, <eos> and <unk> the ids 0, 1 and 2."""
     from tokenizers import Tokenizer
 
     text = Path(path).read_text(encoding="utf-8")

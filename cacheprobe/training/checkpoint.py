@@ -42,6 +42,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def other_settings(stored: Mapping[str, object], requested: Mapping[str, object]) -> str:
-    """Returns text that lists every setting with different values in `stored` and `requested`; "" if all are equal."""
+    """Returns text that lists every setting with different values in `stored` and `requested`; "" if all are equal. A
+    setting that one of them lacks counts as None."""
     names = [name for name in {**stored, **requested} if stored.get(name) != requested.get(name)]
     return ", ".join(f"{name}={stored.get(name)!r} there, {requested.get(name)!r} asked" for name in names)

@@ -98,7 +98,8 @@ class Loop:
         """Starts at step 0, or loads the checkpoint in `folder` if there is one.
 
         weights: the trained tensors, by name.  folder: None for no checkpoints.
-        Raises: ValueError for a checkpoint that is broken, of other settings, or of an earlier version.
+        Raises: ValueError for a checkpoint that cannot be read, lacks a weight, has other settings, or is of an earlier
+        version.
         """
         self.weights, self.optimizer, self.settings, self.folder = weights, optimizer, settings, folder
         self.step, self.cpu_seconds = 0, 0.0
@@ -120,8 +121,8 @@ class Loop:
         gradients_of(step): computes the gradients of a step, and returns the losses by name.
 
         A step's random draws must depend only on the step's number, so that a resumed run equals an uninterrupted one.
-        A checkpoint is written after every `save_every` steps and after the last step. Before each write, the caller
-        receives the step's StepReport, and can update `notes`.
+        With a folder, a checkpoint is written after step `save_every`, twice `save_every`, ... and after the last step.
+        Before each write, the caller receives the step's StepReport, and can update `notes`.
         Raises: FloatingPointError if a loss is not finite; the last checkpoint stays.
         """
         settings, weights = self.settings, list(self.weights.values())
@@ -194,7 +195,7 @@ class ModelLoop(Loop):
         step.
 
         losses_of(step): returns the losses of a step by name. Checkpoints and errors are as in `run`. The model is in
-        training mode during the steps, and in evaluation mode after the iterator's last StepReport. If the caller stops
+        training mode during the steps, and in evaluation mode once the iterator is exhausted. If the caller stops
         earlier, training mode stays on.
         """
 

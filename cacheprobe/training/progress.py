@@ -4,8 +4,8 @@ from cacheprobe.core.progress import Progress
 
 
 class TrainingProgress(Progress):
-    """Shows a progress bar of training steps. Call the TrainingProgress with (number of steps done, short text) after
-    every step.
+    """Shows the progress of training steps while a `with` block runs: a bar on a terminal, plain lines elsewhere. The
+    caller calls the TrainingProgress with (number of steps done, short text) after every step.
 
     `say` prints a line that stays above the bar.
     """

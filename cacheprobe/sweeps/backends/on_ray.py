@@ -69,7 +69,7 @@ class _Watch:
         return True
 
     def _give_up_after_a_while(self, why: str) -> None:
-        """Raises: ConnectionError if the last good check was more than SECONDS_WITHOUT_HEAD ago."""
+        """Raises: ConnectionError if the last good check was more than SECONDS_WITHOUT_HEAD seconds ago."""
         if time.monotonic() - self._seen > SECONDS_WITHOUT_HEAD:
             raise ConnectionError(f"{why}; start one again")
 
@@ -114,7 +114,8 @@ class _RayWorker:
 
 @register("sweeps.backends", "ray")
 def on_ray(waiting: Waiting, job: Job) -> Iterator[Event]:
-    """Runs the waiting cells (runs) on a Ray cluster, and yields an Event when a cell starts or ends, or an actor dies.
+    """Runs the waiting cells (runs) on a Ray cluster, and yields an Event when a cell starts or ends, or when an actor
+    dies and may not be restarted.
 
     Joins the cluster at `job.address`, or starts one on this machine and stops it at the end. The results must be in a
     place to which every node can write: a shared folder, or an object store.
@@ -178,7 +179,8 @@ def _report_lost_actor(worker: _RayWorker, waiting: Waiting, error: Exception, g
 
 
 def _give_next_cell(worker: _RayWorker, waiting: Waiting, running: dict[Hashable, _RayWorker]) -> Iterator[Event]:
-    """Starts the next waiting cell on the worker's actor, and yields the Event. Ends the actor if no cell is left."""
+    """Starts the next waiting cell on the worker's actor, and yields the Event. Ends the actor if no cell is left, or
+    if the sweep was stopped."""
     if (cell := waiting.take(worker.model_key)) is None:
         worker.end()  # frees its resources for other workers
         return
@@ -212,7 +214,8 @@ def _join(ray: ModuleType, job: Job) -> None:
 
 
 def _connection_error(address: str, seconds: float) -> str:
-    """Returns the connection error as text if `address` is HOST:PORT and nothing listens there, else ''."""
+    """Returns the error of a connection to `address` as text; '' if the connection succeeds within `seconds`, or if
+    `address` is not HOST:PORT (not tried)."""
     host, _, port = address.rpartition(":")
     if "/" in address or not port.isdigit():  # "auto", ray://...: Ray finds the cluster itself
         return ""

@@ -24,8 +24,8 @@ _CLIENTS = {
 
 
 class ShortErrors:
-    """Wraps an fsspec client so that every failure is an OSError with a message of one line; FileNotFoundError and
-    FileExistsError stay as they are.
+    """Wraps an fsspec client so that every exception of a method becomes an OSError with a message of one line, except
+    FileNotFoundError and FileExistsError.
 
     Each client has errors of its own, some with a message of a page.
     """
@@ -84,7 +84,8 @@ def opened(url: str) -> tuple[Any, str, bool]:
 def put_new(fs: ShortErrors, path: str, data: bytes) -> None:
     """Puts an object into a store on the condition that no object at `path` exists.
 
-    Raises: FileExistsError if one exists, OSError if the store does not support the condition.
+    Raises: FileExistsError if one exists, OSError for another failure, as of a store that refuses the condition. A
+    store that ignores the condition overwrites the object.
     """
     if not any(base.__module__ == "obstore.fsspec" for base in type(fs.client).__mro__):
         return fs.pipe_file(path, data, mode="create")

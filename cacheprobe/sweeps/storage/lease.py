@@ -30,8 +30,8 @@ class SweepBusy(RuntimeError):
 def leased(store: SweepStore) -> Iterator[None]:
     """Takes the lease of an object store for the time of a `with` block, and renews it in a thread.
 
-    Raises: SweepBusy if another sweep has the lease, ValueError if the store ignores conditions, OSError if it refuses
-    them.
+    Raises: SweepBusy if another sweep has the lease. The lease is put on the condition that no such object exists:
+    ValueError if the store ignores this condition, OSError if the store refuses it.
     """
     holder = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
     name = _take(store, holder)
@@ -59,7 +59,7 @@ def leased(store: SweepStore) -> Iterator[None]:
 
 def renewed(store: SweepStore, name: str, holder: str) -> bool:
     """Renews the lease `name` of `holder`, and returns True. Returns False, and writes nothing, if the lease is lost:
-    another sweep has taken the next one."""
+    removed, or followed by a lease with a higher number."""
     if not _is_held(store, name, holder) or _newest(store)[0] != _number(name):
         return False
     store.write(name, _lease(holder))
@@ -69,7 +69,8 @@ def renewed(store: SweepStore, name: str, holder: str) -> bool:
 def _take(store: SweepStore, holder: str) -> str:
     """Takes the next lease for `holder`, removes older ones, and returns the name of the new lease.
 
-    Raises: SweepBusy if another sweep has the lease, ValueError if the store ignores conditions.
+    Raises: SweepBusy if another sweep has a lease that has not run out, ValueError if the store puts an object in spite
+    of the condition that it must not exist.
     """
     number, last = _newest(store)
     if last is not None and (left := last["until"] - time.time()) > 0:

@@ -13,8 +13,8 @@ def only_sweep(store: SweepStore, *, alone: bool = False) -> Iterator[None]:
     """Keeps other sweeps from writing to the store during a `with` block: takes a folder's lock, or a lease.
 
     alone: the caller guarantees that no other sweep writes to this object store, so no lease is taken.
-    Raises: SweepBusy if another sweep writes to the store; ValueError if an object store ignores conditions on a put,
-    OSError if it refuses them; ValueError for a folder with `alone`.
+    Raises: SweepBusy if another sweep writes to the store; ValueError for a folder with `alone`; ValueError if an
+    object store ignores the condition that a new object must not exist, OSError if the store refuses this condition.
     """
     if alone:
         if store.is_local:
@@ -27,8 +27,8 @@ def only_sweep(store: SweepStore, *, alone: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _locked(store: SweepStore) -> Iterator[None]:
-    """Takes the file lock of the store's folder for the time of a `with` block. Raises: SweepBusy if another process
-    has the lock.
+    """Takes the file lock of the store's folder for the time of a `with` block. Raises: SweepBusy if another sweep has
+    the lock.
 
     The operating system releases the lock when the process ends.
     """

@@ -79,7 +79,7 @@ class SweepStore:
     # -- shards
 
     def committed(self) -> frozenset[str]:
-        """Returns the digests of all committed shards (saved runs). A shard is committed if it has a manifest."""
+        """Returns a frozenset of the digests of all committed shards (saved runs), which are those with a manifest."""
         if self.is_local:
             folder = self.path(SHARDS)
             shards = (e.name for e in os.scandir(folder) if e.is_dir()) if os.path.isdir(folder) else ()
@@ -99,7 +99,7 @@ class SweepStore:
         return content
 
     def commit(self, digest: str, build: Callable[[Path], object]) -> int:
-        """Commits the shard (saved run) that `build(directory)` writes; returns the size of the shard in bytes."""
+        """Commits the shard (saved run) that `build(temporary directory)` writes; returns the shard's size in bytes."""
         staging = Path(self.path(STAGING)) if self.is_local else Path(tempfile.gettempdir())
         staging.mkdir(parents=True, exist_ok=True)
         directory = staging / f"cacheprobe-{digest}-{secrets.token_hex(4)}"

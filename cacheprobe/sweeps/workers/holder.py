@@ -67,7 +67,8 @@ class Holder:
     def run(self, stored: JsonDict) -> JobOutcome:
         """Runs a cell, given as `Cell.to_json`, and commits its shard (saved run); returns the JobOutcome.
 
-        An exception of the cell is reported in the JobOutcome, not raised.
+        An Exception is reported in the JobOutcome, not raised. A cell planned with other versions of code or libraries
+        is not run.
         """
         cell = Cell.from_json(stored)
         digest, began, load_seconds = cell.digest, time.perf_counter(), 0.0
@@ -88,7 +89,7 @@ class Holder:
         return JobOutcome(digest, seconds=seconds, load_seconds=load_seconds, size=size)
 
     def _load(self, cell: Cell) -> float:
-        """Loads the cell's model, if another model or none is loaded; returns the seconds of loading."""
+        """Loads the cell's model, if another model or none is loaded; returns the seconds, 0 without loading."""
         if self._key == cell.model_key:
             return 0.0
         from cacheprobe.api import load_model

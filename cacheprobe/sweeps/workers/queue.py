@@ -20,10 +20,11 @@ class Waiting:
         return sum(map(len, self._by_model.values()))
 
     def take(self, loaded: ModelKey | None = None) -> Cell | None:
-        """Removes the next cell for a worker from the queues, and returns the cell; None if no cell is left.
+        """Removes the next cell for a worker from the queues, and returns the cell; None if no cell is left, or after
+        `stop`.
 
         loaded: key of the model that the worker has loaded; the cell is of this model if possible. Otherwise the cell
-        is of the model with the most waiting cells for each worker.
+        is of the model with the most waiting cells per worker that has the model loaded, this worker included.
         """
         if self.is_stopped:
             return None

@@ -25,8 +25,8 @@ from cacheprobe.trace.trace import Trace
 def run_cell(cell: Cell, model: CachedLM) -> Trace:
     """Runs a cell on a loaded model, with the cell's number of threads; returns the Trace.
 
-    Examples and noise are drawn from the cell's seed, so cells of one seed have the same prompts. torch's global
-    generator, which cacheprobe does not use, is seeded from the cell's digest.
+    Examples and noise are drawn from the cell's seed, so cells of one task and seed have the same examples. torch's
+    global generator, which cacheprobe does not use, is seeded from the cell's digest.
     Raises: any error of `cacheprobe.run`, and RuntimeError if a request ended with an error.
     """
     threads = torch.get_num_threads()
@@ -59,8 +59,8 @@ def save_cell(cell: Cell, trace: Trace, directory: Path) -> Path:
 
 
 def facts(trace: Trace) -> dict[str, int | float | None]:
-    """Returns a dictionary column of the table of cells -> number measured in a cell's Trace: tokens, steps, accuracy,
-    ..."""
+    """Returns a dictionary column of the table of cells -> number (or None) measured in a cell's Trace: tokens, steps,
+    accuracy, ..."""
     drafted, behaviour = trace.num_drafted, trace.meta["behaviour"] or {}
     nats = [nat for request in trace.requests for nat in trace.logprobs(request.request_id)]
     return {

@@ -37,7 +37,7 @@ class LoraBatch:
 
 
 def examples_of(settings: LoraSettings, step: int) -> list[Example]:
-    """Returns the list of training questions of a step, as Examples, with 1 to `people_at(step)` people.
+    """Returns the list of training questions of a step, as Examples, with 1 to `settings.people_at(step)` people.
 
     All numbers of people are equally likely, and so are all patterns of flips.
     """

@@ -46,7 +46,7 @@ class LoraScore:
         return Accuracy(self.questions, self.forced_correct, 0, chance=0.5)
 
     def as_dict(self) -> dict[str, object]:
-        """Returns a dictionary of the counts, and of both accuracies with the ends of Wilson's 95 % intervals."""
+        """Returns a dictionary of all fields, and of both accuracies with the ends of Wilson's 95 % intervals."""
         figures: dict[str, object] = asdict(self)
         for name in ("accuracy", "forced_accuracy"):
             share: Accuracy = getattr(self, name)

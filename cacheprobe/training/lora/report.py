@@ -81,7 +81,7 @@ def table(cells: dict[str, list[LoraScore]]) -> str:
 
 
 def _text_accuracy(cell: LoraScore) -> str:
-    """Formats the accuracy of the generated texts as text, with the number of texts without an answer, if any."""
+    """Formats the accuracy of the generated texts as text; adds how many texts lack "heads" and "tails", if any."""
     return _format_accuracy(cell.accuracy) + (f", {cell.unparsed} unparsed" if cell.unparsed else "")
 
 

@@ -68,8 +68,8 @@ def train_lora(settings: LoraSettings, out: Path, *, progress: bool = True, chec
     If the training in `out` is finished, returns its record and trains no step.
     out: receives adapter_model.safetensors (float16), adapter_config.json and training.json, beside the checkpoint.
     checkpoint_every: steps between checkpoints, and between evaluations on held-out names.
-    Raises: ValueError if `out` holds a training with other settings, or the adapter would be too large; ModelError for
-    a model that cannot be trained.
+    Raises: ValueError if `out` holds a training with other settings or base weights, or the adapter would be too large
+    or not finite; FloatingPointError for a loss that is not finite; ModelError for a model that cannot be trained.
     """
     if (out / TRAINING).is_file():
         return _finished_record(settings, out)
@@ -157,7 +157,7 @@ def save_adapter(trainer: LoraTrainer, out: Path, state: LoraState) -> LoraRecor
 
 
 def _refuse_large(num_bytes: int) -> None:
-    """Raises: ValueError if an adapter of this size is larger than LARGEST_ADAPTER bytes."""
+    """Raises: ValueError if `num_bytes`, the size of an adapter in float16, is above LARGEST_ADAPTER bytes."""
     if num_bytes > LARGEST_ADAPTER:
         raise ValueError(
             f"the adapter has {num_bytes} bytes in float16, {LARGEST_ADAPTER} at most; lower rank, or raise first_layer"

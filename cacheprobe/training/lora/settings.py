@@ -75,7 +75,8 @@ class LoraSettings:
         return self.learning_rate * (1 + cos(pi * share)) / 2
 
     def command(self) -> str:
-        """Returns the shell command, as text, that trains with these settings: cacheprobe train lora --model ..."""
+        """Returns the shell command, as text, that trains with these settings: cacheprobe train lora --model ... The
+        command works if the settings without a flag, such as `alpha`, have their default values."""
         words = ["cacheprobe train lora", f"--model {self.model}", f"--task {self.task}"]
         for one in fields(self)[2:]:
             if (value := getattr(self, one.name)) != one.default:

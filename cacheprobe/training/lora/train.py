@@ -27,7 +27,7 @@ class LoraTrainer:
 
         model: a transformers causal model in float32.  folder: for checkpoints, from which the training resumes.
 
-        Raises: ModelError for a model that cannot be trained this way.
+        Raises: ModelError without a tokenizer or linear layers to adapt, or if first_layer is beyond the last layer.
         """
         from peft import LoraConfig, get_peft_model
 
@@ -96,7 +96,8 @@ class LoraTrainer:
 
     @torch.no_grad()
     def held_out_shares(self, questions: int = 16) -> dict[str, float]:
-        """Returns a dictionary: for each number of people, as text, the share of answers with a right first token.
+        """Returns a dictionary: for each number of people, as text, the share of questions for which the likeliest next
+        token is the first token of the right answer.
 
         questions: number of questions for each number of people. The questions have held-out names, and are equal at
         each call.

@@ -55,8 +55,8 @@ class ThinkingRecord(TypedDict):
 def train_thinking(
     task: str, preset: str, arm: str, seed: int, out: Path, *, form: str | None = None, progress: bool = True
 ) -> ThinkingRecord:
-    """Trains one arm of a preset, or resumes its training, tests the model, and saves it in `out`. Returns the record
-    (a ThinkingRecord).
+    """Trains one arm (variant, one of ARMS) of a preset, or resumes its training, tests the model, and saves the model
+    in `out`. Returns the record (a ThinkingRecord).
 
     The tests use the model's own thoughts, at the trained and at larger numbers of operations.
     task: name of a preset's task, with - or _.  form: how thoughts are written, if not as in the preset.
@@ -96,8 +96,8 @@ def train_thinking(
 
 
 def _task_of_presets(name: str) -> str:
-    """Returns the key of PRESETS for a task name; the name unchanged if no key is equal. Raises: ModelError for
-    permutations, whose keys are s3 and s5."""
+    """Returns the key of PRESETS for a task name, in which - and _ are equal; the name unchanged if there is no such
+    key. Raises: ModelError for permutations, whose keys are s3 and s5."""
     instead = [preset for preset, task in INSTEAD.items() if name in (task, task.partition(":")[0])]
     if instead and name not in PRESETS:
         raise ModelError(

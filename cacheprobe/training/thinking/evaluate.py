@@ -1,4 +1,5 @@
-"""Measures the accuracy of a Thinking States model, or of a compared arm, with the model's own thoughts and tokens.
+"""Measures the accuracy of a Thinking States model, or of another arm (trained variant), with the model's own thoughts
+and tokens.
 
 Most texts need one pass with gold thoughts. If the model predicts every gold thought and every token to write, a run
 with its own thoughts and tokens has the same states, chunk by chunk, and the pass gives its result. All other texts are
@@ -23,15 +24,15 @@ WRITTEN_AT_ONCE = 60_000
 
 @dataclass(frozen=True)
 class Verdicts:
-    """Holds the results of an evaluation: for each text, whether the answer is right, all thoughts are right, and the
-    text can be parsed."""
+    """Holds the results of an evaluation (not verdicts on draft tokens): for each text, whether the answer is right,
+    all thoughts are right, and the text ends with an answer."""
 
     is_right: tuple[bool, ...]
     """Whether the written answer, up to its end token, is the gold answer; a text without an answer counts as wrong."""
     is_thought_right: tuple[bool, ...]
-    """Whether every thought is the gold one."""
+    """Whether every thought is the gold one; without meaning for an arm without thoughts."""
     is_parsable: tuple[bool, ...]
-    """Whether the written text ended, with a possible answer."""
+    """Whether the written text ended with <eos>, after an answer that is right for at least one evaluated text."""
 
     @property
     def accuracy(self) -> float:
@@ -41,7 +42,7 @@ class Verdicts:
     def counts(self) -> dict[str, int]:
         """Returns numbers of texts by name: texts (all), right (answer), thoughts_right (every thought), unparsed.
 
-        unparsed: the texts without a possible answer.
+        unparsed: the texts that do not end with an answer, see `is_parsable`.
         """
         return {
             "texts": len(self.is_right),
@@ -61,7 +62,7 @@ def evaluate(
     """Runs texts with the model's own thoughts and tokens, and compares both with the gold ones; returns Verdicts
     (three True or False values for each text).
 
-    report: is called with the number of texts done.
+    arm: one of ARMS, the trained variants.  report: is called with the number of texts done.
     Twin: tests.training.test_thinking_training.judged_slowly, ==.
     """
     if not items:
@@ -90,7 +91,8 @@ def evaluate(
 
 @torch.inference_mode()
 def follows_gold(model: ThinkingModel, items: Sequence[Annotated], arm: str) -> list[bool]:
-    """Returns a list: for each text, True if the model predicts every gold thought and every token to write.
+    """Returns a list: for each text, True if the model predicts every gold thought (for an arm with thoughts) and every
+    token to write.
 
     The input of each prediction is the gold text before it (teacher forcing).
     """
@@ -114,7 +116,8 @@ def _judge_own_runs(
 ) -> list[tuple[bool, bool, bool]]:
     """Generates thoughts and a text for each item; returns a list of (answer right, all thoughts right, text parsable).
 
-    answers: the possible answers. A text is parsable if it ends with a possible answer.
+    answers: the right answers of all evaluated texts. A text is parsable if it is one of `answers`; for
+    "chain_of_thought", if it ends with one.
     """
     prompts = [item.token_ids for item in items]
     longest = max(len(tokens_to_write(item, arm)) for item in items) + 8  # also for a text longer than the gold one
@@ -130,8 +133,8 @@ def _judge_own_runs(
 
 
 def _groups(order: Sequence[int], items: Sequence[Annotated], tokens: int) -> list[list[int]]:
-    """Splits text indices, given from the shortest text on, into lists of at most `tokens` tokens, pads included; a
-    longer text is a list of its own."""
+    """Splits text indices, given from the shortest prompt on, into lists of at most `tokens` prompt and answer tokens,
+    pads included; a longer text is a list of its own. The tokens of a chain of thought are not counted."""
     groups: list[list[int]] = []
     for i in order:
         size = len(items[i].token_ids) + len(items[i].answer_ids)

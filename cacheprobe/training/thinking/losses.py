@@ -1,4 +1,4 @@
-"""Computes teacher-forced losses of Thinking States models and of the compared arms.
+"""Computes teacher-forced losses of Thinking States models and of the other arms (trained variants).
 
 Gold thoughts are known, so every chunk state is known: all chunks of all texts run in one pass, and no gradient flows
 from chunk to chunk.
@@ -19,7 +19,7 @@ from cacheprobe.tasks.thoughts import CHAINS, Annotated
 ARMS = ("thinking", "plain", "no_feedback", "chain_of_thought")
 """Names of the trained variants of the model. thinking: the whole model.  plain: the backbone, answer only.
 no_feedback: thoughts are trained, but chunk states are not added.
-chain_of_thought: the backbone; after the prompt, it writes the chain of thought and then the answer."""
+chain_of_thought: the backbone, which writes the chain of thought after the prompt, and then the answer."""
 IGNORED = -100
 
 
@@ -35,7 +35,7 @@ class ThinkingBatch:
 
 
 def collate(annotated: Sequence[Annotated], arm: str, pad_id: int = 0) -> ThinkingBatch:
-    """Returns a ThinkingBatch of texts: each prompt, followed by the tokens that `arm` should write after the prompt.
+    """Returns a ThinkingBatch of texts: each prompt, followed by the tokens that `arm`, one of ARMS, should write.
     Raises: ValueError for an unknown arm, or if the arm writes a chain of thought and a text has none."""
     if arm not in ARMS:
         raise ValueError(f"unknown arm {arm!r}; choose one of {', '.join(ARMS)}")
@@ -56,8 +56,8 @@ def collate(annotated: Sequence[Annotated], arm: str, pad_id: int = 0) -> Thinki
 
 
 def tokens_to_write(item: Annotated, arm: str) -> tuple[int, ...]:
-    """Returns the token ids that `arm` should write after the prompt: the right answer and <eos>, for chain_of_thought
-    after the chain. Raises: ValueError if that chain is missing."""
+    """Returns the token ids that `arm`, one of ARMS, should write after the prompt: the right answer and <eos>; for
+    "chain_of_thought", the chain of thought first. Raises: ValueError if that chain is missing."""
     if arm != "chain_of_thought":
         return item.answer_ids
     if not item.chain_ids:
@@ -66,7 +66,7 @@ def tokens_to_write(item: Annotated, arm: str) -> tuple[int, ...]:
 
 
 def skipping_positions(batch: ThinkingBatch, chunk: int, jump: int, seed: int) -> Int[Tensor, "b t"]:
-    """Returns position ids [b, t] with two random jumps of up to `jump` in each text, at chunk boundaries.
+    """Returns position ids [b, t] that jump ahead at two random chunk boundaries of a text, by fewer than `jump` ids.
 
     Small jumps are likelier. Short texts then contain the distances between positions of long texts.
     Source: positional skip-wise training, Zhu et al. 2023 (arXiv 2309.10400).

@@ -1,4 +1,5 @@
-"""Lists the presets (settings) of all Thinking States trainings. The arms of a preset share data and backbone."""
+"""Lists the presets (settings) of all Thinking States trainings. The arms of a preset (variants of the training, such
+as "plain") share data and backbone."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -22,12 +23,13 @@ class Preset:
     variants: tuple[Mapping[str, float], ...] = ({},)
     """Settings of the task, each trained equally often, so that the model cannot learn a regularity of one variant."""
     form: str = "restate"
-    """One of FORMATS: thoughts in every chunk ("restate"), only after operations ("state"), or only on changes
-    ("delta")."""
+    """One of FORMATS: thoughts in every chunk from the initial state on ("restate", "repeat"), only after operations
+    ("state"), or only on changes ("delta")."""
     chain: str = "operations"
     """One of CHAINS: what the chain of thought writes for each operation."""
     position_jump: int = 6_000
-    """Largest size of each of two jumps of the position ids in a training text: see `skipping_positions`. 0: none."""
+    """At two chunk boundaries of a training text, the position ids skip fewer ids than this number each time: see
+    `losses.skipping_positions`. 0: no id is skipped."""
     attention_crowding: bool = False
     """Whether training adds an attention bias in place of the skipped tokens; see `losses.attention_crowding`."""
     pool: int = 12_000
@@ -36,8 +38,8 @@ class Preset:
     """Fields of ThinkingConfig that differ from the defaults."""
     loop: LoopSettings = field(default_factory=LoopSettings)
     arms: Mapping[str, Mapping[str, int | float]] = field(default_factory=dict)
-    """Arm -> fields of LoopSettings and `position_jump` with other values for that arm, chosen for the accuracy on
-    texts like the trained ones."""
+    """Arm (one of ARMS) -> fields of LoopSettings and `position_jump` with other values for that arm, chosen for the
+    accuracy on texts like the trained ones."""
 
     def tasks(self) -> list[Task]:
         """Returns a list of tasks: for each of `variants`, the task with the largest trained number of operations."""
@@ -48,20 +50,24 @@ class Preset:
         return tuple(sorted({word for task in self.tasks() for word in task.vocabulary()}))
 
     def loop_settings(self, arm: str, seed: int) -> LoopSettings:
-        """Returns the LoopSettings (steps, batch, learning rate) of one training arm, with this seed."""
+        """Returns the LoopSettings (steps, batch, learning rate, ...) with which `arm`, one of ARMS (the variants of
+        the training, such as "plain"), is trained from `seed`."""
         own = {name: value for name, value in self.arms.get(arm, {}).items() if name != "position_jump"}
         return replace(self.loop, seed=seed, **own)
 
     def max_position_jump(self, arm: str) -> int:
-        """Returns the largest size of a jump of the position ids in the training of `arm`; 0 for no jumps."""
+        """Returns a bound for the training of `arm`, one of ARMS (such as "plain"): at two places of a text, the
+        position ids skip fewer ids than this number. 0: no id is skipped. See `losses.skipping_positions`."""
         return int(self.arms.get(arm, {}).get("position_jump", self.position_jump))
 
     def chain_form(self, arm: str) -> str | None:
-        """Returns the form of the chain of thought (one of CHAINS) that `arm` writes before the answer, or None."""
+        """Returns the form (one of CHAINS) of the chain of thought that the model writes before the answer if `arm` is
+        "chain_of_thought"; None for every other arm."""
         return self.chain if arm == "chain_of_thought" else None
 
     def config(self, arm: str, d_vocab: int) -> ThinkingConfig:
-        """Returns the ThinkingConfig of `arm`, for a vocabulary of `d_vocab` tokens. All arms have the same backbone.
+        """Returns the ThinkingConfig with which `arm`, one of ARMS (variants of the training, such as "plain"), is
+        trained, for a vocabulary of `d_vocab` tokens. The arms of a preset have the same backbone.
 
         Raises: ModelError for an unknown arm.
         """

@@ -85,7 +85,8 @@ def own_thoughts(
     """Runs prompts with the model's own thoughts; returns a list: for each prompt, the token ids of the thought after
     each chunk.
 
-    Every prompt must be whole chunks. edit: changes the chunk states before they are added, from the second chunk on.
+    Every prompt must be whole chunks. edit: changes the chunk states before they are added, from the second chunk on;
+    not called if the model does not feed thoughts back.
     """
     config = model.config
     width = config.chunk if config.feeds_back else max(map(len, prompts))  # tokens of a prompt in one pass
@@ -132,8 +133,8 @@ def write(
     max_new_tokens: int,
     edit: ChunkEdit | None = None,
 ) -> list[tuple[int, ...]]:
-    """Generates a text greedily after each prompt, to which the chunk states of `thoughts` are added; returns a list
-    with the new token ids of each text.
+    """Generates a text greedily after each prompt; returns a list with the new token ids of each text. If the model
+    feeds thoughts back, the chunk states of `thoughts` (for each prompt, its thoughts) are added.
 
     A text ends with its end token, or after `max_new_tokens`. edit: changes the chunk states before they are added.
     """

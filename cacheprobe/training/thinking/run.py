@@ -20,7 +20,8 @@ from cacheprobe.training.thinking.losses import attention_crowding, collate, los
 from cacheprobe.training.thinking.presets import Preset, changed
 
 TEST_SEED = 1_000_000
-"""First seed of test questions. No training uses this seed or a higher one for its questions."""
+"""First seed of test questions. Trainings learn from questions of lower seeds only. The texts that measure the accuracy
+during a training have the seeds from TEST_SEED + seed on."""
 VARIANT_SEEDS = 1_000
 """Distance between the seeds of a preset's variants."""
 CHECK_EVERY, CHECK_TEXTS = 25, 128
@@ -37,9 +38,9 @@ class Trained:
     arm: str
     seed: int
     cpu_seconds: float
-    """CPU seconds of this process for the training steps, with one thread. Data and checks are not counted."""
+    """CPU seconds of this process for the training steps. Making texts and measuring the accuracy are not counted."""
     cpu_seconds_to_99: float | None
-    """CPU seconds until 99 % of new texts of the trained lengths were entirely right, twice in a row; None if never."""
+    """CPU seconds until >= 99 % of new texts of trained lengths were wholly right, twice in a row; None if never."""
     cpu_seconds_to_100: float | None = None
     """CPU seconds until 100 % of such new texts were entirely right, twice in a row; None if never."""
 
@@ -64,7 +65,7 @@ class Trained:
 def load_trained(folder: Path, preset: Preset, arm: str, seed: int) -> tuple[Trained, TrainingRecord]:
     """Returns (Trained, training record) of a model that `save_thinking` wrote to `folder`.
 
-    Raises: ModelError for a model that was saved without its training cost.
+    Raises: ModelError if the folder holds no such model, or a model that was saved without its training cost.
     """
     record, lm = read_config(folder)["record"], load_thinking(folder)
     if lacking := [name for name in ("cpu_seconds", "cpu_seconds_to_99") if name not in record]:
@@ -84,11 +85,13 @@ def train(
 ) -> Trained:
     """Trains one arm of a preset; returns a Trained: the model, its tokenizer and the cost of the training.
 
-    folder: for checkpoints; the same call resumes from them. None: no checkpoints.
-    report: called after every step, with the accuracy on new texts of the trained lengths if it was measured.
+    arm: one of ARMS, the variants of the training, such as "plain".  folder: for checkpoints; the same call resumes
+    from them. None: no checkpoints.
+    report: called after every step with the StepReport and the accuracy on new texts of the trained lengths, None if it
+    was not measured.
     seconds: CPU seconds after which no further step begins; the learning-rate schedule stays that of all steps.
-    Raises: ValueError if the folder holds a training of another arm or of other texts, and for a seed that would reach
-    the texts of the tests.
+    Raises: ValueError if the folder holds a training of another arm, or with other settings or texts, and for a seed
+    that would reach the texts of the tests; FloatingPointError for a loss that is not finite.
     """
     _require_training_seed(seed, len(preset.variants))
     tokenizer = word_tokenizer(preset.vocabulary())

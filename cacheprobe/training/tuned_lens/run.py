@@ -25,9 +25,9 @@ def train_tuned_lens(
     out: folder in which the lens is saved; None saves no file.
 
     lens.about: settings, model, weights_note, tokens (used in training), kl_nats_logit and kl_nats_tuned (mean on the
-    held-out text, for each layer but the last), seconds, cpu_seconds, threads. Two trainings with equal settings on one
-    machine give the same bits. An interrupted training leaves no files.
-    Raises: LensError for a model in less than float32, ValueError for settings that do not fit the model.
+    held-out text, for each layer but the last), seconds, cpu_seconds, threads. Two trainings with equal settings and
+    threads on one machine give the same bits. An interrupted training leaves no files.
+    Raises: LensError for a model that is not in float32, ValueError for a text length beyond the model's context.
     """
     began, began_cpu = time.monotonic(), time.process_time()
     trainer = TunedLensTrainer(model, settings)

@@ -7,10 +7,10 @@ from cacheprobe.core.values import NO_FLAG, Json, require_settings
 
 @dataclass(frozen=True)
 class TunedLensSettings:
-    """Holds all settings of a tuned lens's training except the model. The optimizer is that of the published package.
+    """Holds all settings of a tuned lens's training except the model. The optimizer is that of PyPI's tuned-lens.
 
-    The docstrings of the fields are the help of `cacheprobe train tuned-lens`. A step reads fewer tokens than in the
-    package.
+    The docstrings of the fields are the help of `cacheprobe train tuned-lens`. By default a step reads fewer tokens
+    than in PyPI's tuned-lens.
 
     Source: Belrose et al. 2023 (arXiv 2303.08112), section 3, and the defaults of its tuned-lens package: Nesterov
     momentum, learning rate 1 times (1 - momentum) falling linearly to zero over 250 steps, gradients clipped to norm 1,

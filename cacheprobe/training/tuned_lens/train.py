@@ -40,7 +40,7 @@ def states_of(model: CachedLM, texts: Tensor) -> TextStates:
 class TunedLensTrainer:
     """Trains the translators (affine maps) of all layers but the last together, starting from the identity.
 
-    Source: Belrose et al. 2023 (arXiv 2303.08112), section 3; optimizer as in its tuned-lens package.
+    Source: Belrose et al. 2023 (arXiv 2303.08112), section 3; optimizer as in PyPI's tuned-lens.
     Twin: tests.twins.lenses_slowly.tuned_lens_gradients_slowly, close(1e-4): one layer, one token at a time.
     """
 
@@ -62,8 +62,8 @@ class TunedLensTrainer:
         self.loop = Loop({"weights": self.weights, "biases": self.biases}, optimizer, settings)
 
     def run(self, texts: Tensor) -> Iterator[StepReport]:
-        """Returns an iterator over all steps on texts [n, t]: fetching an item runs one step and gives the step's
-        StepReport.
+        """Returns an iterator over the steps that are left, on texts [n, t]: fetching an item runs one step and gives
+        the step's StepReport.
 
         Each step reads the next `settings.texts` texts; after the last whole batch, the first texts again. The loss in
         a StepReport, kl_nats, is the mean over layers.
