@@ -55,7 +55,8 @@ class EngineConfig(HintsAtNewArguments):
     """Holds the checked settings of the engine: the fixed shapes of passes, and the limits of the cache. window, group,
     capacity, prefill_chunk, prefill_group and pad_prefill enter the schedule fingerprint.
 
-    Raises: ValueError for a value out of range, and for two settings that contradict each other.
+    Raises: ValueError for a value of a wrong type or out of range, and for two settings that contradict each other;
+    TypeError for an unknown setting.
     """
 
     window: int = 16
@@ -104,8 +105,8 @@ class EngineConfig(HintsAtNewArguments):
             raise ValueError(f"unknown acceptance {self.acceptance!r}; choose one of {', '.join(ACCEPTANCES)}")
 
     def slots_needed(self, num_prompt_tokens: int, max_new_tokens: int, num_cached: int = 0) -> int:
-        """Returns the number of cache slots that a request may write, pads included. Pads stand after the last token of
-        a verify pass and of a padded prefill.
+        """Returns the largest number of cache slots that a request may write, pads included. Pads stand after the last
+        token of a verify pass and of a padded prefill.
 
         num_cached: prompt tokens that are in the cache already; the chunks begin after them.
         """
@@ -119,7 +120,8 @@ class EngineConfig(HintsAtNewArguments):
 class CaptureConfig(HintsAtNewArguments):
     """Holds what the recorder keeps of a run: sites, heads, layers, positions, phases and dtype.
 
-    Raises: ValueError for an unknown or an empty setting.
+    Raises: ValueError for an unknown site, phase or dtype, an empty list of layers, positions or phases, and a negative
+    position; TypeError for an unknown setting.
     """
 
     sites: "str | None" = "STCZ"
@@ -200,8 +202,8 @@ def _joined_sites(sites: object) -> str:
 
 
 def _listed(name: str, given: object, wanted: str) -> tuple:
-    """Returns `given` as a tuple: a text as its only entry, or the entries of an iterable. Raises: ValueError for
-    anything else; its message has `name` and `wanted`."""
+    """Returns `given` as a tuple: a text as its only entry, or the entries of an iterable. Raises: ValueError for bytes
+    and for other types; its message has `name` and `wanted`."""
     if isinstance(given, str):
         return (given,)
     if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray):
@@ -213,8 +215,8 @@ def resolve_layers(layers: object, n_layers: int) -> tuple[int, ...]:
     """Returns, as a sorted tuple, the layer numbers that `layers` means: a number, a list of numbers, or "all" or None
     for every layer.
 
-    Negative numbers count from the last layer. Raises: ValueError for a layer that the model does not have, no layer,
-    or another text.
+    Negative numbers count from the last layer. Raises: ValueError for a layer that the model does not have, an empty
+    list, and anything else.
     """
     if layers is None or (isinstance(layers, str) and layers == "all"):
         return tuple(range(n_layers))
@@ -235,7 +237,8 @@ def captured_layers(capture: CaptureConfig, layers: object, n_layers: int) -> tu
     """Returns, as a sorted tuple, the layers whose states a run keeps: `capture.layers`, or the argument `layers` if
     `capture.layers` is None.
 
-    Raises: ValueError if both name layers, and for a layer that the model does not have.
+    Raises: ValueError if both name layers (None and "all" of the argument name none), and for layers that
+    `resolve_layers` refuses.
     """
     if capture.layers is None:
         return resolve_layers(layers, n_layers)

@@ -1,5 +1,5 @@
-"""Lists the TransformerLens hook names of the sites that cacheprobe reads. No other file of the package writes them
-out."""
+"""Lists the TransformerLens hook names of the sites that cacheprobe reads; the other files take the names from this
+one."""
 
 SITES = ("S", "T", "C")
 """S: residual stream after a block; T: attention output; C: MLP output."""

@@ -25,8 +25,9 @@ _TO_UNIT = 2.0**-52  # a word keeps 52 bits; the half step keeps the number away
 def uniform_noise(seed: int, position: int, width: int, stream: int = CHOICE_STREAM) -> np.ndarray:
     """Returns `width` random float64 numbers strictly between 0 and 1, fixed by (seed, position, stream).
 
-    Philox is counter-based: the seed is its key; position and stream are words of its counter. So no two (seed,
-    position, stream) share a number. Raw words are used because NumPy keeps only the raw words stable between versions.
+    Philox is counter-based: the seed is its key; position and stream are words of its counter. So the numbers of two
+    different (seed, position, stream) are independent. Raw words are used because NumPy keeps only the raw words stable
+    between versions.
     Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
     """
     words = np.random.Philox(key=seed % 2**128, counter=[0, position, stream, 0]).random_raw(width)
@@ -35,11 +36,11 @@ def uniform_noise(seed: int, position: int, width: int, stream: int = CHOICE_STR
 
 def gumbel_noise(seed: int, position: int, width: int, stream: int = CHOICE_STREAM) -> np.ndarray:
     """Returns `width` numbers of standard Gumbel noise, fixed by (seed, position, stream); argmax(logits / temperature
-    + noise) is a draw from the softmax."""
+    + noise) is a draw from softmax(logits / temperature)."""
     return -np.log(-np.log(uniform_noise(seed, position, width, stream)))
 
 
 def derive_seed(run_seed: int, index: int) -> int:
-    """Returns the seed of request number `index`, an int derived from a seed: the run's, or that of the prompt's first
-    sample."""
+    """Returns an int seed that depends on (run_seed, index) alone. In a run: the seed of request number `index`, from
+    the run's seed or from the one that its SamplingParams give."""
     return int(np.random.SeedSequence([run_seed, index]).generate_state(1, np.uint64)[0])

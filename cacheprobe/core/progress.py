@@ -14,12 +14,14 @@ P = TypeVar("P", bound="Progress")
 
 
 class Progress:
-    """Shows a job's progress on stderr while the `with` block runs; prints nothing if `enabled` is False.
+    """Shows a job's progress on stderr while the `with` block runs: a bar on a terminal, else a line every 20 seconds
+    or more. Prints nothing if `enabled` is False.
 
-    The same object may be entered again later. A terminal shows one bar at a time.
+    The same object may be entered again later. Do not enter a second Progress inside the first: on a terminal, the two
+    bars overwrite each other.
     total: units of the job.  done: units that an earlier call finished; they do not count for the rate.
     doing, unit: words such as "generating" and "tokens".
-    says_end: print a line when the job is complete, even if it took less than 20 seconds and there is no terminal.
+    says_end: without a terminal, print a line when the job is complete, even if it took less than 20 seconds.
     """
 
     def __init__(
@@ -56,11 +58,13 @@ class Progress:
             self._bar = None
 
     def advance(self, units: int = 1, note: str = "") -> None:
-        """Adds finished units to the count and updates the display. note: a few words shown beside the rate."""
+        """Adds `units` to the count of finished units, and updates the display as `set_done` does. note: a few words
+        shown beside the rate."""
         self.set_done(self.done + units, note)
 
     def set_done(self, done: int, note: str = "") -> None:
-        """Sets the total number of finished units and updates the display. note: a few words shown beside the rate."""
+        """Sets the number of finished units, those of earlier calls included. Inside the `with`, updates the bar;
+        without a terminal, prints a line if the last one is over 20 seconds old. note: a few words beside the rate."""
         self.done = done
         if self._entered_at is None:
             return
@@ -81,7 +85,7 @@ class Progress:
         return self._earlier_seconds + (0.0 if self._entered_at is None else time.monotonic() - self._entered_at)
 
     def say(self, line: str) -> None:
-        """Prints a line on stderr that stays above the bar; prints nothing if progress is not enabled."""
+        """Prints a line on stderr, above the bar if there is one; prints nothing if `enabled` is False."""
         if self._bar is not None:
             self._bar.console.print(line, highlight=False, markup=False)
         elif self.enabled:

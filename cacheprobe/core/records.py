@@ -27,8 +27,8 @@ PROVENANCES = ("free", "prefill", "decoded", "provisional", "verified", "edited"
 
 @dataclass(frozen=True, slots=True)
 class Request(HintsAtNewArguments):
-    """Holds one sequence to generate, as the user wrote it. `cacheprobe.run` fills in the fields that the user left
-    out."""
+    """Holds one sequence to generate, as the user wrote it. `cacheprobe.run` makes a copy with request_id,
+    prompt_token_ids and every sampling setting."""
 
     prompt: "str | Sequence[int]"
     """Text, or token ids."""
@@ -70,7 +70,8 @@ class Request(HintsAtNewArguments):
 
     @property
     def num_cached(self) -> int:
-        """Number of prompt tokens that the snapshot in `cached` holds; 0 if `cached` is None."""
+        """Number of the prompt's first tokens whose keys and values are given in `cached` (a KVSnapshot); 0 if `cached`
+        is None."""
         return 0 if self.cached is None else len(self.cached)
 
     @property
@@ -125,8 +126,8 @@ class Verdict:
 
     @property
     def bonus(self) -> int | None:
-        """Token id that the verifier chose after a draft accepted in full and that was committed; None after a mismatch
-        or if the request ended before it."""
+        """Token id that the verifier chose after a draft accepted in full (or empty) and that was committed; None after
+        a mismatch or if the request ended before it."""
         return self.committed[-1] if not self.is_rollback and self.num_committed > self.num_accepted else None
 
     @property
@@ -136,14 +137,16 @@ class Verdict:
 
     @property
     def rolled_back(self) -> tuple[int, ...]:
-        """Draft token ids from the first mismatch on, as a tuple: the rejected one and all after it."""
+        """Draft token ids from the first mismatch on, as a tuple: the rejected one and all after it; () if none was
+        rejected."""
         return self.draft_token_ids[self.num_accepted :]
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """Holds one step of the engine: phase, shape, requests, seconds, and the resulting tokens and verdicts. A step is a
-    forward pass, the copy of a shared prompt, or a call of a drafter that runs no pass."""
+    forward pass, the copy of a shared prompt, or a call of a drafter that runs no pass. If one call of a drafter runs
+    several passes, only the last has a StepRecord."""
 
     step: int
     phase: str
@@ -185,8 +188,8 @@ class RowSlot:
 
 @dataclass(frozen=True, slots=True)
 class ForwardRecord:
-    """Holds the output of one pass for observers. The tensors belong to the pass, so an observer must copy what it
-    keeps."""
+    """Holds the logits of one pass and the list of its tokens (`rows`), for observers. The tensors belong to the pass,
+    so an observer must copy what it keeps."""
 
     step: int
     phase: str
@@ -255,8 +258,8 @@ def fingerprint_differences(a: Mapping[str, object], b: Mapping[str, object]) ->
     field.
 
     A value is None if the fingerprint lacks the field. A field that an earlier version did not record is compared by
-    its default, and its value is then a text that says so. Names of model and adapter are not compared, because the
-    weights are.
+    its default; its value is then a text that says so (for pad_prefill, True). Names of model and adapter are not
+    compared, because the weights are.
     """
     keys = sorted({*a, *b} - {"model", "adapter"})
     differing = [key for key in keys if _field(a, key) != _field(b, key)]
@@ -268,7 +271,8 @@ def _field(fingerprint: Mapping[str, object], key: str) -> object:
 
 
 def _value_or_note(fingerprint: Mapping[str, object], key: str) -> object:
-    """Returns the value of one fingerprint field, or a text that says so if the value is an assumed default."""
+    """Returns the value of one fingerprint field; if it was not recorded, a text that names the assumed default (for
+    pad_prefill, the default)."""
     is_assumed = key not in fingerprint and key in _LATER_FIELDS and key != "pad_prefill"  # absent means True there
     return f"not recorded, so taken as {_LATER_FIELDS[key]!r}" if is_assumed else _field(fingerprint, key)
 
@@ -278,26 +282,27 @@ class Observer:
     observer must not change the tensors."""
 
     def before_forward(self, step: int, phase: str, rows: Sequence[RowSlot], shape: tuple[int, int]) -> None:
-        """Called before a pass. rows: its real tokens. shape: batch size and token slots, pads and dummies included."""
+        """Called before a pass, but not before a pass that rebuilds a preempted request. rows: the pass's real tokens.
+        shape: batch size and token slots, pads and dummies included."""
 
     def after_forward(self, record: ForwardRecord) -> None:
-        """Called after a pass, with its rows and logits."""
+        """Called after a pass that did not fail and rebuilds no request, with the pass's rows and logits."""
 
     def on_thought(self, thought: Thought) -> None:
-        """Called after `after_forward`, once for each thought that a Thinking States model wrote in that pass."""
+        """Called after `after_forward`, once for each thought of a Thinking States model whose chunk ends in a real
+        token of that pass."""
 
     def on_choice(self, request_id: int, step: int, position: int, token_id: int, logits: Any) -> None:
-        """Called when the engine chooses a token for `position` from logits [v], as a draft token or as the request's
-        own next one. The token may never be committed."""
+        """Called when the engine chooses a token for `position` from logits [v]: a draft token, the verifier's token at
+        a draft position, or a request's next token. The token may never be committed."""
 
     def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
         """Called when `token_ids` are committed at positions start, start + 1, ...; `roles` has one role for each
-        token.
-        """
+        token. If the same verdict rejected a draft token, `on_rollback` was called before."""
 
     def on_rollback(self, request_id: int, step: int, start: int, end: int) -> None:
         """Called when a verdict drops the draft tokens at positions start..end-1: the rejected one at `start`, and all
-        after it."""
+        after it. `on_commit` of the same verdict follows."""
 
     def on_give_up(self, request_id: int, step: int, start: int, end: int) -> None:
         """Called when the draft tokens at positions start..end-1 are dropped without a verdict."""
@@ -307,22 +312,24 @@ class Observer:
         prompt."""
 
     def on_preempt(self, request_id: int, step: int) -> None:
-        """Called when a request loses its cache row. When its keys and values are computed again later, `on_step`,
-        `on_ledger` and `on_choice` are called, but not `before_forward`, `after_forward` and `on_thought`."""
+        """Called when a request that has not ended loses its cache row. When the request's keys and values are computed
+        again later, `on_step`, `on_ledger` and perhaps `on_choice` are called, but not `before_forward`,
+        `after_forward` and `on_thought`."""
 
     def on_compared(self, step: int, difference: str | None) -> None:
         """Called when a verify pass computed the tokens of one request twice. difference: text on where the bits
         differ; None if they are equal."""
 
     def on_failure(self, step: int) -> None:
-        """Called when a step fails. The observer must discard all that was reported of the step's passes since the last
+        """Called when a step fails. The observer must discard the rows and thoughts of all passes since the last
         `on_step`."""
 
     def on_ledger(self, request_id: int, step: int, start: int, end: int, provenance: str) -> None:
         """Called when cache slots start..end-1 of a request's cache row take the given provenance."""
 
     def on_step(self, record: StepRecord) -> None:
-        """Called after each step that did not fail, with its record."""
+        """Called at the end of a step that did not fail, with its record; after a drafter's call with several passes,
+        once, for the last."""
 
     def on_finish(self, finished: Finished) -> None:
         """Called when a request ends."""

@@ -31,10 +31,12 @@ _scanned: set[str] = set()
 
 def register(kind: str, name: str) -> Callable[[P], P]:
     """Returns a decorator that registers a class or function as plug-in `name` of `kind`. The decorator raises
-    ValueError if another class or function has that name; a file that is loaded again may register its own again."""
+    ValueError if another class or function of this kind has that name; a file that is loaded again may register its own
+    again."""
 
     def keep(plugin: P) -> P:
-        """Registers the plug-in and returns it unchanged."""
+        """Registers a class or function as plug-in `name` of `kind`, and returns it unchanged. Raises: ValueError if
+        another one has that name."""
         known = _plugins.setdefault(kind, {})
         if name in known and _origin(known[name]) != _origin(plugin):  # equal origins: its file was reloaded
             raise ValueError(f"two {kind} are named {name!r}: {_origin(known[name])} and {_origin(plugin)}; rename one")
@@ -45,19 +47,21 @@ def register(kind: str, name: str) -> Callable[[P], P]:
 
 
 def available(kind: str) -> MappingProxyType[str, Plugin]:
-    """Returns all plug-ins of a kind as a read-only mapping from name to class or function, in alphabetical order."""
+    """Returns all plug-ins of a kind, such as "drafters", as a read-only mapping from name to class or function, in
+    alphabetical order. Raises: ValueError for an unknown kind."""
     _scan(kind)
     return MappingProxyType(dict(sorted(_plugins.get(kind, {}).items())))
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """Returns the names of all plug-ins of a kind, as a sorted tuple."""
+    """Returns the names of all plug-ins of a kind, such as "drafters", as a sorted tuple. Raises: ValueError for an
+    unknown kind."""
     return tuple(available(kind))
 
 
 def find(kind: str, name: str) -> Plugin:
     """Returns the class or function registered under that kind and name; - and _ in names count as equal. Raises:
-    ValueError for an unknown name."""
+    ValueError for an unknown name or kind."""
     plugins = available(kind)
     if (registered := same_name(name, plugins)) is None:
         instead: dict[str, str] = getattr(importlib.import_module(_package(kind)), "INSTEAD", {})
@@ -80,7 +84,8 @@ def make(kind: str, text: str, **options: object) -> Plugin:
     """Calls the plug-in named in `text`, NAME or NAME:key=value,..., with those settings and `options`, and returns the
     new object.
 
-    Raises: ValueError for an unknown name, and for settings that the plug-in does not take.
+    Raises: ValueError for an unknown name or kind, an item without "=", an unknown or missing setting, and settings for
+    which the plug-in raises TypeError.
     """
     name, _, listed = text.partition(":")
     options |= parse_options(listed, kind)
@@ -133,8 +138,8 @@ def _value(text: str) -> bool | int | float | str:
 
 
 def _scan(kind: str) -> None:
-    """Imports every file of a kind's package, at the first call only. Raises: ValueError for an unknown kind; an error
-    inside a file is passed on."""
+    """Imports every file in the folder of a kind of plug-ins, such as drafters; does nothing if all were imported
+    before. Raises: ValueError for an unknown kind; an error inside a file is passed on."""
     if kind in _scanned:
         return
     package_name = _package(kind)

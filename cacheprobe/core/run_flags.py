@@ -62,7 +62,7 @@ class PromptFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """Holds the flags of `cacheprobe run` that `cp.run` takes."""
+    """Holds the flags of `cacheprobe run` from which the arguments of `cp.run` are made."""
 
     drafter: str | None = None
     """NAME or NAME:key=value,... such as early_exit:layer=20. Without one, only deterministic requests are verified."""

@@ -10,9 +10,9 @@ from cacheprobe.core.values import hint, number, require_encodable, whole_number
 class SamplingParams:
     """Holds how a request chooses its tokens. A field left at None takes the run's value, then the default.
 
-    Order, as in Hugging Face: repetition penalty, temperature, top_k, top_p, min_p. Each of the five is a function of
-    the committed tokens alone, so a rollback has no state to restore. Among equal logits the lower token id ranks
-    first.
+    Order, as in Hugging Face: repetition penalty, temperature, top_k, top_p, min_p. Each of the five depends only on
+    the logits and on the tokens before the position, so a rollback has no state to restore. Among equal logits the
+    lower token id ranks first.
     """
 
     temperature: float | None = None
@@ -92,8 +92,8 @@ _LIMITS = {
 
 
 def _stop_token_ids(given: object) -> tuple[int, ...]:
-    """Returns one token id, or several, as a tuple of ints. Raises: ValueError for a negative id. The run checks later
-    whether the vocabulary has them."""
+    """Returns one token id, or several, as a tuple of ints. Raises: ValueError for a negative id, and for anything else
+    that is no whole number. The run checks later whether the vocabulary has the ids."""
     listed = given if isinstance(given, Iterable) and getattr(given, "ndim", 1) else (given,)
     ids = tuple(whole_number("stop_token_ids: a token id", token_id) for token_id in listed)
     if min(ids, default=0) < 0:
@@ -102,7 +102,8 @@ def _stop_token_ids(given: object) -> tuple[int, ...]:
 
 
 def _stop_texts(given: object) -> tuple[str, ...]:
-    """Returns one stop text, or several, as a tuple. Raises: ValueError for an empty text and for other types."""
+    """Returns one stop text, or several, as a tuple. Raises: ValueError for an empty text, a text that UTF-8 cannot
+    encode, and other types."""
     listed = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
     texts = tuple(text for text in listed if isinstance(text, str) and text)
     if len(texts) != len(listed):

@@ -26,7 +26,7 @@ def read_yaml(path: Path, kind: str) -> object:
     """Returns the content of a YAML file of settings, usually a dict. kind: a word for the file in messages, such as
     "sweep".
 
-    Raises: ValueError if the file is absent or is not valid YAML.
+    Raises: ValueError if the file is absent, is not UTF-8 or valid YAML, or gives a key twice.
     """
     if not path.is_file():
         raise ValueError(f"there is no {kind} file {path}; give a YAML file of settings")

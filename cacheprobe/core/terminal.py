@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class Listing(NamedTuple):
-    """Holds a small table for a terminal: a title, columns, lines of text cells, and a note. White space in the cells
-    must already be visible."""
+    """Holds a small table for a terminal: a title, columns, lines of text cells, and a note. No text in it may have a
+    line break, a tab or another control character; `visible` of core/token_text.py writes those as signs."""
 
     title: str
     columns: tuple[str, ...]

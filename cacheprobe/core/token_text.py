@@ -5,7 +5,8 @@ _SIGNS = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽"}
 
 
 def visible(text: str) -> str:
-    """Returns the text with white space as signs, such as ␣A and ⏎, and unprintable characters as <U+hex>.
+    """Returns the text with spaces, line ends and tabs as signs, such as ␣A and ⏎, and other unprintable characters as
+    <U+hex>.
 
     An empty text becomes ∅. A text that is already visible does not change.
     """

@@ -41,15 +41,16 @@ def number(name: str, value: object) -> float:
 
 
 def flag(name: str, value: object) -> bool:
-    """Returns `value` as a Python bool; takes flags of numpy and torch too. Raises: ValueError that names `name` for
-    anything else."""
+    """Returns `value` as a Python bool; takes a single flag of numpy or torch too. Raises: ValueError that names `name`
+    for a value that is no flag, also for 0 and 1."""
     if not is_flag(value):
         raise ValueError(f"{name} must be True or False, got {value!r:.60}")
     return bool(value)
 
 
 def is_flag(value: object) -> bool:
-    """Returns whether a value is True or False, of Python, numpy or torch. The numbers 1 and 0 are not flags."""
+    """Returns whether a value is True or False, or anything of numpy or torch with dtype bool, arrays included. The
+    numbers 1 and 0 are not flags."""
     return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
 
 
@@ -141,8 +142,8 @@ def hint(name: object, known: Iterable[str]) -> str:
 
 
 def require_known_options(given: Mapping[str, object], known: Iterable[str]) -> None:
-    """Checks that every option of `given` is in `known`. Raises: TypeError that gives the option's new name, or the
-    nearest one."""
+    """Checks that every option of `given` is in `known`. Raises: TypeError for another option; its message gives the
+    option's new name or the nearest one, if there is one."""
     known = tuple(known)
     for name in given:
         if name not in known:
@@ -150,8 +151,8 @@ def require_known_options(given: Mapping[str, object], known: Iterable[str]) -> 
 
 
 def no_attribute(owner: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Returns an AttributeError for a name that `owner` does not have; its message gives the new name or the nearest
-    one."""
+    """Returns an AttributeError for a name that `owner` does not have; its message gives today's name or the nearest
+    one, if there is one."""
     return AttributeError(f"{owner} has no attribute {name!r}{hint(name, known)}")
 
 
@@ -170,14 +171,15 @@ class HintsAtNewNames:
 
 
 class HintsAtNewArguments(HintsAtNewNames):
-    """Checks the keywords of frozen settings: an unknown keyword of a subclass raises a TypeError that gives its new
-    name, or the nearest one."""
+    """Checks the keywords of frozen settings: an unknown keyword of a subclass raises a TypeError, which gives the
+    keyword's new name or the nearest one, if there is one."""
 
     __slots__ = ()
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __new__(cls, *args: object, **settings: object):  # returns Self, which beartype does not take in a method
-        """Raises: TypeError for an unknown keyword argument, with its new name or the nearest one."""
+        """Creates the object. Raises: TypeError for an unknown keyword argument, with its new name or the nearest one,
+        if there is one."""
         require_known_options(settings, cls.__dataclass_fields__)
         return object.__new__(cls)

@@ -14,7 +14,8 @@ from cacheprobe.ops.sampling import choose_token, sample_token, two_largest
 
 
 class Choice(NamedTuple):
-    """Holds a chosen token id, its log-probability, and the margin between the two most likely tokens."""
+    """Holds a chosen token id, its log-probability, and the margin between the log-probabilities of the two most likely
+    tokens, in nats."""
 
     token_id: int
     logprob_nats: float
@@ -37,7 +38,8 @@ def choose_next(state: SequenceState, logits: Float[Tensor, "v"], drafted: Seque
 
 
 def describe(token_id: int, logits: Float[Tensor, "v"]) -> Choice:
-    """Returns the Choice of a token: its log-probability and the margin, from logits [v].
+    """Returns the Choice of a token: its log-probability, and the margin between the two most likely tokens, from
+    logits [v].
 
     Takes the logits of one position only, because the bits of a sum must not depend on the number of positions.
     """

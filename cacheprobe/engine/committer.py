@@ -37,7 +37,7 @@ class Committer:
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int], position: int) -> int:
         """Returns the token id that a request chooses for `position` from logits [v], after the draft tokens `drafted`.
 
-        Raises: EngineError if the largest logit is NaN or infinite.
+        Raises: EngineError if the logits hold NaN or +infinity, if none is finite, or if memory runs out.
         """
         with self._naming(state):
             token_id = choose_next(state, logits, drafted, position)
@@ -170,7 +170,8 @@ class Committer:
         self._end(state, reason, error)
 
     def clear_draft(self, state: SequenceState) -> None:
-        """Gives up a request's draft after a failed pass, and frees and zeroes the slots after its committed tokens."""
+        """Gives up a request's draft after a failed pass, and frees and zeroes its cache slots from that of the newest
+        committed token on."""
         self._give_up_draft(state)
         self._truncate(state, min(state.last_committed_position, int(self.cache.lengths[state.cache_row])))
         self.scrub(state)

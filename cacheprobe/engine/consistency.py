@@ -38,7 +38,8 @@ more texts, because a fault shows in few elements."""
 
 
 class ShapeRefused(ValueError):
-    """Raised before a run if the trial found that no allowed pass shape is batch-invariant."""
+    """Raised before a run if a token's bits depended on its place in the pass, in a trial on random texts: in a given
+    pass shape, or in all that may be chosen."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,11 @@ def serving_config(
     is_any_deterministic: bool = True,
     require_fit: Callable[[EngineConfig], None] | None = None,
 ) -> EngineConfig:
-    """Returns the EngineConfig with a window and a group whose passes are batch-invariant on this machine.
+    """Returns the EngineConfig with a window and a group whose verify passes gave a token equal bits at every batch
+    index, in a trial on this machine.
 
-    open_shapes: which of "window" and "group" may be replaced. Another window is tried only if no group works.
+    open_shapes: which of "window" and "group" may be replaced. Another window is tried only if both may be replaced and
+    no group works.
     is_any_deterministic: if False and no shape is batch-invariant, the first group is taken: rounding may then depend
         on the batch index, as in other engines.
     require_fit: raises ValueError for a config whose window the model or a request cannot use.
@@ -108,7 +111,8 @@ def _groups(window: int) -> tuple[int, ...]:
 def _other_windows(
     model: CachedLM, config: EngineConfig, require_fit: Callable[[EngineConfig], None] | None = None
 ) -> Iterator[EngineConfig]:
-    """Yields copies of the config with another window, for each window that its capacity and the model allow."""
+    """Yields copies of the config with another window, for each window that the capacity allows and that the model, or
+    `require_fit` if given, does not refuse."""
     for window in _WINDOWS:
         if window == config.window or 2 * window > config.capacity:
             continue
@@ -121,7 +125,8 @@ def _other_windows(
 
 
 def _require_verify(model: CachedLM, config: EngineConfig, hooked: Hooked) -> None:
-    """Raises: ShapeRefused if verify passes of the given group and window are not batch-invariant."""
+    """Tries verify passes of the given group and window. Raises: ShapeRefused if a token has other bits at another
+    batch index or window slot."""
     shape = config.window, config.capacity, "verify"
     fault = _fault(model, config.group, *shape, hooked)
     if fault is None:
@@ -136,7 +141,8 @@ def _require_verify(model: CachedLM, config: EngineConfig, hooked: Hooked) -> No
 
 
 def _remedy(model: CachedLM, config: EngineConfig, hooked: Hooked) -> str:
-    """Returns text for an error message: a window and a group that work instead, or other settings to try."""
+    """Returns text for an error message: another window with a group that passed the trial, or other settings to
+    try."""
     for other in _other_windows(model, config):
         for group in _groups(other.window):
             if _fault(model, group, other.window, config.capacity, "verify", hooked) is None:

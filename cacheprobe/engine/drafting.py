@@ -59,7 +59,7 @@ class DrafterCalls:
         """Calls the drafter once. Returns a list with one tuple of up to `max_tokens` draft token ids for each request.
 
         Raises: EngineError, with the requests and the step, if the drafter raises, returns no lists of token ids,
-        exceeds its deadline, or has exceeded the deadline MOST_GIVEN_UP times before.
+        exceeds its deadline, or has exceeded the deadline MOST_GIVEN_UP (8) times before.
         """
         drafter = self._drafter
         assert drafter is not None
@@ -79,7 +79,8 @@ class DrafterCalls:
             raise EngineError(f"{where} failed with {type(error).__name__}: {error!s:.200}") from error
 
     def release(self, state: SequenceState) -> None:
-        """Calls the drafter's `release` for a request that left its cache row. Warns if the call fails."""
+        """Calls the drafter's `release` for a request that left its cache row. Warns if the call fails. Does nothing
+        without a drafter, or if the drafter exceeded MOST_GIVEN_UP (8) deadlines."""
         drafter = self._drafter
         if drafter is None or self._num_given_up >= MOST_GIVEN_UP:
             return
@@ -135,7 +136,8 @@ def _checked(
 ) -> list[tuple[int, ...]]:
     """Returns a drafter's result as a list with one tuple of up to `max_tokens` token ids for each request.
 
-    Raises: EngineError, with request and step, if the result is not one list of token ids for each request.
+    Raises: EngineError, with request and step, if the result is not one list of whole numbers for each request. Tokens
+    after the first `max_tokens` are not looked at.
     """
     numbers = ", ".join(str(state.request_id) for state in states)
     wanted = f"must return {len(states)} lists of token ids, one for each request"
@@ -163,7 +165,8 @@ def _is_list(value: Any) -> bool:
 
 
 class _OutOfTimeError(Exception):
-    """Raised if a call of the drafter did not return before its deadline."""
+    """Raised if a call of the drafter did not return before its deadline, or if the drafter exceeded too many deadlines
+    and is not called again."""
 
 
 class _GivenUpError(BaseException):
@@ -203,7 +206,7 @@ class _Thread:
     def _wait(self, context: DraftContext | None, seconds: float) -> Any:
         """Returns the result of the thread's job. Meanwhile runs the job's calls of the engine.
 
-        Raises: as `run`.
+        Raises: what the job raises; _OutOfTimeError after the deadline.
         """
         began = time.monotonic()
         until, last = began + seconds, began + _MAX_DEADLINES * seconds
@@ -250,18 +253,20 @@ def _is_computing(ident: int) -> bool:
 
 
 class _ThreadContext:
-    """Is the DraftContext of the drafter's thread: sends each call to the run's thread and waits for the result."""
+    """Sends the calls of a DraftContext from the drafter's thread to the run's thread, and waits for each result."""
 
     def __init__(self, model: Any, messages: SimpleQueue, results: SimpleQueue, is_given_up: threading.Event) -> None:
         self.model = model
         self._messages, self._results, self._is_given_up = messages, results, is_given_up
 
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
-        """Returns the result of the engine's `feed_newest`; see DraftContext.feed_newest."""
+        """Has the run's thread feed each request's newest token. Returns logits [b, v], or the residual stream [b, m]
+        after `num_layers` blocks if given."""
         return self._call("feed_newest", states, num_layers)
 
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
-        """Returns the result of the engine's `choose`; see DraftContext.choose."""
+        """Has the run's thread choose a request's next token from logits [v], after the draft tokens `drafted`. Returns
+        the token id."""
         return self._call("choose", state, logits, drafted)
 
     def _call(self, name: str, *args: Any) -> Any:

@@ -25,8 +25,8 @@ def schedule_fingerprint(
 ) -> Fingerprint:
     """Returns the schedule fingerprint of a run as a dict: model, platform, shapes, interventions, cache snapshots.
 
-    lens_tile: LENS_TILE of capture/lens_reader.py. `max_batch`, the drafter and the other requests are left out,
-    because results must not depend on them.
+    lens_tile: number of vectors that a lens reads in one pass. `max_batch`, the drafter and the prompts are left out:
+    `max_batch`, the drafter and other requests must not change a request's results.
     """
     shapes = {
         "window": config.window,

@@ -40,7 +40,8 @@ def rounds(
     watch: computes tokens of a verify pass twice and compares them.
 
     A request whose passes fail, also without its draft, ends with an error; the others go on. Raises: EngineError if
-    there is no request or all failed; ValueError if the drafter refuses the model.
+    there is no request or all failed; ValueError if the drafter refuses the model; CacheIntegrityError at the end if
+    the cache is at fault.
     Twin: cacheprobe.engine.reference.run_reference, == for tokens; bitwise for the states of deterministic requests.
     """
     engine, scheduler = prepare(model, states, config, observer, drafter, editor, watch)

@@ -28,7 +28,8 @@ _CPU_REFUSAL = "can't allocate memory"
 
 
 class EngineError(RuntimeError):
-    """Raised if a pass failed, with its requests and step, or if a run cannot go on. A failed pass commits no token."""
+    """Raised if a pass, a choice of a token or a drafter's call failed, with its requests and step, or if a run cannot
+    go on. A failed step commits no token."""
 
 
 class ShapeFault(EngineError):
@@ -65,7 +66,8 @@ class PassOutcome:
 
 
 class ModelRunner:
-    """Runs passes of the model over one cache. `step` numbers them: 0 for the first pass of the run."""
+    """Runs passes of the model over one cache. `step` is the number of the last step: -1 at first, 0 after the first
+    pass. `skip` counts a step without a pass."""
 
     def __init__(
         self,
@@ -106,11 +108,13 @@ class ModelRunner:
 
         Returns a PassOutcome. num_layers, logit_slots: as for CachedLM.forward.
 
-        batch: fixed number of batch indices; attention then runs over the whole capacity. None: one batch index for
-        each entry, with attention over the slots in use.
+        batch: fixed number of batch indices; attention then runs over the whole capacity, or request by request over
+        slots that the request's positions determine. None: one batch index for each entry, with attention over the
+        slots in use.
         is_hidden: the pass rebuilds a preempted request, so its rows and thoughts are not reported again.
-        Raises: EngineError if the entries do not fit the shape, if the model fails or gives NaN, or if the observer
-        runs out of memory; ShapeFault if tokens that were computed twice have different bits.
+        Raises: EngineError if the entries do not fit the shape, if dummies find no free cache row, if the model fails
+        or gives NaN or infinity, or if the observer runs out of memory; ShapeFault if tokens that were computed twice
+        have different bits.
         """
         self.step += 1
         longest = max(len(entry.token_ids) for entry in entries)
@@ -205,7 +209,8 @@ class ModelRunner:
     def _reach(
         self, phase: str, entries: Sequence[Entry], batch_index: Sequence[int], size: int, copy: Copy | None
     ) -> Reach:
-        """Returns a Reach: how many cache slots each token's attention runs over, from the token's position.
+        """Returns a Reach: how many cache slots each token's attention runs over, which depends on positions and not on
+        the other requests.
 
         In a prefill pass longer than SPAN_STEP tokens, all tokens of one prompt attend over the same number of slots.
         """
@@ -230,7 +235,8 @@ class ModelRunner:
         )
 
     def _report_thoughts(self, phase: str, entries: Sequence[Entry], is_hidden: bool) -> None:
-        """Reports the thoughts (of Thinking States) whose chunk ends in a real token of the pass; drops the others."""
+        """Reports the thoughts (of Thinking States) whose chunk ends in a real token of the pass; drops the others, and
+        all in a pass that rebuilds a request."""
         by_row = {entry.state.cache_row: entry for entry in entries}
         for made in self.cache.take_thoughts():
             entry = by_row.get(made.cache_row)

@@ -24,7 +24,8 @@ class Prefill:
         self.runner, self.committer, self.config = runner, committer, committer.config
 
     def read(self, states: Sequence[SequenceState]) -> None:
-        """Reads the prompts of these requests, and commits the first token of each. All must be verified, or none.
+        """Reads the prompts of these requests, and commits the first token of each. The requests must be all verified,
+        or all never verified.
 
         Verified requests run in passes of prefill_group x prefill_chunk tokens, so that a request's passes depend on
         its prompt alone. The last chunk is shorter if it is not padded. Other requests share passes of any shape.
@@ -123,7 +124,8 @@ class Prefill:
         The observer receives the steps, the choices and the ledger changes. It receives no rows and no thoughts,
         because it has them already.
         A verified request runs through the pass shapes of the first time, so that every bit is the same: its prompt in
-        chunks, its committed tokens in windows. Raises: EngineError if the verifier now chooses another token.
+        chunks, its committed tokens in windows. Raises: EngineError if the verifier now chooses another token (not
+        compared for acceptance="rejection", unless the request is deterministic).
         """
         (state,) = states
         self._begin(state)

@@ -19,9 +19,11 @@ from cacheprobe.models.base import CachedLM
 def read_rows(
     model: CachedLM, state: SequenceState, config: EngineConfig, observer: Observer, editor: Editor | None = None
 ) -> KVSnapshot:
-    """Returns a KVSnapshot of a prompt without its last token: keys and values as the slow reference writes them.
+    """Returns a KVSnapshot of a prompt without its last token: keys and values as the slow reference (`cp.reference`)
+    writes them. Admits the request `state` and commits its first token.
 
-    Raises: EngineError if a prefill pass fails.
+    Raises: EngineError if a prefill pass fails; ValueError for a prompt of one token, or a model whose cache holds more
+    than keys and values.
     """
     cache = model.new_cache(2, config.capacity)
     state.admit(cache)
@@ -42,7 +44,8 @@ def run_reference(
     editor: Editor | None = None,
     watch: Watch | None = None,
 ) -> Generator[int, None, None]:
-    """Runs each request alone on a fresh cache. Yields the step number after every verify pass (one committed token).
+    """Runs each request alone on a fresh cache. Yields the step number after every verify pass, which commits one token
+    unless it fails.
 
     The prompt is read in fixed chunks; then verify passes run with empty drafts.
     Raises: EngineError if all requests failed.

@@ -50,7 +50,7 @@ class RunGuard:
         """Raises: FingerprintMismatch if numeric settings or weights have changed since the run began.
 
         had_pauses: the caller's code ran between steps, so all bytes of the weights are read again. Otherwise the
-            weights are read again only if a setting changed, or if a weight was edited or moved.
+            weights are read again only if a setting changed, or if `_versions` differs: a weight was edited or moved.
         """
         if had_pauses or numeric_settings() != self._settings or _versions(self.model) != self._versions:
             what = "begin and end of one run, which must end before weights or settings are changed,"
@@ -58,7 +58,8 @@ class RunGuard:
 
 
 def _versions(model: CachedLM) -> tuple[tuple[int, int], ...]:
-    """Returns (address, edit count) of every parameter. Edits through `weight.data` are not counted."""
+    """Returns (address, edit count) of every parameter. Not counted: edits through `weight.data`, and edits of
+    inference tensors, whose count is always 0."""
     live = live_model(model)
     weights = live.parameters() if hasattr(live, "parameters") else ()
     return tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights)

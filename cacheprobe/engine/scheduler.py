@@ -36,8 +36,8 @@ class Scheduler:
     def admit(self, step: int) -> list[SequenceState]:
         """Gives the lowest free cache rows to requests that have arrived, and returns the admitted requests.
 
-        A request waits if `max_running` or max_kv_tokens would be exceeded. If no request is running, the next one is
-        admitted even before its arrival step.
+        A request waits, with all behind it in the queue, if `max_running` or max_kv_tokens would be exceeded. If no
+        request is running, the next one is admitted even before its arrival step.
         """
         admitted = []
         while self.waiting and len(self.running) < self.max_running:
@@ -73,7 +73,7 @@ class Scheduler:
         return preempted
 
     def cancelled(self) -> list[SequenceState]:
-        """Returns the requests that were cancelled since the last round.
+        """Returns the requests that the caller has cancelled and that have not ended yet.
 
         A waiting one moves to `running`, even beyond `max_running`, so that `retire` removes it.
         """
@@ -108,7 +108,8 @@ class Scheduler:
     # -- who does what in this round
 
     def drafting(self) -> list[SequenceState]:
-        """Returns the requests of the next decode pass: the running ones whose draft is not ready to be verified."""
+        """Returns the requests of the next decode pass or drafter call: the never verified running ones, and the
+        verified ones whose draft is not ready to be verified."""
         return [
             state for state in self.running if state.status is Status.RUNNING and not state.is_ready(self.config.window)
         ]
@@ -138,7 +139,8 @@ class Scheduler:
         return [self._leaving_room_for_copy(group) for group in chosen]
 
     def _leaving_room_for_copy(self, group: list[SequenceState]) -> list[SequenceState]:
-        """Returns the group; every WATCHED_EVERY-th full group loses its last request, which waits for a later pass."""
+        """Returns the group; every 16th full group of two or more without its last request, which waits for a later
+        pass. Its free batch index then holds the copy that `Watch` compares."""
         if len(group) < self.config.group or len(group) == 1:
             return group
         self._num_full += 1

@@ -7,9 +7,13 @@
    (scheduler.py) takes out the newest ones. `Committer.preempt` (committer.py) gives up their drafts and frees their
    cache rows. They wait; when they are admitted again, `Prefill.rebuild` (prefill.py) computes their keys and values
    again. Committed tokens do not change.
-3. An out-of-memory error in a pass, of the model or of the recorder: `Engine.attempts` (step.py) runs the pass for each
-   request alone, then without its draft. A request that fails again ends with status failed; the others go on.
-4. An out-of-memory error outside a pass, such as when the cache is allocated or the trace is built, ends the run.
+3. An out-of-memory error in a pass (of the model, the recorder or a drafter) or in the choice of a token:
+   `Engine.attempts` (step.py) runs the pass for each request alone, then without its draft. A request that fails again
+   ends: its entry in `trace.meta["finish"]` is "error", and `trace.meta["errors"]` has the message. The others go on;
+   if all fail, the run raises EngineError.
+4. An out-of-memory error in a lens: `LensReader` (capture/lens_reader.py) reads each request of the pass alone. A
+   request that fails again has no readings; its tokens and states stay, and a RuntimeWarning names it.
+5. Another out-of-memory error, such as when the cache is allocated or the trace is built, ends the run.
 """
 
 import os
@@ -34,7 +38,8 @@ CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 def available_bytes(device: torch.device | None = None) -> int | None:
     """Returns an estimate of the bytes that can still be allocated on a device; None if it is unknown.
 
-    device: None for the machine's main memory. A container's limit counts as a whole, without what is in use.
+    device: None for the machine's main memory. Of a container's limit, the memory that the container already uses is
+    not subtracted.
     """
     if device is not None and device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -49,14 +54,15 @@ def available_bytes(device: torch.device | None = None) -> int | None:
 
 
 def _from_meminfo() -> int | None:
-    """Returns MemAvailable of /proc/meminfo in bytes, which counts the page cache as free; None without the file."""
+    """Returns MemAvailable of /proc/meminfo in bytes, which counts the page cache as free; None without the file or the
+    line."""
     lines = MEMINFO.read_text().splitlines() if MEMINFO.exists() else []
     available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     return available[0] if available else None
 
 
 def _from_cgroup(path: Path) -> int | None:
-    """Returns the memory limit of a container in bytes, read from `path`; None without a limit."""
+    """Returns the memory limit of a container in bytes, read from `path`; None without the file or a limit in it."""
     text = path.read_text().strip() if path.exists() else ""
     return int(text) if text.isdecimal() else None
 
@@ -65,7 +71,8 @@ def _from_cgroup(path: Path) -> int | None:
 
 
 def require_cache_fits(model: CachedLM, config: EngineConfig, in_flight: int, num_needed: int = 1) -> None:
-    """Raises: ValueError if the KV cache and the logits of one verify pass exceed a device's available memory.
+    """Checks the memory before a run. Raises: ValueError if the KV cache and the logits of one verify pass exceed a
+    device's available memory; nothing is checked if that is unknown.
 
     The message names the largest sizes that fit, if it is enough to lower one of them.
     in_flight: maximum number of requests with a cache row.  num_needed: slots that the longest request needs.
@@ -109,7 +116,8 @@ def require_records_fit(
     layers: Sequence[int],
     requests: Sequence[tuple[int, int, int]],
 ) -> None:
-    """Raises: ValueError if the records of a run (rows, states, lens readings) exceed the machine's available memory.
+    """Checks the memory before a run. Raises: ValueError if the estimated records of a run (rows, states, lens
+    readings) exceed the machine's available memory.
 
     The message names the largest sizes that fit.
 

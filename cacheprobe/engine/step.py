@@ -42,7 +42,8 @@ class Attempt:
 
 
 class Engine:
-    """Runs prefill, decode and verify passes, and isolates requests whose pass fails. Also is the DraftContext."""
+    """Runs prefill, decode and verify passes, and isolates requests whose pass fails. Also is the DraftContext: the
+    object whose functions a drafter may call."""
 
     def __init__(self, runner: ModelRunner, config: EngineConfig, drafter: Drafter | None = None) -> None:
         self.runner, self.config = runner, config
@@ -115,7 +116,7 @@ class Engine:
         self.committer.report("decode", states, committed=tuple(committed), proposed=tuple(proposed))
 
     def _clip(self, state: SequenceState, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Returns the proposed tokens that fit a verified request's draft; those of another request unchanged.
+        """Returns the proposed tokens that fit a verified request's draft; those of a never verified request unchanged.
 
         Raises: EngineError if a token that fits is outside the vocabulary.
         """
@@ -132,7 +133,8 @@ class Engine:
         return kept
 
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
-        """Runs a decode pass on each request's newest token. Returns logits [b, v], or states [b, m] with `num_layers`.
+        """Runs a decode pass on each request's newest token. Returns logits [b, v], or states [b, m] after the first
+        `num_layers` blocks if given.
 
         See DraftContext.feed_newest.
         """
@@ -148,7 +150,8 @@ class Engine:
             self.committer.write_ledger(entry.state, entry.start, entry.end, provenance)
 
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
-        """Returns the token id that a request chooses next from logits [v]; see DraftContext.choose."""
+        """Returns the token id that a request chooses (for acceptance="rejection": may draw) after its draft and
+        `drafted`, from logits [v]; see DraftContext.choose."""
         drafted = [*state.draft, *drafted]
         position = state.last_committed_position + len(drafted) + 1
         is_drawn = self.config.acceptance == "rejection" and state.is_verified and not state.request.is_deterministic
@@ -161,8 +164,9 @@ class Engine:
     def verify(self, states: Sequence[SequenceState]) -> None:
         """Runs one verify pass of exactly group x window tokens, then commits the accepted tokens of each draft.
 
-        Each request also commits the verifier's own next token. The pass overwrites the drafter's keys and values; the
-        slots of rejected tokens are freed. With a window of 1, never verified requests may take unused batch indices.
+        Each request that does not end before also commits the verifier's own next token. The pass overwrites the
+        drafter's keys and values; the slots of rejected tokens are freed. With a window of 1, never verified requests
+        may take unused batch indices.
         """
         entries = [verify_entry(state) for state in states]
         result = self.runner.run("verify", entries, self.config.window, batch=self.config.group)
@@ -191,9 +195,11 @@ class Engine:
     # -- if a pass fails
 
     def attempts(self, states: Sequence[SequenceState]) -> Iterator[Attempt]:
-        """Yields an Attempt with all requests; if it fails, one for each alone; then one without the request's draft.
+        """Yields an Attempt with all requests; if it fails, one with each request alone; if that fails, one without its
+        draft.
 
-        A request that fails without a draft ends with the error. So a bad draft costs passes, but ends no request.
+        A request that fails alone and without a draft ends with the error; so does a deterministic one after a
+        ShapeFault. So a bad draft costs passes, but ends no request.
         """
         groups = [states]
         while groups:

@@ -85,7 +85,7 @@ class Watch:
         """Copies a deterministic request into the last, unused batch index of a verify pass. Returns a Copy, or None.
 
         Changes cache_rows, starts and fed [b, t] of the pass in place. Takes the request that was compared least often;
-        None if every deterministic request has interventions or continues a KVSnapshot, or if the cache allows no copy.
+        None if there is no deterministic request without interventions and KVSnapshot, or if the cache allows no copy.
         token_ids: the tokens that each request feeds.
         The copy begins up to a window of committed tokens earlier, so that other window slots are compared too. The
         results for these tokens are compared with those of the earlier pass.
@@ -110,7 +110,7 @@ class Watch:
     def _known_logits(self, state: SequenceState, start: int, num_again: int) -> Tensor | None:
         """Returns the kept logits [n, v] of up to `num_again` tokens before position `start`, or None.
 
-        None: the last verify pass of the cache row was of another request, or fed no token before `start`.
+        None: no logits of the cache row are kept, or those of another request, or of no token before `start`.
         """
         request_id, first, logits = self._before.get(state.cache_row, (-1, 0, torch.zeros(0)))
         is_its_own = request_id == state.request_id and first < start
@@ -121,7 +121,7 @@ class Watch:
     ) -> None:
         """Keeps a verify pass's logits [b, t, v] for the comparison in a later pass.
 
-        With windows longer than 1, keeps only those of the request that will be compared next.
+        With windows longer than 1, keeps only those of the request in this pass that was compared least often.
         """
         kept = list(zip(states, batch_index, strict=True))
         if logits.shape[1] > 1:

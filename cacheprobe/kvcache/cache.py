@@ -103,7 +103,7 @@ class KVCache:
 
     @property
     def cache_bytes(self) -> int:
-        """Size of keys and values in bytes."""
+        """Size of keys and values in bytes, without the slots that only align the rows in memory."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
     @property
@@ -116,8 +116,9 @@ class KVCache:
         return not self._taken[row]
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` slots of one cache row to another: keys, values and provenance. Raises:
-        CacheIntegrityError if the source has fewer slots in use."""
+        """Copies the first `length` slots of one cache row to another: keys, values and provenance, not the hiding of
+        slots. Sets the target's length to `length`. Raises: CacheIntegrityError if the source has fewer slots in
+        use."""
         if length > int(self.lengths[source]):
             raise CacheIntegrityError(f"cache row {source} holds {int(self.lengths[source])} slots, not {length}")
         for tensor in (*self.keys, *self.values):
@@ -149,7 +150,8 @@ class KVCache:
 
         Returns the absolute positions [b, t]. Pads count too, so start + width must fit the capacity. A free row may
         occur several times: dummies use it, and the keys and values of dummies are never read.
-        Raises: ValueError if a taken row occurs twice, or if positions leave the capacity.
+        Raises: ValueError if a taken row occurs twice (except for the pass's `copy`), if there are more or fewer starts
+        than rows, or if positions leave the capacity.
         """
         start = torch.tensor(starts, dtype=torch.long)
         written = [row for b, row in enumerate(rows) if not (self.copy and b == self.copy.copy) and self._taken[row]]
@@ -179,9 +181,9 @@ class KVCache:
         """Stores new keys and values at the staged positions. Returns the staged cache rows, as an index: a slice or a
         tensor.
 
-        The keys and values of a copy are compared with the original's instead of stored, since both belong to the same
-        slots.
-        Raises: CacheIntegrityError if `stage` was not called before, or for another shape.
+        If a batch index recomputes the tokens of another one (`self.copy`), its keys and values are compared instead of
+        stored.
+        Raises: CacheIntegrityError if `stage` was not called before, or for another number of batch indices or tokens.
         """
         if self._staged is None:
             raise CacheIntegrityError(f"layer {layer} wrote to the cache without a staged position")
@@ -206,7 +208,8 @@ class KVCache:
         return rows
 
     def _compare(self, layer: int, copy: Copy, k: Tensor, v: Tensor) -> None:
-        """Appends (layer, "keys" or "values") to `copy_differs_at` if copy and original have different bits."""
+        """Appends (layer, "keys" or "values") to `copy_differs_at` if the copied batch index has other bits than the
+        original, or than the cache at the tokens of earlier passes."""
         row, start = self._staged_places[copy.original]
         for name, new, cached in (("keys", k, self.keys[layer]), ("values", v, self.values[layer])):
             original = new[copy.original, :, : copy.num_tokens]
@@ -228,10 +231,11 @@ class KVCache:
 
     @contextmanager
     def attending_to(self, num_slots: int, reach: Reach | None = None, copy: Copy | None = None) -> Iterator[None]:
-        """Limits attention to the first slots of the cache, at least `num_slots`, for the passes inside the `with`.
+        """Limits attention to the first slots of the cache for the passes inside the `with`: `num_slots`, rounded up to
+        a multiple of 32, at most the capacity.
 
-        Sums may have other bits than over all slots. reach: attention runs request by request, over the slots that it
-        gives. copy: one batch index, the last, recomputes another one's tokens.
+        Sums may have other bits than over all slots. reach: attention runs request by request, over the slots that
+        `reach` gives. copy: the last batch index recomputes another one's tokens.
         """
         self.span = min(-(-num_slots // _SPAN_STEP) * _SPAN_STEP, self.capacity)
         self.reach, self.copy = reach, copy
@@ -251,10 +255,10 @@ class KVCache:
         self.head_masks.leave()
 
     def extend(self, row: int, start: int, end: int, provenance: str) -> None:
-        """Marks slots start..end-1 of a cache row as holding real tokens, and lengthens the row to `end`. Slots in use
-        may be marked again.
+        """Marks slots start..end-1 of a cache row as holding real tokens, and lengthens a shorter row to `end`. Slots
+        in use may be marked again.
 
-        Raises: CacheIntegrityError for a hole before `start` or slots beyond the capacity.
+        Raises: CacheIntegrityError for a hole before `start`, slots beyond the capacity, or `end` below `start`.
         """
         if not 0 <= start <= int(self.lengths[row]) or end > self.capacity or end < start:
             raise CacheIntegrityError(
@@ -264,8 +268,8 @@ class KVCache:
         self.lengths[row] = max(int(self.lengths[row]), end)
 
     def truncate(self, row: int, length: int) -> None:
-        """Frees the slots of a cache row from `length` on. Raises: CacheIntegrityError if the row is shorter than
-        `length`."""
+        """Frees the slots of a cache row from `length` on; freed slots are hidden no longer. Raises:
+        CacheIntegrityError if the row is shorter than `length`, or `length` is negative."""
         if not 0 <= length <= int(self.lengths[row]):
             raise CacheIntegrityError(f"cannot truncate cache row {row} of length {int(self.lengths[row])} to {length}")
         self.ledger.mark(row, length, int(self.lengths[row]), "free")
@@ -290,8 +294,8 @@ class KVCache:
         the dtype's minimum for every other slot.
 
         window: how many positions a token sees, including its own; None for all up to its own.
-        Slots hidden by cache surgery are masked for all later tokens. The mask is additive, never boolean: Hugging
-        Face's eager attention would add a boolean mask to the scores, without an error.
+        Slots of the staged rows that cache surgery hides are masked for all later tokens. The mask is additive, never
+        boolean: Hugging Face's eager attention would add a boolean mask to the scores, without an error.
         """
         slots = torch.arange(self.span)
         hidden = slots > positions[..., None]

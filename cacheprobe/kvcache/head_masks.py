@@ -10,8 +10,8 @@ LayerHeadPosition = tuple[int, int, int]
 
 
 class HeadMasks:
-    """Holds which slots are hidden, by cache row, layer and head, and keeps the mask tensors of the current forward up
-    to date.
+    """Holds which slots no later token attends to, by cache row, layer and head, and keeps the mask tensors of the
+    current forward up to date.
 
     A model takes one mask for all its layers. Each layer writes to the cache before it attends; at that moment the mask
     tensor is updated in place for this layer.
@@ -24,8 +24,8 @@ class HeadMasks:
         self._rows: Sequence[int] = ()
 
     def put(self, row: int, places: Iterable[LayerHeadPosition], heads: Sequence[int]) -> None:
-        """Hides exactly these (layer, head, position) places of a cache row, and no others.  heads: number of key heads
-        of each layer."""
+        """Hides these (layer, head, position) places of a cache row from later tokens, in place of those that were
+        hidden before.  heads: number of key heads of each layer."""
         self._slots.pop(row, None)
         for layer, head, position in places:
             by_layer = self._slots.setdefault(row, {})
@@ -44,7 +44,7 @@ class HeadMasks:
         )
 
     def truncate(self, row: int, length: int) -> None:
-        """Makes the slots of a cache row from position `length` on visible again, in all layers and heads."""
+        """Ends the hiding of a cache row's slots from position `length` on, in all layers and heads."""
         for hidden in self._slots.get(row, {}).values():
             hidden[:, length:] = False
         if not self.of(row, length):

@@ -1,4 +1,4 @@
-"""Defines the changing state of one request: committed tokens, to which a run only adds, and an open draft."""
+"""Defines the changing state of one request: committed tokens, to which a run only adds, and a draft."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,8 @@ from cacheprobe.ops.acceptance import StopRule
 
 @dataclass(eq=False)
 class SequenceState:
-    """Holds one request during a run: its committed tokens, its open draft, its cache row and its status.
+    """Holds one request during a run: its committed tokens, its draft (tokens not yet verified), its cache row and its
+    status.
 
     prompt + committed tokens                  | draft
     0 ................ last_committed_position | last_committed_position + 1 ...
@@ -101,13 +102,14 @@ class SequenceState:
 
     @property
     def last_committed_position(self) -> int:
-        """Absolute position of the newest committed token, which is pending: its keys and values are not final."""
+        """Absolute position of the newest committed token (at first, of the prompt's last token). Its keys and values
+        are not final."""
         return len(self.token_ids) - 1
 
     @property
     def newest(self) -> tuple[int, int]:
-        """(token id, absolute position) of the newest token: of the draft if one is open, else of the committed
-        tokens."""
+        """(token id, absolute position) of the newest draft token, or of the newest committed token if there is no
+        draft."""
         return (self.draft or self.token_ids)[-1], self.last_committed_position + len(self.draft)
 
     @property
@@ -127,8 +129,8 @@ class SequenceState:
         return bool(self.draft) and self.stop_rule.ends([*self.generated, *self.draft])
 
     def is_ready(self, window: int) -> bool:
-        """Returns whether this request waits for the verifier: it is running and verified, and its draft can grow no
-        further in a pass of `window` tokens."""
+        """Returns whether this request waits for the verifier: it is running and verified, and its draft was ended by
+        the drafter, is full for a pass of `window` tokens, or would end the request."""
         if not self.is_verified or self.status is not Status.RUNNING:
             return False
         return self.draft_is_closed or len(self.draft) >= self.draft_limit(window) or self.draft_ends()
@@ -146,7 +148,8 @@ class SequenceState:
         self.status = status
 
     def admit(self, cache: KVCache, order: int = 0) -> None:
-        """Gives the request a free cache row and the status prefilling. order: number of this admission in the run."""
+        """Gives a waiting or preempted request a free cache row and the status prefilling. order: number of this
+        admission in the run."""
         self.become(Status.PREFILLING)
         self.cache_row, self.cache, self.admitted_at = cache.allocate(), cache, order
 
@@ -173,7 +176,8 @@ class SequenceState:
         """Checks that the fields fit the status (table FIELDS), and that the number of used cache slots fits the
         committed and drafted tokens.
 
-        A running request has at least every committed token but the newest in the cache, at most also the whole draft.
+        A running request has at least every committed token but the newest in the cache, at most also the newest and
+        the whole draft.
         Raises: StatusError that names the request and the fault.
         """
         status, last = self.status, self.last_committed_position
@@ -209,7 +213,8 @@ class SequenceState:
         """Returns a copy of the request's keys and values as a KVSnapshot: of every committed token but the newest,
         which is not cached yet.
 
-        Raises: ValueError if the request has no complete cache row: it waits, was preempted, has failed or has ended.
+        Raises: ValueError if not all of these tokens are cached (as for a request that waits, was preempted, has failed
+        or has left its cache row), if there is none, or if the cache holds more than keys and values.
         """
         num_cached = (
             0 if self.cache is None or self.status is Status.FAILED else int(self.cache.lengths[self.cache_row])
@@ -229,7 +234,7 @@ class SequenceState:
         self.cache_row, self.cache, self.prompt_logits = -1, None, None
 
     def drop_draft(self) -> None:
-        """Drops all draft tokens without a verdict."""
+        """Empties the draft: its tokens and their distributions. The drafter may then add tokens again."""
         self.draft.clear()
         self.draft_probs.clear()
         self.draft_is_closed = False

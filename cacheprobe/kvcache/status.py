@@ -75,14 +75,15 @@ _is_checking: ContextVar[bool] = ContextVar("is_checking", default=False)
 
 
 def is_checking() -> bool:
-    """Returns True if runs check their requests after every step, which they do inside `checked_states`."""
+    """Returns True inside `with checked_states()`: runs then call `SequenceState.check` on the requests of each
+    step."""
     return _is_checking.get()
 
 
 @contextmanager
 def checked_states() -> Iterator[None]:
-    """Makes every run inside the `with` check its requests with `SequenceState.check` after every step, as in the tests
-    and in `cacheprobe stress`.
+    """Makes every run inside the `with` call `SequenceState.check` on the requests of each step after the step, as in
+    the tests and in `cacheprobe stress`.
 
     Raises: StatusError in a run whose request breaks `SequenceState.check`.
     """

@@ -26,7 +26,7 @@ EDITED = "edited"
 class KVSnapshot(HintsAtNewNames):
     """Holds a copy of the keys and values of a text's first positions, 0 to len - 1, taken from a cache.
 
-    Keys include their rotary rotation, so each position's keys are valid at that position only.
+    Keys include their rotary rotation, if the model has one, so each position's keys are valid at that position only.
     """
 
     token_ids: tuple[int, ...]
@@ -35,7 +35,8 @@ class KVSnapshot(HintsAtNewNames):
     """Keys [h, s, d] of each layer; `values` likewise."""
     values: tuple[Tensor, ...] = field(repr=False)
     provenance: tuple[str, ...] = field(repr=False)
-    """Provenance of each position, as in the ledger; "edited" if keys, values or visibility were changed."""
+    """Provenance of each position, as in the ledger; "edited" if keys or values were changed, or the position was
+    hidden."""
     hidden: frozenset[int] = frozenset()
     """Positions that no later token attends to, in all layers and heads."""
     head_masks: frozenset[LayerHeadPosition] = field(default=frozenset(), repr=False)
@@ -76,8 +77,9 @@ class KVSnapshot(HintsAtNewNames):
         a tensor [h, s, d], for each layer and part, to one of the same shape.
 
         layers, heads: None for all; heads are key heads, fewer than query heads in grouped attention.
-        parts: "K", "V" or "KV".  Raises: ValueError for a place that does not exist, for another shape, and for results
-        that are not finite: a mask is added to scores and hides no NaN.
+        parts: "K", "V" or "KV".  Raises: ValueError for unknown parts, a layer, head or position that does not exist,
+        an empty list of them, another shape, and for results that are not finite: a mask is added to scores and hides
+        no NaN.
         """
 
         def changed(layer: int, part: str, old: Tensor) -> Tensor:
@@ -104,7 +106,8 @@ class KVSnapshot(HintsAtNewNames):
         """Returns a new snapshot with the donor's keys and values at `positions`, and this snapshot's elsewhere. The
         token ids do not change.
 
-        Raises: ValueError for a donor of another length or model, and for a place that does not exist.
+        Raises: ValueError for a donor of another length, shape or dtype (another model of the same shape is not
+        noticed), unknown parts, a layer, head or position that does not exist, and an empty list of them.
         """
         _require_alike(self, donor)
         where = list(_checked_numbers(positions, len(self), "position"))
@@ -128,7 +131,7 @@ class KVSnapshot(HintsAtNewNames):
 
         layers, heads: None for all; heads are key heads: hiding one hides it from all query heads that share it.
         Twin: tests.kvcache.test_masked_parts: attention patterns cut by hooks in a whole forward without a cache.
-        Raises: ValueError for a place that does not exist.
+        Raises: ValueError for a layer, head or position that does not exist, and an empty list of them.
         """
         where = _checked_numbers(positions, len(self), "position")
         provenance = _provenance_after_edit(self.provenance, where)
@@ -157,7 +160,9 @@ class KVSnapshot(HintsAtNewNames):
         heads: "int | Iterable[int] | None",
         parts: str,
     ) -> "KVSnapshot":
-        """Returns a new snapshot with change(layer, part, old), [h, s, d], in place of the chosen keys and values."""
+        """Returns a new snapshot with change(layer, part, old), [h, s, d], in place of the chosen keys and values.
+        Raises: ValueError for unknown parts, a layer, head or position that does not exist, an empty list of them, and
+        results that are not finite."""
         if not parts or set(parts) - set("KV"):
             raise ValueError(f"unknown parts {parts!r}; give K, V or KV")
         where = _checked_numbers(positions, len(self), "position")
@@ -180,8 +185,8 @@ class KVSnapshot(HintsAtNewNames):
 
 
 def take_snapshot(cache: KVCache, cache_row: int, token_ids: Iterable[int]) -> KVSnapshot:
-    """Copies the keys and values of the tokens `token_ids`, which stand at the first positions of a cache row; returns
-    a KVSnapshot.
+    """Copies the keys and values at a cache row's first positions, which the caller must have computed from
+    `token_ids`; returns a KVSnapshot.
 
     Raises: ValueError for no token or more than are cached, and for a cache that holds more than keys and values.
     """
@@ -199,10 +204,12 @@ def take_snapshot(cache: KVCache, cache_row: int, token_ids: Iterable[int]) -> K
 
 
 def put_snapshot(snapshot: KVSnapshot, cache: KVCache, cache_row: int) -> None:
-    """Writes a snapshot's keys, values and hidden positions into a cache row. The caller must set the row's length and
-    ledger.
+    """Writes a snapshot's keys, values, hidden positions and head masks into a cache row, from slot 0 on; no other slot
+    of the row stays hidden. The caller must set the row's length and ledger, and see that the cache has len(snapshot)
+    slots.
 
-    Raises: ValueError if the snapshot does not fit the cache, see `require_fit`.
+    Raises: ValueError as `require_fit`: for another number of layers or heads, another width or dtype, NaN or infinity,
+    and a cache that holds more than keys and values.
     """
     require_fit(snapshot, cache)
     for ours, theirs in ((snapshot.keys, cache.keys), (snapshot.values, cache.values)):
@@ -214,8 +221,9 @@ def put_snapshot(snapshot: KVSnapshot, cache: KVCache, cache_row: int) -> None:
 
 
 def require_fit(snapshot: KVSnapshot, cache: KVCache) -> None:
-    """Checks that a snapshot can be put into a cache. Raises: ValueError unless the cache has the same shapes and
-    dtype, and every number of the snapshot is finite."""
+    """Checks a snapshot against a cache; the numbers of slots are not compared. Raises: ValueError unless the cache has
+    the same layers, heads, widths and dtypes and holds only keys and values, and every number of the snapshot is
+    finite."""
     require_plain(cache)
     for name, part in (("keys", snapshot.keys), ("values", snapshot.values)):
         if bad := [layer for layer, tensor in enumerate(part) if not bool(torch.isfinite(tensor).all())]:
@@ -237,7 +245,7 @@ def diff_rows(a: KVSnapshot, b: KVSnapshot) -> "pd.DataFrame":
     """Returns a DataFrame of the differences between two snapshots: one line for each layer, head and position.
 
     Columns: layer, head, position, key and value: the norm of the difference divided by the norm in `a` (0 if equal).
-    Raises: ValueError for snapshots of different length or model.
+    Raises: ValueError for snapshots of different length, shape or dtype.
     """
     import pandas as pd
 
@@ -259,7 +267,8 @@ def _relative_distance(a: Tensor, b: Tensor) -> Tensor:
 
 
 def require_plain(cache: KVCache) -> None:
-    """Checks that a cache holds keys and values only. Raises: ValueError for a cache of a model that stores more."""
+    """Checks that a cache holds keys and values only. Raises: ValueError for every subclass of KVCache, such as the
+    cache of a Thinking States model."""
     if type(cache) is not KVCache:
         raise ValueError(
             f"a {type(cache).__name__} holds more than keys and values, which surgery would leave behind; use a model "

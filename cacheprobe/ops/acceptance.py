@@ -18,16 +18,16 @@ def num_accepted(draft_token_ids: Sequence[int], target_token_ids: Sequence[int]
 
 @dataclass(frozen=True)
 class StopRule:
-    """Holds the stop tokens and stop texts of a request. The rule keeps no state between tokens, so a rollback needs
-    no change of it."""
+    """Holds the stop tokens and stop texts of a request. The rule keeps no state between tokens, so a rollback does not
+    change it."""
 
     token_ids: frozenset[int]
     texts: tuple[str, ...]
     decode: Callable[[Sequence[int]], str]
 
     def ends(self, generated: Sequence[int]) -> bool:
-        """Returns whether the tokens `generated` end the request: the last one is a stop token, or their text contains
-        a stop text.
+        """Returns whether the tokens `generated`, at least one, end the request: the last one is a stop token, or the
+        text of all contains a stop text.
 
         A stop text may span tokens and windows, so the whole output is decoded.
         """
@@ -56,8 +56,8 @@ def find_ending(generated: Sequence[int], token_ids: Sequence[int], rule: StopRu
 
 
 def clip_draft(generated: Sequence[int], token_ids: Sequence[int], rule: StopRule, limit: int) -> tuple[int, ...]:
-    """Returns the draft tokens that could still be committed, as a tuple: at most `limit`, and none after a token that
-    ends the request. `generated` holds all earlier tokens."""
+    """Returns the first of the draft tokens, as a tuple: at most `limit`, and none after a token that ends the request.
+    Later ones could not be committed. `generated` holds all earlier tokens."""
     clipped = tuple(token_ids)[: max(limit, 0)]
     num_left = len(clipped) + 1  # more than there are, so that only a stop cuts them
     return clipped[: find_ending(generated, clipped, rule, num_left).num_kept]

@@ -31,7 +31,7 @@ def store_kv(
     keys, values: of one layer, changed in place.  codes, lengths: the ledger, changed if a provenance is given: the
     first counts[b] slots hold real tokens and are marked.  rows: each cache row at most once.
     Returns refused [b]: True for a batch index of which nothing was written, since its cache row or slots lie outside
-    the cache or would leave a hole.
+    the cache or would leave a hole, or counts[b] exceeds t.
     Twin: kvcache.cache.KVCache: `write` and `extend`, == (tests.kvcache.test_cache_rows).
     """
     refused = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
@@ -61,7 +61,8 @@ def truncate_rows(
     hidden.
 
     Changes the ledger in place; keys and values stay, stale and masked.  rows: each cache row at most once.
-    Returns refused [b]: True for a row outside the cache or that would grow; such a row was not changed.
+    Returns refused [b]: True for a row outside the cache, or whose new length is negative or larger; such a row was not
+    changed.
     Twin: kvcache.cache.KVCache.truncate, == (tests.kvcache.test_cache_rows).
     """
     refused = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)

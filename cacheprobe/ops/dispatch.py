@@ -37,7 +37,7 @@ class Operation(Generic[A, R]):
     """Runs a reference function or a kernel with the same arguments; the object is called like the function.
 
     The kernel is tested on a small case before its first use. If it fails to compile or differs from the reference,
-    this process does not use it. The chosen implementation raises the errors for bad arguments.
+    this process does not use it on that device. The chosen implementation raises the errors for bad arguments.
     """
 
     def __init__(self, name: str, reference: Callable[A, R]) -> None:
@@ -55,8 +55,8 @@ class Operation(Generic[A, R]):
         return find("kernels", self.name).run(*args, **kwargs)
 
     def path(self, device: torch.device | str) -> Path:
-        """Returns the Path (kernel or reference, and why) for tensors on this device. The first call for a GPU compiles
-        and tests the kernel."""
+        """Returns the Path (kernel or reference, and why) for tensors on this device. The first call for a device
+        compiles and tests the kernel, if `reason_against` gives no reason."""
         device = torch.device(device)
         key = (str(device), uses_triton_interpreter())
         if key not in self._paths:
@@ -87,7 +87,8 @@ def uses_triton_interpreter() -> bool:
 
 
 def reason_against(device: torch.device) -> str:
-    """Returns the reason, as text, why no kernel runs on a device; "" if one can."""
+    """Returns text: why the device, or the settings of torch and Triton, rule out kernels; "" if they do not. A kernel
+    may still be absent or fail."""
     if device.type == "cpu" and uses_triton_interpreter():
         return ""
     if device.type == "cpu" and not torch.cuda.is_available():

@@ -24,7 +24,7 @@ def pack_rows(states: Float[Tensor, "b t m"], rows: Int[Tensor, "n"], kind: str)
     """Returns the state vectors numbered `rows` as a Packed, in bfloat16 or int8. Number b * t + slot is batch index b,
     token slot `slot` of states [b, t, m], with any strides.
 
-    kind: bfloat16, rounded to nearest, ties to even; or int8, each vector scaled by its largest absolute number. A
+    kind: bfloat16, rounded to nearest, ties to even; or int8, each vector scaled by its largest absolute number. A row
     number outside the source gives NaN.
     Raises: ValueError for an unknown kind.
     Twin: tests.twins.kernels_slowly.pack_rows_slowly, ==.

@@ -21,7 +21,7 @@ def target_scores(logits: Float[Tensor, "v"], sampling: SamplingParams, prefix: 
     The result is on the CPU, with -inf for every excluded token. Order and definitions follow Hugging Face, except that
     equal scores rank by the lower id: top_k keeps exactly k tokens, and top_p keeps a uniquely defined set. At
     temperature 0 only the penalty applies, as in Hugging Face.
-    Raises: ValueError on NaN or infinity, or if no token is left.
+    Raises: ValueError on NaN or +infinity, or if every logit is -infinity.
     Source: repetition penalty, Keskar et al. 2019 (arXiv 1909.05858), section 4.1; top_k, Fan et al. 2018 (1805.04833),
     section 5.4; top_p, Holtzman et al. 2019 (1904.09751), section 3.1; min_p, Nguyen et al. 2024 (2407.01082).
     Twin: tests.twins.equivalence.target_scores_slowly: the same tokens, scores ==; without ties transformers' own
@@ -40,7 +40,8 @@ def target_scores(logits: Float[Tensor, "v"], sampling: SamplingParams, prefix: 
 
 def target_probs(logits: Float[Tensor, "v"], sampling: SamplingParams, prefix: Sequence[int]) -> Float64[Tensor, "v"]:
     """Returns the probabilities [v] from which a request samples its next token: the softmax of `target_scores`. At
-    temperature 0, probability 1 for the best token (the lowest id of equal ones)."""
+    temperature 0, probability 1 for the best token (the lowest id of equal ones). Raises: ValueError as
+    `target_scores`."""
     scores = target_scores(logits, sampling, prefix).numpy()
     if sampling.is_greedy:
         probs = np.zeros_like(scores)

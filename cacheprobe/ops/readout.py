@@ -138,8 +138,8 @@ def _num_before(values: Tensor, scratch: Tensor, target_values: Tensor, offsets:
 
 
 def best_of_blocks(values: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Returns the k largest of values [n, v] and their ids, [n, k] each. tops: the maximum of every BLOCK consecutive
-    values.
+    """Returns the k largest of values [n, v] (all, if v is smaller) and their ids, [n, k] each; equal values in the
+    order of their ids. tops: the maximum of every BLOCK consecutive values.
 
     The k largest values lie in the k blocks with the largest maxima (the first of equal ones). Each block before
     another one holds a value that ranks before all values of the other block. Only the values of these k blocks are

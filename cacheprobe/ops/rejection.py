@@ -27,7 +27,7 @@ def recovery_probs(
     target_probs: Float64[Tensor, "v"], draft_probs: Float64[Tensor, "v"] | None, draft_token_id: int
 ) -> Float64[Tensor, "v"] | None:
     """Returns the distribution [v] of the token that replaces a rejected draft token: max(target - draft, 0),
-    normalised. draft_probs None: the draft token had draft probability 1.
+    normalised. draft_probs None: the draft gives `draft_token_id` the probability 1.
 
     Returns None if the target nowhere exceeds the draft: the two are equal up to rounding, and no token is rejected.
     """

@@ -24,10 +24,10 @@ def sample_token(logits: Float[Tensor, "v"], temperature: float, seed: int, posi
     """Returns the token id chosen from logits [v] for absolute position `position`: greedy at temperature 0, else a
     sample.
 
-    logits: [v] in the model's own dtype.  position: where the chosen token will stand.
+    logits: [v] in the model's own dtype.
     At temperature 0, the lowest id of the largest logit; else a sample from softmax(logits / temperature) by the
     Gumbel-max trick with noise keyed by (seed, position).
-    Raises: ValueError on NaN, or if no logit is finite.
+    Raises: ValueError on NaN or +infinity, or if no logit is finite.
     Source: Gumbel 1954; LLM-42 (arXiv 2601.17768) uses the same rule so that acceptance is equality of tokens.
     Twin: tests.twins.equivalence.sample_token_slowly, ==.
     """
@@ -44,7 +44,7 @@ def choose_token(logits: Float[Tensor, "v"], sampling: SamplingParams, prefix: S
 
     logits: [v] in the model's own dtype.  prefix: the tokens at positions 0 to position - 1.
     The noise is that of `sample_token`, independent of the filters; without filters the token equals `sample_token`'s.
-    Raises: ValueError on NaN, or if no logit is finite.
+    Raises: ValueError on NaN or +infinity, or if no logit is finite.
     Twin: tests.twins.equivalence.choose_token_slowly, ==.
     """
     temperature = sampling.temperature or 0.0

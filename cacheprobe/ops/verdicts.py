@@ -55,7 +55,8 @@ def apply_verdicts(
     tokens that may still be committed.  stop_token_ids: -1 for none; stop texts are not supported.
     last_positions: position of the newest committed token, whose slot the pass has written.
     Changes in place: token_ids[row] by position, from the last committed position + 1 on; the ledger of the row, in
-    which committed slots become verified and all later ones free; lengths.  rows: each cache row at most once.
+    which the slots from last_positions[b] up to the new newest token's become verified, later ones free, and none stays
+    hidden; lengths.  rows: each cache row at most once.
     Source: decode-verify-rollback of LLM-42 (arXiv 2601.17768), section 4.2.
     Twin: engine.committer.Committer.verify_draft and apply_verdict on a KVCache, == (tests.kvcache.test_cache_rows).
     """

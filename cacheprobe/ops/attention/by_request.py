@@ -2,7 +2,8 @@
 in the batch.
 
 A library may split one call for a whole batch among threads, so a request's sums can depend on its batch index. Here
-each request has its own calls, on its own keys, in a shape that depends only on its positions.
+each request is computed by itself, on its own keys, in a shape that depends only on the request's positions: in its own
+torch calls, or in the compiled loops of decode.py.
 """
 
 import threading
@@ -127,8 +128,8 @@ def reach_of_pass(start: int, count: int, capacity: int) -> tuple[SlotSpan, ...]
 def attend_by_request(
     q: Tensor, cached: KeysAndValues, mask: Tensor, reach: Reach, scale: float | None, softcap: float | None = None
 ) -> Tensor:
-    """Returns attention outputs [b, t, h * d] of queries [b, h, t, d], with separate calls for each request, so that
-    its bits do not depend on the batch. mask: [b, 1 or h, t, s], additive.
+    """Returns attention outputs [b, t, h * d] of queries [b, h, t, d]. Each request is computed by itself (in its own
+    torch calls or in compiled loops), so that its bits do not depend on the batch. mask: [b, 1 or h, t, s], additive.
 
     cached: gives a request's keys and values.  reach: the calls. Query heads that share a key head are folded into the
     rows of one call. A batch index without a piece gives zeros. A call with little work always runs on one thread.

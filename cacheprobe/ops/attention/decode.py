@@ -59,8 +59,8 @@ def decode_attention(
     keys, values: [1, g, s, d] and [1, g, s, dv] of any one request.
     places: int64 [n, 5] for n requests: batch index, offset in elements from `keys` and from `values` to that request's
     own, number of slots to attend to, position of its first token.
-    Raises: ValueError for tensors of different dtypes, a mask of another shape, and keys or values whose last dimension
-    is not contiguous; RuntimeError if the compiled loops ended early.
+    Raises: ValueError for tensors of different dtypes, a mask of another shape, keys or values whose last dimension is
+    not contiguous, and a request that attends to no slot of its own; RuntimeError if the compiled loops ended early.
     Twin: ops.attention.cached.cached_attention, close: sums are ordered otherwise.
     """
     (batch, heads, width, depth), (_, groups, _, value_depth) = q.shape, values.shape
@@ -89,8 +89,8 @@ def decode_attention(
 
 
 def _require_readable(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, places: NDArray[np.int64]) -> None:
-    """Checks tensors for the compiled loops, which read memory without checks. Raises: ValueError for tensors that
-    these loops would misread."""
+    """Checks dtypes, mask shape, last strides and the slot numbers in `places` for the compiled loops, which read
+    memory without checks. Raises: ValueError for a wrong one."""
     if {keys.dtype, values.dtype, mask.dtype} != {q.dtype}:
         raise ValueError(
             f"keys of {keys.dtype}, values of {values.dtype} and mask of {mask.dtype}, queries of {q.dtype}"
@@ -108,7 +108,7 @@ def _require_readable(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, pla
 @cache
 def _find_thread_runner() -> "Callable[[int | None, int, int, int], None] | None":
     """Returns OpenMP's function GOMP_parallel, which runs a function on the threads of torch's own operations; None if
-    torch has no libgomp.
+    torch's lib folder has no libgomp.
 
     A separate thread pool of numba would compete with torch's threads, which wait by spinning.
     """

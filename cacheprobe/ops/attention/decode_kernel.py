@@ -212,7 +212,7 @@ def _add_products(weights, at, rows, step, sums, counts) -> None:
 @no_type_check
 def _attend_window(arrays, at, steps, sizes, scale) -> None:
     """Computes the attention of several tokens at consecutive positions, each over the slots up to its own, for one key
-    head; writes it to `out`."""
+    head and all query heads that share it; writes the result to `out`."""
     (q, keys, values, mask, out), (of_q, of_key, of_value, of_mask, of_out) = arrays, at
     (key_step, value_step, mask_step, token_step), (repeats, width, depth, value_depth, slots, start) = steps, sizes
     query, vector = np.empty(depth, np.float32), np.empty(depth, np.float32)

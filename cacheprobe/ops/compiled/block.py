@@ -11,8 +11,8 @@ from cacheprobe.ops.plain import rms_norm
 
 
 class CompiledBlock:
-    """Computes RMSNorm and the rotary embedding of bfloat16 numbers in compiled C++. The bits of a vector depend only
-    on that vector.
+    """Computes RMSNorm and the rotary embedding of bfloat16 numbers in compiled C++. The bits of a vector depend on no
+    other vector of the batch.
 
     Twin: torch's own operations: the rotation bitwise, the norm to one unit in the last place, since the squares are
     summed in another order.
@@ -32,8 +32,9 @@ class CompiledBlock:
         return f"CompiledBlock({self.digest})"
 
     def rms_norm(self, values: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Returns the normalised values [..., m], scaled by weight [m], all bfloat16. Source: Zhang & Sennrich 2019
-        (arXiv 1910.07467), equation 4."""
+        """Returns the normalised values [..., m], scaled by weight [m], all bfloat16. Raises: TypeError for another
+        dtype; ValueError for another number of weights. Source: Zhang & Sennrich 2019 (arXiv 1910.07467), equation
+        4."""
         values, weight, width = _contiguous_bfloat16(values), _contiguous_bfloat16(weight), values.shape[-1]
         if weight.numel() != width:
             raise ValueError(f"values of width {width} are not scaled by {weight.numel()} weights")
@@ -44,7 +45,7 @@ class CompiledBlock:
 
     def turn_(self, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Applies the rotary embedding to values [b, t, h, d] in place and returns them. cos, sin: [b, t, 1, d]; the
-        first half of `sin` must be negated.
+        first half of `sin` must be negated. Raises: ValueError for values of another dtype or not contiguous.
 
         Source: Su et al. 2021 (arXiv 2104.09864), section 3.4.2, with the halves of GPT-NeoX.
         """

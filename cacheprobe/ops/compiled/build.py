@@ -24,7 +24,8 @@ class CompilerError(RuntimeError):
 
 @cache
 def compiler() -> str:
-    """Returns the path of the C++ compiler, as text. Raises: CompilerError if no compiler is installed."""
+    """Returns the path of the C++ compiler, as text: of $CXX if it is set, else the first of COMPILERS that is
+    installed. Raises: CompilerError if there is none."""
     own_choice = os.environ.get("CXX")
     for name in (own_choice,) if own_choice else COMPILERS:
         if path := shutil.which(name):
@@ -36,21 +37,21 @@ def compiler() -> str:
 
 
 def digest(source: str) -> str:
-    """Returns a hash, 16 hexadecimal digits, of all that a compiled library's bits depend on: source, flags, compiler
-    and processor."""
+    """Returns a hash, 16 hexadecimal digits, of a compiled library's source, flags, compiler version and processor.
+    Raises: CompilerError without a compiler."""
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
     return hashlib.sha256("\0".join((source, *FLAGS, version, _processor())).encode()).hexdigest()[:16]
 
 
 def library_digest(name: str) -> str:
-    """Returns the digest of the library that `library` would build from file `name` of this folder, without building
-    it. Raises: CompilerError without a compiler."""
+    """Returns the digest (16 hexadecimal digits) of the library that `library` would build from C++ file `name`,
+    without building it. Raises: CompilerError without a compiler."""
     return digest(_source(name))
 
 
 def library(name: str, folder: Path) -> tuple[ctypes.CDLL, str]:
-    """Returns (library compiled from C++ file `name` of this folder, its digest). The compiler runs only if `folder`
-    does not hold the library. Raises: CompilerError if the library cannot be compiled or loaded."""
+    """Returns (library compiled from C++ file `name` of ops/compiled, its digest). It is compiled only if `folder` does
+    not hold it. Raises: CompilerError without a compiler, or if the library cannot be compiled or loaded."""
     source = _source(name)
     key = digest(source)
     path = folder / f"{Path(name).stem}-{key}.so"

@@ -11,8 +11,8 @@ from cacheprobe.ops.compiled.build import CompilerError, library
 
 
 class CompiledProduct:
-    """Computes values weight^T + bias of bfloat16 tensors in compiled C++. The bits of an output vector depend only on
-    its input vector, for any number of vectors.
+    """Computes values weight^T + bias of bfloat16 tensors in compiled C++. The bits of an output vector do not depend
+    on the other vectors, nor on how many there are.
 
     Twin: torch.nn.functional.linear in float32, rounded once: to one unit in the last place, for the order of sums.
     """
@@ -31,7 +31,7 @@ class CompiledProduct:
 
     def __call__(self, values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns values weight^T + bias, [..., o], from values [..., i], weight [o, i] and bias [o] or None, all
-        bfloat16."""
+        bfloat16. Raises: TypeError for another dtype, ValueError for another width, MemoryError."""
         rows, inner = values.numel() // values.shape[-1], values.shape[-1]
         if weight.shape[1] != inner:
             raise ValueError(f"values of width {inner} and a weight {tuple(weight.shape)} do not make a product")

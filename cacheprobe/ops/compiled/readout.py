@@ -36,7 +36,8 @@ class CompiledReadout:
 
     def __call__(self, logits: Tensor, target_token_ids: Tensor, top_k: int) -> Readout:
         """Returns the Readout (top tokens, entropy, target ranks and log-probabilities) of logits [n, v];
-        target_token_ids [n], -1 for none. Other dtypes go to `read_logits`."""
+        target_token_ids [n], -1 for none. Logits of another dtype than bfloat16 are computed by torch, in
+        `read_logits`."""
         if logits.dtype != torch.bfloat16:
             return read_logits(logits, target_token_ids, top_k)
         logits, targets = logits.contiguous(), target_token_ids.contiguous()
@@ -73,12 +74,13 @@ class Compiled(NamedTuple):
 @cache
 def compiled(folder: Path) -> Compiled:
     """Returns the operations compiled on this machine, as a Compiled; built at the first call, with their libraries
-    kept in `folder`. Raises: CompilerError."""
+    kept in `folder`. Raises: CompilerError if one cannot be built or gives wrong results."""
     return Compiled(CompiledProduct(folder), CompiledReadout(folder), CompiledBlock(folder))
 
 
 def _compare_with_torch(readout: CompiledReadout) -> None:
-    """Compares the compiled readout with torch's, on rows with ties and -inf logits. Raises: CompilerError."""
+    """Compares the compiled readout with torch's, on rows with ties and -inf logits. Raises: CompilerError if they
+    differ."""
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).mul_(4).bfloat16()
     logits[1, 40:] = -torch.inf
     targets = torch.tensor([7, 30, -1])
