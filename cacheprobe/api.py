@@ -65,12 +65,12 @@ def run(
     progress: bool = True,
     **options: Unpack[EngineOptions],
 ) -> Trace:
-    """Generates text with a model and returns a Trace: the states of every layer for every token, rejected drafts
-    included.
+    """Generates text with a model and returns a Trace: the tokens, the drafts (rejected ones included), and by default
+    the states of every layer that ran for each token.
 
     prompts: one prompt or a sequence of them; each is a string, a list of token ids, a task example or a Request.
-    drafter: drafts tokens for every request; every request is then verified. Without a drafter, ordinary decode passes
-        draft for the deterministic requests, which are verified; the others are not.
+    drafter: drafts tokens for every request; every request is then verified. Without a drafter only the deterministic
+        requests are verified; if the window is above 1, ordinary decode passes draft for them.
     deterministic: which requests are: all (True), none, a fraction (evenly spaced), or a list of indices or flags.
     capture: sites to keep, of S, T, C and Z; or a CaptureConfig, with filters by layer, position and phase and with
         attention heads; or None for tokens and events only.
@@ -83,9 +83,9 @@ def run(
         draft_length, acceptance, layers and path; `cacheprobe.core.config.EngineOptions` says what each does. The
         defaults suit the model and the processor.
     A request whose passes fail ends with an error and a warning; the others go on.
-    Ctrl-C ends every request at the next round and raises `cp.Interrupted`, a KeyboardInterrupt whose `trace` holds
-    the tokens and states so far. A second Ctrl-C raises KeyboardInterrupt at once, without a trace.
-    Raises: ValueError for settings that do not fit, and TypeError for an unknown one, before the first pass;
+    In the main thread, Ctrl-C ends every request at the next round and raises `cp.Interrupted`, a KeyboardInterrupt
+    whose `trace` holds the tokens and states so far. A second Ctrl-C raises KeyboardInterrupt at once, without a trace.
+    Raises, before the first pass: ValueError for settings that do not fit, TypeError for an unknown one. Later:
     EngineError if all requests failed.
     Source: decode-verify-rollback of LLM-42, arXiv 2601.17768.  Twin: `reference`.
     """
@@ -107,7 +107,7 @@ def stream(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> St
     """Generates text and returns a Stream: an iterator of `Piece`s, one as soon as tokens of a request are committed.
 
     Takes the settings of `run`, apart from `progress`; captures no states unless `capture=` is given. A piece's text
-    holds whole characters only, and the texts of the pieces so far are a prefix of the final text.
+    ends with a whole character, unless the request ended inside one.
     `stream.cancel(request_id)` ends a request early; `stream.trace()` returns the run's Trace, after the last piece.
     """
     drafter = settings.pop("drafter", None)
@@ -119,11 +119,13 @@ def stream(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> St
 
 
 def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **settings: Unpack[RunSettings]) -> Trace:
-    """Generates with the slow reference and returns its Trace: each request runs alone, with one verify pass per token.
+    """Generates with the slow reference and returns its Trace: each request runs alone, and each token after its first
+    takes a verify pass of its own.
 
-    `max_batch`, `max_kv_tokens`, `draft_length` and `acceptance` are accepted and have no effect, so that `run` and
-    `reference` take the same settings. A drafter changes the default window only. Tokens, states and readings of a
-    deterministic request of `run` equal those of `reference`, bit for bit (D2 in docs/determinism.md).
+    `max_batch`, `max_kv_tokens`, `draft_length` and `acceptance` do not change the results; they are accepted so that
+    `run` and `reference` take the same settings. A drafter changes the default window only. Tokens, states and readings
+    of a deterministic request of `run` equal those of `reference`, bit for bit, if both runs have the same schedule
+    fingerprint (D2 in docs/determinism.md).
     """
     given: dict[str, Any] = {**settings}
     drafter = given.pop("drafter", None)
@@ -146,7 +148,7 @@ def _plan(
 ) -> RunPlan:
     """Returns the RunPlan of a call. Fills in the EngineConfig fields that were not given, for this model.
 
-    Raises: TypeError for an unknown option; ValueError for settings that do not fit.
+    Raises: TypeError for an unknown option; ValueError for settings that do not fit the model or its memory.
     """
     require_known_options(given, RunSettings.__annotations__)
     settings = dict(given)
@@ -194,9 +196,9 @@ def verify(
     """Runs the verified requests of a trace again with `reference`, and returns a Replay: the result of comparing both.
 
     Compares tokens; for deterministic requests also states and readings, bit for bit.
-    model, interventions: those of the run; needed if the trace was loaded from disk.
-    Raises: FingerprintMismatch if this machine or model has another schedule; ValueError if no request was verified, or
-    without a model.
+    model, interventions: those of the run; needed if the trace was loaded from disk (interventions: if it had any).
+    Raises: FingerprintMismatch if this machine or model has another schedule fingerprint; ValueError without a model,
+    without a request that can be compared, and for a run that cannot be made again, such as an import.
     """
     model = model or trace.model
     if model is None:
@@ -209,7 +211,8 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
     """Returns the Trace saved in a directory. Reads its tables now, and its states when they are first used.
 
     model: the run's model, for lenses and analyses that need its weights.
-    Raises: TraceError for a directory without a manifest, of an unknown version, or with a missing or damaged file.
+    Raises: TraceError for a directory without a readable manifest.json, for an unknown version of the trace format, and
+    for a file that is missing or has another size than the manifest says.
     """
     return readable(open_trace(directory, model))
 
@@ -230,12 +233,12 @@ def import_generate(
         `attention_mask`.
     attention_mask: [b, prompt], as given to `generate`; needed for more than one sequence.
     stop_token_ids: token ids that end a sequence, () for none; by default the model's.
-    model: the model that generated, loaded here. Its own states of the first prompt are compared with the given ones,
-        and lenses can read them.
+    model: the model that generated, loaded here. It computes the first prompt's first tokens again, to compare their
+        states with the given ones; lenses can then read the given states.
     tokenizer: for texts, if no model is given.  name: the model's, for the metadata.
     The Trace has S of every block but the last. `trace.missing` lists what is missing; using that raises an error.
-    Raises: ImportRefused for beams, drafts, passes without a cache, padding on the right, and states that are not the
-    model's.
+    Raises: ImportRefused for another layout, for example of beam search, assisted decoding, passes without a cache or
+    prompts padded on the right, and for states that are not the model's.
     """
     return readable(
         trace_of_generate(
@@ -258,7 +261,7 @@ def import_vllm(
     tokenizer: Any = None,
     name: str | None = None,
 ) -> Trace:
-    """Returns a Trace of hidden states written by vLLM's ExampleHiddenStatesConnector: one request for each file.
+    """Returns a Trace of hidden states written by vLLM's ExampleHiddenStatesConnector, one request for each file.
 
     outputs: the result of `LLM.generate`, whose `kv_transfer_params` name the files; or files, or folders of files.
     layers: the setting eagle_aux_hidden_state_layer_ids; id k becomes S of layer k - 1.
@@ -288,7 +291,8 @@ def _progress_bar(plan: RunPlan, is_shown: bool) -> ProgressBar:
 
 
 def _checked(plan: RunPlan, trace: Trace, progress: bool) -> Trace:
-    """Returns the trace unchanged. Warns of failed requests, missing records and interventions that never acted.
+    """Returns the trace unchanged. Warns of failed requests, data that the trace lacks, and interventions of `run` that
+    never acted.
 
     progress: also print the model's path (if heads are captured) and its accuracy on the task.
     """

@@ -68,9 +68,10 @@ class RunPlan:
         interventions: "Intervention | Iterable[Any]" = (),
         max_in_flight: int | None = None,
     ) -> None:
-        """Checks all arguments. Raises: ValueError for arguments that do not fit the model or this machine's memory.
+        """Checks the arguments, but not yet whether interventions can act. Raises: ValueError for arguments that do not
+        fit the model, or if the run is estimated not to fit in memory.
 
-        open_shapes: which of "window" and "group" the trial of shapes may replace.
+        open_shapes: which of "window" and "group" `states` may replace if passes of the shape depend on the batch.
         max_in_flight: maximum number of requests with a cache row; config.max_batch if None.
         """
         if not hasattr(model, "new_cache"):
@@ -108,13 +109,13 @@ class RunPlan:
     # -- requests
 
     def _size(self, item: Any) -> tuple[int, int, int]:
-        """Returns (1, new tokens, samples) of a prompt: its sizes before the prompt is tokenized."""
+        """Returns (1, new tokens, samples) of a prompt. 1 stands for the prompt's tokens, which are not counted yet."""
         own = item.sampling if isinstance(item, Request) and item.sampling else SamplingParams()
         settings = own.over(self.fallback)
         return 1, min(settings.max_new_tokens or 1, self.model.n_ctx), settings.n or 1
 
     def _check_sizes(self, requests: list[tuple[int, int, int]], max_in_flight: int | None) -> None:
-        """Raises: ValueError if this machine's memory cannot hold the run's cache or records; see engine/sizes.py.
+        """Raises: ValueError if the estimated memory of the run's KV cache, or of its records, is not available.
 
         requests: (prompt tokens, new tokens, samples) of each prompt.
         """
@@ -163,7 +164,7 @@ class RunPlan:
         return request
 
     def _check_fit(self, request: Request) -> None:
-        """Raises: ValueError if prompt and new tokens exceed the model's context or the cache."""
+        """Raises: ValueError if prompt and new tokens exceed the model's context, or the limits of `_require_room`."""
         assert request.sampling is not None and request.sampling.max_new_tokens is not None
         prompt, new, n_ctx = request.num_prompt_tokens, request.sampling.max_new_tokens, self.model.n_ctx
         if prompt + new > n_ctx:
@@ -174,7 +175,7 @@ class RunPlan:
         _require_room(self.config, request, new)
 
     def _check_positions(self) -> None:
-        """Raises: ValueError if no request computes the largest position of capture.positions."""
+        """Raises: ValueError if the largest of capture.positions is beyond the last position of every request."""
         lengths = [r.num_prompt_tokens + (r.sampling.max_new_tokens or 0) for r in self.requests if r.sampling]
         last = max(lengths) - 2  # the newest token is never fed
         if max(self.capture.positions or (0,)) > last:
@@ -186,9 +187,10 @@ class RunPlan:
     def _check_cached(self, request: Request) -> None:
         """Checks the fields `cached` and `keep_kv` of a request.
 
-        Raises: ValueError if `cached` is no KVSnapshot, is of another text or model, or is as long as the prompt; if a
-        deterministic request with `cached` lacks own_fingerprint=True; if keep_kv is set and the model's cache holds
-        more than keys and values.
+        Raises: ValueError if `cached` is no KVSnapshot, holds other tokens than the prompt's first, is not shorter than
+        the prompt, or has other layers, heads, width or dtype than the model's cache, or NaN or infinity; if a
+        deterministic request with `cached` lacks own_fingerprint=True; if `cached` or keep_kv is set and the model's
+        cache holds more than keys and values. Does not notice a snapshot of another model of the same shape.
         """
         cached, name = request.cached, f"request {request.request_id}"
         if request.keep_kv:
@@ -218,6 +220,7 @@ class RunPlan:
     def states(self, drafter: Drafter | None, is_all_verified: bool = False) -> list[SequenceState]:
         """Returns a new SequenceState for each request. With a drafter all are verified, else the deterministic ones.
 
+        is_all_verified: all are verified without a drafter, too.
         Also creates the run's editor of interventions and tries its pass shapes, which may change self.config. Raises:
         ShapeRefused if no allowed shape is batch-invariant; ValueError for interventions that cannot act.
         """
@@ -261,13 +264,13 @@ class RunPlan:
         return Editor(self.interventions, self.model, states, drafting)
 
     def _hooked(self) -> Hooked:
-        """Returns a Hooked for the trial of shapes: (site, layer) pairs of captured heads, and of interventions."""
+        """Returns the (site, layer) hooks of captured heads and of interventions, for the trial of pass shapes."""
         heads = tuple((site, layer) for layer in self.layers for site in self.capture.heads)
         return Hooked(heads, tuple(self.editor.sites) if self.editor is not None else ())
 
     def _drafting(self, drafter: Drafter) -> Drafting:
-        """Returns a Drafting for the checks of interventions: the drafter's name, the number of blocks that its drafts
-        run, and the window. Raises: ValueError if the drafter does not fit the model."""
+        """Returns the drafter's name, the number of the model's layers that its drafts run, and the window, as a
+        Drafting for the checks of interventions. Raises: ValueError if the drafter does not fit the model."""
         require_drafter(drafter, self.model)
         return Drafting(drafter.name, drafted_layers(drafter, self.model), self.config.window)
 
@@ -316,7 +319,7 @@ class RunPlan:
         return self._trace(recorder, guard, states, meta)
 
     def _recorder(self) -> Recorder:
-        """Returns a new Recorder with the run's capture settings, prompts, and token ids of the tasks' answers."""
+        """Returns a new Recorder with the run's capture settings, prompts, and first token ids of task answers."""
         prompts = {r.request_id: r.prompt_token_ids for r in self.requests}
         known = {request_id: ids for request_id, (ids, _) in self._answers.items() if ids}
         return Recorder(self.model, self.capture, self.layers, self.lens, prompts, known)
@@ -325,14 +328,14 @@ class RunPlan:
     def _answers(self) -> dict[int, tuple[tuple[int, ...], str]]:
         """Request id -> (first token id of each possible answer of the task, error text).
 
-        The ids are () if unknown. The text is "" unless the example's own code failed or gave no token ids.
+        The ids are () if unknown. The text is "" unless the example's own code failed or gave no valid token ids.
         """
         return {request.request_id: answer_ids_of(request, self.model) for request in self.requests}
 
     def _trace(
         self, recorder: Recorder, guard: RunGuard, states: Sequence[SequenceState], meta: dict[str, Any]
     ) -> Trace:
-        """Returns the Trace of a finished run, with its metadata, errors, interventions and kept snapshots."""
+        """Returns the Trace of a finished run, with its metadata, errors, interventions and kept KVSnapshots."""
         errors = {str(state.request_id): state.error for state in states if state.error}
         failed = {f"answers of request {number}": why for number, (_, why) in self._answers.items() if why}
         meta = {**meta, "path_reason": self.path_reason, "errors": errors, "missing": failed}
@@ -361,7 +364,7 @@ class RunPlan:
 
 
 def _require_room(config: EngineConfig, request: Request, new: int) -> None:
-    """Raises: ValueError if a request with `new` new tokens exceeds the capacity, or alone exceeds max_kv_tokens."""
+    """Raises: ValueError if a prompt, `new` new tokens and the window exceed the cache's capacity or max_kv_tokens."""
     prompt, window = request.num_prompt_tokens, config.window
     needed = config.slots_needed(prompt, new, request.num_cached)
     if needed > config.capacity:

@@ -35,7 +35,7 @@ class Audit:
 
 @dataclass
 class History:
-    """Holds the course of one request, replayed from its events for `audit`: text, roles, verdicts and drafts."""
+    """Holds one request's text, roles of positions, verdicts and drafts, derived again from its events for `audit`."""
 
     prompt: list[int]
     is_verified: bool
@@ -177,8 +177,8 @@ def _verdict_faults(
     """Yields a sentence for each contradiction in one verdict, and adds the verdict and the roles of its tokens to
     `history`.
 
-    event: a line of a verify pass.  proposals: the tokens drafted since the last verdict.  committed: tokens of this
-    event.  finish: how the request ended.
+    event: a line of the events table with a draft_start.  proposals: the tokens drafted since the last verdict.
+    committed: tokens of this event.  finish: how the request ended.
     """
     draft, targets = _ints(event.draft_token_ids), _ints(event.target_token_ids)
     start, length = int(event.draft_start), len(history.text)
@@ -250,7 +250,8 @@ def _row_faults(trace: Trace, request: Request, history: History) -> Iterator[st
 
 
 def _step_faults(trace: Trace) -> Iterator[str]:
-    """Yields a sentence for each step whose requests or rows disagree on phase, batch shape or seconds."""
+    """Yields a sentence for each step whose events disagree on phase, batch shape or seconds, and for each row whose
+    phase is not that of its step."""
     events = trace.event_table
     distinct_values = events.groupby("step")[["phase", "batch_rows", "batch_slots", "seconds"]].nunique()
     for step in distinct_values.index[(distinct_values > 1).any(axis=1)]:
@@ -262,7 +263,8 @@ def _step_faults(trace: Trace) -> Iterator[str]:
 
 
 def _text_faults(trace: Trace, texts: Callable[[Sequence[int]], list[str]]) -> Iterator[str]:
-    """Yields a sentence for each token id whose text in a table differs from the tokenizer's."""
+    """Yields a sentence for each token id whose text in the table of rows or lens readings differs from that of
+    `texts`."""
     tables = [("rows", trace.row_table, "token_id", "token")]
     if trace.hypothesis_table is not None:
         both = (("token_id", "token"), ("committed_token_id", "committed_token"))

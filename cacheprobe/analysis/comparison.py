@@ -31,7 +31,8 @@ def compare_requests(
 ) -> list[RequestDifference]:  # fmt: skip
     """Returns a list with one RequestDifference for each request number: how the request differs between two runs.
 
-    Tokens are compared only if the prompts are equal, and log-probabilities, bit for bit, only if the tokens are equal.
+    Tokens are compared only if the prompts are equal; log-probabilities, bit for bit, only if the tokens are equal and
+    both runs recorded them.
     ours, theirs: as `StoredRun.requests`.  our_events, their_events: as `Trace.events`.
     """
     differences = []

@@ -15,7 +15,8 @@ def kv_snapshot(trace: Trace, request_id: SupportsIndex, length: int | None = No
     length: number of positions; None means all. The newest token is not cached.
     Committed positions are never written again, so the first p positions equal the cache's content when position p was
     new. Provenance is the ledger's: prefill, verified, decoded or edited.
-    Raises: ValueError if the run did not keep them, or if `length` exceeds them; KeyError for an unknown request.
+    Raises: ValueError if the run kept no keys and values (Request.keep_kv), or if `length` exceeds their number;
+    KeyError for an unknown request.
     """
     request = _request(trace, request_id)
     rows = trace.kept_rows.get(int(request_id))
@@ -36,13 +37,14 @@ def fork(trace: Trace, request_id: SupportsIndex, length: int, rows: KVSnapshot 
     The new request starts from the other's cached keys and values, so these positions are not computed again.
     The new prompt is the other request's text up to the first token after the cached positions, and at least its
     prompt. Settings and seed are the other's, and noise is keyed by absolute position: with unchanged keys and values,
-    the fork generates the same tokens. States have the same bits if a prefill pass has the shape of a verify pass
-    (prefill_group=group and prefill_chunk=window, padded).
+    the fork generates the same tokens, up to rounding. States have the same bits if a prefill pass has the shape of a
+    verify pass (prefill_group=group and prefill_chunk=window, padded).
     Stop texts are searched only in the fork's own output.
 
     length: number of cached positions to use; the token at position `length` is the first one computed again.
     rows: changed keys and values to use instead, such as `cp.analysis.kv_snapshot(trace, 0, length).masked([3])`.
-    Raises: ValueError if they were not kept or have another length, or if no token is left to generate.
+    Raises: ValueError if no keys and values were kept, if `rows` has another length than `length`, or if no token is
+    left to generate; KeyError for an unknown request.
     """
     request = _request(trace, request_id)
     rows = kv_snapshot(trace, request_id, length) if rows is None else rows

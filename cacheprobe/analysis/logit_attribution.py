@@ -47,8 +47,8 @@ def attribution(
     state that a Thinking States model added. The final norm's scale is frozen at the row's own and its weight is
     included; the same holds for a norm after attention. A softcap or scale that the architecture applies to logits is
     not included.
-    Raises: ValueError if S of the last layer, or T and C of any layer, were not captured; ModelError for another output
-    path.
+    Raises: ValueError unless S, T and C of all layers were captured, and for an unknown row or token; ModelError if the
+    model's logits, or T by head, are not such a sum.
     Source: Elhage et al. 2021, "A mathematical framework for transformer circuits"; the logit lens (nostalgebraist
     2020); by head, Wang et al. 2022 (arXiv 2211.00593), section 3.
     Twin: tests.twins.attribution_slowly.attribution_slowly, close(1e-4) in float32.
@@ -138,7 +138,7 @@ def _parts(trace: "Trace", model: CachedLM, row_info: pd.Series, by_head: bool) 
 
 
 def _embedding(model: CachedLM, row_info: pd.Series) -> Tensor:
-    """Returns the input of the first block [m] for a row: a function of its token and position."""
+    """Returns the input of the first layer [m] for a row: a function of its token and position."""
     position = int(row_info.position)
     token = torch.tensor([[int(row_info.token_id)]])
     return feed(model, token, start=position, num_layers=0).out[0, 0].double().cpu()

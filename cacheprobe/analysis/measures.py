@@ -40,7 +40,7 @@ def commitment(hypotheses: pd.DataFrame, margin: float = 0.5) -> pd.DataFrame:
 
     commitment_layer: first layer read at which the probability of the first choice exceeds that of the second by at
     least `margin`; null if there is none.  commitment_token: its first choice.  stays: whether that is the last layer's
-    first choice.  agrees: whether it is the committed token, null if no token was committed.
+    first choice.  agrees: whether it is the committed token, null if there is no such layer or no committed token.
     Source: the softmax response of confident early exit, Schuster et al. 2022 (CALM, arXiv 2207.07061), section 3.5.
     Twin: tests.twins.measures_slowly.commitment_slowly, ==.
     """

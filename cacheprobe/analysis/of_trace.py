@@ -71,7 +71,7 @@ def to_activation_cache(trace: "Trace", request_id: SupportsIndex) -> object:
 
     The states are those of status "committed", one for each position. Heads are [1, position, h, d], patterns [1, h,
     position, position].
-    Raises: ValueError if the trace has no model or no states.
+    Raises: ValueError if the trace has no model or no states, or if a position was not captured.
     """
     if trace.model is None:
         raise ValueError("this trace was loaded without its model; use cp.load_trace(dir, model=...)")

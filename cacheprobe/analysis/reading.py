@@ -83,7 +83,7 @@ def read_states(
 
 
 class _Texts(dict[int, str]):
-    """Maps a token id to its visible text; calls the model's tokenizer once for each id."""
+    """Maps a token id to its text, with signs such as ␣ for white space; decodes each id once."""
 
     def __init__(self, model: CachedLM) -> None:
         self._model = model

@@ -88,10 +88,10 @@ def replay(
     """Compares a run with the slow reference (`cp.reference`), its tables with each other, and its files with their
     checksums.
 
-    For every verified request, the tokens and the end are compared; for deterministic ones also log-probabilities,
-    states, heads, thoughts and readings. `Replay.not_compared` lists the rest.
+    For verified requests (see `_verified_requests`), the tokens and the end are compared; for deterministic ones also
+    log-probabilities, states, heads, thoughts and readings. `Replay.not_compared` lists the rest.
     oracle: the function `cp.reference`.
-    Raises: FingerprintMismatch if the schedule or platform differs; ValueError if no request was verified, and for a
+    Raises: FingerprintMismatch if the schedule or platform differs; ValueError if no request can be compared, and for a
     run that cannot be made again: an import, or one whose interventions or snapshots are missing.
     """
     require_run(trace)
@@ -152,8 +152,8 @@ def _schedule(trace: Trace, model: CachedLM, interventions: Sequence[Interventio
 def _verified_requests(trace: Trace, config: EngineConfig, interventions: Sequence[Intervention]) -> list[Request]:
     """Returns a list of the requests whose tokens the reference must also commit. Raises: ValueError if there is none.
 
-    Left out are requests that ended with an error or without a token, and those with interventions by step, because the
-    reference has other steps.
+    Left out are requests that ended with an error or without a token, those with interventions by step (the reference
+    has other steps), and those whose draft tokens were accepted by rejection sampling.
     """
     is_all_verified = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
     is_by_equality = is_all_verified and config.acceptance == "equality"

@@ -23,8 +23,8 @@ class Behaviour(TypedDict):
 
 
 def behaviour_line(behaviour: Behaviour) -> str:
-    """Returns one line of text: the accuracy of a run on its task, the probability of the answer words, and the chance
-    level.
+    """Returns one line of text: the accuracy of a run on its task, the mean probability that the first token begins an
+    answer word (if known), and the chance level.
     """
     b = behaviour
     line = (
@@ -44,8 +44,8 @@ def behaviour_line(behaviour: Behaviour) -> str:
 
 
 def summary(trace: Trace) -> str:
-    """Returns text that describes a run: its size, model and self-checks, and at which layers readings agree with the
-    tokens.
+    """Returns text that describes a run: its size, model and self-checks, and, if it has lens readings, at which layers
+    they agree with the committed tokens.
 
     One fact a line; the readings are grouped by layer and verdict on the draft token.
     """

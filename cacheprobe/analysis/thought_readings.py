@@ -87,7 +87,7 @@ def rows_of(trace: "Trace", thought: Chunk) -> pd.DataFrame:
     """Returns a DataFrame of the rows whose states the thinking block read for a thought, one for each position of its
     chunk, from `thought.start` to `thought.end`, both included.
 
-    Of several rows at one position, it is the newest one at the thought's step.
+    If a position has several rows, the newest one that was computed in the thought's step or before.
     """
     table = trace.row_table
     chunk_rows = table[(table.request_id == thought.request_id) & table.position.between(thought.start, thought.end)]

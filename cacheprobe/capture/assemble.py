@@ -72,11 +72,11 @@ def assemble(
 
 
 def _thinking(model: CachedLM) -> dict[str, object]:
-    """Returns a dict of a Thinking States model's settings, for pictures of its thoughts; None for unknown ones.
+    """Returns a dict with four settings of a Thinking States model, which pictures of its thoughts need.
 
-    l_in: the block whose input the chunk state is added to. l_out: thoughts are written from the output of block
+    l_in: the layer whose input the chunk state is added to. l_out: thoughts are written from the output of layer
     l_out - 1. feeds_back: whether a thought changes later tokens. learned_first_state: whether a learned state is added
-    to the first chunk.
+    to the first chunk. A setting that the model lacks is None, None, True or False, in this order.
     """
     config = getattr(model, "config", None)
     return {
@@ -88,9 +88,9 @@ def _thinking(model: CachedLM) -> dict[str, object]:
 
 
 def _missing_readings(recorder: Recorder, columns: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns a dict: "Z of request N" -> why the lens failed on it; {} if no request failed.
+    """Returns a dict: "Z of request N" -> why the lens failed on request N; {} if the lens never failed.
 
-    Has the key "Z" too if no request of the run has readings.
+    Has the key "Z" too if the lens failed and no request of the run has readings.
     """
     errors = recorder.reader.errors if recorder.reader is not None else {}
     whole = {"Z": next(iter(errors.values()))} if errors and not columns else {}
@@ -116,7 +116,7 @@ def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, 
     forced_accuracy: share of prompts whose right answer is the most likely of the allowed answers.
     Both are None if a request chose no token, or if the first tokens of its answers are unknown: two answers begin with
     the same token, or the tokenizer joins an answer to the prompt.
-    Returns None if no request came from a task, or if the requests' tasks have different answers.
+    Returns None if no request came from a task, or if the requests' tasks allow different answers.
     Cancelled requests are left out.
     """
     ended = [r for r in requests if recorder.finished[r.request_id].reason != "cancelled"]

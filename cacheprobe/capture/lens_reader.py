@@ -34,7 +34,7 @@ class Queued:
     states: Tensor
     """[layers, m], in the model's dtype."""
     layers: Tensor
-    """[layers]: the block after which each state was taken."""
+    """[layers]: the layer after which each state was taken."""
     target: int = -1
     """Token committed at the next position; -1 for none."""
     request_id: int = -1
@@ -77,7 +77,8 @@ class LensReader:
         self._open[request_id] = still_open
 
     def queue_resolved(self, queued: Queued) -> None:
-        """Queues a row whose target is set (-1: none), and reads all full tiles. Skips requests in `errors`."""
+        """Queues a row whose target is set (-1: none), and reads all full tiles. Skips the row if the lens has failed
+        on its request."""
         if queued.request_id in self.errors:
             return
         self._ready.append(queued)
@@ -86,9 +87,10 @@ class LensReader:
             self._read_tile()
 
     def finish(self) -> dict[str, Tensor]:
-        """Reads the remaining rows. Returns a dict of columns (tensors): row, layer, target, Readout's fields.
+        """Reads the remaining rows. Returns a dict of columns (tensors): row, layer, target, and what was read (the
+        fields of Readout).
 
-        Leaves out requests in `errors`, because readings from before the lens failed would look complete.
+        Leaves out requests on which the lens failed, because their earlier readings would look complete.
         Returns {} without readings. Raises: RuntimeError if a request with waiting rows has not ended.
         """
         left = [request_id for request_id, rows in self._open.items() if rows]
@@ -168,7 +170,8 @@ class LensReader:
     def _read_or_reason(
         self, states: Tensor, layers: Tensor, targets: Tensor, indices: Sequence[int]
     ) -> "Readout | tuple[int, str]":
-        """Returns the Readout of a tile. If the lens fails at one of `indices`: (the first such index, the reason)."""
+        """Returns the Readout of a tile. If the lens fails at one of `indices`: (the first such index, the reason), or
+        (indices[0], the reason) if the lens raises an error or returns no logits of the right shape."""
         shape = (len(states), self.model.d_vocab)
         try:
             with torch.inference_mode():
@@ -185,7 +188,7 @@ class LensReader:
         return readout
 
     def _fail(self, taken: Sequence[Queued], request_id: int, layer: int, row: int, why: str) -> None:
-        """Records why a request has no readings, and removes its rows from the queue."""
+        """Stores in `errors` why a request has no readings, and removes its rows that are ready to be read."""
         step = next(q.step for q in taken if q.row == row)
         self.errors[request_id] = (
             f"request {request_id} step {step} layer {layer}: lens {self.lens.name} {why}; this request has no "

@@ -11,12 +11,13 @@ from cacheprobe.core.records import RowSlot
 from cacheprobe.trace.head_blocks import HeadBlock
 
 _CHECKED_ROWS = 64
-"""Maximum number of rows of a pass, evenly spaced, whose states are checked against each other."""
+"""Maximum number of rows of a pass, evenly spaced, in which the self-check compares S with input + T + C."""
 
 
 @dataclass
 class OpenPass:
-    """Holds the tensors that the hooks of one pass copy states into, from `before_forward` to `after_forward`.
+    """Holds the tensors that the hooks of one pass copy states into, from the recorder's `before_forward` to its
+    `after_forward`.
 
     The model also runs at other times: when a preempted request is rebuilt, and when a drafter calls the model itself.
     The recorder then has no OpenPass, so that the hooks of these passes record no state.
@@ -31,9 +32,9 @@ class OpenPass:
     lens_index: Tensor
     """As keep_index, for the rows that the lens reads."""
     checked_index: Tensor
-    """As keep_index, for the rows that are checked."""
+    """As keep_index, for the rows of the self-check."""
     check_step: int
-    """Distance between two checked rows, in rows of the pass."""
+    """Distance between two rows of the self-check, in rows of the pass."""
     layer_index: dict[int, int]
     """Layer -> its index in the tensors, for the kept layers."""
     states: dict[str, Tensor] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class OpenPass:
     lens_block: Tensor | None = None
     """[layers, n, m] of S, for the rows that the lens reads."""
     watched: dict[tuple[str, int], Tensor] | None = None
-    """States of the checked rows, by (site, layer); None in a pass without a self-check."""
+    """States of the rows of the self-check, by (site, layer); None in a pass without a self-check."""
 
     @classmethod
     def of(
@@ -55,8 +56,10 @@ class OpenPass:
         layer_index: dict[int, int],
         device: torch.device,
     ) -> "OpenPass":
-        """Returns an OpenPass that knows which rows to keep, read and check; the caller allocates its tensors.
+        """Returns an OpenPass without tensors, which the caller allocates. Chooses at most 64 evenly spaced rows for
+        the self-check (S = input + T + C).
 
+        kept, lens_rows: for each row, whether its states are kept, and whether the lens reads it.
         width: token slots of the pass for each batch index.
         """
         flat = torch.tensor([row.batch_index * width + row.slot for row in rows])
@@ -66,7 +69,10 @@ class OpenPass:
         return cls(kept, lens_rows, keep, lens, checked, step, layer_index)
 
     def take(self, site: str, layer: int, value: Tensor, device: torch.device) -> None:
-        """Copies the kept, read and checked rows out of a hook's tensor: [b, t, m], or heads as in HeadBlock.keep."""
+        """Copies from a hook's tensor the rows that are kept, that the lens reads, and that the self-check needs.
+
+        value: [b, t, m], or heads as in HeadBlock.keep.
+        """
         if site in HEAD_SITES:
             if self.heads is not None:
                 self.heads.keep(site, layer, value)

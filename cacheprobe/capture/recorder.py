@@ -30,16 +30,20 @@ _LENS_CHECK_ROWS = 16
 
 @dataclass
 class Unconfirmed:
-    """Holds what a failed step must discard: rows and thoughts after the confirmed ones, blocks, and rows to read."""
+    """Holds what is needed to discard a failed step: how many rows and thoughts were confirmed before it, how many
+    tensors of states its passes opened, and its entries for the lens and `answer_mass`.
+
+    A row is confirmed when its step ended without an error; until then, `Recorder.on_failure` can discard it.
+    """
 
     first_row: int = 0
     """Number of confirmed rows; all later rows are unconfirmed."""
     first_thought: int = 0
     """Number of confirmed thoughts."""
     num_blocks: int = 0
-    """Number of blocks of states that the unconfirmed passes opened."""
+    """Number of unconfirmed passes that opened tensors for states (`Blocks.open`)."""
     num_head_blocks: int = 0
-    """The same for head activations; one less than num_blocks if memory ran out between the two."""
+    """The same for head activations (`HeadBlocks.open`); one less if memory ran out between the two."""
     reads: list[tuple[RowRecord, Queued]] = field(default_factory=list)
     """Rows, and their states for the lens, to queue once the step is confirmed."""
     masses: dict[int, tuple[float, ...]] = field(default_factory=dict)
@@ -59,7 +63,7 @@ class Recorder(Observer):
     answers: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """By request id: the first token id of each answer that the request's task allows."""
     answer_mass: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    """By request id: the probability of each answer as the first generated token."""
+    """By request id: the probability of the first token of each answer as the first generated token."""
     rows: list[RowRecord] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     ledger: list[LedgerChange] = field(default_factory=list)
@@ -102,14 +106,15 @@ class Recorder(Observer):
         return entering + states + [(site, layer) for layer in self.layers for site in self.config.heads]
 
     def store(self) -> MemoryStore:
-        """Returns a MemoryStore of all kept states. Call it once, at the end: it frees the recorder's own blocks."""
+        """Returns a MemoryStore of all kept states. Call it once, at the end: it frees the recorder's own tensors."""
         heads = self.head_blocks.joined() if self.head_blocks is not None else {}
         return MemoryStore({**self.blocks.joined(), **heads})
 
     # -- one pass
 
     def before_forward(self, step: int, phase: str, rows: Sequence[RowSlot], shape: tuple[int, int]) -> None:
-        """Chooses which rows of the coming pass to keep, read and check, and allocates the tensors for them."""
+        """Chooses which rows of the coming pass to keep, to read through the lens and to self-check, and allocates the
+        tensors for their states."""
         device, width = self.model.device, self.model.d_model
         kept = [self._keeps(phase, row.position) for row in rows]
         reads = [self.reader is not None and self._reads(row) and k for row, k in zip(rows, kept, strict=True)]
@@ -134,9 +139,10 @@ class Recorder(Observer):
             self._now.take(site, layer, value, self.model.device)
 
     def after_forward(self, record: ForwardRecord) -> None:
-        """Adds a RowRecord for each token of the pass, collects the states for the lens, and checks captured states.
+        """Adds a RowRecord for each token of the pass, collects the states for the lens, and in some passes compares
+        S with input + T + C.
 
-        Rows fed a draft token get no label yet. Raises: CaptureError if the states contradict the model.
+        Rows fed a draft token get no role and status yet. Raises: CaptureError for more than rounding errors.
         """
         ran = self.model.n_layers if record.num_layers is None else record.num_layers
         now, self._now = self._now, None
@@ -183,7 +189,7 @@ class Recorder(Observer):
     def _queue(self, row: RowRecord, states: Tensor, ran: int) -> None:
         """Collects the newest row for the lens reader, without the layers that did not run.
 
-        states: [layers, m] for all kept layers. ran: number of blocks that ran.
+        states: [layers, m] for all kept layers. ran: number of layers that ran.
         """
         layers = self._layers_below[ran]
         states = states[: len(layers)].clone()
@@ -191,7 +197,7 @@ class Recorder(Observer):
         self._unconfirmed.reads.append((row, queued))
 
     def _queue_reading(self, row: RowRecord, queued: Queued) -> None:
-        """Hands a confirmed row to the lens reader. If the next token is of the prompt, the row's target is set."""
+        """Hands a confirmed row to the lens reader; the row's target is the next token if the prompt has that token."""
         assert self.reader is not None
         prompt = self.prompts[row.request_id]
         if row.position + 1 < len(prompt):
@@ -201,9 +207,10 @@ class Recorder(Observer):
             self.reader.queue(row.request_id, queued)
 
     def _check(self, record: ForwardRecord, now: OpenPass, watched: Mapping[tuple[str, int], Tensor], ran: int) -> None:
-        """Checks in some rows that S = input + T + C in each block, and that the last S gives the model's logits.
+        """Checks in some rows that S = input + T + C in each layer, and that the last S gives the model's logits (not
+        if an early layer ended the pass, or only some logits were computed).
 
-        Rows whose residual stream an intervention replaced are left out. Raises: CaptureError.
+        In a layer, rows whose residual stream an intervention changed are left out. Raises: CaptureError.
         """
         for layer in range(ran):
             pre = watched["pre", layer] if ("pre", layer) in watched else watched["S", layer - 1]
@@ -219,7 +226,8 @@ class Recorder(Observer):
             checks.check_lens(self.lens_check, logits, record.logits.flatten(0, 1)[rows], record.step)
 
     def _confirm(self) -> None:
-        """Confirms all rows of the passes since the last call, and hands their states to the lens reader.
+        """Confirms all rows since the last call: `on_failure` no longer discards them, and the lens reader gets their
+        states.
 
         The engine commits only after every choice of a step, so a step that fails is never confirmed.
         """
@@ -291,7 +299,7 @@ class Recorder(Observer):
 
     @staticmethod
     def _label_row(row: RowRecord, role: str, status: str) -> None:
-        """Sets a row's role and status. No other code sets a status, which is one of:
+        """Sets a row's role and status. No other code of a run sets a status, which is one of:
 
         committed: the row that counts for a committed token.
         superseded: a row that the verifier computed again.
@@ -309,7 +317,8 @@ class Recorder(Observer):
     def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
         """Labels the rows that were fed the accepted draft tokens: the verifier's committed, the drafter's superseded.
 
-        Also confirms the rows of the step, and gives the lens reader the committed tokens as targets.
+        Must come after `on_rollback` of the same verdict, since it labels every row that has no status yet.
+        Also confirms the rows so far, and gives the lens reader the committed tokens as targets.
         """
         self._confirm()
         self._roles[request_id].update(zip(range(start, start + len(roles)), roles, strict=True))
@@ -322,7 +331,7 @@ class Recorder(Observer):
             self.reader.resolve(request_id, start, tuple(token_ids))
 
     def on_choice(self, request_id: int, step: int, position: int, token_id: int, logits: Tensor) -> None:
-        """Keeps the probability of each answer of the task, if `position` is that of the first generated token."""
+        """Keeps the probability of the first token of each task answer, if `position` is the first after the prompt."""
         answers = self.answers.get(request_id)
         if answers and position == len(self.prompts[request_id]) and request_id not in self.answer_mass:
             probs = logits.float().softmax(-1)
@@ -333,7 +342,7 @@ class Recorder(Observer):
         self.ledger.append(LedgerChange(request_id, step, start, end, provenance))
 
     def on_step(self, record: StepRecord) -> None:
-        """Confirms the step's rows, and appends its record to `steps`."""
+        """Confirms the step's rows (`on_failure` no longer discards them), and appends its record to `steps`."""
         self._confirm()
         self.steps.append(record)
 
@@ -346,7 +355,7 @@ class Recorder(Observer):
 
 
 class _LayersBelow(dict[int, Tensor]):
-    """Maps a number of blocks that ran to a tensor of the kept layers among them, built once for each number."""
+    """Maps a number of layers that ran to a tensor of the kept layers among them, built once for each number."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         super().__init__()

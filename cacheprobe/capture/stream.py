@@ -21,7 +21,7 @@ class Piece:
     request_id: int
     token_ids: tuple[int, ...]
     text: str
-    """New text. Waits for later tokens while a character is incomplete; earlier text never changes."""
+    """New text. Waits for later tokens while a character is incomplete; text of earlier pieces never changes."""
     finish: str | None = None
     """"stop", "length", "cancelled" or "error" in the request's last piece."""
     error: str | None = None
@@ -86,29 +86,33 @@ class Stream(HintsAtNewNames):
         return self._ready.popleft()
 
     def close(self) -> None:
-        """Ends the run after its current step. Pieces that were not taken are lost."""
+        """Ends the run, which waits between two steps. Pieces that were not taken are lost."""
         self._ready.clear()
         if isinstance(self._steps, Generator):
             self._steps.close()
 
     def cancel(self, request_id: int) -> None:
-        """Asks a request to end at the next round of the loop. Its draft is given up; its committed tokens stay."""
+        """Asks a request to end at the next round of the run. Its draft is given up; its committed tokens stay. Raises:
+        KeyError for an unknown request."""
         self._require(request_id)
         self._states[request_id].is_cancel_requested = True
 
     def kv_snapshot(self, request_id: int) -> KVSnapshot:
-        """Returns a KVSnapshot: a copy of the keys and values of a request's committed tokens but the newest.
+        """Returns a KVSnapshot: a copy of a request's keys and values, of the prompt and all committed tokens but the
+        newest.
 
         The copy may hold tokens that are in no piece yet. `cp.run(model, cp.Request(prompt, cached=snapshot))`
         continues from it; `prompt` begins with the snapshot's `token_ids` and has at least one token more.
-        Raises: ValueError while the request waits, and after its end unless its Request has keep_kv=True.
+        Raises: ValueError while the request has no complete cache row (it waits, was preempted or has failed), and
+        after its end without keep_kv=True or without a generated token; KeyError for an unknown request.
         """
         self._require(request_id)
         state = self._states[request_id]
         return state.snapshot() if state.kept_rows is None else state.kept_rows
 
     def trace(self) -> Trace:
-        """Returns the Trace of the whole run. Raises: RuntimeError before the iteration over the pieces has ended."""
+        """Returns the Trace of the whole run. Raises: RuntimeError before the iteration over the pieces has ended, and
+        after `close` ended the run early."""
         if self._trace is None:
             raise RuntimeError("the stream has not ended; take all of its pieces first")
         return self._trace
@@ -130,7 +134,8 @@ class Stream(HintsAtNewNames):
             yield Piece(request_id, tuple(token_ids), text, ended.get(request_id), error)
 
     def _new_text(self, request_id: int, is_over: bool) -> str:
-        """Returns a request's text since the last call, up to the first character that later tokens may still complete.
+        """Returns a request's text since the last call, without an incomplete character at its end; "" if the new
+        tokens change how earlier ones decode.
 
         is_over: the request has ended, so an incomplete character is returned as it is.
         """

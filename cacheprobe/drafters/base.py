@@ -26,7 +26,8 @@ To add a drafter, write one file in this folder, such as repeat_last.py, which d
 - `extend` is called again and again for one draft. `state.draft` holds the tokens of the earlier calls. The draft goes
   to the verifier when it is full (at most window - 1 tokens), or when `extend` returns an empty list for its request.
 - The registry imports every file of this folder, so that `--drafter repeat_last` works at once. Add the class to
-  __init__.py to have it as `cp.drafters.RepeatLast`.
+  __init__.py and its `__all__`, so that it is `cp.drafters.RepeatLast`; tests/project/test_docs.py fails without this.
+- Choose another name than repeat_last, which docs/plugins.md registers.
 - Add one line to EXAMPLES in tests/drafters/test_drafters.py: "repeat_last": lambda: RepeatLast(). The tests fail
   without this line. With it, `test_the_contract` runs the drafter in the engine.
 """
@@ -44,14 +45,16 @@ from cacheprobe.models.base import CachedLM
 
 @runtime_checkable
 class DraftContext(Protocol):
-    """Defines the engine functions that a drafter may call: a recorded decode pass, and the choice of a token."""
+    """Defines the engine's functions that a drafter may call: a decode pass of the verified model, which is recorded,
+    and the choice of a token."""
 
     model: CachedLM
 
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
-        """Runs the verified model on each request's newest token, in one batch. Returns logits [b, v].
+        """Runs the verified model on each request's newest token, drafted or committed, in one batch. Returns logits
+        [b, v].
 
-        With `num_layers`, stops after that many blocks and returns the residual stream [b, m] instead.
+        With `num_layers`, stops after that many layers and returns the residual stream [b, m] instead.
         Keys and values are written to the cache row of each request.
         """
         ...
@@ -60,19 +63,20 @@ class DraftContext(Protocol):
         """Returns the token id that a request would choose next from logits [v], by its own sampling settings.
 
         drafted: draft tokens of the same `extend` call that come before this one.
-        The noise is the verifier's own, so that both choose alike. With acceptance="rejection" it is another noise, for
-        verified requests that are neither deterministic nor greedy.
+        The sampling noise is the verifier's own, so that both choose alike. With acceptance="rejection" it is another
+        noise, for verified requests that are neither deterministic nor greedy.
         """
         ...
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes draft tokens. The verifier decides which ones are committed, so wrong draft tokens only cost time.
+    """Proposes draft tokens. The verifier (passes of the whole model) decides which ones are committed, so wrong draft
+    tokens only cost time.
 
-    drafted_layers (optional attribute): how many blocks of the verified model a draft runs; all if absent.
+    drafted_layers (optional attribute): how many layers of the verified model a draft runs; all if absent.
     deadline_seconds (optional attribute): limit of one call, see the function `deadline_seconds`. A request ends with
-        an error if a call for this request alone, without an open draft, exceeds the limit.
+        an error if a call for this request alone, while it has no draft token, exceeds the limit.
     """
 
     name: ClassVar[str]
@@ -97,16 +101,16 @@ class Drafter(Protocol):
 
 
 def drafted_layers(drafter: Drafter, model: CachedLM) -> int:
-    """Returns the number of the model's blocks that a drafter runs. Interventions act on drafts in these blocks only.
+    """Returns the number of the model's layers that a drafter runs. Interventions act on drafts in these layers only.
 
-    Reads the attribute `drafted_layers` (0 for a drafter that runs another model or none); all blocks if absent.
+    Reads the attribute `drafted_layers` (0 for a drafter that runs another model or none); all layers if absent.
     """
     declared = getattr(drafter, "drafted_layers", None)
     return model.n_layers if declared is None else declared
 
 
 DEADLINE_SECONDS = 60.0
-"""Default time limit in seconds of one call of a user's drafter. Passes of the verified model do not count."""
+"""Default time limit in seconds of one call of a user's drafter, without the passes of the verified model."""
 
 
 MAX_DEADLINE = threading.TIMEOUT_MAX / 20
@@ -116,7 +120,8 @@ MAX_DEADLINE = threading.TIMEOUT_MAX / 20
 def deadline_seconds(drafter: Drafter) -> float | None:
     """Returns the time limit in seconds of one call of a user's drafter: its attribute `deadline_seconds`, else 60.
 
-    None means no limit; the drafter then runs in the thread that called `cp.run`. Otherwise it runs in a second thread.
+    None means no limit; the drafter then runs in the thread that called `cp.run`. With a limit, a user's drafter runs
+    in a second thread; for drafters of cacheprobe that run no function or lens of the user, the limit has no effect.
     """
     return getattr(drafter, "deadline_seconds", DEADLINE_SECONDS)
 

@@ -18,20 +18,20 @@ from cacheprobe.models.base import CachedLM
 @register("drafters", "early_exit")
 @dataclass(frozen=True)
 class EarlyExit:
-    """Drafts one token a pass: runs the model up to block `layer` and reads the residual stream there through a lens.
+    """Drafts one token a pass: runs the model through layer `layer`, and reads the residual stream there with a lens.
 
-    Later blocks are not computed. Their cache slots hold old values until the verify pass writes them.
+    Later layers are not computed. Their cache slots hold old values until the verify pass writes them.
     Source: self-speculation as in LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710), without a trained exit.
     """
 
     layer: int
-    """Index of the block after which the model stops, 0 to n_layers - 2."""
+    """Index of the layer after which the model stops, 0 to n_layers - 2."""
     lens: Lens = field(default_factory=LogitLens)
     name: ClassVar[str] = "early_exit"
 
     @property
     def drafted_layers(self) -> int:
-        """Number of blocks of the model that run for a draft token: layer + 1."""
+        """Number of layers of the model that run for a draft token: layer + 1."""
         return self.layer + 1
 
     def check_layers(self, n_layers: int, name: str) -> None:
@@ -43,7 +43,8 @@ class EarlyExit:
             )
 
     def check(self, model: CachedLM) -> None:
-        """Raises: ValueError if the model cannot stop after block `layer`; LensError if the lens does not fit."""
+        """Raises: ValueError unless `layer` is one of the model's layers but the last; LensError if the lens cannot
+        read S of that layer."""
         self.check_layers(model.n_layers, model.name)
         require_readable(self.lens, model, "S", [self.layer])
 

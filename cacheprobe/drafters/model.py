@@ -33,10 +33,10 @@ _CAPACITY_STEP = 128
 @register("drafters", "draft_model")
 @dataclass(frozen=True)
 class DraftModel:
-    """Drafts with a smaller model that has the same tokenizer, token by token, for all requests in one batch.
+    """Drafts with a second, usually smaller model of the same tokenizer, token by token, for all requests in one batch.
 
-    Draft tokens are chosen with the verifier's own noise, so that similar models choose the same token at any
-    temperature. The smaller model's passes are neither captured nor counted as steps.
+    Draft tokens are sampled with the verifier's own noise (unless acceptance="rejection"), so that similar models often
+    sample the same token. The second model's passes are neither captured nor counted as steps.
     Source: speculative decoding, Leviathan et al. 2023 (arXiv 2211.17192).
     Twin: tests.twins.equivalence.greedy_continuation, == in float32, whatever was accepted and rolled back before.
     """
@@ -57,7 +57,8 @@ class DraftModel:
         object.__setattr__(self, "_reader", _Reader(self.model))
 
     def check(self, model: CachedLM) -> None:
-        """Raises: ValueError if the draft model is the verified model, or has another vocabulary size or tokenizer.
+        """Raises: ValueError if the draft model is the verified model, has another vocabulary size, or encodes one of
+        three test texts differently (compared only if both have a tokenizer).
 
         Also chooses, by `models.paths.choose_path`, whether the draft model runs on its bridge or its fast forward.
         """
@@ -87,7 +88,8 @@ class DraftModel:
         self._reader.forget(state)
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
-        """Returns a list of draft tokens for each request, which fill its draft up to `length` or a stop."""
+        """Returns a list of new draft tokens for each request: until its draft has the number of tokens that `_room`
+        allows (at most `length`), or a draft token would end the request."""
         proposals: dict[SequenceState, list[int]] = {state: [] for state in states}
         drafting = [state for state in states if self._room(state) > 0]
         while drafting:
@@ -113,7 +115,7 @@ class DraftModel:
 
 
 class _Reader:
-    """Runs the draft model over a KV cache of its own, which has one row for each request and grows if needed."""
+    """Runs the draft model over its own KV cache, which has a row for each drafting request and grows if needed."""
 
     def __init__(self, model: CachedLM) -> None:
         self.model = model
@@ -127,8 +129,8 @@ class _Reader:
     def next_logits(self, texts: Mapping[SequenceState, Sequence[int]]) -> dict[SequenceState, Float[Tensor, "v"]]:
         """Returns a dict: request -> the draft model's logits [v] after the last token of its text.
 
-        Feeds only the tokens that the request's cache row does not hold yet. Fed tokens that are no longer in the text
-        are dropped; their slots stay masked until they are written again.
+        Feeds the text's last token, and the tokens before it that the request's cache row does not hold yet. Fed tokens
+        that are no longer in the text are dropped; their slots stay masked until they are written again.
         """
         self._make_room(texts)
         for state, text in texts.items():
@@ -146,7 +148,7 @@ class _Reader:
         """Runs one pass of the draft model over the next tokens of each text, padded on the right.
 
         Returns a dict: request -> logits [v] after its last token, for the texts that are now fed to their end.
-        Raises: ValueError for NaN or infinite logits.
+        Raises: ValueError if the largest logit of a token is NaN or infinite.
         """
         assert self.cache is not None
         fed = [self.fed[state] for state in texts]
@@ -189,7 +191,7 @@ class _Reader:
 
 @dataclass
 class _Fed:
-    """Holds the number of a request's row in the draft model's cache, and the tokens that were fed to it."""
+    """Holds the number of a request's row in the draft model's cache, and the tokens that the row holds."""
 
     cache_row: int
     token_ids: list[int] = field(default_factory=list)

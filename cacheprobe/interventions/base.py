@@ -22,7 +22,7 @@ ACTIONS = ("replace", "add")
 class Intervention:
     """Describes a change of one request's states at one site and layer.
 
-    Acts whenever one of `positions` is computed, in draft passes too, unless `phases` or `steps` exclude the pass.
+    Acts whenever the model computes one of `positions`, also in a draft pass, unless `phases` or `steps` exclude it.
 
     Create one with `zero`, `mean`, `resample`, `add`, `replace` or `swap`. Later layers compute their keys and values
     from the changed states, as in a forward pass without a cache.
@@ -102,7 +102,8 @@ class Intervention:
         return self.vectors[[self.positions.index(p) for p in positions]]
 
     def record(self) -> dict[str, object]:
-        """Returns a dict for the run's metadata: the fields, with the SHA-256 of the vectors instead of the vectors."""
+        """Returns a dict for the run's metadata: the fields without own_fingerprint and num_prompt_tokens, and with the
+        SHA-256 of the vectors instead of the vectors."""
         names = ("name", "action", "request_id", "site", "layer", "positions", "head", "phases", "steps", "seed")
         values = {name: getattr(self, name) for name in names}
         as_lists = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -112,7 +113,7 @@ class Intervention:
 def as_interventions(given: Any) -> tuple[Intervention, ...]:
     """Returns a flat tuple of Interventions from one, or from a sequence of them and of the pairs that `swap` returns.
 
-    Raises: ValueError for any other object.
+    Raises: ValueError for another object in the sequence; TypeError if `given` is no Intervention and no sequence.
     """
     listed = [given] if isinstance(given, Intervention) else list(given)
     flat = [one for item in listed for one in (item if isinstance(item, tuple) else (item,))]
@@ -131,7 +132,7 @@ def as_wide(vectors: object) -> Tensor:
 def _checked(vectors: object, what: str) -> Tensor:
     """Returns a copy of vectors [w] or [n, w] as [n, w], in float32 or float64, on the CPU.
 
-    Raises: ValueError for other shapes, NaN or infinity. what: prefix of the message.
+    Raises: ValueError for other shapes, an empty tensor, NaN or infinity. what: prefix of the message.
     """
     made = as_wide(vectors).detach().to("cpu", copy=True)
     made = made[None] if made.dim() == 1 else made

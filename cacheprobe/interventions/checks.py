@@ -11,12 +11,13 @@ from cacheprobe.models.base import CachedLM, ModelError
 
 @dataclass(frozen=True)
 class Drafting:
-    """Holds how a run drafts, to check interventions that act in drafts: drafter, number of blocks, and window."""
+    """Holds how a run drafts, to check interventions that act in drafts: the drafter's name, the number of layers that
+    a draft runs, and the window."""
 
     drafter: str
     """The drafter's name."""
     layers: int
-    """Number of the model's blocks that a draft runs, see `drafters.base.drafted_layers`."""
+    """Number of the model's layers that a draft runs, see `drafters.base.drafted_layers`."""
     window: int
     """Tokens of one request in a verify pass."""
 
@@ -30,9 +31,8 @@ def require_hooks(model: object) -> None:
 
 
 def check_model(one: Intervention, model: CachedLM) -> None:
-    """Raises: ValueError if the model lacks the intervention's layer or head, or its vectors have another width.
-
-    Also raises if the vectors are infinite in the model's dtype.
+    """Raises: ValueError if the model lacks the intervention's layer or head, or if its vectors have neither the width
+    of the changed state nor width 1, or are infinite in the model's dtype.
     """
     if not 0 <= one.layer < model.n_layers:
         raise ValueError(f"{one}: unknown layer {one.layer}; the model has layers 0 to {model.n_layers - 1}")
@@ -50,10 +50,10 @@ def check_model(one: Intervention, model: CachedLM) -> None:
 
 
 def check_request(one: Intervention, state: SequenceState, drafting: Drafting | None = None) -> None:
-    """Raises: ValueError if the request does not compute all of the intervention's positions, or none in its phases.
+    """Raises: ValueError if the request cannot compute one of the intervention's positions, or computes none of them in
+    its phases; or if the prompt has another length than its num_prompt_tokens.
 
-    Also if the prompt has another length than the intervention names. For a deterministic request, also if `steps` are
-    given or own_fingerprint is not True.
+    For a deterministic request, also if `steps` are given or own_fingerprint is not True.
     drafting: None for the slow reference (`cp.reference`), which drafts no tokens.
     """
     request, prompt = state.request, state.request.num_prompt_tokens

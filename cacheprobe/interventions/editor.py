@@ -53,7 +53,8 @@ def token_phase(state: SequenceState, position: int, pass_phase: str) -> str:
 
 
 class Editor:
-    """Applies the interventions of one run. `aim` must be called before a pass, `rest` after it; hooks call `edit`."""
+    """Applies the interventions of one run. The engine calls `aim` before each pass and `rest` after it; during the
+    pass, hooks call `edit` with the states."""
 
     def __init__(
         self,
@@ -65,7 +66,8 @@ class Editor:
         """Checks the interventions, and sets is_edited on the requests that they change.
 
         drafting: how the run drafts; None for the slow reference (`cp.reference`).
-        Raises: ValueError for an intervention that could never act as specified; ModelError for a model without hooks.
+        Raises: ValueError for an intervention that does not fit the model or its request, see `check_model` and
+        `check_request`; ModelError for a model without the method `editing`.
         """
         require_hooks(model)
         self.interventions = tuple(interventions)
@@ -128,9 +130,9 @@ class Editor:
         self._aimed = {}
 
     def edit(self, site: str, layer: int, value: Tensor) -> Tensor | None:
-        """Returns a changed copy of a hook's tensor, or None if no intervention acts at this site and layer.
+        """Returns a changed copy of a hook's tensor; None if no intervention acts at this site and layer in this pass.
 
-        All other tokens keep their bits. Raises: ValueError if a result is NaN or infinite in the model's dtype.
+        Tokens without an intervention keep their bits. Raises: ValueError if a changed state is NaN or infinite.
         """
         hits = self._aimed.get((site, layer))
         if not hits:
@@ -153,7 +155,8 @@ class Editor:
         return [one for one, applied in zip(self.interventions, self.applied, strict=True) if not applied]
 
     def record(self) -> list[dict[str, object]]:
-        """Returns a list of dicts for the run's metadata: each intervention, its number of positions and of changes."""
+        """Returns a list of dicts for the run's metadata: each intervention, at how many positions it acted
+        (num_positions), and how often (num_writes: once for each step and position)."""
         return [
             {
                 **one.record(),
@@ -176,7 +179,7 @@ def intervention_entries(interventions: Sequence[Intervention], model_facts: Map
     """Returns the entries that interventions add to the schedule fingerprint, all text; {} without interventions.
 
     interventions: the SHA-256 of each request's interventions, from `digests`.
-    interventions_act_through: "hooks of the fast", "hooks of the bridge" or "hooks of the thinking": the model's path.
+    interventions_act_through: "hooks of the PATH", where PATH is the model's path, such as fast or bridge.
     """
     if not interventions:
         return {}

@@ -106,7 +106,8 @@ def swap(trace: RecordedStates, a: int, b: int, **where: Unpack[SwapWhere]) -> t
     trace: a run of both requests without interventions. For a head of T, its z is exchanged; the run must have kept z
     with CaptureConfig(heads=("z",)).
     `positions` is required. In the new run, the two prompts must have the same lengths as in `trace`.
-    Raises: ValueError for positions that a request did not compute, or if the prompts of a and b differ in length.
+    Raises: ValueError if the trace lacks a request or one of the states, if the prompts of a and b differ in length,
+    and for a trace of a run with interventions.
     Source: interchange interventions, Geiger et al. 2021 (arXiv 2106.02997), section 3.
     """
     requests = {request.request_id: request for request in trace.requests}

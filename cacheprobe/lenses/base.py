@@ -12,7 +12,7 @@ from cacheprobe.models.base import CachedLM
 
 
 class LensError(ValueError):
-    """Raised if a lens does not fit a model, a site or a layer; the message says what to do."""
+    """Raised if a lens does not fit a model, a site or a layer, fails on states, or cannot be loaded."""
 
 
 @runtime_checkable
@@ -33,7 +33,7 @@ class Lens(Protocol):
         ...
 
     def logits(self, model: CachedLM, states: Tensor, layers: Tensor) -> Tensor:
-        """Returns logits [n, v] of states [n, m], one for each state. layers: [n], the block that each state is from.
+        """Returns logits [n, v] of states [n, m], one for each state. layers: [n], the layer that each state is from.
 
         The logits of a state must not depend on the other states. For S of the last layer they are the model's output.
         """
@@ -59,7 +59,7 @@ def require_readable(lens: object, model: CachedLM, site: str, layers: Iterable[
 
 
 def require_made_for(model: CachedLM, kind: str, layers: int, width: int, unembedding: str, remedy: str) -> None:
-    """Raises: LensError if a lens was made for a model with other layers, another width or another unembedding.
+    """Raises: LensError if a lens was made for a model with another number of layers, width or unembedding.
 
     layers, width, unembedding: of the model that the lens was made for; the last is an `unembedding_sha256`.
     kind, remedy: for the message: the lens's name, and what the user should do.
@@ -78,7 +78,8 @@ def require_made_for(model: CachedLM, kind: str, layers: int, width: int, unembe
 def unembedding_sha256(model: CachedLM) -> str:
     """Returns the SHA-256, as hex text, of the shape and float32 numbers of a model's unembedding matrix.
 
-    A lens stores this hash, because it fits only one unembedding. The hash is equal in float32 and float64.
+    A trained lens stores this hash, because it fits only one unembedding. The hash of float32 weights stays the same if
+    the model is loaded in float64.
     """
     weight = model.unembedding.detach().to("cpu", torch.float32).contiguous()
     digest = hashlib.sha256(f"{tuple(weight.shape)}".encode())

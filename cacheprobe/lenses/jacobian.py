@@ -19,7 +19,7 @@ from cacheprobe.ops.by_layer import product_by_layer
 class JacobianLens:
     """Reads a layer's residual stream h as J h, followed by the model's final norm and unembedding.
 
-    J is the mean derivative of the last block's output with respect to the layer's output. The last layer has no J and
+    J is the mean derivative of the last layer's output with respect to the layer's output. The last layer has no J and
     gives the model's output. TransformerLens fits and loads such lenses; `of` converts one.
     Source: transformer_lens.tools.analysis.JacobianLens, which defines the product J h and the readout after it.
     Twin: the `readout` of that class, close(1e-5) in float32.
@@ -68,12 +68,12 @@ class JacobianLens:
         return cls(matrices.to(model.device, torch.float32), unembedding_sha256(model), about)
 
     def check(self, model: CachedLM) -> None:
-        """Raises: LensError if the lens was fitted for a model with other layers, another width or unembedding."""
+        """Raises: LensError if the lens was fitted for another number of layers, another width or unembedding."""
         layers, width = self.matrices.shape[:2]
         require_made_for(model, "Jacobian", layers + 1, width, self.unembedding, "fit one for it")
 
     def logits(self, model: CachedLM, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n v"]:
-        """Returns logits [n, v] of residual streams `states` [n, m], each taken after the block in `layers` [n]."""
+        """Returns logits [n, v] of residual streams `states` [n, m], each taken after its layer in `layers` [n]."""
         last = len(self.matrices)
         exact = states.float()
         zeros = torch.zeros(last, states.shape[1], device=states.device)

@@ -24,9 +24,9 @@ class ReadThoughts(NamedTuple):
 
 @dataclass(frozen=True)
 class ThoughtLens:
-    """Applies the model's thinking block to the residual stream of a chunk (c tokens) after any block.
+    """Applies the model's thinking block to the residual stream of a chunk (c tokens) after any layer.
 
-    After block l_out - 1 the result is the model's own thought. The lens reads whole chunks, not single vectors, so it
+    After layer l_out - 1 the result is the model's own thought. The lens reads whole chunks, not single vectors, so it
     is not in the registry of lenses.
     Source: the idea of the logit lens, applied to the thinking block of Thinking States (arXiv 2602.08332), Eq. 4.
     """

@@ -62,9 +62,10 @@ class TunedLens:
 
     @classmethod
     def load(cls, directory: "str | Path", model: CachedLM) -> "TunedLens":
-        """Returns the TunedLens saved in a directory by `cacheprobe train tuned-lens` or by the tuned-lens package.
+        """Returns the TunedLens saved in a directory by `cacheprobe train tuned-lens`, or by AlignmentResearch's
+        package tuned-lens.
 
-        Raises: LensError for a directory without a tuned lens, or with a lens of another model.
+        Raises: LensError for a directory without a tuned lens, with a broken one, or with a lens of another model.
         """
         lens = cls(*load_tuned_lens(Path(directory), model))
         lens.check(model)
@@ -75,13 +76,13 @@ class TunedLens:
         return save_tuned_lens(Translators(self.weights, self.biases, self.unembedding, self.about), Path(directory))
 
     def check(self, model: CachedLM) -> None:
-        """Raises: LensError if the lens was trained for a model with other layers, another width or unembedding."""
+        """Raises: LensError if the lens was trained for another number of layers, another width or unembedding."""
         layers, width = self.biases.shape
         remedy = "train one with cacheprobe train tuned-lens"
         require_made_for(model, "tuned", layers + 1, width, self.unembedding, remedy)
 
     def logits(self, model: CachedLM, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n v"]:
-        """Returns logits [n, v] of residual streams `states` [n, m], each taken after the block in `layers` [n]."""
+        """Returns logits [n, v] of residual streams `states` [n, m], each taken after its layer in `layers` [n]."""
         return model.read_out(self.translated(states, layers))
 
     def translated(self, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n m"]:

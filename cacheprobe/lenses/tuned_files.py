@@ -1,4 +1,5 @@
-"""Saves and loads tuned lenses: cacheprobe's own safetensors files, and files of the tuned-lens package."""
+"""Saves tuned lenses as cacheprobe's own safetensors files; loads these, and files of AlignmentResearch's package
+tuned-lens."""
 
 import hashlib
 import json
@@ -51,9 +52,10 @@ def save_tuned_lens(lens: Translators, directory: Path) -> Path:
 
 
 def require_tuned_lens(directory: Path) -> dict[str, Json]:
-    """Returns the config of the tuned lens in a directory, as a dict, after checking that its files are complete.
+    """Returns the config of the tuned lens in a directory, as a dict. Checks first that a file of weights exists and,
+    for a lens that cacheprobe wrote, has the shapes of the config.
 
-    The lens is cacheprobe's or the tuned-lens package's. Does not read the weights.
+    The other lenses are those of AlignmentResearch's package tuned-lens. Does not read the weights.
     Raises: LensError for a directory without a lens, or with a broken one.
     """
     try:
@@ -73,7 +75,8 @@ def require_tuned_lens(directory: Path) -> dict[str, Json]:
 
 
 def _require_whole(directory: Path, config: dict[str, Json]) -> None:
-    """Raises: LensError if cacheprobe's own files in a directory are of another version or do not fit their config."""
+    """Raises: LensError if a lens that cacheprobe wrote is of another version, or if its file of weights is missing,
+    broken or does not fit the config."""
     if config.get("version") != _VERSION:
         raise LensError(f"{directory}: tuned lens of version {config.get('version')}, this release reads {_VERSION}")
     try:
@@ -90,9 +93,11 @@ def _require_whole(directory: Path, config: dict[str, Json]) -> None:
 
 
 def load_tuned_lens(directory: Path, model: CachedLM) -> Translators:
-    """Returns the Translators of the tuned lens in a directory, cacheprobe's or the package's, on the model's device.
+    """Returns the Translators of the tuned lens in a directory, on the model's device. The lens is one that cacheprobe
+    wrote, or one of AlignmentResearch's package tuned-lens.
 
-    Raises: LensError for a directory without a lens, with a broken one, or with a package lens of another model.
+    Raises: LensError for a directory without a lens, with a broken one, or with a lens of that package for another
+    model. A lens that cacheprobe wrote is not compared with the model here.
     """
     config = require_tuned_lens(directory)
     if config.get("kind") == _KIND:
@@ -105,9 +110,10 @@ def load_tuned_lens(directory: Path, model: CachedLM) -> Translators:
 
 
 def read_package_artefact(directory: Path, config: dict[str, Json], model: CachedLM) -> Translators:
-    """Returns the Translators in files of the package tuned-lens 0.2.0, which stores a linear layer for each block.
+    """Returns the Translators in files of AlignmentResearch's package tuned-lens 0.2.0, which stores a linear layer for
+    each transformer layer.
 
-    The package's translators read inputs of blocks. So translator i + 1 becomes that of layer i, and translator 0, for
+    That package's translators read inputs of layers. So translator i + 1 becomes that of layer i, and translator 0, for
     the embedding, is left out. The state dict is loaded as weights only, never as code.
     Source: github.com/AlignmentResearch/tuned-lens 0.2.0, nn/lenses.py.
     Raises: LensError for a lens of other shapes or another unembedding, and for a file that holds no weights.
@@ -145,7 +151,7 @@ def read_package_artefact(directory: Path, config: dict[str, Json], model: Cache
 def package_unembedding_hash(model: CachedLM) -> str:
     """Returns the hash by which the tuned-lens package names an unembedding matrix, as hex text.
 
-    The package hashes the corners of the matrix, printed to one digit.
+    The package hashes the matrix as numpy prints it with one decimal: of more than 1,000 numbers, only the corners.
 
     Source: tuned-lens 0.2.0, utils.tensor_hash.
     """

@@ -80,13 +80,14 @@ class TraceData:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Data that this trace lacks because it was imported or stored by an older version: a dict from the name of the
-        data, such as "ledger", to the reason as text."""
+        """Data that this trace lacks, as a dict from the name of the data, such as "ledger", to the reason as text: the
+        trace was imported, an older version stored it, or the data could not be computed (a lens failed, for example).
+        """
         return dict(self.meta.get("missing", {}))
 
     @property
     def token_texts(self) -> Mapping[int, str]:
-        """Dict from token id to visible text, for every token of `token_table`.
+        """Dict from token id to text (signs such as ␣ for white space), for every token of `token_table`.
         If the trace has no `token_table`, builds it from the tokens of the rows and readings tables, and keeps it in
         the trace.
         """
@@ -125,8 +126,8 @@ class TraceData:
         """Returns the captured states [n, m] of n given rows at one site and layer; [n, h, d] at sites q, k, v and z.
 
         layer: negative numbers count from the last.  rows: a table from `rows()`, or row numbers.
-        Raises: ValueError for states that were not captured, and for patterns, whose length differs between rows (see
-        `pattern_rows`); KeyError for an unknown row number.
+        Raises: ValueError for states that were not captured or not computed, and for patterns, whose length differs
+        between rows (see `pattern_rows`); KeyError for an unknown row number.
         """
         if site == PATTERN:
             raise ValueError("patterns differ in length from row to row; ask for them with pattern_rows(layer, rows)")
@@ -165,8 +166,8 @@ class TraceData:
         """Returns a list of attention patterns, one tensor [h, p + 1] for each given row at position p: weights on
         positions 0..p.
 
-        Rows of any status are allowed. A rolled-back row attended to the draft tokens before it, not to the committed
-        tokens.
+        Rows of any status are allowed. A rolled-back row attended to the tokens committed before its draft and to the
+        draft, not to the tokens committed in the draft's place.
         """
         flat, indices = self._stored(PATTERN, layer, rows)
         stored = self.row_table[self.row_table.state_index >= 0]  # a shared prompt's rows share their states
@@ -201,12 +202,12 @@ class TraceData:
         return self.rows(request_id, "committed").sort_values("position")
 
     def _require_request(self, request_id: SupportsIndex) -> None:
-        """Checks that the trace has a request of this number. Raises: KeyError if not."""
+        """Raises: KeyError if the trace has no request of this number."""
         if request_id not in self.tokens:
             raise KeyError(f"no request {request_id} in this trace; it has 0 to {len(self.requests) - 1}")
 
     def _require_site(self, site: str, layer: SupportsIndex) -> None:
-        """Checks that states of this site and layer were captured. Raises: ValueError if not, with the remedy."""
+        """Raises: ValueError if states of this site or this layer were not captured, with the reason."""
         if site not in SITE_NAMES and site not in HEAD_SITES:
             raise ValueError(
                 f"unknown site {site!r}; states are kept at S, T and C, and heads at {', '.join(HEAD_SITES)}"

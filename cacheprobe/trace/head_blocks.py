@@ -66,7 +66,7 @@ class HeadBlocks:
         """Returns a dict (site, layer) -> head activations of all passes, joined: [n, h, d]; a pattern as one flat
         tensor.
 
-        Rows of a pass that ended before the layer are NaN. Call once: the call empties the blocks.
+        Rows of a pass that ended before the layer are NaN. Call once: the call frees the tensors of the passes.
         """
         return {(site, layer): self._joined(site, layer) for site in self.sites for layer in self.layers}
 

@@ -16,7 +16,7 @@ MANIFEST = "manifest.json"
 
 
 class TraceError(ValueError):
-    """Raised for a directory without a readable trace. The message says why, and what to do."""
+    """Raised if a saved run cannot be read, or if a run may not be saved in a directory."""
 
 
 def read_manifest(directory: Path) -> JsonDict:

@@ -7,7 +7,7 @@ Each version, and what it added or renamed:
     2   arrivals, samples and preemptions; log-probabilities of committed tokens; thoughts
     3   states of attention heads
     4   SHA-256 of every file, and of the manifest
-    5   the texts of all tokens that the run names; status given_up, of drafts without a verdict; visible tokens
+    5   the texts of all tokens that the run names; status given_up, of drafts without a verdict; ␣ in texts
     6   the setting max_kv_tokens, named kv_rows before
     7   the status superseded, named candidate before; the path "fast", named "twin" before
 
@@ -29,8 +29,8 @@ _NO_LOGPROBS = "trace format 1 did not record them; run it again"
 
 
 def _from_1(old: Manifest) -> Manifest:
-    """Migrates a manifest from trace format 1 to 2: adds arrivals, samples, preemptions, and a note on
-    log-probabilities.
+    """Migrates a manifest from trace format 1 to 2: adds default values for arrivals, samples, preemptions and errors,
+    and a note that log-probabilities are missing.
     """
     requests = [{"arrival_step": 0, "sample_of": None, **request} for request in old["requests"]]
     meta = {"preemptions": [], "errors": {}, **old["meta"]}
@@ -120,11 +120,12 @@ def migrated_events(events: pd.DataFrame) -> pd.DataFrame:
 
 
 def migrated_rows(rows: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapping[int, int]) -> pd.DataFrame:
-    """Returns the rows table of a run stored before trace format 5, as a newer version would have written it.
+    """Returns the rows table of a run stored before trace format 5, as trace format 5 would have stored it.
 
-    Token texts become visible, and some rows get the status `given_up`: a draft token without a verdict. Before format
-    5, these rows had the status `rolled_back`. A decode row was given up if the newest draft token at its position had
-    no verdict. Rows of verify passes always had a verdict, because rows of failed passes were not stored.
+    White space in token texts becomes signs such as ␣, and some rows get the status `given_up`: a draft token without a
+    verdict. Before format 5, these rows had the status `rolled_back`. A decode row was given up if the newest draft
+    token at its position had no verdict. Rows of verify passes always had a verdict, because rows of failed passes were
+    not stored.
     """
     history = token_history(events)
     position = history.place + history.request_id.map(prompt_lengths)
@@ -152,7 +153,7 @@ def migrated_readings(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFram
     """Returns the lens readings or thoughts of a run before trace format 5, with the role and status of their migrated
     rows.
 
-    rows: as from `migrated_rows`. Token texts become visible, as in newer runs.
+    rows: as from `migrated_rows`. White space in token texts becomes signs such as ␣, as in newer runs.
     """
     row_info = rows.set_index("row").loc[readings.row]
     text_columns = [name for name in ("token", "committed_token") if name in readings.columns]

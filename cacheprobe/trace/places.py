@@ -11,8 +11,8 @@ KINDS = ("states", "rows", "hypotheses", "events", "ledger", "thoughts", "tokens
 
 
 def require_free(directory: Path, overwrite: bool = False) -> None:
-    """Checks that a run may be saved in this directory: it does not exist, is empty, or has only files of an unfinished
-    save.
+    """Checks that a run may be saved in this directory: it does not exist, is empty, or has only files named like those
+    of a run, such as an unfinished save leaves.
 
     overwrite: the directory may also contain a complete run, which the new one replaces.
     Raises: TraceError if the path is a file; if the directory contains a run (unless `overwrite`) or a manifest.json of
@@ -38,8 +38,8 @@ def require_free(directory: Path, overwrite: bool = False) -> None:
 
 
 def free_beside(directory: Path) -> Path:
-    """Returns the first directory without a run among `directory`, NAME-stopped, NAME-stopped-2, ... in the same
-    folder."""
+    """Returns the first path that has no manifest.json (so no complete run) among `directory`, NAME-stopped,
+    NAME-stopped-2, ... in the same folder."""
     numbers = (f"-{n}" for n in count(2))
     alternatives = (directory.with_name(f"{directory.name}-stopped{number}") for number in chain([""], numbers))
     return next(path for path in chain([directory], alternatives) if not (path / MANIFEST).exists())
@@ -53,7 +53,8 @@ def is_of_a_run(name: str) -> bool:
 
 
 def _run_description(directory: Path) -> str:
-    """Returns the model and the number of requests of the run in this directory as text, for an error message.
+    """Returns text for an error message: the model and the number of requests of the run in this directory, or that
+    they are unknown.
 
     Raises: TraceError if manifest.json belongs to another program.
     """

@@ -45,7 +45,7 @@ class Check:
 
 
 def residual_check(dtype: torch.dtype) -> Check:
-    """Returns a new Check for the identity: a block's output = its input + attention output + MLP output."""
+    """Returns a new Check for the identity: a layer's output = its input + attention output + MLP output."""
     tolerance = "4 eps (|pre| + |T| + |C|)"
     return Check("resid_post = resid_pre + T + C", _name(dtype), tolerance)
 

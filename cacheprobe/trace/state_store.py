@@ -31,7 +31,7 @@ class StateStore(Protocol):
 
 
 class MemoryStore:
-    """Holds the captured states of a run in memory, one tensor for each (site, layer)."""
+    """Holds the captured states of a run in memory: by (site, layer), one tensor with the states of all kept rows."""
 
     def __init__(self, states: Mapping[tuple[str, int], Tensor]) -> None:
         self._states = dict(states)

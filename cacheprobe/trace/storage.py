@@ -59,7 +59,7 @@ def save_trace(trace: TraceData, directory: Path, *, run_id: str | None = None, 
 
     run_id: last part of file names; random by default, so that an earlier run in the directory stays complete until the
     end. With a given id the names are reproducible; use one only for a directory without a run.
-    overwrite: replace a run in `directory`, and delete the report that was drawn of it.
+    overwrite: also write if `directory` contains a run, which the new one replaces; its report is deleted.
     Raises: TraceError, before anything is written, if `require_free` forbids the directory.
     """
     require_free(directory, overwrite)

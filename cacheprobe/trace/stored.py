@@ -63,7 +63,7 @@ class StoredRun:
 
     @cached_property
     def events(self) -> pd.DataFrame:
-        """Events table of the saved run: a DataFrame with one line for each request in each step (forward pass)."""
+        """Events table of the saved run: a DataFrame with one line for each request in each step (mostly a pass)."""
         return migrated_events(self._read_table("events"))
 
     @cached_property
@@ -76,8 +76,8 @@ class StoredRun:
 
     @cached_property
     def thoughts(self) -> pd.DataFrame | None:
-        """Thoughts table of the saved run, one line for each thought of a Thinking States model; None for another
-        model.
+        """Thoughts table of the saved run, one line for each thought of a Thinking States model; None for a run without
+        thoughts.
         """
         if not self._table_path("thoughts"):
             return None
@@ -118,8 +118,8 @@ class StoredRun:
 
     @cached_property
     def token_texts(self) -> dict[int, str]:
-        """Dict from token id to visible text, for every token of the run's tokens table. For a run stored without this
-        table: for the tokens of its rows and readings tables."""
+        """Dict from token id to text (signs such as ␣ for white space), for every token of the run's tokens table. For
+        a run stored without this table: for the tokens of its rows and readings tables."""
         if self._table_path("tokens") is not None:
             table = self._read_table("tokens")
             return dict(zip(table.token_id.tolist(), table.token.tolist(), strict=True))

@@ -42,9 +42,8 @@ class Trace(TraceData):
     """Holds the tables and states of one run: committed tokens, lens readings, drafts and cache events.
 
     A row is one token of one pass, at that token's absolute position p. Its state and lens reading predict the token at
-    p + 1. Every position that the run computed has one canonical row, of status `committed`. So a request has prompt +
-    generated - 1 canonical rows: the newest token has none yet. A request that starts from a KVSnapshot has none at the
-    cached positions.
+    p + 1. Every token of the prompt and of the generated text, but the newest, has one canonical row, of status
+    `committed`: prompt + generated - 1 rows. A request that starts from a KVSnapshot has none at the cached positions.
     """
 
     if not TYPE_CHECKING:  # hidden from the type checker, which would otherwise accept every misspelt name
@@ -78,7 +77,7 @@ class Trace(TraceData):
         """Returns the log-probability, in nats, of each committed token of a request, in order, as a list.
 
         The log-probabilities are those of the unprocessed logits from which the token was chosen.
-        Raises: ValueError if the trace has none.
+        Raises: ValueError if they were not recorded; KeyError for an unknown request.
         """
         self._require_request(request_id)
         self.require_there("log-probabilities")
@@ -86,7 +85,7 @@ class Trace(TraceData):
         return [float(nats) for step in events.committed_logprobs_nats for nats in step]
 
     def events(self) -> pd.DataFrame:
-        """Returns a copy of the events table: a DataFrame with one line for each request in each step (forward pass).
+        """Returns a copy of the events table: a DataFrame with one line for each request in each step (mostly a pass).
 
         Columns: as in `trace.tables.build.events_table`.
         """
@@ -107,8 +106,8 @@ class Trace(TraceData):
         return ledger_at(self.ledger_table[self.ledger_table.request_id == request_id], step)
 
     def hypotheses(self, include_rolled_back: bool = False) -> pd.DataFrame:
-        """Returns the lens readings as a DataFrame, one line for each layer of each row, with the draft token for the
-        position that the row predicts and the verdict on the draft token.
+        """Returns the lens readings as a DataFrame, one line for each layer of each row that was read, with the draft
+        token for the position that the row predicts and the verdict on the draft token.
 
         Columns: those of `trace.tables.build.hypotheses_table`; `drafted_token`, `verdict` and `prediction_depth` of
         `trace.tables.draft_verdicts.with_verdicts`; `read_token`, the row's input token; top_tokens, the texts of
@@ -125,7 +124,7 @@ class Trace(TraceData):
         "committed", by position.
 
         n is prompt + generated - 1, less the positions that came from a KVSnapshot. The newest token was not computed
-        yet.
+        yet. Raises: ValueError if one of these states was not captured.
         """
         return self.vectors(site, layer, self._canonical_rows(request_id))
 
@@ -146,8 +145,8 @@ class Trace(TraceData):
         """Returns the attention weights [h, t, t] of one request and layer: query position by attended position.
 
         Weights are zero above the diagonal, and for positions hidden by a sliding window or a mask.
-        Raises: ValueError if a position was not captured, or not computed because it came from a snapshot of another
-        request; see `pattern_rows`.
+        Raises: ValueError if a position was not captured, or not computed because the request began from a KVSnapshot;
+        see `pattern_rows`.
         """
         rows = self._canonical_rows(request_id)
         kept = self.pattern_rows(layer, rows)

@@ -19,7 +19,7 @@ def require_states_of(model: CachedLM, generation: Generation) -> None:
     layer.
 
     Raises: ImportRefused for another width, for tokens outside the vocabulary, for a layer that the model does not
-    have, and for states of another layer or of other weights; the message names the nearest layer.
+    have, and for states of another layer or of other weights; the last message names the nearest layer.
     """
     if bad := [token for token in (*generation.prompt, *generation.generated) if not 0 <= token < model.d_vocab]:
         raise ImportRefused(f"token id {bad[0]} is outside the vocabulary of {model.name}, {model.d_vocab}")

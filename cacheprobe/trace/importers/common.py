@@ -77,7 +77,7 @@ def text_maker(
 ) -> tuple[Callable[[Sequence[int]], list[str]], Callable[[Sequence[int]], str]]:
     """Returns two functions of token ids: one gives a list with the text of each token, the other the joint text.
 
-    Without a model and a tokenizer, a token's text is "<17>" for id 17.
+    If model and tokenizer are both None, a token's text is "<17>" for id 17.
     """
     if tokenizer is not None:
         return (
@@ -150,10 +150,8 @@ def _rows(number: int, generation: Generation, n_layers: int) -> list[RowRecord]
 
 
 def _steps(generations: Sequence[Generation]) -> list[StepRecord]:
-    """Returns the passes that imported generations imply, as a list of StepRecord: a prefill of all prompts, then one
-    decode pass for each further generated token.
-
-    A request that has ended is not in the later passes.
+    """Returns the passes that imported generations imply, as a list of StepRecord: a prefill of all prompts, then
+    decode passes, each with one token of every request that has not ended.
     """
     steps = []
     for step in range(max(max(len(one.generated), 1) for one in generations)):

@@ -88,7 +88,8 @@ def trace_of_generate(
 
 
 def _generation(outputs: _Outputs, row: int, stops: frozenset[int]) -> Generation:
-    """Returns sequence number `row` of a `generate` output as a Generation, without its padding at both ends."""
+    """Returns sequence number `row` of a `generate` output as a Generation, without padding on the left and without
+    what follows its first stop token."""
     start = outputs.prompt_length - int(outputs.mask[row].sum())
     token_ids = outputs.sequences[row].tolist()
     prompt, generated = token_ids[start : outputs.prompt_length], token_ids[outputs.prompt_length :]
@@ -152,7 +153,7 @@ def _read(outputs: object, attention_mask: object) -> _Outputs:
 
 
 def _lengths_text(lengths: Sequence[int]) -> str:
-    """Returns the first four lengths as text, separated by commas."""
+    """Returns the first four lengths as text, separated by commas; ends in ", ..." if there are more."""
     return ", ".join(map(str, lengths[:4])) + (", ..." if len(lengths) > 4 else "")
 
 

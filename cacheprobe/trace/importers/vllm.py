@@ -109,7 +109,7 @@ def _as_list(outputs: object) -> list[object]:
     """Returns file paths or vLLM outputs as a list; a folder is replaced by its .safetensors files, in order of their
     names.
 
-    Raises: ImportRefused if there is none.
+    Raises: ImportRefused if a folder has no such file, or if there is nothing to import.
     """
     items = list(outputs) if isinstance(outputs, Iterable) and not isinstance(outputs, str | Path) else [outputs]
     found: list[object] = []

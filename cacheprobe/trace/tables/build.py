@@ -24,8 +24,8 @@ EVENT_COLUMNS = [
 def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFrame:
     """Returns the rows table: a DataFrame with one line for every token of every pass.
 
-    Columns: row, request_id, step, phase, role, status, position, token_id, token (visible form), num_layers (that
-    ran), state_index (index among the stored vectors; -1 if a capture filter dropped the row).
+    Columns: row, request_id, step, phase, role, status, position, token_id, token (text; ␣ is a space), num_layers
+    (that ran), state_index (index among the stored vectors; -1 if a capture filter dropped the row).
     token_texts: function from a list of token ids to their texts.
     """
     table = pd.DataFrame([asdict(row) for row in rows], columns=[field.name for field in fields(RowRecord)])
@@ -37,7 +37,7 @@ def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFra
 def hypotheses_table(
     columns: Mapping[str, Tensor], rows: pd.DataFrame, lens: str, token_texts: TokenTexts, site: str = "S"
 ) -> pd.DataFrame:
-    """Returns the table of lens readings: a DataFrame with one line for each layer of each row.
+    """Returns the table of lens readings: a DataFrame with one line for each layer of each row that the lens read.
 
     A row at position p has the token at p as input and predicts the token at p + 1. token_id, token, logprob_nats: the
     layer's most likely token; top_token_ids, top_logprob_nats: its top_k most likely tokens; entropy_nats.
@@ -74,7 +74,7 @@ def hypotheses_table(
 
 
 def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
-    """Returns the events table: a DataFrame with one line for every request in every step (pass).
+    """Returns the events table: a DataFrame with one line for every request in every step (mostly a pass).
 
     Columns: step, phase, batch_rows, batch_slots (batch size and token slots of the pass), request_id, seconds;
     draft_start, draft_token_ids, target_token_ids, num_accepted, num_rolled_back, finish (of a verify pass);
@@ -127,7 +127,8 @@ def ledger_table(changes: Sequence[LedgerChange]) -> pd.DataFrame:
 
 
 def texts_of(token_ids: np.ndarray, token_texts: TokenTexts) -> np.ndarray:
-    """Returns the visible text of each token id, as an array [n] of str. Decodes every distinct id once."""
+    """Returns the text of each token id, as an array [n] of str, with signs such as ␣ for white space. Decodes every
+    distinct id once."""
     distinct, inverse = np.unique(token_ids, return_inverse=True)
     return np.array([visible(text) for text in token_texts(distinct.tolist())], dtype=object)[inverse]
 
@@ -139,9 +140,10 @@ def tokens_table(
     columns: Mapping[str, Tensor],
     token_texts: TokenTexts,
 ) -> pd.DataFrame:
-    """Returns a DataFrame with one line for every token that the run names: token_id, token (visible text).
+    """Returns a DataFrame with one line for every token that the run names: token_id, token (its text, with signs such
+    as ␣ for white space).
 
-    These are the tokens that were fed, committed, drafted or chosen by the verifier, and every choice of a reading.
+    These are the tokens that were fed, committed, drafted or chosen by the verifier, and the top choices of readings.
     tokens: committed ids by request.  columns: from `LensReader.finish`, {} without a lens.
     """
     listed = [*tokens.values(), *(ids for name in _EVENT_IDS for ids in events[name])]

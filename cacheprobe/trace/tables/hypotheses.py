@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def hypotheses_of(trace: "TraceData", include_rolled_back: bool) -> pd.DataFrame:
-    """Returns the table of `Trace.hypotheses`: a DataFrame with one line for each layer of each row, thoughts included.
+    """Returns the table of `Trace.hypotheses`: a DataFrame with one line for each lens reading (a layer of a row) and
+    for each thought.
 
     include_rolled_back: also rows fed a rejected, later or given-up draft token.
     Raises: ValueError if the run has no lens readings and no thoughts.

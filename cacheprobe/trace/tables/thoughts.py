@@ -134,7 +134,7 @@ def _rank(logits: Tensor, token_id: int) -> int:
 def says_state(words: str, true_state: str | None, example: Example | None) -> bool | None:
     """Returns True if a thought's words end in the task's true state, or in the task's own thought for that state.
 
-    Returns None if `words` is empty or the state is unknown.
+    Returns None if `words` is empty, or if the state or the example is None.
     """
     if not words or true_state is None or example is None:
         return None

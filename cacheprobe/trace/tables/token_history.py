@@ -13,9 +13,9 @@ def token_history(events: pd.DataFrame) -> pd.DataFrame:
     order in which the tokens were decided.
 
     Columns: request_id, place (0 is the first generated token), token_id; born, the step that drafted or committed the
-    token; decided_step, the step of its outcome, null while open; outcome: committed (without a verdict), accepted,
-    recovered, bonus, rolled_back, or given_up; null while open; margin_nats between the two best tokens of its pass,
-    the smallest of a verify pass, null if no model chose.
+    token; decided_step, the step of its outcome; outcome: committed (without a verdict), accepted, recovered, bonus,
+    rolled_back, or given_up; both null while open, and if the request ended before; margin_nats between the two best
+    tokens of its pass, the smallest of a verify pass, null if no model chose.
     A draft is given up if its request was preempted (decided when the prompt is computed again) or a pass failed
     (decided when the request drafts again, or is verified without a draft).
     events: as in `Trace.events`.
@@ -86,7 +86,7 @@ def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
 
 
 def token_texts_of(rows: pd.DataFrame, hypotheses: pd.DataFrame | None) -> pd.DataFrame:
-    """Returns a DataFrame of token_id and token (text), from the texts in the rows and readings tables. For runs stored
+    """Returns a DataFrame of token_id and token (text), from the texts in the rows and readings tables; for a trace
     without a tokens table."""
     parts = [rows[["token_id", "token"]]]
     if hypotheses is not None:
@@ -123,8 +123,8 @@ def outcomes_at(history: pd.DataFrame, place: int) -> list[TokenOutcome]:
 
 
 def outcomes_of_row(outcomes: Sequence[TokenOutcome], step: int) -> list[TokenOutcome]:
-    """Keeps, of the tokens drafted or committed at one position, those drafted or judged in `step`, and the committed
-    token. Returns a list of TokenOutcome.
+    """Returns a list of TokenOutcome: of the tokens drafted or committed at one position, those drafted or judged in
+    `step`, and the committed token.
 
     outcomes: as from `outcomes_at`, of the position that a row predicts.  step: the step that computed the row.
     """
