@@ -309,7 +309,7 @@ class Recorder(Observer):
         row.role, row.status = role, status
 
     def _label_drafts(self, request_id: int, start: int, end: int, status: str) -> None:
-        """Labels the undecided rows at positions start..end-1: role and status are both `status`."""
+        """Sets role and status of the rows fed a draft token at positions start..end-1 to `status`, if not yet set."""
         for row in self._undecided[request_id]:
             if not row.role and start <= row.position < end:
                 self._label_row(row, status, status)
