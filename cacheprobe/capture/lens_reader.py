@@ -60,7 +60,7 @@ class LensReader:
         self._open.setdefault(request_id, []).append(queued)
 
     def resolve(self, request_id: int, start: int, token_ids: tuple[int, ...], is_over: bool = False) -> None:
-        """Sets the target of waiting rows whose next token was just committed, and queues these rows for reading.
+        """Sets the target of waiting rows to the next token, if that was just committed, and queues them for reading.
 
         token_ids: committed at positions start, start + 1, ...
         is_over: the request has ended, so its other waiting rows are queued without a target.
@@ -77,8 +77,8 @@ class LensReader:
         self._open[request_id] = still_open
 
     def queue_resolved(self, queued: Queued) -> None:
-        """Queues a row whose target is set (-1: none), and reads all full tiles. Skips the row if the lens has failed
-        on its request."""
+        """Queues a row whose target (next token; -1 for none) is set, and reads the queue while it fills a tile of
+        LENS_TILE state vectors. Skips the row if the lens has failed on its request."""
         if queued.request_id in self.errors:
             return
         self._ready.append(queued)
@@ -110,7 +110,7 @@ class LensReader:
         return {name: column[~failed] for name, column in columns.items()} if not bool(failed.all()) else {}
 
     def _read_tile(self) -> None:
-        """Reads up to LENS_TILE vectors of the queue as one tile. A row's layers may fall into two tiles."""
+        """Reads up to LENS_TILE queued state vectors as one matrix (tile). A row's layers may fall into two tiles."""
         taken = self._take()
         count = sum(len(q.layers) for q in taken)
         states = torch.zeros(LENS_TILE, self.model.d_model, dtype=self.model.dtype, device=self.model.device)
@@ -125,7 +125,7 @@ class LensReader:
         )
 
         def keep(readout: Readout, which: "slice | Tensor") -> None:
-            """Stores the readings of the tile's vectors at the indices `which`."""
+            """Stores the readings of the state vectors at the indices `which` of the tile."""
             labels = (owners[which], rows[which], layers[:count].cpu()[which], targets[:count].cpu()[which])
             self._parts.append((*labels, Readout(*(column[which] for column in readout))))
 
@@ -170,8 +170,9 @@ class LensReader:
     def _read_or_reason(
         self, states: Tensor, layers: Tensor, targets: Tensor, indices: Sequence[int]
     ) -> "Readout | tuple[int, str]":
-        """Returns the Readout of a tile. If the lens fails at one of `indices`: (the first such index, the reason), or
-        (indices[0], the reason) if the lens raises an error or returns no logits of the right shape."""
+        """Returns the lens's readings of a tile (LENS_TILE state vectors) as a Readout. If the lens fails at one of
+        `indices`: (the first such index, the reason); (indices[0], the reason) if it raises an error or returns no
+        logits of the right shape."""
         shape = (len(states), self.model.d_vocab)
         try:
             with torch.inference_mode():
@@ -206,7 +207,7 @@ def _described(value: object) -> str:
 
 
 def _difference(readout: Readout, again: Tensor) -> str | None:
-    """Returns an error text if a vector that is in the tile twice got two readings with different bits; else None.
+    """Returns an error text if a state vector that a tile holds twice got two readings with different bits; else None.
 
     again: indices of these vectors; vector k is repeated at index LENS_TILE - 1 - k.
     """
