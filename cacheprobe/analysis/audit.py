@@ -129,7 +129,7 @@ def _history(trace: Trace, request: Request, events: pd.DataFrame) -> History:
 
 
 def _event_faults(trace: Trace, request: Request, events: pd.DataFrame, history: History) -> Iterator[str]:
-    """Replays one request's events, and yields a sentence for each contradiction. Adds text, roles and verdicts to
+    """Replays one request's events, and yields an error text for each contradiction. Adds text, roles and verdicts to
     `history`.
     """
     proposals: list[int] = []
@@ -174,7 +174,7 @@ def _event_faults(trace: Trace, request: Request, events: pd.DataFrame, history:
 def _verdict_faults(
     event: Line, history: History, proposals: list[int], committed: list[int], finish: str
 ) -> Iterator[str]:
-    """Yields a sentence for each contradiction in one verdict, and adds the verdict and the roles of its tokens to
+    """Yields an error text for each contradiction in one verdict, and adds the verdict and the roles of its tokens to
     `history`.
 
     event: a line of the events table with a draft_start.  proposals: the tokens drafted since the last verdict.
@@ -216,9 +216,9 @@ def _verdict_faults(
 
 
 def _row_faults(trace: Trace, request: Request, history: History) -> Iterator[str]:
-    """Yields a sentence for each row of a request that contradicts the request's events.
+    """Yields an error text for each row of a request that contradicts the request's events.
 
-    Also yields a sentence for verify rows that differ from the verdict, and for committed rows that are missing.
+    Also yields one for verify rows that differ from the verdict, and for committed rows that are missing.
     history: must already be filled by `_event_faults`.
     """
     table = trace.row_table[trace.row_table.request_id == request.request_id]
@@ -250,7 +250,7 @@ def _row_faults(trace: Trace, request: Request, history: History) -> Iterator[st
 
 
 def _step_faults(trace: Trace) -> Iterator[str]:
-    """Yields a sentence for each step whose events disagree on phase, batch shape or seconds, and for each row whose
+    """Yields an error text for each step whose events disagree on phase, batch shape or seconds, and for each row whose
     phase is not that of its step."""
     events = trace.event_table
     distinct_values = events.groupby("step")[["phase", "batch_rows", "batch_slots", "seconds"]].nunique()
@@ -263,7 +263,7 @@ def _step_faults(trace: Trace) -> Iterator[str]:
 
 
 def _text_faults(trace: Trace, texts: Callable[[Sequence[int]], list[str]]) -> Iterator[str]:
-    """Yields a sentence for each token id whose text in the table of rows or lens readings differs from that of
+    """Yields an error text for each token id whose text in the table of rows or lens readings differs from that of
     `texts`."""
     tables = [("rows", trace.row_table, "token_id", "token")]
     if trace.hypothesis_table is not None:

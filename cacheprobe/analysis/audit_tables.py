@@ -14,8 +14,8 @@ _COPIED = ("request_id", "step", "phase", "role", "status", "position")
 
 
 def ledger_faults(trace: Trace, request: Request, verdicts: Mapping[int, tuple[int, int, list[int]]]) -> Iterator[str]:
-    """Yields a sentence for each cache change of a request that no pass explains or that leaves a gap, and for missing
-    changes.
+    """Yields an error text for each cache change of a request that no pass explains or that leaves a gap, and for
+    missing changes.
 
     After the request was preempted, unexplained changes are accepted, because the passes that rebuild its cache leave
     no rows. If the request's cache was edited, or the run used a snapshot, no change counts as unexplained or missing.
@@ -77,8 +77,8 @@ def _wanted_changes(
 
 
 def numbering_faults(trace: Trace) -> Iterator[str]:
-    """Yields a sentence if row numbers or stored-vector numbers have gaps, or if passes ran different numbers of
-    layers.
+    """Yields an error text if row numbers are not 0, 1, 2, ..., if state_index values are wrong, or if passes ran
+    different numbers of layers.
 
     Only prefill and verify passes must run equally many layers.
     """
@@ -96,7 +96,8 @@ def numbering_faults(trace: Trace) -> Iterator[str]:
 
 
 def hypothesis_faults(trace: Trace, texts: Mapping[int, Sequence[int]]) -> Iterator[str]:
-    """Yields a sentence for each lens reading that contradicts its row or the committed text, and for missing readings.
+    """Yields an error text for each lens reading that contradicts its row or the committed text, and for missing
+    readings.
 
     texts: prompt and committed token ids, by request.
     """
@@ -131,7 +132,7 @@ def hypothesis_faults(trace: Trace, texts: Mapping[int, Sequence[int]]) -> Itera
 
 
 def _missing_readings(trace: Trace, table: pd.DataFrame) -> Iterator[str]:
-    """Yields a sentence for each row whose number of readings is not the number of captured layers that ran for the
+    """Yields an error text for each row whose number of readings is not the number of captured layers that ran for the
     row, and one if a row has two readings of one layer.
 
     Only rows that the lens had to read are checked: those that predict a generated token (or any, with

@@ -13,8 +13,9 @@ def kv_snapshot(trace: Trace, request_id: SupportsIndex, length: int | None = No
     ended.
 
     length: number of positions; None means all. The newest token is not cached.
-    Committed positions are never written again, so the first p positions equal the cache's content when position p was
-    new. Provenance is the ledger's: prefill, verified, decoded or edited.
+    Committed positions are written again only when a preempted request is rebuilt, with the same bits if the request is
+    verified. So the first p positions equal the cache's content when position p was new. Provenance is the ledger's:
+    prefill, verified, decoded or edited.
     Raises: ValueError if the run kept no keys and values (Request.keep_kv), or if `length` exceeds their number;
     KeyError for an unknown request.
     """

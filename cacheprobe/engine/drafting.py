@@ -228,8 +228,8 @@ class _Thread:
     def give_up(self) -> None:
         """Abandons the thread: it can no longer call the engine, and a Python loop in it is ended by an exception.
 
-        A thread that only waits gets no exception: while one is pending for a blocked thread, Python 3.11 hangs as soon
-        as a profiler or a debugger is set in any other thread.
+        A thread that waits for something else than the engine gets no exception: while one is pending for a blocked
+        thread, Python 3.11 hangs as soon as a profiler or a debugger is set in any other thread.
         """
         self._is_given_up.set()
         self._results.put((None, _GivenUpError()))

@@ -100,7 +100,7 @@ class Prefill:
     def share(self, source: SequenceState, states: Sequence[SequenceState]) -> None:
         """Copies the keys and values of a prompt from request `source` to another one, and commits its first token.
 
-        states: one request, whose prompt and schedule are those of `source`. Runs no pass of the model.
+        states: one request with the prompt of `source`; both are verified, or neither is. Runs no pass of the model.
         """
         (state,) = states
         assert source.prompt_logits is not None

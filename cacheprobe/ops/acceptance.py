@@ -57,7 +57,10 @@ def find_ending(generated: Sequence[int], token_ids: Sequence[int], rule: StopRu
 
 def clip_draft(generated: Sequence[int], token_ids: Sequence[int], rule: StopRule, limit: int) -> tuple[int, ...]:
     """Returns the first of the draft tokens, as a tuple: at most `limit`, and none after a token that ends the request.
-    Later ones could not be committed. `generated` holds all earlier tokens."""
+    Later ones could not be committed.
+
+    generated: the request's earlier tokens, committed and then drafted, without the prompt.
+    """
     clipped = tuple(token_ids)[: max(limit, 0)]
     num_left = len(clipped) + 1  # more than there are, so that only a stop cuts them
     return clipped[: find_ending(generated, clipped, rule, num_left).num_kept]

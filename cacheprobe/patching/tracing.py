@@ -125,7 +125,7 @@ def _noise_adder(positions: Sequence[int], scale: float, seed: int) -> Callable[
     """
 
     def add(states: Tensor) -> Tensor:
-        """Returns a copy of states [n, m] with noise added. The first of the n positions is the first noisy one."""
+        """Returns a copy of states [n, m] with noise at `positions` alone. Row i is position positions[0] + i."""
         noise = torch.randn(len(positions), states.shape[1], generator=torch.Generator().manual_seed(seed % 2**63))
         out = states.clone()
         out[[p - positions[0] for p in positions]] += (scale * noise).to(states.device, states.dtype)

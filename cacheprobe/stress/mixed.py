@@ -68,14 +68,14 @@ def draw_mixed(subject: Subject, seed: Sequence[int]) -> Mixed:
         "drafter": draw_drafter(subject, rng),
     }
     is_stream = bool(rng.random() < 0.6)
-    chosen = [i for i in range(1, len(requests)) if is_stream and rng.random() < 0.4]  # request 0 is never cancelled
+    to_cancel = [i for i in range(1, len(requests)) if is_stream and rng.random() < 0.4]  # request 0 is never cancelled
     return Mixed(
         tuple(requests),
         settings,
         tuple(_draw_interventions(subject, requests, rng)),
         is_stream,
-        {i: int(rng.integers(1, 12)) for i in chosen},
-        int(rng.integers(1, 6)) if rng.random() < 0.3 else 0,
+        cancelled={i: int(rng.integers(1, 12)) for i in to_cancel},  # after so many pieces of the stream
+        num_abandoned=int(rng.integers(1, 6)) if rng.random() < 0.3 else 0,
     )
 
 

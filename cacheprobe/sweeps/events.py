@@ -56,8 +56,11 @@ class EventLog:
             self._put()
 
     def write(self, event: Event, **more: object) -> None:
-        """Adds an event to the log, with the time and the fields `more`. If the write to a folder fails, as on a full
-        disk, the event is lost and no error is raised."""
+        """Adds an event to the log, with the time and the fields `more`.
+
+        In a folder the line is written at once; if that fails, as on a full disk, the event is lost. For an object
+        store the whole log is uploaded, at most every SECONDS_BETWEEN_PUTS. No failure raises.
+        """
         fields = {k: v for k, v in asdict(event).items() if v not in ("", None)}
         fields |= fields.pop("outcome", {})
         fields = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields, **more}

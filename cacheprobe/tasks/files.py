@@ -44,7 +44,8 @@ def load_examples(path: str | Path) -> list[Example]:
 def example_record(example: Example) -> dict[str, object]:
     """Returns an example as a dictionary that can be stored as JSON; `example_from_record` reads it.
 
-    Keys for the coin flip: prompt, answer, events, states. For other tasks: question, with all fields of `Question`.
+    Keys for the task coin_flip: prompt, answer, events, states. For other tasks, the other coin flips among them:
+    question, with all fields of `Question`.
     Also shots and chat, if the example has worked examples or is a chat.
     """
     if all(map(_is_coin_flip, (example.question, *example.shots))):

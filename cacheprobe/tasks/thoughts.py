@@ -213,8 +213,8 @@ def _end_of_prompt(question: Question, encoding: Encoding) -> int:
 
 
 def _closing_token(question: Question, encoding: Encoding) -> int:
-    """Returns the index of the first token after the last operation that begins with, or follows, a space. Raises:
-    ValueError if no such token exists."""
+    """Returns the index, among the tokens of `encoding`, at which the words after the last operation begin: the first
+    token that begins with a space or stands after one. Raises: ValueError if no such token exists."""
     end = question.spans[-1][1]
     space = question.text.find(" ", end)
     if space < 0:

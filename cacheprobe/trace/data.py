@@ -65,8 +65,8 @@ class TraceData:
 
     @property
     def num_drafted(self) -> int:
-        """Number of draft tokens, over all requests, that reached a verify pass: accepted ones, rejected ones, and
-        those after a rejected one.
+        """Number of draft tokens, over all requests, in verify passes that gave a verdict: accepted ones, rejected
+        ones, and those after a rejected one.
         Draft tokens that were given up before a verify pass are not counted.
         """
         return int(self.event_table.draft_token_ids.map(len).sum())

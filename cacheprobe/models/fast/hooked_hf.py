@@ -153,8 +153,8 @@ class HookedHF(BridgeMembers):
 
     @contextmanager
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
-        """Returns a context manager. Inside its `with`, every forward calls `sink(site, layer, activation)` for each
-        (site, layer) pair of `sites`. At the end only these hooks are removed."""
+        """Returns a context manager. Inside its `with`, a forward calls `sink(site, layer, activation)` for each
+        (site, layer) pair of `sites` whose layer it runs. At the end only these hooks are removed."""
         missing = [one for one in sites if one not in self._places.of_sites and one[0] not in HEAD_SITES]
         if missing:
             raise ModelError(f"{self.name} has no site {missing[0][0]} at layer {missing[0][1]}")

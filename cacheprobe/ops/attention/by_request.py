@@ -84,11 +84,11 @@ class Reach:
         return self._masks[key][1]
 
     def request_table(self, cached: KeysAndValues) -> NDArray[np.int64]:
-        """Returns an int64 table [n, 5] for `decode_attention`, with one line for each request that has pieces; its
-        columns are explained in `decode_attention`.
+        """Returns the int64 table [n, 5] that `decode_attention` takes as `places` (columns: see there), with one line
+        for each batch index that has an attention call (`SlotSpan`).
 
-        The table is cached for layers of one shape. Each layer must hold all sequences in one allocation and in the
-        same order, as a KVCache does.
+        Layers whose keys and values have equal strides share one table. Each layer must hold all sequences in one
+        allocation and in the same order, as a KVCache does.
         """
         rows = [row for row, pieces in enumerate(self.pieces) if pieces]
         first = cached(rows[0], 1)

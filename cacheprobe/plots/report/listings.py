@@ -85,7 +85,7 @@ def request_listings(trace: "Trace", request_id: int) -> list[Listing]:
 
 
 def _cache(trace: "Trace", request_id: int) -> Listing:
-    """Returns a `Listing` with the number of a request's cache slots at its end, by the kind of pass that wrote them;
+    """Returns a `Listing` with the number of a request's cache slots at its end, by provenance;
     for an imported run without a ledger, the reason."""
     if "ledger" in trace.missing:
         return Listing("cache at its end", (), [], plain(trace.missing["ledger"]))

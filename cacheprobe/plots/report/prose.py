@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def run_sentence(trace: "Trace", request_id: int) -> str:
-    """Returns sentences as HTML on a run: the model, the numbers of requests and passes, the drafter, the numbers of
+    """Returns sentences as HTML on a run: the model, the numbers of requests and steps, the drafter, the numbers of
     accepted and rolled-back draft tokens, and whether this request is deterministic."""
     fingerprint, note = trace.fingerprint, trace.meta["weights_note"]
     phases = trace.event_table.drop_duplicates("step").phase.value_counts()
@@ -19,7 +19,7 @@ def run_sentence(trace: "Trace", request_id: int) -> str:
     sentences = (
         f"<code>{markup(fingerprint['model'])}</code>{f' ({markup(note)})' if note else ''} "
         f"in {markup(fingerprint['dtype'])} "
-        f"answered {count} request{'s' * (count != 1)} in {int(phases.sum())} passes ({steps}). "
+        f"answered {count} request{'s' * (count != 1)} in {int(phases.sum())} steps ({steps}). "
     )
     drafter = trace.meta["drafter"]
     verified = trace.num_drafted

@@ -138,7 +138,7 @@ def _generation(item: object, ids: Sequence[int], num_prompt_tokens: int | None)
         prompt_length = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
         if not 1 <= prompt_length <= len(tokens):
             raise ImportRefused(f"{item} holds {len(tokens)} tokens, not a prompt of {prompt_length}")
-        return _split(states, tokens[:prompt_length], tokens[prompt_length:], ids)
+        return _generation_of(states, tokens[:prompt_length], tokens[prompt_length:], ids)
     params = getattr(item, "kv_transfer_params", None)
     if not isinstance(params, Mapping) or "hidden_states_path" not in params:
         raise ImportRefused(f"a {type(item).__name__} names no hidden_states_path; give vLLM's outputs, or its files")
@@ -152,11 +152,12 @@ def _generation(item: object, ids: Sequence[int], num_prompt_tokens: int | None)
         generated = generated[:1]  # the file has no states for the others
     elif tokens != prompt + generated[:-1]:
         raise ImportRefused(f"{path} is of other tokens than the output that names it: {tokens[:8]}, {prompt[:8]}")
-    return _split(states, prompt, generated, ids)
+    return _generation_of(states, prompt, generated, ids)
 
 
-def _split(states: Tensor, prompt: Sequence[int], generated: Sequence[int], ids: Sequence[int]) -> Generation:
-    """Returns a Generation from states [t, l, m] of vLLM: its id k is the input of block k, so S of layer k - 1."""
+def _generation_of(states: Tensor, prompt: Sequence[int], generated: Sequence[int], ids: Sequence[int]) -> Generation:
+    """Returns a Generation with vLLM's states [t, l, m] taken apart by layer. vLLM's layer id k names the input of
+    block k, which is S of layer k - 1 here; id 0, the embedding, is left out."""
     by_layer = {layer - 1: states[:, index].clone() for index, layer in enumerate(ids) if layer > 0}
     return Generation(tuple(prompt), tuple(generated), by_layer)
 

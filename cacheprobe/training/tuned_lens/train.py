@@ -21,7 +21,8 @@ VECTORS_AT_ONCE = 256
 
 
 class TextStates(NamedTuple):
-    """Holds activations and outputs of a model on several texts, with the n tokens of all texts in one sequence."""
+    """Holds a model's residual stream and output log-probabilities for texts [b, t]. The axis n = b x t counts the
+    tokens of all texts, one text after another."""
 
     layers: Float[Tensor, "l n m"]
     """Residual stream after every block but the last."""
