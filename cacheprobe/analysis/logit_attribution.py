@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cacheprobe.analysis.reading import committed_after, require_model
 from cacheprobe.core.hook_names import HEADS
+from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.token_text import visible
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.feeding import feed
@@ -195,13 +196,13 @@ def _token_ids(
     """Returns the token ids to attribute, as a list: the given ones; by default the token committed at the next
     position.
 
-    For a rolled-back row, and if no token was committed at the next position, the default is the row's own first
-    choice.
+    For a rolled-back or given-up row, and if no token was committed at the next position, the default is the row's own
+    first choice.
     Raises: ValueError for an id outside the vocabulary.
     """
     if token is None:
         following = committed_after(trace, trace.row_table[trace.row_table.row == row_info.row])[row_info.row]
-        is_followed = row_info.status != "rolled_back" and following >= 0
+        is_followed = row_info.status not in DISCARDED_DRAFT and following >= 0
         return [following if is_followed else lowest_argmax(logits.float())]
     token_ids = [int(t) for t in token] if isinstance(token, Sequence) else [int(token)]
     if bad := [t for t in token_ids if not 0 <= t < len(logits)]:

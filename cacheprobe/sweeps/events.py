@@ -1,5 +1,6 @@
 """Writes and reads the logs of a sweep's events, as lines of JSON."""
 
+import io
 import json
 import secrets
 import time
@@ -85,13 +86,19 @@ class EventLog:
             self._put_at += SECONDS_BETWEEN_PUTS
 
     def _reopen(self, failed: TextIO) -> None:
-        """Closes the file of the log after a failed write, and opens it again. Lines in the old buffer are lost."""
-        path = Path(self._store.path(self.name))
+        """Closes the file of the log after a failed write, and opens it again. Lines in the old buffer are lost.
+
+        If the file cannot be opened, further events are lost too; the sweep goes on.
+        """
         try:
             failed.close()
         except OSError:
             pass
-        self._file = path.open("a", encoding="utf-8")
+        try:
+            self._file = Path(self._store.path(self.name)).open("a", encoding="utf-8")
+        except OSError:
+            self._file = io.StringIO()
+        self._file.write("\n")  # the failed write may have left half a line
 
 
 def seconds_by_model(store: SweepStore, keys: Mapping[str, ModelKey]) -> dict[ModelKey, tuple[float, float]]:

@@ -69,7 +69,7 @@ def refresh(store: SweepStore) -> pa.Table:
 
 
 def _stored(store: SweepStore) -> pa.Table:
-    """Returns the stored Arrow table; an empty table if none is stored, if Arrow finds the stored file invalid, or if
+    """Returns the stored Arrow table; an empty table if none is stored, if Arrow cannot read the stored file, or if
     the stored table has other columns."""
     data = store.read(INDEX)
     if data is not None:
@@ -78,7 +78,7 @@ def _stored(store: SweepStore) -> pa.Table:
             table = pq.ParquetFile(io.BytesIO(data), pre_buffer=False).read(use_threads=False)
             if table.schema.equals(SCHEMA):
                 return table
-        except pa.ArrowInvalid:
+        except (pa.ArrowInvalid, OSError):  # OSError: damaged bytes inside a page
             pass
     return SCHEMA.empty_table()
 

@@ -1,13 +1,17 @@
 """A shard is there whole or not at all, in a folder and in an object store, whoever is cut off when."""
 
 import io
+import json
 import threading
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from cacheprobe.sweeps import index
+from cacheprobe.sweeps.events import Event, EventLog
 from cacheprobe.sweeps.storage.store import SHARDS, SweepStore
 from cacheprobe.trace.manifest import MANIFEST
 from tests.sweeps.test_sweeps import SMALL
@@ -83,3 +87,45 @@ def test_the_index_is_read_in_its_own_thread(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(index.io, "BytesIO", Watched)
     assert len(cp.load_sweep(tmp_path / "s")) == 3
     assert threads == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("is_folder_gone", [False, True])
+def test_a_write_that_fails_costs_one_event(tmp_path: Path, is_folder_gone: bool) -> None:
+    """The next line had been written behind the half of the failed one, so that neither could be read."""
+    store = SweepStore(str(tmp_path))
+    with EventLog(store) as log:
+        assert log._file is not None
+        path = Path(store.path(log.name))
+
+        def takes_half(line: str) -> int:
+            path.write_text(line[: len(line) // 2], encoding="utf-8")
+            raise OSError("no space left")
+
+        log._file.write = takes_half
+        if is_folder_gone:
+            store.path = lambda name: str(tmp_path / "gone" / name)  # pyright: ignore[reportAttributeAccessIssue]
+        log.write(Event("started", "a"))
+        log.write(Event("ended", "b"))
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) == (1 if is_folder_gone else 2)
+    assert is_folder_gone or json.loads(lines[1])["digest"] == "b"
+
+
+def test_a_damaged_index_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damaged bytes inside a page are an OSError to Arrow, and no ArrowInvalid."""
+    table = pa.table({field.name: pa.nulls(2000, field.type) for field in index.SCHEMA}).cast(index.SCHEMA)
+    names = pa.array([f"{number:064x}" for number in range(2000)])
+    table = table.set_column(0, index.SCHEMA.field(0), names.cast(index.SCHEMA.field(0).type))
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    whole, store = sink.getvalue(), SweepStore(str(tmp_path))
+    raised = set()
+    for start in range(4, len(whole) // 2, 997):
+        damaged = whole[:start] + b"\xff" * 64 + whole[start + 64 :]
+        store.write(index.INDEX, damaged)
+        try:
+            pq.ParquetFile(io.BytesIO(damaged)).read(use_threads=False)
+        except Exception as error:
+            raised.add(type(error))
+            assert index._stored(store).num_rows == 0
+    assert OSError in raised

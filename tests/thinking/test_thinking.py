@@ -21,6 +21,7 @@ VARIANTS = {
     "window": dict(attention_window=6),
     "alibi-window-odd-chunk": dict(positions="alibi", attention_window=5, chunk=3),
     "first-state": dict(learned_first_state=True),
+    "no-feedback-first-state": dict(feeds_back=False, learned_first_state=True),
     "query-pooling": dict(pooling="query"),
     "causal-compression": dict(compression_is_causal=True),
     "bidirectional-prefix": dict(bidirectional_prefix=True),

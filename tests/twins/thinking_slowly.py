@@ -26,7 +26,7 @@ def read_slowly(model: ThinkingModel, token_ids: list[int], num_prompt: int) -> 
     config = model.config
     n, c = len(token_ids), config.chunk
     states = torch.zeros(n + c, config.d_model)
-    if config.learned_first_state:
+    if config.learned_first_state and config.feeds_back:
         states[:c] = model.first_state
     thoughts = []
     for start in range(0, n - c + 1, c):

@@ -282,12 +282,12 @@ class ThinkingModel(HookedRootModule):
         given its thoughts.
 
         The thought of chunk i acts on chunk i + 1. The first chunk gets zeros, or the learned first state if the model
-        has one. Positions on which no thought acts get zeros; with feeds_back=False, no thought acts.
+        has one. Positions on which no thought acts get zeros; with feeds_back=False, all do.
         """
         b, k, _ = thoughts.shape
         c, m = self.config.chunk, self.config.d_model
         out = self.embed.weight.new_zeros(b, max(length, (k + 1) * c), m)
-        if self.config.learned_first_state:
+        if self.config.feeds_back and self.config.learned_first_state:
             out[:, :c] = self.first_state
         if self.config.feeds_back:
             # few thoughts are distinct, and each is compressed once
