@@ -59,13 +59,13 @@ def _views(shelf: Shelf, reader: RunReader) -> Views:
 
 
 def _answer(server: Flask, views: Views) -> None:
-    """Adds the address POST /ask to the server. The browser sends {view: question}; the server answers with one line of
-    JSON for each view, in order, each sent as soon as it is computed."""
+    """Adds the address POST /ask to the server: the browser sends {view: question}, and gets one line of JSON for each
+    view."""
 
     @server.post("/ask")
     def ask() -> Response:
-        """Answers one POST of questions as a stream: one line of JSON for each view. A request that is malformed or too
-        large gets status 400, 413 or 415."""
+        """Answers one POST of questions as a stream, one line of JSON for each view; refuses a malformed or too large
+        request."""
         if not request.is_json:  # a form on another site cannot send JSON
             abort(Response("questions are application/json\n", 415))
         if request.content_length is None or request.content_length > MOST_BYTES:
@@ -86,10 +86,7 @@ def _answer(server: Flask, views: Views) -> None:
 
 def guard(app: Dash, host: str) -> None:
     """Protects the app against other sites: the browser may fetch from this server only, and a server on a local host
-    answers only requests for a local host name.
-
-    Otherwise a page of another site could reach the server under a host name of its own.
-    """
+    answers only requests for a local host name."""
     hashes = " ".join(app.csp_hashes())
     policy = (
         f"default-src 'self'; script-src 'self' {hashes}; style-src 'self' 'unsafe-inline'; "

@@ -58,8 +58,8 @@ class Book:
 
     @cached_property
     def _slots_by_step(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """List with (last step, steps at which the number of used cache slots changed, number from each of these steps
-        on) for each request."""
+        """List with a tuple for each request: last step, steps at which its number of used cache slots changed, and the
+        number from each of these steps on."""
         tables = rows_in_use(self.run.ledger).groupby("request_id")
         last = self.run.events.groupby("request_id").step.max()
         return [(int(last[r]), table.step.to_numpy(), table.rows.to_numpy()) for r, table in tables]
@@ -92,7 +92,7 @@ class Book:
         return num_slots, num_requests
 
     def warm(self) -> None:
-        """Computes and caches what the first page needs, so that the page loads faster."""
+        """Computes and caches the tables and texts that the first page needs, so that the page loads faster."""
         _ = self.opening, self.verified, self.finding, self._slots_by_step, self.run.token_texts
 
     def prompt_length(self, request_id: int) -> int:
@@ -100,8 +100,8 @@ class Book:
         return len(self.run.request(request_id)["prompt_token_ids"])
 
     def predicting_rows(self, request_id: int) -> pd.DataFrame:
-        """Returns a DataFrame: the lines of the rows table of one request from the prompt's last token on. Only these
-        rows predict generated tokens, and only they can have recorded lens readings."""
+        """Returns a DataFrame: the lines of the rows table of one request from the prompt's last token on. These rows
+        predict generated tokens."""
         rows = self.rows_of(request_id)
         return rows[rows.position >= self.prompt_length(request_id) - 1]
 
@@ -119,9 +119,8 @@ class Book:
         return find_windows(events, request_id) if len(events) else ()
 
     def _steps_in_words(self, request_id: int) -> list[list[int | str]]:
-        """Returns a list with [step, text on the step, position] for each step of the request. For a verdict, position
-        is that of the row that predicts the verifier's own token; else the largest position of the step's rows, or -1
-        if the step has none."""
+        """Returns a list with [step, text, position to show] for each step of the request: for a verdict, the position
+        of the row that predicts the verifier's own token; else the largest of the step's rows."""
         last_position = self.rows_of(request_id).groupby("step").position.max()
         lines: list[list[int | str]] = []
         for event in self.events_of(request_id).itertuples():

@@ -57,8 +57,8 @@ def prompt_view(shelf: Shelf, question: PageQuestion) -> str:
 
 
 def run_summary(book: Book) -> str:
-    """Returns one or two sentences as plain text on a run: model, numbers of requests and passes, and how many draft
-    tokens were fed in a verify pass, accepted and rolled back."""
+    """Returns one or two sentences as plain text on a run: model, numbers of requests and steps, and how many draft
+    tokens were verified, accepted and rolled back."""
     run, events = book.run, book.run.events
     fingerprint = run.fingerprint
     passes = events.step.nunique()

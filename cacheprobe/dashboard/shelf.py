@@ -16,8 +16,8 @@ MOST_CELLS = 200
 
 
 class CannotShow(ValueError):
-    """Raised if a view cannot be shown, for example because the command line did not name what the page asks for, or
-    because the run lacks it. The message is shown on the page."""
+    """Raised if a view cannot be shown, for example because the run lacks the data. The message is shown on the
+    page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ class Shelf:
     @classmethod
     def of(cls, paths: Iterable[Path], model: str | None = None, lenses: Sequence[Path] = ()) -> "Shelf":
         """Returns a `Shelf` of these paths. A directory is a run, a sweep, or a folder of runs and result files; a
-        .json file is a result. model, lenses: as the command line names them."""
+        .json file is a result. A sweep gives one result, and its cells as runs: the first 200 in `entries`, the others
+        in `more`."""
         entries: list[OpenRun] = []
         results: list[Path] = []
         more: list[Path] = []
@@ -94,8 +95,8 @@ def whole(value: object, what: str, count: int) -> int:
 
 
 def _sort_in(path: Path, entries: list[OpenRun], results: list[Path], more: list[Path]) -> None:
-    """Adds a path of the command line to `entries` (runs), `results` (files) and `more` (later cells of a sweep), which
-    are changed in place."""
+    """Adds a path of the command line to `entries` (runs), `results` (files) and `more` (later cells of a sweep), in
+    place."""
     if path.is_file() and path.suffix == ".json":
         results.append(path)
         return
@@ -121,7 +122,7 @@ def _open_cached(path: Path) -> OpenRun:
 
 
 def _open(path: Path) -> OpenRun:
-    """Returns an `OpenRun` of a run's directory; with the reason, if the run cannot be opened."""
+    """Returns an `OpenRun` of a run's directory, with the reason if the run cannot be opened."""
     try:
         return OpenRun(path.name, Book(StoredRun(path)))
     except (TraceError, OSError, KeyError, TypeError) as error:

@@ -148,8 +148,8 @@ def _card(name: str, classes: str = "", below: Sequence[Element] = ()) -> Elemen
 
 
 def _attribution_button() -> Element:
-    """Returns a component with a button that computes the logit attribution of a row, and empty places for the figure.
-    The figure waits for a click because it takes longer than the card."""
+    """Returns a component with a button that computes the logit attribution of a row, and empty places for the
+    figure."""
     button = html.Button("What gave this logit?", className="plain", **{"data-intent": "gave"})
     return html.Div([button, html.Div(_figure_places("gave"), id="gave-box", hidden=True)], className="gave")
 
@@ -214,8 +214,7 @@ def _results(shelf: Shelf) -> list[Element]:
 
 
 def _figure_places(name: str) -> list[Element]:
-    """Returns a list of three empty components: for the text above a figure, for the figure, and for the text below.
-    name: start of the components' ids."""
+    """Returns a list of three empty components: for the text above a figure, for the figure, and for the text below."""
     return [
         html.Div(id=f"{name}-view"),
         html.Div(className="plot", id=f"{name}-place", hidden=True),

@@ -31,7 +31,7 @@ def _tokenizer(model: str) -> "Tokenizer | None":
 
 
 def _tokenizer_file(model: str) -> Path | None:
-    """Returns the path of a model's tokenizer.json; None if the file is not on this machine. model: name or folder."""
+    """Returns the path of a model's tokenizer.json; None if the file is not on this machine."""
     if model == "smollm2-135m":
         from cacheprobe.models.smollm2 import smollm2_if_converted
 

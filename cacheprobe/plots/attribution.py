@@ -20,8 +20,8 @@ _SHARE_COLOURS = ["#bd3127", "#f4a59d", "#f3f0f9", "#9cc0ea", "#2b6cb0"]
 
 
 def attribution(table: pd.DataFrame) -> go.Figure:
-    """Returns a plotly figure of the parts that sum to one token's logit: bars by layer for T (attention) and C (MLP),
-    and bars for the parts without a layer, such as the embedding. If the table has heads, a heat map by head and layer
+    """Returns a plotly figure of the parts that sum to one token's logit. Bars by layer show T (attention) and C (MLP);
+    other bars show parts without a layer, such as the embedding. If the table has heads, a heat map by head and layer
     is below.
 
     table: from `cp.analysis.attribution`, of one row of the trace. With two tokens, the figure shows the first token's
@@ -76,8 +76,8 @@ def attribution(table: pd.DataFrame) -> go.Figure:
 
 
 def _parts_of_logit(table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """Returns (parts, name): the table of one token's logit, or of the first token's logit minus the second's, and the
-    name of this number as escaped text. Raises: ValueError for no token, more than two tokens, or more than one row."""
+    """Returns (DataFrame, name as escaped text): the parts of one token's logit, or of the first token's logit minus
+    the second's. Raises: ValueError for an empty table, more than one row, or more than two tokens."""
     if table.empty:
         raise ValueError("the table is empty; cp.analysis.attribution(trace, request_id, position) fills it")
     if table.row.nunique() > 1:
@@ -92,8 +92,8 @@ def _parts_of_logit(table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
 
 
 def _x_positions(names: list[str], last_layer: int) -> list[int]:
-    """Returns a list with the x position of each part that has no layer: -2 for the embedding; other parts follow the
-    last layer, two units apart."""
+    """Returns a list with the x position of each part without a layer: -2 for the embedding, the others after the last
+    layer."""
     after_last_layer = iter(range(last_layer + 2, last_layer + 2 + 2 * len(names), 2))
     return [-2 if name == "embed" else next(after_last_layer) for name in names]
 

@@ -20,9 +20,9 @@ _TREATMENTS = {  # colour, dash
 
 def carried_figure(table: pd.DataFrame) -> go.Figure:
     """Returns a plotly figure with one panel for each place in the prompt: by layer, the mean normalised logit
-    difference after the state at this place was replaced. Each treatment has a line: the state of the question with the
-    other coin, with other names, the own state again, or noise. 0 is the model's unchanged answer, 1 the model's answer
-    to the question whose state was patched in.
+    difference after the state at this place was replaced. 0 is the model's unchanged answer, 1 the model's answer to
+    the question with the other coin. Each treatment has a line: the state of the question with the other coin, with
+    other names, the own state again, or the own state with noise.
 
     table: from `cacheprobe_analyses.coin.coin_state_patch`: place, layer, treatment, n, nld, flips.
     Raises: ValueError for an empty table.

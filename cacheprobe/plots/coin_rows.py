@@ -18,7 +18,7 @@ _TREATMENTS = {  # colour, texture
 
 def coin_rows_figure(effects: pd.DataFrame, *, unit: str = "span", people: int | None = None) -> go.Figure:
     """Returns a plotly bar figure of the mean normalised logit difference, for each changed part of the cache and each
-    treatment (swapped with the other question, masked, noise, and two controls). 0 is the model's unchanged answer, 1
+    treatment: swapped with the other question, masked, noise, and two controls. 0 is the model's unchanged answer, 1
     the model's answer with the other coin.
 
     effects: from `cacheprobe_analyses.coin.coin_rows`: people, unit, where, treatment, n, total, flips.

@@ -25,8 +25,8 @@ _LINES = (
 
 def draft_verdicts(hypotheses: pd.DataFrame) -> go.Figure:
     """Returns a plotly figure with lines by layer: the share of lens readings whose most likely token is the committed
-    token, or the draft token. Accepted drafts have one line, rejected drafts two (committed token, draft token), and
-    readings whose pass had no draft token for the next position one.
+    token. Accepted drafts, rejected drafts, and readings whose pass had no draft token for the next position have a
+    line each; rejected drafts have a second one, for the draft token.
 
     Readings of the draft pass and of the verify pass both count. Left out are draft tokens without a verdict, and rows
     that were fed a draft token that was never committed.
@@ -75,8 +75,8 @@ _BOXES = {
 
 def prediction_depth_figure(depths: pd.DataFrame) -> go.Figure:
     """Returns a plotly figure of box plots of each row's prediction depth: the first layer from which the most likely
-    token no longer changes. Rows are grouped by the verdict on the draft token at the next position and by their pass
-    (draft or verify); rows without a verdict are one group.
+    token no longer changes. Rows are grouped by their pass (draft or verify) and by the verdict on the draft token at
+    the next position; rows without such a draft token are one group.
 
     depths: from `cp.analysis.prediction_depth`. Rows of a draft pass have boxes of their own: a drafter may stop at an
     early layer, which limits the depth. Left out are draft tokens without a verdict, and rows that were fed a draft

@@ -15,11 +15,11 @@ _TIME = dict(template=layout_template(), height=400, margin=dict(l=48, r=12, t=9
 
 
 def final_choice_figure(table: pd.DataFrame) -> go.Figure:
-    """Returns a plotly figure with one line for each kind of row (column `kind`): by layer, the share of rows whose
-    most likely token is already that of their last layer. A dotted line shows chance: the share that equals another
-    row's last choice.
+    """Returns a plotly figure with a line for each of the first four kinds of row (column `kind`): by layer, the share
+    of rows whose most likely token is already that of their last layer. A dotted line shows chance: the share that
+    equals another row's last choice.
 
-    table: kind, layer, share, low, high (95 %), chance. The first four kinds are drawn.
+    table: kind, layer, share, low, high (95 %), chance.
     Raises: ValueError for an empty table.
     """
     if table.empty:

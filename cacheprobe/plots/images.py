@@ -25,14 +25,13 @@ _TITLE_COLUMN, _TITLE_LINE = 8.2, 22
 
 
 class ImageError(RuntimeError):
-    """Raised if a picture cannot be drawn on this machine, because kaleido or Chromium is missing or fails. The message
-    names the cause."""
+    """Raised if a picture cannot be drawn on this machine. The message names the cause."""
 
 
 def browser_path() -> str | None:
-    """Returns the path of the Chromium (or related browser) that kaleido would start, as text. Returns None if none is
-    found that can be executed, or if choreographer, the package with which kaleido starts browsers, is not
-    installed."""
+    """Returns the path, as text, of the Chromium (or related browser) that kaleido would start. Returns None if no
+    browser is found that can be executed, or if choreographer, the package with which kaleido starts browsers, is
+    missing."""
     if find_spec("choreographer") is None:
         return None
     from choreographer.browsers.chromium import Chromium
@@ -128,11 +127,8 @@ def _for_paper(figure: go.Figure, width: int) -> go.Figure:
 
 
 def _within(seconds: float, draw: Callable[[], bytes]) -> bytes:
-    """Calls `draw` in a thread and returns the bytes of its picture. The time limit is needed because kaleido waits for
-    ever if its browser dies.
-
-    Raises: ImageError if `draw` fails or takes more than `seconds`.
-    """
+    """Calls `draw` in a thread and returns the bytes of its picture. Raises: ImageError if `draw` fails or takes more
+    than `seconds`."""
     results: list[bytes | BaseException] = []
 
     def draw_in_thread() -> None:

@@ -111,9 +111,9 @@ def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
 
 
 def finding(rows: pd.DataFrame, request_id: int) -> str:
-    """Returns a sentence as plain text on one request: the first layer from which the most likely token stays the
-    committed one (upper median over its committed rows); or that half of these rows or more have no such layer, or that
-    none has a committed token. rows: lens readings of the request."""
+    """Returns a sentence, as plain text, on one request's committed rows: the median layer from which the most likely
+    token stays the committed one. If half of these rows or more have no such layer, or no row has a committed token,
+    the sentence says so instead. rows: lens readings of the request."""
     comparable = rows[(rows.status == "committed") & rows.agrees.notna()]
     if comparable.empty:
         return f"Request {request_id}: no committed token to compare with"
@@ -125,8 +125,8 @@ def finding(rows: pd.DataFrame, request_id: int) -> str:
 
 
 def _agrees_from(readings: pd.DataFrame) -> list[float]:
-    """Returns a list with one number for each row: the first layer from which the most likely token is the committed
-    one up to the last layer; infinity if the last layer has another token."""
+    """Returns a list with one float for each row: the first layer from which the most likely token is the committed one
+    up to the last layer; infinity without such a layer."""
     agrees_from: dict[int, float] = {}
     columns = (readings[name].tolist() for name in ("layer", "row", "agrees"))
     for layer, row, agrees in sorted(zip(*columns, strict=True)):

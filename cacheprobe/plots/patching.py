@@ -117,9 +117,8 @@ def patching_grid(
 
 
 def _cells(table: pd.DataFrame, value: str) -> pd.DataFrame:
-    """Returns a DataFrame with one line for each layer and position of a patching grid. Columns: layer, position, value
-    (mean of the patches), turned (share of patches with `flip`, or in a causal tracing with `is_top`, the answer being
-    the first choice; 0 without both columns), token, n (number of patches), hover."""
+    """Returns a DataFrame with one line for each layer and position of a patching grid: layer, position, value (mean of
+    the patches), turned (share of patches whose answer turned), token, n (patches), hover."""
     change = next((change for change in _ANSWER_CHANGES if change in table.columns), None)
     turned = table[change].astype(float) if change else 0.0
     grouped = table.assign(value=table[value].astype(float), turned=turned).groupby(["layer", "position"])

@@ -62,8 +62,7 @@ def probe_figure(table: pd.DataFrame) -> go.Figure:
 
 
 def _place_name(at: str, place: object, most: int = 200) -> str:
-    """Returns the name of a probed place as escaped text, such as "operation 3", or "prompt's last token" for place -1.
-    Other names are cut to `most` columns."""
+    """Returns the name of a probed place as escaped text, such as "operation 3" or "prompt's last token"."""
     if at == "event":
         return f"operation {place}"
     return "prompt's last token" if place == -1 else markup(shorten(f"{at} {place}", most))

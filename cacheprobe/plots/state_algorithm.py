@@ -16,9 +16,9 @@ _KINDS = {"same": "of the same parity", "other": "of the other parity"}
 
 
 def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Figure:
-    """Returns a plotly figure: a panel with the accuracy of probes for state and parity by layer; and for pairs of
-    texts, whose first actions have the same or the other parity, a heat map of the mean normalised logit difference
-    (NLD) by layer and last patched position.
+    """Returns a plotly figure. One panel has the accuracy of probes for state and parity by layer. Heat maps have the
+    mean normalised logit difference (NLD) by layer and last patched position, for pairs of texts whose first actions
+    have the same or the other parity.
 
     probes: label, layer, place, accuracy, low, high, majority, of one model; only lines of the largest place are drawn.
     Lines of the label "halves", if any, are means, with the worst and the best of several probes.
@@ -70,7 +70,7 @@ def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Fi
 
 def _finding(probes: pd.DataFrame) -> str:
     """Returns the figure's title: for parity and state, the first layer at which a probe has an accuracy of 95 % or
-    more; without such a layer, the highest accuracy."""
+    more, or else the highest accuracy."""
     best = probes.groupby("label").accuracy.max()
     first_layer = {label: lines[lines.accuracy >= 0.95].layer.min() for label, lines in probes.groupby("label")}
     claims = [

@@ -18,7 +18,7 @@ from cacheprobe.plots.diagrams.windows import Window
 
 def view(shelf: Shelf, question: PageQuestion) -> str:
     """Returns HTML: the picture of one request's cache slots after a step, and a sentence on the cache memory of all
-    requests; a note if the request has no cache slots then."""
+    requests. Returns a note if the request has no cache slots after this step."""
     book, request = shelf.book_and_request(question)
     step = number(question["step"], "step")
     ledger = book.ledger(request, step)
@@ -67,18 +67,15 @@ def window_view(shelf: Shelf, question: PageQuestion) -> str:
 
 
 def _window(book: Book, request: int, step: int) -> Window | None:
-    """Returns the verify window of a request that ends first at this step or later, else the last window; None if the
-    request has no window."""
+    """Returns the first verify window of a request that ends at this step or later, else the last window; None without
+    any."""
     windows = book.windows(request)
     return next((w for w in windows if w.step >= step), windows[-1] if windows else None)
 
 
 def _pending(book: Book, request: int, step: int, last: int) -> int | None:
-    """Returns the position of the newest committed token if its cache slot is the next to be written; else None.
-
-    last: position of the last slot. The result is None if a draft pass already wrote that slot, and while earlier slots
-    are rebuilt.
-    """
+    """Returns the position of the newest committed token if its cache slot is the next to be written; else None. last:
+    position of the last slot."""
     of_request = book.events_of(request)
     num_committed = int(of_request[of_request.step <= step].committed_token_ids.map(len).sum())
     return last + 1 if num_committed and book.prompt_length(request) + num_committed - 1 == last + 1 else None

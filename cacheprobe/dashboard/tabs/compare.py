@@ -44,8 +44,8 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
 
 
 def _readings(ours: Book, theirs: Book, request: int) -> str:
-    """Returns HTML: a sentence that names the first lens reading of a committed row that differs between two runs, or
-    says that all are equal, or why readings are not compared."""
+    """Returns HTML: a sentence on the first lens reading of a committed row that differs between two runs, or on why
+    readings are not compared."""
     if not (ours.run.has_readings and theirs.run.has_readings):
         return "<p class='note'>Lens readings are not compared: one of the runs recorded none.</p>"
     if ours.run.meta["lens"] != theirs.run.meta["lens"]:

@@ -58,7 +58,7 @@ def kind_of(path: Path) -> str:
 
 def view(shelf: Shelf, question: PageQuestion) -> str | PageAnswer:
     """Returns the figures of a result file with a note as a dict for the page; for a file without figures, HTML tables
-    of its numbers. A sweep has a figure and a table of its cells."""
+    of its numbers."""
     path = shelf.results[whole(question["result"], "result", len(shelf.results))]
     content = _loaded(path)
     if is_sweep(content):
@@ -82,8 +82,7 @@ def _loaded(path: Path) -> object:
 
 
 def _figures(path: Path, content: object) -> tuple[Sequence[Figure], str]:
-    """Returns (plotly figures, note on their source as escaped text) of a result file; ([], "") if the file has no
-    figure."""
+    """Returns (plotly figures, note on their source as escaped text) of a result file; ([], "") without figures."""
     if _is_grid(content):
         from cacheprobe.patching.grid import PatchingGrid
 
@@ -111,14 +110,14 @@ def _is_grid(content: object) -> bool:
 
 
 def _lists_with(content: object, columns: set[str]) -> list[tuple[str, list[JsonDict]]]:
-    """Returns a list of (path of keys, list of dicts): the lists in a JSON value, reached through dicts alone, in which
-    every dict has these columns."""
+    """Returns a list of (path of keys, list of dicts): the lists in a JSON value in which every dict has these
+    columns."""
     return [(name, lines) for name, lines in _record_lists(content) if all(columns <= set(line) for line in lines)]
 
 
 def _record_lists(content: object, name: str = "") -> list[tuple[str, list[JsonDict]]]:
-    """Returns a list of (path of keys, list of dicts): all lists of dicts in a JSON value that are reached through
-    dicts alone. The keys of a path are joined by " · "."""
+    """Returns a list of (path of keys joined by " · ", list of dicts): the lists of dicts in a JSON value that are
+    reached through dicts alone."""
     if isinstance(content, dict):
         return [
             one for key, value in content.items() for one in _record_lists(value, f"{name} · {key}" if name else key)
@@ -129,8 +128,8 @@ def _record_lists(content: object, name: str = "") -> list[tuple[str, list[JsonD
 
 
 def _tables(content: object) -> str:
-    """Returns HTML tables of a JSON value: one table with all values outside lists of records, then one table for each
-    list of records. A table has at most MOST_LINES lines. Returns a note if there is no value."""
+    """Returns HTML tables of a JSON value: one with all values outside lists of records, and one for each list of
+    records."""
     parts = []
     values = list(_plain_values(content))
     if values:
@@ -144,8 +143,7 @@ def _tables(content: object) -> str:
 
 
 def _plain_values(content: object, name: str = "") -> list[tuple[str, object]]:
-    """Returns a list of (name, value): all values outside lists of records in a JSON value; a name is the path of keys.
-    A list of other values counts as one value, as text."""
+    """Returns a list of (path of keys, value): all values in a JSON value that are outside lists of records."""
     if isinstance(content, dict):
         return [
             one for key, value in content.items() for one in _plain_values(value, f"{name} · {key}" if name else key)

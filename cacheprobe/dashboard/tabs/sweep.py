@@ -61,10 +61,7 @@ def _axis_values(table: pd.DataFrame, axis: str) -> pd.Series:
 
 def _parse_facet(facet: object, pairs: list[str], varied: Mapping[str, Sequence[object]]) -> tuple[str, dict[str, int]]:
     """Returns (pair of axes as "ROWS.COLUMNS", dict from axis to number of its page) from a text such as
-    "ROWS.COLUMNS.2.0".
-
-    Raises: CannotShow for an unknown pair or page.
-    """
+    "ROWS.COLUMNS.2.0". Raises: CannotShow for an unknown pair or page."""
     parts = str(facet).split(".")
     axes, numbers = parts[:2], parts[2:] or ["0", "0"]
     pair = ".".join(axes)

@@ -100,8 +100,8 @@ def _svg_file(
 
 
 def _css(more: str) -> str:
-    """Returns the CSS rules of an SVG file on white: each colour variable is replaced by its value, and rules for dark
-    mode and for pages are left out. more: rules of one picture, added to those of every diagram."""
+    """Returns the CSS rules of an SVG file on white, as text: colour variables are replaced by their values, and rules
+    for dark mode and for pages left out. more: CSS rules of one picture."""
     rules = [(selector.strip(), body) for selector, body in _RULE.findall(_DARK.sub("", DIAGRAM_CSS + more))]
     colours = dict(
         pair for selector, body in rules if selector == ".cp" for pair in re.findall(r"(--[\w-]+):([^;]+)", body)

@@ -42,8 +42,8 @@ def cache_piece(
     truncated: int = 0,
 ) -> TitledPicture:
     """Returns the picture of one request's cache slots as a `TitledPicture` (title, note, HTML body), for a page that
-    has the styles; `cache_picture` explains the other arguments.
-    memory: HTML on the cache of all requests for the note, or "". Raises: ValueError for an empty ledger."""
+    has the styles; `cache_picture` explains the other arguments. memory: HTML on the cache of all requests for the
+    note, or "". Raises: ValueError for an empty ledger or an unknown provenance."""
     owner = "the request" if request_id is None else f"request {request_id}"
     if ledger.empty:
         raise ValueError(f"the ledger is empty: {owner} holds no cache slots then; give a step at which it does")

@@ -60,8 +60,9 @@ def cache_strip(
 def memory_sentence(
     own_slots: int, all_slots: int, num_requests: int, capacity: int, slot_bytes: int | None, *, has_ended: bool = False
 ) -> str:
-    """Returns a sentence, as escaped text, on the cache after a step: the slots in use by one request and by all
-    requests, and, if `slot_bytes` is known, the bytes of all these slots and of one slot.
+    """Returns a sentence, as escaped text, on the cache after a step: how many of its `capacity` slots one request
+    uses, and how many slots all requests use; and, if `slot_bytes` is known, the bytes of all these slots and of
+    one slot.
 
     has_ended: the request ended before this step; `own_slots` is then the number at its end.
     """

@@ -33,13 +33,13 @@ def cache_counts(ledger: pd.DataFrame) -> dict[str, int]:
 def cylinder_strokes(
     title: Iterable[str], ledger: pd.DataFrame, *, step: int | None = None, truncated: int = 0
 ) -> list[str]:
-    """Returns a list of SVG elements, within 280 x 158 px: the cache as a cylinder with a band for each provenance, and
-    the number of slots of each band as a legend.
+    """Returns a list of SVG elements: the cache as a cylinder with a band for each provenance (the kind of pass that
+    wrote a slot), and the number of slots of each band as a legend. The hover text of a band names the steps that wrote
+    its slots.
 
     title: lines of text above the counts.  step: the count of verified slots also says how many of them this step
     wrote, unless it wrote all or none.  truncated: number of slots that were removed again, drawn as an outline below
     the cylinder.
-    The hover text of a band names the steps that wrote its slots.
     """
     counts = cache_counts(ledger)
     written_now = {} if step is None else cache_counts(ledger[ledger.step == step])
@@ -84,7 +84,7 @@ def swatch(x: float, y: float, colour: str, texture: str | None) -> str:
 
 def _band_tip(ledger: pd.DataFrame, name: str, count: int) -> str:
     """Returns the hover text of the cylinder's band with this provenance (`name`): the number of its slots, their
-    positions, and the steps that wrote them; only the number for truncated slots."""
+    positions, and the steps that wrote them."""
     number = f"{count} cache slot{'s' * (count != 1)}"
     if name == "truncated":
         return f"{number} cut off again in this step"
@@ -100,8 +100,8 @@ def _band_tip(ledger: pd.DataFrame, name: str, count: int) -> str:
 
 
 def _band_height(name: str, slots: int) -> float:
-    """Returns the height in pixels of the cylinder's band with this provenance and number of slots. Heights are not to
-    scale, so that three slots are visible beside a long prompt."""
+    """Returns the height in pixels, not to scale, of the cylinder's band with this provenance (`name`) and number of
+    slots."""
     if name == "prefill":
         return 56
     return min(slots * 9, 34 if name in ("verified", "decoded") else 30)

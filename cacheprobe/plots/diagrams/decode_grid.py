@@ -52,8 +52,8 @@ def decode_grid(
     chosen: tuple[int, int] | None = None,
 ) -> Markup:
     """Returns HTML of a grid after one step: a line for each request, a cell for each generated token. Colours show
-    draft tokens, committed tokens, tokens rolled back by this step, and never verified requests (grey); textures show
-    the margin, in nats, between the two most likely tokens.
+    draft tokens, committed tokens, tokens rolled back by this step, and never verified requests (grey). Most textures
+    show the margin, in nats, between the two most likely tokens.
 
     The hover text of a cell names the step that drafted or committed the token.
     events: from `Trace.events`, of the whole run.  token_texts: from `token_texts`.  requests, places: which requests

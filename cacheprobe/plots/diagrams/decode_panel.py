@@ -31,7 +31,7 @@ def decode_panel(
     *, is_verified: bool = True,
 ) -> Panel:  # fmt: skip
     """Returns the `Panel` (heading, picture, sentence) of a request's decode phase: the cache, the committed token T0
-    (`newest`), the tokens drafted or decoded after T0 (`columns`), and below them a grid of requests by tokens, whose
+    (`newest`), and the tokens drafted or decoded after T0 (`columns`). Below is a grid of requests by these tokens;
     textures show the margin between the two most likely tokens.
 
     is_verified: False if the request's tokens are committed as they are decoded; they are then grey.

@@ -34,7 +34,7 @@ def window_diagram(
     """Returns HTML of one verify window as four panels side by side: prefill, decode, verify, and the outcome (rollback
     or no rollback). On a narrow page the panels are stacked.
 
-    Hover texts name request, position and step of every token, and the steps that wrote the cache slots.
+    Hover texts name a token's request and position, and the steps that wrote the cache slots.
     window: one of `find_windows(trace.events(), request_id)`.  events: the same table, for the other requests.
     ledgers: [trace.ledger(request_id, step) for step in window.ledger_steps].  token_texts: from `token_texts`.
     Source: figure of LLM-42 (arXiv 2601.17768), prefill, decode, verify, roll back.

@@ -167,8 +167,8 @@ def grid_of(
 
 
 def _shades(scale: Scale) -> list[int]:
-    """Returns a list with a shade for each reading: 0 (weakest) to SHADES - 1 (strongest); -1 for a reading without a
-    number."""
+    """Returns a list with a shade for each reading, from 0 (weakest) to SHADES - 1 (strongest), or -1 for a reading
+    without a number."""
     share = ((scale.values - scale.low) / (scale.high - scale.low)).clip(0, 1)
     share = 1 - share if scale.is_reversed else share
     return [-1 if np.isnan(s) else min(int(s * SHADES), SHADES - 1) for s in share.to_numpy(dtype=float)]
@@ -187,8 +187,8 @@ def _cells(rows: pd.DataFrame, shades: list[int]) -> dict[int, list[tuple]]:
 def _column(
     column: TableLine, cells: list[tuple], heights: dict[int, int], x: int, pitch: int, height: int, has_tips: bool
 ) -> str:
-    """Returns SVG of one column of the grid: the cells of one row of the trace, outlines of agreeing layers, and the
-    lines below."""
+    """Returns SVG of one column of the grid: the cells of one row of the trace, outlines of layers that name the
+    committed token, and the text below."""
     column_tip = f"{column_words(column)}\nrequest {column.request_id} · step {column.step} · {column.phase}\n"
     column_tip += f"{column.role} · {column.status.replace('_', ' ')} · {reads_and_predicts(column.position)}"
     was_fed_discarded = column.status in DISCARDED_DRAFT

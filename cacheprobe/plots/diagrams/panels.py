@@ -110,8 +110,8 @@ def verify_panel(window: Window, texts: Mapping[int, str]) -> Panel:
 
 
 def _compared(window: Window, index: int) -> str:
-    """Returns the verifier's token with its comparison to the draft, such as "T₁ (=T₁′)" or "T₂ (≠T₂′)"; only "T₃" for
-    a token that was not compared."""
+    """Returns the name of the verifier's token, with its comparison to the draft if there was one, such as "T₂ (≠T₂′)"
+    or "T₃"."""
     name = token_name(index + 1)
     if index > window.num_accepted or index >= len(window.draft_token_ids):
         return name
@@ -189,8 +189,8 @@ class _Chip(NamedTuple):
 
 
 def _flow(chips: Sequence[_Chip], top: float, limit: int) -> tuple[list[str], float]:
-    """Returns (SVG elements, y of their lower end): token chips in lines of five. At most `limit` places are used; a
-    count replaces the chips that do not fit."""
+    """Returns (SVG elements, y of their lower end): token boxes in lines of five. At most `limit` places are used; a
+    count replaces the tokens that do not fit."""
     width, gap, places = 48, 6, abridged(len(chips), limit)
     parts = []
     for place, index in enumerate(places):

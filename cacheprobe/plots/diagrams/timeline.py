@@ -104,9 +104,9 @@ def timeline_piece(
 
 
 def timeline_finding(events: pd.DataFrame) -> str:
-    """Returns a sentence, as plain text, on an events table: of the draft tokens in verify passes, the share that was
-    accepted, and the request with the most rolled-back tokens; or that no token was rolled back, drafted or
-    verified."""
+    """Returns a sentence, as plain text, on the verify passes in an events table: the share of draft tokens that was
+    accepted, and the request with the most rolled-back tokens. If nothing was rolled back, drafted or verified, the
+    sentence says so instead."""
     verify_events = events[events.phase == "verify"]
     rolled_back = verify_events.groupby("request_id").num_rolled_back.sum()
     if verify_events.empty:
@@ -211,7 +211,7 @@ def _cell(event: TableLine, x: float, y: float, width: float, *, is_other: bool)
         tip += f"; positions {first} to {first + len(event.target_token_ids) - 1}"
 
     def box_at(top: float, box_height: float, colour: str, texture: str | None) -> str:
-        """Returns SVG of a box across the cell, from `top` downwards, with the cell's hover text."""
+        """Returns SVG of a box across the cell, from `top` downwards."""
         return svg.box(x, top, width, box_height, colour, texture, radius=3, tip=tip)
 
     if event.phase == "prefill":

@@ -124,8 +124,8 @@ def _title(line: TableLine, depth: JsonDict) -> str:
 
 
 def _outcome_text(outcome: TokenOutcome, token_texts: Mapping[int, str]) -> str:
-    """Returns HTML on one token at the next position: its text, the step that drafted it if another step judged it, and
-    its verdict."""
+    """Returns HTML on one token drafted or committed at the next position: its text, its verdict, and the steps that
+    drafted and judged it."""
     token = f"<code>{markup(visible(text_of(token_texts, outcome.token_id)))}</code>"
     if outcome.decided_step is None:
         return f"{token} drafted in step {outcome.born}, not decided"
@@ -139,8 +139,8 @@ def _outcome_text(outcome: TokenOutcome, token_texts: Mapping[int, str]) -> str:
 
 
 def _layer_table(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
-    """Returns HTML of a table, and a note below: a line for each layer with the layer's most likely tokens from left to
-    right. table: readings of one row, sorted with the last layer first."""
+    """Returns HTML of a table with a line for each layer: the layer's most likely tokens from left to right. table:
+    readings of one row, sorted with the last layer first."""
     count = max(len(ids) for ids in table.top_token_ids)
     head = "".join(f"<th>{i + 1}</th>" for i in range(count))
     first_line, lines = table.iloc[0], []

@@ -31,8 +31,8 @@ MOST_POSITIONS = 48
 def write_figures(
     trace: "Trace", directory: "str | Path", kind: str = "png", request_id: int | None = None, *, progress: bool = True
 ) -> list[Path]:
-    """Writes every figure of one request's report as a file DIRECTORY/NAME.KIND, and returns the paths. An error leaves
-    no partial file; files written before it stay.
+    """Writes the figures of one request's report, each as a file DIRECTORY/NAME.KIND, and returns a list of the paths.
+    An error leaves no partial file; files written before it stay.
 
     kind: "png", "svg" or "pdf".  request_id: by default the report's, from `pick_request`.
     Raises, before anything is written: ValueError for another kind, KeyError for a request that the trace does not
@@ -105,9 +105,9 @@ def report_drawings(trace: "Trace", request_id: int) -> dict[str, Drawing]:
 
 
 def report_panels(trace: "Trace", request_id: int, texts: dict[int, str]) -> Iterator[tuple[str, str, list[Panel]]]:
-    """Yields (name, title, list of `Panel`: one drawn phase each) for one request: "accepted-whole" and "rolled-back",
-    the best examples of verify windows whose draft was accepted whole, or at least partly rolled back. A name without
-    an example is left out.
+    """Yields (name, title, list of `Panel`: one drawn phase each) for the best verify windows of one request:
+    "accepted-whole", whose draft was accepted whole, and "rolled-back", with a rollback. A name without an example is
+    left out.
 
     For a request without verify windows, yields ("decoded", title, list of Panel), unless no token was committed.
     Raises: ValueError for a request without events.
@@ -133,7 +133,7 @@ def span(window: Window) -> str:
 
 
 def _contents(figures: dict[str, go.Figure], drawings: dict[str, Drawing], kind: str) -> Iterator[tuple[str, bytes]]:
-    """Yields (name, bytes of a file of this kind) for every drawing and every plotly figure."""
+    """Yields (name, bytes of a file of this kind) for each drawing and each plotly figure."""
     for name, drawing in drawings.items():
         if kind == "svg":
             yield name, drawing.markup.encode()

@@ -41,8 +41,8 @@ def opening(events: pd.DataFrame) -> ChosenToken | None:
 
 
 def _own_index(event: TableLine) -> int:
-    """Returns the index of the verifier's own token among the tokens that the pass committed; of the last committed
-    token if the pass committed no token of its own."""
+    """Returns the index of the verifier's own token among the tokens that the pass committed, or of the last one if
+    there is no such token."""
     return min(int(event.num_accepted), len(event.committed_token_ids) - 1)
 
 
@@ -124,7 +124,7 @@ def _verdict_text(
     texts: Mapping[int, str],
 ) -> str:
     """Returns text on the draft token `lost`, its verdict, and the committed token `kept`; without `kept`, on the last
-    token without a verdict, or that nothing was committed."""
+    token without a verdict."""
     if kept is None:
         undecided = next((token for token in reversed(outcomes) if token.outcome is None), None)
         if undecided is None:
@@ -146,8 +146,8 @@ def _verdict_text(
 
 
 def _draft_text(draft: TokenOutcome, rows: pd.DataFrame) -> str:
-    """Returns text on the pass that drafted a token, such as "drafted in step 4 from layer 7"; the layer is named only
-    if that pass ran fewer layers than another row in `rows`."""
+    """Returns text on the pass that drafted a token, such as "drafted in step 4", or "drafted in step 4 from layer 7"
+    if that pass stopped early."""
     layers_run = rows.num_layers[rows.step == draft.born]
     stopped_early = len(layers_run) and layers_run.iloc[0] < rows.num_layers.max()
     return f"drafted in step {draft.born}" + (f" from layer {layers_run.iloc[0] - 1}" if stopped_early else "")
@@ -156,8 +156,8 @@ def _draft_text(draft: TokenOutcome, rows: pd.DataFrame) -> str:
 def _layers_text(
     readings: pd.DataFrame, lost: TokenOutcome | None, kept: TokenOutcome, texts: Mapping[int, str]
 ) -> str:
-    """Returns text: the longest run of layers whose first choice was the lost draft token, and the layer from which the
-    first choice is the committed token; if the last layer has another first choice, that choice instead."""
+    """Returns text on the layers whose first choice was the lost draft token (`lost`) or the committed token
+    (`kept`)."""
     table = readings.sort_values("layer")
     layers, first_choices = table.layer.tolist(), table.token_id.tolist()
     token, last_words, parts, high = _quoted(kept.token_id, texts), "the last read,", [], None

@@ -85,8 +85,7 @@ def request_listings(trace: "Trace", request_id: int) -> list[Listing]:
 
 
 def _cache(trace: "Trace", request_id: int) -> Listing:
-    """Returns a `Listing` with the number of a request's cache slots at its end, by provenance;
-    for an imported run without a ledger, the reason."""
+    """Returns a `Listing` with the number of a request's cache slots at its end, by provenance (who wrote a slot)."""
     if "ledger" in trace.missing:
         return Listing("cache at its end", (), [], plain(trace.missing["ledger"]))
     return Listing("cache at its end", (), _pairs(trace.ledger(request_id).provenance.value_counts().to_dict()))
@@ -152,8 +151,8 @@ def _requests(trace: "Trace") -> Listing:
 
 
 def _verdicts(events: pd.DataFrame) -> list[tuple[str, str]]:
-    """Returns a list of (name, count as text) on the verify passes in the events table: the passes, the drafts accepted
-    whole or rolled back, and the tokens drafted, accepted, rolled back, recovered and bonus."""
+    """Returns a list of (name, count as text) on the verify passes in the events table, such as the tokens drafted,
+    accepted and rolled back."""
     verify = events[events.phase == "verify"]
     drafted, rolled_back = verify.draft_token_ids.map(len), verify.num_rolled_back.fillna(0)
     counts = {
@@ -171,7 +170,7 @@ def _verdicts(events: pd.DataFrame) -> list[tuple[str, str]]:
 
 def _agreement(trace: "Trace", title: str, request_id: int | None) -> Listing:
     """Returns a `Listing` by layer and verdict on the draft: the share of lens readings whose most likely token is the
-    committed one; or the reason why there is no share. request_id: None for all requests."""
+    committed one. request_id: None for all requests."""
     if trace.hypothesis_table is None:
         return Listing(title, (), [], "this run read no lens; with Z among the captured sites it does")
     readings = lens_readings(trace)
@@ -188,8 +187,8 @@ def _agreement(trace: "Trace", title: str, request_id: int | None) -> Listing:
 
 
 def _window_line(window: Window, texts: dict[int, str]) -> tuple[str, ...]:
-    """Returns a tuple of texts, a line of the list of verify windows: step, first position, tokens fed, the verifier's
-    own tokens, accepted, verdict on the draft."""
+    """Returns one line of the list of verify windows as a tuple of texts: step, first position, tokens fed, the
+    verifier's own tokens, number accepted, verdict."""
     fed, own = (
         " ".join(visible(text_of(texts, token_id)) for token_id in ids)
         for ids in ((window.newest_token_id, *window.draft_token_ids), window.target_token_ids)
@@ -214,8 +213,7 @@ def _finish(trace: "Trace", request_id: int) -> str:
 
 
 def _end_of(text: str) -> str:
-    """Returns a text of at most 44 columns unchanged, and of a longer one "…" with the end, because prompts with the
-    same worked examples differ only at the end."""
+    """Returns a text of at most 44 columns unchanged, and of a longer one "…" with the end."""
     return text if columns_of(text) <= _WIDTH else "…" + shorten(text[::-1], _WIDTH)[:-1][::-1]
 
 

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 def run_sentence(trace: "Trace", request_id: int) -> str:
-    """Returns sentences as HTML on a run: the model, the numbers of requests and steps, the drafter, the numbers of
-    accepted and rolled-back draft tokens, and whether this request is deterministic."""
+    """Returns sentences as HTML on a run: the model, the numbers of requests and steps, the numbers of accepted and
+    rolled-back draft tokens, and whether this request is deterministic."""
     fingerprint, note = trace.fingerprint, trace.meta["weights_note"]
     phases = trace.event_table.drop_duplicates("step").phase.value_counts()
     steps = ", ".join(f"{int(phases.get(phase, 0))} {phase}" for phase in ("prefill", "decode", "verify"))

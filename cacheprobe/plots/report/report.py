@@ -70,8 +70,8 @@ def _head(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
 
 
 def _first_thing_to_see(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
-    """Returns a sentence as plain text: on the request's thoughts, if there are any; else on a token that a verify pass
-    of the request judged or committed; "" without either."""
+    """Returns a sentence as plain text on the request's thoughts, or else on a token of one of its verify passes; ""
+    without either."""
     events = trace.events()
     if trace.thought_table is not None and (trace.thought_table.request_id == request_id).any():
         return thoughts_finding(story_of(trace.thoughts(), trace.row_table, events, request_id, texts))

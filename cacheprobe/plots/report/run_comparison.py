@@ -29,12 +29,12 @@ def comparison(
     fingerprints: tuple[Mapping[str, object], Mapping[str, object]] | None = None,
     token_texts: tuple[Mapping[int, str], Mapping[int, str]] = ({}, {}),
 ) -> Markup:
-    """Returns HTML that compares two runs: how each request differs, and the tokens that both runs generated for one
-    request (at most 48; none if its prompts differ), with a frame around the first that differs. Requests are compared
-    by prompt, committed tokens and log-probabilities.
+    """Returns HTML that compares two runs: how each request differs, and at most 48 tokens that both runs generated for
+    one request, with a frame around the first that differs. Requests are compared by prompt, committed tokens and
+    log-probabilities.
 
     rows, events: (ours, theirs), as trace.row_table and trace.events().  request_id: by default the first that differs
-    or is not compared whole, else 0.
+    or is not compared whole, else 0; no tokens are shown if its prompts differ.
     fingerprints: trace.fingerprint of both runs, to list how the schedules differ. token_texts: from `token_texts`, for
     tokens that rows do not name, such as the last one committed.
     Raises: ValueError for a request that neither run has, and for empty tables.
@@ -63,8 +63,8 @@ def comparison(
 
 
 def _requests(rows: pd.DataFrame, events: pd.DataFrame) -> list[JsonDict]:
-    """Returns a list with a dict for each request, from id 0 to the largest: the request's prompt_token_ids and
-    committed_token_ids, read from the rows table and the events table."""
+    """Returns a list with a dict for each request id from 0: prompt_token_ids and committed_token_ids, read from the
+    rows table and the events table."""
     prompts = rows[rows.role == "prompt"].drop_duplicates(["request_id", "position"], keep="last")
     prompt_ids = prompts.sort_values("position").groupby("request_id").token_id.agg(list)
     committed_ids = events.sort_values("step").groupby("request_id").committed_token_ids.agg(

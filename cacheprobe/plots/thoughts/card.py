@@ -23,9 +23,8 @@ def thought_card(
     step: int | None = None,
     token_texts: Mapping[int, str] | None = None,
 ) -> Markup:
-    """Returns HTML of one chunk of a Thinking States model in numbers, below a list of all chunks' thoughts: the chunk
-    state S that was added, the thought Z that the thinking block T wrote, and the next chunk state, which the
-    compression block C made of Z.
+    """Returns HTML of one chunk of a Thinking States model in numbers, below a list of all thoughts of the request: the
+    chunk state S that was added, the thought Z that the thinking block T wrote, and the norm of the next chunk's state.
 
     thoughts, rows, events: trace.thoughts(), trace.row_table and trace.events().  position: of any token of the chunk;
     for a chunk without a thought, the next chunk with a thought is shown, else the last one.  thinking:

@@ -130,8 +130,8 @@ def _last(thoughts: pd.DataFrame, status: str | None = None) -> TableLine:
 
 
 def _num_filler(columns: Sequence[Column]) -> int:
-    """Returns the number of leading columns that hold only one repeated prompt token and have no words in their
-    thoughts. The last column does not count, and neither does a single column of one token."""
+    """Returns the number of leading columns that hold only one repeated prompt token and whose thoughts have no
+    words."""
     first_text, count = columns[0].tokens[0].text, 0
     for column in columns[:-1]:
         if any(token.text != first_text or token.kind != "prompt" for token in column.tokens):
@@ -149,8 +149,8 @@ def words_of(thought: TableLine) -> tuple[str, ...]:
 
 
 def changes_of_mind(columns: Sequence[Column]) -> list[int]:
-    """Returns a list of indices: the columns whose thought has other words than the last thought with words. The first
-    thought with words is included; empty thoughts and rolled-back columns are left out."""
+    """Returns a list of indices: the columns whose thought has other words than the previous thought with words. The
+    first thought with words is included; empty thoughts and rolled-back columns are left out."""
     changes, last_words = [], None
     for index, column in enumerate(columns):
         words = words_of(column.thought) if column.thought is not None and not column.is_rolled_back else ()

@@ -9,9 +9,8 @@ from cacheprobe.plots.thoughts.columns import Story, changes_of_mind, words_of
 
 
 def finding(story: Story) -> str:
-    """Returns one or two sentences as plain text on a request's thoughts: how often the thought changes, whether the
-    last thought with words begins the generated text or ends with it, and how many thoughts disagree with the true
-    state."""
+    """Returns one or two sentences as plain text on a request's thoughts: how often the thought changes, the generated
+    text, and, if any, the number of thoughts that disagree with the true state."""
     thoughts = [c.thought for c in story.columns if c.thought is not None and not c.is_rolled_back]
     while_reading = "while the prompt is read"
     if any(thought.phase != "prefill" for thought in thoughts):
@@ -44,8 +43,8 @@ def finding(story: Story) -> str:
 
 
 def _final_state(story: Story) -> str | None:
-    """Returns the true state of the thought about the last chunk before the answer, as text, if this state is known and
-    is one word; else None."""
+    """Returns the true state of the thought about the last chunk before the answer as text; None if it is unknown or
+    not one word."""
     prompt_columns = [column for column in story.columns if not column.has_answer]
     thought = prompt_columns[-1].thought if prompt_columns else None
     if thought is None or pd.isna(thought.true_state) or len(thought.true_state.split()) != 1:
@@ -65,7 +64,7 @@ def _is_about(words: Sequence[str], answer: Sequence[str]) -> bool:
 
 
 def _path(path: Sequence[Sequence[str]]) -> str:
-    """Returns the thoughts joined by arrows; of more than seven, the first three and the last three."""
+    """Returns the thoughts as one text, joined by arrows; of more than seven, the first three and the last three."""
     steps = [_quoted(words) for words in path]
     if len(steps) > 7:
         steps = [*steps[:3], "…", *steps[-3:]]

@@ -92,7 +92,7 @@ def _settings(thinking: JsonDict | None) -> JsonDict:
 
 def thought_lines(story: Story) -> list[list[object]]:
     """Returns a list with a list of values for each thought: chunk, tokens read, words, log-probability of the whole
-    thought in nats, true state, whether they agree, norm of the chunk state made of the thought, status."""
+    thought in nats, true state, whether the thought agrees, norm of the chunk state made of the thought, status."""
     lines: list[list[object]] = []
     for column in story.columns:
         thought = column.thought
@@ -145,8 +145,8 @@ def _picture(story: Story, shown: list[int | range], ledger: pd.DataFrame, setti
 
 
 def _distances_fed(story: Story, shown: list[int | range], index: int) -> list[int]:
-    """Returns a list of distances, in drawn places: from the column `index` to each later place whose chunk state was
-    made of the column's thought. The list ends at the next gap; the gap counts if it hides such a chunk."""
+    """Returns a list of distances, in drawn places, from the column `index` to each later place, up to the next gap,
+    whose chunk state was made of the column's thought."""
     own_thought, distances = story.columns[index].thought.thought, []
     for distance, later in enumerate(shown[shown.index(index) + 1 :], 1):
         hidden = later if isinstance(later, range) else range(later, later + 1)

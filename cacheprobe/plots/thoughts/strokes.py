@@ -206,8 +206,8 @@ def _chunk(y: float, x: float, column: Column) -> list[str]:
 
 
 def _state(y: float, x: float, column: Column, settings: JsonDict, name: str) -> list[str]:
-    """Returns SVG elements of a chunk state: its box, its arrow, and the plus sign at which the chunk state is added to
-    the input of transformer block l_in."""
+    """Returns SVG elements of a chunk state: its box, its arrow, and the plus sign at which the chunk state is
+    added."""
     layer_words = "L_in" if settings["l_in"] is None else f"what enters block {settings['l_in']}"
     source = column.source
     first, last = column.tokens[0].position, column.tokens[-1].position
@@ -256,7 +256,7 @@ def _thought(levels: Levels, x: float, column: Column, *, is_new: bool) -> list[
 
 def _thought_words(bottom: float, x: float, column: Column, name: str, *, is_new: bool) -> list[str]:
     """Returns SVG elements of a thought: its words in blue (red if rolled back), its end, and a mark for whether it
-    agrees with the true state, if that is known."""
+    agrees with the true state."""
     thought, is_lost = column.thought, column.is_rolled_back
     chips = [(word, "red" if is_lost else "blue") for word in words_of(thought)]
     chips.append(("<EOS>", "red" if is_lost else "plain") if thought.has_ended else ("cut…", "plain"))
@@ -323,8 +323,7 @@ def _tipped(tip: str, parts: Sequence[str]) -> str:
 
 def _boxes(ledger: pd.DataFrame) -> list[tuple[str, int, int]]:
     """Returns a list with (provenance, first position, last position) of each box of the cache: neighbouring slots of
-    one provenance. Of more than 6 boxes only the last 6 are returned; of fewer, the longest are halved until there are
-    6, or one for each slot."""
+    one provenance, in at most 6 boxes."""
     boxes: list[tuple[str, int, int]] = []
     for row in ledger.sort_values("position").itertuples():
         first = boxes.pop()[1] if boxes and boxes[-1][0] == row.provenance else row.position
