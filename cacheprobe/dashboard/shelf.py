@@ -32,8 +32,8 @@ class OpenRun:
 
 @dataclass(frozen=True)
 class Shelf:
-    """Holds the runs and result files that the command line named. The browser knows each by a number only: no path
-    comes from a browser."""
+    """Holds the runs and result files that the command line named. A question of the page names each by a number, never
+    by a path."""
 
     entries: tuple[OpenRun, ...]
     results: tuple[Path, ...] = ()

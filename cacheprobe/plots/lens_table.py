@@ -40,9 +40,9 @@ def reads_and_predicts(position: SupportsIndex) -> str:
 
 
 def column_words(column: TableLine) -> str:
-    """Returns text on one row of the trace, such as "read 2 → predicts 4": its input token and the token committed next
-    (not what the row predicted), in full, not escaped. If the row was fed a rejected or given-up draft token, or if no
-    token was committed next, the text says so instead.
+    """Returns text on one row of the trace, not escaped, such as "read 2 → predicts 4": its input token and the token
+    committed next (not what the row predicted). If the row was fed a rejected or given-up draft token, or if no token
+    was committed next, the text says so instead.
 
     column: a line of the hypotheses table.
     """
@@ -125,8 +125,8 @@ def finding(rows: pd.DataFrame, request_id: int) -> str:
 
 
 def _agrees_from(readings: pd.DataFrame) -> list[float]:
-    """Returns a list with one float for each row: the first layer from which the most likely token is the committed one
-    up to the last layer; infinity without such a layer."""
+    """Returns a list with one float for each row: the first layer from which the most likely token stays the committed
+    one; infinity without such a layer."""
     agrees_from: dict[int, float] = {}
     columns = (readings[name].tolist() for name in ("layer", "row", "agrees"))
     for layer, row, agrees in sorted(zip(*columns, strict=True)):

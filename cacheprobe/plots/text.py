@@ -54,8 +54,8 @@ def subscript(number: int) -> str:
 
 
 def token_texts(rows: pd.DataFrame, hypotheses: pd.DataFrame | None = None) -> dict[int, str]:
-    """Returns a dict from token id to text, for the input tokens in the rows table of a trace, and the first choices
-    and committed tokens in the hypotheses table (None: none)."""
+    """Returns a dict from token id to text. The tokens are the input tokens in the rows table of a trace, and the first
+    choices and committed tokens in the hypotheses table (None: none)."""
     table = token_texts_of(rows, hypotheses)
     return dict(zip(table.token_id.tolist(), table.token.tolist(), strict=True))
 

@@ -100,8 +100,7 @@ def _band_tip(ledger: pd.DataFrame, name: str, count: int) -> str:
 
 
 def _band_height(name: str, slots: int) -> float:
-    """Returns the height in pixels, not to scale, of the cylinder's band with this provenance (`name`) and number of
-    slots."""
+    """Returns the height in pixels, not to scale, of the cylinder's band with this provenance (`name`)."""
     if name == "prefill":
         return 56
     return min(slots * 9, 34 if name in ("verified", "decoded") else 30)

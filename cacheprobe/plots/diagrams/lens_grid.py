@@ -167,8 +167,7 @@ def grid_of(
 
 
 def _shades(scale: Scale) -> list[int]:
-    """Returns a list with a shade for each reading, from 0 (weakest) to SHADES - 1 (strongest), or -1 for a reading
-    without a number."""
+    """Returns a list with a shade for each reading: 0 (weakest) to SHADES - 1, or -1 for a reading without a number."""
     share = ((scale.values - scale.low) / (scale.high - scale.low)).clip(0, 1)
     share = 1 - share if scale.is_reversed else share
     return [-1 if np.isnan(s) else min(int(s * SHADES), SHADES - 1) for s in share.to_numpy(dtype=float)]

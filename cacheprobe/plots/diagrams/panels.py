@@ -110,8 +110,8 @@ def verify_panel(window: Window, texts: Mapping[int, str]) -> Panel:
 
 
 def _compared(window: Window, index: int) -> str:
-    """Returns the name of the verifier's token, with its comparison to the draft if there was one, such as "T₂ (≠T₂′)"
-    or "T₃"."""
+    """Returns the name of the verifier's token and, if a draft token was compared with it, the result, such as "T₂
+    (≠T₂′)"."""
     name = token_name(index + 1)
     if index > window.num_accepted or index >= len(window.draft_token_ids):
         return name

@@ -41,8 +41,8 @@ def opening(events: pd.DataFrame) -> ChosenToken | None:
 
 
 def _own_index(event: TableLine) -> int:
-    """Returns the index of the verifier's own token among the tokens that the pass committed, or of the last one if
-    there is no such token."""
+    """Returns the index of the verifier's own token among the tokens that the pass committed; without one, that of the
+    last."""
     return min(int(event.num_accepted), len(event.committed_token_ids) - 1)
 
 

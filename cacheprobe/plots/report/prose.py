@@ -53,7 +53,8 @@ def behaviour_sentences(behaviour: JsonDict | None) -> list[str]:
 
 
 def is_above_chance(behaviour: JsonDict) -> bool:
-    """Returns True if the lower end of the accuracy's interval is above chance; False if either number is unknown."""
+    """Returns True if the lower end of the accuracy's 95 % interval is above chance; False if either number is
+    unknown."""
     low, chance = behaviour["accuracy_low"], behaviour["chance"]
     return low is not None and chance is not None and low > chance
 

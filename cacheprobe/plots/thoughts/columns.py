@@ -23,7 +23,7 @@ class Token(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Column:
     """Holds one column of the thoughts picture: a committed or rolled-back chunk, its thought, and the thought of the
-    chunk before, of which the column's chunk state was made."""
+    chunk before."""
 
     chunk: int
     """Number of the chunk, from 0, as in the thoughts table; the paper's number is one more."""
@@ -69,8 +69,8 @@ def story_of(
     token_texts: Mapping[int, str] | None = None,
 ) -> Story:
     """Cuts a request's tokens into chunks, and returns a `Story`: for each chunk its tokens, the thought about the
-    chunk, and the thought about the chunk before, of which the added chunk state was made. A rolled-back chunk comes
-    before the committed chunk that replaced it.
+    chunk, and the thought about the chunk before. A rolled-back chunk comes before the committed chunk that replaced
+    it.
 
     Raises: ValueError for a request without thoughts or rows.
     """
