@@ -208,8 +208,7 @@ class KVCache:
         return rows
 
     def _compare(self, layer: int, copy: Copy, k: Tensor, v: Tensor) -> None:
-        """Appends (layer, "keys" or "values") to `copy_differs_at` if the copied batch index has other bits than the
-        original, or than the cache at the tokens of earlier passes."""
+        """Appends (layer, "keys" or "values") to `copy_differs_at` if the recomputed keys or values have other bits."""
         row, start = self._staged_places[copy.original]
         for name, new, cached in (("keys", k, self.keys[layer]), ("values", v, self.values[layer])):
             original = new[copy.original, :, : copy.num_tokens]
@@ -333,13 +332,11 @@ class KVCache:
 
 
 def _is_finite(values: Tensor) -> bool:
-    """Returns whether every number of a tensor is finite. A finite sum proves it in a tenth of the time; the full check
-    covers a sum that overflows."""
+    """Returns True if every number of a tensor is finite."""
     return bool(torch.isfinite(values.sum(dtype=torch.float32))) or bool(torch.isfinite(values).all())
 
 
 def _slots(rows: int, heads: int, capacity: int, width: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Returns a zero tensor [rows, heads, capacity, width] in which each row and head begins at a multiple of 64
-    bytes."""
+    """Returns a zero tensor [rows, heads, capacity, width] whose rows and heads begin at multiples of 64 bytes."""
     allocated = -(-capacity // _ALIGNED_SLOTS) * _ALIGNED_SLOTS
     return torch.zeros(rows, heads, allocated, width, dtype=dtype, device=device)[:, :, :capacity]
