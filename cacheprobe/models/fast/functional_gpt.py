@@ -91,8 +91,7 @@ class FunctionalGPT(FunctionalForward):
         return mlp_out + attended + stream if self.is_parallel else mlp_out + after_attention
 
     def _heads(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (queries, keys, values), [b, h, t, d] each, from the output of the joint projection. GPT-NeoX stores
-        the three side by side within each head."""
+        """Returns (queries, keys, values), [b, h, t, d] each, from the output of the joint projection."""
         if self.is_neox:
             q, k, v = joint.unflatten(-1, (self.heads, -1)).transpose(1, 2).chunk(3, -1)
         else:
@@ -142,8 +141,7 @@ def _norm(module: LiveModule) -> Affine:
 
 
 def _rotated(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns queries or keys [b, h, t, d] with the first numbers of each head rotated by position and the others
-    unchanged (partial rotary embedding)."""
+    """Returns queries or keys [b, h, t, d] with the first numbers of each head rotated by position."""
     cos, sin = cos[:, None], sin[:, None]
     to_rotate, rest = values[..., : cos.shape[-1]], values[..., cos.shape[-1] :]
     first, second = to_rotate.chunk(2, -1)

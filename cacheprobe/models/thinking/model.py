@@ -47,8 +47,8 @@ class ThinkingBlock(nn.Module):
         return self.hook_logits(self.unembed(self.ln_final(x[:, hidden.shape[1] - 1 :])))
 
     def _memory(self, prefix: int, positions: Tensor) -> Memory:
-        """Returns the Memory for the layers of the thinking block: a function (layer, keys, values) that returns the
-        same keys and values, and the attention mask. prefix: number of positions that belong to H."""
+        """Returns the Memory for the layers of the thinking block: a function that returns the given keys and values,
+        and the attention mask. prefix: number of positions that belong to H."""
         if self.config.positions != "alibi" and not self.config.bidirectional_prefix:
             return at_hand
         bias = attention_bias(self.config, positions, positions, None)
@@ -130,8 +130,8 @@ def _new_decoder(config: ThinkingConfig, num_layers: int) -> tuple[nn.ModuleList
 
 
 def _scale(part: nn.Module, config: ThinkingConfig) -> None:
-    """Initialises the matrices of `part` (except learned queries) in place, like GPT-2: normal with std 0.02 x sqrt(768
-    / d_model), divided by sqrt(2 n_layers) for layers that write to the residual stream."""
+    """Initialises the matrices of `part`, except learned queries, in place, with normal random numbers scaled as in
+    GPT-2."""
     std = 0.02 * (768 / config.d_model) ** 0.5
     for name, weight in part.named_parameters():
         if weight.dim() == 2 and not name.endswith("queries"):
@@ -296,8 +296,8 @@ class ThinkingModel(HookedRootModule):
         return out[:, :length]
 
     def _whole(self, positions: Tensor, bias: Tensor | None) -> Memory:
-        """Returns the Memory of the parallel pass: a function (layer, keys, values) that returns the same keys and
-        values, and a causal mask with `bias` added; None as the mask stands for causal attention without more."""
+        """Returns the Memory of the parallel pass: a function that returns the given keys and values, and a causal mask
+        with `bias` added (None stands for plain causal attention)."""
         if self.config.positions != "alibi" and self.config.attention_window is None and bias is None:
             return at_hand
         own = attention_bias(self.config, positions, positions, self.config.attention_window)
