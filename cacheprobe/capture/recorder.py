@@ -187,8 +187,7 @@ class Recorder(Observer):
         return self.config.prompt_hypotheses or row.position >= len(self.prompts[row.request_id]) - 1
 
     def _queue(self, row: RowRecord, states: Tensor, ran: int) -> None:
-        """Collects the newest row for the lens reader, with the row's states [layers, m] of the kept layers that
-        ran."""
+        """Collects the newest row for the lens reader, with its states [layers, m] of the kept layers that ran."""
         layers = self._layers_below[ran]
         states = states[: len(layers)].clone()
         queued = Queued(len(self.rows) - 1, row.position, states, layers, request_id=row.request_id, step=row.step)

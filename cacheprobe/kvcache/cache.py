@@ -117,8 +117,7 @@ class KVCache:
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` slots of one cache row to another: keys, values and provenance, not the hiding of
-        slots. Sets the target's length to `length`. Raises: CacheIntegrityError if the source has fewer slots in
-        use."""
+        slots. Sets the target's length. Raises: CacheIntegrityError if the source has fewer slots in use."""
         if length > int(self.lengths[source]):
             raise CacheIntegrityError(f"cache row {source} holds {int(self.lengths[source])} slots, not {length}")
         for tensor in (*self.keys, *self.values):
@@ -127,7 +126,7 @@ class KVCache:
         self.lengths[target] = length
 
     def allocate(self) -> int:
-        """Marks the lowest free cache row as taken and returns its number. Raises: CacheIntegrityError if no row is
+        """Marks the lowest free cache row as taken and returns its number. Raises: CacheIntegrityError if none is
         free."""
         if not self.num_free_rows:
             raise CacheIntegrityError(f"all {self.rows} cache rows are taken; a row was not released, or rows= is low")
@@ -244,8 +243,7 @@ class KVCache:
             self.span, self.reach, self.copy = self.capacity, None, None
 
     def take_thoughts(self) -> list[RowThought]:
-        """Returns the thoughts written since the last call, and forgets them; always [] for a cache of keys and values
-        only."""
+        """Returns the thoughts written since the last call, and forgets them; [] for a plain KVCache."""
         return []
 
     def unstage(self) -> None:

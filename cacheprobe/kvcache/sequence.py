@@ -107,8 +107,8 @@ class SequenceState:
 
     @property
     def newest(self) -> tuple[int, int]:
-        """(token id, absolute position) of the newest draft token, or of the newest committed token if there is no
-        draft."""
+        """(token id, absolute position) of the newest draft token, or without a draft, of the newest committed
+        token."""
         return (self.draft or self.token_ids)[-1], self.last_committed_position + len(self.draft)
 
     @property

@@ -160,8 +160,7 @@ class KVSnapshot(HintsAtNewNames):
         heads: "int | Iterable[int] | None",
         parts: str,
     ) -> "KVSnapshot":
-        """Returns a new snapshot with change(layer, part, old) in place of the chosen keys and values `old` [h, s,
-        d]."""
+        """Returns a new snapshot with change(layer, part, old) in place of the chosen keys and values `old`."""
         if not parts or set(parts) - set("KV"):
             raise ValueError(f"unknown parts {parts!r}; give K, V or KV")
         where = _checked_numbers(positions, len(self), "position")

@@ -136,8 +136,7 @@ class CachedLM(Protocol):
         ...
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns a list with the text of each token id, decoded alone; "<17>" for token 17 if the model has no
-        tokenizer."""
+        """Returns a list with the text of each token id, decoded alone; "<17>" for token 17 without a tokenizer."""
         ...
 
     def to_activation_cache(self, states: dict[tuple[str, int], Tensor]) -> object:

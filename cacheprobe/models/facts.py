@@ -64,8 +64,7 @@ def _sums(flat: Tensor) -> Iterator[Tensor]:
 
 
 def sha256_of(named: list[tuple[str, torch.nn.Parameter]]) -> str:
-    """Returns the first 16 hex digits of a SHA-256 over the names, shapes and bytes of the weights in `named`, in this
-    order."""
+    """Returns the first 16 hex digits of a SHA-256 over the names, shapes and bytes of the weights in `named`."""
     digest = hashlib.sha256()
     for name, weight in named:
         digest.update(f"{name} {tuple(weight.shape)}".encode())

@@ -170,8 +170,7 @@ def _require_torch_products(name: str, products: str) -> None:
 
 
 def _thinking_folder(model: "str | Path") -> Path | None:
-    """Returns the folder of a Thinking States model, given by its shipped name or its path; None for any other
-    model."""
+    """Returns the folder of a Thinking States model, given by its shipped name or its path; None for another model."""
     folder = shipped_folder("checkpoints", str(model)) if "/" not in str(model) else None
     return folder or (Path(model) if is_thinking_folder(Path(model)) else None)
 
@@ -184,8 +183,7 @@ def _load_thinking(
     adapter: object,
     device_map: "DeviceMap | None",
 ) -> "ThinkingLM":
-    """Returns the ThinkingLM loaded from `folder`. Raises: ModelError for a tokenizer, an adapter, or several
-    devices."""
+    """Returns the ThinkingLM in `folder`. Raises: ModelError for a tokenizer, an adapter, or several devices."""
     import torch
 
     if tokenizer is not None or adapter is not None:

@@ -139,8 +139,7 @@ def in_plain_settings() -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts every module of `model` into eval mode (no dropout) inside the `with`, and restores the mode of each module
-    afterwards."""
+    """Puts all modules of `model` into eval mode (no dropout) inside the `with`; restores their modes afterwards."""
     trained = [module for module in model.modules() if module.training]
     try:
         for module in trained:

@@ -95,8 +95,7 @@ def cache_directory() -> Path:
 
 
 def is_complete(directory: Path) -> bool:
-    """Returns True if `directory` has a list of contents (contents.json), and every listed file has its recorded
-    size."""
+    """Returns True if `directory` has a contents.json, and each file listed in it has its recorded size."""
     try:
         sizes = json.loads((directory / CONTENTS).read_text())["files"]
         return all((directory / name).stat().st_size == size for name, size in sizes.items())

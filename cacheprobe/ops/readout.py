@@ -150,8 +150,7 @@ def best_of_blocks(values: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tensor
 
 
 def _first_largest(values: Tensor, k: int) -> Tensor:
-    """Returns [n, k]: the column indices of the k largest values of each row; of equal values, the lowest index
-    first."""
+    """Returns [n, k]: the column indices of the k largest values of each row; of equal values, the lowest index."""
     if values.dtype == torch.float64:
         return values.argsort(dim=1, descending=True, stable=True)[:, :k]
     ordered = (ordered_bits(values.float()) << 32) - torch.arange(values.shape[1], device=values.device)

@@ -68,8 +68,7 @@ def wide_product(values: Tensor, weight: Tensor, bias: Tensor | None = None, fro
 
 
 def widened(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns values weight^T + bias, computed in float32 and rounded to the dtype of `values`, for any number of
-    vectors."""
+    """Returns values weight^T + bias, computed in float32 and rounded to the dtype of `values`."""
     rows = values.numel() // values.shape[-1]
     size, num_outputs = outputs_at_once(rows, weight.shape[1]), weight.shape[0]
     wide = values.reshape(rows, -1).float()

@@ -169,8 +169,7 @@ def call_listeners(listeners: Listeners, site: str, layer: int, value: Tensor) -
 
 
 def affine(product: Product, module: LiveModule) -> Affine:
-    """Returns a linear layer as a function of its input. The function keeps the layer's present weight and bias
-    tensors."""
+    """Returns a linear layer as a function of its input. The function keeps the layer's present tensors."""
     weight, bias = module.weight, module.bias
     return lambda values: product(values, weight, bias)
 

@@ -61,8 +61,7 @@ class FunctionalGPT(FunctionalForward):
 
     @staticmethod
     def takes(model: LiveModule) -> bool:
-        """Returns True if `model` is a GPT-NeoX, or a GPT-2 without cross-attention, and uses cacheprobe's
-        attention."""
+        """Returns True if `model` is a GPT-NeoX, or a GPT-2 without cross-attention, on cacheprobe's attention."""
         config, name = model.config, type(model).__name__
         is_plain = name == "GPTNeoXForCausalLM" or (name == "GPT2LMHeadModel" and not config.add_cross_attention)
         return is_plain and config._attn_implementation == ATTENTION

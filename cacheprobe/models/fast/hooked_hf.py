@@ -117,8 +117,7 @@ class HookedHF(BridgeMembers):
             return self._run_modules(token_ids, inputs, num_layers, logit_slots)
 
     def _functional_forward(self, cache: KVCache, cache_rows: Sequence[int]) -> FunctionalForward | None:
-        """Returns the FunctionalForward, which computes a pass without calling modules; None if the pass needs the
-        modules."""
+        """Returns the FunctionalForward, which calls no modules; None if the pass needs the modules."""
         if self._functional_class is None or not self._has_capture_hooks_only or cache.head_masks.concern(cache_rows):
             return None
         if self._functional is None:

@@ -84,8 +84,7 @@ class Places:
 
 
 def head_cut(origin: BridgeLM, site: str, layer: int) -> Cut:
-    """Returns the function that splits the module's tensor [b, t, w] for `site` (q, k, v or z) into heads [b, t, h,
-    d]."""
+    """Returns the function that splits a module's tensor [b, t, w] for site q, k, v or z into heads [b, t, h, d]."""
     (heads, _), (kv_heads, key_width, value_width) = origin.head_shape, origin.layer_shapes[layer]
     shapes = {"q": (heads, key_width), "k": (kv_heads, key_width), "v": (kv_heads, value_width)}
     return partial(_unflatten, {**shapes, HEADS: (heads, value_width)}[site])

@@ -154,8 +154,7 @@ def file_sha256(path: Path) -> str:
 
 
 def _read_pairs(directory: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns a dictionary: module path -> its two LoRA matrices (A [rank, in], B [out, rank]), from an adapter's
-    file."""
+    """Returns a dictionary: module path -> its two LoRA matrices (A [rank, in], B [out, rank])."""
     path = directory / WEIGHTS
     if not path.is_file():
         pickled = (

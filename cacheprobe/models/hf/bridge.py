@@ -247,8 +247,7 @@ class BridgeLM(HookedLM):
 
 
 def _keep_dtype_when_rotated(points: dict[str, HookPoint], dtype: torch.dtype) -> None:
-    """Adds permanent hooks to a bridge's hook points that round queries and keys to `dtype` after the rotary
-    embedding."""
+    """Adds permanent hooks to `points` that round queries and keys to `dtype` after the rotary embedding."""
 
     def rounded(tensor: Tensor, *, hook: HookPoint) -> Tensor | None:
         """Returns the tensor in the model's dtype; None if the tensor has that dtype already."""

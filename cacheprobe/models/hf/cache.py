@@ -69,8 +69,7 @@ first.)"""
 
 
 class ForwardInputs(TypedDict):
-    """Holds the keyword arguments of a Hugging Face forward over our KVCache: cache, mask and positions (a
-    TypedDict)."""
+    """Holds the keyword arguments of a Hugging Face forward over our KVCache (a TypedDict)."""
 
     past_key_values: KVCacheAdapter
     attention_mask: LiveMasks

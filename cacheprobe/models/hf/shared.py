@@ -120,8 +120,7 @@ def _take_tensors(
 
 
 def _pairs(source: LiveModule, target: LiveModule, path: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Yields (path, wrapped module, plain module) for the modules of a wrapped model and its plain copy, parents
-    first."""
+    """Yields (path, wrapped module, plain module) for the modules of a wrapped model and its plain copy."""
     while WRAPPED in source._modules:
         source = source._modules[WRAPPED]
     if type(source) is not type(target):

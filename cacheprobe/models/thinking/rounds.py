@@ -98,8 +98,7 @@ class Rounds:
         ]
 
     def _added_states(self, row_index: Tensor) -> Tensor:
-        """Returns the chunk states [b, t, m] to add at the positions of this pass; zeros at positions without a
-        state."""
+        """Returns the chunk states [b, t, m] to add at the positions of this pass; zeros at positions without one."""
         config, positions, stored = self.config, self.positions, self.cache.chunk_states
         if not config.feeds_back:
             return stored.new_zeros(*positions.shape, config.d_model)

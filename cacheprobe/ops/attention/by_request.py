@@ -189,8 +189,7 @@ def attend_together(
 
 
 def _softcapped(softcap: float) -> Callable[..., Tensor]:
-    """Returns an attention function whose scores are limited to +-softcap. Source: Gemma 2 (arXiv 2408.00118), section
-    2."""
+    """Returns an attention function whose scores are limited to +-softcap. Source: Gemma 2 (arXiv 2408.00118)."""
 
     def attend(q: Tensor, keys: Tensor, values: Tensor, *, attn_mask: Tensor, scale: float | None) -> Tensor:
         """Returns softcapped attention outputs [b, h, t, d] of queries q [b, h, t, d]."""
@@ -223,8 +222,7 @@ class _Threads:
         return self
 
     def take(self, work: int) -> None:
-        """Sets torch's number of threads for an attention call with `work` multiplications: on a CPU, one for little
-        work."""
+        """Sets torch's number of threads for an attention call with `work` multiplications on a CPU."""
         wanted = 1 if self._is_cpu and work <= _ONE_THREAD_WORK else self._all
         if wanted != self._now:
             torch.set_num_threads(wanted)
