@@ -72,12 +72,8 @@ def assemble(
 
 
 def _thinking(model: CachedLM) -> dict[str, object]:
-    """Returns a dict with four settings of a Thinking States model, which pictures of its thoughts need.
-
-    l_in: the layer whose input the chunk state is added to. l_out: thoughts are written from the output of layer
-    l_out - 1. feeds_back: whether a thought changes later tokens. learned_first_state: whether a learned state is added
-    to the first chunk. A setting that the model lacks is None, None, True or False, in this order.
-    """
+    """Returns a dict of the settings of a Thinking States model that pictures of its thoughts need: l_in, l_out,
+    feeds_back and learned_first_state."""
     config = getattr(model, "config", None)
     return {
         "l_in": getattr(config, "l_in", None),
@@ -88,10 +84,8 @@ def _thinking(model: CachedLM) -> dict[str, object]:
 
 
 def _missing_readings(recorder: Recorder, columns: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns a dict: "Z of request N" -> why the lens failed on request N; {} if the lens never failed.
-
-    Has the key "Z" too if the lens failed and no request of the run has readings.
-    """
+    """Returns a dict of error texts with the keys "Z of request N", and "Z" if the run has no readings because the lens
+    failed; {} if the lens never failed."""
     errors = recorder.reader.errors if recorder.reader is not None else {}
     whole = {"Z": next(iter(errors.values()))} if errors and not columns else {}
     return whole | {f"Z of request {request_id}": why for request_id, why in errors.items()}

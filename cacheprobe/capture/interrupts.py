@@ -37,7 +37,7 @@ def cancelling(states: Sequence[SequenceState], prints_note: bool) -> Iterator[S
     """Inside the `with`, the first Ctrl-C asks these requests to end at the next round of the run. Yields a Stop, whose
     `was_pressed` says whether Ctrl-C was pressed.
 
-    A second Ctrl-C raises KeyboardInterrupt at once. prints_note: print a note on stderr at the first one.
+    A second Ctrl-C raises KeyboardInterrupt. prints_note: print a note on stderr at the first one.
     Has no effect in other threads than the main one, or if the program has its own Ctrl-C handler.
     """
     stop = Stop()

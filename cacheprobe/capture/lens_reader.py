@@ -42,7 +42,7 @@ class Queued:
 
 
 class LensReader:
-    """Queues the rows of a run, reads them through the lens, and returns all readings as columns at the end."""
+    """Queues the rows of a run, reads them through the lens, and returns the readings as columns at the end."""
 
     def __init__(self, model: CachedLM, lens: Lens, top_k: int) -> None:
         self.model, self.lens, self.top_k = model, lens, top_k
@@ -60,7 +60,7 @@ class LensReader:
         self._open.setdefault(request_id, []).append(queued)
 
     def resolve(self, request_id: int, start: int, token_ids: tuple[int, ...], is_over: bool = False) -> None:
-        """Sets the target of waiting rows to the next token, if that was just committed, and queues them for reading.
+        """Sets the target of waiting rows whose next token was just committed, and queues these rows for reading.
 
         token_ids: committed at positions start, start + 1, ...
         is_over: the request has ended, so its other waiting rows are queued without a target.
@@ -110,7 +110,7 @@ class LensReader:
         return {name: column[~failed] for name, column in columns.items()} if not bool(failed.all()) else {}
 
     def _read_tile(self) -> None:
-        """Reads up to LENS_TILE queued state vectors as one matrix (tile). A row's layers may fall into two tiles."""
+        """Reads up to LENS_TILE queued state vectors through the lens, and stores the readings."""
         taken = self._take()
         count = sum(len(q.layers) for q in taken)
         states = torch.zeros(LENS_TILE, self.model.d_model, dtype=self.model.dtype, device=self.model.device)
@@ -153,7 +153,7 @@ class LensReader:
                 self._fail(taken, request_id, int(layers[failed]), int(rows[failed]), why)
 
     def _take(self) -> list[Queued]:
-        """Removes up to LENS_TILE vectors from the queue and returns their entries. The last entry may be split."""
+        """Removes up to LENS_TILE state vectors from the queue, and returns them as a list of Queued."""
         taken: list[Queued] = []
         room = LENS_TILE
         while self._ready and room:
@@ -170,9 +170,8 @@ class LensReader:
     def _read_or_reason(
         self, states: Tensor, layers: Tensor, targets: Tensor, indices: Sequence[int]
     ) -> "Readout | tuple[int, str]":
-        """Returns the lens's readings of a tile (LENS_TILE state vectors) as a Readout. If the lens fails at one of
-        `indices`: (the first such index, the reason); (indices[0], the reason) if it raises an error or returns no
-        logits of the right shape."""
+        """Returns the lens's readings of state vectors [n, m] as a Readout; if the lens fails at one of `indices`, (an
+        index of `indices`, the reason as text)."""
         shape = (len(states), self.model.d_vocab)
         try:
             with torch.inference_mode():
@@ -207,10 +206,8 @@ def _described(value: object) -> str:
 
 
 def _difference(readout: Readout, again: Tensor) -> str | None:
-    """Returns an error text if a state vector that a tile holds twice got two readings with different bits; else None.
-
-    again: indices of these vectors; vector k is repeated at index LENS_TILE - 1 - k.
-    """
+    """Returns an error text if the two readings of a vector that a tile holds twice have different bits; else None.
+    again: indices of the vectors that are repeated."""
     for name, column in zip(Readout._fields, readout, strict=True):
         if bitwise(column[again], column[LENS_TILE - 1 - again]):
             continue

@@ -19,8 +19,7 @@ class OpenPass:
     """Holds the tensors that the hooks of one pass copy states into, from the recorder's `before_forward` to its
     `after_forward`.
 
-    The model also runs at other times: when a preempted request is rebuilt, and when a drafter calls the model itself.
-    The recorder then has no OpenPass, so that the hooks of these passes record no state.
+    A pass without an OpenPass, such as one of a drafter that calls the model itself, records no state.
     """
 
     kept: list[bool]
@@ -56,8 +55,8 @@ class OpenPass:
         layer_index: dict[int, int],
         device: torch.device,
     ) -> "OpenPass":
-        """Returns an OpenPass without tensors, which the caller allocates. Chooses at most 64 evenly spaced rows for
-        the self-check (S = input + T + C).
+        """Returns an OpenPass whose tensors for states the caller must allocate. Chooses at most 64 evenly spaced rows
+        for the self-check (S = input + T + C).
 
         kept, lens_rows: for each row, whether its states are kept, and whether the lens reads it.
         width: token slots of the pass for each batch index.
@@ -69,7 +68,7 @@ class OpenPass:
         return cls(kept, lens_rows, keep, lens, checked, step, layer_index)
 
     def take(self, site: str, layer: int, value: Tensor, device: torch.device) -> None:
-        """Copies from a hook's tensor the rows that are kept, that the lens reads, and that the self-check needs.
+        """Copies from a hook's tensor the rows to keep, to read through the lens (site S), and to self-check.
 
         value: [b, t, m], or heads as in HeadBlock.keep.
         """
@@ -90,7 +89,7 @@ class OpenPass:
 
 
 def _take(flat: Tensor, index: Tensor, out: Tensor) -> None:
-    """Copies the rows flat[index] to `out`, without an intermediate tensor if dtype and device are the same."""
+    """Copies the rows flat[index] to the tensor `out`."""
     if flat.dtype == out.dtype and flat.device == out.device:
         torch.index_select(flat.detach(), 0, index, out=out)
     else:

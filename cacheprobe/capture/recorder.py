@@ -30,10 +30,10 @@ _LENS_CHECK_ROWS = 16
 
 @dataclass
 class Unconfirmed:
-    """Holds what is needed to discard a failed step: how many rows and thoughts were confirmed before it, how many
-    tensors of states its passes opened, and its entries for the lens and `answer_mass`.
+    """Holds data of the passes since the rows were last confirmed, so that `Recorder.on_failure` can discard these
+    passes.
 
-    A row is confirmed when its step ended without an error; until then, `Recorder.on_failure` can discard it.
+    Rows are confirmed at each commit and at the end of each step; `Recorder.on_failure` no longer discards them then.
     """
 
     first_row: int = 0
@@ -139,10 +139,10 @@ class Recorder(Observer):
             self._now.take(site, layer, value, self.model.device)
 
     def after_forward(self, record: ForwardRecord) -> None:
-        """Adds a RowRecord for each token of the pass, collects the states for the lens, and in some passes compares
-        S with input + T + C.
+        """Adds a RowRecord for each row of the pass (pads have none), collects states for the lens, and self-checks
+        some passes.
 
-        Rows fed a draft token get no role and status yet. Raises: CaptureError for more than rounding errors.
+        Rows fed a draft token get no role and status yet. Raises: CaptureError if the self-check fails.
         """
         ran = self.model.n_layers if record.num_layers is None else record.num_layers
         now, self._now = self._now, None
@@ -187,17 +187,14 @@ class Recorder(Observer):
         return self.config.prompt_hypotheses or row.position >= len(self.prompts[row.request_id]) - 1
 
     def _queue(self, row: RowRecord, states: Tensor, ran: int) -> None:
-        """Collects the newest row for the lens reader, without the layers that did not run.
-
-        states: [layers, m] for all kept layers. ran: number of layers that ran.
-        """
+        """Collects the newest row for the lens reader, with its states [layers, m] of the kept layers that ran."""
         layers = self._layers_below[ran]
         states = states[: len(layers)].clone()
         queued = Queued(len(self.rows) - 1, row.position, states, layers, request_id=row.request_id, step=row.step)
         self._unconfirmed.reads.append((row, queued))
 
     def _queue_reading(self, row: RowRecord, queued: Queued) -> None:
-        """Hands a confirmed row to the lens reader; the row's target is the next token if the prompt has that token."""
+        """Passes a confirmed row to the lens reader, with the prompt's next token, if there is one, as the target."""
         assert self.reader is not None
         prompt = self.prompts[row.request_id]
         if row.position + 1 < len(prompt):
@@ -207,11 +204,8 @@ class Recorder(Observer):
             self.reader.queue(row.request_id, queued)
 
     def _check(self, record: ForwardRecord, now: OpenPass, watched: Mapping[tuple[str, int], Tensor], ran: int) -> None:
-        """Checks in some rows that S = input + T + C in each layer, and that the last S gives the model's logits (not
-        if an early layer ended the pass, or only some logits were computed).
-
-        In a layer, rows whose residual stream an intervention changed are left out. Raises: CaptureError.
-        """
+        """Checks in some rows that S = input + T + C, and that the last S gives the logits, if the pass computed all of
+        them. Raises: CaptureError if a difference is larger than rounding errors."""
         for layer in range(ran):
             pre = watched["pre", layer] if ("pre", layer) in watched else watched["S", layer - 1]
             sites = [watched[site, layer] for site in "TCS"]
@@ -226,11 +220,7 @@ class Recorder(Observer):
             checks.check_lens(self.lens_check, logits, record.logits.flatten(0, 1)[rows], record.step)
 
     def _confirm(self) -> None:
-        """Confirms all rows since the last call: `on_failure` no longer discards them, and the lens reader gets their
-        states.
-
-        The engine commits only after every choice of a step, so a step that fails is never confirmed.
-        """
+        """Confirms all rows so far: `on_failure` no longer discards them, and the lens reader gets their states."""
         for row in self.rows[self._unconfirmed.first_row :]:
             if row.role == "prompt" and row.status == "committed":
                 self._prompt_rows.setdefault(row.request_id, []).append(row)
@@ -259,7 +249,7 @@ class Recorder(Observer):
     def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:
         """Adds copies of the prompt rows and thoughts of request `source_id`, which has the same prompt.
 
-        The copies refer to the source's stored vectors. The lens reads them again, with the request's own targets.
+        The copied rows refer to the source's stored vectors; the lens reads these vectors again for this request.
         """
         reads = {queued.row: queued for queued in self._prompt_reads.get(source_id, ())}
         numbers = {id(row): number for number, row in enumerate(self.rows)} if reads else {}
@@ -299,13 +289,7 @@ class Recorder(Observer):
 
     @staticmethod
     def _label_row(row: RowRecord, role: str, status: str) -> None:
-        """Sets a row's role and status. No other code of a run sets a status, which is one of:
-
-        committed: the row that counts for a committed token.
-        superseded: a row that the verifier computed again.
-        rolled_back: a row fed a rejected draft token, or a draft token after it.
-        given_up: a row fed a draft token that never had a verdict.
-        """
+        """Sets a row's role and status: committed, superseded, rolled_back or given_up."""
         row.role, row.status = role, status
 
     def _label_drafts(self, request_id: int, start: int, end: int, status: str) -> None:
@@ -347,7 +331,7 @@ class Recorder(Observer):
         self.steps.append(record)
 
     def on_finish(self, finished: Finished) -> None:
-        """Keeps how a request ended, and queues its waiting rows for the lens without a target."""
+        """Stores how a request ended, and queues its waiting rows for the lens; these rows get no target."""
         self.finished[finished.request_id] = finished
         if self.reader is not None:
             end = len(self.prompts[finished.request_id]) + len(finished.committed)
@@ -355,7 +339,7 @@ class Recorder(Observer):
 
 
 class _LayersBelow(dict[int, Tensor]):
-    """Maps a number of layers that ran to a tensor of the kept layers among them, built once for each number."""
+    """Maps a number of layers that ran to a tensor of the kept layers among them."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         super().__init__()

@@ -29,10 +29,7 @@ class Piece:
 
 
 class _Committed(Observer):
-    """Collects the tokens committed, and the requests ended, since the last pieces were built.
-
-    The engine refers to this object and not to the Stream, so that a Stream without references ends its run at once.
-    """
+    """Collects the tokens committed, and the requests ended, since the last pieces were built."""
 
     def __init__(self) -> None:
         self.fresh: dict[int, list[int]] = {}
@@ -48,7 +45,7 @@ class _Committed(Observer):
 
 
 class Stream(HintsAtNewNames):
-    """Iterates over the `Piece`s of a run: tokens and text, as soon as they are committed.
+    """Iterates over the `Piece`s of a run: committed tokens and their text.
 
     The engine runs only while the caller waits for a piece. `close` ends the run early; so does the deletion of the
     last reference to the Stream.
@@ -134,11 +131,8 @@ class Stream(HintsAtNewNames):
             yield Piece(request_id, tuple(token_ids), text, ended.get(request_id), error)
 
     def _new_text(self, request_id: int, is_over: bool) -> str:
-        """Returns a request's text since the last call, without an incomplete character at its end; "" if the new
-        tokens change how earlier ones decode.
-
-        is_over: the request has ended, so an incomplete character is returned as it is.
-        """
+        """Returns a request's new text since the last call, without an incomplete character at the end unless
+        `is_over`; "" if the new tokens change how earlier ones decode."""
         whole, known = self._decode(self._token_ids[request_id]), self._text[request_id]
         if not is_over:
             whole = whole.rstrip(_CUT)

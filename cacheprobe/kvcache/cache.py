@@ -117,8 +117,7 @@ class KVCache:
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` slots of one cache row to another: keys, values and provenance, not the hiding of
-        slots. Sets the target's length to `length`. Raises: CacheIntegrityError if the source has fewer slots in
-        use."""
+        slots. Sets the target's length. Raises: CacheIntegrityError if the source has fewer slots in use."""
         if length > int(self.lengths[source]):
             raise CacheIntegrityError(f"cache row {source} holds {int(self.lengths[source])} slots, not {length}")
         for tensor in (*self.keys, *self.values):
@@ -127,7 +126,7 @@ class KVCache:
         self.lengths[target] = length
 
     def allocate(self) -> int:
-        """Marks the lowest free cache row as taken and returns its number. Raises: CacheIntegrityError if no row is
+        """Marks the lowest free cache row as taken and returns its number. Raises: CacheIntegrityError if none is
         free."""
         if not self.num_free_rows:
             raise CacheIntegrityError(f"all {self.rows} cache rows are taken; a row was not released, or rows= is low")
@@ -208,8 +207,7 @@ class KVCache:
         return rows
 
     def _compare(self, layer: int, copy: Copy, k: Tensor, v: Tensor) -> None:
-        """Appends (layer, "keys" or "values") to `copy_differs_at` if the copied batch index has other bits than the
-        original, or than the cache at the tokens of earlier passes."""
+        """Appends (layer, "keys" or "values") to `copy_differs_at` if the recomputed keys or values have other bits."""
         row, start = self._staged_places[copy.original]
         for name, new, cached in (("keys", k, self.keys[layer]), ("values", v, self.values[layer])):
             original = new[copy.original, :, : copy.num_tokens]
@@ -245,8 +243,7 @@ class KVCache:
             self.span, self.reach, self.copy = self.capacity, None, None
 
     def take_thoughts(self) -> list[RowThought]:
-        """Returns the thoughts written since the last call, and forgets them; always [] for a cache of keys and values
-        only."""
+        """Returns the thoughts written since the last call, and forgets them; [] for a plain KVCache."""
         return []
 
     def unstage(self) -> None:
@@ -333,13 +330,11 @@ class KVCache:
 
 
 def _is_finite(values: Tensor) -> bool:
-    """Returns whether every number of a tensor is finite. A finite sum proves it in a tenth of the time; the full check
-    covers a sum that overflows."""
+    """Returns True if every number of a tensor is finite."""
     return bool(torch.isfinite(values.sum(dtype=torch.float32))) or bool(torch.isfinite(values).all())
 
 
 def _slots(rows: int, heads: int, capacity: int, width: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Returns a zero tensor [rows, heads, capacity, width] in which each row and head begins at a multiple of 64
-    bytes."""
+    """Returns a zero tensor [rows, heads, capacity, width] whose rows and heads begin at multiples of 64 bytes."""
     allocated = -(-capacity // _ALIGNED_SLOTS) * _ALIGNED_SLOTS
     return torch.zeros(rows, heads, allocated, width, dtype=dtype, device=device)[:, :, :capacity]

@@ -34,7 +34,7 @@ class HeadMasks:
             by_layer[layer][head, position] = True
 
     def of(self, row: int, length: int) -> frozenset[LayerHeadPosition]:
-        """Returns the hidden (layer, head, position) places among the first `length` positions of a cache row, as a
+        """Returns the hidden (layer, head, position) places in the first `length` slots of a cache row, as a
         frozenset."""
         by_layer = self._slots.get(row, {}).items()
         return frozenset(

@@ -102,14 +102,13 @@ class SequenceState:
 
     @property
     def last_committed_position(self) -> int:
-        """Absolute position of the newest committed token (at first, of the prompt's last token). Its keys and values
-        are not final."""
+        """Absolute position of the newest committed token (at first, of the prompt's last token)."""
         return len(self.token_ids) - 1
 
     @property
     def newest(self) -> tuple[int, int]:
-        """(token id, absolute position) of the newest draft token, or of the newest committed token if there is no
-        draft."""
+        """(token id, absolute position) of the newest draft token, or without a draft, of the newest committed
+        token."""
         return (self.draft or self.token_ids)[-1], self.last_committed_position + len(self.draft)
 
     @property
@@ -210,8 +209,8 @@ class SequenceState:
             )
 
     def snapshot(self) -> KVSnapshot:
-        """Returns a copy of the request's keys and values as a KVSnapshot: of every committed token but the newest,
-        which is not cached yet.
+        """Returns a copy of the request's keys and values as a KVSnapshot: of the prompt and all committed tokens but
+        the newest.
 
         Raises: ValueError if not all of these tokens are cached (as for a request that waits, was preempted, has failed
         or has left its cache row), if there is none, or if the cache holds more than keys and values.

@@ -75,8 +75,7 @@ _is_checking: ContextVar[bool] = ContextVar("is_checking", default=False)
 
 
 def is_checking() -> bool:
-    """Returns True inside `with checked_states()`: runs then call `SequenceState.check` on the requests of each
-    step."""
+    """Returns True inside `with checked_states()`, in which runs call `SequenceState.check` after each step."""
     return _is_checking.get()
 
 

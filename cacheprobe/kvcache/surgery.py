@@ -160,9 +160,7 @@ class KVSnapshot(HintsAtNewNames):
         heads: "int | Iterable[int] | None",
         parts: str,
     ) -> "KVSnapshot":
-        """Returns a new snapshot with change(layer, part, old), [h, s, d], in place of the chosen keys and values.
-        Raises: ValueError for unknown parts, a layer, head or position that does not exist, an empty list of them, and
-        results that are not finite."""
+        """Returns a new snapshot with change(layer, part, old) in place of the chosen keys and values `old`."""
         if not parts or set(parts) - set("KV"):
             raise ValueError(f"unknown parts {parts!r}; give K, V or KV")
         where = _checked_numbers(positions, len(self), "position")

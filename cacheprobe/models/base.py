@@ -77,14 +77,15 @@ class CachedLM(Protocol):
         ...
 
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> AbstractContextManager[None]:
-        """Returns a context manager. Inside its `with`, every forward calls `sink(site, layer, activation)` for each
-        (site, layer) pair of `sites`. Raises: ModelError, when the `with` begins, for a site that this model cannot
-        capture."""
+        """Returns a context manager. Inside its `with`, a forward calls `sink(site, layer, activation)` for each (site,
+        layer) pair of `sites` whose layer it runs. Raises: ModelError, when the `with` begins, for a site that this
+        model cannot capture."""
         ...
 
     def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> AbstractContextManager[None]:
-        """Returns a context manager. Inside its `with`, every forward calls `edit(site, layer, activation)` for each
-        (site, layer) pair of `sites`. A returned tensor replaces the activation; None leaves the activation unchanged.
+        """Returns a context manager. Inside its `with`, a forward calls `edit(site, layer, activation)` for each (site,
+        layer) pair of `sites` whose layer it runs. A returned tensor replaces the activation; None leaves the
+        activation unchanged.
 
         A sink records the edited value only if `capturing` is entered after `editing`: enter `editing` first.
         Raises: ModelError, when the `with` begins, for a site that this model has no hook for.
@@ -135,8 +136,7 @@ class CachedLM(Protocol):
         ...
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns a list with the text of each token id, decoded alone; "<17>" for token 17 if the model has no
-        tokenizer."""
+        """Returns a list with the text of each token id, decoded alone; "<17>" for token 17 without a tokenizer."""
         ...
 
     def to_activation_cache(self, states: dict[tuple[str, int], Tensor]) -> object:

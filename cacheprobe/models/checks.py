@@ -70,8 +70,8 @@ def probe_cache(model: CachedLM, token_ids: torch.Tensor) -> KVCache:
 
 
 def cached_logits(model: CachedLM, token_ids: torch.Tensor, cache: KVCache) -> torch.Tensor:
-    """Returns float32 logits [t, v] of token_ids [1, t], which the model reads in three passes over cache row 0: the
-    first half, the rest except one token, the last token."""
+    """Returns float32 logits [t, v] of token_ids [1, t], which the model reads in parts over cache row 0: the first
+    half, the rest except one token, the last token."""
     n = token_ids.shape[1]
     parts = ((0, n // 2), (n // 2, n - 1), (n - 1, n))
     pieces = [model.forward(token_ids[:, start:end], cache, [0], [start]) for start, end in parts if end > start]

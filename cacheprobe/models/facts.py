@@ -38,7 +38,7 @@ def stop_token_ids(bridge: LiveModule) -> tuple[int, ...]:
 
 def checksum_of(named: Sequence[tuple[str, Tensor]], has_bytes_here: bool | None = None) -> str:
     """Returns a 128-bit checksum, as hex text, of the name, shape, dtype and bytes (on a GPU, sums of the bytes) of
-    each weight in `named`. Fast enough to be computed before each run.
+    each weight in `named`.
 
     An edit through `weight.data` changes neither the address nor the version counter, so only the bytes reveal the
     edit.
@@ -56,16 +56,15 @@ def checksum_of(named: Sequence[tuple[str, Tensor]], has_bytes_here: bool | None
 
 
 def _sums(flat: Tensor) -> Iterator[Tensor]:
-    """Yields three tensors that summarise a byte tensor: sums of 8-byte words along rows of 512 words, sums along
-    columns, and the remaining bytes. Sums in one direction alone would miss words exchanged in that direction."""
+    """Yields three tensors from the bytes of a weight: sums of 8-byte words along rows of 512 words, sums along
+    columns, and the remaining bytes."""
     in_rows = len(flat) // 4096 * 4096  # bytes in whole rows of 512 words
     words = flat[:in_rows].view(torch.int64).view(-1, 512)
     yield from (words.sum(1), words.sum(0), flat[in_rows:])
 
 
 def sha256_of(named: list[tuple[str, torch.nn.Parameter]]) -> str:
-    """Returns the first 16 hex digits of a SHA-256 over the names, shapes and bytes of the weights in `named`, in this
-    order."""
+    """Returns the first 16 hex digits of a SHA-256 over the names, shapes and bytes of the weights in `named`."""
     digest = hashlib.sha256()
     for name, weight in named:
         digest.update(f"{name} {tuple(weight.shape)}".encode())

@@ -68,8 +68,7 @@ def continue_texts(model: CachedLM, prompts: Sequence[Sequence[int]], length: in
     texts = [list(prompt) for prompt in prompts]
 
     def extend(indices: list[int], width: int) -> None:
-        """Feeds the last `width` tokens of the texts with these indices in one pass, and appends the next token to each
-        of these texts."""
+        """Feeds the last `width` tokens of the texts `indices` in one pass, and appends a token to each text."""
         newest = torch.tensor([texts[i][-width:] for i in indices])
         starts = [len(texts[i]) - width for i in indices]
         logits = model.forward(newest, cache, indices, starts, logit_slots=[width - 1])[:, 0]

@@ -29,8 +29,7 @@ def smollm2_state() -> str:
 
 
 class Shipped(NamedTuple):
-    """Describes a model that comes with cacheprobe: name, number of parameters, and the command that trained the
-    model."""
+    """Describes a model that comes with cacheprobe: name, number of parameters, and training command."""
 
     name: str
     parameters: int

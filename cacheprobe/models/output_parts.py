@@ -10,8 +10,7 @@ from cacheprobe.core.live import LiveModule
 
 
 class OutputParts(NamedTuple):
-    """Holds the steps from the last residual stream to the logits: final norm, unembedding matrix, bias, last
-    function."""
+    """Holds the steps from the last residual stream to the logits: final norm, unembedding, bias, last function."""
 
     norm: nn.Module
     weight: Tensor

@@ -79,14 +79,13 @@ def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) 
 
 
 def _is_bridge(model: CachedLM) -> "TypeGuard[BridgeLM]":
-    """Returns True if the model is a BridgeLM. Does not import the module of BridgeLM, which takes seconds: if a
-    BridgeLM exists, that module is already loaded."""
+    """Returns True if the model is a BridgeLM, without importing the module of BridgeLM."""
     loaded = sys.modules.get("cacheprobe.models.hf.bridge")
     return loaded is not None and isinstance(model, loaded.BridgeLM)
 
 
 def user_hooks(bridge: LiveModule) -> Iterator[str]:
-    """Yields text, such as "a hook on blocks.0.hook_attn_out", for every hook that the user set on a bridge: at a
+    """Yields text, such as "a hook on blocks.0.hook_attn_out", for each hook that the user set on a bridge: at a
     HookPoint, or as a PyTorch forward hook on a module. Permanent hooks of TransformerLens and cacheprobe, and PyTorch
     hooks of TransformerLens and transformers, are left out."""
     modules = list(bridge.original_model.named_modules())
@@ -107,8 +106,7 @@ def _is_of(function: object, *libraries: str) -> bool:
 
 
 def _tried_fast(model: "BridgeLM") -> Trial:
-    """Returns the Trial stored on the model if nothing changed since that comparison; otherwise compares the two
-    forwards again and stores the new Trial."""
+    """Returns the Trial stored on the model, or a new one if weights, config or numeric settings have changed."""
     original, checksum = model.bridge.original_model, model.weights_checksum
     state = id(original), str(original.config), checksum, numeric_settings()
     trial = model.fast_trial
@@ -133,12 +131,8 @@ def _try_fast(model: "BridgeLM", is_edited: bool) -> "tuple[HookedHF | None, str
 
 
 def _compared(model: "BridgeLM", fast: "HookedHF") -> "tuple[HookedHF | None, str]":
-    """Compares the fast forward with the bridge on one short text, fed in parts: logits and sites S, T and C. Returns
-    (`fast`, or None if the two differ; one sentence with the result).
-
-    In float32 and float64 the tolerance is 1e-4 of each tensor's largest value. In 16 bits, and if float32 products run
-    at lower precision, the cosine must reach the limit in models.checks.
-    """
+    """Compares the fast forward with the bridge on one short text: logits and sites S, T and C. Returns (`fast`, or
+    None if the two differ; the result as text)."""
     from cacheprobe.models.checks import probe_ids
 
     distances, limit, template = _distances(model, fast, SITES)
@@ -151,8 +145,8 @@ def _compared(model: "BridgeLM", fast: "HookedHF") -> "tuple[HookedHF | None, st
 
 
 def _refusal_of_heads(model: "BridgeLM", trial: Trial, heads: tuple[str, ...]) -> str:
-    """Returns text that says why the fast forward cannot record these head sites, "" if it can. Compares the two
-    forwards once for each set of sites, and stores the text in `trial.heads`."""
+    """Returns text that says why the fast forward cannot record these head sites, "" if it can. Stores the text in
+    `trial.heads`."""
     assert trial.fast is not None
     if heads not in trial.heads:
         try:
@@ -169,7 +163,7 @@ def _refusal_of_heads(model: "BridgeLM", trial: Trial, heads: tuple[str, ...]) -
 
 def _distances(model: "BridgeLM", fast: "HookedHF", sites: Sequence[str]) -> tuple[dict[str, float], float, str]:
     """Returns ({activation name: distance between the two forwards}, allowed distance, format for a distance in
-    messages). Both forwards read one short text in parts; compared are the logits and `sites` of all layers."""
+    messages), from one short text."""
     from cacheprobe.models.checks import LEAST_COSINE, cosine, probe_ids
 
     token_ids = probe_ids(model)
@@ -188,8 +182,8 @@ def _relative_distance(a: Tensor, b: Tensor) -> float:
 
 
 def _observed(model: CachedLM, token_ids: Tensor, sites: Sequence[str]) -> dict[str, Tensor]:
-    """Runs the model on token_ids [1, t] and returns a dict of float32 tensors: "logits" [t, v], and one [t, m] for
-    each site and layer, such as "S of layer 3". At head sites, the heads of a layer are joined to one vector."""
+    """Runs the model on token_ids [1, t] and returns a dict of float32 tensors: "logits" [t, v], and one [t, width] for
+    each site and layer, such as "S of layer 3"."""
     from cacheprobe.models.checks import cached_logits, probe_cache
 
     cache = probe_cache(model, token_ids)

@@ -58,9 +58,8 @@ def processor_name() -> str:
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype with the precision of the factors of a matrix product in `dtype`. This is `dtype` itself,
-    except for float32 if `torch.set_float32_matmul_precision` allows less: then bfloat16, or float16 to stand for
-    TF32."""
+    """Returns the dtype with the precision of the factors of a matrix product in `dtype`: `dtype` itself, except for
+    float32 if `torch.set_float32_matmul_precision` allows less: then bfloat16, or float16 to stand for TF32."""
     precision = numeric_settings()["float32_matmul_precision"] if dtype == torch.float32 else "highest"
     return {"medium": torch.bfloat16, "high": torch.float16}.get(str(precision), dtype)  # TF32 has float16's digits
 
@@ -72,14 +71,12 @@ def _deterministic_algorithms() -> str:
 
 
 def _flushes(least: float, one: float) -> bool:
-    """Returns True if the calling thread flushes denormal numbers, so that least * one is zero. The factors are
-    arguments so that Python multiplies at run time, not at compile time."""
+    """Returns True if the calling thread flushes denormal numbers, so that least * one is zero."""
     return least * one == 0.0
 
 
 def _attention_kernels() -> str:
-    """Returns the enabled attention kernels of torch as text: "all", "none", or their names joined by commas. The flags
-    are in torch.backends.cuda, but also apply to a CPU."""
+    """Returns the enabled attention kernels of torch as text: "all", "none", or their names joined by commas."""
     backend = torch.backends.cuda
     enabled = {
         "flash": backend.flash_sdp_enabled(),
@@ -142,8 +139,7 @@ def in_plain_settings() -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts every module of `model` into eval mode (no dropout) inside the `with`, and restores the mode of each module
-    afterwards."""
+    """Puts all modules of `model` into eval mode (no dropout) inside the `with`; restores their modes afterwards."""
     trained = [module for module in model.modules() if module.training]
     try:
         for module in trained:

@@ -95,8 +95,7 @@ def cache_directory() -> Path:
 
 
 def is_complete(directory: Path) -> bool:
-    """Returns True if `directory` has a list of contents (contents.json), and every listed file has its recorded
-    size."""
+    """Returns True if `directory` has a contents.json, and each file listed in it has its recorded size."""
     try:
         sizes = json.loads((directory / CONTENTS).read_text())["files"]
         return all((directory / name).stat().st_size == size for name, size in sizes.items())
@@ -106,7 +105,7 @@ def is_complete(directory: Path) -> bool:
 
 def commit_directory(build: Callable[[Path], None], target: Path, origin: dict | None = None) -> Path:
     """Returns the directory `target`. If `target` is not complete, `build(directory)` first fills a temporary
-    directory, which is then renamed to `target`; other processes never see a partial directory.
+    directory, which is then renamed to `target`.
 
     Builders of one target run one after another. If a builder dies, the next one removes its unfinished folder.
     origin: fields to store in the list of contents.
@@ -144,8 +143,7 @@ def _require_writable(folder: Path) -> None:
 
 
 def _seal(directory: Path, origin: dict) -> None:
-    """Writes the list of contents (`origin`, and the size of every file), then flushes all files of `directory` to the
-    disk."""
+    """Writes the list of contents (`origin`, and the size of each file), and flushes all files to the disk."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(directory)): path.stat().st_size for path in files}
     contents = directory / CONTENTS
@@ -155,8 +153,7 @@ def _seal(directory: Path, origin: dict) -> None:
 
 
 def _convert(gguf: Path, directory: Path) -> None:
-    """Dequantises the 4-bit weights of a GGUF file to float32, and saves model and tokenizer into `directory` in
-    Hugging Face's layout."""
+    """Converts a 4-bit GGUF file to float32, and saves model and tokenizer into `directory`."""
     with _quiet_transformers():
         import torch
         from tokenizers import pre_tokenizers
@@ -179,8 +176,7 @@ def _convert(gguf: Path, directory: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Hides transformers' progress bars, its warnings and what Python code writes to stderr inside the `with`; restores
-    the settings afterwards."""
+    """Hides transformers' progress bars and warnings, and what Python code writes to stderr, inside the `with`."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -208,8 +204,7 @@ def without_progress_bars() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _status(message: str, is_shown: bool) -> Iterator[None]:
-    """Shows a message on stderr during the `with` if `is_shown`: a live line on a terminal, otherwise one printed
-    line."""
+    """Shows a message on stderr during the `with` if `is_shown`; prints it as one line if stderr is no terminal."""
     if not is_shown:
         yield
         return

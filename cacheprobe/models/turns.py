@@ -11,8 +11,7 @@ from cacheprobe.models.settings import plain_settings
 
 
 class _Computing:
-    """Locks the computation of all models for one thread. The thread that has the lock may enter again, and may lend
-    the lock to a thread for whose result it waits."""
+    """Locks the computation of all models for one thread, which may enter again."""
 
     def __init__(self) -> None:
         self._lock, self._lent, self._of_thread = RLock(), set[int](), local()
@@ -29,8 +28,8 @@ class _Computing:
 
     @contextmanager
     def lent_to(self, thread: int | None) -> Iterator[None]:
-        """Lets the thread with id `thread` compute inside the `with`, while the caller, which has the lock, only waits
-        for that thread. Does nothing if `thread` is None."""
+        """Lets the thread with id `thread` compute inside the `with`, while the caller, which has the lock, waits. Does
+        nothing if `thread` is None."""
         if thread is None:
             yield
             return

@@ -18,8 +18,7 @@ def num_accepted(draft_token_ids: Sequence[int], target_token_ids: Sequence[int]
 
 @dataclass(frozen=True)
 class StopRule:
-    """Holds the stop tokens and stop texts of a request. The rule keeps no state between tokens, so a rollback does not
-    change it."""
+    """Holds the stop tokens and stop texts of a request; keeps no state between tokens."""
 
     token_ids: frozenset[int]
     texts: tuple[str, ...]
@@ -37,8 +36,7 @@ class StopRule:
 
 
 class Ending(NamedTuple):
-    """Holds the number of new tokens that a request keeps, and the reason if it ends after them: stop, length, or
-    None."""
+    """Holds the number of new tokens that a request keeps, and why it ends after them: stop, length, or None."""
 
     num_kept: int
     finish: str | None

@@ -17,8 +17,8 @@ def product_by_layer(
     """Returns states[i] @ weights[layers[i]] + biases[layers[i]] for every i, as a tensor [n, k], in one batched
     product.
 
-    The product's shape depends only on n and l, not on how many vectors each layer has. Each vector lies in a block of
-    fixed height, so for one n its bits do not depend on the other vectors.
+    The product's shape does not depend on how many vectors each layer has. Each vector lies in a block of fixed height,
+    so for one n its bits do not depend on the other vectors.
     Twin: tests.twins.lenses_slowly.product_by_layer_slowly, close(1e-5) in float32, since sums are reordered.
     """
     num_rows, num_layers = len(states), len(weights)

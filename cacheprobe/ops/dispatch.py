@@ -126,6 +126,5 @@ OPERATIONS: tuple[Operation[..., object], ...] = (
 
 
 def paths(device: torch.device | str) -> dict[str, Path]:
-    """Returns the Path (kernel or reference, and why) of every operation on a device, as a dict by the kernel's
-    name."""
+    """Returns the Path (kernel or reference, and why) of each operation on a device, as a dict by name."""
     return {operation.name: operation.path(device) for operation in OPERATIONS}

@@ -21,8 +21,8 @@ class Packed(NamedTuple):
 
 
 def pack_rows(states: Float[Tensor, "b t m"], rows: Int[Tensor, "n"], kind: str) -> Packed:
-    """Returns the state vectors numbered `rows` as a Packed, in bfloat16 or int8. Number b * t + slot is batch index b,
-    token slot `slot` of states [b, t, m], with any strides.
+    """Returns the state vectors numbered `rows` as a Packed, in bfloat16 or int8. Number i * t + slot is token slot
+    `slot` of batch index i in states [b, t, m].
 
     kind: bfloat16, rounded to nearest, ties to even; or int8, each vector scaled by its largest absolute number. A row
     number outside the source gives NaN.

@@ -59,15 +59,13 @@ def _require_a_best(scores: np.ndarray) -> None:
 
 
 def _penalise(scores: np.ndarray, penalty: float, token_ids: np.ndarray) -> None:
-    """Divides positive scores and multiplies negative scores by `penalty`, in place, once for each distinct token of
-    the prefix."""
+    """Divides the positive scores of tokens `token_ids` by `penalty` and multiplies the negative ones, in place."""
     seen = scores[token_ids]
     scores[token_ids] = np.where(seen < 0, seen * penalty, seen / penalty)
 
 
 def _filter(scores: np.ndarray, sampling: SamplingParams) -> None:
-    """Sets the scores that top_k, top_p and min_p remove to -inf, in place. Each filter acts on the result of the
-    previous one."""
+    """Sets the scores that top_k, top_p and min_p remove to -inf, in place."""
     if sampling.top_k and sampling.top_k < len(scores):
         threshold = np.partition(scores, -sampling.top_k)[-sampling.top_k]
         _keep_best(scores, sampling.top_k, threshold)
@@ -82,8 +80,7 @@ def _filter(scores: np.ndarray, sampling: SamplingParams) -> None:
 
 
 def _keep_best(scores: np.ndarray, count: int, threshold: float) -> None:
-    """Sets all but the `count` best scores to -inf, in place. threshold: the lowest score kept; of scores equal to it,
-    the lowest ids stay."""
+    """Sets all but the `count` best scores to -inf, in place; of scores equal to `threshold`, the lowest ids stay."""
     above = scores > threshold
     tied = np.flatnonzero(scores == threshold)[: count - np.count_nonzero(above)]
     above[tied] = True

@@ -70,8 +70,7 @@ def read_states(
 
 
 def _read_chunk(logits: Tensor, targets: Tensor, top_k: int) -> Readout:
-    """Returns the Readout of a few rows of logits, in one pass over tiles of token ids; running sums are rescaled when
-    a larger logit appears."""
+    """Returns the Readout of a few rows of logits [n, v], in one pass over tiles of token ids."""
     rows, width = logits.shape
     is_cpu = logits.device.type == "cpu"
     size = min(_IDS_AT_ONCE if is_cpu else width, -(-width // BLOCK) * BLOCK)
@@ -119,11 +118,7 @@ def _read_chunk(logits: Tensor, targets: Tensor, top_k: int) -> Readout:
 
 def _num_before(values: Tensor, scratch: Tensor, target_values: Tensor, offsets: Tensor) -> Tensor:
     """Returns [n]: how many values of one tile [n, w] of logits rank before the target, whose index relative to the
-    tile is `offsets` [n].
-
-    In a tile of lower ids, values equal to or larger than the target rank before it; in a tile of higher ids, only
-    larger values do.
-    """
+    tile is `offsets` [n]. Overwrites `scratch`."""
     width = values.shape[1]
     lower = torch.nextafter(target_values, torch.full_like(target_values, -torch.inf))
     limits = torch.where((offsets >= width)[:, None], lower, target_values)
@@ -141,9 +136,7 @@ def best_of_blocks(values: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tensor
     """Returns the k largest of values [n, v] (all, if v is smaller) and their ids, [n, k] each; equal values in the
     order of their ids. tops: the maximum of every BLOCK consecutive values.
 
-    The k largest values lie in the k blocks with the largest maxima (the first of equal ones). Each block before
-    another one holds a value that ranks before all values of the other block. Only the values of these k blocks are
-    sorted.
+    The k largest values lie in the k blocks with the largest maxima, so only the values of these blocks are sorted.
     Twin: tests.twins.equivalence.lowest_topk_slowly, ==.
     """
     width = values.shape[1]
@@ -157,11 +150,7 @@ def best_of_blocks(values: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tensor
 
 
 def _first_largest(values: Tensor, k: int) -> Tensor:
-    """Returns [n, k]: the column indices of the k largest values of each row; of equal values, the lowest index first.
-
-    Sorts int64 keys that combine the order of float32 with the index, so no two keys are equal; this is faster than a
-    stable sort. float64 does not fit into such keys and is sorted stably.
-    """
+    """Returns [n, k]: the column indices of the k largest values of each row; of equal values, the lowest index."""
     if values.dtype == torch.float64:
         return values.argsort(dim=1, descending=True, stable=True)[:, :k]
     ordered = (ordered_bits(values.float()) << 32) - torch.arange(values.shape[1], device=values.device)

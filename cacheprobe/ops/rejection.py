@@ -29,7 +29,7 @@ def recovery_probs(
     """Returns the distribution [v] of the token that replaces a rejected draft token: max(target - draft, 0),
     normalised. draft_probs None: the draft gives `draft_token_id` the probability 1.
 
-    Returns None if the target nowhere exceeds the draft: the two are equal up to rounding, and no token is rejected.
+    Returns None if the target nowhere exceeds the draft.
     """
     if draft_probs is None:
         excess = target_probs.clone()

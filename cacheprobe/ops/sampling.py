@@ -43,7 +43,7 @@ def choose_token(logits: Float[Tensor, "v"], sampling: SamplingParams, prefix: S
     request.
 
     logits: [v] in the model's own dtype.  prefix: the tokens at positions 0 to position - 1.
-    The noise is that of `sample_token`, independent of the filters; without filters the token equals `sample_token`'s.
+    The noise is that of `sample_token`, independent of the filters.
     Raises: ValueError on NaN or +infinity, or if no logit is finite.
     Twin: tests.twins.equivalence.choose_token_slowly, ==.
     """
@@ -60,7 +60,7 @@ def choose_token(logits: Float[Tensor, "v"], sampling: SamplingParams, prefix: S
 def two_largest(values: Float[Tensor, "v"]) -> tuple[float, float]:
     """Returns the largest and the second largest of values [v], as floats; they may be equal. v must be at least 2.
 
-    Twin: torch.topk, ==, which takes ten times as long.
+    Twin: torch.topk, ==.
     """
     if values.device.type != "cpu":
         best = values.topk(2).values
@@ -72,7 +72,7 @@ def two_largest(values: Float[Tensor, "v"]) -> tuple[float, float]:
 
 
 def _as_numpy(values: Tensor) -> np.ndarray:
-    """Returns the tensor as a NumPy array, in a dtype that holds each number exactly: NumPy has no bfloat16."""
+    """Returns the tensor as a NumPy array: float64 for a float64 tensor, otherwise float32."""
     values = values.detach()
     return (values if values.dtype == torch.float64 else values.float()).numpy()
 

@@ -48,8 +48,7 @@ def widening(from_rows: int | None) -> str:
 
 @cache
 def _has_lanes_alone() -> bool:
-    """Returns whether this is an Intel CPU with bfloat16 vector lanes but without bfloat16 matrix units. On other CPUs,
-    such lanes do twice float32's work."""
+    """Returns True if this is an Intel CPU with bfloat16 vector lanes but without bfloat16 matrix units."""
     capabilities = torch.cpu.get_capabilities()
     is_intel = str(capabilities.get("cpu_name", "")).startswith("Intel")
     return is_intel and bool(capabilities.get("avx512_bf16")) and not capabilities.get("amx_bf16")
@@ -69,8 +68,7 @@ def wide_product(values: Tensor, weight: Tensor, bias: Tensor | None = None, fro
 
 
 def widened(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns values weight^T + bias, computed in float32 and rounded to the dtype of `values`, for any number of
-    vectors."""
+    """Returns values weight^T + bias, computed in float32 and rounded to the dtype of `values`."""
     rows = values.numel() // values.shape[-1]
     size, num_outputs = outputs_at_once(rows, weight.shape[1]), weight.shape[0]
     wide = values.reshape(rows, -1).float()
@@ -85,7 +83,6 @@ def widened(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def outputs_at_once(rows: int, num_inputs: int) -> int:
-    """Returns how many outputs of a product have their weights converted to float32 at once; about four times as many
-    from 64 vectors on."""
+    """Returns how many outputs of a product have their weights converted to float32 at once, a multiple of 192."""
     numbers = _NUMBERS * (1 if rows < 2 * WIDE_ROWS else 4)
     return _OUTPUTS * max(numbers // (_OUTPUTS * num_inputs), 1)

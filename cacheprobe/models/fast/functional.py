@@ -169,15 +169,13 @@ def call_listeners(listeners: Listeners, site: str, layer: int, value: Tensor) -
 
 
 def affine(product: Product, module: LiveModule) -> Affine:
-    """Returns a linear layer as a function of its input. The function keeps the layer's present weight and bias
-    tensors."""
+    """Returns a linear layer as a function of its input. The function keeps the layer's present tensors."""
     weight, bias = module.weight, module.bias
     return lambda values: product(values, weight, bias)
 
 
 def _rms_norm(values: Tensor, norm: _Norm) -> Tensor:
-    """Returns RMSNorm of `values`: the mean square is computed in float32 (in float64 for float64 input), the product
-    with the weight in the dtype of `values`."""
+    """Returns the RMSNorm of `values` [..., m], in the dtype of `values`."""
     wide = values if values.dtype == torch.float64 else values.float()
     scale = wide.pow(2).mean(-1, keepdim=True).add_(norm.eps).rsqrt_()
     scaled = wide.mul_(scale) if wide is not values else wide * scale
@@ -185,8 +183,7 @@ def _rms_norm(values: Tensor, norm: _Norm) -> Tensor:
 
 
 def _rotation(cos: Tensor, sin: Tensor) -> Rotation:
-    """Returns (cos, sin) for `_rotated`, [b, t, 1, d] each. The first half of sin is negated, so that `_rotated` need
-    not negate half of its values: (-x) s equals x (-s), bit for bit."""
+    """Returns (cos, sin) for `_rotated`, [b, t, 1, d] each; the first half of each vector of sin is negated."""
     first, second = sin.chunk(2, -1)
     return cos[:, :, None], torch.cat((-first, second), -1)[:, :, None]
 
@@ -205,8 +202,7 @@ def _compiled_norm(compiled: CompiledBlock, values: Tensor, norm: _Norm) -> Tens
 
 
 def _compiled_rotated(compiled: CompiledBlock, q: Tensor, k: Tensor, rotation: Rotation) -> Sequence[Tensor]:
-    """Rotates queries and keys with compiled code and returns both. May overwrite the arguments, which are new tensors
-    that no other code uses."""
+    """Returns queries and keys rotated by compiled code. May overwrite the arguments."""
     return compiled.turn_(q.contiguous(), *rotation), compiled.turn_(k.contiguous(), *rotation)
 
 

@@ -61,8 +61,7 @@ class FunctionalGPT(FunctionalForward):
 
     @staticmethod
     def takes(model: LiveModule) -> bool:
-        """Returns True if `model` is a GPT-NeoX, or a GPT-2 without cross-attention, and uses cacheprobe's
-        attention."""
+        """Returns True if `model` is a GPT-NeoX, or a GPT-2 without cross-attention, on cacheprobe's attention."""
         config, name = model.config, type(model).__name__
         is_plain = name == "GPTNeoXForCausalLM" or (name == "GPT2LMHeadModel" and not config.add_cross_attention)
         return is_plain and config._attn_implementation == ATTENTION
@@ -91,8 +90,7 @@ class FunctionalGPT(FunctionalForward):
         return mlp_out + attended + stream if self.is_parallel else mlp_out + after_attention
 
     def _heads(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (queries, keys, values), [b, h, t, d] each, from the output of the joint projection. GPT-NeoX stores
-        the three side by side within each head."""
+        """Returns (queries, keys, values), [b, h, t, d] each, from the output of the joint projection."""
         if self.is_neox:
             q, k, v = joint.unflatten(-1, (self.heads, -1)).transpose(1, 2).chunk(3, -1)
         else:
@@ -142,8 +140,7 @@ def _norm(module: LiveModule) -> Affine:
 
 
 def _rotated(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns queries or keys [b, h, t, d] with the first numbers of each head rotated by position and the others
-    unchanged (partial rotary embedding)."""
+    """Returns queries or keys [b, h, t, d] with the first numbers of each head rotated by position."""
     cos, sin = cos[:, None], sin[:, None]
     to_rotate, rest = values[..., : cos.shape[-1]], values[..., cos.shape[-1] :]
     first, second = to_rotate.chunk(2, -1)

@@ -44,8 +44,7 @@ class HookedHF(BridgeMembers):
 
     def __init__(self, origin: BridgeLM, functional: bool = True) -> None:
         """Builds the plain model around the weights of the BridgeLM `origin`. functional: compute without modules in
-        every forward that `_functional_forward` allows; False always calls the modules. Results have the same bits
-        either way.
+        forwards that `_functional_forward` allows; False calls the modules. Results have the same bits either way.
 
         Raises: ModelError if the bridge's weights were processed, or if a hook of the bridge matches no module of the
         model.
@@ -118,9 +117,7 @@ class HookedHF(BridgeMembers):
             return self._run_modules(token_ids, inputs, num_layers, logit_slots)
 
     def _functional_forward(self, cache: KVCache, cache_rows: Sequence[int]) -> FunctionalForward | None:
-        """Returns the FunctionalForward, which calls no modules. Returns None if functional=False, if no
-        FunctionalForward takes the model, if a hook needs the modules, or if cache surgery hides slots of `cache_rows`
-        in single layers or heads."""
+        """Returns the FunctionalForward, which calls no modules; None if the pass needs the modules."""
         if self._functional_class is None or not self._has_capture_hooks_only or cache.head_masks.concern(cache_rows):
             return None
         if self._functional is None:
@@ -130,8 +127,8 @@ class HookedHF(BridgeMembers):
     def _run_modules(
         self, token_ids: Tensor, inputs: ForwardInputs, num_layers: int | None, logit_slots: Sequence[int] | None
     ) -> Tensor:
-        """Runs the plain model and returns its logits [b, t, v], or only those of the token indices `logit_slots`, if
-        given. If `num_layers` is given, runs only that many blocks and returns the residual stream."""
+        """Returns the plain model's logits [b, t, v] (only those at `logit_slots`, if given), or the residual stream
+        [b, t, m] after `num_layers` blocks, if given."""
         if num_layers is None:
             choice = self.logit_choice(logit_slots)
             logits = self.model(token_ids, use_cache=True, **inputs, **choice).logits
@@ -153,8 +150,8 @@ class HookedHF(BridgeMembers):
 
     @contextmanager
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
-        """Returns a context manager. Inside its `with`, a forward calls `sink(site, layer, activation)` for each
-        (site, layer) pair of `sites` whose layer it runs. At the end only these hooks are removed."""
+        """Returns a context manager. Inside its `with`, a forward calls `sink(site, layer, activation)` for each (site,
+        layer) pair of `sites` whose layer it runs. Raises: ModelError for a site that the model lacks."""
         missing = [one for one in sites if one not in self._places.of_sites and one[0] not in HEAD_SITES]
         if missing:
             raise ModelError(f"{self.name} has no site {missing[0][0]} at layer {missing[0][1]}")
@@ -173,8 +170,7 @@ class HookedHF(BridgeMembers):
 
     @property
     def _has_capture_hooks_only(self) -> bool:
-        """True if all PyTorch hooks on the plain model are capture hooks at sites that the forward without modules also
-        reports (pre, S, T, C)."""
+        """True if all PyTorch hooks on the plain model are capture hooks at sites pre, S, T and C."""
         num_hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in self._modules)
         return num_hooks == sum(map(len, self._listeners.values()))
 
@@ -186,13 +182,12 @@ class HookedHF(BridgeMembers):
 
     @contextmanager
     def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
-        """Returns a context manager. Inside its `with`, every forward calls `edit(site, layer, activation)` for each
-        (site, layer) pair of `sites`. A returned tensor replaces the activation; None leaves the activation unchanged.
-        At the end only these hooks are removed."""
+        """Returns a context manager. Inside its `with`, a forward calls `edit(site, layer, activation)` for each (site,
+        layer) pair of `sites` whose layer it runs. A returned tensor replaces the activation; None leaves the
+        activation unchanged."""
 
         def edit_heads(site: str, layer: int, value: Tensor) -> Tensor | None:
-            """Calls `edit` and returns its result. At site z, the activation is split by head before the call, and the
-            result is joined again."""
+            """Returns the result of `edit`; at site z, `edit` gets the activation split by head."""
             if site != HEADS:
                 return edit(site, layer, value)
             edited = edit(site, layer, value.unflatten(-1, self.head_shape))

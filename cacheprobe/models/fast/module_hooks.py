@@ -19,8 +19,7 @@ def change(place: ModulePoint, edit: Callable[[Tensor], Tensor | None]) -> Remov
     if point == OUTPUT_POINT:
 
         def on_output(module: nn.Module, args: tuple[ModuleValue, ...], output: ModuleValue) -> ModuleValue:
-            """Returns the module's output with the first tensor edited; None (PyTorch changes nothing) if `edit`
-            returned None."""
+            """Returns the module's output with its first tensor edited; None if `edit` returned None."""
             if not isinstance(output, tuple):
                 return edit(output)
             edited = edit(output[0])
@@ -29,8 +28,7 @@ def change(place: ModulePoint, edit: Callable[[Tensor], Tensor | None]) -> Remov
         return module.register_forward_hook(on_output)
 
     def on_input(module: nn.Module, args: tuple[ModuleValue, ...], kwargs: dict[str, ModuleValue]) -> _Inputs | None:
-        """Returns (args, kwargs) of the module with the first tensor edited; None (PyTorch changes nothing) if `edit`
-        returned None."""
+        """Returns (args, kwargs) of the module with the first tensor edited; None if `edit` returned None."""
         edited = edit(args[0] if args else kwargs["hidden_states"])
         if edited is None:
             return None

@@ -71,9 +71,8 @@ class Places:
         return points[name]
 
     def _place(self, point: HookPoint, name: str) -> ModulePoint:
-        """Returns (module of the plain model, side) of a hook point: the hook point names a component of the bridge,
-        and the component wraps a Hugging Face module. Raises: ModelError if the hook point belongs to no module of the
-        plain model."""
+        """Returns (module of the plain model, side) of a hook point of the bridge. Raises: ModelError if the hook point
+        belongs to no module of the plain model."""
         component, _, end = str(point.name).rpartition(".")
         original = self._origin.bridge.get_submodule(component)._modules.get(WRAPPED)
         path = self._weights.path_of(original)
@@ -85,8 +84,7 @@ class Places:
 
 
 def head_cut(origin: BridgeLM, site: str, layer: int) -> Cut:
-    """Returns the function that splits a projection's tensor [b, t, w] into heads [b, t, h, d], for a projection that
-    computes only `site` (q, k, v or z)."""
+    """Returns the function that splits a module's tensor [b, t, w] for site q, k, v or z into heads [b, t, h, d]."""
     (heads, _), (kv_heads, key_width, value_width) = origin.head_shape, origin.layer_shapes[layer]
     shapes = {"q": (heads, key_width), "k": (kv_heads, key_width), "v": (kv_heads, value_width)}
     return partial(_unflatten, {**shapes, HEADS: (heads, value_width)}[site])

@@ -154,8 +154,7 @@ def file_sha256(path: Path) -> str:
 
 
 def _read_pairs(directory: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns the LoRA matrices of an adapter's safetensors file as a dictionary: module path -> (A [rank, in], B [out,
-    rank]). Raises: ModelError for a missing or broken file, or for other tensors in the file."""
+    """Returns a dictionary: module path -> its two LoRA matrices (A [rank, in], B [out, rank])."""
     path = directory / WEIGHTS
     if not path.is_file():
         pickled = (

@@ -25,8 +25,7 @@ _UNKNOWN_TERMS = ("s_aux", "sinks", "position_bias", "cache", "head_mask")
 
 
 class _Calls:
-    """Holds, for the current forward, the `reach` (slots that each request's attention covers) and the number of layers
-    that have used cacheprobe's attention."""
+    """Holds the `reach` of the current forward, and the number of layers that have used cacheprobe's attention."""
 
     def __init__(self, reach: Reach | None) -> None:
         self.reach, self.count = reach, 0
@@ -85,9 +84,8 @@ def _interface(
     softcap: float | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Computes attention for transformers (AttentionInterface) from queries [b, h, t, d] and keys and values [b, g, s,
-    d]. Returns (outputs [b, t, h, d], None). Raises: ModelError without a mask, and for terms that are not
-    supported."""
+    """Computes attention for transformers from queries [b, h, t, d] and keys and values [b, g, s, d]; returns (outputs
+    [b, t, h, d], None)."""
     if unknown := [name for name in _UNKNOWN_TERMS if others.get(name) is not None]:
         raise ModelError(f"{type(module).__name__} attends with {unknown[0]}, which is not computed here")
     if attention_mask is None:

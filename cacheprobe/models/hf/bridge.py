@@ -109,8 +109,7 @@ class BridgeLM(HookedLM):
     @cached_property
     @one_at_a_time()
     def _layers_seen(self) -> ShapeProbe:
-        """Shapes and devices of all layers' keys and values (a ShapeProbe), from one short forward at the first access.
-        Raises: ModelError if a layer has no keys and values."""
+        """Shapes and devices of all layers' keys and values (a ShapeProbe). The first access runs a short forward."""
         probe = ShapeProbe()
         zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         mask = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
@@ -248,12 +247,7 @@ class BridgeLM(HookedLM):
 
 
 def _keep_dtype_when_rotated(points: dict[str, HookPoint], dtype: torch.dtype) -> None:
-    """Adds permanent hooks that round queries and keys to the model's dtype after the rotary embedding, as transformers
-    does. points: the bridge's hook points by name.
-
-    If the rotary table is in float32 (Olmo2), the bridge leaves queries and keys in float32, and products with our
-    16-bit values fail.
-    """
+    """Adds permanent hooks to `points` that round queries and keys to `dtype` after the rotary embedding."""
 
     def rounded(tensor: Tensor, *, hook: HookPoint) -> Tensor | None:
         """Returns the tensor in the model's dtype; None if the tensor has that dtype already."""

@@ -42,12 +42,12 @@ class KVCacheLayer(CacheLayerMixin):
         return self._cache.write(self._layer, key_states, value_states)
 
     def get_seq_length(self) -> NoReturn:
-        """Raises: RuntimeError always, because sequences of one batch have different lengths: callers must pass
+        """Raises: RuntimeError, because sequences of one batch have different lengths: callers must pass
         position_ids."""
         raise RuntimeError("position_ids must be passed with a KVCacheAdapter: rows have lengths of their own")
 
     def get_mask_sizes(self, query_length: int) -> NoReturn:
-        """Raises: RuntimeError always, because callers must pass a 4-D attention mask."""
+        """Raises: RuntimeError, because callers must pass a 4-D attention mask."""
         raise RuntimeError("a 4-D attention mask must be passed with a KVCacheAdapter")
 
     def get_max_length(self) -> int:
@@ -69,8 +69,7 @@ first.)"""
 
 
 class ForwardInputs(TypedDict):
-    """Holds the keyword arguments of a Hugging Face forward over our KVCache: cache, mask and positions (a
-    TypedDict)."""
+    """Holds the keyword arguments of a Hugging Face forward over our KVCache (a TypedDict)."""
 
     past_key_values: KVCacheAdapter
     attention_mask: LiveMasks

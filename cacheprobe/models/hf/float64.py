@@ -20,8 +20,7 @@ def keeping_float64(dtype: torch.dtype) -> AbstractContextManager[object]:
 
 
 class _KeepingFloat64(TorchFunctionMode):
-    """Changes torch calls inside its `with`: a call on a float64 tensor that names float32, such as a conversion, sum
-    or softmax, gives float64. A call that takes float32 from another tensor is not changed."""
+    """Changes torch calls inside its `with`: a call on a float64 tensor that names float32 gives float64."""
 
     def __torch_function__(
         self,

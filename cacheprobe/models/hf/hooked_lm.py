@@ -32,8 +32,8 @@ class HookedLM(TokenText, ABC):
     """(checksum of the weights, SHA-256 of the weights at that checksum); empty texts before the first use."""
 
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> AbstractContextManager[None]:
-        """Returns a context manager. Inside its `with`, every forward calls `sink(site, layer, activation)` for each
-        (site, layer) pair of `sites`. At the end only these hooks are removed."""
+        """Returns a context manager. Inside its `with`, a forward calls `sink(site, layer, activation)` for each (site,
+        layer) pair of `sites` whose layer it runs. At the end only these hooks are removed."""
 
         def keep(site: str, layer: int, value: Tensor) -> None:
             """Calls the sink and returns None, so that the activation stays unchanged."""
@@ -42,9 +42,9 @@ class HookedLM(TokenText, ABC):
         return self._hooked(sites, keep)
 
     def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> AbstractContextManager[None]:
-        """Returns a context manager. Inside its `with`, every forward calls `edit(site, layer, activation)` for each
-        (site, layer) pair of `sites`. A returned tensor replaces the activation; None leaves the activation
-        unchanged."""
+        """Returns a context manager. Inside its `with`, a forward calls `edit(site, layer, activation)` for each (site,
+        layer) pair of `sites` whose layer it runs. A returned tensor replaces the activation; None leaves the
+        activation unchanged."""
         return self._hooked(sites, edit)
 
     @contextmanager
@@ -82,8 +82,7 @@ class HookedLM(TokenText, ABC):
 
     @property
     def weights_checksum(self) -> str:
-        """Checksum of all parameters as hex text, computed at every access, to notice edits of any parameter, also
-        through `weight.data`."""
+        """Checksum of all parameters as hex text, computed at every access."""
         return checksum_of(self._named_weights())
 
     @property

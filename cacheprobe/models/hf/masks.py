@@ -20,10 +20,8 @@ def attention_masks(
     the config lists kinds of layers and some slide, returns a dictionary of two masks, "full_attention" and
     "sliding_attention".
 
-    The mask is [b, h, t, s] if cache surgery hides slots in some layers or heads only.
-    The mask is causal; windowed if every layer slides (Mistral); one mask for each kind of layer if the config lists
-    `layer_types` (Qwen2, Qwen3, Gemma2, Gemma3). Hugging Face uses a 4-D mask unchanged and adds no window, so a plain
-    causal mask would be wrong beyond the window, without an error.
+    The mask is [b, h, t, s] if cache surgery hides slots in some layers or heads only. Hugging Face uses a 4-D mask
+    unchanged and adds no window, so a plain causal mask would be wrong beyond the window, without an error.
     Twin: transformers' own masks in an uncached forward; models.checks compares the logits at load.
     """
     heads = int(config.num_attention_heads)

@@ -70,8 +70,7 @@ class SharedWeights:
 
     @property
     def is_current(self) -> bool:
-        """True if the wrapped modules still have the same parameter and buffer objects as at the last `bind`. Cheap:
-        read before every forward."""
+        """True if the wrapped modules still have the same parameter and buffer objects as at the last `bind`."""
         return all(tensors.get(name) is tensor for tensors, name, tensor in self._taken)
 
     def path_of(self, original: nn.Module | None) -> str | None:
@@ -99,8 +98,8 @@ def plain_path(name: str) -> str:
 def _take_tensors(
     source: nn.Module, target: nn.Module, path: str
 ) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
-    """Puts every parameter and buffer of module `source` into module `target`, without copying. Returns a list of
-    (dictionary of `source` that contains the tensor, name, tensor). Raises: ModelError if the names do not match."""
+    """Puts the parameters and buffers of module `source` into module `target`, without copying. Returns a list of
+    (dictionary of `source`, name, tensor)."""
     source_tensors = [
         (vars(source)[kind], name, tensor)
         for kind in _TENSORS
@@ -121,8 +120,7 @@ def _take_tensors(
 
 
 def _pairs(source: LiveModule, target: LiveModule, path: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Yields (path, wrapped module, plain module) for all modules of a wrapped model and its plain copy, parents first.
-    Raises: ModelError if the two trees differ, or if a wrapped module's forward was replaced."""
+    """Yields (path, wrapped module, plain module) for the modules of a wrapped model and its plain copy."""
     while WRAPPED in source._modules:
         source = source._modules[WRAPPED]
     if type(source) is not type(target):

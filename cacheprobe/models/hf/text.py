@@ -30,8 +30,7 @@ class TokenText:
         return self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns a list with the text of each token id, decoded alone; "<17>" for token 17 if the model has no
-        tokenizer."""
+        """Returns a list with the text of each token id, decoded alone; "<17>" for token 17 without a tokenizer."""
         if self.tokenizer is None:
             return [f"<{token_id}>" for token_id in token_ids]
         for t in set(token_ids) - self._texts.keys():

@@ -78,8 +78,7 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Computes multi-head attention over the keys and values that a Memory supplies, with TransformerLens' hook
-    points."""
+    """Computes multi-head attention over the keys and values that a Memory supplies, with hook points."""
 
     def __init__(self, config: ThinkingConfig, layer: int) -> None:
         super().__init__()

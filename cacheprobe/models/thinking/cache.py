@@ -80,8 +80,7 @@ def cache_memory(config: ThinkingConfig, cache: KVCache, positions: Tensor) -> M
     bias = cache.mask_by_layer(bias, config.n_heads)
 
     def memory(layer: int, keys: Tensor, values: Tensor) -> Remembered:
-        """Writes a layer's new keys and values to the cache. Returns all cached keys and values, the mask, and the
-        `reach` of this forward."""
+        """Writes a layer's new keys and values. Returns all cached keys and values, the mask, and `cache.reach`."""
         return *cache.write(layer, keys, values), bias, cache.reach
 
     return memory

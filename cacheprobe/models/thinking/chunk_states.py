@@ -19,8 +19,7 @@ class ChunkStates:
         self._points = [point for name, point in model.hook_dict.items() if name.startswith("compression")]
 
     def of(self, thought_ids: tuple[int, ...]) -> Tensor:
-        """Returns the chunk state [c, m] of one thought, given by its token ids; computes the state only if it is not
-        kept yet."""
+        """Returns the chunk state [c, m] of one thought, given by its token ids; computed only if not kept yet."""
         if thought_ids not in self._kept:
             config = self.model.config
             width = max(len(thought_ids), config.max_thought)

@@ -26,8 +26,8 @@ from cacheprobe.tasks.words import encode_strictly
 
 
 class ThinkingLM(HookedLM):
-    """Runs a ThinkingModel on our KVCache, as a CachedLM. Each forward also writes the thoughts of the prompt chunks
-    that end in that forward; with think_while_decoding, those of generated chunks too.
+    """Runs a ThinkingModel on our KVCache, as a CachedLM. If the model has thoughts, each forward writes those of the
+    prompt chunks that end in that forward; with think_while_decoding, those of generated chunks too.
 
     Text prompts are padded in front to whole chunks. If a prompt of token ids does not fill its last chunk, that chunk
     writes no thought. Each thought is decoded by itself in one fixed shape, so its bits depend only on its chunk.
@@ -141,9 +141,9 @@ class ThinkingLM(HookedLM):
 
     @contextmanager
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
-        """Returns a context manager. Inside its `with`, every forward calls `sink(site, layer, activation)` for each
-        (site, layer) pair of `sites`, after the last block has run. Layers that run in several rounds give the last
-        round's activation."""
+        """Returns a context manager. Inside its `with`, a forward calls `sink(site, layer, activation)` for each (site,
+        layer) pair of `sites` whose layer it runs, after its last block. Layers that run in several rounds give the
+        last round's activation."""
         captured: dict[tuple[str, int], Tensor] = {}
 
         def capture(site: str, layer: int, value: Tensor) -> None:
@@ -159,8 +159,7 @@ class ThinkingLM(HookedLM):
                 self._captures = [other for other in self._captures if other is not own]
 
     def _check_sites(self, sites: Sequence[tuple[str, int]]) -> None:
-        """Raises: ModelError for a site without a hook, and for the site of attention patterns, whose capture would
-        change bits."""
+        """Raises: ModelError for a site without a hook, and for the site of attention patterns."""
         if any(site == PATTERN for site, _ in sites):  # it would be computed apart, and other bits with it
             raise ModelError(f"{self.name} attends without forming a pattern, so none can be kept; leave out 'pattern'")
         super()._check_sites(sites)

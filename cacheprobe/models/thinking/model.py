@@ -47,8 +47,8 @@ class ThinkingBlock(nn.Module):
         return self.hook_logits(self.unembed(self.ln_final(x[:, hidden.shape[1] - 1 :])))
 
     def _memory(self, prefix: int, positions: Tensor) -> Memory:
-        """Returns the Memory for the layers of the thinking block: a function (layer, keys, values) that returns the
-        same keys and values, and the attention mask. prefix: number of positions that belong to H."""
+        """Returns the Memory for the layers of the thinking block: a function that returns the given keys and values,
+        and the attention mask. prefix: number of positions that belong to H."""
         if self.config.positions != "alibi" and not self.config.bidirectional_prefix:
             return at_hand
         bias = attention_bias(self.config, positions, positions, None)
@@ -130,8 +130,7 @@ def _new_decoder(config: ThinkingConfig, num_layers: int) -> tuple[nn.ModuleList
 
 
 def _scale(part: nn.Module, config: ThinkingConfig) -> None:
-    """Initialises the matrices of `part` (except learned queries) in place, like GPT-2: normal with std 0.02 x sqrt(768
-    / d_model), divided by sqrt(2 n_layers) for layers that write to the residual stream."""
+    """Initialises the matrices of `part`, except learned queries, in place, at random, scaled as in GPT-2."""
     std = 0.02 * (768 / config.d_model) ** 0.5
     for name, weight in part.named_parameters():
         if weight.dim() == 2 and not name.endswith("queries"):
@@ -202,8 +201,7 @@ class ThinkingModel(HookedRootModule):
         return self.run_blocks(hidden, self.config.l_out, self.config.n_layers, positions, memory)
 
     def run_blocks(self, x: Tensor, first: int, last: int, positions: Tensor, memory: Memory) -> Tensor:
-        """Returns the residual stream [b, t, m] after running the blocks from number `first` up to, but not including,
-        `last`."""
+        """Returns the residual stream [b, t, m] after running blocks `first` to `last` - 1 on x."""
         for block in self.blocks[first:last]:
             x = block(x, positions, memory)
         return x
@@ -220,8 +218,7 @@ class ThinkingModel(HookedRootModule):
         return logits
 
     def compress(self, thought_ids: Int[Tensor, "n r"]) -> Float[Tensor, "n c m"]:
-        """Returns the compression block's chunk states [n, c, m] of thoughts, given as token ids [n, r] padded at the
-        end."""
+        """Returns the chunk states [n, c, m] of thoughts, given as token ids [n, r] padded at the end."""
         padded = pad_in_front(thought_ids, max(self.config.chunk, thought_ids.shape[1]), self.config.pad_id)
         return self.compression(self.embed(padded), (padded != self.config.pad_id).long())
 
@@ -262,8 +259,8 @@ class ThinkingModel(HookedRootModule):
         return logits, rearrange(thought_logits, "(b k) r v -> b k r v", b=b)
 
     def _check_shape(self, thoughts: Int[Tensor, "b k r"], length: int) -> None:
-        """Raises: ModelError for thoughts with more tokens than max_thought, or more chunks than a text of `length`
-        tokens has."""
+        """Raises: ModelError for thoughts with more tokens than max_thought, or more chunks than `length` tokens
+        have."""
         _, k, r = thoughts.shape
         c, longest = self.config.chunk, self.config.max_thought
         if r > longest:
@@ -296,8 +293,8 @@ class ThinkingModel(HookedRootModule):
         return out[:, :length]
 
     def _whole(self, positions: Tensor, bias: Tensor | None) -> Memory:
-        """Returns the Memory of the parallel pass: a function (layer, keys, values) that returns the same keys and
-        values, and a causal mask with `bias` added; None as the mask stands for causal attention without more."""
+        """Returns the Memory of the parallel pass: a function that returns the given keys and values, and a causal mask
+        with `bias` added (None stands for plain causal attention)."""
         if self.config.positions != "alibi" and self.config.attention_window is None and bias is None:
             return at_hand
         own = attention_bias(self.config, positions, positions, self.config.attention_window)

@@ -116,8 +116,7 @@ def _shapes_of(config: LiveConfig) -> dict[str, LiveConfig]:
 
 
 def _check_config(backbone: LiveModule, config: ThinkingConfig) -> None:
-    """Raises: ModelError if a ThinkingConfig disagrees with its backbone, or if the thinking block would copy more
-    layers than the backbone has."""
+    """Raises: ModelError if a ThinkingConfig does not fit its backbone."""
     for field, wanted in _shapes_of(backbone.config).items():
         if (given := getattr(config, field)) != wanted:
             raise ModelError(f"{field} is {wanted!r} in {type(backbone).__name__} and {given!r} in the config")
@@ -126,8 +125,8 @@ def _check_config(backbone: LiveModule, config: ThinkingConfig) -> None:
 
 
 def _parts_of(backbone: LiveModule, config: ThinkingConfig) -> ThinkingParts:
-    """Returns the ThinkingParts of a ThinkingPretrained: the backbone's own modules, and copies of its layers for the
-    thinking and compression blocks."""
+    """Returns the ThinkingParts of a ThinkingPretrained: the backbone's own modules, and a thinking and a compression
+    block copied from the backbone (both None without thoughts)."""
     decoder = backbone.model
 
     def wrapped(layers: Iterable[LiveModule]) -> nn.ModuleList:

@@ -86,8 +86,8 @@ class Rounds:
         return h
 
     def _chunk_ends(self) -> list[list[_ChunkEnd]]:
-        """Returns a list of lists of _ChunkEnd: for each batch index whose cache row is in use, the ends of the chunks
-        that must write a thought in this pass, in order of position."""
+        """Returns, for each batch index whose cache row is in use, a list of the _ChunkEnds in this pass at which a
+        thought must be written."""
         thinks = (self.positions + 1) % self.config.chunk == 0
         if not self.config.think_while_decoding:
             thinks &= self.positions < self.cache.prompt_lengths[list(self.cache_rows)][:, None]
@@ -98,8 +98,7 @@ class Rounds:
         ]
 
     def _added_states(self, row_index: Tensor) -> Tensor:
-        """Returns the chunk state to add at each position, [b, t, m]: that of the previous chunk's thought; S_1 (zero,
-        or learned) in the first chunk; zero if there is no thought, or if feeds_back is False."""
+        """Returns the chunk states [b, t, m] to add at the positions of this pass; zeros at positions without one."""
         config, positions, stored = self.config, self.positions, self.cache.chunk_states
         if not config.feeds_back:
             return stored.new_zeros(*positions.shape, config.d_model)
@@ -120,8 +119,7 @@ class Rounds:
 
     def _think(self, end: _ChunkEnd, hidden: Tensor) -> RowThought:
         """Generates the thought of one chunk greedily with the thinking block, and returns a RowThought. hidden: the
-        chunk's layer outputs H, [c, m]. All calls of the block have one shape, so the length of a thought does not
-        change bits."""
+        chunk's layer outputs H, [c, m]."""
         config = self.config
         ids: list[int] = []
         logprobs: list[float] = []

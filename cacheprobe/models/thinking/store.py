@@ -35,8 +35,7 @@ KEEP = (
 
 
 class StoredModel(TypedDict):
-    """Holds the content of a model folder's config.json: kind, ThinkingConfig, hashes, training record (a
-    TypedDict)."""
+    """Holds the content of a model folder's config.json: kind, ThinkingConfig, hashes, training record."""
 
     kind: str
     config: dict[str, object]

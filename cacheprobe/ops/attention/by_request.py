@@ -54,15 +54,15 @@ class SlotSpan:
     span: int
     first: int
     end: int
-    """The piece covers the new-token slots first .. end - 1 of the request's batch index."""
+    """The new-token slots first .. end - 1 of the request's batch index attend over this span."""
     slots: int
-    """Number of cache slots up to and including that of the piece's last token."""
+    """Number of cache slots up to and including that of the range's last token."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Holds the attention calls of one pass: for each batch index its pieces (`SlotSpan`), one call each. A batch index
-    whose result is never read has none."""
+    """Holds the attention calls of one pass: for each batch index a tuple of `SlotSpan`s, one call each. The tuple is
+    empty for a batch index whose result is never read."""
 
     pieces: tuple[tuple[SlotSpan, ...], ...]
     _masks: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
@@ -75,7 +75,7 @@ class Reach:
 
     def mask(self, mask: Tensor, row: int, span: int, repeats: int) -> Tensor:
         """Returns the additive mask [1, 1 or g, r * t, span] of one attention call, cut from a mask [b, 1 or h, t, s].
-        r = h / g query heads share a key head. A mask shared by all heads is cached."""
+        r = h / g query heads share a key head."""
         if mask.shape[1] > 1:  # some heads have masks of their own, which differ between layers
             return mask[row : row + 1, :, :, :span].reshape(1, -1, repeats * mask.shape[2], span)
         key = id(mask), row, span
@@ -132,7 +132,7 @@ def attend_by_request(
     torch calls or in compiled loops), so that its bits do not depend on the batch. mask: [b, 1 or h, t, s], additive.
 
     cached: gives a request's keys and values.  reach: the calls. Query heads that share a key head are folded into the
-    rows of one call. A batch index without a piece gives zeros. A call with little work always runs on one thread.
+    rows of one call. A batch index without a call gives zeros.
     Twin: ops.attention.cached.cached_attention, close: sums are ordered otherwise.
     """
     if softcap is None and serves(q) and (rows := [row for row, pieces in enumerate(reach.pieces) if pieces]):
@@ -189,8 +189,7 @@ def attend_together(
 
 
 def _softcapped(softcap: float) -> Callable[..., Tensor]:
-    """Returns an attention function whose scores are limited to +-softcap. Source: Gemma 2 (arXiv 2408.00118), section
-    2."""
+    """Returns an attention function whose scores are limited to +-softcap. Source: Gemma 2 (arXiv 2408.00118)."""
 
     def attend(q: Tensor, keys: Tensor, values: Tensor, *, attn_mask: Tensor, scale: float | None) -> Tensor:
         """Returns softcapped attention outputs [b, h, t, d] of queries q [b, h, t, d]."""
@@ -211,8 +210,7 @@ def _elements(first: Tensor, other: Tensor) -> int:
 
 
 class _Threads:
-    """Sets torch's number of threads for each attention call on a CPU (one for little work, else all), and restores it
-    at the end of the `with`."""
+    """Sets torch's number of threads for attention calls on a CPU, and restores it at the end of the `with`."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cpu = device.type == "cpu"
@@ -224,8 +222,7 @@ class _Threads:
         return self
 
     def take(self, work: int) -> None:
-        """Sets the number of threads for the next call. work: its multiplications, a number that depends only on the
-        request."""
+        """Sets torch's number of threads for an attention call with `work` multiplications on a CPU."""
         wanted = 1 if self._is_cpu and work <= _ONE_THREAD_WORK else self._all
         if wanted != self._now:
             torch.set_num_threads(wanted)

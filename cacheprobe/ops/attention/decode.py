@@ -89,8 +89,8 @@ def decode_attention(
 
 
 def _require_readable(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, places: NDArray[np.int64]) -> None:
-    """Checks dtypes, mask shape, last strides and the slot numbers in `places` for the compiled loops, which read
-    memory without checks. Raises: ValueError for a wrong one."""
+    """Checks the arguments of `decode_attention`: dtypes, mask shape, last strides and slot numbers. Raises: ValueError
+    for a wrong one."""
     if {keys.dtype, values.dtype, mask.dtype} != {q.dtype}:
         raise ValueError(
             f"keys of {keys.dtype}, values of {values.dtype} and mask of {mask.dtype}, queries of {q.dtype}"
@@ -107,11 +107,8 @@ def _require_readable(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, pla
 
 @cache
 def _find_thread_runner() -> "Callable[[int | None, int, int, int], None] | None":
-    """Returns OpenMP's function GOMP_parallel, which runs a function on the threads of torch's own operations; None if
-    torch's lib folder has no libgomp.
-
-    A separate thread pool of numba would compete with torch's threads, which wait by spinning.
-    """
+    """Returns OpenMP's function GOMP_parallel, which runs a function on several threads, from torch's own libgomp; None
+    if torch's lib folder has no libgomp."""
     for path in (Path(torch.__file__).parent / "lib").glob("libgomp*"):
         start = ctypes.CDLL(str(path)).GOMP_parallel
         start.argtypes, start.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None

@@ -35,8 +35,7 @@ def _pointer(_typing, _address):
 @intrinsic
 @no_type_check
 def _fetch_and_increment(_typing, _address):
-    """Returns the whole number at an address and adds one to it in memory, atomically: no two threads get the same
-    number."""
+    """Returns the whole number at an address, and adds one to the number in memory, atomically."""
 
     def make(_context, builder, _signature, args):
         """Emits LLVM code for the atomic increment."""
@@ -50,7 +49,7 @@ def _fetch_and_increment(_typing, _address):
 @intrinsic
 @no_type_check
 def _multiply_add(_typing, _a, _b, _c):
-    """Returns a * b + c of float32 numbers, rounded once: vector and scalar code then give the same bits."""
+    """Returns a * b + c of float32 numbers, rounded once."""
 
     def make(_context, builder, _signature, args):
         return builder.fma(*args)
@@ -80,8 +79,7 @@ def _(stored):
 
 @no_type_check
 def _store(out, at, value) -> None:
-    """Writes a float32 number to element `at` of `out`; for bfloat16, rounded to nearest, ties to even, as torch
-    rounds."""
+    """Writes a float32 number to element `at` of `out`; a bfloat16 is rounded to nearest, ties to even."""
     raise NotImplementedError("numba compiles the version below")
 
 
@@ -161,11 +159,8 @@ def _widen(stored, at, wide, count, scale) -> None:
 @njit
 @no_type_check
 def _attend(arrays, at, steps, sizes, scale) -> None:
-    """Computes the attention of one new token for one key head and all query heads that share it, and writes it to
-    `out`.
-
-    arrays: q, keys, values, mask, out.  at: first element in each of the five.  steps: distances in elements.
-    """
+    """Writes the attention output of one new token, for one key head and the query heads that share it, to `out`.
+    arrays: q, keys, values, mask, out. at: first element in each of the five."""
     (q, keys, values, mask, out), (of_q, of_key, of_value, of_mask, of_out) = arrays, at
     (key_step, value_step, mask_step, _), (repeats, _, depth, value_depth, slots, _) = steps, sizes
     query, vector = np.empty(repeats * depth, np.float32), np.empty(max(depth, value_depth), np.float32)
@@ -190,8 +185,8 @@ def _attend(arrays, at, steps, sizes, scale) -> None:
 @njit
 @no_type_check
 def _add_products(weights, at, rows, step, sums, counts) -> None:
-    """Adds weights[at + j] * row j to the first `counts[1]` numbers of `sums`, for j from 0 to counts[0] - 1 in this
-    order. step: elements from one row to the next."""
+    """Adds weights[at + j] * row j to the first counts[1] numbers of `sums`, for j = 0 to counts[0] - 1. step: elements
+    from one row to the next."""
     (num_rows, count), j = counts, 0
     while j + 4 <= num_rows:
         a, b, c, d = weights[at + j], weights[at + j + 1], weights[at + j + 2], weights[at + j + 3]
@@ -211,8 +206,8 @@ def _add_products(weights, at, rows, step, sums, counts) -> None:
 @njit
 @no_type_check
 def _attend_window(arrays, at, steps, sizes, scale) -> None:
-    """Computes the attention of several tokens at consecutive positions, each over the slots up to its own, for one key
-    head and all query heads that share it; writes the result to `out`."""
+    """Writes the attention outputs of several tokens at consecutive positions, for one key head and the query heads
+    that share it, to `out`."""
     (q, keys, values, mask, out), (of_q, of_key, of_value, of_mask, of_out) = arrays, at
     (key_step, value_step, mask_step, token_step), (repeats, width, depth, value_depth, slots, start) = steps, sizes
     query, vector = np.empty(depth, np.float32), np.empty(depth, np.float32)
@@ -241,8 +236,8 @@ def _attend_window(arrays, at, steps, sizes, scale) -> None:
 @njit
 @no_type_check
 def _run(call, q, keys, values, mask, out) -> None:
-    """Takes (request, key head) pairs from a counter that all threads share, and computes each pair's attention, until
-    no pair is left. call: the 22 numbers of `decode_attention`."""
+    """Computes the attention of (request, key head) pairs, taken from a counter that all threads share, until no pair
+    is left. call: the 22 numbers of `decode_attention`."""
     places = carray(_pointer(call[5]), (call[6], 5), np.int64)
     heads, groups, width, depth, value_depth = call[7], call[8], call[9], call[10], call[11]
     repeats, steps = heads // groups, (call[14], call[15], call[17], call[18])
@@ -267,8 +262,7 @@ def _run(call, q, keys, values, mask, out) -> None:
 
 
 def _compiled(function: Callable[..., None]) -> CFunc:
-    """Compiles a function so that it can be called by address. The result is cached on disk if numba has a folder to
-    write to."""
+    """Returns a function compiled by numba as a CFunc, which can be called by address."""
     try:
         return cfunc(types.void(types.voidptr), cache=True)(function)
     except RuntimeError:
@@ -278,7 +272,7 @@ def _compiled(function: Callable[..., None]) -> CFunc:
 @_compiled
 @no_type_check
 def work_on_float32(data) -> None:
-    """Runs in one thread of a float32 attention call: computes pairs of request and key head until none is left. data:
+    """Runs in one thread of a float32 attention call: computes (request, key head) pairs until none is left. data:
     address of the 22 whole numbers from `decode_attention`."""
     call = carray(data, (22,), np.int64)
     q, keys = carray(_pointer(call[0]), (1,), np.float32), carray(_pointer(call[1]), (1,), np.float32)

@@ -19,8 +19,8 @@ class CompiledBlock:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Compiles and tests the library, which is kept in `folder`. Raises: CompilerError if it cannot be compiled or
-        gives wrong results."""
+        """Loads the compiled library from `folder` (builds it there if absent) and tests it. Raises: CompilerError if
+        it cannot be built or gives wrong results."""
         loaded, self.digest = library("block.cpp", folder)
         self._norm, self._turn = loaded.cacheprobe_rms_norm, loaded.cacheprobe_turn
         self._norm.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 2 + [ctypes.c_float, ctypes.c_int]
@@ -65,8 +65,7 @@ def _contiguous_bfloat16(values: Tensor) -> Tensor:
 
 
 def _compare_with_torch(block: CompiledBlock) -> None:
-    """Compares the compiled norm and rotation with torch's at several widths, since compilers have bugs. Raises:
-    CompilerError."""
+    """Compares the compiled norm and rotation with torch's at several widths. Raises: CompilerError if they differ."""
     generator = torch.Generator().manual_seed(0)
     for width in (24, 64, 200):
         rows, weight, heads, cos, sin = (

@@ -80,8 +80,7 @@ def _compile(source: str, path: Path) -> None:
 
 
 def _processor() -> str:
-    """Returns, as text, the processor's name and features, on which -march=native depends: a cache folder that machines
-    share then holds one library for each kind of processor."""
+    """Returns text with the machine type and the processor's name and features."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

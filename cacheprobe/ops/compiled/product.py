@@ -18,8 +18,8 @@ class CompiledProduct:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Compiles and tests the library, which is kept in `folder`. Raises: CompilerError if it cannot be compiled or
-        gives wrong results."""
+        """Loads the compiled library from `folder` (builds it there if absent) and tests it. Raises: CompilerError if
+        it cannot be built or gives wrong results."""
         loaded, self.digest = library("product.cpp", folder)
         self._run = loaded.cacheprobe_product
         self._run.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3 + [ctypes.c_int]
@@ -56,8 +56,7 @@ class CompiledProduct:
 
 
 def _compare_with_torch(product: CompiledProduct) -> None:
-    """Compares the compiled product with torch's float32 product at several shapes, since compilers have bugs. Raises:
-    CompilerError."""
+    """Compares the compiled product with torch's at several shapes. Raises: CompilerError if they differ."""
     generator = torch.Generator().manual_seed(0)
     for rows, inner, width in ((1, 64, 16), (7, 100, 37), (31, 24, 19), (300, 1000, 5)):
         values, weight, bias = (

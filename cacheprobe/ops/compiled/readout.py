@@ -23,8 +23,8 @@ class CompiledReadout:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Compiles and tests the library, which is kept in `folder`. Raises: CompilerError if it cannot be compiled or
-        gives wrong results."""
+        """Loads the compiled library from `folder` (builds it there if absent) and tests it. Raises: CompilerError if
+        it cannot be built or gives wrong results."""
         loaded, self.digest = library("readout.cpp", folder)
         self._run = loaded.cacheprobe_readout
         self._run.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_long] * 2 + [ctypes.c_int]
@@ -79,8 +79,7 @@ def compiled(folder: Path) -> Compiled:
 
 
 def _compare_with_torch(readout: CompiledReadout) -> None:
-    """Compares the compiled readout with torch's, on rows with ties and -inf logits. Raises: CompilerError if they
-    differ."""
+    """Compares the compiled readout with torch's on three rows. Raises: CompilerError if they differ."""
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).mul_(4).bfloat16()
     logits[1, 40:] = -torch.inf
     targets = torch.tensor([7, 30, -1])
