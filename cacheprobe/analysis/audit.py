@@ -130,8 +130,7 @@ def _history(trace: Trace, request: Request, events: pd.DataFrame) -> History:
 
 def _event_faults(trace: Trace, request: Request, events: pd.DataFrame, history: History) -> Iterator[str]:
     """Replays one request's events, and yields an error text for each contradiction. Adds text, roles and verdicts to
-    `history`.
-    """
+    `history`."""
     proposals: list[int] = []
     last_step = -1
     has_logprobs = "log-probabilities" not in trace.missing
@@ -174,12 +173,8 @@ def _event_faults(trace: Trace, request: Request, events: pd.DataFrame, history:
 def _verdict_faults(
     event: Line, history: History, proposals: list[int], committed: list[int], finish: str
 ) -> Iterator[str]:
-    """Yields an error text for each contradiction in one verdict, and adds the verdict and the roles of its tokens to
-    `history`.
-
-    event: a line of the events table with a draft_start.  proposals: the tokens drafted since the last verdict.
-    committed: tokens of this event.  finish: how the request ended.
-    """
+    """Yields an error text for each contradiction in one verdict. Adds the verdict and the roles of its tokens to
+    `history`."""
     draft, targets = _ints(event.draft_token_ids), _ints(event.target_token_ids)
     start, length = int(event.draft_start), len(history.text)
     accepted = -1 if pd.isna(event.num_accepted) else int(event.num_accepted)
@@ -216,11 +211,8 @@ def _verdict_faults(
 
 
 def _row_faults(trace: Trace, request: Request, history: History) -> Iterator[str]:
-    """Yields an error text for each row of a request that contradicts the request's events.
-
-    Also yields one for verify rows that differ from the verdict, and for committed rows that are missing.
-    history: must already be filled by `_event_faults`.
-    """
+    """Yields an error text for each contradiction between a request's rows and `history`, which `_event_faults` fills
+    before."""
     table = trace.row_table[trace.row_table.request_id == request.request_id]
     text, prompt = history.text, len(history.prompt)
     verify_rows: dict[int, list[tuple[int, int]]] = {}
@@ -263,8 +255,7 @@ def _step_faults(trace: Trace) -> Iterator[str]:
 
 
 def _text_faults(trace: Trace, texts: Callable[[Sequence[int]], list[str]]) -> Iterator[str]:
-    """Yields an error text for each token id whose text in the table of rows or lens readings differs from that of
-    `texts`."""
+    """Yields an error text for each token text in the rows or lens readings that differs from that of `texts`."""
     tables = [("rows", trace.row_table, "token_id", "token")]
     if trace.hypothesis_table is not None:
         both = (("token_id", "token"), ("committed_token_id", "committed_token"))
@@ -280,7 +271,7 @@ def _text_faults(trace: Trace, texts: Callable[[Sequence[int]], list[str]]) -> I
 
 
 def _null_fault(event: Line, name: str) -> str | None:
-    """Returns a sentence if the named field of an event without a verdict is not null; None if it is null."""
+    """Returns an error text if the named field of an event is not null; None if it is null."""
     value = getattr(event, name)
     return None if pd.isna(value) else f"{name} is {value} where no draft was verified"
 

@@ -14,8 +14,8 @@ _COPIED = ("request_id", "step", "phase", "role", "status", "position")
 
 
 def ledger_faults(trace: Trace, request: Request, verdicts: Mapping[int, tuple[int, int, list[int]]]) -> Iterator[str]:
-    """Yields an error text for each cache change of a request that no pass explains or that leaves a gap, and for
-    missing changes.
+    """Yields an error text for each fault of a request's cache changes, such as one that no pass explains, or a missing
+    one.
 
     After the request was preempted, unexplained changes are accepted, because the passes that rebuild its cache leave
     no rows. If the request's cache was edited, or the run used a snapshot, no change counts as unexplained or missing.
@@ -77,11 +77,8 @@ def _wanted_changes(
 
 
 def numbering_faults(trace: Trace) -> Iterator[str]:
-    """Yields an error text if row numbers are not 0, 1, 2, ..., if state_index values are wrong, or if passes ran
-    different numbers of layers.
-
-    Only prefill and verify passes must run equally many layers.
-    """
+    """Yields error texts, each to follow "rows: ", on row numbers that are not 0, 1, 2, ... and on wrong values of
+    state_index. Also yields one if prefill and verify passes ran different numbers of layers."""
     rows = trace.row_table
     if rows.row.tolist() != list(range(len(rows))):
         yield "are not numbered from 0 without gaps: a row is missing or stands twice"
@@ -96,8 +93,8 @@ def numbering_faults(trace: Trace) -> Iterator[str]:
 
 
 def hypothesis_faults(trace: Trace, texts: Mapping[int, Sequence[int]]) -> Iterator[str]:
-    """Yields an error text for each lens reading that contradicts its row or the committed text, and for missing
-    readings.
+    """Yields an error text for each contradiction between a lens reading and its row or the committed text, and for
+    missing readings.
 
     texts: prompt and committed token ids, by request.
     """
@@ -132,12 +129,8 @@ def hypothesis_faults(trace: Trace, texts: Mapping[int, Sequence[int]]) -> Itera
 
 
 def _missing_readings(trace: Trace, table: pd.DataFrame) -> Iterator[str]:
-    """Yields an error text for each row whose number of readings is not the number of captured layers that ran for the
-    row, and one if a row has two readings of one layer.
-
-    Only rows that the lens had to read are checked: those that predict a generated token (or any, with
-    prompt_hypotheses) and pass the capture filters.
-    """
+    """Yields an error text for each row with another number of readings than of captured layers that ran, and one if a
+    row has two readings of one layer."""
     rows, capture = trace.row_table, trace.meta["capture"]
     prompts = rows.request_id.map({r.request_id: r.num_prompt_tokens for r in trace.requests})
     is_read = (rows.position >= prompts - 1) | bool(capture["prompt_hypotheses"])

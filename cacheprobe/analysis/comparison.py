@@ -14,8 +14,8 @@ _READING = ["token_id", "logprob_nats", "entropy_nats", "rank", "committed_logpr
 
 @dataclass(frozen=True, slots=True)
 class RequestDifference:
-    """Describes how one request differs between two runs: not at all, in its prompt, its tokens or its
-    log-probabilities, or because one run lacks the request."""
+    """Describes how one request differs between two runs: the kind of difference (`what`), and the place of the first
+    difference among the generated tokens."""
 
     request_id: int
     what: str
@@ -85,7 +85,7 @@ def first_reading_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[
 
 
 def _logprobs(events: pd.DataFrame) -> dict[int, list[float]]:
-    """Returns the log-probabilities of each request's committed tokens, in order: a dict of lists by request id."""
+    """Returns a dict request id -> list of the log-probabilities of the request's committed tokens, in order."""
     by_request: dict[int, list[float]] = {}
     for request_id, nats in zip(events.request_id, events.committed_logprobs_nats, strict=True):
         by_request.setdefault(int(request_id), []).extend(float(x) for x in nats)

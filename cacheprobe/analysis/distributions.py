@@ -67,7 +67,7 @@ def divergences(
 def _divergences_of(
     model: CachedLM, lens: Lens, states: Float[Tensor, "l n m"], layers: list[int], rows: pd.DataFrame, last: int
 ) -> pd.DataFrame:
-    """Returns the lines of `divergences` for the given layers and rows, as a DataFrame, from one call of the lens."""
+    """Returns the lines of `divergences` for the given layers and rows, as a DataFrame."""
     number = torch.tensor(layers, device=states.device).repeat_interleave(states.shape[1])
     logits = lens.logits(model, rearrange(states, "l n m -> (l n) m"), number)
     logprobs = rearrange(logits.float().log_softmax(-1), "(l n) v -> l n v", l=len(states))

@@ -95,9 +95,7 @@ def _find_row(
     trace: "Trace", request_id: SupportsIndex, position: SupportsIndex | None, row: SupportsIndex | None
 ) -> pd.Series:
     """Returns one line of a request's rows table: the row with this number, or the committed row at this position.
-
-    Raises: ValueError if there is none, or unless exactly one of the two is given.
-    """
+    Raises: ValueError if there is none."""
     if (position is None) == (row is None):
         raise ValueError("say which row: position= for the canonical one, or row= for any, such as a rolled-back one's")
     rows = trace.rows(request_id)
@@ -111,10 +109,7 @@ def _find_row(
 
 def _parts(trace: "Trace", model: CachedLM, row_info: pd.Series, by_head: bool) -> tuple[list[_Part], Tensor]:
     """Returns (a list of (site, layer, head, vector [m]), one for each write to the residual stream at one row; the
-    stream [m] after the last layer).
-
-    Raises: ValueError if a state is missing.
-    """
+    stream [m] after the last layer)."""
     if lacking := sorted(set(range(model.n_layers)) - set(trace.store.layers)) or set("STC") - set(trace.store.sites):
         raise ValueError(
             f"a logit falls into S, T and C of all layers; this run kept {', '.join(trace.store.sites) or 'no states'} "
@@ -146,12 +141,8 @@ def _embedding(model: CachedLM, row_info: pd.Series) -> Tensor:
 
 
 def _by_head(trace: "Trace", writer: HeadWriter, layer: int, z: Tensor, attention: Tensor) -> list[_Part]:
-    """Splits the attention output T [m] of one layer. Returns a list of (site, layer, head, vector [m]), one for each
-    head, and one for the bias if there is one.
-
-    Raises: ModelError if the heads do not sum to T, because the architecture computes more between the heads and T. A
-    run with interventions is not checked.
-    """
+    """Splits the attention output T [m] of one layer; returns a list of (site, layer, head, vector [m]), one for each
+    head, and one for the bias if there is one."""
     written = torch.einsum("hd,hdm->hm", z, writer.weight.double().cpu())
     bias = torch.zeros_like(attention) if writer.bias is None else writer.bias.double().cpu()
     through_norm = 0 * bias
@@ -172,10 +163,8 @@ def _by_head(trace: "Trace", writer: HeadWriter, layer: int, z: Tensor, attentio
 
 
 def _logits(model: CachedLM, output: OutputParts, norm: FrozenNorm, last: Tensor) -> Tensor:
-    """Returns the row's logits [v] from the final norm and the unembedding, before a softcap or a scale.
-
-    Raises: ModelError if they are not the model's own, for example because a library processed the weights.
-    """
+    """Returns the row's logits [v] from the final norm and the unembedding, before a softcap or a scale. Raises:
+    ModelError if the model computes others."""
     logits = (norm(last[None])[0] + norm.bias) @ output.weight.double().cpu().T
     logits = logits if output.bias is None else logits + output.bias.double().cpu()
     model_logits = model.read_out(last.to(model.device, model.dtype)[None])[0].double().cpu()
@@ -193,13 +182,8 @@ def _logits(model: CachedLM, output: OutputParts, norm: FrozenNorm, last: Tensor
 def _token_ids(
     trace: "Trace", row_info: pd.Series, token: "SupportsIndex | Sequence[int] | None", logits: Tensor
 ) -> list[int]:
-    """Returns the token ids to attribute, as a list: the given ones; by default the token committed at the next
-    position.
-
-    For a rolled-back or given-up row, and if no token was committed at the next position, the default is the row's own
-    first choice.
-    Raises: ValueError for an id outside the vocabulary.
-    """
+    """Returns the token ids to attribute, as a list: the given ones; by default the token committed next, or else the
+    row's own first choice."""
     if token is None:
         following = committed_after(trace, trace.row_table[trace.row_table.row == row_info.row])[row_info.row]
         is_followed = row_info.status not in DISCARDED_DRAFT and following >= 0

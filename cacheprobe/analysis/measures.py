@@ -134,11 +134,8 @@ def draft_agreement(hypotheses: pd.DataFrame, window: int) -> pd.DataFrame:
 
 
 def _check_readings(hypotheses: pd.DataFrame, choices: int = 1) -> pd.DataFrame:
-    """Checks that a table of lens readings is not empty, has one reading per row and layer, and at least `choices` top
-    tokens in each reading. Returns the table unchanged.
-
-    Raises: ValueError if not.
-    """
+    """Returns a table of lens readings unchanged, after a check that it has one reading per row and layer, each with at
+    least `choices` top tokens."""
     if hypotheses.empty:
         raise ValueError("there are no hypotheses; capture must include Z")
     if hypotheses.duplicated(["row", "layer"]).any():

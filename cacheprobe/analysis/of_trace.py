@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 
 def lens_readings(trace: "Trace", include_rolled_back: bool = False) -> pd.DataFrame:
-    """Returns a DataFrame of the lens readings of `trace.hypotheses()`, without thoughts, as the measures by layer
-    require."""
+    """Returns the lens readings of `trace.hypotheses(include_rolled_back)` as a DataFrame, without thoughts."""
     table = trace.hypotheses(include_rolled_back)
     return table[table.site != "thought"].reset_index(drop=True) if trace.thought_table is not None else table
 

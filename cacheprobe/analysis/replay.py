@@ -61,7 +61,7 @@ class Replay:
         return f"Replay({self})"
 
     def __str__(self) -> str:
-        """Returns the complete result of the comparison as text, one fact a line."""
+        """Returns the result of the comparison as text, one fact a line."""
         result = (
             f"equal to the oracle: {self.num_tokens} tokens of {self.num_requests} requests, and {self.num_logprobs} "
             f"log-probabilities, {self.num_states} states and {self.num_readings} readings of the deterministic ones "
@@ -86,10 +86,10 @@ def replay(
     interventions: Sequence[Intervention] = (),
 ) -> Replay:
     """Compares a run with the slow reference (`cp.reference`), its tables with each other, and its files with their
-    checksums.
+    checksums; returns a Replay.
 
-    For verified requests (see `_verified_requests`), the tokens and the end are compared; for deterministic ones also
-    log-probabilities, states, heads, thoughts and readings. `Replay.not_compared` lists the rest.
+    For verified requests, the tokens and the end are compared; for deterministic ones also log-probabilities, states,
+    heads, thoughts and readings. `Replay.not_compared` lists the rest.
     oracle: the function `cp.reference`.
     Raises: FingerprintMismatch if the schedule or platform differs; ValueError if no request can be compared, and for a
     run that cannot be made again: an import, or one whose interventions or snapshots are missing.
@@ -127,11 +127,8 @@ def replay(
 
 
 def _schedule(trace: Trace, model: CachedLM, interventions: Sequence[Intervention]) -> tuple[EngineConfig, str]:
-    """Returns (the run's engine settings, its path: "fast" or "bridge", or "auto" if it had another).
-
-    Raises: ValueError for a run that cannot be made again from what was saved; FingerprintMismatch for another
-    schedule.
-    """
+    """Returns (EngineConfig of the run; its path, or "auto" if the path is not in PATHS). Raises: FingerprintMismatch
+    if the schedule differs on this machine."""
     config, path = EngineConfig(**trace.meta["config"]), str(trace.fingerprint["path"])
     path = path if path in PATHS else "auto"
     chosen_model, _ = choose_path(model, path)
@@ -150,11 +147,7 @@ def _schedule(trace: Trace, model: CachedLM, interventions: Sequence[Interventio
 
 
 def _verified_requests(trace: Trace, config: EngineConfig, interventions: Sequence[Intervention]) -> list[Request]:
-    """Returns a list of the requests whose tokens the reference must also commit. Raises: ValueError if there is none.
-
-    Left out are requests that ended with an error or without a token, those with interventions by step (the reference
-    has other steps), and those whose draft tokens were accepted by rejection sampling.
-    """
+    """Returns a list of the requests whose tokens the reference must commit too. Raises: ValueError if it is empty."""
     is_all_verified = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
     is_by_equality = is_all_verified and config.acceptance == "equality"
     by_step = {one.request_id for one in interventions if one.steps is not None}
@@ -172,10 +165,7 @@ def _verified_requests(trace: Trace, config: EngineConfig, interventions: Sequen
 
 
 def _capture(trace: Trace, has_readings: bool) -> CaptureConfig:
-    """Returns the CaptureConfig of the reference run: the same sites, layers and readings as the run itself kept.
-
-    A reading does not depend on which other layers are read.
-    """
+    """Returns the CaptureConfig of the reference run: the sites, layers and readings that the run itself kept."""
     capture, sites = trace.meta["capture"], "".join(trace.store.sites) + ("Z" if has_readings else "")
     return CaptureConfig(
         sites=sites or None,
@@ -217,10 +207,7 @@ def _compare_request(
     number: int,
     has_readings: bool,
 ) -> None:
-    """Compares one request with number `number` of the reference run; adds counts and first difference to `result`.
-
-    After a difference, only tokens are still counted.
-    """
+    """Compares one request with number `number` of the reference run; adds counts and first difference to `result`."""
     result.difference = result.difference or _first_token_difference(trace, reference, request, number)
     result.num_tokens += len(trace.tokens[request.request_id])
     result.difference = result.difference or _end_difference(trace, reference, model, request, number)
@@ -237,8 +224,7 @@ def _compare_request(
 
 
 def _files(trace: Trace) -> tuple[int, list[str]]:
-    """Compares the files of a saved run with their checksums; returns (number of files compared, sentences for the
-    files that differ). (0, []) for a run in memory."""
+    """Compares the files of a saved run with their checksums; returns (number of files compared, error texts)."""
     return damaged_files(trace.store.directory) if isinstance(trace.store, ShardStore) else (0, [])
 
 
@@ -270,8 +256,8 @@ def _not_compared(trace: Trace, requests: Sequence[Request], has_readings: bool,
 
 
 def _end_difference(trace: Trace, reference: Trace, model: CachedLM, request: Request, number: int) -> str | None:
-    """Returns a sentence if the request ended for another reason than in the reference (unless it was cancelled), or if
-    its stored text is not that of its tokens; else None."""
+    """Returns an error text if the request ended otherwise than in the reference, or if its stored text is not that of
+    its tokens; else None."""
     ours, theirs = trace.meta["finish"][str(request.request_id)], reference.meta["finish"][str(number)]
     if ours != theirs and ours != "cancelled":
         return f"request {request.request_id}: ended by {ours}, the oracle by {theirs}"
@@ -287,11 +273,8 @@ def require_run(trace: Trace) -> None:
 
 
 def _reference_request(trace: Trace, request: Request) -> Request:
-    """Returns the request to give to the slow reference (`cp.reference`): its prompt as token ids, without a task
-    example.
-
-    A cancelled request is limited to the tokens that it had committed.
-    """
+    """Returns a copy of a request for the slow reference (`cp.reference`), with its prompt as token ids, without a task
+    example."""
     sampling = request.sampling
     if trace.meta["finish"][str(request.request_id)] == "cancelled" and sampling is not None:
         sampling = replace(sampling, max_new_tokens=len(trace.tokens[request.request_id]))
@@ -299,8 +282,7 @@ def _reference_request(trace: Trace, request: Request) -> Request:
 
 
 def _first_token_difference(trace: Trace, reference: Trace, request: Request, number: int) -> str | None:
-    """Returns a sentence that names the first token that differs from the reference; or, if all tokens are equal, that
-    log-probabilities differ (deterministic requests only). None if there is no difference."""
+    """Returns an error text on the first token, or on log-probabilities, that differ from the reference; else None."""
     ours, theirs = trace.committed(request.request_id), reference.committed(number)
     if ours == theirs:
         has_logprobs = request.is_deterministic and "log-probabilities" not in trace.missing
@@ -314,8 +296,8 @@ def _first_token_difference(trace: Trace, reference: Trace, request: Request, nu
 
 
 def _first_state_difference(trace: Trace, reference: Trace, request: Request, number: int) -> tuple[str | None, int]:
-    """Returns (sentence, number of equal states before) for the first state that differs from the reference; (None,
-    number of states) if all are equal."""
+    """Returns (an error text on the first state that differs from the reference, or None; the number of equal states
+    before)."""
     compared = 0
     rows = trace.rows(request.request_id, "committed").sort_values("position")
     rows = rows[rows.state_index >= 0]
@@ -344,11 +326,8 @@ def _first_thought_difference(trace: Trace, reference: Trace, request: Request, 
 
 
 def _first_reading_difference(trace: Trace, reference: Trace, request: Request, number: int) -> tuple[str | None, int]:
-    """Returns (sentence, 0) for the first lens reading that differs from the reference; (None, number of readings
-    compared) if all are equal.
-
-    Compares first choices, log-probabilities, entropies, ranks and the lists of top choices.
-    """
+    """Returns (error text on the first lens reading that differs from the reference, 0); (None, number of readings
+    compared) if all are equal."""
     assert trace.hypothesis_table is not None and reference.hypothesis_table is not None
     ours = trace.hypothesis_table[trace.hypothesis_table.request_id == request.request_id]
     theirs = reference.hypothesis_table[reference.hypothesis_table.request_id == number]
@@ -360,11 +339,8 @@ def _first_reading_difference(trace: Trace, reference: Trace, request: Request, 
 
 
 def _first_choice_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[int, int] | None:
-    """Returns (position, layer) of the first lens reading whose top choices, or their log-probabilities, differ; None
-    if all are equal.
-
-    All readings of `ours` with status "committed" are compared; `theirs`, of the reference, may have more.
-    """
+    """Returns (position, layer) of the first lens reading whose top choices, or their log-probabilities, differ; else
+    None."""
     a, b = (
         table[table.status == "committed"].set_index(["position", "layer"])[["top_token_ids", "top_logprob_nats"]]
         for table in (ours, theirs)

@@ -23,9 +23,8 @@ class Behaviour(TypedDict):
 
 
 def behaviour_line(behaviour: Behaviour) -> str:
-    """Returns one line of text: the accuracy of a run on its task, the mean probability that the first token begins an
-    answer word (if known), and the chance level.
-    """
+    """Returns one line of text on a run's answers to its task: accuracy, chance level and answer mass. Answer mass is
+    the mean probability that the first token begins an answer word."""
     b = behaviour
     line = (
         f"behaviour: {b['accuracy']:.0%} of {b['num_examples']} answers right "

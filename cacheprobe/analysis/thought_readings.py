@@ -85,7 +85,7 @@ def read_thoughts(trace: "Trace", layers: Iterable[int] | None = None, model: Ca
 
 def rows_of(trace: "Trace", thought: Chunk) -> pd.DataFrame:
     """Returns a DataFrame of the rows whose states the thinking block read for a thought, one for each position of its
-    chunk, from `thought.start` to `thought.end`, both included.
+    chunk.
 
     If a position has several rows, the newest one that was computed in the thought's step or before.
     """

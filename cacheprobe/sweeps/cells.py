@@ -90,18 +90,14 @@ def combinations(config: SweepConfig) -> Iterator[JsonDict]:
 
 
 def _as_registered(task: str) -> str:
-    """Returns the text of a task, such as coin-flip:people=3, with the name as registered (coin_flip), because - and _
-    are equal in names.
-
-    An unknown name is not changed.
-    """
+    """Returns a task's text with its name as registered: coin_flip:people=3 for coin-flip:people=3."""
     name, colon, options = task.partition(":")
     return f"{same_name(name, names('tasks')) or name}{colon}{options}"
 
 
 def _spread(values: Iterable[object]) -> list[object]:
-    """Returns the values as a list, in which every text that contains layer=A-B is replaced by one text for each layer
-    from A to B, both included. Raises: ValueError if A is larger than B."""
+    """Returns the values as a list, with one text for each layer from A to B in place of a text with layer=A-B. Raises:
+    ValueError if A is larger than B."""
     out = []
     for value in values:
         if not isinstance(value, str) or (match := _RANGE.search(value)) is None:

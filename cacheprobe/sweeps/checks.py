@@ -75,7 +75,7 @@ def complaint(axes: JsonDict, run: SweepRunSettings, known: dict[PromptKey, tupl
 
 
 def _check_model(facts: ModelFacts, axes: JsonDict) -> None:
-    """Raises: ValueError for an unknown adapter, or an adapter or window that does not fit a Thinking States model."""
+    """Checks the adapter and window of a cell against the model. Raises: ValueError if they do not fit."""
     if facts.thinking is None:
         if axes["adapter"] is not None:
             from cacheprobe.models.hf.adapters import adapter_directory
@@ -106,8 +106,7 @@ def _check_products(axes: JsonDict, run: SweepRunSettings, is_thinking: bool) ->
 
 
 def _check_parts(facts: ModelFacts, axes: JsonDict) -> None:
-    """Raises: ValueError if drafter, lens or intervention of a cell is unknown, cannot be described by text, or does
-    not fit the model's layers or heads."""
+    """Checks drafter, lens and intervention of a cell. Raises: ValueError if one is unknown or unfit for the model."""
     if axes["drafter"] is not None:
         name, _, listed = axes["drafter"].partition(":")
         if name in NEEDS_OBJECTS:
@@ -131,11 +130,7 @@ def _check_parts(facts: ModelFacts, axes: JsonDict) -> None:
 
 
 def _check_stored_lens(facts: ModelFacts, text: str, folder: Path) -> None:
-    """Raises: ValueError if the directory of a stored lens is missing, holds no tuned lens or a broken one, or if the
-    lens's number of layers or width is not the model's.
-
-    The lens's unembedding is checked when the weights are loaded.
-    """
+    """Checks that `folder` has a tuned lens with the model's number of layers and width. Raises: ValueError if not."""
     if not folder.is_dir():
         raise ValueError(f"lens {text!r}: there is no directory {folder}")
     config = require_tuned_lens(folder)
@@ -147,8 +142,7 @@ def _check_stored_lens(facts: ModelFacts, text: str, folder: Path) -> None:
 
 
 def _last_changed(axes: JsonDict) -> int:
-    """Returns the largest position that the cell's intervention lists; -1 if the intervention lists none, or there is
-    none."""
+    """Returns the largest position that the cell's intervention lists; -1 without such a position."""
     where = parse_change(axes["intervention"]).where if axes["intervention"] is not None else {}
     return max(where.get("positions") or (-1,))
 

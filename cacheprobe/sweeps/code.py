@@ -1,4 +1,4 @@
-"""Computes the version of the code that makes a shard (saved run): a hash of every source file that a run uses."""
+"""Computes the version of the code that makes a shard (saved run): a hash of source files of cacheprobe."""
 
 import hashlib
 from collections.abc import Mapping

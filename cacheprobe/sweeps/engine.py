@@ -53,8 +53,7 @@ class SweepReport:
         return PARTIAL if self.skipped + self.committed or self.stopped_by == INTERRUPTED else FAILED
 
     def __str__(self) -> str:
-        """Returns text: the number of committed cells; if a cell is missing, also up to 5 failed cells of each cause,
-        and how to continue."""
+        """Returns the report as text: numbers of cells and, if a cell is missing, failures and how to go on."""
         done = self.skipped + self.committed
         lines = [f"{done} of {self.total} cells are committed in {self.url}, {self.skipped} of them before"]
         if self.is_complete:
@@ -132,10 +131,8 @@ def _run(
     run_cells: Callable[[Waiting, Job], Iterator[Event]], plan: Plan, missing: Mapping[str, Cell], store: SweepStore,
     job: Job, backend: str, progress: bool, room: float,
 ) -> SweepReport:  # fmt: skip
-    """Runs the missing cells on a backend, logs and counts the events, and returns the SweepReport.
-
-    room: bytes that the new shards may take; the backend starts no more cells once this number is exceeded.
-    """
+    """Runs the missing cells on a backend, logs the events, and returns the SweepReport. room: bytes left for new
+    shards."""
     labels = distinguishing_labels(plan.cells)
     names = {digest: labels[digest] for digest in missing}
     failures: list[JobOutcome] = []

@@ -57,10 +57,10 @@ class EventLog:
             self._put()
 
     def write(self, event: Event, **more: object) -> None:
-        """Adds an event to the log, with the time and the fields `more`.
+        """Adds an event to the log, with the time and the fields `more`. Does not raise if the log cannot be written.
 
-        In a folder the line is written at once; if that fails, as on a full disk, the event is lost. For an object
-        store the whole log is uploaded, at most every SECONDS_BETWEEN_PUTS. No failure raises.
+        A local log gets the line at once; a line that cannot be written is lost. The log in an object store is uploaded
+        whole, at most every SECONDS_BETWEEN_PUTS; after a failure, the next upload has the line too.
         """
         fields = {k: v for k, v in asdict(event).items() if v not in ("", None)}
         fields |= fields.pop("outcome", {})
@@ -78,7 +78,7 @@ class EventLog:
             self._reopen(self._file)
 
     def _put(self) -> None:
-        """Uploads the whole log to the object store. An error does not end the sweep."""
+        """Uploads the whole log to the object store. Does not raise if the upload fails."""
         self._put_at = time.monotonic()
         try:
             self._store.write(self.name, "".join(self._lines).encode())
@@ -86,10 +86,7 @@ class EventLog:
             self._put_at += SECONDS_BETWEEN_PUTS
 
     def _reopen(self, failed: TextIO) -> None:
-        """Closes the file of the log after a failed write, and opens it again. Lines in the old buffer are lost.
-
-        If the file cannot be opened, further events are lost too; the sweep goes on.
-        """
+        """Opens the file of the log again after a failed write. If that fails, later events are lost."""
         try:
             failed.close()
         except OSError:

@@ -71,8 +71,8 @@ def parse_change(text: str) -> Change:
 
 
 def _parse_positions(listed: str, text: str) -> tuple[int, ...]:
-    """Parses a number or a range as a tuple: "4" gives (4,), "4-9" gives 4 to 9, both included. Raises: ValueError for
-    other text. text: the whole intervention, for the error message."""
+    """Parses a number or a range as a tuple of int: "4" gives (4,), "4-6" gives (4, 5, 6). text: the whole
+    intervention, for the error message."""
     first, dash, last = listed.partition("-")
     if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
         raise ValueError(f"intervention {text!r}: positions are a number or a range such as 4-9, got {listed!r}")

@@ -70,8 +70,7 @@ def _thinking_facts(name: str, folder: Path) -> ModelFacts:
 
 
 def _plain_facts(name: str) -> ModelFacts:
-    """Returns the ModelFacts of a Hugging Face model. Raises: ModelError if config or tokenizer cannot be loaded, or
-    for an architecture that cacheprobe does not support."""
+    """Returns the ModelFacts of a Hugging Face model. Raises: ModelError if it cannot be read or is not supported."""
     from transformers import AutoConfig, AutoTokenizer
 
     from cacheprobe.models.known import SMOLLM2, require_known

@@ -69,8 +69,7 @@ def refresh(store: SweepStore) -> pa.Table:
 
 
 def _stored(store: SweepStore) -> pa.Table:
-    """Returns the stored Arrow table; an empty table if none is stored, if Arrow cannot read the stored file, or if
-    the stored table has other columns."""
+    """Returns the stored Arrow table; an empty table if none is stored, or if the stored one cannot be used."""
     data = store.read(INDEX)
     if data is not None:
         try:
@@ -94,8 +93,7 @@ def _lines_of(store: SweepStore, digests: Iterable[str]) -> pa.Table:
 
 
 def _row(manifest: JsonDict) -> JsonDict:
-    """Returns the line of a shard in the table as a dictionary, from the shard's manifest. An axis that did not exist
-    when the shard was written is None."""
+    """Returns the line of a shard in the table as a dictionary, from the shard's manifest."""
     sweep = manifest["meta"]["sweep"]
     cell = sweep["cell"]
     return {

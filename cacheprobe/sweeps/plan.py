@@ -57,8 +57,7 @@ def make_plan(config: SweepConfig) -> Plan:
 
 
 def _sources(axes: JsonDict) -> dict[str, str]:
-    """Returns a dictionary name -> hash of the model, adapter, lens and compiled code that a cell with these axes
-    uses."""
+    """Returns a dictionary name -> hash of the model, adapter, lens and compiled code of a cell with these axes."""
     hashes = {"model": model_facts(axes["model"]).source}
     if axes["adapter"] is not None:
         from cacheprobe.models.hf.adapters import adapter_directory

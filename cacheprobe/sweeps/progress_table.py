@@ -72,7 +72,8 @@ class ProgressTable:
         return text + (f", failed: {self._causes()}" if self.failures else "")
 
     def table(self) -> "Table":
-        """Returns the progress as a Table of the library rich, with one line for each count and each worker."""
+        """Returns the progress as a Table of the library rich: one line for each figure, such as rate, and each busy
+        worker."""
         from rich.table import Table as RichTable
         from rich.text import Text
 

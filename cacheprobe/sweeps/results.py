@@ -65,8 +65,8 @@ class Sweep:
 
     @property
     def layers(self) -> pd.DataFrame:
-        """DataFrame with one line for each cell, layer and status of rows: digest, axes, number of rows, and what a
-        lens read there: rank_median, logprob_nats_mean, agrees_mean, entropy_nats_mean."""
+        """DataFrame with one line for each cell, layer and status of rows: digest, axes, number of rows, and lens
+        measures: rank_median, logprob_nats_mean, agrees_mean, entropy_nats_mean."""
         return self.query("select * from layers")
 
     def query(self, sql: str) -> pd.DataFrame:

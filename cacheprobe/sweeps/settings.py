@@ -39,7 +39,7 @@ class _Strict(BaseModel):
 
 
 class Axes(_Strict):
-    """Holds one value for each axis of a sweep. A cell is one combination of such values.
+    """Holds one value for each axis of a sweep. A cell is one combination of values.
 
     Names are those of `cacheprobe run`, and so are defaults, except the defaults that this class sets itself.
     """
@@ -59,7 +59,7 @@ class Axes(_Strict):
 
 
 def _many(of: Any, convert: Callable[[object], object] = _as_list) -> Any:
-    """Returns the pydantic type of a list of one or more values of type `of`. convert: makes a list of the input."""
+    """Returns the pydantic type of a tuple of one or more values of type `of`. convert: makes a list of the input."""
     return Annotated[tuple[of, ...], BeforeValidator(convert), Field(min_length=1)]
 
 
@@ -69,8 +69,8 @@ def _seeds(value: object) -> list[object]:
 
 
 def _span(given: object) -> Iterable[object]:
-    """Returns all seeds of a range such as "0-99", both ends included. Returns any other value unchanged in a list, for
-    pydantic to check. Raises: ValueError for a wrong or too long range."""
+    """Returns the seeds of a range such as "0-99", both ends included; any other value in a list. Raises: ValueError
+    for a wrong or too long range."""
     match = _RANGE.fullmatch(given) if isinstance(given, str) else None
     if match is None:
         return [given]
@@ -184,7 +184,7 @@ ConfigSource: TypeAlias = str | Path | JsonDict | SweepConfig
 def read_config(source: ConfigSource) -> SweepConfig:
     """Returns the checked settings (SweepConfig) of a sweep, from a YAML file or from its content as a dictionary.
 
-    Raises: ValueError with every unknown setting or wrong value, and its place.
+    Raises: ValueError that names unknown settings and wrong values, with their places.
     """
     if isinstance(source, SweepConfig):
         return source

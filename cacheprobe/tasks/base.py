@@ -184,8 +184,8 @@ class Example:
     def completing_tokens(
         self, tokenizer: Tokenizer, *, add_special_tokens: bool = False
     ) -> tuple[list[int], list[int]]:
-        """Returns two lists: the token ids of `prompt_text`, and for each operation of the question (not of the worked
-        examples) the index of the token that completes the operation's words.
+        """Returns two lists: the token ids of `prompt_text`, and the index of the token that completes each operation
+        of the question. Operations of worked examples are not included.
 
         Raises: ValueError for a tokenizer without character offsets, or with `chat` without a chat template.
         """
@@ -217,8 +217,8 @@ class Example:
         return tuple(first)
 
     def _placed_in(self, text: str) -> Rendering:
-        """Returns a Rendering of `text`, with the true state at each character. Raises: ValueError if `text` does not
-        contain all questions and worked answers, unchanged and in their order."""
+        """Returns a Rendering of `text`, with the true state at each character. Raises: ValueError if a question or
+        worked answer is missing from `text`."""
         changes: list[tuple[int, str | None]] = []
         cursor = start = 0
         for index, question in enumerate((*self.shots, self.question)):
@@ -246,8 +246,7 @@ def _with_ends(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> tup
 
 
 def _find(text: str, part: str, start: int) -> int:
-    """Returns the first index from `start` on at which `part` begins in `text`. Raises: ValueError if `part` is
-    missing."""
+    """Returns the first index from `start` on at which `part` begins in `text`. Raises: ValueError without one."""
     found = text.find(part, start)
     if found < 0:
         raise ValueError(f"the chat template does not show this text unchanged: {part!r}; use chat=False")

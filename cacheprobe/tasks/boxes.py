@@ -118,7 +118,7 @@ class Boxes(CountedTask):
         return sum(comb(len(self.objects), size) for size in range(min(self.at_most, len(self.objects)) + 1))
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns the sorted tuple of all words of the texts on boxes, for `word_tokenizer`."""
+        """Returns the sorted tuple of all words and marks of the texts on boxes, for `word_tokenizer`."""
         numbers = map(str, range(1, self.boxes + 1))
         words = "Box contains nothing, the. Put into. Remove from. Move to. What does contain? A:"
         return vocabulary_of([words, "and" * (self.at_most > 1), *numbers, *self.objects])
@@ -145,8 +145,7 @@ class Boxes(CountedTask):
         return [number for number in range(1, self.boxes + 1) if occupied.count(number) < self.at_most]
 
     def _event(self, rng: Random, places: Mapping[str, int | None]) -> BoxEvent:
-        """Returns a random possible operation as a BoxEvent. places: number of the box of each object; None outside of
-        the boxes."""
+        """Returns a random possible operation as a BoxEvent. places: number of the box of each object, or None."""
         room = self._with_room(places)
         outside = [thing for thing, place in places.items() if place is None]
         inside = [thing for thing, place in places.items() if place is not None]
@@ -186,10 +185,7 @@ def _state(boxes: Mapping[int, Iterable[str]]) -> str:
 
 @lru_cache
 def _contents(objects: tuple[str, ...], at_most: int) -> tuple[str, ...]:
-    """Returns a tuple of all possible answers: contents of up to `at_most` objects as text; contents with most objects
-    come first.
-
-    In this order, `parse_answer` tries the longer of two answers with the same beginning first.
-    """
+    """Returns a tuple of all possible answers: contents of up to `at_most` objects as text, those with most objects
+    first."""
     sizes = range(min(at_most, len(objects)), -1, -1)
     return tuple(f" {_listed(content)}" for size in sizes for content in combinations(objects, size))

@@ -73,10 +73,8 @@ def flip_chance(flip_probability: float, remaining: int, odd: bool) -> float:
 
 @lru_cache
 def _parity_chances(flip_probability: float) -> list[tuple[float, float]]:
-    """Returns a cached list: entry n has the probabilities of an even and of an odd number of flips by n people.
-
-    The list begins with the entry of 0 people; `flip_chance` appends further entries in place.
-    """
+    """Returns a cached list, which `flip_chance` extends: entry n has the probabilities of an even and of an odd number
+    of flips by n people."""
     return [(1.0, 0.0)]
 
 
@@ -146,7 +144,7 @@ class CoinFlip(CoinTask):
         check_names(self.names, needed, why, "give more names or fewer people, or distinct=False")
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns the sorted tuple of all words of the coin-flip texts, for `word_tokenizer`."""
+        """Returns the sorted tuple of all words and marks of the coin-flip texts, for `word_tokenizer`."""
         phrases = (coin_question(state, [("", True), ("", False)]) for state in STATES)
         return vocabulary_of([*(q.text + q.answer for q in phrases), *self.names, SHOT_SEPARATOR * bool(self.shots)])
 

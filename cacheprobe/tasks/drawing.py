@@ -41,7 +41,8 @@ class Task(ABC):
 
     @abstractmethod
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns the sorted tuple of all words of questions, answers, states and thoughts, for `word_tokenizer`."""
+        """Returns the sorted tuple of all words and marks of questions, answers, states and thoughts. `word_tokenizer`
+        takes the tuple."""
 
     @abstractmethod
     def example(self, index: int, seed: int = 0) -> Example:
@@ -93,7 +94,7 @@ def mixed(task: Task, operations: Iterable[int] = range(1, 11), *, n: int, seed:
 
 
 def balanced_side(key: str, index: int) -> int:
-    """Returns 0 or 1 for example number `index`: of each pair of examples (0 and 1, 2 and 3, ...), one gets 0 and the
+    """Returns 0 or 1 for example number `index`. Of each pair of examples (0 and 1, 2 and 3, ...), one gets 0 and the
     other 1, in random order."""
     return (Random(f"{key}/pair/{index // 2}").random() < 0.5) ^ (index % 2)
 

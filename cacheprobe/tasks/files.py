@@ -94,8 +94,7 @@ def _is_coin_flip(question: Question) -> bool:
 
 
 def _coin_question_of(record: Unchecked) -> Question:
-    """Returns the coin-flip question with a record's events. Raises: ValueError for an event that is not [name, flag],
-    or states that do not follow from the events; TypeError for a number in place of a list."""
+    """Returns the coin-flip question with a record's events. Raises: ValueError if events and states disagree."""
     events, states = record["events"], tuple(record["states"])
     for event in events:
         if len(event) != 2 or type(event[0]) is not str or type(event[1]) is not bool:
@@ -107,8 +106,7 @@ def _coin_question_of(record: Unchecked) -> Question:
 
 
 def _question_of(record: Unchecked) -> Question:
-    """Returns the Question with a record's fields. Raises: ValueError for a missing or unknown field, for values of
-    another type, or that contradict each other; TypeError for a number in place of a list."""
+    """Returns the Question with a record's fields. Raises: ValueError if a field is missing, unknown or wrong."""
     _check_fields(record, FIELDS, set())
     for field in ("text", "answer"):
         if type(record[field]) is not str:
@@ -127,8 +125,8 @@ def _with_tuples(value: Unchecked) -> Unchecked:
 
 
 def _check_fields(record: object, required: set[str], optional: set[str]) -> None:
-    """Checks that `record` is a dictionary with all `required` keys, and that all its other keys are in `optional`.
-    Raises: ValueError otherwise."""
+    """Raises: ValueError unless `record` is a dictionary with all `required` keys, and with others only from
+    `optional`."""
     keys = set(record) if isinstance(record, dict) else set()
     if not required <= keys <= required | optional:
         raise ValueError(f"expected an object with {sorted(required)}, perhaps {sorted(optional)}, got {record!r:.80}")

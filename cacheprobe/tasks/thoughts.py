@@ -138,8 +138,7 @@ def annotate_all(
 
 
 def _require_choices(chunk: int, form: str, max_thought: int | None, chain: str | None) -> None:
-    """Checks arguments of `annotate_all`. Raises: ValueError for an unknown form or chain, or a chunk or max_thought
-    that is not a whole number of at least 1."""
+    """Checks arguments of `annotate_all`. Raises: ValueError if one is not allowed."""
     check_count("chunk", chunk, at_least=1)
     check_choice("form", form, FORMATS)
     if chain is not None:
@@ -152,9 +151,7 @@ def _padded(
     question: Question, encoding: Encoding, prompt: list[int], chunk: int, phase: int, pad: int
 ) -> tuple[list[int], int]:
     """Returns (the prompt's token ids with pads, number of pads in front), so that the prompt fills whole chunks.
-
-    phase: number of pads before the closing words.
-    """
+    phase: number of pads before the closing words."""
     front, closing = -(len(prompt) + phase) % chunk, len(prompt)
     if phase:
         check_count("phase", phase, at_least=0)
@@ -165,11 +162,8 @@ def _padded(
 def _texts_to_think(
     question: Question, chunks: Sequence[int], count: int, form: str
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yields (index of a chunk, texts that the thought after that chunk joins) for every chunk whose thought is not
-    empty.
-
-    chunks: index of the chunk in which each of the question's spans ends.  count: number of chunks.
-    """
+    """Yields (index of a chunk, texts that the thought after that chunk joins) for each chunk whose thought is not
+    empty. chunks: index of the chunk in which each of the question's spans ends."""
     states = question.states
     words = states if form == "restate" else question.thoughts or states
     if form in ("restate", "repeat"):
@@ -202,8 +196,7 @@ def _token_of(encoding: Encoding, char: int) -> int:
 
 
 def _end_of_prompt(question: Question, encoding: Encoding) -> int:
-    """Returns the number of tokens of the question without its answer. Raises: ValueError if one token holds the end of
-    the question and the start of the answer."""
+    """Returns the number of tokens of the question without its answer. Raises: ValueError if a token joins the two."""
     count = _token_of(encoding, len(question.text.rstrip()) - 1) + 1
     if encoding.offsets[count - 1][1] > len(question.text):
         raise ValueError(
@@ -213,8 +206,8 @@ def _end_of_prompt(question: Question, encoding: Encoding) -> int:
 
 
 def _closing_token(question: Question, encoding: Encoding) -> int:
-    """Returns the index, among the tokens of `encoding`, at which the words after the last operation begin: the first
-    token that begins with a space or stands after one. Raises: ValueError if no such token exists."""
+    """Returns the index, among the tokens of `encoding`, of the first token of the words after the last operation.
+    Raises: ValueError if no words follow."""
     end = question.spans[-1][1]
     space = question.text.find(" ", end)
     if space < 0:
@@ -225,8 +218,7 @@ def _closing_token(question: Question, encoding: Encoding) -> int:
 
 
 def _encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:
-    """Returns a function text -> list of token ids: `encode_strictly` for this tokenizer, with a cache, because the
-    examples' thoughts and chains mostly repeat the same texts."""
+    """Returns a function text -> list of token ids: `encode_strictly` for this tokenizer, with a cache."""
     known: dict[str, list[int]] = {}
 
     def encode(text: str) -> list[int]:

@@ -49,8 +49,8 @@ class TraceData:
     kept_rows: Mapping[int, KVSnapshot] = field(default_factory=dict, repr=False)
     """KVSnapshot (keys and values) by request, for requests with keep_kv=True; not saved."""
     token_table: pd.DataFrame | None = field(default=None, repr=False)
-    """Columns token_id and token, one line for every token in the run's tables. None for an import, and for a run that
-    an older version stored, until `token_texts` builds the table."""
+    """Columns token_id and token, one line for every token of the rows, events and readings. None, until `token_texts`
+    builds the table, for an import and for a run that an older version stored."""
     reading_of_import: "Callable[[TraceData], pd.DataFrame] | None" = field(default=None, repr=False, compare=False)
     """Function (trace) -> DataFrame that reads the captured states with the logit lens; set for imports only."""
     judged_readings: pd.DataFrame | None = field(default=None, init=False, repr=False, compare=False)
@@ -66,9 +66,7 @@ class TraceData:
     @property
     def num_drafted(self) -> int:
         """Number of draft tokens, over all requests, in verify passes that gave a verdict: accepted ones, rejected
-        ones, and those after a rejected one.
-        Draft tokens that were given up before a verify pass are not counted.
-        """
+        ones, and those after a rejected one. Draft tokens that were given up are not counted."""
         return int(self.event_table.draft_token_ids.map(len).sum())
 
     @property
@@ -80,9 +78,8 @@ class TraceData:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Data that this trace lacks, as a dict from the name of the data, such as "ledger", to the reason as text: the
-        trace was imported, an older version stored it, or the data could not be computed (a lens failed, for example).
-        """
+        """Data that this trace lacks, as a dict from the name of the data, such as "ledger", to the reason as text.
+        Data that the capture settings leave out is not listed."""
         return dict(self.meta.get("missing", {}))
 
     @property
@@ -112,8 +109,9 @@ class TraceData:
         return table[table.status == status].copy() if status else table.copy()
 
     def thoughts(self) -> pd.DataFrame:
-        """Returns a copy of the thoughts table, a DataFrame with one line for each thought of a Thinking States model
-        (a short text that the model writes after a whole chunk of tokens).
+        """Returns a copy of the thoughts table, a DataFrame with one line for each thought of a Thinking States model.
+        A thought is a short text that the model writes after a whole chunk of tokens.
+
         Columns: as in `trace.tables.thoughts.thoughts_table`.
         Raises: ValueError for a run without a thought: of another kind of model, or without a whole chunk.
         """
@@ -136,11 +134,7 @@ class TraceData:
 
     def _stored(self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> tuple[Tensor, Tensor]:
         """Returns (every stored state of a site and layer in one tensor, the index [n] into that tensor of each of the
-        n given rows).
-
-        Raises: ValueError if the site, the layer or a row's state was not captured, or the layer did not run for a row;
-        KeyError for an unknown row number.
-        """
+        n given rows)."""
         layer = layer_number(layer, self.row_table)
         self._require_site(site, layer)
         row_numbers = rows["row"].tolist() if isinstance(rows, pd.DataFrame) else [int(row) for row in rows]
@@ -196,9 +190,7 @@ class TraceData:
         ]
 
     def _canonical_rows(self, request_id: SupportsIndex) -> pd.DataFrame:
-        """Returns the canonical rows of a request, a DataFrame sorted by position: those of status "committed", one a
-        position.
-        """
+        """Returns a request's rows of status "committed" as a DataFrame, sorted by position."""
         return self.rows(request_id, "committed").sort_values("position")
 
     def _require_request(self, request_id: SupportsIndex) -> None:

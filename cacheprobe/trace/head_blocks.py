@@ -24,8 +24,8 @@ class HeadBlock:
     activations: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def size(self, site: str) -> int:
-        """Returns the number of kept rows of this pass; at site "pattern", the number of their weights per head (p + 1
-        for a row at position p)."""
+        """Returns the number of kept rows of this pass. At site "pattern", returns the number of their weights per
+        head, p + 1 for a row at position p."""
         return len(self.index) if site != PATTERN else int((self.positions + 1).sum())
 
     def keep(self, site: str, layer: int, value: Tensor) -> None:
@@ -66,14 +66,13 @@ class HeadBlocks:
         """Returns a dict (site, layer) -> head activations of all passes, joined: [n, h, d]; a pattern as one flat
         tensor.
 
-        Rows of a pass that ended before the layer are NaN. Call once: the call frees the tensors of the passes.
+        Rows of a pass that ended before the layer are NaN; if no pass reached the layer, the tensor is empty. Call
+        once: the call frees the tensors of the passes.
         """
         return {(site, layer): self._joined(site, layer) for site in self.sites for layer in self.layers}
 
     def _joined(self, site: str, layer: int) -> Tensor:
-        """Returns the activations of one site and layer, joined over all passes; an empty tensor if no pass reached the
-        layer.
-        """
+        """Returns the activations of one site and layer, joined over all passes, and frees those of the passes."""
         by_pass = [(block, block.activations.pop((site, layer), None)) for block in self._passes]
         ran = next(((block, tensor) for block, tensor in by_pass if tensor is not None), None)
         if ran is None:
@@ -83,9 +82,7 @@ class HeadBlocks:
         heads = 1 if site != PATTERN else len(example) // block.size(PATTERN)
 
         def absent(block: HeadBlock) -> Tensor:
-            """Returns a tensor of NaN in the shape of one pass's head activations, for a pass that did not reach the
-            layer.
-            """
+            """Returns NaN in the shape of one pass's head activations, for a pass that did not reach the layer."""
             return torch.full((heads * block.size(site), *shape), torch.nan, dtype=self.dtype)
 
         return torch.cat([absent(block) if tensor is None else tensor for block, tensor in by_pass])

@@ -29,9 +29,7 @@ _NO_LOGPROBS = "trace format 1 did not record them; run it again"
 
 
 def _from_1(old: Manifest) -> Manifest:
-    """Migrates a manifest from trace format 1 to 2: adds default values for arrivals, samples, preemptions and errors,
-    and a note that log-probabilities are missing.
-    """
+    """Returns a manifest of trace format 1 as format 2, with default values for the fields that format 1 lacks."""
     requests = [{"arrival_step": 0, "sample_of": None, **request} for request in old["requests"]]
     meta = {"preemptions": [], "errors": {}, **old["meta"]}
     meta["missing"] = {"log-probabilities": _NO_LOGPROBS, **meta.get("missing", {})}
@@ -39,38 +37,31 @@ def _from_1(old: Manifest) -> Manifest:
 
 
 def _from_2(old: Manifest) -> Manifest:
-    """Migrates a manifest from trace format 2 to 3. Adds an empty list of head sites, and, if they are missing, fields
-    that only later runs of version 2 have."""
+    """Returns a manifest of trace format 2 as format 3, with default values for fields that it may lack."""
     later = {"errors": {}, "thought_layer": None, "thinking": None, "cache_row_bytes": None}
     capture = {"heads": (), **old["meta"]["capture"]}
     return {**old, "format_version": 3, "heads": [], "meta": {**later, **old["meta"], "capture": capture}}
 
 
 def _from_3(old: Manifest) -> Manifest:
-    """Migrates a manifest from trace format 3 to 4: adds empty checksums and self-checks, because version 3 stored
-    neither.
-    """
+    """Returns a manifest of trace format 3 as format 4, with empty checksums and self-checks."""
     meta = {"self_checks": {"compared": 0, "differences": []}, **old["meta"]}
     return {**old, "format_version": 4, "meta": meta, "sha256": {}, "manifest_sha256": None}
 
 
 def _from_4(old: Manifest) -> Manifest:
-    """Migrates a manifest from trace format 4 to 5: only the version changes; the tables are migrated when they are
-    read.
-    """
+    """Returns a manifest of trace format 4 as format 5, which differs in the version number."""
     return {**old, "format_version": 5}
 
 
 def _from_5(old: Manifest) -> Manifest:
-    """Migrates a manifest from trace format 5 to 6: renames the setting kv_rows to max_kv_tokens."""
+    """Returns a manifest of trace format 5 as format 6: the setting kv_rows is renamed to max_kv_tokens."""
     config = {"max_kv_tokens" if name == "kv_rows" else name: value for name, value in old["meta"]["config"].items()}
     return {**old, "format_version": 6, "meta": {**old["meta"], "config": config}}
 
 
 def _from_6(old: Manifest) -> Manifest:
-    """Migrates a manifest from trace format 6 to 7: renames the path "twin" to "fast". `renamed_status` migrates the
-    tables.
-    """
+    """Returns a manifest of trace format 6 as format 7: the path "twin" is renamed to "fast"."""
     meta = dict(old["meta"])
     if meta["fingerprint"].get("path") == "twin":
         meta["fingerprint"] = {**meta["fingerprint"], "path": "fast"}

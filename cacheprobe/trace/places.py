@@ -11,8 +11,8 @@ KINDS = ("states", "rows", "hypotheses", "events", "ledger", "thoughts", "tokens
 
 
 def require_free(directory: Path, overwrite: bool = False) -> None:
-    """Checks that a run may be saved in this directory: it does not exist, is empty, or has only files named like those
-    of a run, such as an unfinished save leaves.
+    """Checks that a run may be saved in this directory: that there is no such directory, or an empty one. Files named
+    like those of a run, such as an unfinished save leaves, are allowed.
 
     overwrite: the directory may also contain a complete run, which the new one replaces.
     Raises: TraceError if the path is a file; if the directory contains a run (unless `overwrite`) or a manifest.json of
@@ -53,11 +53,8 @@ def is_of_a_run(name: str) -> bool:
 
 
 def _run_description(directory: Path) -> str:
-    """Returns text for an error message: the model and the number of requests of the run in this directory, or that
-    they are unknown.
-
-    Raises: TraceError if manifest.json belongs to another program.
-    """
+    """Returns text for an error message: the model and the number of requests of the run in this directory. Raises:
+    TraceError if manifest.json belongs to another program."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):

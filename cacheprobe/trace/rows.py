@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class RowRecord:
-    """Holds one token of one pass: request, step, phase, position, token id. Role and status are filled in later."""
+    """Holds one row of a trace: one token of one pass. Role and status are filled in later."""
 
     request_id: int
     step: int

@@ -148,8 +148,7 @@ def load_fields(directory: Path, model: CachedLM | None) -> dict[str, Any]:
 
 
 def _thought_states(path: Path) -> Tensor | None:
-    """Returns the chunk states [n, c, m] of a run's n thoughts from a safetensors file; None if the file does not
-    exist."""
+    """Returns the chunk states [n, c, m] in a safetensors file; None if the file does not exist."""
     if not path.exists():
         return None
     from safetensors.torch import load_file
@@ -158,8 +157,7 @@ def _thought_states(path: Path) -> Tensor | None:
 
 
 def _write_states(trace: TraceData, run_id: str, write: Callable[[str, Callable[[Path], object]], None]) -> list[str]:
-    """Writes the captured states as safetensors files of about 1 GB, through `write(name, fill)`; returns a list of the
-    file names."""
+    """Writes the captured states as safetensors files through `write(name, fill)`; returns a list of the file names."""
     from safetensors.torch import save_file
 
     shards: list[str] = []
@@ -187,9 +185,7 @@ def _write_states(trace: TraceData, run_id: str, write: Callable[[str, Callable[
 
 
 def _write_whole(path: Path, fill: Callable[[Path], object]) -> None:
-    """Writes a file completely or not at all: calls `fill` on a temporary file next to `path`, flushes it and renames
-    it.
-    """
+    """Calls `fill` on a temporary file next to `path`, flushes the file to the disk, and renames it to `path`."""
     temporary = path.with_name(path.name + ".tmp")
     fill(temporary)
     fsync(temporary)
@@ -198,8 +194,7 @@ def _write_whole(path: Path, fill: Callable[[Path], object]) -> None:
 
 
 def _delete_old_files(directory: Path, kept: set[str]) -> None:
-    """Deletes the files of earlier runs in this directory, and their report: all files named like a run's that are not
-    in `kept`."""
+    """Deletes the files in this directory that are named like a run's and not in `kept`, except the manifest."""
     for path in directory.iterdir():
         if is_of_a_run(path.name) and path.name not in kept and path.name != MANIFEST:
             path.unlink()

@@ -134,11 +134,7 @@ class StoredRun:
         return texts
 
     def _read_readings(self, request_id: int) -> pa.Table:
-        """Reads the lens readings of one request, as a pyarrow Table, from the Parquet file; skips row groups of other
-        requests.
-
-        Raises: ValueError if the run has no lens readings.
-        """
+        """Returns the stored lens readings of one request as a pyarrow Table. Raises: ValueError if there are none."""
         path = self._table_path("hypotheses")
         if path is None:
             raise ValueError("this run read no lens; run it with 'Z' in capture=")

@@ -92,10 +92,10 @@ class Trace(TraceData):
         return self.event_table.copy()
 
     def ledger(self, request_id: SupportsIndex, step: SupportsIndex | None = None) -> pd.DataFrame:
-        """Returns the cached slots of a request after `step` as a DataFrame: position, provenance (which kind of pass
-        wrote the slot, such as "verified"), step of the last write.
+        """Returns the cached slots of a request after `step` as a DataFrame: position, provenance, step of the last
+        write.
 
-        step: None for the end of the run.
+        provenance: the kind of pass that wrote the slot, such as "verified".  step: None for the end of the run.
         Raises: KeyError for an unknown request; ValueError for an unknown step, and for a trace without a ledger.
         """
         self._require_request(request_id)
@@ -106,15 +106,15 @@ class Trace(TraceData):
         return ledger_at(self.ledger_table[self.ledger_table.request_id == request_id], step)
 
     def hypotheses(self, include_rolled_back: bool = False) -> pd.DataFrame:
-        """Returns the lens readings as a DataFrame, one line for each layer of each row that was read, with the draft
-        token for the position that the row predicts and the verdict on the draft token.
+        """Returns the lens readings as a DataFrame, one line for each layer of a row. A line also has the draft token
+        for the position that the row predicts, and the verdict on this draft token.
 
+        include_rolled_back: also rows fed a rejected, later or given-up draft token. They follow a text that was never
+        committed, so their prediction cannot be compared with committed tokens.
         Columns: those of `trace.tables.build.hypotheses_table`; `drafted_token`, `verdict` and `prediction_depth` of
         `trace.tables.draft_verdicts.with_verdicts`; `read_token`, the row's input token; top_tokens, the texts of
         top_token_ids. A Thinking States model's thoughts are included, at site "thought". For an import without
         readings, the logit lens reads the captured states.
-        include_rolled_back: also return rows whose input was a rejected, later or given-up draft token. They follow a
-        text that was never committed, so their prediction cannot be compared with committed tokens.
         Raises: ValueError if the run has neither lens readings nor thoughts.
         """
         return hypotheses_of(self, include_rolled_back)

@@ -32,7 +32,7 @@ message. A try takes forty seconds if the address accepts connections but never 
 
 
 class _Watch:
-    """Checks whether a Ray cluster still answers. Ray does not report a lost head node, but ends the program."""
+    """Checks whether a Ray cluster still answers. If the head node is lost, Ray itself ends the program."""
 
     def __init__(self, ray: ModuleType) -> None:
         self._ray = ray
@@ -41,18 +41,15 @@ class _Watch:
         self._answers = True
 
     def look(self) -> bool:
-        """Returns True if the head node answered at the last check; checks again if that was more than
-        SECONDS_BETWEEN_LOOKS seconds ago.
-
-        Raises: ConnectionError if for SECONDS_WITHOUT_HEAD the head node does not answer, or no node is alive.
-        """
+        """Returns True if the head node answered at the newest check, which is at most about SECONDS_BETWEEN_LOOKS old.
+        Raises: ConnectionError if the cluster is lost for SECONDS_WITHOUT_HEAD."""
         if time.monotonic() - self._looked > SECONDS_BETWEEN_LOOKS:
             self._answers = self._is_there()
             self._looked = time.monotonic()
         return self._answers
 
     def wait(self) -> None:
-        """Waits until the head node answers. Without a head node, a call such as for a new actor would not return."""
+        """Waits until the head node answers. Raises: ConnectionError as `look` does."""
         self._looked = -math.inf
         while not self.look():
             time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -114,8 +111,8 @@ class _RayWorker:
 
 @register("sweeps.backends", "ray")
 def on_ray(waiting: Waiting, job: Job) -> Iterator[Event]:
-    """Runs the waiting cells (runs) on a Ray cluster, and yields an Event when a cell starts or ends, or when an actor
-    dies and may not be restarted.
+    """Runs the waiting cells (runs) on a Ray cluster. Yields an Event when a cell starts or ends, or when an actor dies
+    and may not be restarted.
 
     Joins the cluster at `job.address`, or starts one on this machine and stops it at the end. The results must be in a
     place to which every node can write: a shared folder, or an object store.
@@ -160,11 +157,8 @@ def on_ray(waiting: Waiting, job: Job) -> Iterator[Event]:
 
 
 def _report_lost_actor(worker: _RayWorker, waiting: Waiting, error: Exception, given_back: set[str]) -> Iterator[Event]:
-    """Yields the Events of a lost actor: its death, and the failure of its cell.
-
-    If the actor finished other cells before, which may have used up its restarts, the cell does not fail, but is put
-    back into the queue, once.
-    """
+    """Yields the Events of a lost actor: its death, and the end of its cell. The cell may be put back into the queue
+    instead."""
     cell, lines = worker.cell, [line.strip() for line in str(error).strip().splitlines()]
     assert cell is not None
     words = " ".join(dict.fromkeys((lines[0], lines[-1])))[:500]  # the reason is in the last line of Ray's message
@@ -179,8 +173,7 @@ def _report_lost_actor(worker: _RayWorker, waiting: Waiting, error: Exception, g
 
 
 def _give_next_cell(worker: _RayWorker, waiting: Waiting, running: dict[Hashable, _RayWorker]) -> Iterator[Event]:
-    """Starts the next waiting cell on the worker's actor, and yields the Event. Ends the actor if no cell is left, or
-    if the sweep was stopped."""
+    """Starts the next waiting cell on the worker's actor, and yields the Event; without such a cell, ends the actor."""
     if (cell := waiting.take(worker.model_key)) is None:
         worker.end()  # frees its resources for other workers
         return
@@ -190,7 +183,7 @@ def _give_next_cell(worker: _RayWorker, waiting: Waiting, running: dict[Hashable
 
 def _join(ray: ModuleType, job: Job) -> None:
     """Joins the Ray cluster at `job.address`; without an address, starts a cluster on this machine. Raises:
-    ConnectionError if the cluster does not answer or cannot be joined."""
+    ConnectionError if the cluster cannot be joined."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options = dict(log_to_driver=False, logging_level="error")
     if job.address is not None:

@@ -116,8 +116,7 @@ def processes(waiting: Waiting, job: Job) -> Iterator[Event]:
 
 
 def _give_next_cell(worker: _Worker, waiting: Waiting) -> Iterator[Event]:
-    """Sends the next waiting cell to the worker's process, and yields the Event; does neither if no cell is left or
-    the sweep was stopped."""
+    """Sends the next waiting cell, if there is one, to the worker's process, and yields the Event."""
     if (cell := waiting.take(worker.model_key)) is not None:
         worker.give(cell)  # a dead process is noticed when its answer is read
         yield Event("started", cell.digest, worker=worker.name)
@@ -125,9 +124,7 @@ def _give_next_cell(worker: _Worker, waiting: Waiting) -> Iterator[Event]:
 
 def _report_dead_worker(worker: _Worker, waiting: Waiting, job: Job, deaths: Counter[str]) -> Iterator[Event]:
     """Yields the Events of a dead worker process: its death and, if the retries are used up, the failure of its cell.
-
-    Otherwise the cell, if the process had one, is put back into the queue.
-    """
+    Otherwise puts the cell back into the queue."""
     cell, words = worker.cell, worker.reason_of_end()
     worker.cell = None
     worker.end()

@@ -24,11 +24,8 @@ _CLIENTS = {
 
 
 class ShortErrors:
-    """Wraps an fsspec client so that every exception of a method becomes an OSError with a message of one line, except
-    FileNotFoundError and FileExistsError.
-
-    Each client has errors of its own, some with a message of a page.
-    """
+    """Wraps an fsspec client: a failure of one of its methods becomes an OSError with a message of one line.
+    FileNotFoundError and FileExistsError stay as they are."""
 
     def __init__(self, fs: "AbstractFileSystem", url: str) -> None:
         self.client, self._url = fs, url

@@ -38,8 +38,7 @@ def leased(store: SweepStore) -> Iterator[None]:
     over = threading.Event()
 
     def keep_renewing() -> None:
-        """Runs in the thread: renews the lease every RENEWED_EVERY seconds, until the `with` block of `leased` ends or
-        the lease is lost. A renewal that fails with an error is tried again at the next turn."""
+        """Renews the lease every RENEWED_EVERY seconds, until the lease is lost or `leased` ends."""
         while not over.wait(RENEWED_EVERY):
             with suppress(Exception):  # the next try may work; a lease that runs out costs time, but no shard
                 if not renewed(store, name, holder):
@@ -67,11 +66,8 @@ def renewed(store: SweepStore, name: str, holder: str) -> bool:
 
 
 def _take(store: SweepStore, holder: str) -> str:
-    """Takes the next lease for `holder`, removes older ones, and returns the name of the new lease.
-
-    Raises: SweepBusy if another sweep has a lease that has not run out, ValueError if the store puts an object in spite
-    of the condition that it must not exist.
-    """
+    """Takes the next lease for `holder`, removes older ones, and returns the name of the new lease. Raises: SweepBusy
+    if another sweep has the lease."""
     number, last = _newest(store)
     if last is not None and (left := last["until"] - time.time()) > 0:
         raise SweepBusy(

@@ -28,10 +28,7 @@ def only_sweep(store: SweepStore, *, alone: bool = False) -> Iterator[None]:
 @contextmanager
 def _locked(store: SweepStore) -> Iterator[None]:
     """Takes the file lock of the store's folder for the time of a `with` block. Raises: SweepBusy if another sweep has
-    the lock.
-
-    The operating system releases the lock when the process ends.
-    """
+    the lock."""
     from filelock import FileLock, Timeout
 
     path = Path(store.path(".lock"))

@@ -169,6 +169,5 @@ class SweepStore:
 
 @cache
 def _copies() -> tempfile.TemporaryDirectory[str]:
-    """Returns the temporary folder for local copies of shards (saved runs); the folder is deleted when the process
-    ends."""
+    """Returns the temporary folder for local copies of shards; the folder is deleted when the process ends."""
     return tempfile.TemporaryDirectory(prefix="cacheprobe-sweep-")

@@ -106,10 +106,7 @@ def _run(cell: Cell, model: CachedLM) -> Trace:
 
 
 def _changes(text: str | None, model: CachedLM, examples: Sequence[Example], settings: JsonDict) -> list[Intervention]:
-    """Returns a list with the cell's Intervention for each request; [] if the cell has none.
-
-    mean and resample use states of a first run of the same prompts without interventions.
-    """
+    """Returns a list with the cell's Intervention for each request; [] if the cell has none."""
     if text is None:
         return []
     change, states = parse_change(text), None

@@ -46,7 +46,6 @@ def require_states_of(model: CachedLM, generation: Generation) -> None:
 
 
 def _distance(theirs: Tensor, ours: Tensor) -> float:
-    """Returns the mean, over tokens, of the Euclidean distance between two states [n, m], as a share of the norm of
-    `ours`."""
+    """Returns the mean, over tokens, of the distance between two states [n, m], as a share of the norm of `ours`."""
     a, b = theirs.float(), ours.float()
     return float(((a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-30)).mean())

@@ -32,7 +32,7 @@ class Decoder(Protocol):
 
 
 class ImportRefused(ValueError):
-    """Raised for data that cannot be read as a trace. The message says what was expected, and the remedy."""
+    """Raised for data that cannot be read as a trace."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,7 @@ def imported_trace(
 
 
 def _rows(number: int, generation: Generation, n_layers: int) -> list[RowRecord]:
-    """Returns the row records (one for each token with states) of one imported generation; all have status "committed".
-
-    The prompt is computed in step 0, then one generated token in each step.
-    """
+    """Returns a list of RowRecord, one for each token with states of one imported generation."""
     prompt, token_ids = len(generation.prompt), (*generation.prompt, *generation.generated)
     rows = []
     for position in range(generation.num_rows):
@@ -151,8 +148,7 @@ def _rows(number: int, generation: Generation, n_layers: int) -> list[RowRecord]
 
 def _steps(generations: Sequence[Generation]) -> list[StepRecord]:
     """Returns the passes that imported generations imply, as a list of StepRecord: a prefill of all prompts, then
-    decode passes, each with one token of every request that has not ended.
-    """
+    decode passes."""
     steps = []
     for step in range(max(max(len(one.generated), 1) for one in generations)):
         active = [n for n, one in enumerate(generations) if step < len(one.generated) or step == 0]
@@ -174,9 +170,7 @@ def _steps(generations: Sequence[Generation]) -> list[StepRecord]:
 
 
 def _ledger(generations: Sequence[Generation]) -> list[LedgerChange]:
-    """Returns the cache changes that imported generations imply: the prompt's slots, then one slot for each decoded
-    token.
-    """
+    """Returns the cache changes that imported generations imply, as a list of LedgerChange."""
     changes = []
     for number, one in enumerate(generations):
         prompt = len(one.prompt)

@@ -53,7 +53,7 @@ def trace_of_generate(
 ) -> Trace:
     """Returns the Trace of an output of Hugging Face's `generate`, or of a safetensors file with the same tensors.
 
-    attention_mask: [b, prompt] of the call; needed for several sequences.
+    attention_mask: [b, prompt] of the call; needed for several sequences, unless the file has one.
     stop_token_ids: tokens that ended a sequence; by default the model's; needed for several sequences without `model`.
     model: also checks that the states are this model's.
     Raises: ImportRefused for anything that is not such an output, for a needed argument that is missing, and for states
@@ -88,8 +88,8 @@ def trace_of_generate(
 
 
 def _generation(outputs: _Outputs, row: int, stops: frozenset[int]) -> Generation:
-    """Returns sequence number `row` of a `generate` output as a Generation, without padding on the left and without
-    what follows its first stop token."""
+    """Returns sequence number `row` of a `generate` output as a Generation, without padding on the left, and cut after
+    its first stop token."""
     start = outputs.prompt_length - int(outputs.mask[row].sum())
     token_ids = outputs.sequences[row].tolist()
     prompt, generated = token_ids[start : outputs.prompt_length], token_ids[outputs.prompt_length :]
@@ -114,11 +114,7 @@ def _generation(outputs: _Outputs, row: int, stops: frozenset[int]) -> Generatio
 
 
 def _read(outputs: object, attention_mask: object) -> _Outputs:
-    """Returns the checked tensors of a `generate` output, or of a safetensors file, as _Outputs.
-
-    Raises: ImportRefused for anything else, for beam search or assisted decoding, and for an attention mask that is
-    missing, has another shape or pads on the right.
-    """
+    """Returns the checked tensors of a `generate` output, or of a safetensors file, as _Outputs."""
     output = _from_file(Path(outputs)) if isinstance(outputs, str | Path) else outputs
     if getattr(output, "beam_indices", None) is not None:
         raise ImportRefused("beams change places from pass to pass, so rows are no single text; use num_beams=1")
@@ -159,11 +155,7 @@ def _lengths_text(lengths: Sequence[int]) -> str:
 
 def _from_file(path: Path) -> SimpleNamespace:
     """Reads a safetensors file, and returns its tensors as a SimpleNamespace with the attribute names of a `generate`
-    output.
-
-    The file has sequences, hidden_states.PASS.BLOCK, and optionally logits.PASS and attention_mask.
-    Raises: ImportRefused if a tensor is missing or the file is not readable.
-    """
+    output."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

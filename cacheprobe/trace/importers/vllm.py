@@ -90,10 +90,7 @@ class _RequestOutput(Protocol):
 
 
 def _layer_ids(layers: Iterable[int]) -> list[int]:
-    """Returns the layer ids of vLLM's setting as a list.
-
-    Raises: ImportRefused for an empty list, for ids that are negative or not ascending, and for [0].
-    """
+    """Checks the layer ids of vLLM's setting, and returns them as a list of int."""
     ids = [int(layer) for layer in layers]
     if not ids or ids != sorted(set(ids)) or ids[0] < 0:
         raise ImportRefused(
@@ -106,11 +103,7 @@ def _layer_ids(layers: Iterable[int]) -> list[int]:
 
 
 def _as_list(outputs: object) -> list[object]:
-    """Returns file paths or vLLM outputs as a list; a folder is replaced by its .safetensors files, in order of their
-    names.
-
-    Raises: ImportRefused if a folder has no such file, or if there is nothing to import.
-    """
+    """Returns file paths or vLLM outputs as a list; a folder is replaced by its .safetensors files, sorted by name."""
     items = list(outputs) if isinstance(outputs, Iterable) and not isinstance(outputs, str | Path) else [outputs]
     found: list[object] = []
     for item in items:
@@ -127,12 +120,8 @@ def _as_list(outputs: object) -> list[object]:
 
 
 def _generation(item: object, ids: Sequence[int], num_prompt_tokens: int | None) -> Generation:
-    """Reads one stored file of vLLM, and returns prompt, generated tokens and states as a Generation.
-
-    item: a file path, or a vLLM output that names its file.  ids: vLLM's layer ids.
-    Raises: ImportRefused if the file does not fit the output or the prompt length, and for an output of several
-    samples.
-    """
+    """Reads one stored file of vLLM, and returns prompt, generated tokens and states as a Generation. item: a file
+    path, or a vLLM output that names its file."""
     if isinstance(item, str | Path):
         states, tokens = _read(Path(item), len(ids))
         prompt_length = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
@@ -164,12 +153,8 @@ def _generation_of(states: Tensor, prompt: Sequence[int], generated: Sequence[in
 
 @contextmanager
 def _complete_file(path: Path) -> Iterator[None]:
-    """Waits, as a context manager, until vLLM has finished writing a file; then holds a shared lock on it in the `with`
-    block.
-
-    Without a lock file next to the file, does not wait.
-    Raises: ImportRefused after SECONDS_TO_WAIT.
-    """
+    """Waits, as a context manager, until vLLM releases the lock of a file; holds a shared lock in the `with` block.
+    Raises: ImportRefused after SECONDS_TO_WAIT."""
     try:
         lock = path.with_name(path.name + ".lock").open("rb")
     except OSError:
@@ -188,8 +173,8 @@ def _complete_file(path: Path) -> Iterator[None]:
 
 
 def _try_to_share(lock: IO[bytes]) -> bool:
-    """Tries to take a shared lock on an open .lock file, without waiting. Returns True if this process now holds the
-    lock (until the file is closed), False while vLLM holds its own."""
+    """Takes a shared lock on an open .lock file, and returns True; returns False if another process has an exclusive
+    lock."""
     import fcntl
 
     try:
@@ -200,10 +185,7 @@ def _try_to_share(lock: IO[bytes]) -> bool:
 
 
 def _read(path: Path, num_layers: int) -> tuple[Tensor, list[int]]:
-    """Returns (states [t, l, m], list of token ids) of one file that vLLM stored.
-
-    Raises: ImportRefused for another layout, with the expected one in the message, and for a file that cannot be read.
-    """
+    """Returns (states [t, l, m], list of token ids) of one file that vLLM stored."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

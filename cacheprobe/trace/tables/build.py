@@ -140,10 +140,9 @@ def tokens_table(
     columns: Mapping[str, Tensor],
     token_texts: TokenTexts,
 ) -> pd.DataFrame:
-    """Returns a DataFrame with one line for every token that the run names: token_id, token (its text, with signs such
-    as ␣ for white space).
+    """Returns a DataFrame with one line for every token of a run's rows, events and readings.
 
-    These are the tokens that were fed, committed, drafted or chosen by the verifier, and the top choices of readings.
+    Columns: token_id, token (its text, with signs such as ␣ for white space).
     tokens: committed ids by request.  columns: from `LensReader.finish`, {} without a lens.
     """
     listed = [*tokens.values(), *(ids for name in _EVENT_IDS for ids in events[name])]

@@ -20,9 +20,9 @@ def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
     """Returns a DataFrame with one line for each draft token: when it was drafted, and the verdict on it.
 
     Columns: request_id, place (0 is the first generated token), drafted_token_id; born, the step that drafted the
-    token; judged, the step of its verify pass, null if it reached none; verdict: "accepted"; "rejected", the first of
-    its draft that the verifier did not choose; "never_judged", if it followed a rejected token or reached no verify
-    pass.
+    token; judged, the step of the verify pass that judged its draft, null if none did; verdict: "accepted"; "rejected",
+    the first of its draft that the verifier did not choose; "never_judged", if it followed a rejected token or its
+    draft was not judged.
     events: as in `Trace.events`.
     """
     history = token_history(events)
@@ -48,8 +48,8 @@ def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
 def with_verdicts(
     readings: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapping[int, int], token_texts: Mapping[int, str]
 ) -> pd.DataFrame:
-    """Returns the lens readings with five more columns: the draft token for the position that the row predicts, and the
-    verdict on that draft token.
+    """Returns the lens readings with five more columns, among them the draft token for the position that the row
+    predicts, and its verdict.
 
     Columns: drafted_token_id, drafted_token, verdict, prediction_depth (as in `prediction_depths`) and top_tokens, the
     texts of top_token_ids.
@@ -117,7 +117,7 @@ def _text(token_texts: Mapping[int, str], token_id: int) -> str:
 def prediction_depths(readings: pd.DataFrame) -> pd.Series:
     """Returns the prediction depth of each lens reading's row, as a Series with one value for each reading.
 
-    It is the first layer from which the row's most likely token stays that of the last layer read.
+    The depth is the first layer from which the row's most likely token stays that of the last layer read.
     Source: prediction depth, Baldock et al. 2021 (arXiv 2106.09647), with layers for their k-NN probes.
     Twin: tests.twins.measures_slowly.prediction_depth_slowly, ==.
     """

@@ -38,9 +38,8 @@ def hypotheses_of(trace: "TraceData", include_rolled_back: bool) -> pd.DataFrame
 
 
 def _readings(trace: "TraceData") -> pd.DataFrame:
-    """Returns a copy of the trace's lens readings with verdicts. Computes them at the first call and keeps them in the
-    trace.
-    """
+    """Returns a copy of the trace's lens readings with verdicts. The first call computes them and keeps them in the
+    trace."""
     if trace.judged_readings is None:
         trace.judged_readings = _judged(trace)
     return trace.judged_readings.copy()
@@ -48,9 +47,7 @@ def _readings(trace: "TraceData") -> pd.DataFrame:
 
 def _judged(trace: "TraceData") -> pd.DataFrame:
     """Returns the lens readings with verdicts on draft tokens; an import without readings is read by the logit lens.
-
-    Raises: ValueError if there are no readings, with the reason.
-    """
+    Raises: ValueError if there are no readings."""
     if trace.hypothesis_table is not None:
         lengths = {request.request_id: request.num_prompt_tokens for request in trace.requests}
         table = with_verdicts(trace.hypothesis_table, trace.event_table, lengths, trace.token_texts)

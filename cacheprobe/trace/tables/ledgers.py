@@ -29,7 +29,7 @@ def rows_in_use(changes: pd.DataFrame) -> pd.DataFrame:
     """Returns the number of cached slots of each request after every step in which the ledger has a change of the
     request, as a DataFrame.
 
-    Columns: request_id, step, rows (the number of slots). A request that freed its cache row has 0 from then on.
+    Columns: request_id, step, rows (the number of slots; 0 if the request freed its cache row in this step).
     changes: the ledger table of a run.
     Twin: `ledger_at` of each request and step, ==.
     """

@@ -124,9 +124,7 @@ def _text(token_texts: Mapping[int, str], token_id: SupportsInt) -> str | None:
 
 
 def _rank(logits: Tensor, token_id: int) -> int:
-    """Returns the rank of a token in logits [v]: the number of tokens before it. Of equal logits, the lower id ranks
-    first.
-    """
+    """Returns the rank of a token in logits [v]; 0 is the most likely. Of equal logits, the lower id ranks first."""
     values = logits.numpy()
     return int((values > values[token_id]).sum() + (values[:token_id] == values[token_id]).sum())
 
@@ -145,10 +143,7 @@ def says_state(words: str, true_state: str | None, example: Example | None) -> b
 
 
 def _true_states(request: Request, model: CachedLM) -> Sequence[str | None]:
-    """Returns the task's true state after each prompt token, by absolute position; None before the first state.
-
-    Returns () for a prompt without a task, or whose tokens do not match the task's text.
-    """
+    """Returns the task's true state (text or None) after each prompt token; () if the states are not known."""
     if request.example is None:
         return ()
     try:

@@ -9,7 +9,7 @@ COLUMNS = ["request_id", "place", "token_id", "margin_nats", "born", "decided_st
 
 
 def token_history(events: pd.DataFrame) -> pd.DataFrame:
-    """Returns a DataFrame with one line for each drafted or committed token, by request, and within a request in the
+    """Returns a DataFrame with one line for each drafted or committed token. Lines are sorted by request, then in the
     order in which the tokens were decided.
 
     Columns: request_id, place (0 is the first generated token), token_id; born, the step that drafted or committed the
