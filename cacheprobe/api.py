@@ -146,9 +146,9 @@ def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **setting
 def _plan(
     model: CachedLM, prompts: Any, drafter: Drafter | None, given: Mapping[str, Any], max_in_flight: int | None = None
 ) -> RunPlan:
-    """Returns the RunPlan of a call. Fills in the EngineConfig fields that were not given, for this model.
-
-    Raises: TypeError for an unknown option; ValueError for settings that do not fit the model or its memory.
+    """Returns the RunPlan of a call, with the EngineConfig fields that were not given filled in. Raises: TypeError for
+    an
+    unknown option; ValueError for settings that do not fit the model or its memory.
     """
     require_known_options(given, RunSettings.__annotations__)
     settings = dict(given)
@@ -292,9 +292,7 @@ def _progress_bar(plan: RunPlan, is_shown: bool) -> ProgressBar:
 
 def _checked(plan: RunPlan, trace: Trace, progress: bool) -> Trace:
     """Returns the trace unchanged. Warns of failed requests, data that the trace lacks, and interventions of `run` that
-    never acted.
-
-    progress: also print the model's path (if heads are captured) and its accuracy on the task.
+    never acted; if `progress`, prints path and accuracy.
     """
     if progress and plan.capture.heads:
         print(f"path: {plan.path_reason}")

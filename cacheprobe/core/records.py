@@ -271,8 +271,7 @@ def _field(fingerprint: Mapping[str, object], key: str) -> object:
 
 
 def _value_or_note(fingerprint: Mapping[str, object], key: str) -> object:
-    """Returns the value of one fingerprint field; if it was not recorded, a text that names the assumed default (for
-    pad_prefill, the default)."""
+    """Returns the value of one fingerprint field; if it was not recorded, a text that names the assumed default."""
     is_assumed = key not in fingerprint and key in _LATER_FIELDS and key != "pad_prefill"  # absent means True there
     return f"not recorded, so taken as {_LATER_FIELDS[key]!r}" if is_assumed else _field(fingerprint, key)
 

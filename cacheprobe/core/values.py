@@ -179,7 +179,6 @@ class HintsAtNewArguments(HintsAtNewNames):
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __new__(cls, *args: object, **settings: object):  # returns Self, which beartype does not take in a method
-        """Creates the object. Raises: TypeError for an unknown keyword argument, with its new name or the nearest one,
-        if there is one."""
+        """Creates the object. Raises: TypeError for an unknown keyword argument."""
         require_known_options(settings, cls.__dataclass_fields__)
         return object.__new__(cls)

@@ -96,10 +96,8 @@ def check_request(one: Intervention, state: SequenceState, drafting: Drafting | 
 def _possible_phases(
     one: Intervention, state: SequenceState, last: int, drafting: Drafting | None
 ) -> tuple[set[str], str]:
-    """Returns (set of phases in which a position of the intervention is computed, reason why decode is not in the set).
-
-    The reason is text in brackets; "" if decode is in the set, or if all positions lie in the prompt.
-    last: the last position that the request computes.
+    """Returns (set of phases in which a position of the intervention may be computed, reason why decode is not in the
+    set). The reason is text in brackets, or "" without one.
     """
     prompt = state.request.num_prompt_tokens
     lowest, highest = (min(one.positions), max(one.positions)) if one.positions else (0, last)
