@@ -116,9 +116,7 @@ class RunPlan:
 
     def _check_sizes(self, requests: list[tuple[int, int, int]], max_in_flight: int | None) -> None:
         """Raises: ValueError if the estimated memory of the run's KV cache, or of its records, is not available.
-        requests:
-        (prompt tokens, new tokens, samples) of each prompt.
-        """
+        requests: (prompt tokens, new tokens, samples) of each prompt."""
         in_flight = min(sum(n for _, _, n in requests), max_in_flight or self.config.max_batch)
         require_cache_fits(self.model, self.config, in_flight, max(prompt + new for prompt, new, _ in requests))
         require_records_fit(self.model, self.capture, self.layers, requests)
@@ -139,9 +137,7 @@ class RunPlan:
 
     def _request(self, item: Any, index: int, chosen: bool) -> Request:
         """Returns the complete Request of a prompt: tokenized, with all sampling settings, and checked. chosen: True if
-        the
-        run's argument `deterministic` selects this prompt.
-        """
+        the run's argument `deterministic` selects this prompt."""
         given = item if isinstance(item, Request) else Request(())
         prompt: Any = given.prompt if given is item else item
         example = given.example
@@ -185,8 +181,7 @@ class RunPlan:
             )
 
     def _check_cached(self, request: Request) -> None:
-        """Raises: ValueError if a request's `cached` or `keep_kv` does not fit its prompt, its settings or the
-        model."""
+        """Raises: ValueError if a request's `cached` or `keep_kv` does not fit its prompt, settings or model."""
         cached, name = request.cached, f"request {request.request_id}"
         if request.keep_kv:
             require_plain(self.model.new_cache(1, 1))
@@ -265,8 +260,7 @@ class RunPlan:
 
     def _drafting(self, drafter: Drafter) -> Drafting:
         """Returns a Drafting: the drafter's name, the number of layers that its drafts run, and the window. Raises:
-        ValueError if the drafter does not fit the model.
-        """
+        ValueError if the drafter does not fit the model."""
         require_drafter(drafter, self.model)
         return Drafting(drafter.name, drafted_layers(drafter, self.model), self.config.window)
 
@@ -323,9 +317,7 @@ class RunPlan:
     @cached_property
     def _answers(self) -> dict[int, tuple[tuple[int, ...], str]]:
         """Request id -> (first token id of each possible answer of the task, error text). The ids are () if unknown;
-        the
-        text is "" without an error.
-        """
+        the text is "" without an error."""
         return {request.request_id: answer_ids_of(request, self.model) for request in self.requests}
 
     def _trace(

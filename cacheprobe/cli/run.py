@@ -87,8 +87,7 @@ def _drafter_and_prompts(
     model: ModelFlags, prompts: PromptFlags, settings: RunFlags
 ) -> "tuple[Drafter | None, list[object]]":
     """Returns (the drafter or None, a list of prompts or task examples), checked before the model is loaded. Raises:
-    ValueError for settings that a run would refuse.
-    """
+    ValueError for settings that a run would refuse."""
     from cacheprobe.core.config import resolve_layers
     from cacheprobe.core.records import SamplingParams
     from cacheprobe.core.registry import make

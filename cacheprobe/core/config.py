@@ -120,7 +120,7 @@ class EngineConfig(HintsAtNewArguments):
 class CaptureConfig(HintsAtNewArguments):
     """Holds which states the recorder keeps of a run: sites, heads, layers, positions, phases and dtype.
 
-    Raises: ValueError for an unknown, empty or negative value; TypeError for an unknown setting.
+    Raises: ValueError for an unknown, empty or out-of-range value; TypeError for an unknown setting.
     """
 
     sites: "str | None" = "STCZ"
@@ -202,8 +202,7 @@ def _joined_sites(sites: object) -> str:
 
 def _listed(name: str, given: object, wanted: str) -> tuple:
     """Returns `given` as a tuple: a text as its only entry, or the entries of an iterable. Raises: ValueError for bytes
-    and other types.
-    """
+    and other types."""
     if isinstance(given, str):
         return (given,)
     if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray):

@@ -88,8 +88,8 @@ class DraftModel:
         self._reader.forget(state)
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
-        """Returns a list of new draft tokens for each request: until its draft has the number of tokens that `_room`
-        allows (at most `length`), or a draft token would end the request."""
+        """Returns a list of new draft tokens for each request, until its draft has `length` tokens (or fewer, see
+        `_room`) or a draft token would end the request."""
         proposals: dict[SequenceState, list[int]] = {state: [] for state in states}
         drafting = [state for state in states if self._room(state) > 0]
         while drafting:
@@ -128,9 +128,7 @@ class _Reader:
 
     def next_logits(self, texts: Mapping[SequenceState, Sequence[int]]) -> dict[SequenceState, Float[Tensor, "v"]]:
         """Returns a dict: request -> the draft model's logits [v] after the last token of its text. Feeds the tokens
-        that
-        the request's cache row does not hold yet.
-        """
+        that the request's cache row does not hold yet."""
         self._make_room(texts)
         for state, text in texts.items():
             fed = self.fed[state].token_ids
@@ -145,9 +143,7 @@ class _Reader:
 
     def _feed(self, texts: Mapping[SequenceState, Sequence[int]]) -> dict[SequenceState, Tensor]:
         """Runs one pass over the next tokens of each text, and returns a dict: request -> logits [v], for texts now fed
-        to
-        their end. Raises: ValueError for NaN or infinite logits.
-        """
+        to their end. Raises: ValueError for NaN or infinite logits."""
         assert self.cache is not None
         fed = [self.fed[state] for state in texts]
         starts = [len(one.token_ids) for one in fed]

@@ -53,7 +53,7 @@ class NGram:
         return [[] if state.draft else self._draft(state) for state in states]
 
     def _draft(self, state: SequenceState) -> list[int]:
-        """Returns a list of up to `length` draft tokens for one request; each most often followed the tokens before
+        """Returns a list of up to `length` draft tokens for one request, each chosen by `_vote` from the text before
         it."""
         text = list(state.token_ids)
         num_committed = len(text)
@@ -72,9 +72,7 @@ class NGram:
 
     def _vote(self, text: Sequence[int], ends: Iterable[int]) -> int | None:
         """Returns the token that most often follows the longest matches of the end of `text`; None without a match.
-        ends:
-        the index after each occurrence of the newest token, ascending.
-        """
+        ends: the index after each occurrence of the newest token, ascending."""
         longest = self.min_ngram
         votes: dict[int, tuple[int, int]] = {}
         for end in ends:

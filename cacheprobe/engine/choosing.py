@@ -38,8 +38,7 @@ def choose_next(state: SequenceState, logits: Float[Tensor, "v"], drafted: Seque
 
 
 def describe(token_id: int, logits: Float[Tensor, "v"]) -> Choice:
-    """Returns the Choice of a token id under logits [v]: its log-probability, and the margin between the two likeliest
-    tokens.
+    """Returns the Choice of a token id under logits [v]: log-probability, and margin between the two likeliest tokens.
 
     Takes the logits of one position only, because the bits of a sum must not depend on the number of positions.
     """
@@ -50,8 +49,8 @@ def describe(token_id: int, logits: Float[Tensor, "v"]) -> Choice:
 
 
 class Judgement(NamedTuple):
-    """Holds the number of accepted draft tokens, and the verifier's own tokens: one for each draft position and one
-    after it.
+    """Holds the number of accepted draft tokens, and the verifier's own token ids at the draft positions and at one
+    more.
 
     If the last draft token ends the request, the verifier has no token after the draft.
     """

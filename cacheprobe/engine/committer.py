@@ -22,8 +22,7 @@ from cacheprobe.ops.sampling import lowest_argmax
 
 
 class Committer:
-    """Chooses tokens after a pass; commits, rolls back, preempts and ends requests; reports each change to the
-    observer."""
+    """Chooses tokens after a pass; commits, rolls back, preempts and ends requests; reports this to the observer."""
 
     def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
         self.runner, self.config = runner, config
@@ -79,8 +78,7 @@ class Committer:
 
     @contextmanager
     def _naming(self, state: SequenceState, others: "tuple[type[Exception], ...]" = (ValueError,)) -> Iterator[None]:
-        """Turns an out-of-memory error, or one of the types `others`, inside the `with` into an EngineError with
-        request and step."""
+        """Turns an out-of-memory error, or one of the types `others`, inside the `with` into an EngineError."""
         try:
             yield
         except Exception as error:
@@ -137,7 +135,7 @@ class Committer:
         self._logprobs.append((state.request_id, nats))
 
     def _adapt(self, state: SequenceState, verdict: Verdict) -> None:
-        """If draft_length is "adaptive", allows a request's next draft 2 tokens more after a full match, 1 less after a
+        """If draft_length is "adaptive", lets the next draft be 2 tokens longer after a full match, 1 shorter after a
         mismatch.
 
         Source: the "heuristic" schedule of transformers' assisted generation.
@@ -177,8 +175,7 @@ class Committer:
         self.scrub(state)
 
     def scrub(self, state: SequenceState) -> None:
-        """Zeroes all slots of a request's cache row after the last slot in use, because a failed pass may leave NaN in
-        them."""
+        """Zeroes the slots of a request's cache row after the last slot in use: a failed pass may leave NaN in them."""
         self.cache.scrub(state.cache_row, int(self.cache.lengths[state.cache_row]))
 
     def preempt(self, state: SequenceState) -> None:

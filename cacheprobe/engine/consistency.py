@@ -38,8 +38,7 @@ more texts, because a fault shows in few elements."""
 
 
 class ShapeRefused(ValueError):
-    """Raised before a run if a token's bits depended on its place in the pass, in a trial on random texts: in a given
-    pass shape, or in all that may be chosen."""
+    """Raised before a run if a trial on random texts found no batch-invariant pass shape among the allowed ones."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +145,8 @@ def _remedy(model: CachedLM, config: EngineConfig, hooked: Hooked) -> str:
 
 
 def _fault(model: CachedLM, batch: int, width: int, capacity: int, phase: str, hooked: Hooked) -> str | None:
-    """Returns text about the first difference that a trial of a pass shape found; None if all bits are equal. Each
-    shape
-    is tried once.
-    """
+    """Returns text about the first difference in a trial of a pass shape; None if all bits are equal. Stores the
+    result."""
     shapes = _known.setdefault(model, {})
     key = (batch, width, capacity, phase, hooked, *numeric_settings().values())
     if key in shapes:
@@ -167,8 +164,7 @@ def _fault(model: CachedLM, batch: int, width: int, capacity: int, phase: str, h
 
 
 class _Cycle:
-    """Computes the same texts in several passes, at other batch indices, slots and neighbours, and compares the
-    bits."""
+    """Computes the same texts in several passes, at other batch indices, slots and neighbours; compares the bits."""
 
     def __init__(self, model: CachedLM, batch: int, width: int, capacity: int, phase: str, number: int) -> None:
         self.model, self.batch, self.width, self.phase, self.number = model, batch, width, phase, number

@@ -104,8 +104,7 @@ class DrafterCalls:
 
     def _run(self, drafter: Drafter, job: "Callable[[Any], Any]", context: DraftContext | None = None) -> Any:
         """Returns job(context); runs it in a second thread if the drafter is the user's and has a deadline. Raises:
-        _OutOfTimeError after the deadline.
-        """
+        _OutOfTimeError after the deadline."""
         seconds = deadline_seconds(drafter)
         if seconds is None or is_own(drafter):
             return job(context)
@@ -134,8 +133,7 @@ def _checked(
     result: Any, states: Sequence[SequenceState], max_tokens: int, step: int, name: str
 ) -> list[tuple[int, ...]]:
     """Returns a drafter's result as a list with one tuple of up to `max_tokens` token ids for each request. Raises:
-    EngineError if the result is not one list of whole numbers for each request.
-    """
+    EngineError if the result is not one list of whole numbers for each request."""
     numbers = ", ".join(str(state.request_id) for state in states)
     wanted = f"must return {len(states)} lists of token ids, one for each request"
     if not _is_list(result):
@@ -162,8 +160,7 @@ def _is_list(value: Any) -> bool:
 
 
 class _OutOfTimeError(Exception):
-    """Raised if a drafter's call missed its deadline, or if the drafter missed too many deadlines to be called
-    again."""
+    """Raised if a drafter's call missed its deadline, or if too many calls before did."""
 
 
 class _GivenUpError(BaseException):
@@ -189,8 +186,7 @@ class _Thread:
 
     def run(self, job: "Callable[[Any], Any]", context: DraftContext | None, seconds: float) -> Any:
         """Runs a job in the thread, with a DraftContext for that thread, and returns the job's result. Raises:
-        _OutOfTimeError after the deadline.
-        """
+        _OutOfTimeError after the deadline."""
         usable = None
         if context is not None:
             usable = _ThreadContext(context.model, self._messages, self._results, self._is_given_up)
@@ -200,8 +196,7 @@ class _Thread:
 
     def _wait(self, context: DraftContext | None, seconds: float) -> Any:
         """Returns the result of the thread's job; meanwhile runs the engine's functions that the job calls. Raises:
-        _OutOfTimeError after the deadline.
-        """
+        _OutOfTimeError after the deadline."""
         began = time.monotonic()
         until, last = began + seconds, began + _MAX_DEADLINES * seconds
         while True:
@@ -221,8 +216,7 @@ class _Thread:
 
     def give_up(self) -> None:
         """Abandons the thread: it can no longer call the engine, and an exception ends a Python loop in it. A thread
-        blocked outside the engine gets no exception, since Python 3.11 could then hang.
-        """
+        blocked outside the engine gets no exception, since Python 3.11 could then hang."""
         self._is_given_up.set()
         self._results.put((None, _GivenUpError()))
         ident = self._thread.ident
@@ -252,8 +246,7 @@ class _ThreadContext:
         self._messages, self._results, self._is_given_up = messages, results, is_given_up
 
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
-        """Calls DraftContext.feed_newest in the run's thread. Returns logits [b, v], or with `num_layers` states [b,
-        m]."""
+        """Calls DraftContext.feed_newest in the run's thread. Returns its tensor, [b, v] or [b, m]."""
         return self._call("feed_newest", states, num_layers)
 
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
@@ -301,8 +294,7 @@ def _result(enter_settings: "Callable[[ExitStack], contextvars.Context]", job: C
 
 def _copy_settings() -> "Callable[[ExitStack], contextvars.Context]":
     """Returns a function (ExitStack) -> contextvars.Context for another thread. It sets this thread's torch settings
-    until the stack closes, and returns this thread's context variables.
-    """
+    until the stack closes, and returns this thread's context variables."""
     has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     variables = contextvars.copy_context()

@@ -92,8 +92,8 @@ def prepare(
     editor: Editor | None = None,
     watch: Watch | None = None,
 ) -> tuple[Engine, Scheduler]:
-    """Returns (Engine, Scheduler) for these requests, with a new cache: a row for each running request, one for
-    dummies.
+    """Returns (Engine, Scheduler) for these requests; the new cache has one row for each request in flight and a spare
+    one.
 
     Sets the field draft_cap of each request. Raises: EngineError without a request.
     """

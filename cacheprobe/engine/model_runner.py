@@ -28,8 +28,8 @@ _CPU_REFUSAL = "can't allocate memory"
 
 
 class EngineError(RuntimeError):
-    """Raised if a pass, a choice of a token or a drafter's call failed, with its requests and step, or if a run cannot
-    go on. A failed step commits no token."""
+    """Raised if a pass, a choice of a token or a drafter's call failed, or if a run cannot go on. A failed step commits
+    no token."""
 
 
 class ShapeFault(EngineError):
@@ -207,8 +207,7 @@ class ModelRunner:
     def _reach(
         self, phase: str, entries: Sequence[Entry], batch_index: Sequence[int], size: int, copy: Copy | None
     ) -> Reach:
-        """Returns a Reach: over which cache slots each token's attention runs, which does not depend on other
-        requests."""
+        """Returns a Reach: over which cache slots each token's attention runs, whatever the other requests are."""
         of = reach_of_pass if phase == "prefill" and self.shape[1] > SPAN_STEP else reach_of_positions
         pieces: list[tuple[SlotSpan, ...]] = [()] * size
         for b, entry in zip(batch_index, entries, strict=True):
@@ -230,8 +229,7 @@ class ModelRunner:
         )
 
     def _report_thoughts(self, phase: str, entries: Sequence[Entry], is_hidden: bool) -> None:
-        """Reports the thoughts (of Thinking States) whose chunk ends in a real token; none if the pass rebuilds a
-        request."""
+        """Reports the thoughts (of Thinking States) whose chunk ends in a real token; none in a pass of a rebuild."""
         by_row = {entry.state.cache_row: entry for entry in entries}
         for made in self.cache.take_thoughts():
             entry = by_row.get(made.cache_row)
@@ -256,9 +254,7 @@ class ModelRunner:
         self, out: Tensor, entries: Sequence[Entry], batch_index: Sequence[int], slots: Sequence[int]
     ) -> None:
         """Raises: EngineError if the output for a real token contains NaN, or if its maximum is infinite. slots: the
-        token
-        slots that `out` holds.
-        """
+        token slots that `out` holds."""
         top = out.amax(-1).cpu()  # the largest number of each slot
         if bool(torch.isfinite(top).all()):
             return
@@ -310,8 +306,7 @@ def _slots(entries: Sequence[Entry], batch_index: Sequence[int]) -> list[RowSlot
 
 
 def _aims(phase: str, entries: Sequence[Entry], batch_index: Sequence[int]) -> list[TokenSlot]:
-    """Returns a list of TokenSlots for the editor of interventions: one for each real token, in the order of
-    `_slots`."""
+    """Returns TokenSlots for the editor of interventions: one for each real token, in the order of `_slots`."""
     return [
         TokenSlot(e.state.request_id, b, t, e.start + t, token_phase(e.state, e.start + t, phase))
         for b, e in zip(batch_index, entries, strict=True)

@@ -57,9 +57,7 @@ class Prefill:
 
     def _prompt_passes(self, states: Sequence[SequenceState]) -> Iterator[tuple[list[Entry], int]]:
         """Yields (entries, width) of each prefill pass, until the prompts are read. The caller must set num_prefilled
-        of
-        each request after the pass.
-        """
+        of each request after the pass."""
         is_fixed = states[0].is_verified
         size = self.config.prefill_group if is_fixed else len(states)
         chunk = self.config.prefill_chunk if is_fixed else FREE_PREFILL_WIDTH
@@ -85,16 +83,13 @@ class Prefill:
 
     def _logit_slots(self, last: Sequence[int | None], width: int, is_fixed: bool) -> list[int] | None:
         """Returns the token slots whose logits a prefill pass computes; None for all. last: for each prompt, the slot
-        of
-        its last token, or None if the pass does not reach it.
-        """
+        of its last token, or None if the pass does not reach it."""
         needed = sorted({slot for slot in last if slot is not None})
         return None if needed and is_fixed and self.config.prefill_group > 1 else needed or [width - 1]
 
     def share(self, source: SequenceState, states: Sequence[SequenceState]) -> None:
         """Gives a request the prompt's keys and values of request `source`, without a pass of the model, and commits
-        the
-        receiving request's own first token.
+        the receiving request's own first token.
 
         states: that one request. It has the prompt of `source`; both are verified, or neither is.
         """
@@ -117,10 +112,10 @@ class Prefill:
     def rebuild(self, states: Sequence[SequenceState]) -> None:
         """Computes the keys and values of a preempted request again. states: that request alone.
 
-        The observer receives the steps, the choices and the ledger changes, but no rows and no thoughts.
-        A verified request runs in the pass shapes of the first time: its prompt in chunks, its committed tokens in
-        windows. Raises: EngineError if the verifier now chooses another token (not compared for acceptance="rejection",
-        unless the request is deterministic).
+        The observer receives the steps, the choices and the ledger changes, but no rows and no thoughts. A verified
+        request runs in the pass shapes of the first time: its prompt in chunks, its committed tokens in windows.
+        Raises: EngineError if the verifier now chooses another token (not compared for acceptance="rejection", unless
+        the request is deterministic).
         """
         (state,) = states
         self._begin(state)

@@ -11,8 +11,7 @@ from cacheprobe.models.turns import hold_model, live_model, require_idle
 
 def require_ready(model: CachedLM) -> None:
     """Raises: ModelError if this thread is inside a step of another run of the model, or if only some threads flush
-    denormal numbers.
-    """
+    denormal numbers."""
     require_idle(model)
     require_one_flush_mode()
 
@@ -31,12 +30,11 @@ class RunGuard:
 
     @contextmanager
     def holding(self, hooks: AbstractContextManager[object]) -> Iterator[None]:
-        """Inside the `with`, where the caller runs steps, the run's hooks are on the model and other threads' runs
-        wait.
+        """Inside the `with`, the run's hooks are on the model, and runs of other threads wait; the caller runs steps
+        there.
 
         Raises: FingerprintMismatch if a numeric setting changed since the run began; ModelError inside a step of
-        another
-        run of the model.
+        another run of the model.
         """
         with hold_model(self.model), hooks:
             self._require_settings()

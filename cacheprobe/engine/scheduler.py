@@ -107,17 +107,15 @@ class Scheduler:
     # -- who does what in this round
 
     def drafting(self) -> list[SequenceState]:
-        """Returns the requests of the next decode pass or drafter call: the never verified running ones, and the
-        verified ones whose draft is not ready to be verified."""
+        """Returns the requests of the next decode pass or drafter call: the never verified ones, and the verified ones
+        whose draft is not ready to be verified."""
         return [
             state for state in self.running if state.status is Status.RUNNING and not state.is_ready(self.config.window)
         ]
 
     def piggybacked(self) -> list[SequenceState]:
         """Returns never verified requests that take the unused batch indices of the next verify pass; [] if the window
-        is
-        longer than 1.
-        """
+        is longer than 1."""
         if self.config.window > 1:
             return []
         num_ready = sum(state.is_ready(1) for state in self.running)
@@ -137,8 +135,7 @@ class Scheduler:
         return [self._leaving_room_for_copy(group) for group in chosen]
 
     def _leaving_room_for_copy(self, group: list[SequenceState]) -> list[SequenceState]:
-        """Returns the group; every 16th full group of two or more without its last request, to make room for
-        `Watch`."""
+        """Returns the group; every 16th full group of two or more without its last request, to make room for a copy."""
         if len(group) < self.config.group or len(group) == 1:
             return group
         self._num_full += 1

@@ -20,8 +20,7 @@ def choose_shapes(model: Any, is_drafted: bool, settings: Mapping[str, Any]) -> 
 
     Without a drafter on a CPU the window is 1: a verify pass is then a decode pass of a fixed shape. With a drafter, or
     on a GPU, the window is 16. A window that the model refuses is replaced, see `_window`. Prompts are read without
-    pads,
-    one a pass, unless prefill_group is given.
+    pads, one a pass, unless prefill_group is given.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     given_names = tuple(given)

@@ -1,5 +1,4 @@
-"""Runs prefill, decode and verify passes. A pass that fails is tried again for each request alone, then without its
-draft.
+"""Runs prefill, decode and verify passes. A pass that fails is tried again for each request alone, then without draft.
 
 A request that fails even so ends with an error. A failed pass has committed no token, because all choices of a pass are
 made before the first commit.
@@ -60,8 +59,8 @@ class Engine:
     ) -> Iterator[tuple[Callable[[Sequence[SequenceState]], None], Sequence[SequenceState]]]:
         """Yields (function, requests) for each prefill that the newly admitted requests `states` need.
 
-        The caller calls the function with the requests. Preempted requests are rebuilt. A request whose prompt another
-        one has read copies the keys and values, unless `_same_prompt` excludes it.
+        The caller calls the function with the requests. Preempted requests are rebuilt. Of requests that may share a
+        prompt, the first reads it, and the others copy its keys and values.
         """
         for state in [s for s in states if s.num_generated]:
             yield self.prefill.rebuild, [state]
@@ -103,9 +102,7 @@ class Engine:
 
     def _take(self, states: Sequence[SequenceState], kept: Sequence[tuple[int, ...]]) -> None:
         """Adds each request's new draft tokens to its draft, and reports the step. A never verified request commits its
-        one
-        token; a draft without a new token is closed.
-        """
+        one token; a draft without a new token is closed."""
         committed, proposed = [], []
         for state, token_ids in zip(states, kept, strict=True):
             if not state.is_verified:
@@ -134,8 +131,7 @@ class Engine:
 
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
         """Runs a decode pass on each request's newest token. Returns logits [b, v], or states [b, m] after the first
-        `num_layers` blocks if given.
-        """
+        `num_layers` blocks if given."""
         entries = _newest_entries(states)
         out = self.runner.run("decode", entries, 1, num_layers=num_layers).out
         self._write_newest(entries)
@@ -148,8 +144,7 @@ class Engine:
             self.committer.write_ledger(entry.state, entry.start, entry.end, provenance)
 
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
-        """Returns the token id that a request chooses from logits [v], for the position after its draft and
-        `drafted`."""
+        """Returns the token id that a request chooses from logits [v], after its draft and the tokens `drafted`."""
         drafted = [*state.draft, *drafted]
         position = state.last_committed_position + len(drafted) + 1
         is_drawn = self.config.acceptance == "rejection" and state.is_verified and not state.request.is_deterministic
@@ -208,9 +203,7 @@ class Engine:
 
     def _retries(self, states: Sequence[SequenceState], error: EngineError) -> list[Sequence[SequenceState]]:
         """Removes what a failed pass left in recorder and cache, and ends requests that cannot be tried again. Returns
-        the
-        groups of requests to try again.
-        """
+        the groups of requests to try again."""
         self.runner.observer.on_failure(self.runner.step)
         self.committer.forget_choices()
         for state in states:
@@ -249,9 +242,7 @@ def verify_entry(state: SequenceState) -> Entry:
 
 def _same_prompt(state: SequenceState, others: Sequence[SequenceState]) -> SequenceState | None:
     """Returns the first of `others` with the prompt of `state`, or None. Both must be verified, or neither; requests
-    with
-    interventions or a KVSnapshot are left out.
-    """
+    with interventions or a KVSnapshot are left out."""
     if state.is_edited:
         return None
     wanted = (state.request.prompt_token_ids, state.is_verified)

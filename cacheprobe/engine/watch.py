@@ -108,8 +108,7 @@ class Watch:
         return Copy(original, copy, shift, count, num_again)
 
     def _known_logits(self, state: SequenceState, start: int, num_again: int) -> Tensor | None:
-        """Returns the kept logits [n, v] of up to `num_again` tokens of a request before position `start`; None
-        without."""
+        """Returns the kept logits [n, v] of up to `num_again` tokens of a request before `start`, or None."""
         request_id, first, logits = self._before.get(state.cache_row, (-1, 0, torch.zeros(0)))
         is_its_own = request_id == state.request_id and first < start
         return logits[max(start - num_again - first, 0) : start - first] if is_its_own else None

@@ -49,9 +49,7 @@ class Mixed:
 
 def draw_mixed(subject: Subject, seed: Sequence[int]) -> Mixed:
     """Returns the random choices of one mixed episode as a Mixed, fixed by the subject and the seed: requests,
-    settings,
-    interventions, streams and cancellations.
-    """
+    settings, interventions, streams and cancellations."""
     rng = np.random.default_rng(list(seed))
     requests = []
     for _ in range(int(rng.integers(2, MOST_REQUESTS[subject.kind] + 1))):

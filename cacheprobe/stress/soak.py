@@ -119,8 +119,7 @@ def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
 
 def _check_schedule(subject: Subject, tally: Tally, trace: Trace) -> None:
     """Stores the schedule fingerprint of a subject's first trace in `tally`. Raises: ValueError if a later trace of the
-    subject has another one.
-    """
+    subject has another one."""
     known = tally.fingerprints.setdefault(subject.key, trace.fingerprint)
     if known != trace.fingerprint:
         differing = sorted(k for k in known.keys() | trace.fingerprint if known.get(k) != trace.fingerprint.get(k))

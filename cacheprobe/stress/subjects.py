@@ -171,8 +171,7 @@ def _real_model(dtype: str) -> CachedLM:
 
 def tiny_subjects() -> list[Subject]:
     """Returns a list of tiny subjects: each model family in float32, bfloat16 and float16; families with sliding-window
-    attention also with a window of 8 tokens.
-    """
+    attention also with a window of 8 tokens."""
     kinds = [(family, None) for family in FAMILIES] + [(family, _SLIDING_WIDTH) for family in SLIDING]
     subjects = []
     for i, (family, width) in enumerate(kinds):
