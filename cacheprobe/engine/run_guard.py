@@ -30,8 +30,7 @@ class RunGuard:
 
     @contextmanager
     def holding(self, hooks: AbstractContextManager[object]) -> Iterator[None]:
-        """Inside the `with`, the run's hooks are on the model, and runs of other threads wait; the caller runs steps
-        there.
+        """Inside the `with`, for the caller's steps, the run's hooks are on the model and runs of other threads wait.
 
         Raises: FingerprintMismatch if a numeric setting changed since the run began; ModelError inside a step of
         another run of the model.
