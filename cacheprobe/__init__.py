@@ -1,6 +1,6 @@
 """Records a language model's tokens, states and lens readings while it generates, those of rejected drafts included.
 
-The names in `__all__` are all that a notebook needs. Each is imported at its first use, to keep the import quick.
+The names in `__all__` are imported at their first use, to keep the import quick.
 """
 
 import warnings

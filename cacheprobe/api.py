@@ -65,8 +65,7 @@ def run(
     progress: bool = True,
     **options: Unpack[EngineOptions],
 ) -> Trace:
-    """Generates text with a model and returns a Trace: the tokens, the drafts (rejected ones included), and by default
-    the states of every layer that ran for each token.
+    """Generates text with a model and returns a Trace: tokens, drafts (rejected ones included) and, by default, states.
 
     prompts: one prompt or a sequence of them; each is a string, a list of token ids, a task example or a Request.
     drafter: drafts tokens for every request; every request is then verified. Without a drafter only the deterministic
@@ -104,7 +103,7 @@ def run(
 
 
 def stream(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> Stream:
-    """Generates text and returns a Stream: an iterator of `Piece`s, one as soon as tokens of a request are committed.
+    """Generates text and returns a Stream: an iterator of `Piece`s, each with newly committed tokens of a request.
 
     Takes the settings of `run`, apart from `progress`; captures no states unless `capture=` is given. A piece's text
     ends with a whole character, unless the request ended inside one.
@@ -146,10 +145,8 @@ def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **setting
 def _plan(
     model: CachedLM, prompts: Any, drafter: Drafter | None, given: Mapping[str, Any], max_in_flight: int | None = None
 ) -> RunPlan:
-    """Returns the RunPlan of a call. Fills in the EngineConfig fields that were not given, for this model.
-
-    Raises: TypeError for an unknown option; ValueError for settings that do not fit the model or its memory.
-    """
+    """Returns the RunPlan of a call, with the EngineConfig fields that were not given filled in. Raises: TypeError for
+    an unknown option; ValueError for settings that do not fit the model or its memory."""
     require_known_options(given, RunSettings.__annotations__)
     settings = dict(given)
     shapes = {field.name: settings.pop(field.name) for field in fields(EngineConfig) if field.name in settings}
@@ -292,10 +289,7 @@ def _progress_bar(plan: RunPlan, is_shown: bool) -> ProgressBar:
 
 def _checked(plan: RunPlan, trace: Trace, progress: bool) -> Trace:
     """Returns the trace unchanged. Warns of failed requests, data that the trace lacks, and interventions of `run` that
-    never acted.
-
-    progress: also print the model's path (if heads are captured) and its accuracy on the task.
-    """
+    never acted; if `progress`, prints path and accuracy."""
     if progress and plan.capture.heads:
         print(f"path: {plan.path_reason}")
     for request_id, error in trace.meta["errors"].items():

@@ -109,16 +109,14 @@ class RunPlan:
     # -- requests
 
     def _size(self, item: Any) -> tuple[int, int, int]:
-        """Returns (1, new tokens, samples) of a prompt. 1 stands for the prompt's tokens, which are not counted yet."""
+        """Returns (1, new tokens, samples) of a prompt; 1 stands for the prompt's tokens, which are not counted yet."""
         own = item.sampling if isinstance(item, Request) and item.sampling else SamplingParams()
         settings = own.over(self.fallback)
         return 1, min(settings.max_new_tokens or 1, self.model.n_ctx), settings.n or 1
 
     def _check_sizes(self, requests: list[tuple[int, int, int]], max_in_flight: int | None) -> None:
         """Raises: ValueError if the estimated memory of the run's KV cache, or of its records, is not available.
-
-        requests: (prompt tokens, new tokens, samples) of each prompt.
-        """
+        requests: (prompt tokens, new tokens, samples) of each prompt."""
         in_flight = min(sum(n for _, _, n in requests), max_in_flight or self.config.max_batch)
         require_cache_fits(self.model, self.config, in_flight, max(prompt + new for prompt, new, _ in requests))
         require_records_fit(self.model, self.capture, self.layers, requests)
@@ -138,10 +136,8 @@ class RunPlan:
         return tuple(made)
 
     def _request(self, item: Any, index: int, chosen: bool) -> Request:
-        """Returns the complete Request of a prompt: tokenized, with all sampling settings, and checked.
-
-        chosen: True if the run's argument `deterministic` selects this prompt.
-        """
+        """Returns the complete Request of a prompt: tokenized, with all sampling settings, and checked. chosen: True if
+        the run's argument `deterministic` selects this prompt."""
         given = item if isinstance(item, Request) else Request(())
         prompt: Any = given.prompt if given is item else item
         example = given.example
@@ -185,13 +181,7 @@ class RunPlan:
             )
 
     def _check_cached(self, request: Request) -> None:
-        """Checks the fields `cached` and `keep_kv` of a request.
-
-        Raises: ValueError if `cached` is no KVSnapshot, holds other tokens than the prompt's first, is not shorter than
-        the prompt, or has other layers, heads, width or dtype than the model's cache, or NaN or infinity; if a
-        deterministic request with `cached` lacks own_fingerprint=True; if `cached` or keep_kv is set and the model's
-        cache holds more than keys and values. Does not notice a snapshot of another model of the same shape.
-        """
+        """Raises: ValueError if a request's `cached` or `keep_kv` does not fit its prompt, settings or model."""
         cached, name = request.cached, f"request {request.request_id}"
         if request.keep_kv:
             require_plain(self.model.new_cache(1, 1))
@@ -269,8 +259,8 @@ class RunPlan:
         return Hooked(heads, tuple(self.editor.sites) if self.editor is not None else ())
 
     def _drafting(self, drafter: Drafter) -> Drafting:
-        """Returns the drafter's name, the number of the model's layers that its drafts run, and the window, as a
-        Drafting for the checks of interventions. Raises: ValueError if the drafter does not fit the model."""
+        """Returns a Drafting: the drafter's name, the number of layers that its drafts run, and the window. Raises:
+        ValueError if the drafter does not fit the model."""
         require_drafter(drafter, self.model)
         return Drafting(drafter.name, drafted_layers(drafter, self.model), self.config.window)
 
@@ -326,10 +316,8 @@ class RunPlan:
 
     @cached_property
     def _answers(self) -> dict[int, tuple[tuple[int, ...], str]]:
-        """Request id -> (first token id of each possible answer of the task, error text).
-
-        The ids are () if unknown. The text is "" unless the example's own code failed or gave no valid token ids.
-        """
+        """Request id -> (first token id of each possible answer of the task, error text). The ids are () if unknown;
+        the text is "" without an error."""
         return {request.request_id: answer_ids_of(request, self.model) for request in self.requests}
 
     def _trace(

@@ -166,8 +166,7 @@ def stress(
 
 
 def _has_reader_gone() -> bool:
-    """Returns True if the program that reads stdout has ended, as in `cacheprobe show RUN | head`, and discards all
-    later output; else False."""
+    """Returns True, and discards all later output, if the program that reads stdout has ended, as in `... | head`."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLOUT)
     if not any(events & select.POLLERR for _, events in poll.poll(0)):

@@ -54,11 +54,7 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
 
 
 def _first_run(progress: bool) -> "Trace":
-    """Runs SmolLM2, or a shipped model at temperature 1 if SmolLM2 is not installed, and returns the trace.
-
-    In a greedy run of the shipped model no draft token would be rejected, since its layer 0 already agrees with the
-    whole model.
-    """
+    """Runs SmolLM2, or a shipped model at temperature 1 if SmolLM2 is not installed, and returns the trace."""
     import cacheprobe as cp
     from cacheprobe.models.inventory import PLAIN, SMOLLM2, smollm2_state
     from cacheprobe.models.smollm2 import INSTALL

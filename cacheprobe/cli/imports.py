@@ -103,8 +103,7 @@ def vllm(
 
 
 class _Keywords(TypedDict, total=False):
-    """Declares the types of the keywords of `cp.import_generate` and `cp.import_vllm` about the model: its name, and
-    the model or tokenizer that turns token ids into text."""
+    """Declares the types of the keywords of `cp.import_generate` and `cp.import_vllm` about the model."""
 
     name: str | None
     model: "CachedLM"
@@ -112,8 +111,7 @@ class _Keywords(TypedDict, total=False):
 
 
 def _keywords(origin: ImportFlags) -> _Keywords:
-    """Returns keywords for an import: the model's name, and the loaded model, or the tokenizer if only a tokenizer is
-    given."""
+    """Returns keywords for an import: the model's name, and the loaded model, or else the tokenizer, if given."""
     import cacheprobe as cp
     from cacheprobe.models.known import require_known
 

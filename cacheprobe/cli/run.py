@@ -86,11 +86,8 @@ def run(
 def _drafter_and_prompts(
     model: ModelFlags, prompts: PromptFlags, settings: RunFlags
 ) -> "tuple[Drafter | None, list[object]]":
-    """Checks sampling values, sizes, prompts, drafter and layers before the model is loaded. Returns (the drafter or
-    None, a list of what the model reads: prompts, or a task's examples).
-
-    Raises: ValueError for settings that a run would refuse.
-    """
+    """Returns (the drafter or None, a list of prompts or task examples), checked before the model is loaded. Raises:
+    ValueError for settings that a run would refuse."""
     from cacheprobe.core.config import resolve_layers
     from cacheprobe.core.records import SamplingParams
     from cacheprobe.core.registry import make
@@ -115,8 +112,7 @@ def _drafter_and_prompts(
 
 
 def _save_stopped(stopped: "Interrupted", out: Path) -> int:
-    """Saves the trace of a run that Ctrl-C stopped, to a free folder so that no earlier run is overwritten, and returns
-    exit code 130. Saves no trace without events."""
+    """Saves the trace of a run that Ctrl-C stopped in a free folder, unless it has no events, and returns 130."""
     from cacheprobe.trace.places import free_beside
 
     trace = stopped.trace

@@ -52,9 +52,9 @@ class EngineOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class EngineConfig(HintsAtNewArguments):
-    """Holds the checked settings of the engine: the fixed shapes of passes, and the limits of the cache. window, group,
-    capacity, prefill_chunk, prefill_group and pad_prefill enter the schedule fingerprint.
+    """Holds the checked settings of the engine, such as the fixed shapes of passes and the limits of the cache.
 
+    window, group, capacity, prefill_chunk, prefill_group and pad_prefill enter the schedule fingerprint.
     Raises: ValueError for a value of a wrong type or out of range, and for two settings that contradict each other;
     TypeError for an unknown setting.
     """
@@ -118,10 +118,9 @@ class EngineConfig(HintsAtNewArguments):
 
 @dataclass(frozen=True)
 class CaptureConfig(HintsAtNewArguments):
-    """Holds what the recorder keeps of a run: sites, heads, layers, positions, phases and dtype.
+    """Holds which states the recorder keeps of a run: sites, heads, layers, positions, phases and dtype.
 
-    Raises: ValueError for an unknown site, phase or dtype, an empty list of layers, positions or phases, and a negative
-    position; TypeError for an unknown setting.
+    Raises: ValueError for an unknown, empty or out-of-range value; TypeError for an unknown setting.
     """
 
     sites: "str | None" = "STCZ"
@@ -203,7 +202,7 @@ def _joined_sites(sites: object) -> str:
 
 def _listed(name: str, given: object, wanted: str) -> tuple:
     """Returns `given` as a tuple: a text as its only entry, or the entries of an iterable. Raises: ValueError for bytes
-    and for other types; its message has `name` and `wanted`."""
+    and other types."""
     if isinstance(given, str):
         return (given,)
     if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray):

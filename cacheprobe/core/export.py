@@ -55,7 +55,7 @@ def write_table(table: pd.DataFrame, path: Path) -> Path:
 
 
 def _listed(value: object) -> str | None:
-    """Returns a list, tuple or array as JSON text; None for any other value, such as the empty cell of a thought."""
+    """Returns a list, tuple or array as JSON text; None for any other value."""
     if not isinstance(value, list | tuple | np.ndarray):
         return None
     return json.dumps([one.item() if isinstance(one, np.generic) else one for one in value])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def write_whole(path: Path, fill: Callable[[Path], object]) -> Path:
-    """Calls `fill` with the path of a temporary file beside `path`, renames that file to `path`, and returns `path`;
-    after an error the earlier file is unchanged.
+    """Calls `fill` with a temporary path beside `path`, renames that file to `path`, and returns `path`; after an error
+    the earlier file is unchanged.
 
     Creates the folder if it is absent. The temporary file has the ending of `path`, for writers that choose the format
     by the ending.

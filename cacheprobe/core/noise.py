@@ -41,6 +41,5 @@ def gumbel_noise(seed: int, position: int, width: int, stream: int = CHOICE_STRE
 
 
 def derive_seed(run_seed: int, index: int) -> int:
-    """Returns an int seed that depends on (run_seed, index) alone. In a run: the seed of request number `index`, from
-    the run's seed or from the one that its SamplingParams give."""
+    """Returns an int seed that depends on (run_seed, index) alone."""
     return int(np.random.SeedSequence([run_seed, index]).generate_state(1, np.uint64)[0])

@@ -120,14 +120,14 @@ class Verdict:
 
     @property
     def recovered(self) -> int | None:
-        """Token id that the verifier chose at the first mismatch and that was committed; None if all draft tokens were
-        accepted or the request ended before it."""
+        """Token id that the verifier committed at the first mismatch; None if all draft tokens were accepted or the
+        request ended before it."""
         return self.committed[-1] if self.is_rollback and self.num_committed > self.num_accepted else None
 
     @property
     def bonus(self) -> int | None:
-        """Token id that the verifier chose after a draft accepted in full (or empty) and that was committed; None after
-        a mismatch or if the request ended before it."""
+        """Token id that the verifier committed after a draft accepted in full (or empty); None after a mismatch or if
+        the request ended before it."""
         return self.committed[-1] if not self.is_rollback and self.num_committed > self.num_accepted else None
 
     @property
@@ -204,8 +204,8 @@ class ForwardRecord:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Holds the thought that a Thinking States model wrote after one chunk of c tokens: the thought's tokens,
-    log-probabilities, and the chunk state [c, m] that is added to the next chunk.
+    """Holds the thought of a Thinking States model after one chunk of c tokens: token ids, log-probabilities, and the
+    chunk state [c, m] that is added to the next chunk.
 
     A thought is committed or rolled back together with its chunk's last token.
     Source: Thinking States (arXiv 2602.08332), Eq. 4 and 5.
@@ -271,8 +271,7 @@ def _field(fingerprint: Mapping[str, object], key: str) -> object:
 
 
 def _value_or_note(fingerprint: Mapping[str, object], key: str) -> object:
-    """Returns the value of one fingerprint field; if it was not recorded, a text that names the assumed default (for
-    pad_prefill, the default)."""
+    """Returns the value of one fingerprint field; if it was not recorded, a text that names the assumed default."""
     is_assumed = key not in fingerprint and key in _LATER_FIELDS and key != "pad_prefill"  # absent means True there
     return f"not recorded, so taken as {_LATER_FIELDS[key]!r}" if is_assumed else _field(fingerprint, key)
 

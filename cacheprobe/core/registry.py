@@ -35,8 +35,7 @@ def register(kind: str, name: str) -> Callable[[P], P]:
     again."""
 
     def keep(plugin: P) -> P:
-        """Registers a class or function as plug-in `name` of `kind`, and returns it unchanged. Raises: ValueError if
-        another one has that name."""
+        """Registers a class or function as plug-in `name` of `kind`, and returns it unchanged."""
         known = _plugins.setdefault(kind, {})
         if name in known and _origin(known[name]) != _origin(plugin):  # equal origins: its file was reloaded
             raise ValueError(f"two {kind} are named {name!r}: {_origin(known[name])} and {_origin(plugin)}; rename one")
@@ -98,8 +97,7 @@ def make(kind: str, text: str, **options: object) -> Plugin:
 
 
 def _require_settings(plugin: Plugin, what: str, options: Mapping[str, object]) -> None:
-    """Checks the names of the settings given to a plug-in. Raises: ValueError for an unknown setting and for a missing
-    one."""
+    """Raises: ValueError if `options` names a setting that the plug-in lacks, or lacks one that the plug-in needs."""
     fields = inspect.signature(plugin).parameters
     known = [name for name, field in fields.items() if field.kind in (field.POSITIONAL_OR_KEYWORD, field.KEYWORD_ONLY)]
     needed = [name for name in known if fields[name].default is inspect.Parameter.empty and name not in options]
@@ -138,8 +136,7 @@ def _value(text: str) -> bool | int | float | str:
 
 
 def _scan(kind: str) -> None:
-    """Imports every file in the folder of a kind of plug-ins, such as drafters; does nothing if all were imported
-    before. Raises: ValueError for an unknown kind; an error inside a file is passed on."""
+    """Imports every file in the folder of a kind of plug-ins, once. Raises: ValueError for an unknown kind."""
     if kind in _scanned:
         return
     package_name = _package(kind)

@@ -92,8 +92,7 @@ _LIMITS = {
 
 
 def _stop_token_ids(given: object) -> tuple[int, ...]:
-    """Returns one token id, or several, as a tuple of ints. Raises: ValueError for a negative id, and for anything else
-    that is no whole number. The run checks later whether the vocabulary has the ids."""
+    """Returns one token id, or several, as a tuple of ints. Raises: ValueError for a negative id or no whole number."""
     listed = given if isinstance(given, Iterable) and getattr(given, "ndim", 1) else (given,)
     ids = tuple(whole_number("stop_token_ids: a token id", token_id) for token_id in listed)
     if min(ids, default=0) < 0:
@@ -102,8 +101,7 @@ def _stop_token_ids(given: object) -> tuple[int, ...]:
 
 
 def _stop_texts(given: object) -> tuple[str, ...]:
-    """Returns one stop text, or several, as a tuple. Raises: ValueError for an empty text, a text that UTF-8 cannot
-    encode, and other types."""
+    """Returns one stop text, or several, as a tuple. Raises: ValueError unless all are texts, not empty, in UTF-8."""
     listed = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
     texts = tuple(text for text in listed if isinstance(text, str) and text)
     if len(texts) != len(listed):

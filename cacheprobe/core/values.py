@@ -67,8 +67,8 @@ def require_encodable(name: str, text: str) -> None:
 
 
 def require_settings(settings: Any, above_zero: Iterable[str]) -> None:
-    """Checks the int and float fields of a settings dataclass: each must be a number from 0 to below 2**31, a whole one
-    in an int field, and no field named in `above_zero` may be 0.
+    """Checks the int and float fields of a settings dataclass: each must be a number from 0 to below 2**31. An int
+    field must hold a whole number; a field named in `above_zero` must not be 0.
 
     Raises: ValueError that names the setting.
     """
@@ -85,8 +85,8 @@ def require_settings(settings: Any, above_zero: Iterable[str]) -> None:
 
 
 def nearest_or_all(name: str, known: Sequence[str]) -> str:
-    """Returns the part of an error message that helps with an unknown name: "did you mean NEAR?", or, if no known name
-    is near, "there are A, B, ..."."""
+    """Returns part of an error message for an unknown name: "did you mean NEAR?", or "there are A, B, ..." if no known
+    name is near."""
     near = get_close_matches(name, known, 1, 0.5)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
 
@@ -130,8 +130,8 @@ it."""
 
 
 def hint(name: object, known: Iterable[str]) -> str:
-    """Returns the end of an error message for an unknown name: "; it is named NEW now" for a name of an earlier
-    version, "; did you mean NEAR?" for a misspelt one, else "" (as for a name that is no text)."""
+    """Returns the end of an error message for an unknown name: "; it is named NEW now" or "; did you mean NEAR?".
+    Returns "" if no known name is near."""
     known = tuple(known)
     if not isinstance(name, str):
         return ""
@@ -179,7 +179,6 @@ class HintsAtNewArguments(HintsAtNewNames):
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __new__(cls, *args: object, **settings: object):  # returns Self, which beartype does not take in a method
-        """Creates the object. Raises: TypeError for an unknown keyword argument, with its new name or the nearest one,
-        if there is one."""
+        """Creates the object. Raises: TypeError for an unknown keyword argument."""
         require_known_options(settings, cls.__dataclass_fields__)
         return object.__new__(cls)

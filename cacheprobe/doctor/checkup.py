@@ -53,8 +53,7 @@ class Checkup:
 
 
 def checkup() -> Checkup:
-    """Runs every check and returns the Checkup. Takes a second or two, most of it for imports; longer if kernels are
-    compiled for a GPU."""
+    """Runs the checks and returns the Checkup. On a GPU, this compiles kernels."""
     fingerprint = [Finding(name, str(value) or "not set") for name, value in numeric_settings().items()]
     return Checkup(
         {

@@ -71,8 +71,7 @@ class DraftContext(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes draft tokens. The verifier (passes of the whole model) decides which ones are committed, so wrong draft
-    tokens only cost time.
+    """Proposes draft tokens. The verifier (passes of the whole model) decides which ones are committed.
 
     drafted_layers (optional attribute): how many layers of the verified model a draft runs; all if absent.
     deadline_seconds (optional attribute): limit of one call, see the function `deadline_seconds`. A request ends with

@@ -15,8 +15,7 @@ from cacheprobe.models.base import CachedLM
 class FastPath:
     """Drafts one token a pass with all layers, for all drafting requests in one batch.
 
-    Usually nearly all draft tokens are accepted. The drafts' logits are not batch-invariant: other requests may change
-    the last bits.
+    The drafts' logits are not batch-invariant: other requests may change the last bits.
 
     Source: LLM-42 (arXiv 2601.17768), section 4.2: the decode of a deterministic request is its draft.
     """

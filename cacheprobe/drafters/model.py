@@ -88,8 +88,8 @@ class DraftModel:
         self._reader.forget(state)
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
-        """Returns a list of new draft tokens for each request: until its draft has the number of tokens that `_room`
-        allows (at most `length`), or a draft token would end the request."""
+        """Returns a list of new draft tokens for each request, until its draft has `length` tokens (or fewer, see
+        `_room`) or a draft token would end the request."""
         proposals: dict[SequenceState, list[int]] = {state: [] for state in states}
         drafting = [state for state in states if self._room(state) > 0]
         while drafting:
@@ -127,11 +127,8 @@ class _Reader:
         self.fed.pop(state, None)
 
     def next_logits(self, texts: Mapping[SequenceState, Sequence[int]]) -> dict[SequenceState, Float[Tensor, "v"]]:
-        """Returns a dict: request -> the draft model's logits [v] after the last token of its text.
-
-        Feeds the text's last token, and the tokens before it that the request's cache row does not hold yet. Fed tokens
-        that are no longer in the text are dropped; their slots stay masked until they are written again.
-        """
+        """Returns a dict: request -> the draft model's logits [v] after the last token of its text. Feeds the tokens
+        that the request's cache row does not hold yet."""
         self._make_room(texts)
         for state, text in texts.items():
             fed = self.fed[state].token_ids
@@ -145,11 +142,8 @@ class _Reader:
         return logits
 
     def _feed(self, texts: Mapping[SequenceState, Sequence[int]]) -> dict[SequenceState, Tensor]:
-        """Runs one pass of the draft model over the next tokens of each text, padded on the right.
-
-        Returns a dict: request -> logits [v] after its last token, for the texts that are now fed to their end.
-        Raises: ValueError if the largest logit of a token is NaN or infinite.
-        """
+        """Runs one pass over the next tokens of each text, and returns a dict: request -> logits [v], for texts now fed
+        to their end. Raises: ValueError for NaN or infinite logits."""
         assert self.cache is not None
         fed = [self.fed[state] for state in texts]
         starts = [len(one.token_ids) for one in fed]
@@ -198,7 +192,7 @@ class _Fed:
 
 
 def _weights(model: CachedLM) -> object:
-    """Returns the object that identifies a model's weights: the bridge and the fast forward of one model share it."""
+    """Returns the object that identifies a model's weights; a bridge and its fast forward give the same one."""
     model = getattr(model, "origin", model)
     return getattr(model, "bridge", model)
 

@@ -53,8 +53,8 @@ class NGram:
         return [[] if state.draft else self._draft(state) for state in states]
 
     def _draft(self, state: SequenceState) -> list[int]:
-        """Returns up to `length` draft tokens of one request: each is what most often followed the newest tokens before
-        it (`_vote`). Fewer if the newest tokens have not occurred before."""
+        """Returns a list of up to `length` draft tokens for one request, each chosen by `_vote` from the text before
+        it."""
         text = list(state.token_ids)
         num_committed = len(text)
         index = self._indices.setdefault(state, _Index())
@@ -71,12 +71,8 @@ class NGram:
         return text[num_committed:]
 
     def _vote(self, text: Sequence[int], ends: Iterable[int]) -> int | None:
-        """Returns the token that most often follows the longest matches of the end of `text`; of tokens that follow
-        equally often, the one that did so last.
-
-        A match is cut at max_ngram tokens. Returns None if no match has min_ngram tokens.
-        ends: the index after each occurrence of the newest token, ascending, the newest token's own included.
-        """
+        """Returns the token that most often follows the longest matches of the end of `text`; None without a match.
+        ends: the index after each occurrence of the newest token, ascending."""
         longest = self.min_ngram
         votes: dict[int, tuple[int, int]] = {}
         for end in ends:

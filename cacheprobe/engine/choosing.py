@@ -38,8 +38,7 @@ def choose_next(state: SequenceState, logits: Float[Tensor, "v"], drafted: Seque
 
 
 def describe(token_id: int, logits: Float[Tensor, "v"]) -> Choice:
-    """Returns the Choice of a token: its log-probability, and the margin between the two most likely tokens, from
-    logits [v].
+    """Returns the Choice of a token id under logits [v]: log-probability, and margin between the two likeliest tokens.
 
     Takes the logits of one position only, because the bits of a sum must not depend on the number of positions.
     """
@@ -50,9 +49,10 @@ def describe(token_id: int, logits: Float[Tensor, "v"]) -> Choice:
 
 
 class Judgement(NamedTuple):
-    """Holds the number of accepted draft tokens, and the verifier's own token at each draft position and at one after.
+    """Holds the number of accepted draft tokens, and the verifier's own token ids at the draft positions and at one
+    more.
 
-    If the last draft token ends the request, the verifier has no token after it.
+    If the last draft token ends the request, the verifier has no token after the draft.
     """
 
     target_token_ids: tuple[int, ...]

@@ -22,7 +22,7 @@ from cacheprobe.ops.sampling import lowest_argmax
 
 
 class Committer:
-    """Chooses tokens after a pass, and commits, rolls back, preempts and ends requests. Reports all of this."""
+    """Chooses tokens after a pass; commits, rolls back, preempts and ends requests; reports this to the observer."""
 
     def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
         self.runner, self.config = runner, config
@@ -47,7 +47,7 @@ class Committer:
     def draw_draft_token(self, state: SequenceState, logits: Tensor, drafted: Sequence[int], position: int) -> int:
         """Returns a draft token id drawn from logits [v], for acceptance="rejection".
 
-        The noise differs from the verifier's. The distribution is kept in state.draft_probs until the draft ends.
+        The noise differs from the verifier's. Keeps the distribution in state.draft_probs.
         """
         assert state.sampling.seed is not None
         with self._naming(state):
@@ -78,8 +78,7 @@ class Committer:
 
     @contextmanager
     def _naming(self, state: SequenceState, others: "tuple[type[Exception], ...]" = (ValueError,)) -> Iterator[None]:
-        """Turns an out-of-memory error, and errors of the types `others`, raised inside the `with` into an EngineError
-        that names the request and the step."""
+        """Turns an out-of-memory error, or one of the types `others`, inside the `with` into an EngineError."""
         try:
             yield
         except Exception as error:
@@ -136,9 +135,8 @@ class Committer:
         self._logprobs.append((state.request_id, nats))
 
     def _adapt(self, state: SequenceState, verdict: Verdict) -> None:
-        """Changes the limit of a request's next draft: two more tokens after a full match, one less after a mismatch.
-
-        The limit stays within 1 to window - 1. Does nothing for an empty draft, or unless draft_length is "adaptive".
+        """If draft_length is "adaptive", lets the next draft be 2 tokens longer after a full match, 1 shorter after a
+        mismatch.
 
         Source: the "heuristic" schedule of transformers' assisted generation.
         """
@@ -177,7 +175,7 @@ class Committer:
         self.scrub(state)
 
     def scrub(self, state: SequenceState) -> None:
-        """Zeroes all slots of a request's cache row after the last slot in use: a failed pass may leave NaN there."""
+        """Zeroes the slots of a request's cache row after the last slot in use: a failed pass may leave NaN in them."""
         self.cache.scrub(state.cache_row, int(self.cache.lengths[state.cache_row]))
 
     def preempt(self, state: SequenceState) -> None:

@@ -38,8 +38,7 @@ more texts, because a fault shows in few elements."""
 
 
 class ShapeRefused(ValueError):
-    """Raised before a run if a token's bits depended on its place in the pass, in a trial on random texts: in a given
-    pass shape, or in all that may be chosen."""
+    """Raised before a run if a trial on random texts found no batch-invariant pass shape among the allowed ones."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +63,12 @@ def serving_config(
     is_any_deterministic: bool = True,
     require_fit: Callable[[EngineConfig], None] | None = None,
 ) -> EngineConfig:
-    """Returns the EngineConfig with a window and a group whose verify passes gave a token equal bits at every batch
-    index, in a trial on this machine.
+    """Tries verify passes on random texts, and returns the EngineConfig with a batch-invariant window and group.
 
     open_shapes: which of "window" and "group" may be replaced. Another window is tried only if both may be replaced and
     no group works.
-    is_any_deterministic: if False and no shape is batch-invariant, the first group is taken: rounding may then depend
-        on the batch index, as in other engines.
+    is_any_deterministic: if False, and no group that may be chosen is batch-invariant, the first one is taken.
     require_fit: raises ValueError for a config whose window the model or a request cannot use.
-    Each shape is tried once for a model and the numeric settings of the process.
     Raises: ShapeRefused, with another shape or setting to try, if the given group, all groups that may be chosen, or
     the prefill group are not batch-invariant.
     """
@@ -111,8 +107,7 @@ def _groups(window: int) -> tuple[int, ...]:
 def _other_windows(
     model: CachedLM, config: EngineConfig, require_fit: Callable[[EngineConfig], None] | None = None
 ) -> Iterator[EngineConfig]:
-    """Yields copies of the config with another window, for each window that the capacity allows and that the model, or
-    `require_fit` if given, does not refuse."""
+    """Yields copies of the config, each with another window that fits the capacity and that the model accepts."""
     for window in _WINDOWS:
         if window == config.window or 2 * window > config.capacity:
             continue
@@ -125,8 +120,7 @@ def _other_windows(
 
 
 def _require_verify(model: CachedLM, config: EngineConfig, hooked: Hooked) -> None:
-    """Tries verify passes of the given group and window. Raises: ShapeRefused if a token has other bits at another
-    batch index or window slot."""
+    """Raises: ShapeRefused if verify passes of the given group and window are not batch-invariant, in a trial."""
     shape = config.window, config.capacity, "verify"
     fault = _fault(model, config.group, *shape, hooked)
     if fault is None:
@@ -151,10 +145,8 @@ def _remedy(model: CachedLM, config: EngineConfig, hooked: Hooked) -> str:
 
 
 def _fault(model: CachedLM, batch: int, width: int, capacity: int, phase: str, hooked: Hooked) -> str | None:
-    """Tries a pass shape. Returns text about the first token with two different results, or None if all bits are equal.
-
-    Each shape is tried once; later calls return the stored result.
-    """
+    """Returns text about the first difference in a trial of a pass shape; None if all bits are equal. Stores the
+    result."""
     shapes = _known.setdefault(model, {})
     key = (batch, width, capacity, phase, hooked, *numeric_settings().values())
     if key in shapes:
@@ -172,11 +164,7 @@ def _fault(model: CachedLM, batch: int, width: int, capacity: int, phase: str, h
 
 
 class _Cycle:
-    """Computes the same texts in several passes, at other batch indices, slots and neighbours, and compares the bits.
-
-    Every cache row holds one text. Logits, states, keys and values of a token must have the bits of the first pass. The
-    texts begin at positions spread over the capacity, after keys and values drawn at random.
-    """
+    """Computes the same texts in several passes, at other batch indices, slots and neighbours; compares the bits."""
 
     def __init__(self, model: CachedLM, batch: int, width: int, capacity: int, phase: str, number: int) -> None:
         self.model, self.batch, self.width, self.phase, self.number = model, batch, width, phase, number
@@ -212,7 +200,7 @@ class _Cycle:
                     tensor[row, :, :start] = first[row % self.num_streams, :, :start]
 
     def has_more(self) -> bool:
-        """Returns True if a pass is left to run. The last one changes the texts of half of the batch indices."""
+        """Returns True if a pass is left to run."""
         return self.num_run < self.num_passes + (self.batch > 1)
 
     def run(self) -> str | None:
@@ -247,10 +235,7 @@ class _Cycle:
         return self.found
 
     def _replace_neighbours(self, fed: Tensor) -> None:
-        """Changes the tokens `fed` at every second batch index in place, so that the others have new neighbours.
-
-        The changed ones are not compared.
-        """
+        """Changes the tokens `fed` [b, t] at every second batch index in place; these are not compared."""
         for b in range(self.batch):
             if (b + self.number) % 2:
                 self.is_compared[b] = False

@@ -103,10 +103,8 @@ class DrafterCalls:
             self._thread = None
 
     def _run(self, drafter: Drafter, job: "Callable[[Any], Any]", context: DraftContext | None = None) -> Any:
-        """Returns job(context), run in the drafter's thread if a user's drafter has a deadline.
-
-        Raises: _OutOfTimeError after the deadline; what the job raises.
-        """
+        """Returns job(context); runs it in a second thread if the drafter is the user's and has a deadline. Raises:
+        _OutOfTimeError after the deadline."""
         seconds = deadline_seconds(drafter)
         if seconds is None or is_own(drafter):
             return job(context)
@@ -134,11 +132,8 @@ def is_own(drafter: Any) -> bool:
 def _checked(
     result: Any, states: Sequence[SequenceState], max_tokens: int, step: int, name: str
 ) -> list[tuple[int, ...]]:
-    """Returns a drafter's result as a list with one tuple of up to `max_tokens` token ids for each request.
-
-    Raises: EngineError, with request and step, if the result is not one list of whole numbers for each request. Tokens
-    after the first `max_tokens` are not looked at.
-    """
+    """Returns a drafter's result as a list with one tuple of up to `max_tokens` token ids for each request. Raises:
+    EngineError if the result is not one list of whole numbers for each request."""
     numbers = ", ".join(str(state.request_id) for state in states)
     wanted = f"must return {len(states)} lists of token ids, one for each request"
     if not _is_list(result):
@@ -165,8 +160,7 @@ def _is_list(value: Any) -> bool:
 
 
 class _OutOfTimeError(Exception):
-    """Raised if a call of the drafter did not return before its deadline, or if the drafter exceeded too many deadlines
-    and is not called again."""
+    """Raised if a drafter's call missed its deadline, or if too many calls before did."""
 
 
 class _GivenUpError(BaseException):
@@ -191,11 +185,8 @@ class _Thread:
         self._thread.start()
 
     def run(self, job: "Callable[[Any], Any]", context: DraftContext | None, seconds: float) -> Any:
-        """Runs a job in the thread and returns its result. The job gets a DraftContext that this thread may use.
-
-        Raises: what the job raises; _OutOfTimeError after `seconds` without the engine's work for the job, or after
-        _MAX_DEADLINES times `seconds` with this work.
-        """
+        """Runs a job in the thread, with a DraftContext for that thread, and returns the job's result. Raises:
+        _OutOfTimeError after the deadline."""
         usable = None
         if context is not None:
             usable = _ThreadContext(context.model, self._messages, self._results, self._is_given_up)
@@ -204,10 +195,8 @@ class _Thread:
             return self._wait(context, seconds)
 
     def _wait(self, context: DraftContext | None, seconds: float) -> Any:
-        """Returns the result of the thread's job. Meanwhile runs the job's calls of the engine.
-
-        Raises: what the job raises; _OutOfTimeError after the deadline.
-        """
+        """Returns the result of the thread's job; meanwhile runs the engine's functions that the job calls. Raises:
+        _OutOfTimeError after the deadline."""
         began = time.monotonic()
         until, last = began + seconds, began + _MAX_DEADLINES * seconds
         while True:
@@ -226,11 +215,8 @@ class _Thread:
             until += time.monotonic() - call_began
 
     def give_up(self) -> None:
-        """Abandons the thread: it can no longer call the engine, and a Python loop in it is ended by an exception.
-
-        A thread that waits for something else than the engine gets no exception: while one is pending for a blocked
-        thread, Python 3.11 hangs as soon as a profiler or a debugger is set in any other thread.
-        """
+        """Abandons the thread: it can no longer call the engine, and an exception ends a Python loop in it. A thread
+        blocked outside the engine gets no exception, since Python 3.11 could then hang."""
         self._is_given_up.set()
         self._results.put((None, _GivenUpError()))
         ident = self._thread.ident
@@ -260,13 +246,11 @@ class _ThreadContext:
         self._messages, self._results, self._is_given_up = messages, results, is_given_up
 
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
-        """Has the run's thread feed each request's newest token. Returns logits [b, v], or the residual stream [b, m]
-        after `num_layers` blocks if given."""
+        """Calls DraftContext.feed_newest in the run's thread. Returns its tensor, [b, v] or [b, m]."""
         return self._call("feed_newest", states, num_layers)
 
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
-        """Has the run's thread choose a request's next token from logits [v], after the draft tokens `drafted`. Returns
-        the token id."""
+        """Calls DraftContext.choose in the run's thread. Returns the token id."""
         return self._call("choose", state, logits, drafted)
 
     def _call(self, name: str, *args: Any) -> Any:
@@ -309,17 +293,14 @@ def _result(enter_settings: "Callable[[ExitStack], contextvars.Context]", job: C
 
 
 def _copy_settings() -> "Callable[[ExitStack], contextvars.Context]":
-    """Copies this thread's torch settings and context variables. Returns a function to call in another thread.
-
-    The function takes an ExitStack and sets the torch settings until the stack closes. It returns the context variables
-    as a Context; code sees them only inside `Context.run`.
-    """
+    """Returns a function (ExitStack) -> contextvars.Context for another thread. It sets this thread's torch settings
+    until the stack closes, and returns this thread's context variables."""
     has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     variables = contextvars.copy_context()
 
     def enter(stack: ExitStack) -> contextvars.Context:
-        """Sets the torch settings until the stack closes. Returns the Context in which the caller runs its code."""
+        """Sets the torch settings until the stack closes, and returns the copied context variables."""
         stack.enter_context(torch.inference_mode(is_inference))
         stack.enter_context(torch.set_grad_enabled(has_grad))
         for kind, dtype in casts:

@@ -25,8 +25,7 @@ def schedule_fingerprint(
 ) -> Fingerprint:
     """Returns the schedule fingerprint of a run as a dict: model, platform, shapes, interventions, cache snapshots.
 
-    lens_tile: number of vectors that a lens reads in one pass. `max_batch`, the drafter and the prompts are left out:
-    `max_batch`, the drafter and other requests must not change a request's results.
+    lens_tile: number of vectors that a lens reads in one pass. `max_batch`, the drafter and the prompts are left out.
     """
     shapes = {
         "window": config.window,

@@ -1,7 +1,7 @@
 """Runs the main loop: prefill, decode, verify, then commit or roll back. Read this file first.
 
-Without a drafter, one decode pass serves all requests. A deterministic request drafts with it and is then verified; the
-others commit the decoded tokens. With a drafter every request is verified.
+Without a drafter, decode passes commit the tokens of never verified requests, and draft for the verified ones if the
+window is above 1. With a drafter every request is verified.
 Memory: sizes.py says what happens when memory runs out (refusal, preemption at max_kv_tokens, failed passes).
 """
 
@@ -92,8 +92,8 @@ def prepare(
     editor: Editor | None = None,
     watch: Watch | None = None,
 ) -> tuple[Engine, Scheduler]:
-    """Returns (Engine, Scheduler) for these requests, and allocates their cache: a cache row for each request that runs
-    at the same time, and one for dummies.
+    """Returns (Engine, Scheduler) for these requests; the new cache has one row for each request in flight and a spare
+    one.
 
     Sets the field draft_cap of each request. Raises: EngineError without a request.
     """

@@ -1,4 +1,4 @@
-"""Runs one forward pass of the engine: adds pads and dummies, and reports every real token to the observer.
+"""Runs one forward pass of the engine: adds pads and dummies, and reports the pass to the observer.
 
 Returns logits, and commits no token. A pass that fails raises an EngineError.
 """
@@ -28,8 +28,8 @@ _CPU_REFUSAL = "can't allocate memory"
 
 
 class EngineError(RuntimeError):
-    """Raised if a pass, a choice of a token or a drafter's call failed, with its requests and step, or if a run cannot
-    go on. A failed step commits no token."""
+    """Raised if a pass, a choice of a token or a drafter's call failed, or if a run cannot go on. A failed step commits
+    no token."""
 
 
 class ShapeFault(EngineError):
@@ -66,8 +66,7 @@ class PassOutcome:
 
 
 class ModelRunner:
-    """Runs passes of the model over one cache. `step` is the number of the last step: -1 at first, 0 after the first
-    pass. `skip` counts a step without a pass."""
+    """Runs passes of the model over one cache. `step` is the number of the last step; -1 at first."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class ModelRunner:
         """Prepares passes of `model` over `cache`, which are reported to `observer`.
 
         editor: applies interventions; `run` calls its method `aim` before each pass.
-        watch: computes tokens of a verify pass twice and compares the bits; by default of logits, keys and values.
+        watch: computes tokens of a verify pass twice and compares the bits; a new Watch by default.
         """
         self.model, self.cache, self.observer, self.editor = model, cache, observer, editor
         self.step = -1
@@ -104,13 +103,12 @@ class ModelRunner:
         logit_slots: Sequence[int] | None = None,
         is_hidden: bool = False,
     ) -> PassOutcome:
-        """Runs a [batch, width] pass over the entries, with pads after each entry and dummies at unused batch indices.
-
-        Returns a PassOutcome. num_layers, logit_slots: as for CachedLM.forward.
+        """Runs a [batch, width] pass over the entries, filled up with pads and dummies. Returns a PassOutcome.
 
         batch: fixed number of batch indices; attention then runs over the whole capacity, or request by request over
         slots that the request's positions determine. None: one batch index for each entry, with attention over the
         slots in use.
+        num_layers, logit_slots: as for CachedLM.forward.
         is_hidden: the pass rebuilds a preempted request, so its rows and thoughts are not reported again.
         Raises: EngineError if the entries do not fit the shape, if dummies find no free cache row, if the model fails
         or gives NaN or infinity, or if the observer runs out of memory; ShapeFault if tokens that were computed twice
@@ -198,7 +196,7 @@ class ModelRunner:
 
     @contextmanager
     def _recording(self, phase: str, entries: Sequence[Entry]) -> Iterator[None]:
-        """Turns an out-of-memory error raised inside the `with` into an EngineError. Other errors are not changed."""
+        """Turns an out-of-memory error raised inside the `with` into an EngineError."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
@@ -209,11 +207,7 @@ class ModelRunner:
     def _reach(
         self, phase: str, entries: Sequence[Entry], batch_index: Sequence[int], size: int, copy: Copy | None
     ) -> Reach:
-        """Returns a Reach: how many cache slots each token's attention runs over, which depends on positions and not on
-        the other requests.
-
-        In a prefill pass longer than SPAN_STEP tokens, all tokens of one prompt attend over the same number of slots.
-        """
+        """Returns a Reach: over which cache slots each token's attention runs, whatever the other requests are."""
         of = reach_of_pass if phase == "prefill" and self.shape[1] > SPAN_STEP else reach_of_positions
         pieces: list[tuple[SlotSpan, ...]] = [()] * size
         for b, entry in zip(batch_index, entries, strict=True):
@@ -235,8 +229,7 @@ class ModelRunner:
         )
 
     def _report_thoughts(self, phase: str, entries: Sequence[Entry], is_hidden: bool) -> None:
-        """Reports the thoughts (of Thinking States) whose chunk ends in a real token of the pass; drops the others, and
-        all in a pass that rebuilds a request."""
+        """Reports the thoughts (of Thinking States) whose chunk ends in a real token; none in a pass of a rebuild."""
         by_row = {entry.state.cache_row: entry for entry in entries}
         for made in self.cache.take_thoughts():
             entry = by_row.get(made.cache_row)
@@ -260,10 +253,8 @@ class ModelRunner:
     def _require_numbers(
         self, out: Tensor, entries: Sequence[Entry], batch_index: Sequence[int], slots: Sequence[int]
     ) -> None:
-        """Raises: EngineError if the output for a real token contains NaN, or if its maximum is infinite.
-
-        slots: the token slots that `out` holds. If they are not all, only an entry's last token among them is checked.
-        """
+        """Raises: EngineError if the output for a real token contains NaN, or if its maximum is infinite. slots: the
+        token slots that `out` holds."""
         top = out.amax(-1).cpu()  # the largest number of each slot
         if bool(torch.isfinite(top).all()):
             return
@@ -315,10 +306,7 @@ def _slots(entries: Sequence[Entry], batch_index: Sequence[int]) -> list[RowSlot
 
 
 def _aims(phase: str, entries: Sequence[Entry], batch_index: Sequence[int]) -> list[TokenSlot]:
-    """Returns a list of TokenSlots for the editor of interventions: one for each real token, in the order of `_slots`.
-
-    phase: of the pass, from which `token_phase` finds the phase of each token.
-    """
+    """Returns TokenSlots for the editor of interventions: one for each real token, in the order of `_slots`."""
     return [
         TokenSlot(e.state.request_id, b, t, e.start + t, token_phase(e.state, e.start + t, phase))
         for b, e in zip(batch_index, entries, strict=True)

@@ -1,6 +1,6 @@
 """Reads prompts into the cache: in fixed chunks for verified requests, in free shapes for never verified ones.
 
-A prompt that several requests have is read once. A preempted request is rebuilt: its tokens are computed again.
+A request may copy a prompt that another one has read. A preempted request is rebuilt: computed again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,10 +56,8 @@ class Prefill:
             self.committer.report("prefill", [e.state for e in entries], committed=tuple(committed))
 
     def _prompt_passes(self, states: Sequence[SequenceState]) -> Iterator[tuple[list[Entry], int]]:
-        """Yields (entries, width) of each prefill pass, until every prompt is read.
-
-        The caller must set num_prefilled of each request after the pass.
-        """
+        """Yields (entries, width) of each prefill pass, until the prompts are read. The caller must set num_prefilled
+        of each request after the pass."""
         is_fixed = states[0].is_verified
         size = self.config.prefill_group if is_fixed else len(states)
         chunk = self.config.prefill_chunk if is_fixed else FREE_PREFILL_WIDTH
@@ -73,11 +71,7 @@ class Prefill:
                 yield entries, chunk if is_padded else max(len(entry.token_ids) for entry in entries)
 
     def _begin(self, state: SequenceState) -> None:
-        """Prepares a request's cache row before its first prefill pass: stores the prompt's length in the cache.
-
-        Models that read prompts differently from generated tokens need the length. If the request continues a
-        KVSnapshot, the snapshot is copied into the row, and the prefill begins after it.
-        """
+        """Stores the prompt's length in the cache, and copies the request's KVSnapshot, if any, into its cache row."""
         request = state.request
         self.runner.cache.prompt_lengths[state.cache_row] = request.num_prompt_tokens
         if request.cached is None or state.num_prefilled:
@@ -88,19 +82,16 @@ class Prefill:
         state.num_prefilled = request.num_cached
 
     def _logit_slots(self, last: Sequence[int | None], width: int, is_fixed: bool) -> list[int] | None:
-        """Returns the token slots whose logits a prefill pass computes; None for all slots.
-
-        last: for each prompt, the slot of its last token, or None if the pass does not reach this token. A verified
-        pass of several prompts computes all slots or only its last one: a prompt's bits must not depend on where
-        another prompt ends.
-        """
+        """Returns the token slots whose logits a prefill pass computes; None for all. last: for each prompt, the slot
+        of its last token, or None if the pass does not reach it."""
         needed = sorted({slot for slot in last if slot is not None})
         return None if needed and is_fixed and self.config.prefill_group > 1 else needed or [width - 1]
 
     def share(self, source: SequenceState, states: Sequence[SequenceState]) -> None:
-        """Copies the keys and values of a prompt from request `source` to another one, and commits its first token.
+        """Gives a request the prompt's keys and values of request `source`, without a pass of the model, and commits
+        the receiving request's own first token.
 
-        states: one request with the prompt of `source`; both are verified, or neither is. Runs no pass of the model.
+        states: that one request. It has the prompt of `source`; both are verified, or neither is.
         """
         (state,) = states
         assert source.prompt_logits is not None
@@ -121,11 +112,10 @@ class Prefill:
     def rebuild(self, states: Sequence[SequenceState]) -> None:
         """Computes the keys and values of a preempted request again. states: that request alone.
 
-        The observer receives the steps, the choices and the ledger changes. It receives no rows and no thoughts,
-        because it has them already.
-        A verified request runs through the pass shapes of the first time, so that every bit is the same: its prompt in
-        chunks, its committed tokens in windows. Raises: EngineError if the verifier now chooses another token (not
-        compared for acceptance="rejection", unless the request is deterministic).
+        The observer receives the steps, the choices and the ledger changes, but no rows and no thoughts. A verified
+        request runs in the pass shapes of the first time: its prompt in chunks, its committed tokens in windows.
+        Raises: EngineError if the verifier now chooses another token (not compared for acceptance="rejection", unless
+        the request is deterministic).
         """
         (state,) = states
         self._begin(state)
@@ -147,10 +137,7 @@ class Prefill:
         state.become(Status.RUNNING)
 
     def _passes_again(self, state: SequenceState) -> Iterator[tuple[str, int, int, int, int | None]]:
-        """Yields (phase, start, end, width, batch) of each pass of a rebuild, which feeds positions start..end-1.
-
-        width, batch: the shape of the pass; batch None for any.
-        """
+        """Yields (phase, start, end, width, batch) of each pass of a rebuild, which feeds positions start..end-1."""
         config, num_prompt, last = self.config, state.request.num_prompt_tokens, state.last_committed_position
         if not state.is_verified:
             for start in range(state.request.num_cached, last, FREE_PREFILL_WIDTH):

@@ -1,7 +1,4 @@
-"""Runs the slow reference (`cp.reference`): each request alone, one verify pass per token, without a drafter.
-
-The main loop must commit the same tokens as this one.
-"""
+"""Runs the slow reference (`cp.reference`): each request alone, one token a verify pass, without a drafter."""
 
 from collections.abc import Generator, Sequence
 

@@ -10,10 +10,8 @@ from cacheprobe.models.turns import hold_model, live_model, require_idle
 
 
 def require_ready(model: CachedLM) -> None:
-    """Raises: ModelError if no run of this model can begin now.
-
-    Reasons: this thread is inside a step of another run of the model, or only some threads flush denormal numbers.
-    """
+    """Raises: ModelError if this thread is inside a step of another run of the model, or if only some threads flush
+    denormal numbers."""
     require_idle(model)
     require_one_flush_mode()
 
@@ -21,7 +19,7 @@ def require_ready(model: CachedLM) -> None:
 class RunGuard:
     """Keeps the numeric settings and the weights' versions that a run began with, and checks that they are unchanged.
 
-    The run's hooks are on the model only during the run's own steps, so that several streams may use one model.
+    The run's hooks are on the model during the run's own steps only, so that several streams may use one model.
     """
 
     def __init__(self, model: CachedLM, fingerprint: Callable[[], Fingerprint]) -> None:
@@ -32,10 +30,10 @@ class RunGuard:
 
     @contextmanager
     def holding(self, hooks: AbstractContextManager[object]) -> Iterator[None]:
-        """Inside the `with`, the run's hooks are on the model and no other thread computes; the caller runs steps here.
+        """Inside the `with`, for the caller's steps, the run's hooks are on the model and runs of other threads wait.
 
-        All models share one lock. Raises: FingerprintMismatch if a numeric setting changed since the run began;
-        ModelError inside a step of another run of the model.
+        Raises: FingerprintMismatch if a numeric setting changed since the run began; ModelError inside a step of
+        another run of the model.
         """
         with hold_model(self.model), hooks:
             self._require_settings()
@@ -58,8 +56,7 @@ class RunGuard:
 
 
 def _versions(model: CachedLM) -> tuple[tuple[int, int], ...]:
-    """Returns (address, edit count) of every parameter. Not counted: edits through `weight.data`, and edits of
-    inference tensors, whose count is always 0."""
+    """Returns (address, edit count) of every parameter; edits through `weight.data` are not counted."""
     live = live_model(model)
     weights = live.parameters() if hasattr(live, "parameters") else ()
     return tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights)

@@ -34,9 +34,9 @@ class Scheduler:
     # -- coming and going
 
     def admit(self, step: int) -> list[SequenceState]:
-        """Gives the lowest free cache rows to requests that have arrived, and returns the admitted requests.
+        """Gives the lowest free cache rows to requests that have arrived, and returns these requests.
 
-        A request waits, with all behind it in the queue, if `max_running` or max_kv_tokens would be exceeded. If no
+        A request waits, with all after it in the queue, if `max_running` or max_kv_tokens would be exceeded. If no
         request is running, the next one is admitted even before its arrival step.
         """
         admitted = []
@@ -57,8 +57,7 @@ class Scheduler:
     def to_preempt(self) -> list[SequenceState]:
         """Removes the last admitted requests until the others fit into max_kv_tokens slots; returns the removed ones.
 
-        Removed requests wait at the front of the queue. One running request always stays. The caller frees the cache
-        rows.
+        Removed requests wait at the front of the queue. One request keeps running. The caller frees the cache rows.
         """
         preempted = []
         while (
@@ -108,18 +107,15 @@ class Scheduler:
     # -- who does what in this round
 
     def drafting(self) -> list[SequenceState]:
-        """Returns the requests of the next decode pass or drafter call: the never verified running ones, and the
-        verified ones whose draft is not ready to be verified."""
+        """Returns the requests of the next decode pass or drafter call: the never verified ones, and the verified ones
+        whose draft is not ready to be verified."""
         return [
             state for state in self.running if state.status is Status.RUNNING and not state.is_ready(self.config.window)
         ]
 
     def piggybacked(self) -> list[SequenceState]:
-        """Returns never verified requests that take the unused batch indices of the next verify pass.
-
-        Returns [] if the window is longer than 1. With a window of 1, a verify pass is a decode pass of a fixed batch
-        size, so a token at an unused batch index costs no more.
-        """
+        """Returns never verified requests that take the unused batch indices of the next verify pass; [] if the window
+        is longer than 1."""
         if self.config.window > 1:
             return []
         num_ready = sum(state.is_ready(1) for state in self.running)
@@ -139,8 +135,7 @@ class Scheduler:
         return [self._leaving_room_for_copy(group) for group in chosen]
 
     def _leaving_room_for_copy(self, group: list[SequenceState]) -> list[SequenceState]:
-        """Returns the group; every 16th full group of two or more without its last request, which waits for a later
-        pass. Its free batch index then holds the copy that `Watch` compares."""
+        """Returns the group; every 16th full group of two or more without its last request, to make room for a copy."""
         if len(group) < self.config.group or len(group) == 1:
             return group
         self._num_full += 1

@@ -18,9 +18,9 @@ def choose_shapes(model: Any, is_drafted: bool, settings: Mapping[str, Any]) -> 
     settings: fields of EngineConfig; a missing field or None is chosen here. The choice depends on the model, its
     device, and whether there is a drafter, not on the requests. So a request alone gets the shapes of a batch.
 
-    Without a drafter on a CPU the window is 1: a verify pass is then a decode pass of a fixed shape, and no token is
-    computed twice. With a drafter, or on a GPU, the window is 16. A window that the model refuses is replaced, see
-    `_window`; the capacity limits each. Prompts are read without pads, one a pass, unless prefill_group is given.
+    Without a drafter on a CPU the window is 1: a verify pass is then a decode pass of a fixed shape. With a drafter, or
+    on a GPU, the window is 16. A window that the model refuses is replaced, see `_window`. Prompts are read without
+    pads, one a pass, unless prefill_group is given.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     given_names = tuple(given)
@@ -38,8 +38,7 @@ def choose_shapes(model: Any, is_drafted: bool, settings: Mapping[str, Any]) -> 
 
 
 def _window(model: Any, is_drafted: bool) -> int:
-    """Returns the default window, 1 or 16. If the model refuses it, the first of 4, 8 and 16 that the model accepts; if
-    it accepts none, the default."""
+    """Returns the default window, 1 or 16; if the model refuses it, the first of 4, 8 and 16 that the model accepts."""
     device = getattr(getattr(model, "device", None), "type", "cpu")
     wanted = DRAFTED_WINDOW if is_drafted or device != "cpu" else 1
     if not hasattr(model, "check_settings"):

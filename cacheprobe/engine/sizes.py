@@ -54,8 +54,7 @@ def available_bytes(device: torch.device | None = None) -> int | None:
 
 
 def _from_meminfo() -> int | None:
-    """Returns MemAvailable of /proc/meminfo in bytes, which counts the page cache as free; None without the file or the
-    line."""
+    """Returns MemAvailable of /proc/meminfo in bytes; None without the file or the line."""
     lines = MEMINFO.read_text().splitlines() if MEMINFO.exists() else []
     available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     return available[0] if available else None

@@ -1,7 +1,7 @@
-"""Runs prefill, decode and verify passes, and repeats a pass that fails.
+"""Runs prefill, decode and verify passes. A pass that fails is tried again for each request alone, then without draft.
 
-Each request of a failed pass gets a pass alone, then one without its draft; if that fails too, the request ends with an
-error. A failed pass has committed no token, because all choices of a pass are made before the first commit.
+A request that fails even so ends with an error. A failed pass has committed no token, because all choices of a pass are
+made before the first commit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -59,8 +59,8 @@ class Engine:
     ) -> Iterator[tuple[Callable[[Sequence[SequenceState]], None], Sequence[SequenceState]]]:
         """Yields (function, requests) for each prefill that the newly admitted requests `states` need.
 
-        The caller calls the function with the requests. Preempted requests are rebuilt. If several requests have the
-        same prompt, the first reads it, and the others copy its keys and values. If the first failed, the next reads.
+        The caller calls the function with the requests. Preempted requests are rebuilt. Of requests that may share a
+        prompt, the first reads it, and the others copy its keys and values.
         """
         for state in [s for s in states if s.num_generated]:
             yield self.prefill.rebuild, [state]
@@ -101,10 +101,8 @@ class Engine:
         self._take(states, kept)
 
     def _take(self, states: Sequence[SequenceState], kept: Sequence[tuple[int, ...]]) -> None:
-        """Adds each request's new draft tokens to its draft; a never verified request commits its one token instead.
-
-        Reports the step. A draft that got no new token is closed: it goes to the verifier.
-        """
+        """Adds each request's new draft tokens to its draft, and reports the step. A never verified request commits its
+        one token; a draft without a new token is closed."""
         committed, proposed = [], []
         for state, token_ids in zip(states, kept, strict=True):
             if not state.is_verified:
@@ -117,8 +115,7 @@ class Engine:
 
     def _clip(self, state: SequenceState, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Returns the proposed tokens that fit a verified request's draft; those of a never verified request unchanged.
-
-        Raises: EngineError if a token that fits is outside the vocabulary.
+        Raises: EngineError if a kept token is outside the vocabulary.
         """
         if not state.is_verified:
             return tuple(token_ids)
@@ -134,10 +131,7 @@ class Engine:
 
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
         """Runs a decode pass on each request's newest token. Returns logits [b, v], or states [b, m] after the first
-        `num_layers` blocks if given.
-
-        See DraftContext.feed_newest.
-        """
+        `num_layers` blocks if given."""
         entries = _newest_entries(states)
         out = self.runner.run("decode", entries, 1, num_layers=num_layers).out
         self._write_newest(entries)
@@ -150,8 +144,7 @@ class Engine:
             self.committer.write_ledger(entry.state, entry.start, entry.end, provenance)
 
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
-        """Returns the token id that a request chooses (for acceptance="rejection": may draw) after its draft and
-        `drafted`, from logits [v]; see DraftContext.choose."""
+        """Returns the token id that a request chooses from logits [v], after its draft and the tokens `drafted`."""
         drafted = [*state.draft, *drafted]
         position = state.last_committed_position + len(drafted) + 1
         is_drawn = self.config.acceptance == "rejection" and state.is_verified and not state.request.is_deterministic
@@ -199,7 +192,7 @@ class Engine:
         draft.
 
         A request that fails alone and without a draft ends with the error; so does a deterministic one after a
-        ShapeFault. So a bad draft costs passes, but ends no request.
+        ShapeFault.
         """
         groups = [states]
         while groups:
@@ -209,10 +202,8 @@ class Engine:
                 groups[:0] = self._retries(attempt.states, attempt.error)
 
     def _retries(self, states: Sequence[SequenceState], error: EngineError) -> list[Sequence[SequenceState]]:
-        """Removes what a failed pass left in recorder and cache. Returns the groups of requests to try again.
-
-        Ends a request that failed alone and without a draft, and deterministic ones after a ShapeFault.
-        """
+        """Removes what a failed pass left in recorder and cache, and ends requests that cannot be tried again. Returns
+        the groups of requests to try again."""
         self.runner.observer.on_failure(self.runner.step)
         self.committer.forget_choices()
         for state in states:
@@ -250,10 +241,8 @@ def verify_entry(state: SequenceState) -> Entry:
 
 
 def _same_prompt(state: SequenceState, others: Sequence[SequenceState]) -> SequenceState | None:
-    """Returns the first of `others` with the prompt of `state` and the same prefill schedule; None without one.
-
-    Requests with interventions, or that continue a KVSnapshot, share no prompt.
-    """
+    """Returns the first of `others` with the prompt of `state`, or None. Both must be verified, or neither; requests
+    with interventions or a KVSnapshot are left out."""
     if state.is_edited:
         return None
     wanted = (state.request.prompt_token_ids, state.is_verified)
@@ -262,7 +251,7 @@ def _same_prompt(state: SequenceState, others: Sequence[SequenceState]) -> Seque
 
 
 def _with_same_prompt(state: SequenceState, running: Sequence[SequenceState]) -> SequenceState | None:
-    """Returns a running request whose cache row holds the prompt of `state`, by the same schedule; None without one."""
+    """Returns a running request from which `state` can copy its prompt's keys and values, or None."""
     return _same_prompt(
         state, [s for s in running if s.prompt_logits is not None and s.status is not Status.FAILED and s is not state]
     )

@@ -62,7 +62,7 @@ class Watch:
         """(layer, site) of each captured state that differs between the original and its copy."""
 
     def listening(self, sink: StateSink) -> StateSink:
-        """Returns a function (site, layer, state), a hook's sink: compares original and copy, then calls `sink`."""
+        """Returns a sink for hooks, (site, layer, state), that compares original and copy, then calls `sink`."""
 
         def capture(site: str, layer: int, value: Tensor) -> None:
             """Compares the states of original and copy, if the pass has a copy, and calls `sink`."""
@@ -108,10 +108,7 @@ class Watch:
         return Copy(original, copy, shift, count, num_again)
 
     def _known_logits(self, state: SequenceState, start: int, num_again: int) -> Tensor | None:
-        """Returns the kept logits [n, v] of up to `num_again` tokens before position `start`, or None.
-
-        None: no logits of the cache row are kept, or those of another request, or of no token before `start`.
-        """
+        """Returns the kept logits [n, v] of up to `num_again` tokens of a request before `start`, or None."""
         request_id, first, logits = self._before.get(state.cache_row, (-1, 0, torch.zeros(0)))
         is_its_own = request_id == state.request_id and first < start
         return logits[max(start - num_again - first, 0) : start - first] if is_its_own else None

@@ -130,10 +130,8 @@ def as_wide(vectors: object) -> Tensor:
 
 
 def _checked(vectors: object, what: str) -> Tensor:
-    """Returns a copy of vectors [w] or [n, w] as [n, w], in float32 or float64, on the CPU.
-
-    Raises: ValueError for other shapes, an empty tensor, NaN or infinity. what: prefix of the message.
-    """
+    """Returns a copy of vectors [w] or [n, w] as [n, w], in float32 or float64, on the CPU. Raises: ValueError for
+    other shapes, an empty tensor, NaN or infinity."""
     made = as_wide(vectors).detach().to("cpu", copy=True)
     made = made[None] if made.dim() == 1 else made
     if made.dim() != 2 or not made.numel():
@@ -144,10 +142,8 @@ def _checked(vectors: object, what: str) -> Tensor:
 
 
 def _as_numbers(given: Any, noun: str, what: str) -> tuple[int, ...] | None:
-    """Returns one number or several as a tuple of int; None for None.
-
-    Raises: ValueError for an empty list, a negative number, or a number that is given twice.
-    """
+    """Returns one number or several as a tuple of int; None for None. Raises: ValueError for an empty list, a negative
+    number, or a number that is given twice."""
     if given is None:
         return None
     listed = tuple(int(x) for x in given) if isinstance(given, Iterable) else (int(given),)

@@ -31,9 +31,8 @@ def require_hooks(model: object) -> None:
 
 
 def check_model(one: Intervention, model: CachedLM) -> None:
-    """Raises: ValueError if the model lacks the intervention's layer or head, or if its vectors have neither the width
-    of the changed state nor width 1, or are infinite in the model's dtype.
-    """
+    """Raises: ValueError if the model lacks the intervention's layer or head, or if the vectors are infinite in the
+    model's dtype. Also if the vectors' width is neither 1 nor that of the changed state."""
     if not 0 <= one.layer < model.n_layers:
         raise ValueError(f"{one}: unknown layer {one.layer}; the model has layers 0 to {model.n_layers - 1}")
     heads, head_width = model.head_shape
@@ -51,7 +50,7 @@ def check_model(one: Intervention, model: CachedLM) -> None:
 
 def check_request(one: Intervention, state: SequenceState, drafting: Drafting | None = None) -> None:
     """Raises: ValueError if the request cannot compute one of the intervention's positions, or computes none of them in
-    its phases; or if the prompt has another length than its num_prompt_tokens.
+    its phases. Also if the prompt's length differs from the intervention's num_prompt_tokens.
 
     For a deterministic request, also if `steps` are given or own_fingerprint is not True.
     drafting: None for the slow reference (`cp.reference`), which drafts no tokens.
@@ -96,11 +95,8 @@ def check_request(one: Intervention, state: SequenceState, drafting: Drafting | 
 def _possible_phases(
     one: Intervention, state: SequenceState, last: int, drafting: Drafting | None
 ) -> tuple[set[str], str]:
-    """Returns (set of phases in which a position of the intervention is computed, reason why decode is not in the set).
-
-    The reason is text in brackets; "" if decode is in the set, or if all positions lie in the prompt.
-    last: the last position that the request computes.
-    """
+    """Returns (set of phases in which a position of the intervention may be computed, reason why decode is not in the
+    set). The reason is text in brackets, or "" without one."""
     prompt = state.request.num_prompt_tokens
     lowest, highest = (min(one.positions), max(one.positions)) if one.positions else (0, last)
     possible = {"prefill"} if lowest < prompt else set()

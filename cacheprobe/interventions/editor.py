@@ -43,10 +43,8 @@ class _Hit(NamedTuple):
 
 
 def token_phase(state: SequenceState, position: int, pass_phase: str) -> str:
-    """Returns the phase of a token for interventions: prefill for a prompt token, decode for a never verified request.
-
-    Otherwise it is the phase of the pass. So a pass that rebuilds a preempted request does not change the phases.
-    """
+    """Returns the phase of a token for interventions: prefill for a prompt token, decode for a generated token of a
+    never verified request, else the phase of the pass."""
     if position < state.request.num_prompt_tokens:
         return "prefill"
     return pass_phase if state.is_verified else "decode"

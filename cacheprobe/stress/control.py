@@ -80,8 +80,8 @@ def _num_differing(outputs: list[list[tuple]]) -> int:
 
 
 def traffic_to_try() -> Iterator[Traffic]:
-    """Yields kinds of Traffic for the negative control: SmolLM2 in bfloat16, with few and with more requests; SmolLM2
-    in float32; then models with random weights, in which pairs of tokens nearly tie."""
+    """Yields kinds of Traffic for the negative control: SmolLM2 in bfloat16, then in float32, then models with random
+    weights in which pairs of tokens nearly tie."""
     real = real_subjects()[0]
     yield Traffic(real)
     yield Traffic(real, num_prompts=40, new_tokens=16, batches=(40, 5))  # products of more than 32 rows

@@ -48,8 +48,8 @@ class Mixed:
 
 
 def draw_mixed(subject: Subject, seed: Sequence[int]) -> Mixed:
-    """Returns the random choices of one mixed episode (one run with interventions, streams and cancellations), as a
-    Mixed: a function of the subject and the seed only."""
+    """Returns the random choices of one mixed episode as a Mixed, fixed by the subject and the seed: requests,
+    settings, interventions, streams and cancellations."""
     rng = np.random.default_rng(list(seed))
     requests = []
     for _ in range(int(rng.integers(2, MOST_REQUESTS[subject.kind] + 1))):
@@ -80,10 +80,7 @@ def draw_mixed(subject: Subject, seed: Sequence[int]) -> Mixed:
 
 
 def _draw_interventions(subject: Subject, requests: Sequence[Request], rng: np.random.Generator) -> list[Intervention]:
-    """Returns a list with at most one intervention for each request: at one prompt position, or at every position.
-
-    Prompt positions exist also in a cancelled request.
-    """
+    """Returns a list with at most one intervention for each request: at one prompt position, or at every position."""
     made = []
     for number, request in enumerate(requests):
         if rng.random() < 0.7:
@@ -102,8 +99,8 @@ def _draw_interventions(subject: Subject, requests: Sequence[Request], rng: np.r
 
 
 def mixed_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
-    """Draws a mixed episode (requests, interventions, a stream or not, cancellations), runs the requests, checks them
-    with `cp.verify`, and adds differences and counts to `tally`.
+    """Runs a mixed episode (requests, interventions, perhaps a stream with cancellations), checks the trace with
+    `cp.verify`, and adds differences and counts to `tally`.
 
     If a run refuses the subject's shape because the shape is not batch-invariant, the same requests run in another
     shape. If a request ends with an error, the error is a difference, and `cp.verify` is not called.
@@ -146,7 +143,7 @@ def _run(subject: Subject, drawn: Mixed) -> Trace:
 
 
 def _abandon(subject: Subject, drawn: Mixed) -> None:
-    """Starts a stream of the same requests and closes it in the middle; the run that follows must not be affected."""
+    """Starts a stream of the same requests, and closes it after `drawn.num_abandoned` pieces."""
     settings = {**subject.settings, **drawn.settings, "interventions": drawn.interventions}
     pieces = stream(subject.model, drawn.requests, **settings)
     for _ in zip(range(drawn.num_abandoned), pieces, strict=False):

@@ -1,4 +1,4 @@
-"""Computes the expected output of each request, once for each schedule, with the slow reference (`cp.reference`)."""
+"""Computes the expected output of a request with the slow reference (`cp.reference`)."""
 
 import hashlib
 from collections.abc import Sequence

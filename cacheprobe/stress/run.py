@@ -18,13 +18,13 @@ TALLY = "tally.json"
 
 
 def run_stress(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, progress: bool = True) -> JsonDict:
-    """Compares tokens of random traffic with the slow reference (`cp.reference`) until `num_tokens` were compared, and
-    runs the negative control. Returns the figures as a dict.
+    """Compares tokens of random traffic with the slow reference (`cp.reference`) until `num_tokens` were compared.
+    Returns the figures as a dict.
 
     A test that an earlier call stored in `out` is continued, and its tokens count.
-    real: include SmolLM2 and the negative control, which runs at the same time in a process of its own.
     The figures are also written to out/stress.json; `has_passed` is True without a difference, if the tokens of the
     control differed without verification.
+    real: include SmolLM2 and the negative control, which runs at the same time in a process of its own.
     Source: LLM-42 (arXiv 2601.17768), invariants of decode-verify-rollback.
     """
     path = out / TALLY
@@ -35,8 +35,7 @@ def run_stress(num_tokens: int, out: Path, *, real: bool = True, seed: int = 0, 
         with Progress(num_tokens, "comparing", "tokens", done=tally.num_compared, enabled=progress) as bar:
 
             def report(at: Tally) -> None:
-                """Updates the progress bar from the tally `at`: numbers of compared tokens, differences and refused
-                shapes of passes."""
+                """Updates the progress bar from the tally `at`."""
                 refused = f", shapes refused by the trial: {len(at.refused)}" if at.refused else ""
                 bar.set_done(min(at.num_compared, num_tokens), f"{len(at.differences)} differences{refused}")
 

@@ -74,8 +74,8 @@ def soak(
 
 
 def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
-    """Draws requests and settings, runs them, compares them (except requests that only fill the batch) with the slow
-    reference (`cp.reference`), and adds differences and counts to `tally`.
+    """Runs one episode of random requests, compares their output with the slow reference (`cp.reference`), and adds
+    differences and counts to `tally`. Requests that only fill the batch are not compared.
 
     If a run refuses the subject's shape because the shape is not batch-invariant, the same requests run in another
     shape.
@@ -118,8 +118,8 @@ def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
 
 
 def _check_schedule(subject: Subject, tally: Tally, trace: Trace) -> None:
-    """Checks that a trace has the same schedule fingerprint as the first trace of its subject in this tally, and stores
-    the first one. Raises: ValueError if a field differs, such as the number of threads."""
+    """Stores the schedule fingerprint of a subject's first trace in `tally`. Raises: ValueError if a later trace of the
+    subject has another one."""
     known = tally.fingerprints.setdefault(subject.key, trace.fingerprint)
     if known != trace.fingerprint:
         differing = sorted(k for k in known.keys() | trace.fingerprint if known.get(k) != trace.fingerprint.get(k))

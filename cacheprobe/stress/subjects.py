@@ -170,8 +170,8 @@ def _real_model(dtype: str) -> CachedLM:
 
 
 def tiny_subjects() -> list[Subject]:
-    """Returns a list of tiny subjects: every model family in every dtype; families with sliding-window attention also
-    with a window of 8 tokens."""
+    """Returns a list of tiny subjects: each model family in float32, bfloat16 and float16; families with sliding-window
+    attention also with a window of 8 tokens."""
     kinds = [(family, None) for family in FAMILIES] + [(family, _SLIDING_WIDTH) for family in SLIDING]
     subjects = []
     for i, (family, width) in enumerate(kinds):
@@ -187,11 +187,9 @@ def near_tie_subjects() -> list[Subject]:
     """Returns a list of subjects with random weights and pairs of nearly equal tokens, whose fast path and verifier
     often disagree.
 
-    Other tiny models hardly ever disagree. Another batch size reorders the sums. In float32 that changes the last bits
-    of most logits. In 16 bits it changes far fewer, because sums are kept in float32 and rounded. A token changes only
-    if two logits are that close. So every token of these models has a partner whose unembedding differs in the last
-    bits only. In bfloat16 the disagreement needs decodes of one request, in float16 decodes of any number, and matrices
-    wide enough.
+    Another batch size reorders the sums, which changes the last bits of logits. A token changes only if two logits are
+    that close. So every token of these models has a partner whose unembedding differs in the last bits only. In
+    bfloat16 the disagreement needs decodes of one request, in float16 decodes of any number, and matrices wide enough.
     """
     subjects = []
     for family, dtype, size, window, group in _NEAR_TIES:
