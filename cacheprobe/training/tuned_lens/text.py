@@ -20,9 +20,9 @@ def write_texts(
 ) -> Tensor:
     """Returns token ids [num_texts, length]: each text is a task's prompt, continued by the model at temperature 1.
 
-    part: "train" or "held-out"; the two parts, and different seeds, have independent random draws. A prompt takes at
-    most half of the text. End tokens are never sampled, so every text has its full length. A model without a tokenizer
-    gets random tokens as prompts.
+    part: "train" or "held-out", which have independent random draws. A prompt takes at most half of the text. End
+    tokens are never sampled, so every text has its full length. A model without a tokenizer gets random tokens as
+    prompts.
     Raises: ValueError if length exceeds the model's context.
     """
     if length > model.n_ctx:
