@@ -12,8 +12,8 @@ from cacheprobe.patching.runs import Run, read, run_once
 from cacheprobe.patching.sweep import Group, sweep
 
 _LEAST_DIFFERENCE = 1e-4
-"""Minimum gap between the logit differences of the clean and the corrupted run: the divisor of nld, far above
-rounding."""
+"""Minimum gap between the logit differences of the clean and the corrupted run. nld divides by the gap that a pair
+has."""
 
 
 def run_pair(

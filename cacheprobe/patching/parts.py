@@ -38,8 +38,8 @@ class CellStore:
             write_json(path, requested, indent=None)
 
     def get(self, name: str) -> list[AnswerLogits] | None:
-        """Returns the stored results of a group of patched runs, as a list of AnswerLogits; None if the folder has no
-        file of the group, or if there is no folder."""
+        """Returns the stored results of a group of patched runs, as a list of AnswerLogits. Returns None if there is no
+        folder, or no file of the group in the folder."""
         if self.folder is None or not (path := self._path(name)).exists():
             return None
         return [AnswerLogits(float(a), float(b), float(c), int(d)) for a, b, c, d in _read(path)]

@@ -70,8 +70,8 @@ def _cells(runs: tuple[Run, Run], site: str, indices: Sequence[Index]) -> Mappin
 
 
 def prefix_cell(clean: Run, corrupt: Run, site: str, layer: int, position: int) -> PatchingCell:
-    """Returns the PatchingCell (description of a patched run) that has, at one layer, the clean run's states up to and
-    at `position`, and the corrupted run's states after it.
+    """Returns a PatchingCell (description of a patched run): at one layer, with clean states up to and at `position`,
+    and corrupted states after it.
 
     If `position` is the last one, the cell has no edits, and the positions from the first different token on are
     recomputed from clean states.

@@ -23,8 +23,8 @@ def evaluate_adapter(
     json_path: Path | None = None,
     progress: bool = True,
 ) -> dict[str, object]:
-    """Evaluates a model without and with a LoRA adapter on coin-flip questions; prints a table and returns the results
-    as a dictionary.
+    """Evaluates a model without and with a LoRA adapter on coin-flip questions, in float32; prints a table and returns
+    the results as a dictionary.
 
     json_path: file to which the results are also written.
     """

@@ -55,8 +55,8 @@ def evaluate(
     arm: str,
     report: Callable[[int], None] = lambda done: None,
 ) -> Verdicts:
-    """Runs texts with the model's own thoughts and tokens, and compares both with the gold ones; returns Verdicts
-    (three True or False values for each text).
+    """Runs texts with the model's own thoughts and tokens. Returns Verdicts: for each text, three True or False values
+    from the comparison with the gold thoughts and answer.
 
     arm: one of ARMS, the trained variants.  report: is called with the number of texts done.
     Raises: ValueError for no texts, or for texts annotated in chunks of another size than the model's.
