@@ -78,8 +78,7 @@ def require_made_for(model: CachedLM, kind: str, layers: int, width: int, unembe
 def unembedding_sha256(model: CachedLM) -> str:
     """Returns the SHA-256, as hex text, of the shape and float32 numbers of a model's unembedding matrix.
 
-    A trained lens stores this hash, because it fits only one unembedding. The hash of float32 weights stays the same if
-    the model is loaded in float64.
+    A trained lens stores this hash, which stays the same if a float32 model is loaded in float64.
     """
     weight = model.unembedding.detach().to("cpu", torch.float32).contiguous()
     digest = hashlib.sha256(f"{tuple(weight.shape)}".encode())

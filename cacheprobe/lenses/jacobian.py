@@ -36,7 +36,7 @@ class JacobianLens:
 
     @classmethod
     def fresh(cls, model: CachedLM) -> "Lens":
-        """Returns an untrained lens: all J are the identity, so that it reads as the logit lens.
+        """Returns an untrained JacobianLens: all J are the identity, so the lens gives the logits of the logit lens.
 
         Raises: LensError for a model of one layer.
         """

@@ -15,7 +15,7 @@ from cacheprobe.models.base import CachedLM
 class LogitLens:
     """Reads a state of any layer with the model's own final norm and unembedding.
 
-    The lens has no parameters, so it fits every model. T and C are read as if they were the residual stream.
+    T and C are read as if they were the residual stream.
     Source: nostalgebraist 2020, "interpreting GPT: the logit lens".
     Twin: transformer_lens.tools.analysis.logit_lens (S) and logit_readout (T, C), close(1e-5) in float32.
     """
@@ -29,7 +29,7 @@ class LogitLens:
         return cls()
 
     def check(self, model: CachedLM) -> None:
-        """Accepts every model, because the lens uses the model's own unembedding."""
+        """Accepts every model: a logit lens has no parameters."""
 
     def logits(self, model: CachedLM, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n v"]:
         """Returns logits [n, v] of states [n, m]. The argument `layers` has no effect."""

@@ -45,8 +45,7 @@ class ThoughtLens:
     def read(self, model: "ThinkingLM", chunks: Float[Tensor, "n c m"]) -> ReadThoughts:
         """Returns ReadThoughts of n chunks, each of any layer. chunks: [n, c, m], the residual streams of their tokens.
 
-        Each pass of the thinking block adds one token to every thought that has not ended. Raises: LensError for a
-        model without thoughts, or chunks of another shape.
+        Raises: LensError for a model without thoughts, or chunks of another shape.
         Twin: tests.twins.lenses_slowly.thought_slowly, a chunk alone, without pads: tokens ==, logits close(1e-5).
         """
         self.check(model)

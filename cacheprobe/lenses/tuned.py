@@ -50,7 +50,7 @@ class TunedLens:
 
     @classmethod
     def fresh(cls, model: CachedLM) -> "Lens":
-        """Returns an untrained lens for a model: all W and b are zero, so that it reads as the logit lens.
+        """Returns an untrained TunedLens: all W and b are zero, so the lens gives the logits of the logit lens.
 
         Raises: LensError for a model of one layer.
         """

@@ -1,5 +1,4 @@
-"""Saves tuned lenses as cacheprobe's own safetensors files; loads these, and files of AlignmentResearch's package
-tuned-lens."""
+"""Saves tuned lenses as safetensors files; loads these, and files of AlignmentResearch's package tuned-lens."""
 
 import hashlib
 import json
@@ -31,10 +30,7 @@ class Translators(NamedTuple):
 
 
 def save_tuned_lens(lens: Translators, directory: Path) -> Path:
-    """Writes a tuned lens into a directory (translators.safetensors, config.json), and returns the directory.
-
-    Each file is replaced in one step, so no reader sees half a file.
-    """
+    """Writes a tuned lens into a directory (translators.safetensors, config.json), and returns the directory."""
     layers, width = lens.biases.shape
     config = {
         "kind": _KIND,
@@ -55,7 +51,6 @@ def require_tuned_lens(directory: Path) -> dict[str, Json]:
     """Returns the config of the tuned lens in a directory, as a dict. Checks first that a file of weights exists and,
     for a lens that cacheprobe wrote, has the shapes of the config.
 
-    The other lenses are those of AlignmentResearch's package tuned-lens. Does not read the weights.
     Raises: LensError for a directory without a lens, or with a broken one.
     """
     try:
@@ -114,7 +109,7 @@ def read_package_artefact(directory: Path, config: dict[str, Json], model: Cache
     each transformer layer.
 
     That package's translators read inputs of layers. So translator i + 1 becomes that of layer i, and translator 0, for
-    the embedding, is left out. The state dict is loaded as weights only, never as code.
+    the embedding, is left out.
     Source: github.com/AlignmentResearch/tuned-lens 0.2.0, nn/lenses.py.
     Raises: LensError for a lens of other shapes or another unembedding, and for a file that holds no weights.
     """
@@ -152,7 +147,6 @@ def package_unembedding_hash(model: CachedLM) -> str:
     """Returns the hash by which the tuned-lens package names an unembedding matrix, as hex text.
 
     The package hashes the matrix as numpy prints it with one decimal: of more than 1,000 numbers, only the corners.
-
     Source: tuned-lens 0.2.0, utils.tensor_hash.
     """
     weight = model.unembedding.detach().to("cpu", torch.float32).numpy()

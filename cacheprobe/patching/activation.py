@@ -37,8 +37,8 @@ def activation(
     answer: "Sequence[str | int] | None" = None,
     **options: Unpack[GridOptions],
 ) -> PatchingGrid:
-    """Runs the corrupted prompt once for each layer and position, with the clean run's state there, and returns a
-    PatchingGrid.
+    """Computes activation patching: for each layer and position, the corrupted prompt is run with the clean run's state
+    of that layer and position. Returns a PatchingGrid.
 
     The table gives, for each of these runs, the logit difference between two answer tokens.
     clean, corrupt: prompts of one length: text, token ids or task examples.
@@ -69,8 +69,8 @@ def activation(
     count = model.head_shape[0] if heads else 1
 
     def indices(position: int) -> list[Index]:
-        """Returns a list with the index of each patched run of the grid at one position: (layer, position), or (layer,
-        position, head) if heads are patched."""
+        """Returns a list of the indices of the patched runs at one position: (layer, position), or (layer, position,
+        head)."""
         return [(layer, position, *((head,) if heads else ())) for layer in in_layers for head in range(count)]
 
     groups = [
@@ -82,16 +82,13 @@ def activation(
 
 
 def _cells(donor: Run, site: str, indices: list[Index]) -> Mapping[Index, PatchingCell]:
-    """Returns a dict of PatchingCells (descriptions of patched runs) by index; each copies one state of the clean run
-    (`donor`)."""
+    """Returns a dict of PatchingCells by index: descriptions of patched runs that each copy one state of the run
+    `donor`."""
     return {index: _cell(donor, site, *index) for index in indices}
 
 
 def _cell(donor: Run, site: str, layer: int, position: int, head: int | None = None) -> PatchingCell:
-    """Returns the PatchingCell (description of a patched run) that copies one state of the clean run: of a layer, a
-    position and, if given, one head.
-
-    donor: the clean run.
-    """
+    """Returns the PatchingCell (description of a patched run) that copies one state of the run `donor`, of one head if
+    given."""
     vectors = donor.at(site, layer)[position : position + 1]
     return cell([Edit((site, layer), (position,), vectors if head is None else vectors[:, head], head)])

@@ -16,9 +16,7 @@ PATCHED_SITES = (*RESIDUAL_SITES, "T", "C")
 
 
 class GridOptions(TypedDict, total=False):
-    """Declares the keyword arguments that the three functions of `cp.patching` share: layers, positions, store, path,
-    progress.
-    """
+    """Declares the keyword arguments that the three functions of `cp.patching` share."""
 
     layers: "Iterable[int] | None"
     """Layers of the grid; None for all."""
@@ -44,10 +42,8 @@ class GridConfig:
 
 
 def grid_config(**options: Unpack[GridOptions]) -> GridConfig:
-    """Returns the options of a patching grid as a GridConfig, with defaults. Raises: TypeError for an unknown option.
-
-    The error names a similar option, if there is one.
-    """
+    """Returns the options of a patching grid as a GridConfig, with defaults. Raises: TypeError for an unknown
+    option."""
     require_known_options(options, GridOptions.__annotations__)
     return GridConfig(**options)
 
@@ -143,10 +139,8 @@ def as_positions(positions: "Iterable[int] | None", length: int) -> tuple[int, .
 
 
 def _numbers(given: "Iterable[int] | None", count: int, noun: str, whole: str) -> tuple[int, ...]:
-    """Returns the distinct given numbers as a tuple, or 0 to count - 1 if `given` is None.
-
-    Raises: ValueError if there is no number, or one outside 0 to count - 1.
-    """
+    """Returns the distinct given numbers as a tuple; 0 to count - 1 for None. Raises: ValueError for none, or one out
+    of range."""
     listed = tuple(range(count)) if given is None else tuple(dict.fromkeys(int(x) for x in given))
     if not listed:
         raise ValueError(f"there is no {noun}, so the grid is empty; leave out {noun}s= for all")

@@ -1,9 +1,6 @@
 """Runs many cells (patched runs) of a grid in one forward: each joins the batch where its states begin to differ.
 
-Below its patched layer, a cell equals the unpatched run; before its first patched position, it does so in every layer.
-A forward over the later positions therefore carries the cells of all layers: one batch index at the bottom, and one
-more for each cell that joins. Keys and values of the earlier positions are those of the unpatched run, shared by the
-whole batch.
+The batch shares the unpatched run's keys and values of the positions before the first computed one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,10 +46,9 @@ class PatchingCell:
 
 
 def cell(edits: Sequence[Edit], start: int | None = None) -> PatchingCell:
-    """Returns a PatchingCell (description of a patched run) with these edits, computed from its first edited position
-    on.
+    """Returns a PatchingCell (description of a patched run) with these edits, which are given lowest layer first.
 
-    start: an earlier position to compute from.
+    start: the first computed position; by default the first edited one.
     """
     site, layer = edits[0].place
     enters = (site, layer) if site in RESIDUAL_SITES else ("pre", layer)
@@ -60,10 +56,7 @@ def cell(edits: Sequence[Edit], start: int | None = None) -> PatchingCell:
 
 
 def is_idle(one: PatchingCell, base: Run) -> bool:
-    """Returns True if a patched run needs no computing: every edit writes the values that the unpatched run has anyway.
-
-    A cell without edits returns False.
-    """
+    """Returns True if a patched run has edits, and all of them write values that the unpatched run has anyway."""
     return bool(one.edits) and all(torch.equal(_unpatched_states(edit, base), edit.vectors) for edit in one.edits)
 
 
@@ -77,8 +70,7 @@ def run_cells(model: CachedLM, base: Run, cells: Sequence[PatchingCell]) -> Tens
     """Runs patched runs (cells) in batches; returns the logits [len(cells), v] of the last position of each.
 
     base: the unpatched run that the cells change. All cells must have the same `start`.
-    Twin: tests.twins.patching_slowly.patched_logits, close(1e-5) in float32: rows of a batch are summed in another
-    order.
+    Twin: tests.twins.patching_slowly.patched_logits, close(1e-5) in float32.
     """
     (start,) = {one.start for one in cells}
     order = sorted(range(len(cells)), key=lambda i: _forward_order(cells[i].enters))
@@ -91,15 +83,13 @@ def run_cells(model: CachedLM, base: Run, cells: Sequence[PatchingCell]) -> Tens
 
 
 def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[PatchingCell]) -> Tensor:
-    """Runs patched runs (cells) in one forward, and returns their logits [len(cells), v] at the last position.
-
-    cells: in the order in which they join the batch.
-    """
+    """Runs patched runs (cells), sorted by the site and layer at which they join the batch, in one forward. Returns
+    their logits [len(cells), v] at the last position."""
     joined = 0
 
     def change(site: str, layer: int, value: Tensor) -> Tensor | None:
-        """Returns the batch `value` with the cells that join at this site and layer added, and with the edits of this
-        site and layer applied; None if nothing changes."""
+        """Returns the batch `value` after adding the cells that join at this site and layer, and applying their edits;
+        None if `value` stays the same."""
         nonlocal joined
         site_layer = (site, layer)
         num_joining = sum(one.enters == site_layer for one in cells)

@@ -55,8 +55,7 @@ class GridMeta(TypedDict, total=False):
 @dataclass(frozen=True, eq=False)
 class PatchingGrid:
     """Holds the result of a patching experiment: a table with one line for each patched run (cell), and metadata.
-    `cp.plots.patching_grid` draws a PatchingGrid.
-    """
+    `cp.plots.patching_grid` draws a PatchingGrid."""
 
     table: pd.DataFrame = field(repr=False)
     """One line for each cell; the docstrings of `activation`, `prefix` and `causal_tracing` list the columns."""
@@ -71,8 +70,8 @@ class PatchingGrid:
     def matrix(self, value: str | None = None) -> pd.DataFrame:
         """Returns one column of the grid's table as a DataFrame, layers x positions; the mean over heads or samples.
 
-        value: a column; by default nld or effect, as the kind of grid requires.
-        Raises: ValueError for an unknown column, and for a column of text.
+        value: a column; by default nld or effect, as the kind of grid requires.  Raises: ValueError for an unknown
+        column.
         """
         value = self.meta["value"] if value is None else value
         if value not in self.table.columns:

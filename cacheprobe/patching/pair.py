@@ -12,8 +12,8 @@ from cacheprobe.patching.runs import Run, read, run_once
 from cacheprobe.patching.sweep import Group, sweep
 
 _LEAST_DIFFERENCE = 1e-4
-"""Minimum gap between the two runs' logit differences: NLD divides by this gap, and float32 rounding must stay well
-below it."""
+"""Minimum gap between the logit differences of the clean and the corrupted run. nld divides by the gap that a pair
+has."""
 
 
 def run_pair(
@@ -22,7 +22,7 @@ def run_pair(
     """Runs the clean and the corrupted prompt without patches, and returns (clean Run, corrupted Run).
 
     Positions before the first different token are computed once and copied, so they have the same bits in both runs.
-    From that token on, both are computed in one shape, so rounding affects both alike; NLD divides by their difference.
+    The positions from that token on are computed in one shape.
     """
     whole = run_once(model, corrupt, sites)
     shared = (whole, whole.begins_like(clean))
@@ -64,8 +64,7 @@ def grid_of_pair(
     groups: Sequence[Group],
     config: GridConfig,
 ) -> PatchingGrid:
-    """Computes a patching grid of a clean and a corrupted run: runs its cells, or reads finished ones; returns the
-    PatchingGrid.
+    """Computes the cells of a grid of a clean and a corrupted run, or reads finished ones; returns a PatchingGrid.
 
     axes: columns that index a cell, such as layer and position.  config.store: the folder of finished cells.
     """

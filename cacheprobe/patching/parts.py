@@ -11,7 +11,7 @@ _SETTINGS_FILE = "asked.json"
 
 
 class CellStore:
-    """Stores results of a patching grid in a folder, so that the grid can resume; without a folder, keeps nothing."""
+    """Stores results of a patching grid in a folder, so that the grid can resume; without a folder, stores no file."""
 
     def __init__(self, folder: "str | Path | None", settings: Mapping[str, object]) -> None:
         """Opens or creates the folder of a grid's results; does nothing if `folder` is None. settings: everything that
@@ -38,9 +38,8 @@ class CellStore:
             write_json(path, requested, indent=None)
 
     def get(self, name: str) -> list[AnswerLogits] | None:
-        """Returns the stored results of a group of patched runs, as a list of AnswerLogits; None if the folder has no
-        file of the group, or if there is no folder.
-        """
+        """Returns the stored results of a group of patched runs, as a list of AnswerLogits. Returns None if there is no
+        folder, or no file of the group in the folder."""
         if self.folder is None or not (path := self._path(name)).exists():
             return None
         return [AnswerLogits(float(a), float(b), float(c), int(d)) for a, b, c, d in _read(path)]
@@ -57,7 +56,7 @@ class CellStore:
 
 
 def _read(path: Path):
-    """Returns the content of a JSON file of a CellStore. Raises: ValueError, with a remedy, if the file is not JSON."""
+    """Returns the content of a JSON file of a CellStore. Raises: ValueError if the file is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -35,11 +35,10 @@ def prefix(
     answer: "Sequence[str | int] | None" = None,
     **options: Unpack[GridOptions],
 ) -> PatchingGrid:
-    """Runs the corrupted prompt once for each layer and position p, with the clean run's states at positions 0 to p.
+    """Computes prefix patching: for each layer and position p, the corrupted prompt is run with the clean run's states
+    of that layer at positions 0 to p. Returns a PatchingGrid.
 
-    Returns a PatchingGrid, with the columns of `activation` except head.
-    Above the layer, the patched positions equal the clean run's, including keys and values. A cell is therefore
-    computed from p + 1 on only: the clean run, continued with the corrupted run's states at that layer.
+    The table has the columns of `activation` except head.
     site: S, or "pre"; other arguments and errors as in `activation`.
     Source: Li, Guo and Andreas 2025 (arXiv 2503.02854), prefix patching.
     Twin: tests.twins.patching_slowly.naive_grid, close(1e-5) in float32.
@@ -53,7 +52,7 @@ def prefix(
     pair = answers(model, answer, *runs)
 
     def indices(position: int) -> list[Index]:
-        """Returns a list with the index (layer, position) of each patched run of the grid at one position."""
+        """Returns a list of the indices (layer, position) of the patched runs at one position."""
         return [(layer, position) for layer in in_layers]
 
     groups = [
@@ -65,14 +64,14 @@ def prefix(
 
 
 def _cells(runs: tuple[Run, Run], site: str, indices: Sequence[Index]) -> Mapping[Index, PatchingCell]:
-    """Returns a dict of PatchingCells (descriptions of patched runs) by index (layer, position), each made by
-    `prefix_cell`."""
+    """Returns a dict of the PatchingCells (descriptions of patched runs) of prefix patching, by index (layer,
+    position)."""
     return {(layer, position): prefix_cell(*runs, site, layer, position) for layer, position in indices}
 
 
 def prefix_cell(clean: Run, corrupt: Run, site: str, layer: int, position: int) -> PatchingCell:
-    """Returns the PatchingCell (description of a patched run) with the clean run's states up to `position` and the
-    corrupted run's states after it, at one layer.
+    """Returns a PatchingCell (description of a patched run): at one layer, with clean states up to and at `position`,
+    and corrupted states after it.
 
     If `position` is the last one, the cell has no edits, and the positions from the first different token on are
     recomputed from clean states.

@@ -17,9 +17,8 @@ SiteLayer = tuple[str, int]
 
 
 class AnswerLogits(NamedTuple):
-    """Holds a run's prediction at its last position, in float64: the logits of two answers, the log-sum-exp, the top
-    token.
-    """
+    """Holds a run's prediction at its last position, in float64: logits of two answers, log-sum-exp of all logits, top
+    token."""
 
     first: float
     """Logit of the first answer."""
@@ -31,16 +30,14 @@ class AnswerLogits(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Holds a prompt that was run once: its tokens, cache, states by (site, layer), and the logits of its last
-    position.
-    """
+    """Holds the result of one run of a prompt: token ids, cache, states by (site, layer), and logits of the last
+    position."""
 
     token_ids: tuple[int, ...]
     cache: KVCache = field(repr=False)
     """The cache whose cache row 0 contains the prompt."""
     states: dict[SiteLayer, Tensor] = field(repr=False)
-    """States [n, w] keyed by (site, layer), [n, h, d] for single heads; S and the input of block 0 are always included.
-    """
+    """States by (site, layer): [n, w], or [n, h, d] for single heads. S and the input of block 0 are included."""
     logits: Tensor = field(repr=False)
     """Logits [v] of the last position."""
 
@@ -62,8 +59,8 @@ def run_once(
     after: tuple[Run, int] | None = None,
     noise: Callable[[Tensor], Tensor] | None = None,
 ) -> Run:
-    """Runs a prompt once and returns a Run: cache, last logits, and states (the input of block 0; S of every layer;
-    those of T, C and z that `sites` names).
+    """Runs a prompt once and returns a Run: cache, last logits, and states. The states are the input of block 0, S of
+    all layers, and those of T, C and z that `sites` names.
 
     after: (a run, number of first positions shared with that run); these positions are copied from that run instead of
     computed, so they have the same bits.

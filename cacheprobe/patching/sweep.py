@@ -1,4 +1,4 @@
-"""Runs the cells of a patching grid group by group, with a progress bar; groups that a CellStore has are read from the
+"""Runs the cells of a patching grid group by group, with a progress bar; reads the groups that a CellStore has from
 disk."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +31,10 @@ class Group:
 def sweep(
     model: CachedLM, groups: Sequence[Group], answer: tuple[int, int], store: CellStore, progress: bool
 ) -> dict[Index, AnswerLogits]:
-    """Runs every cell of a patching grid, or reads finished groups from `store`; returns a dict of AnswerLogits by
+    """Runs the cells of a patching grid, or reads finished groups from `store`; returns a dict of AnswerLogits by
     index.
 
-    A cell whose edits change no value takes the unpatched run's result.
+    A cell with edits that change no value takes the unpatched run's result.
     answer: the two answer tokens whose logits are measured.
     """
     out: dict[Index, AnswerLogits] = {}
@@ -50,10 +50,7 @@ def sweep(
 
 
 def _run_group(model: CachedLM, group: Group, answer: tuple[int, int]) -> list[AnswerLogits]:
-    """Runs one group of patched runs, and returns their AnswerLogits in the order of `group.indices`.
-
-    Cells whose edits change no value are not run: they get the unpatched run's result.
-    """
+    """Runs one group of patched runs, and returns a list of their AnswerLogits in the order of `group.indices`."""
     base, cells = group.base(), group.cells()
     (unpatched,) = read(base.logits[None], answer)
     results = dict.fromkeys(group.indices, unpatched)

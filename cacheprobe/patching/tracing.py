@@ -44,10 +44,10 @@ def causal_tracing(
     **options: Unpack[GridOptions],
 ) -> PatchingGrid:
     """Runs the prompt with noise on the subject's embeddings, and restores the clean state at one layer and position at
-    a time.
+    a time. Returns a PatchingGrid.
 
-    Returns a PatchingGrid; its table has layer, position, sample, token, probability (of the answer), effect (gain in
-    probability over the noisy run, the indirect effect) and is_top (whether the answer is the first choice).
+    The table has layer, position, sample, token, probability (of the answer), effect (gain in probability over the
+    noisy run, the indirect effect) and is_top (whether the answer is the first choice).
     prompt: text, token ids or a task example.  subject: positions of its subject.
     site: S, T, C or "pre".  window: restore this many layers around the cell's own; the paper uses 10 for T and C.
     answer: the token whose probability is measured; by default the first choice of the clean run.
@@ -77,7 +77,7 @@ def causal_tracing(
 
     @cache
     def noisy(sample: int) -> Run:
-        """Returns the run of the prompt with noise draw number `sample` on its subject: states, cache and logits."""
+        """Returns the Run of the prompt with noise draw number `sample` on the embeddings of its subject."""
         added = _noise_adder(sorted(noisy_at), scale, derive_seed(seed, sample))
         return run_once(model, ids, (site,), after=(clean, min(noisy_at)), noise=added)
 
@@ -119,10 +119,7 @@ def window_of(layer: int, window: int, n_layers: int) -> range:
 
 
 def _noise_adder(positions: Sequence[int], scale: float, seed: int) -> Callable[[Tensor], Tensor]:
-    """Returns a function that adds noise to the input of block 0 at these positions. Equal seeds add equal noise.
-
-    positions: sorted.  scale: standard deviation of the noise.
-    """
+    """Returns a function that adds noise to the input of block 0 at `positions`, which must be sorted."""
 
     def add(states: Tensor) -> Tensor:
         """Returns a copy of states [n, m] with noise at `positions` alone. Row i is position positions[0] + i."""
@@ -138,8 +135,7 @@ def _cells(
     clean: Run, site: str, layers: Mapping[int, range], indices: Sequence[Index]
 ) -> Mapping[Index, PatchingCell]:
     """Returns a dict of PatchingCells (descriptions of patched runs) by index; each restores the clean state of one
-    position in a window of layers.
-    """
+    position in a window of layers."""
 
     def edit(layer: int, position: int) -> Edit:
         """Returns the edit that restores the clean state of a layer and position."""
@@ -156,10 +152,7 @@ def _probability(logits: AnswerLogits) -> float:
 def _table(
     results: Mapping[Index, AnswerLogits], tokens: Sequence[str], noisy_probabilities: Sequence[float], answer: int
 ) -> pd.DataFrame:
-    """Returns the table of a causal-tracing grid, a DataFrame: one line for each layer, position and noise draw.
-
-    noisy_probabilities: the answer's probability without any restored state, by noise draw.
-    """
+    """Returns the table of a causal-tracing grid, a DataFrame: one line for each layer, position and noise draw."""
     table = pd.DataFrame(list(results), columns=["layer", "position", "sample"])
     table["token"] = [tokens[position] for position in table.position]
     table["probability"] = [_probability(one) for one in results.values()]

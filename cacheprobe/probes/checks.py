@@ -7,12 +7,11 @@ import pandas as pd
 from cacheprobe.trace.trace import Trace
 
 LEAST = 20
-"""Minimum number of groups of each class, at every place."""
+"""Default minimum number of groups of each class at a place."""
 
 
 class ProbeError(ValueError):
-    """Raised if a probe cannot be fitted as requested, or if the model does not perform the task. The message says
-    why."""
+    """Raised if a probe cannot be fitted as requested, or if the model does not perform the task."""
 
 
 def chosen_pairs(
@@ -34,9 +33,9 @@ def chosen_pairs(
 
 
 def require_enough(lines: pd.DataFrame, place: Hashable, folds: int, least: int) -> None:
-    """Checks that the examples of one place (operation or position) suffice for a probe.
+    """Checks that the examples of one place suffice for a probe: two classes or more, `least` groups of each class, and
+    `folds` groups in all.
 
-    There must be at least two classes, `least` groups of each class, and `folds` groups in all.
     lines: the examples of this place, with label and group.
     Raises: ProbeError if not.
     """
@@ -59,7 +58,6 @@ def require_above_chance(trace: Trace) -> dict[str, float]:
     """Checks that the 95 % interval of a run's accuracy on its task lies above chance. Returns
     `trace.meta["behaviour"]`, a dict with accuracy, accuracy_low, accuracy_high, chance and the numbers of examples.
 
-    If a model does not perform the task, a probe's result does not describe the model's own state.
     Raises: ProbeError otherwise, and for a run without a task, or with tasks whose answers differ.
     """
     behaviour = trace.meta["behaviour"]

@@ -11,8 +11,8 @@ from cacheprobe.trace.trace import Trace
 
 
 def drafted(trace: Trace, unit: str = "draft") -> pd.DataFrame:
-    """Returns a DataFrame with one line for each verified draft, or for each draft token up to the first mismatch: its
-    outcome, and the row that predicted the draft or token.
+    """Returns a DataFrame with one line for each verified draft, or for each of its tokens up to the first mismatch. A
+    line has the outcome, and the row that predicted the draft or token.
 
     unit: "draft", with the row that predicted its first token; or "candidate", one line for each draft token up to the
     first mismatch, since later tokens follow text that was never committed.

@@ -22,8 +22,7 @@ Given = tuple[
 @dataclass(frozen=True)
 class Examples:
     """Holds the n examples that probes are fitted on: labels and groups, states by (site, layer), and baseline
-    features.
-    """
+    features."""
 
     about: pd.DataFrame
     """One line for each example: label, group, place and, if known, word."""
@@ -33,7 +32,7 @@ class Examples:
     untrained: LabelledStates | None
     """States of the same examples in an untrained model; None if not given."""
     embedding: Tensor | None
-    """Features [n, k] of the words alone."""
+    """Features [n, k] of the words alone; None if there are none."""
 
     @property
     def places(self) -> list[Hashable]:
@@ -78,7 +77,7 @@ def of_vectors(
     `given`.
 
     Raises: ProbeError if labels or groups are missing, if labels, groups, places and words differ in number, if that
-    number is not n, and for a site or layer that no key of `vectors` has. A missing pair of the two is left out.
+    number is not n, and for a site or layer that no key of `vectors` has.
     """
     labels, groups, places, words = given
     if labels is None or groups is None:
@@ -115,10 +114,8 @@ def _aligned(
     at: "str | Iterable[int]",
     pairs: Sequence[tuple[str, int]],
 ) -> LabelledStates:
-    """Returns the untrained model's states of the same examples, as a dict by (site, layer).
-
-    Raises: ProbeError if the untrained run is of other prompts, or if given states lack a (site, layer) or an example.
-    """
+    """Returns the untrained model's states of the same examples, as a dict by (site, layer). Raises: ProbeError if the
+    run is of other prompts, or states are missing."""
     if isinstance(untrained, Trace):
         same = labelled(untrained, at)
         columns = ["request_id", "place", "position", "label", "word"]

@@ -25,8 +25,7 @@ COLUMNS = [
 
 
 class ProbeOptions(TypedDict, total=False):
-    """Declares the keyword arguments of `cp.probes.fit` that say how a probe is tested: folds, controls, least and
-    seed."""
+    """Declares the keyword arguments of `cp.probes.fit` that say how a probe is tested."""
 
     folds: int
     """Number of folds; each is tested by a probe fitted on the others."""
@@ -40,9 +39,7 @@ class ProbeOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """Holds the options of one call of `cp.probes.fit` (folds, controls, least, seed), with a default for each that was
-    not given.
-    """
+    """Holds the options of one call of `cp.probes.fit` (folds, controls, least, seed), with defaults."""
 
     folds: int = 5
     controls: int = 10
@@ -93,10 +90,9 @@ def fit(
     embedding: Tensor | None = None,
     **options: Unpack[ProbeOptions],
 ) -> ProbeResult:
-    """Fits a linear classifier of the labels for every site, layer and place, and tests each classifier on held-out
-    groups. The labels of a trace are the task's true states.
+    """Fits a linear classifier of the labels for each site, layer and place, and tests the classifier on held-out
+    groups. Returns a ProbeResult.
 
-    Returns a ProbeResult.
     states: a trace of task prompts, whose labels, groups, places and words are those of `labelled(trace, at)`; or
     vectors [n, m] keyed by (site, layer), with `labels` and `groups` [n], and optionally `places` and `words`.
     sites, layers: by default, those that were captured.  pooled: one probe for all places instead of one for each.
@@ -128,11 +124,8 @@ def fit(
 
 
 def _tables(examples: Examples, place: Hashable, config: ProbeConfig) -> Iterator[pd.DataFrame]:
-    """Fits the probes of one place (operation or position); yields a DataFrame for each site, with a line for each
-    layer.
-
-    Raises: ProbeError if the place has too few examples, or if a class has all its groups in one fold.
-    """
+    """Fits the probes of one place; yields a DataFrame for each site, with a line for each layer. Raises: ProbeError
+    for too few groups or classes, or a class whose groups are all in one fold."""
     indices = np.flatnonzero((examples.about.place == place).to_numpy())
     of_place = examples.about.iloc[indices]
     require_enough(of_place, place, config.folds, config.least)
@@ -156,7 +149,7 @@ def _stacked(states: LabelledStates, site: str, layers: list[int], indices: np.n
 
 
 class _PlaceData:
-    """Holds the examples of one place (operation or position): classes, groups, folds, control tasks."""
+    """Holds the examples of one place: classes, groups, folds, control tasks."""
 
     def __init__(self, lines: pd.DataFrame, folds: int, controls: int, seed: int) -> None:
         self.classes, self.truth = np.unique(lines.label.astype(str).to_numpy(), return_inverse=True)
@@ -174,11 +167,8 @@ class _PlaceData:
         self.is_seen = np.array([len(folds_of_word[word]) > 1 for word in words], dtype=bool)  # in training too
 
     def accuracies(self, states: Tensor, with_controls: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Fits the probes of all folds on states [l, n, m], and returns three arrays [l], one value for each layer.
-
-        The arrays are the accuracy, the mean accuracy on the control tasks (NaN without `with_controls`, or if no word
-        is in two folds), and the median penalty.
-        """
+        """Fits the probes of all folds on states [l, n, m]. Returns three arrays [l]: accuracy, mean accuracy on the
+        control tasks (NaN without them), median penalty."""
         sets = np.stack([self.truth, *(self.drawn if with_controls else ())])  # [t, n]
         one_hot = np.eye(len(self.classes))[sets]
         flat = torch.from_numpy(rearrange(one_hot, "t n k -> n (t k)"))
@@ -194,10 +184,7 @@ class _PlaceData:
     def lines(
         self, site: str, layers: list[int], accuracies: tuple, untrained: np.ndarray, embedding: float
     ) -> pd.DataFrame:
-        """Returns the lines of `ProbeResult.table` for one site as a DataFrame, one line for each layer.
-
-        accuracies: the result of the method `accuracies`.  untrained, embedding: accuracies of the baselines.
-        """
+        """Returns the lines of `ProbeResult.table` for one site as a DataFrame, one line for each layer."""
         accuracy, control, strength = accuracies
         number = effective_number(self.groups)
         low, high = zip(*(wilson(float(share), number) for share in accuracy), strict=True)

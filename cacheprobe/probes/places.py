@@ -1,6 +1,5 @@
-"""Finds the rows of a run that a probe can use, with the true task state, and the groups that a split must keep
-together.
-"""
+"""Finds the rows of a run that a probe can use, with the task's true state, and the groups that a split keeps
+together."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -57,10 +56,7 @@ def _places(
     request: Request, tokenizer: LiveTokenizer, states: Sequence[str | None], at: "str | Sequence[int]"
 ) -> Iterator[tuple[int, int, str, str]]:
     """Yields (place, token index in the text, true state, words of the newest operation) for each place of one request.
-
-    states: the true state after each token.
-    Raises: ValueError for a position that does not exist or has no true state.
-    """
+    Raises: ValueError for a position that does not exist or has no true state."""
     example = request.example
     text, spans = example.prompt_text(tokenizer), example.rendering(tokenizer).operations
     completed = example.completing_tokens(tokenizer)[1]
@@ -83,12 +79,8 @@ def _places(
 
 @torch.inference_mode()
 def embeddings(trace: Trace, table: pd.DataFrame, model: CachedLM | None = None) -> Tensor | None:
-    """Returns baseline features [n, 2m] for each line of the `labelled` table: the input of block 0 at the token,
-    joined with its running mean up to that token.
-
-    Returns None for a model that adds thoughts before block 0, because the input of block 0 is then more than the
-    words.
-    """
+    """Returns baseline features [n, 2m] for the n lines of the `labelled` table: the input of block 0 at the token,
+    joined with its running mean up to that token. None for a model that adds thoughts before block 0."""
     model = model or trace.model
     if model is None:
         raise ValueError("this trace was loaded without its model; use embeddings(trace, table, model)")

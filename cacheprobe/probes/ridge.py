@@ -51,11 +51,8 @@ def held_out_scores(
 def _of_layers(
     states: Tensor, targets: Tensor, folds: Tensor, num_folds: int, widths: Sequence[int], strengths: Sequence[float]
 ) -> HeldOut:
-    """Returns the HeldOut (scores and penalties) of a few layers; `held_out_scores` calls it for as many layers as fit
-    into memory.
-
-    In each fold, the penalty is chosen on the next fold; then the probe is fitted on everything outside the fold.
-    """
+    """Returns the HeldOut (scores and penalties) of a few layers, each fold scored by probes fitted outside the
+    fold."""
     states, targets = states.double(), targets.double()
     penalties = torch.tensor(sorted(strengths, reverse=True), dtype=torch.float64)
     scores = states.new_zeros(*states.shape[:2], targets.shape[1])
@@ -79,11 +76,8 @@ def ridge_scores(
     test: Float[Tensor, "l b m"],
     penalties: Float[Tensor, "s"],
 ) -> Float[Tensor, "s l b q"]:
-    """Fits ridge regressions on `train`, one for each layer and penalty, and returns their scores of `test`, [s, l, b,
-    q].
-
-    Solves the smaller of the two equivalent systems: over examples or over features.
-    """
+    """Fits ridge regressions on `train`, one for each layer and penalty; returns their scores [s, l, b, q] of
+    `test`."""
     num_examples, num_features = train.shape[1:]
     mean, scale = train.mean(1, keepdim=True), train.std(1, correction=0, keepdim=True)
     scale = torch.where(scale > 1e-12, scale, 1.0)  # a feature that never varies gets weight 0

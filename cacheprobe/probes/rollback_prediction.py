@@ -59,8 +59,8 @@ def rollback_prediction(
     model: CachedLM | None = None,
 ) -> RollbackPrediction:
     """Tests how well a linear classifier predicts, from states before verification, that a draft will be rolled back.
-
     Returns a RollbackPrediction.
+
     traces: runs with the same drafter, whose captured states include `site`, and S, from which margins are computed.
     unit: "draft" or "candidate" (single draft tokens), as in `drafts.drafted`.  layers: by default all captured layers
     that ran for every draft.
@@ -102,8 +102,8 @@ def rollback_prediction(
 def _too_little(
     counts: dict[str, int], drafts: pd.DataFrame, is_rolled_back: np.ndarray, folds: int, least: int
 ) -> str:
-    """Returns a sentence with the reason if nothing can be predicted: too few rollbacks, no accepted draft, or too few
-    prompts for the folds; else ""."""
+    """Returns the reason, as a sentence, if rollbacks, accepted drafts or their groups are too few for a prediction;
+    else ""."""
     if counts["rollbacks"] < least:
         return f"{counts['rollbacks']} rollbacks, {least} are needed; run more prompts"
     if is_rolled_back.all():
@@ -114,11 +114,8 @@ def _too_little(
 
 
 def _layers(traces: list[Trace], drafts: pd.DataFrame, site: str, layers: Sequence[int] | None) -> list[int]:
-    """Returns the layers to test, sorted: the requested ones, or all captured ones that ran for every draft.
-
-    Raises: ProbeError if the site was not captured, a requested layer was not captured or did not run for every draft,
-    or no layer is left.
-    """
+    """Returns the layers to test, sorted: the requested ones, or all captured ones that ran for every draft. Raises:
+    ProbeError for an unknown site or layer, or if no layer is left."""
     kept = set.intersection(*(set(trace.store.layers) for trace in traces))
     ran = sorted(layer for layer in kept if layer < drafts.num_layers.min())
     if any(site not in trace.store.sites for trace in traces):
@@ -135,10 +132,7 @@ def _compared(
     model: CachedLM | None,
 ) -> pd.DataFrame:  # fmt: skip
     """Returns the table of a RollbackPrediction: one line for each layer, with the AUROC of its states and of the
-    controls.
-
-    All classifiers use the same folds and the same bootstrap samples.
-    """
+    controls."""
     fold = group_folds(drafts.group, folds, seed)
     rows = [(trace, drafts[drafts.trace == i].row) for i, trace in enumerate(traces)]
     margin = np.concatenate([own.map(margins(trace, own, layers[-1], model)).to_numpy() for trace, own in rows])

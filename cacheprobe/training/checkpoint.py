@@ -15,7 +15,7 @@ CHECKPOINT = "checkpoint.safetensors"
 
 
 def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-    """Writes the checkpoint file in `folder`. If the process dies during the write, the earlier file stays.
+    """Writes the checkpoint of a training to one safetensors file in `folder`.
 
     tensors: weights and optimizer state, by name.  record: JSON values: step, cpu_seconds, notes and settings.
     """

@@ -1,7 +1,7 @@
-"""Runs a training: gradients, clipping, learning rate, optimizer steps, and checkpoints from which it resumes.
+"""Runs a training: gradients, clipping, learning rate, optimizer steps, and checkpoints from which the training
+resumes.
 
-This file contains no code for models or tasks: the caller supplies a function that computes a step's gradients, or its
-losses.
+The caller supplies a function that computes the gradients or the losses of a step.
 """
 
 import math
@@ -22,7 +22,7 @@ _OLD_CHECKPOINT = "progress.json"
 
 @runtime_checkable
 class Schedule(Protocol):
-    """Lists the settings that `Loop` reads from the settings of a training."""
+    """Lists the attributes and methods that `Loop` needs of a training's settings."""
 
     @property
     def steps(self) -> int:
@@ -82,7 +82,7 @@ class StepReport:
     step: int
     losses: dict[str, float]
     cpu_seconds: float
-    """CPU seconds of this process over all steps, including the steps before an interruption."""
+    """CPU seconds of all steps so far, including those before an interruption."""
 
 
 class Loop:
@@ -118,9 +118,8 @@ class Loop:
     ) -> Iterator[StepReport]:
         """Runs the steps that are left, up to step `until` (default: all), and yields a StepReport after each step.
 
-        gradients_of(step): computes the gradients of a step, and returns the losses by name.
-
-        A step's random draws must depend only on the step's number, so that a resumed run equals an uninterrupted one.
+        gradients_of(step): computes the gradients of a step, and returns the losses by name. A step's random draws must
+        depend only on the step's number, so that a resumed run equals an uninterrupted one.
         With a folder, a checkpoint is written after step `save_every`, twice `save_every`, ... and after the last step.
         Before each write, the caller receives the step's StepReport, and can update `notes`.
         Raises: FloatingPointError if a loss is not finite; the last checkpoint stays.
@@ -147,10 +146,7 @@ class Loop:
                 self.save()
 
     def save(self) -> None:
-        """Writes a checkpoint to `folder`: weights, optimizer state, step number, CPU seconds, notes and settings.
-
-        If the process dies during the write, the earlier file stays.
-        """
+        """Writes a checkpoint to `folder`: weights, optimizer state, step number, CPU seconds, notes and settings."""
         assert self.folder is not None
         tensors = {f"weight.{name}": weight.detach().contiguous() for name, weight in self.weights.items()}
         for name, weight in self.weights.items():
@@ -195,8 +191,7 @@ class ModelLoop(Loop):
         step.
 
         losses_of(step): returns the losses of a step by name. Checkpoints and errors are as in `run`. The model is in
-        training mode during the steps, and in evaluation mode once the iterator is exhausted. If the caller stops
-        earlier, training mode stays on.
+        training mode until the iterator is exhausted, then in evaluation mode.
         """
 
         def gradients_of(step: int) -> dict[str, float]:

@@ -4,11 +4,8 @@ from cacheprobe.core.progress import Progress
 
 
 class TrainingProgress(Progress):
-    """Shows the progress of training steps while a `with` block runs: a bar on a terminal, plain lines elsewhere. The
-    caller calls the TrainingProgress with (number of steps done, short text) after every step.
-
-    `say` prints a line that stays above the bar.
-    """
+    """Shows the progress of a training inside a `with` block: a bar on a terminal, plain lines elsewhere. The caller
+    calls the TrainingProgress with (number of steps done, short text) after a step."""
 
     def __init__(self, total_steps: int, done: int, enabled: bool) -> None:
         super().__init__(total_steps, "training", "steps", done=done, enabled=enabled, says_end=True)

@@ -1,4 +1,4 @@
-"""Makes batches of coin-flip questions. Settings and step determine a batch, so resuming needs no stored data."""
+"""Makes the batches of coin-flip questions for a step of a LoRA training."""
 
 from dataclasses import dataclass
 from random import Random
@@ -15,7 +15,7 @@ from cacheprobe.training.lora.settings import LoraSettings
 
 @dataclass(frozen=True)
 class LoraBatch:
-    """Holds encoded questions of similar length. Pads are on the right, so no real token attends to a pad."""
+    """Holds encoded coin-flip questions as tensors, padded on the right."""
 
     token_ids: Tensor
     """[b, t] token ids; the pads repeat the last token of the question."""
@@ -24,7 +24,7 @@ class LoraBatch:
     answers: Tensor
     """[b] 0 for heads, 1 for tails."""
     running_batch_indices: Tensor
-    """[n] batch index of the question, for each person in a question."""
+    """[n] batch index of the question, for each of the n people in all questions."""
     running_slots: Tensor
     """[n] index of the token that completes the words on a person."""
     running: Tensor
@@ -37,10 +37,7 @@ class LoraBatch:
 
 
 def examples_of(settings: LoraSettings, step: int) -> list[Example]:
-    """Returns the list of training questions of a step, as Examples, with 1 to `settings.people_at(step)` people.
-
-    All numbers of people are equally likely, and so are all patterns of flips.
-    """
+    """Returns the list of training questions (Examples) of a step, each with 1 to `settings.people_at(step)` people."""
     rng = Random(f"lora/{settings.seed}/{step}")
     people = [1 + int(rng.random() * settings.people_at(step)) for _ in range(settings.batch)]
     seed = settings.seed * 1_000_003 + step

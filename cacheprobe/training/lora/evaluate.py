@@ -20,20 +20,21 @@ PEOPLE = (1, 2, 3, 4, 5, 6, 8, 10)
 
 @dataclass(frozen=True)
 class LoraScore:
-    """Holds results on one set of balanced coin-flip questions: counts for generated texts and for a forced choice."""
+    """Holds the results of a model on a set of coin-flip questions: counts for generated texts and for a forced choice
+    (the likelier of the first tokens of heads and tails)."""
 
     people: int
     flip_probability: float
     questions: int
     distinct: int
-    """Number of different questions in the set: with few people, questions repeat."""
+    """Number of different questions in the set."""
     correct: int
     """Number of texts whose first "heads" or "tails" is right."""
     unparsed: int
-    """Number of texts with neither word. Such texts count as wrong."""
+    """Number of texts with neither "heads" nor "tails". Such texts count as wrong."""
     forced_correct: int
-    """Number of questions for which the first token of the right word has a larger logit than that of the wrong word,
-    whatever the generated text says."""
+    """Number of questions for which the first token of the right word has a larger logit than that of the wrong
+    word."""
 
     @property
     def accuracy(self) -> Accuracy:
@@ -77,8 +78,8 @@ def evaluate(
     max_new_tokens: int = 8,
     names: Sequence[str] = HELD_OUT_NAMES,
 ) -> list[LoraScore]:
-    """Runs a model on balanced coin-flip questions; returns a list with a LoraScore for each flip probability and
-    number of people.
+    """Runs a model on coin-flip questions; returns a list with a LoraScore for each pair of flip probability and number
+    of people.
 
     The model answers greedily, without worked examples.  seed: of the questions.
     Raises: ValueError for an impossible task, such as more people than names.
@@ -100,7 +101,7 @@ def evaluate(
 
 
 def replies(model: CachedLM, prompts: Sequence[str], max_new_tokens: int, batch: int = 32) -> list[Reply]:
-    """Returns a Reply, generated greedily, to each prompt. Prompts of equal length share a batch; equal ones run once.
+    """Returns a list with a Reply, generated greedily, to each prompt. Equal prompts run once.
 
     Twin: `cacheprobe.run` at temperature 0, equal texts in float32.
     """
@@ -122,8 +123,8 @@ def _reply_to(model: CachedLM, prompts: Sequence[tuple[int, ...]], max_new_token
     answers, choices = list(answer_token_ids(model.tokenizer)), []
 
     def choose(indices: list[int], logits: Tensor) -> list[int]:
-        """Returns the list of the most likely next token of each text. At the first call, also records in `choices`
-        whether heads (0) or tails (1) is likelier."""
+        """Returns a list with the likeliest next token of each text. The first call also fills `choices`: 0 for each
+        text for which heads is likelier, 1 for tails."""
         if not choices:
             choices.extend(lowest_argmax(row) for row in logits[:, answers])
         return [lowest_argmax(row) for row in logits]

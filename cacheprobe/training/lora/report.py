@@ -23,8 +23,8 @@ def evaluate_adapter(
     json_path: Path | None = None,
     progress: bool = True,
 ) -> dict[str, object]:
-    """Evaluates a model without and with an adapter, in float32; prints a table and returns the results as a
-    dictionary.
+    """Evaluates a model without and with a LoRA adapter on coin-flip questions, in float32; prints a table and returns
+    the results as a dictionary.
 
     json_path: file to which the results are also written.
     """
@@ -62,11 +62,8 @@ def evaluate_adapter(
 
 
 def table(cells: dict[str, list[LoraScore]]) -> str:
-    """Returns a Markdown table as text, with one line for each set of questions.
-
-    Each model has two columns: the accuracy of the generated texts, and the accuracy of the likelier of the words heads
-    and tails.
-    """
+    """Returns a Markdown table as text, with one line for each set of questions. For each model, two columns give the
+    accuracies of the generated texts and of a forced choice (heads or tails)."""
     kinds = list(cells)
     head = ["people", "p(flip)", "questions (distinct)"]
     head += [f"{kind}, {what}" for kind in kinds for what in ("text", "likelier word")]
@@ -81,11 +78,11 @@ def table(cells: dict[str, list[LoraScore]]) -> str:
 
 
 def _text_accuracy(cell: LoraScore) -> str:
-    """Formats the accuracy of the generated texts as text; adds how many texts lack "heads" and "tails", if any."""
+    """Returns the accuracy of the generated texts as text; adds the number of texts without an answer, if any."""
     return _format_accuracy(cell.accuracy) + (f", {cell.unparsed} unparsed" if cell.unparsed else "")
 
 
 def _format_accuracy(share: Accuracy) -> str:
-    """Formats an accuracy as text: per cent, then the ends of Wilson's 95 % interval."""
+    """Returns an accuracy as text: per cent, then the ends of Wilson's 95 % interval."""
     low, high = share.interval
     return f"{100 * share.accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f})"

@@ -63,7 +63,8 @@ class LoraRecord(LoraState):
 
 
 def train_lora(settings: LoraSettings, out: Path, *, progress: bool = True, checkpoint_every: int = 20) -> LoraRecord:
-    """Trains an adapter, or resumes an interrupted training in `out`. Returns the content of training.json.
+    """Trains a LoRA adapter on coin-flip questions, or resumes an interrupted training in the folder `out`. Returns the
+    content of training.json, a LoraRecord.
 
     If the training in `out` is finished, returns its record and trains no step.
     out: receives adapter_model.safetensors (float16), adapter_config.json and training.json, beside the checkpoint.
@@ -93,7 +94,7 @@ def train_lora(settings: LoraSettings, out: Path, *, progress: bool = True, chec
 
 
 def _run_steps(trainer: LoraTrainer, state: LoraState, show: TrainingProgress, checkpoint_every: int) -> None:
-    """Runs the steps that are left. Before each checkpoint, updates `state` and adds a point to its curve."""
+    """Runs the steps that are left. Before each checkpoint, updates `state` in place and adds a point to its curve."""
     settings = trainer.settings
     wall, cpu = time.monotonic() - state["seconds"], time.process_time() - state["cpu_seconds"]
     new_losses: list[dict[str, float]] = []  # of the steps since the last point of the curve
@@ -114,9 +115,9 @@ def _run_steps(trainer: LoraTrainer, state: LoraState, show: TrainingProgress, c
 
 
 def save_adapter(trainer: LoraTrainer, out: Path, state: LoraState) -> LoraRecord:
-    """Writes the adapter in peft's format and float16, then training.json, which marks the training as finished.
+    """Writes a trained LoRA adapter to the folder `out` in peft's format and float16, then training.json. Returns the
+    content of training.json, a LoraRecord.
 
-    Returns the content of training.json.
     Raises: ValueError for weights that are not finite in float16, and for a file above LARGEST_ADAPTER bytes.
     """
     from peft import get_peft_model_state_dict
@@ -178,7 +179,7 @@ def _size_text(trainer: LoraTrainer) -> str:
 
 
 def _point_text(point: Mapping[str, Json]) -> str:
-    """Returns one point of the training curve as a line of text: its step, accuracies and loss."""
+    """Returns one point of the training curve as a line of text."""
     shares = point["held_out"]
     assert isinstance(shares, dict)
     held_out = ", ".join(f"{people}: {share:.2f}" for people, share in shares.items())

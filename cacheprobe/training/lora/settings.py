@@ -12,10 +12,10 @@ TASKS = ("coin-flip",)
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Holds all settings of a LoRA training except the output folder. On one machine and with one number of threads,
-    equal settings give equal bits of the adapter.
+    """Holds the settings of a LoRA training on coin-flip questions.
 
-    The docstrings of the fields are the help of `cacheprobe train lora`.
+    The docstrings of the fields are the help of `cacheprobe train lora`. On one machine and with one number of threads,
+    equal settings give equal bits of the adapter.
     """
 
     model: str = "smollm2-135m"

@@ -1,4 +1,4 @@
-"""Trains a LoRA adapter on coin-flip questions. A training is seeded, and resumes from a checkpoint."""
+"""Trains a LoRA adapter on coin-flip questions."""
 
 import warnings
 from collections.abc import Iterator
@@ -26,7 +26,6 @@ class LoraTrainer:
         """Freezes the weights of `model`, and adds an adapter in place.
 
         model: a transformers causal model in float32.  folder: for checkpoints, from which the training resumes.
-
         Raises: ModelError without a tokenizer or linear layers to adapt, or if first_layer is beyond the last layer.
         """
         from peft import LoraConfig, get_peft_model
@@ -60,7 +59,7 @@ class LoraTrainer:
 
     @property
     def num_trained(self) -> int:
-        """Number of trained parameters, all in the adapter."""
+        """Number of trained parameters of the adapter."""
         return sum(weight.numel() for weight in self.trained.values())
 
     def run(self, save_every: int = 20) -> Iterator[StepReport]:
@@ -72,7 +71,8 @@ class LoraTrainer:
         return self.loop.run(self.gradients_of, save_every=save_every)
 
     def gradients_of(self, step: int) -> dict[str, float]:
-        """Computes the gradients of step `step`. Returns mean losses in nats, shares of right predictions, and tokens.
+        """Computes the gradients of a step. Returns a dict: mean losses in nats, shares of right predictions, number of
+        tokens.
 
         Keys: answer_loss_nats, answers_right, running_loss_nats, states_right (on the state after each person), tokens.
         """
@@ -96,11 +96,10 @@ class LoraTrainer:
 
     @torch.no_grad()
     def held_out_shares(self, questions: int = 16) -> dict[str, float]:
-        """Returns a dictionary: for each number of people, as text, the share of questions for which the likeliest next
-        token is the first token of the right answer.
+        """Returns a dictionary: number of people, as text -> share of questions whose likeliest next token is the first
+        token of the right answer. The questions have held-out names.
 
-        questions: number of questions for each number of people. The questions have held-out names, and are equal at
-        each call.
+        questions: number of questions for each number of people, the same at each call.
         """
         self.model.eval()
         shares = {}

@@ -17,7 +17,7 @@ from cacheprobe.training.thinking.run import CHECK_TEXTS, Trained, train
 from cacheprobe.training.threads import one_thread
 
 TESTS = 50
-"""Number of test texts for each line of the summary. The analyses compute a larger table."""
+"""Number of test texts for each number of operations."""
 
 
 class TestScore(TypedDict):
@@ -55,10 +55,10 @@ class ThinkingRecord(TypedDict):
 def train_thinking(
     task: str, preset: str, arm: str, seed: int, out: Path, *, form: str | None = None, progress: bool = True
 ) -> ThinkingRecord:
-    """Trains one arm (variant, one of ARMS) of a preset, or resumes its training, tests the model, and saves the model
-    in `out`. Returns the record (a ThinkingRecord).
+    """Trains an arm (one of ARMS, the trained variants) of a preset, tests the model and saves the model in `out`.
+    Returns a ThinkingRecord. An interrupted training in `out` is resumed.
 
-    The tests use the model's own thoughts, at the trained and at larger numbers of operations.
+    The tests use the model's own thoughts, at the largest trained and at larger numbers of operations.
     task: name of a preset's task, with - or _.  form: how thoughts are written, if not as in the preset.
     """
     task = _task_of_presets(task)
@@ -67,7 +67,7 @@ def train_thinking(
     with TrainingProgress(total, 0, progress) as show:
 
         def report(at: StepReport, accuracy: float | None) -> None:
-            """Shows the losses of a step on the progress bar. Every 100 steps, also prints the accuracy on new
+            """Shows the losses of a step on the progress bar; at steps 100, 200, ..., also prints the accuracy on new
             texts."""
             losses = ", ".join(f"{name} {value:.3f}" for name, value in at.losses.items())
             show(at.step, losses)
@@ -96,8 +96,8 @@ def train_thinking(
 
 
 def _task_of_presets(name: str) -> str:
-    """Returns the key of PRESETS for a task name, in which - and _ are equal; the name unchanged if there is no such
-    key. Raises: ModelError for permutations, whose keys are s3 and s5."""
+    """Returns the key of PRESETS for a task name with - or _; an unknown name is returned unchanged. Raises: ModelError
+    for permutations, whose keys are s3 and s5."""
     instead = [preset for preset, task in INSTEAD.items() if name in (task, task.partition(":")[0])]
     if instead and name not in PRESETS:
         raise ModelError(
@@ -108,11 +108,8 @@ def _task_of_presets(name: str) -> str:
 
 
 def tests(trained: Trained) -> list[TestScore]:
-    """Tests a trained model on new texts, with the model's own thoughts; returns a list with a TestScore for each
-    number of operations.
-
-    The numbers are the largest trained one, and 2 and 4 times as many.
-    """
+    """Tests a trained model on new texts, with the model's own thoughts. Returns a list of three TestScores: for the
+    largest trained number of operations, and for 2 and 4 times that number."""
     longest = trained.preset.operations[-1]
     out: list[TestScore] = []
     for operations in (longest, 2 * longest, 4 * longest):

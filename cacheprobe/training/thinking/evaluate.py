@@ -1,9 +1,7 @@
 """Measures the accuracy of a Thinking States model, or of another arm (trained variant), with the model's own thoughts
 and tokens.
 
-Most texts need one pass with gold thoughts. If the model predicts every gold thought and every token to write, a run
-with its own thoughts and tokens has the same states, chunk by chunk, and the pass gives its result. All other texts are
-run in full.
+If one pass predicts all gold thoughts and tokens of a text, that pass gives the result. Other texts are run in full.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +15,9 @@ from cacheprobe.training.thinking.losses import IGNORED, collate, tokens_to_writ
 from cacheprobe.training.thinking.recurrent import best, own_thoughts, write
 
 READ_AT_ONCE = 4_000
-"""Largest number of tokens in a pass over whole texts; more do not fit a core's cache, and would slow down the pass."""
+"""Largest number of tokens in a pass over whole texts, unless one text has more."""
 WRITTEN_AT_ONCE = 60_000
-"""Largest number of tokens of texts that are run side by side, chunk by chunk and token by token."""
+"""Largest number of prompt and answer tokens of texts that are generated side by side, unless one text has more."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Verdicts:
     is_thought_right: tuple[bool, ...]
     """Whether every thought is the gold one; without meaning for an arm without thoughts."""
     is_parsable: tuple[bool, ...]
-    """Whether the written text ended with <eos>, after an answer that is right for at least one evaluated text."""
+    """Whether the written text (of a chain of thought: its end) is the right answer to at least one evaluated text."""
 
     @property
     def accuracy(self) -> float:
@@ -40,10 +38,8 @@ class Verdicts:
         return sum(self.is_right) / len(self.is_right)
 
     def counts(self) -> dict[str, int]:
-        """Returns numbers of texts by name: texts (all), right (answer), thoughts_right (every thought), unparsed.
-
-        unparsed: the texts that do not end with an answer, see `is_parsable`.
-        """
+        """Returns a dictionary with numbers of texts: texts (all), right (answer), thoughts_right (every thought),
+        unparsed (those that are not `is_parsable`)."""
         return {
             "texts": len(self.is_right),
             "right": sum(self.is_right),
@@ -59,10 +55,11 @@ def evaluate(
     arm: str,
     report: Callable[[int], None] = lambda done: None,
 ) -> Verdicts:
-    """Runs texts with the model's own thoughts and tokens, and compares both with the gold ones; returns Verdicts
-    (three True or False values for each text).
+    """Runs texts with the model's own thoughts and tokens. Returns Verdicts: for each text, three True or False values
+    from the comparison with the gold thoughts and answer.
 
     arm: one of ARMS, the trained variants.  report: is called with the number of texts done.
+    Raises: ValueError for no texts, or for texts annotated in chunks of another size than the model's.
     Twin: tests.training.test_thinking_training.judged_slowly, ==.
     """
     if not items:
@@ -91,11 +88,8 @@ def evaluate(
 
 @torch.inference_mode()
 def follows_gold(model: ThinkingModel, items: Sequence[Annotated], arm: str) -> list[bool]:
-    """Returns a list: for each text, True if the model predicts every gold thought (for an arm with thoughts) and every
-    token to write.
-
-    The input of each prediction is the gold text before it (teacher forcing).
-    """
+    """Returns a list: for each text, True if the model, fed the gold text, predicts all tokens to write and, in an arm
+    with thoughts, all gold thoughts."""
     batch = collate(items, arm, model.config.pad_id)
     logits, thought_logits = model(batch.token_ids, batch.thoughts)
     wanted = batch.labels != IGNORED
@@ -114,11 +108,8 @@ def follows_gold(model: ThinkingModel, items: Sequence[Annotated], arm: str) -> 
 def _judge_own_runs(
     model: ThinkingModel, items: Sequence[Annotated], arm: str, answers: set[tuple[int, ...]]
 ) -> list[tuple[bool, bool, bool]]:
-    """Generates thoughts and a text for each item; returns a list of (answer right, all thoughts right, text parsable).
-
-    answers: the right answers of all evaluated texts. A text is parsable if it is one of `answers`; for
-    "chain_of_thought", if it ends with one.
-    """
+    """Generates thoughts and a text for each item; returns a list of (answer right, all thoughts right, text
+    parsable)."""
     prompts = [item.token_ids for item in items]
     longest = max(len(tokens_to_write(item, arm)) for item in items) + 8  # also for a text longer than the gold one
     thoughts = own_thoughts(model, prompts) if model.config.thinks else [()] * len(items)
@@ -133,8 +124,8 @@ def _judge_own_runs(
 
 
 def _groups(order: Sequence[int], items: Sequence[Annotated], tokens: int) -> list[list[int]]:
-    """Splits text indices, given from the shortest prompt on, into lists of at most `tokens` prompt and answer tokens,
-    pads included; a longer text is a list of its own. The tokens of a chain of thought are not counted."""
+    """Returns text indices in lists of at most `tokens` prompt and answer tokens, pads included; a longer text is a
+    list of its own. The argument `order` has the shortest prompt first."""
     groups: list[list[int]] = []
     for i in order:
         size = len(items[i].token_ids) + len(items[i].answer_ids)

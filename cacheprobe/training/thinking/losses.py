@@ -1,7 +1,5 @@
 """Computes teacher-forced losses of Thinking States models and of the other arms (trained variants).
 
-Gold thoughts are known, so every chunk state is known: all chunks of all texts run in one pass, and no gradient flows
-from chunk to chunk.
 Source: Thinking States (arXiv 2602.08332), section 3.3, Eq. 6.
 """
 
@@ -66,9 +64,10 @@ def tokens_to_write(item: Annotated, arm: str) -> tuple[int, ...]:
 
 
 def skipping_positions(batch: ThinkingBatch, chunk: int, jump: int, seed: int) -> Int[Tensor, "b t"]:
-    """Returns position ids [b, t] that jump ahead at two random chunk boundaries of a text, by fewer than `jump` ids.
+    """Returns position ids [b, t] that skip ids at two random chunk boundaries of a text: fewer than `jump` ids each
+    time, and more often few than many.
 
-    Small jumps are likelier. Short texts then contain the distances between positions of long texts.
+    Short texts then contain the distances between positions of long texts.
     Source: positional skip-wise training, Zhu et al. 2023 (arXiv 2309.10400).
     """
     b, t = batch.token_ids.shape
@@ -86,8 +85,7 @@ def attention_crowding(positions: Int[Tensor, "b t"], chunk: int) -> Float[Tenso
 
     Tokens before the chunk that precedes a query's own chunk are weighted so that the query sees as many tokens as its
     position says. In the first two chunks there are no such tokens and no bias. A bias of log n on a key acts like n
-    such keys: short texts then have the attention crowding of long ones, not only their distances. The two nearest
-    chunks count once, because in a long text no other tokens lie between them.
+    such keys.
     """
     index = torch.arange(positions.shape[1])
     near = (index // chunk - 1).clamp(min=0) * chunk  # where the chunk before a query's own begins

@@ -1,5 +1,4 @@
-"""Lists the presets (settings) of all Thinking States trainings. The arms of a preset (variants of the training, such
-as "plain") share data and backbone."""
+"""Lists the presets: named settings of Thinking States trainings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -21,10 +20,9 @@ class Preset:
     operations: tuple[int, ...] = tuple(range(1, 11))
     """Numbers of operations in the training questions; all are equally likely."""
     variants: tuple[Mapping[str, float], ...] = ({},)
-    """Settings of the task, each trained equally often, so that the model cannot learn a regularity of one variant."""
+    """Settings of the task. The training texts are made in equal numbers from each."""
     form: str = "restate"
-    """One of FORMATS: thoughts in every chunk from the initial state on ("restate", "repeat"), only after operations
-    ("state"), or only on changes ("delta")."""
+    """One of FORMATS: the rule for the thought after a chunk."""
     chain: str = "operations"
     """One of CHAINS: what the chain of thought writes for each operation."""
     position_jump: int = 6_000
@@ -38,36 +36,34 @@ class Preset:
     """Fields of ThinkingConfig that differ from the defaults."""
     loop: LoopSettings = field(default_factory=LoopSettings)
     arms: Mapping[str, Mapping[str, int | float]] = field(default_factory=dict)
-    """Arm (one of ARMS) -> fields of LoopSettings and `position_jump` with other values for that arm, chosen for the
-    accuracy on texts like the trained ones."""
+    """Other values for single arms: arm (one of ARMS) -> fields of LoopSettings, and `position_jump`."""
 
     def tasks(self) -> list[Task]:
         """Returns a list of tasks: for each of `variants`, the task with the largest trained number of operations."""
         return [changed(self.task(self.operations[-1]), settings) for settings in self.variants]
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns the sorted tuple of all words of the texts of all variants of the task, for `word_tokenizer`."""
+        """Returns the sorted tuple of the words and marks in the texts of all variants of the task, for
+        `word_tokenizer`."""
         return tuple(sorted({word for task in self.tasks() for word in task.vocabulary()}))
 
     def loop_settings(self, arm: str, seed: int) -> LoopSettings:
-        """Returns the LoopSettings (steps, batch, learning rate, ...) with which `arm`, one of ARMS (the variants of
-        the training, such as "plain"), is trained from `seed`."""
+        """Returns the LoopSettings (steps, batch, learning rate, ...) for training `arm`, one of ARMS, from `seed`."""
         own = {name: value for name, value in self.arms.get(arm, {}).items() if name != "position_jump"}
         return replace(self.loop, seed=seed, **own)
 
     def max_position_jump(self, arm: str) -> int:
-        """Returns a bound for the training of `arm`, one of ARMS (such as "plain"): at two places of a text, the
-        position ids skip fewer ids than this number. 0: no id is skipped. See `losses.skipping_positions`."""
+        """Returns a bound for the training of `arm`, one of ARMS: at two places of a text, the position ids skip fewer
+        ids than this number each time. 0: no id is skipped."""
         return int(self.arms.get(arm, {}).get("position_jump", self.position_jump))
 
     def chain_form(self, arm: str) -> str | None:
-        """Returns the form (one of CHAINS) of the chain of thought that the model writes before the answer if `arm` is
-        "chain_of_thought"; None for every other arm."""
+        """Returns the form (one of CHAINS) of the chain of thought if `arm` is "chain_of_thought"; None for another
+        arm."""
         return self.chain if arm == "chain_of_thought" else None
 
     def config(self, arm: str, d_vocab: int) -> ThinkingConfig:
-        """Returns the ThinkingConfig with which `arm`, one of ARMS (variants of the training, such as "plain"), is
-        trained, for a vocabulary of `d_vocab` tokens. The arms of a preset have the same backbone.
+        """Returns the ThinkingConfig (shape of the model) of `arm`, one of ARMS, for a vocabulary of `d_vocab` tokens.
 
         Raises: ModelError for an unknown arm.
         """
@@ -84,7 +80,7 @@ def changed(task: Task, settings: Mapping[str, object]) -> Task:
 
 
 def _coin(operations: int) -> Task:
-    """Returns the coin-flip task with `operations` people; with more than 20, a question may repeat names."""
+    """Returns the coin-flip task with `operations` people, as a CoinFlip."""
     return CoinFlip(people=operations, distinct=operations <= 20)
 
 

@@ -21,8 +21,7 @@ ChunkEdit = Callable[[int, Tensor, Sequence[int]], Tensor]
 
 
 class ChunkReader:
-    """Runs texts through a Thinking States model side by side, each in a cache row of the ChunkReader's own KV
-    cache."""
+    """Runs texts through a Thinking States model side by side, in a KV cache with one cache row for each text."""
 
     def __init__(self, model: ThinkingModel, count: int, capacity: int) -> None:
         self.model, self.config = model, model.config
@@ -50,8 +49,8 @@ class ChunkReader:
         return hidden
 
     def _through(self, token_ids: Tensor, states: Tensor | None, positions: Tensor, memory: Memory) -> Tensor:
-        """Runs all blocks; returns H, the output of block l_out - 1, and stores the final residual stream in
-        `self.residual`."""
+        """Runs all blocks; returns H [n, t, m], the output of block l_out - 1, and sets `self.residual` to the last
+        block's output."""
         hidden = self.model.loop(self.model.enter(token_ids, positions, memory), states, positions, memory)
         self.residual = self.model.leave(hidden, positions, memory)
         return hidden
@@ -70,8 +69,7 @@ class ChunkReader:
         return [up_to(thought, self.config.eos_id) for thought in ids.tolist()]
 
     def states(self, thoughts: Sequence[tuple[int, ...]]) -> Tensor:
-        """Returns the chunk states [n, c, m] that the model computes from n thoughts; equal thoughts are computed
-        once."""
+        """Returns the chunk states [n, c, m] that the model computes from n thoughts."""
         distinct = sorted(set(thoughts))
         width = max(map(len, distinct))
         ids = torch.tensor([[*t, *[self.config.pad_id] * (width - len(t))] for t in distinct])
@@ -85,8 +83,8 @@ def own_thoughts(
     """Runs prompts with the model's own thoughts; returns a list: for each prompt, the token ids of the thought after
     each chunk.
 
-    Every prompt must be whole chunks. edit: changes the chunk states before they are added, from the second chunk on;
-    not called if the model does not feed thoughts back.
+    Each prompt must consist of whole chunks. edit: changes the chunk states before they are added, from the second
+    chunk on; not called if the model does not feed thoughts back.
     """
     config = model.config
     width = config.chunk if config.feeds_back else max(map(len, prompts))  # tokens of a prompt in one pass
@@ -112,10 +110,8 @@ def own_thoughts(
 def _states_to_add(
     reader: ChunkReader, rows: Sequence[int], thoughts: Sequence[list], start: int, length: int
 ) -> Tensor | None:
-    """Returns the chunk states [n, c, m] to add to the chunk at position `start`, from the newest thought of each text.
-
-    The first chunk gets zeros or the learned first state. None if the model has no feedback.
-    """
+    """Returns the chunk states [n, c, m] to add to the chunk at position `start`; None if the model does not feed
+    thoughts back."""
     config = reader.config
     if not config.feeds_back:
         return None
@@ -133,10 +129,11 @@ def write(
     max_new_tokens: int,
     edit: ChunkEdit | None = None,
 ) -> list[tuple[int, ...]]:
-    """Generates a text greedily after each prompt; returns a list with the new token ids of each text. If the model
-    feeds thoughts back, the chunk states of `thoughts` (for each prompt, its thoughts) are added.
+    """Generates a text greedily after each prompt; returns a list with the new token ids of each text. A text ends with
+    its end token, or after `max_new_tokens`.
 
-    A text ends with its end token, or after `max_new_tokens`. edit: changes the chunk states before they are added.
+    thoughts: the thoughts of each prompt; if the model feeds thoughts back, their chunk states are added.  edit:
+    changes these chunk states before they are added.
     """
     config = model.config
     longest = max(map(len, prompts))
@@ -171,6 +168,5 @@ def up_to(token_ids: list[int], eos_id: int) -> tuple[int, ...]:
 
 
 def best(logits: Tensor) -> Tensor:
-    """Returns a tensor with the index of the largest logit along the last axis: for equal logits, the lowest index, as
-    NumPy guarantees."""
+    """Returns a tensor with the index of the largest logit along the last axis; the lowest index of equal logits."""
     return torch.from_numpy(logits.numpy().argmax(-1))

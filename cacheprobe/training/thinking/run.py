@@ -20,8 +20,8 @@ from cacheprobe.training.thinking.losses import attention_crowding, collate, los
 from cacheprobe.training.thinking.presets import Preset, changed
 
 TEST_SEED = 1_000_000
-"""First seed of test questions. Trainings learn from questions of lower seeds only. The texts that measure the accuracy
-during a training have the seeds from TEST_SEED + seed on."""
+"""First seed of test questions; training questions have lower seeds. The texts that measure the accuracy during a
+training have the seeds from TEST_SEED + seed on."""
 VARIANT_SEEDS = 1_000
 """Distance between the seeds of a preset's variants."""
 CHECK_EVERY, CHECK_TEXTS = 25, 128
@@ -38,7 +38,7 @@ class Trained:
     arm: str
     seed: int
     cpu_seconds: float
-    """CPU seconds of this process for the training steps. Making texts and measuring the accuracy are not counted."""
+    """CPU seconds of the training steps. Making texts and measuring the accuracy are not counted."""
     cpu_seconds_to_99: float | None
     """CPU seconds until >= 99 % of new texts of trained lengths were wholly right, twice in a row; None if never."""
     cpu_seconds_to_100: float | None = None
@@ -112,7 +112,7 @@ def train(
         )
 
     def losses_of(step: int) -> dict[str, torch.Tensor]:
-        """Returns the losses of training step `step`, on a batch drawn at random from the pool of texts."""
+        """Returns the losses of training step `step` by name, on a random batch of the training texts."""
         draw = Random(f"{seed}/{step}")
         chosen = [pool[int(draw.random() * len(pool))] for _ in range(settings.batch)]
         batch = collate(chosen, arm, model.config.pad_id)
@@ -151,10 +151,7 @@ def _require_training_seed(seed: int, num_variants: int) -> None:
 def _annotated(
     preset: Preset, arm: str, tokenizer: LiveTokenizer, config: ThinkingConfig, n: int, seed: int
 ) -> list[Annotated]:
-    """Returns a list of at least `n` texts as Annotated, in equal numbers from all variants of the preset's task.
-
-    A random number of pads shifts each text, so that operations end anywhere in a chunk.
-    """
+    """Returns a list of at least `n` texts as Annotated, in equal numbers from the variants of the preset's task."""
     share = -(-n // len(preset.variants))
     texts = [
         text

@@ -23,10 +23,9 @@ def train_tuned_lens(
     """Trains a tuned lens for `model`, compares it with the logit lens on held-out text, and returns the tuned lens.
 
     out: folder in which the lens is saved; None saves no file.
-
-    lens.about: settings, model, weights_note, tokens (used in training), kl_nats_logit and kl_nats_tuned (mean on the
-    held-out text, for each layer but the last), seconds, cpu_seconds, threads. Two trainings with equal settings and
-    threads on one machine give the same bits. An interrupted training leaves no files.
+    lens.about: settings, model, weights_note, tokens (used in training), held_out_tokens, kl_nats_logit and
+    kl_nats_tuned (mean on the held-out text, for each layer but the last), seconds, cpu_seconds, threads. Two trainings
+    with equal settings and threads on one machine give the same bits. An interrupted training leaves no files.
     Raises: LensError for a model that is not in float32, ValueError for a text length beyond the model's context.
     """
     began, began_cpu = time.monotonic(), time.process_time()
@@ -60,8 +59,8 @@ def train_tuned_lens(
 
 
 def comparison(about: Mapping[str, Json]) -> str:
-    """Returns a text table of the KL divergences of both lenses on held-out text, with one line for each layer but the
-    last.
+    """Returns a text table of the KL divergences of logit lens and tuned lens on held-out text: one line for each layer
+    but the last.
 
     about: metadata of a trained lens (`TunedLens.about`), with kl_nats_logit and kl_nats_tuned.
     """

@@ -7,11 +7,10 @@ from cacheprobe.core.values import NO_FLAG, Json, require_settings
 
 @dataclass(frozen=True)
 class TunedLensSettings:
-    """Holds all settings of a tuned lens's training except the model. The optimizer is that of PyPI's tuned-lens.
+    """Holds the settings of a tuned lens's training.
 
     The docstrings of the fields are the help of `cacheprobe train tuned-lens`. By default a step reads fewer tokens
     than in PyPI's tuned-lens.
-
     Source: Belrose et al. 2023 (arXiv 2303.08112), section 3, and the defaults of its tuned-lens package: Nesterov
     momentum, learning rate 1 times (1 - momentum) falling linearly to zero over 250 steps, gradients clipped to norm 1,
     weight decay towards the identity. A step of the package reads 262144 tokens of The Pile.
@@ -41,11 +40,8 @@ class TunedLensSettings:
             raise ValueError(f"momentum must be below 1, got {self.momentum}")
 
     def learning_rate_at(self, step: int) -> float:
-        """Returns the learning rate of step number `step`, from 0, times (1 - momentum); this product falls linearly to
-        zero.
-
-        PyTorch's momentum multiplies the size of an update by 1 / (1 - momentum).
-        """
+        """Returns the learning rate for PyTorch's optimizer at step number `step`, from 0: `learning_rate` times (1 -
+        momentum), falling linearly to zero."""
         return self.learning_rate * (1 - self.momentum) * (1 - step / self.steps)
 
     def as_dict(self) -> dict[str, Json]:

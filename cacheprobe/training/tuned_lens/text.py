@@ -20,9 +20,9 @@ def write_texts(
 ) -> Tensor:
     """Returns token ids [num_texts, length]: each text is a task's prompt, continued by the model at temperature 1.
 
-    part: "train" or "held-out"; the two parts, and different seeds, have independent random draws. A prompt takes at
-    most half of the text. End tokens are never sampled, so every text has its full length. A model without a tokenizer
-    gets random tokens as prompts.
+    part: "train" or "held-out", which have independent random draws. A prompt takes at most half of the text. End
+    tokens are never sampled, so every text has its full length. A model without a tokenizer gets random tokens as
+    prompts.
     Raises: ValueError if length exceeds the model's context.
     """
     if length > model.n_ctx:
@@ -41,8 +41,8 @@ def write_texts(
 
 
 def _prompts(model: CachedLM, num_texts: int, seed: int, part: str) -> list[tuple[int, ...]]:
-    """Returns a list of `num_texts` prompts as token ids, taken from the tasks in turn; if the model has no tokenizer,
-    prompts of 1 to 8 random tokens."""
+    """Returns a list of `num_texts` prompts as token ids, taken from the tasks in turn. A model without a tokenizer
+    gets prompts of 1 to 8 random tokens."""
     rng = Random(f"tuned-lens prompts/{part}/{seed}")
     if model.tokenizer is None:
         return [tuple(rng.randrange(model.d_vocab) for _ in range(1 + i % 8)) for i in range(num_texts)]

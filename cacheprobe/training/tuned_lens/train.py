@@ -17,7 +17,7 @@ from cacheprobe.training.loop import Loop, StepReport
 from cacheprobe.training.tuned_lens.settings import TunedLensSettings
 
 VECTORS_AT_ONCE = 256
-"""Number of vectors in one product with the unembedding. The logits are the largest tensors of a training."""
+"""Number of vectors in one product with the unembedding."""
 
 
 class TextStates(NamedTuple):
@@ -84,11 +84,7 @@ class TunedLensTrainer:
 
     def backward(self, states: TextStates) -> Tensor:
         """Computes the gradients of the loss for `states`, a TextStates. Returns [l]: for each layer but the last, the
-        mean KL divergence over tokens, in nats.
-
-        The loss is the sum of these means. One batched product translates all these layers; logits are computed in
-        slices of VECTORS_AT_ONCE vectors.
-        """
+        mean KL divergence over tokens, in nats. The loss is the sum of these means."""
         layers, tokens, _ = states.layers.shape
         moved = states.layers + torch.baddbmm(self.biases[:, None], states.layers, self.weights)
         flat = rearrange(moved.detach(), "l t m -> (l t) m")
@@ -112,7 +108,7 @@ def divergences(model: CachedLM, lens: Lens, texts: Tensor) -> Float[Tensor, "l"
     """Returns [l]: for each layer but the last, the mean KL divergence of the lens from the model's own output, in
     nats.
 
-    texts: token ids [n, t]. The mean is taken over every token of every text.
+    texts: token ids [n, t]. The mean is taken over all tokens.
     """
     total = torch.zeros(model.n_layers - 1, dtype=torch.float64)
     for text in texts:
@@ -128,9 +124,6 @@ def divergences(model: CachedLM, lens: Lens, texts: Tensor) -> Float[Tensor, "l"
 
 
 def _kl_nats(logits: Float[Tensor, "n v"], output: Float[Tensor, "n v"]) -> Float[Tensor, "n"]:
-    """Returns [n]: KL(output || softmax(logits)) in nats. output: log-probabilities.
-
-    A vocabulary entry with output probability 0 adds 0.
-    """
+    """Returns [n]: KL(output || softmax(logits)) in nats. output: log-probabilities."""
     terms = output.exp() * (output - logits.float().log_softmax(-1))
     return terms.masked_fill(output == -torch.inf, 0.0).sum(-1)
