@@ -256,8 +256,8 @@ def _not_compared(trace: Trace, requests: Sequence[Request], has_readings: bool,
 
 
 def _end_difference(trace: Trace, reference: Trace, model: CachedLM, request: Request, number: int) -> str | None:
-    """Returns an error text if the request ended otherwise than in the reference, or if its stored text is not that of
-    its tokens; else None."""
+    """Returns an error text if a request that was not cancelled ended for another reason than in the reference, or if
+    a request's stored text is not the text of its tokens; else None."""
     ours, theirs = trace.meta["finish"][str(request.request_id)], reference.meta["finish"][str(number)]
     if ours != theirs and ours != "cancelled":
         return f"request {request.request_id}: ended by {ours}, the oracle by {theirs}"

@@ -247,7 +247,8 @@ class KVCache:
         return []
 
     def unstage(self) -> None:
-        """Clears the positions that `stage` set, and the masks by head, after a forward."""
+        """Forgets, after a forward, where `stage` let the forward write, and the mask tensors that `mask_by_layer`
+        made for the forward. Slots that are hidden in single heads stay hidden."""
         self._staged = None
         self.head_masks.leave()
 

@@ -41,7 +41,8 @@ class _Strict(BaseModel):
 class Axes(_Strict):
     """Holds one value for each axis of a sweep. A cell is one combination of values.
 
-    Names are those of `cacheprobe run`, and so are defaults, except the defaults that this class sets itself.
+    `lens` and `intervention` exist only in sweeps. The other names are those of `cacheprobe run`, and so are their
+    defaults, except those that this class sets itself.
     """
 
     model: Text = ModelFlags.model
@@ -106,7 +107,8 @@ class Grid(_Strict):
 class SweepRunSettings(_Strict):
     """Holds the settings that all cells of a sweep share.
 
-    Names are those of `cacheprobe run`, and so are defaults, except the defaults that this class sets itself.
+    Names and defaults are those of `cacheprobe run`, or of `cp.run` for prefill_chunk, prefill_group and pad_prefill;
+    defaults that this class writes itself differ.
     """
 
     n: Count = PromptFlags.n

@@ -69,14 +69,15 @@ def annotate(
     tokenizer: PreTrainedTokenizerFast,
     chunk: int,
     form: str = "state",
-    phase: int = 0,
+    pads_before_closing: int = 0,
     max_thought: int | None = None,
 ) -> Annotated:
     """Returns one example as Annotated: token ids in chunks of `chunk` tokens, with gold thoughts.
 
-    form: the rule for thoughts, one of FORMATS.  phase, max_thought: as `phases` and `max_thought` of `annotate_all`.
+    form: the rule for thoughts, one of FORMATS.  pads_before_closing, max_thought: as in `annotate_all`, for this
+    example.
     """
-    return annotate_all([example], tokenizer, chunk, form, [phase], max_thought)[0]
+    return annotate_all([example], tokenizer, chunk, form, [pads_before_closing], max_thought)[0]
 
 
 def annotate_all(
@@ -84,16 +85,16 @@ def annotate_all(
     tokenizer: PreTrainedTokenizerFast,
     chunk: int,
     form: str = "state",
-    phases: Sequence[int] | None = None,
+    pads_before_closing: Sequence[int] | None = None,
     max_thought: int | None = None,
     chain: str | None = None,
 ) -> list[Annotated]:
     """Returns a list of Annotated: each example as token ids in chunks of `chunk` tokens, with gold thoughts.
 
     form: the rule for thoughts, one of FORMATS.
-    phases: for each example, the number of pads directly before the closing words ("What's the state? A:"), which begin
-    at the first space after the last operation. These pads shift the operations relative to the chunks; pads in front
-    cannot, because the prompt ends at a chunk boundary. None: no pads before the closing words.
+    pads_before_closing: for each example, the number of pads directly before the closing words ("What's the state?
+    A:"), which begin at the first space after the last operation. These pads shift the operations relative to the
+    chunks; pads in front cannot, because the prompt ends at a chunk boundary. None: no pads before the closing words.
     max_thought: maximum tokens of a thought, including <eos>; a longer thought raises an error.
     chain: the chain of thought to write before the answer, one of CHAINS, without chunks or thoughts. None: no chain.
     If several operations end in one chunk, "state" and "delta" state all of them, in their order.
@@ -101,8 +102,10 @@ def annotate_all(
     Twin: tests.tasks.test_thoughts.annotate_slowly, ==.
     """
     _require_choices(chunk, form, max_thought, chain)
-    if phases is not None and len(phases) != len(examples):
-        raise ValueError(f"give one phase for each of {len(examples)} examples, got {len(phases)}")
+    if pads_before_closing is not None and len(pads_before_closing) != len(examples):
+        raise ValueError(
+            f"give one number of pads_before_closing for each of {len(examples)} examples, got {len(pads_before_closing)}"
+        )
     if any(example.shots or example.chat for example in examples):
         raise ValueError("thoughts are known for bare questions; use examples with shots=0 and chat=False")
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
@@ -115,12 +118,13 @@ def annotate_all(
     assert encoded.encodings is not None, "a fast tokenizer has encodings"
     encode = _encoder(tokenizer)
     annotated = []
-    tokenized = zip(examples, encoded["input_ids"], encoded.encodings, phases or repeat(0), strict=phases is not None)
-    for index, (example, token_ids, encoding, phase) in enumerate(tokenized):
+    pads = repeat(0) if pads_before_closing is None else pads_before_closing
+    tokenized = zip(examples, encoded["input_ids"], encoded.encodings, pads, strict=pads_before_closing is not None)
+    for index, (example, token_ids, encoding, num_pads) in enumerate(tokenized):
         if tokenizer.unk_token_id in token_ids:
             refuse_unknown(tokenizer, texts[index], token_ids, encoding.offsets)
         question, num_prompt = example.question, _end_of_prompt(example.question, encoding)
-        prompt, front = _padded(question, encoding, token_ids[:num_prompt], chunk, phase, pad)
+        prompt, front = _padded(question, encoding, token_ids[:num_prompt], chunk, num_pads, pad)
         chunks = [(front + _token_of(encoding, end - 1)) // chunk for _, end in question.spans]
         thoughts: list[tuple[int, ...]] = [(eos,)] * (len(prompt) // chunk)
         for at, words in _texts_to_think(question, chunks, len(thoughts), form):
@@ -148,15 +152,15 @@ def _require_choices(chunk: int, form: str, max_thought: int | None, chain: str 
 
 
 def _padded(
-    question: Question, encoding: Encoding, prompt: list[int], chunk: int, phase: int, pad: int
+    question: Question, encoding: Encoding, prompt: list[int], chunk: int, num_pads: int, pad: int
 ) -> tuple[list[int], int]:
     """Returns (the prompt's token ids with pads, number of pads in front), so that the prompt fills whole chunks.
-    phase: number of pads before the closing words."""
-    front, closing = -(len(prompt) + phase) % chunk, len(prompt)
-    if phase:
-        check_count("phase", phase, at_least=0)
+    num_pads: number of pads before the closing words."""
+    front, closing = -(len(prompt) + num_pads) % chunk, len(prompt)
+    if num_pads:
+        check_count("pads_before_closing", num_pads, at_least=0)
         closing = _closing_token(question, encoding)
-    return [pad] * front + prompt[:closing] + [pad] * phase + prompt[closing:], front
+    return [pad] * front + prompt[:closing] + [pad] * num_pads + prompt[closing:], front
 
 
 def _texts_to_think(

@@ -85,7 +85,7 @@ def test_its_words_are_all_it_says(name, options, seed, operations, chunk):
         question = example.question
         for text in (question.text, question.text + question.answer, *question.states, *question.thoughts):
             assert tokenizer.decode(encode_strictly(tokenizer, text)) == text
-        assert annotate(example, tokenizer, chunk, phase=1).num_events == operations
+        assert annotate(example, tokenizer, chunk, pads_before_closing=1).num_events == operations
 
 
 @every_variant

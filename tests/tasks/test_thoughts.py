@@ -1,4 +1,4 @@
-"""Gold thoughts by chunk: agreement with a walk over tokens, the three formats by hand, phases, limits and calls."""
+"""Gold thoughts by chunk: agreement with a walk over tokens, the three formats by hand, pads before the closing words, limits and calls."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def pieces() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def annotate_slowly(example: Example, tokenizer, chunk: int, form: str, phase: int) -> Annotated:
+def annotate_slowly(example: Example, tokenizer, chunk: int, form: str, num_pads: int) -> Annotated:
     """Slow twin of `annotate`: lay the tokens out one by one; look in each chunk for the operations it completes."""
     question, pad, eos = example.question, tokenizer.pad_token_id, tokenizer.eos_token_id
     encoded = tokenizer(question.text + question.answer, return_offsets_mapping=True, add_special_tokens=False)
@@ -60,7 +60,7 @@ def annotate_slowly(example: Example, tokenizer, chunk: int, form: str, phase: i
             answer.append(token_id)
             continue
         if has_space and not is_shifted:
-            laid += [(pad, read)] * phase
+            laid += [(pad, read)] * num_pads
             is_shifted = True
         read = end
         laid.append((token_id, read))
@@ -95,16 +95,16 @@ def annotate_slowly(example: Example, tokenizer, chunk: int, form: str, phase: i
     share=st.sampled_from([0, 0.3, 0.5, 1]),
     chunk=st.integers(1, 12),
     form=st.sampled_from(FORMATS),
-    phases=st.lists(st.integers(0, 13), min_size=2, max_size=2),
+    pads=st.lists(st.integers(0, 13), min_size=2, max_size=2),
     seed=st.integers(0, 99),
     cut=st.booleans(),
 )
-def test_thoughts_are_those_of_a_walk_over_the_tokens(words, pieces, people, share, chunk, form, phases, seed, cut):
+def test_thoughts_are_those_of_a_walk_over_the_tokens(words, pieces, people, share, chunk, form, pads, seed, cut):
     tokenizer = pieces if cut else words
     examples = CoinFlip(people=people, flip_probability=share).examples(2, seed)
-    slow = [annotate_slowly(e, tokenizer, chunk, form, phase) for e, phase in zip(examples, phases, strict=True)]
-    assert annotate_all(examples, tokenizer, chunk, form, phases) == slow
-    assert [annotate(e, tokenizer, chunk, form, p) for e, p in zip(examples, phases, strict=True)] == slow
+    slow = [annotate_slowly(e, tokenizer, chunk, form, n) for e, n in zip(examples, pads, strict=True)]
+    assert annotate_all(examples, tokenizer, chunk, form, pads) == slow
+    assert [annotate(e, tokenizer, chunk, form, n) for e, n in zip(examples, pads, strict=True)] == slow
 
 
 ROWS = [
@@ -143,10 +143,10 @@ def test_the_formats_by_hand(words, form, expected):
 )
 def test_chains_of_thought_by_hand(words, chain, expected):
     """Whatever the chunks and the format of thoughts are."""
-    for chunk, form, phase in ((4, "state", 0), (7, "restate", 3), (99, "delta", 1)):
-        (found,) = annotate_all([ONE_OF_EACH], words, chunk, form, [phase], chain=chain)
+    for chunk, form, num_pads in ((4, "state", 0), (7, "restate", 3), (99, "delta", 1)):
+        (found,) = annotate_all([ONE_OF_EACH], words, chunk, form, [num_pads], chain=chain)
         assert words.decode(found.chain_ids).strip() == expected
-        assert replace(found, chain_ids=()) == annotate(ONE_OF_EACH, words, chunk, form, phase)
+        assert replace(found, chain_ids=()) == annotate(ONE_OF_EACH, words, chunk, form, num_pads)
 
 
 @pytest.mark.parametrize("chain", CHAINS)
@@ -174,13 +174,13 @@ def test_operations_that_share_a_chunk_are_all_said(words):
     assert words.decode(annotate(ONE_OF_EACH, words, 99, "restate").thoughts[0]) == "heads <eos>"
 
 
-def test_phases_shift_operations_against_chunks_and_not_the_end(words):
-    found = [annotate(ONE_OF_EACH, words, 8, phase=phase) for phase in range(9)]
+def test_pads_before_closing_shift_operations_against_chunks_and_not_the_end(words):
+    found = [annotate(ONE_OF_EACH, words, 8, pads_before_closing=n) for n in range(9)]
     places = [[at % 8 for at, token in enumerate(f.token_ids) if token == words.get_vocab()["flips"]] for f in found]
     assert {place[0] for place in places} == set(range(8)) and places[8] == places[0]
-    for phase, one in enumerate(found):
+    for num_pads, one in enumerate(found):
         text = words.decode(one.token_ids).lstrip("<pad> ")
-        assert text == ONE_OF_EACH.prompt.replace(". What's", "." + " <pad>" * phase + " What's").lstrip()
+        assert text == ONE_OF_EACH.prompt.replace(". What's", "." + " <pad>" * num_pads + " What's").lstrip()
         assert len(one.token_ids) % 8 == 0 and one.token_ids[-1] == words.get_vocab()[":"]
 
 
@@ -197,7 +197,7 @@ def cut_behind(marks: str) -> PreTrainedTokenizerFast:
 def test_pads_never_stand_before_the_last_operation():
     """Where a token holds its end and the space behind it, pads come after that token."""
     tokenizer = cut_behind(" :")
-    found = annotate(ONE_OF_EACH, tokenizer, 1, phase=2)
+    found = annotate(ONE_OF_EACH, tokenizer, 1, pads_before_closing=2)
     shown = tokenizer.convert_ids_to_tokens(list(found.token_ids))
     last = shown.index("<pad>") - 1
     assert shown[last : last + 4] == ["flips. ", "<pad>", "<pad>", "What's "]
@@ -245,8 +245,8 @@ def test_a_thought_too_long_is_named(words):
         ({"chunk": 0}, "chunk=0 must be a whole number, 1 or more"),
         ({"form": "words"}, "form='words' is unknown"),
         ({"chain": "words"}, "chain='words' is unknown"),
-        ({"phases": [1, 2]}, "one phase for each of 1 examples, got 2"),
-        ({"phases": [-1]}, "phase=-1 must be a whole number, 0 or more"),
+        ({"pads_before_closing": [1, 2]}, "one number of pads_before_closing for each of 1 examples, got 2"),
+        ({"pads_before_closing": [-1]}, "pads_before_closing=-1 must be a whole number, 0 or more"),
         ({"max_thought": 0}, "max_thought=0"),
         ({"examples": CoinFlip(shots=1).examples(1)}, "use examples with shots=0"),
         ({"examples": CoinFlip(chat=True).examples(1)}, "chat=False"),

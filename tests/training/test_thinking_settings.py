@@ -17,7 +17,7 @@ from cacheprobe.tasks import FORMATS, annotate_all, word_tokenizer
 from cacheprobe.training import loop
 from cacheprobe.training.loop import LoopSettings
 from cacheprobe.training.thinking.command import summary, train_thinking
-from cacheprobe.training.thinking.evaluate import Verdicts
+from cacheprobe.training.thinking.evaluate import Judgements
 from cacheprobe.training.thinking.presets import PRESETS, Preset, preset_of
 from cacheprobe.training.thinking.run import train
 from cacheprobe_analyses.thinking import minute_of_training as minute
@@ -136,6 +136,6 @@ def test_the_limit_of_a_format_is_the_first_gap_that_is_lost(tmp_path: Path, mon
         set(right) == {"1 of 1", "2 of 3"} for right in asked.right.values()
     )
     assert json.loads(json.dumps(asked.models))["delta"]["steps"] == 4
-    lucky = Verdicts((True,) * 6, (True, *[False] * 5), (True,) * 6)  # two wrong thoughts, and a right answer
+    lucky = Judgements((True,) * 6, (True, *[False] * 5), (True,) * 6)  # two wrong thoughts, and a right answer
     monkeypatch.setattr(gap, "evaluate", lambda model, items, arm: lucky)
     assert gap.run(gap.Config(((1, 1),), texts=6, folder=tmp_path)).right["delta"] == {"1 of 1": 1}

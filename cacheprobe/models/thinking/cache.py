@@ -69,11 +69,12 @@ class ThinkingCache(KVCache):
 
 def cache_memory(config: ThinkingConfig, cache: KVCache, positions: Tensor) -> Memory:
     """Returns the Memory of one forward over a KVCache: a function by which each layer writes its new keys and values,
-    and gets all cached keys and values and the mask. positions: of the new tokens, [b, t]."""
+    and gets all cached keys and values, the mask, and `cache.reach` (which slots to attend to, None for all).
+    positions: of the new tokens, [b, t]."""
     dtype, device = cache.keys[0].dtype, cache.keys[0].device
     slots = torch.arange(cache.span)[None]
     bias = attention_bias(config, positions, slots, config.attention_window)
-    if not config.thinks:  # rows of keys and values alone may be masked by cache surgery
+    if not config.thinks:  # cache surgery may hide slots only in cache rows that hold nothing but keys and values
         bias = bias + cache.mask(positions, bias.dtype, device)
     lowest = max(torch.finfo(kind).min for kind in (bias.dtype, dtype))
     bias = bias.clamp_(min=lowest).to(dtype)  # finite in 16 bits too

@@ -21,16 +21,17 @@ WRITTEN_AT_ONCE = 60_000
 
 
 @dataclass(frozen=True)
-class Verdicts:
-    """Holds the results of an evaluation (not verdicts on draft tokens): for each text, whether the answer is right,
-    all thoughts are right, and the text ends with an answer."""
+class Judgements:
+    """Holds the results of an evaluation: three tuples with one True or False for each text. They say whether the
+    answer is right, whether every thought is right, and whether the text can be read as an answer (`is_parsable`)."""
 
     is_right: tuple[bool, ...]
     """Whether the written answer, up to its end token, is the gold answer; a text without an answer counts as wrong."""
     is_thought_right: tuple[bool, ...]
     """Whether every thought is the gold one; without meaning for an arm without thoughts."""
     is_parsable: tuple[bool, ...]
-    """Whether the written text (of a chain of thought: its end) is the right answer to at least one evaluated text."""
+    """Whether the written text is the right answer to at least one evaluated text, up to its end token. A chain of
+    thought only has to end in such an answer."""
 
     @property
     def accuracy(self) -> float:
@@ -54,9 +55,9 @@ def evaluate(
     items: Sequence[Annotated],
     arm: str,
     report: Callable[[int], None] = lambda done: None,
-) -> Verdicts:
-    """Runs texts with the model's own thoughts and tokens. Returns Verdicts: for each text, three True or False values
-    from the comparison with the gold thoughts and answer.
+) -> Judgements:
+    """Runs texts with the model's own thoughts and tokens. Returns Judgements: for each text, three True or False
+    values from the comparison with the gold thoughts and answer.
 
     arm: one of ARMS, the trained variants.  report: is called with the number of texts done.
     Raises: ValueError for no texts, or for texts annotated in chunks of another size than the model's.
@@ -76,14 +77,14 @@ def evaluate(
     for group in _groups(order, items, READ_AT_ONCE):
         for i, gold in zip(group, follows_gold(model, [items[i] for i in group], arm), strict=True):
             out[i] = (True, True, True) if gold else None
-        report(sum(verdict is not None for verdict in out))
+        report(sum(judgement is not None for judgement in out))
     remaining = [i for i in order if out[i] is None]
     for group in _groups(remaining, items, WRITTEN_AT_ONCE):
-        for i, verdict in zip(group, _judge_own_runs(model, [items[i] for i in group], arm, answers), strict=True):
-            out[i] = verdict
-        report(sum(verdict is not None for verdict in out))
-    right, thought, parsable = zip(*[verdict for verdict in out if verdict is not None], strict=True)
-    return Verdicts(right, thought, parsable)
+        for i, judgement in zip(group, _judge_own_runs(model, [items[i] for i in group], arm, answers), strict=True):
+            out[i] = judgement
+        report(sum(judgement is not None for judgement in out))
+    right, thought, parsable = zip(*[judgement for judgement in out if judgement is not None], strict=True)
+    return Judgements(right, thought, parsable)
 
 
 @torch.inference_mode()
@@ -114,13 +115,13 @@ def _judge_own_runs(
     longest = max(len(tokens_to_write(item, arm)) for item in items) + 8  # also for a text longer than the gold one
     thoughts = own_thoughts(model, prompts) if model.config.thinks else [()] * len(items)
     written = write(model, prompts, thoughts, longest)
-    verdicts = []
+    judgements = []
     for item, own_thought, text in zip(items, thoughts, written, strict=True):
         answer = text[-len(item.answer_ids) :] if text[-1:] == (model.config.eos_id,) else ()
         is_whole = arm == "chain_of_thought" or text == answer
         is_parsable = answer in answers and is_whole
-        verdicts.append((is_parsable and answer == item.answer_ids, own_thought == item.thoughts, is_parsable))
-    return verdicts
+        judgements.append((is_parsable and answer == item.answer_ids, own_thought == item.thoughts, is_parsable))
+    return judgements
 
 
 def _groups(order: Sequence[int], items: Sequence[Annotated], tokens: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.store import load_thinking, read_config
 from cacheprobe.tasks import Annotated, annotate_all, mixed, word_tokenizer
 from cacheprobe.training.loop import ModelLoop, StepReport
-from cacheprobe.training.thinking.evaluate import Verdicts, evaluate, follows_gold
+from cacheprobe.training.thinking.evaluate import Judgements, evaluate, follows_gold
 from cacheprobe.training.thinking.losses import attention_crowding, collate, losses, skipping_positions
 from cacheprobe.training.thinking.presets import Preset, changed
 
@@ -56,8 +56,8 @@ class Trained:
         chain, longest = self.preset.chain_form(self.arm), config.max_thought
         return annotate_all(texts, self.tokenizer, config.chunk, self.preset.form, max_thought=longest, chain=chain)
 
-    def test(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: object) -> Verdicts:
-        """Runs the model on the texts of `items`, with the model's own thoughts and tokens; returns Verdicts (three
+    def test(self, operations: tuple[int, ...], n: int, seed: int = TEST_SEED, **task: object) -> Judgements:
+        """Runs the model on the texts of `items`, with the model's own thoughts and tokens; returns Judgements (three
         True or False values for each text)."""
         return evaluate(self.model, self.items(operations, n, seed, **task), self.arm)
 
@@ -151,7 +151,9 @@ def _require_training_seed(seed: int, num_variants: int) -> None:
 def _annotated(
     preset: Preset, arm: str, tokenizer: LiveTokenizer, config: ThinkingConfig, n: int, seed: int
 ) -> list[Annotated]:
-    """Returns a list of at least `n` texts as Annotated, in equal numbers from the variants of the preset's task."""
+    """Returns a list of at least `n` training texts as `Annotated` (token ids in chunks, with gold thoughts), equally
+    many from each variant of the preset's task. Each text gets a random number of pads, 0 to chunk - 1, before its
+    closing words."""
     share = -(-n // len(preset.variants))
     texts = [
         text
@@ -159,6 +161,7 @@ def _annotated(
         for text in mixed(task, preset.operations, n=share, seed=seed + VARIANT_SEEDS * i)
     ]
     draw = Random(f"phases/{seed}")
-    phases = [int(draw.random() * config.chunk) for _ in texts]
+    pads_before_closing = [int(draw.random() * config.chunk) for _ in texts]
     chain = preset.chain_form(arm)
-    return annotate_all(texts, tokenizer, config.chunk, preset.form, phases, config.max_thought, chain)
+    settings = config.chunk, preset.form, pads_before_closing, config.max_thought, chain
+    return annotate_all(texts, tokenizer, *settings)
