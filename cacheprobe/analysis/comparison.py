@@ -19,7 +19,7 @@ class RequestDifference:
 
     request_id: int
     what: str
-    """"equal", "tokens", "log-probabilities", "tokens alone" (equal tokens; a run recorded no log-probabilities),
+    """"equal", "tokens", "log-probabilities", "tokens equal" (equal tokens; a run recorded no log-probabilities),
     "prompt" (different prompts), or "missing" (in one run only)."""
     place: int | None = None
     """Index of the first generated token that differs, or whose log-probability differs; counted from 0."""
@@ -49,7 +49,7 @@ def compare_requests(
         else:
             pair = [by_request.get(request_id, []) for by_request in logprobs]
             if a["committed_token_ids"] and not all(pair):
-                differences.append(RequestDifference(request_id, "tokens alone"))
+                differences.append(RequestDifference(request_id, "tokens equal"))
                 continue
             index = first_difference(*pair)
             differences.append(RequestDifference(request_id, "equal" if index is None else "log-probabilities", index))

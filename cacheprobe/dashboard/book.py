@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from cacheprobe.plots.diagrams.timeline import step_words, timeline_finding
-from cacheprobe.plots.diagrams.windows import Window, find_windows
+from cacheprobe.plots.diagrams.windows import Window, find_windows, verified_requests
 from cacheprobe.plots.report.insight import opening
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.ledgers import ledger_at, rows_in_use
@@ -15,8 +15,8 @@ from cacheprobe.trace.tables.token_history import standing_at, token_history
 
 
 class Book:
-    """Holds one stored run, and returns lines of the run's tables by request, step or page of positions. Readings,
-    windows and token histories are cached."""
+    """Holds one stored run, and returns lines of the run's tables by request or step, and the range of positions on a
+    page of the lens grid. Readings, windows, token histories and the tables split by request are cached."""
 
     def __init__(self, run: StoredRun) -> None:
         self.run = run
@@ -40,9 +40,8 @@ class Book:
     @cached_property
     def verified(self) -> dict[int, bool]:
         """Dict from request id to True if the request was ever verified, else False."""
-        events = self.run.events
-        verified_requests = set(events.request_id[events.phase == "verify"].tolist())
-        return {r["request_id"]: r["request_id"] in verified_requests for r in self.run.requests}
+        with_verdict = verified_requests(self.run.events)
+        return {r["request_id"]: r["request_id"] in with_verdict for r in self.run.requests}
 
     @cached_property
     def _by_request(self) -> dict[int, pd.DataFrame]:
@@ -125,7 +124,7 @@ class Book:
         lines: list[list[int | str]] = []
         for event in self.events_of(request_id).itertuples():
             position = int(last_position.get(event.step, -1))
-            if event.phase == "verify" and pd.notna(event.num_accepted):
+            if pd.notna(event.num_accepted):
                 position = int(event.draft_start) + int(event.num_accepted) - 1
             lines.append([int(event.step), step_words(event), position])
         return lines

@@ -61,8 +61,8 @@ def run_summary(book: Book) -> str:
     tokens were verified, accepted and rolled back."""
     run, events = book.run, book.run.events
     fingerprint = run.fingerprint
-    passes = events.step.nunique()
-    text = f"{fingerprint['model']} in {fingerprint['dtype']}, {len(run.requests)} requests in {passes} passes. "
+    steps = events.step.nunique()
+    text = f"{fingerprint['model']} in {fingerprint['dtype']}, {len(run.requests)} requests in {steps} steps. "
     verify_events = events[events.phase == "verify"]
     verified = int(verify_events.draft_token_ids.map(len).sum())
     rolled_back = int(verify_events.num_rolled_back.fillna(0).sum())

@@ -118,4 +118,4 @@ def _undrafted(one: Intervention, drafting: Drafting, first: int, last: int) -> 
         return f"drafts of {drafting.drafter} do not run this model"
     if one.layer >= drafting.layers:
         return f"drafts of {drafting.drafter} stop after layer {drafting.layers - 1}"
-    return "" if first < last else f"position {last} is the last, behind which no candidate stands"
+    return "" if first < last else f"position {last} is the last, after which there is no draft token"

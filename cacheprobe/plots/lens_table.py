@@ -19,13 +19,12 @@ TOKEN_COLUMNS = 6
 SIGNS = {"committed": "", "superseded": "◇ ", "rolled_back": "✗ ", "given_up": "⊘ "}
 MARKS = {
     "superseded": "◇ computed again by the verifier",
-    "rolled_back": "✗ fed a rejected token",
+    "rolled_back": "✗ fed a rejected token or one after it",
     "given_up": "⊘ fed a draft that was given up",
 }
 NOTHING_TO_COMPARE = "fed a draft that was never committed, so no committed token can be compared with it"
 NOT_COMPARED = "not compared with a committed token"
-"""Text of the legend for grey cells: the row was fed a rejected or given-up draft token, or no next token was
-committed."""
+"""Text of the legend for grey cells: the row was rolled back or given up, or no next token was committed."""
 BELOW = "position, token read → token to predict, the one committed next"
 """Text that explains the lines below a column of the grid, which `column_label` makes."""
 _FLOOR_NATS = -12.0
@@ -41,24 +40,26 @@ def reads_and_predicts(position: SupportsIndex) -> str:
 
 def column_words(column: TableLine) -> str:
     """Returns text on one row of the trace, not escaped, such as "read 2 → predicts 4": its input token and the token
-    committed next (not what the row predicted). If the row was fed a rejected or given-up draft token, or if no token
-    was committed next, the text says so instead.
+    committed next (not what the row predicted). If the row was fed a rejected draft token, one after it, or a given-up
+    one, or if no token was committed next, the text says so instead.
 
     column: a line of the hypotheses table.
     """
     read = f"read {visible(column.read_token)}"
     if column.status in DISCARDED_DRAFT:
-        return f"{read}, {'a rejected token' if column.status == 'rolled_back' else 'a draft that was given up'}"
+        is_rolled_back = column.status == "rolled_back"
+        return f"{read}, {'a rejected token or one after it' if is_rolled_back else 'a draft that was given up'}"
     if pd.isna(column.committed_token):
         return f"{read}, nothing committed next"
     return f"{read} → predicts {visible(column.committed_token)}"
 
 
 def column_label(column: TableLine) -> tuple[str, str, str]:
-    """Returns the three lines of text below a column of the lens grid: sign and position, input token, and "→" with the
-    token committed next. Tokens are cut to 6 columns and not escaped.
+    """Returns the three lines of text below a column of the lens grid: the mark of the row's status (◇ superseded, ✗
+    rolled back, ⊘ given up; none if committed) with the position; the input token; and "→" with the token committed
+    next. Each token is cut to the width of 6 monospaced characters, and not escaped.
 
-    A dash replaces the next token if none was committed, or if the row was fed a rejected or given-up draft token.
+    A dash replaces the next token if none was committed, or if the row was rolled back or given up.
     column: a line of the hypotheses table.
     """
     has_no_next = pd.isna(column.committed_token) or column.status in DISCARDED_DRAFT
@@ -88,8 +89,8 @@ def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
     colour: "logprob" of the committed token (nats), "entropy" (nats), or "rank" of the committed token (0 is the first
     choice; the numbers are log10(rank + 1)).
 
-    A reading without a committed token has a number only for the entropy, and so has a row that was fed a rejected or
-    given-up draft token, because no committed token can be compared with the row.
+    A reading without a committed token has a number only for the entropy, and so has a row that was rolled back or
+    given up, because no committed token can be compared with the row.
     Raises: ValueError for another colour.
     """
     is_comparable = rows["rank"].notna() & ~rows.status.isin(DISCARDED_DRAFT)

@@ -67,6 +67,7 @@ def test_a_draft_that_was_given_up_stands_until_then(tmp_path: Path) -> None:
         f"drafted {trace.num_drafted} tokens that were verified: {trace.num_drafted - trace.num_rolled_back} accept"
     )
     assert trace.num_drafted < events.proposed_token_ids.map(len).sum() and verified in facts.run_summary(shelf.book(0))
+    assert f" in {events.step.nunique()} steps. " in facts.run_summary(shelf.book(0))
     history = token_history(events)
     one = history[history.outcome == "given_up"].iloc[-1]  # of the first places, a rejected draft stood there before
     again = events[(events.request_id == one.request_id) & (events.phase == "prefill") & (events.step > one.born)]

@@ -131,7 +131,7 @@ def test_the_oracle_takes_what_its_run_was_given() -> None:
         (
             zero(**S1, positions=9, phases="decode"),
             {"drafter": FastPath()},
-            r"in verify \(position 9 is the last, behind which no candidate stands\)",
+            r"in verify \(position 9 is the last, after which there is no draft token\)",
         ),
         (zero(**S1, phases="decode"), {"max_new_tokens": 1}, "never computed in phase decode, but in prefill; leave"),
         ("zero", {}, "an intervention is made by cp.interventions.zero"),

@@ -137,7 +137,7 @@ def test_agreeing_cells_are_framed_and_lost_columns_marked(readings: pd.DataFram
     rows = own.drop_duplicates("row").status.value_counts()
     assert picture.count('<path class="red-stroke"') == rows["rolled_back"] > 0
     assert picture.count('<path class="yellow-stroke"') == rows["superseded"] > 0
-    assert "✗ fed a rejected token" in picture and "fed a rejected token" not in drawn(readings)
+    assert "✗ fed a rejected token or one after it" in picture and "fed a rejected token" not in drawn(readings)
 
 
 @pytest.mark.parametrize("colour", ["logprob", "entropy", "rank"])
@@ -152,6 +152,15 @@ def test_rows_fed_a_rejected_token_are_not_coloured_by_a_committed_one(readings:
     assert ("not compared with a committed token" in picture) == (colour != "entropy")
 
 
+def test_only_cards_of_compared_rows_explain_the_green_frame(trace: cp.Trace, readings: pd.DataFrame) -> None:
+    for status in ("committed", "rolled_back"):
+        line = readings[(readings.status == status) & readings.committed_token_id.notna()].iloc[0]
+        place = int(line.request_id), int(line.position)
+        card = cp.plots.token_card(readings, trace.row_table, trace.events(), *place, row=int(line.row))
+        assert ("Framed in green" in card) == (status == "committed") and "Most likely tokens by layer" in card
+        assert ("This row was fed a rejected token, or one after it" in card) == (status == "rolled_back")
+
+
 def test_columns_say_what_the_row_read_and_what_it_is_to_predict(trace: cp.Trace, readings: pd.DataFrame) -> None:
     columns = parsed(drawn(readings, include="all"), "column")
     about = trace.row_table.set_index("row")
@@ -164,7 +173,11 @@ def test_columns_say_what_the_row_read_and_what_it_is_to_predict(trace: cp.Trace
         is_lost = row.status == "rolled_back"
         committed = readings[(readings.row == row.name)].committed_token.iloc[0]
         assert following == ("→ —" if is_lost else f"→ {committed}")
-        words = f"read {row.token}, a rejected token" if is_lost else f"read {row.token} → predicts {committed}"
+        words = (
+            f"read {row.token}, a rejected token or one after it"
+            if is_lost
+            else f"read {row.token} → predicts {committed}"
+        )
         assert column.get("data-says", "").startswith(f"{words} request 0")
         seen.add(row.status)
     assert seen == {"committed", "superseded", "rolled_back"}

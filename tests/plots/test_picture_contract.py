@@ -113,7 +113,7 @@ EVERY = {  # what each tip says
         r"slots? \d|cache slots?:", "prefill|verified|provisional|pending|decoded", r"steps? \d|not written yet",
     ],
     "comparison": [r"request \d", r"generated token \d", r"position \d"],
-    "decode_grid": [r"request \d", r"token \d", r"step \d", "committed|candidate|rolled back|pending"],
+    "decode_grid": [r"request \d", r"token \d", r"step \d", "committed|draft token|rolled back|pending"],
     "decoded_diagram": [r"request|cache slot"],
     "lens_grid": [r"request \d", r"step \d", "prefill|verify|decode", "committed|superseded|rolled back",
                   r"position \d", r"layer \d"],
@@ -129,7 +129,7 @@ SOME = {  # what one of its tips says, at least
     "thoughts_picture": [r"request \d, step \d+, prefill, committed", r"position \d", "verified|prefill"],
     "timeline": [r"positions \d+ to \d"],
     "window_diagram": [
-        r"recovered; request \d, position \d+, step \d", r"candidate.*position \d+, step \d", "rolled back",
+        r"recovered; request \d, position \d+, step \d", r"draft token.*position \d+, step \d", "rolled back",
         r"written in steps? \d",
     ],
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """Figures and diagrams: what they show, read from their data and markup."""
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import cacheprobe as cp
 from cacheprobe.plots.diagrams.cylinder import cache_counts, cylinder_strokes
 from cacheprobe.plots.diagrams.decode_panel import CONTESTED_NATS, SETTLED_NATS
 from cacheprobe.plots.diagrams.diagram import window_diagram
-from cacheprobe.plots.diagrams.panels import abridged
+from cacheprobe.plots.diagrams.panels import abridged, verify_panel
 from cacheprobe.plots.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
 from cacheprobe.plots.lens_table import finding
 from cacheprobe.plots.report.prose import behaviour_sentences
@@ -39,7 +40,7 @@ def test_windows_are_the_verdicts(trace: cp.Trace) -> None:
             for n, w in enumerate(windows)
         )
         for w in windows:
-            assert w.is_rollback == ("recovered" in w.verdicts) and w.verdicts.count("accepted") == w.num_accepted
+            assert w.is_rollback == ("recovered" in w.outcomes) and w.outcomes.count("accepted") == w.num_accepted
     with pytest.raises(ValueError, match="no events of request 9"):
         find_windows(trace.events(), 9)
 
@@ -66,7 +67,7 @@ def test_diagram_tells_the_window(trace: cp.Trace, kind) -> None:
     prefill, verified = (ledgers[-1].provenance == name for name in ("prefill", "verified"))
     assert f"{prefill.sum()} prefill" in html and f"{verified.sum()} verified" in html
     panels = html.split("</style>")[1].split('class="legend"')[0]
-    assert ("rejected" in panels) == (window.verdicts.count("rejected") > 0)
+    assert ("rejected" in panels) == (window.outcomes.count("rejected") > 0)
     assert ("recovered" in panels) == window.is_rollback and ("bonus" in panels) != window.is_rollback
     # red where rejected; hatched where pending: the newest token, beside its verdict and in the sequence
     wrong = len(window.draft_token_ids) - window.num_accepted
@@ -76,6 +77,16 @@ def test_diagram_tells_the_window(trace: cp.Trace, kind) -> None:
     lost = int((fed.status == "rolled_back").sum())
     assert (f"{lost} truncated" in panels) == ("truncated" in panels) == (lost > 0)
     assert "4 other requests" in panels
+
+
+def test_tips_tell_a_rejected_draft_token_from_those_after_it(trace: cp.Trace) -> None:
+    windows = [w for i in range(len(PROMPTS)) for w in find_windows(trace.events(), i)]
+    window = max((w for w in windows if w.num_accepted), key=lambda w: len(w.draft_token_ids) - w.num_accepted)
+    accepted, lost = window.num_accepted, len(window.draft_token_ids) - window.num_accepted
+    assert lost > 1, "the run has no such window; choose another seed"
+    tips = re.findall(r"<title>(T[^<:]*′): [^<]*; ([^<;]*); request", verify_panel(window, {}).picture)
+    kinds = ["draft token"] * accepted + ["rejected draft token"] + ["draft token after a rejected one"] * (lost - 1)
+    assert [kind for _, kind in tips] == kinds
 
 
 def test_decode_grid_is_shaded_by_margin(trace: cp.Trace) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.analysis.comparison import compare_requests, first_difference, first_reading_difference
+from cacheprobe.plots.report.run_comparison import UNCOMPARED, about_request, request_list
 from cacheprobe.trace import storage
 from cacheprobe.trace.manifest import TraceError
 from cacheprobe.trace.stored import StoredRun
@@ -92,7 +93,7 @@ def test_the_grid_after_a_step_is_what_was_known_then(trace: cp.Trace) -> None:
         shown = standing_at(history[history.request_id == 0], step).sort_values("place")
         kept = shown[shown.state.isin(["committed", "pending"])]
         assert kept.token_id.tolist() == committed
-        assert shown[shown.state == "candidate"].token_id.tolist() == waiting
+        assert shown[shown.state == "draft"].token_id.tolist() == waiting
         now = own[(own.step == step) & (own.phase == "verify")]
         lost = [t for e in now.itertuples() for t in e.draft_token_ids[len(e.committed_token_ids) :]]
         assert shown[shown.state == "rolled_back"].token_id.tolist() == lost
@@ -106,6 +107,10 @@ def test_compared_runs(trace: cp.Trace) -> None:
     other = cp.run(perturbed(loaded(), 0.02), PROMPTS, **SMALL, **EARLY)
     same = compare_requests(about(trace), about(again), trace.events(), again.events())
     assert {d.what for d in same} == {"equal"}
+    unrecorded = again.events().assign(committed_logprobs_nats=[[] for _ in range(len(again.events()))])
+    equal = compare_requests(about(trace), about(again), trace.events(), unrecorded)
+    assert {d.what for d in equal} == {"tokens equal"} and "tokens equal" in request_list(equal, 0)
+    assert about_request(equal[0]) == f"Request 0 committed the same tokens in both; {UNCOMPARED}"
     apart = compare_requests(about(trace), about(other), trace.events(), other.events())
     for d in apart:
         a, b = trace.committed(d.request_id), other.committed(d.request_id)

@@ -10,18 +10,24 @@ from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.decode_panel import CONTESTED_NATS, SETTLED_NATS, margin_texture
 from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 from cacheprobe.plots.diagrams.timeline import LABEL_WIDTH, drawn_requests, key
+from cacheprobe.plots.diagrams.windows import verified_requests
 from cacheprobe.plots.text import text_of, token_label, visible
 from cacheprobe.trace.tables.token_history import standing_at, token_history
 
 TOKEN_PITCH = 56
 """Pixels from one token to the next."""
 _CELL, _ROW, _TOP = 52, 30, 38
-_COLOURS = {"candidate": "yellow", "committed": "green", "pending": "green", "rolled_back": "red"}
-SIGNS = {"candidate": "◇", "committed": "", "pending": "○", "rolled_back": "✗"}
+_COLOURS = {"draft": "yellow", "committed": "green", "pending": "green", "rolled_back": "red"}
+SIGNS = {"draft": "◇", "committed": "", "pending": "○", "rolled_back": "✗"}
 """Sign in a corner of a cell, by the token's state; the texture shows the margin."""
+_STATE_WORDS = {
+    "draft": "draft token without a verdict",
+    "pending": "pending: newest committed, its final cache slot not written yet",
+    "rolled_back": "rolled back",
+}
 
 STATES_LEGEND = (
-    ("yellow", None, f"{SIGNS['candidate']} candidate"),
+    ("yellow", None, f"{SIGNS['draft']} draft token"),
     ("green", None, "committed"),
     ("green", "pending", f"{SIGNS['pending']} newest, pending"),
     ("red", "rolled-back", f"{SIGNS['rolled_back']} rolled back now"),
@@ -67,13 +73,13 @@ def decode_grid(
     first, last = int(events.step.min()), int(events.step.max())
     if not first <= step <= last:
         raise ValueError(f"there is no step {step}; the table has {first} to {last}")
-    verified_requests = set(events.request_id[events.phase == "verify"].tolist())
     history = token_history(events[events.request_id.isin([*wanted, *chosen_request])])
     standing = standing_at(history, step)
     if places is None:
         drawn = standing[standing.request_id.isin(wanted)]
         places = range(min(int(drawn.place.max()) + 1, MOST_PLACES) if len(drawn) else 1)
-    verified = {request: request in verified_requests for request in all_requests}
+    with_verdict = verified_requests(events)
+    verified = {request: request in with_verdict for request in all_requests}
     return decode_piece(history, standing, wanted, places, step, token_texts, verified=verified, chosen=chosen).alone
 
 
@@ -95,8 +101,8 @@ def decode_piece(
     state_counts = standing[standing.request_id.isin(counted)].state.value_counts()
     num_committed = int(state_counts.get("committed", 0) + state_counts.get("pending", 0))
     parts = [f"{num_committed} token{'s' * (num_committed != 1)} committed"]
-    if num_drafts := int(state_counts.get("candidate", 0)):
-        parts.append(f"{num_drafts} still candidate{'s' * (num_drafts != 1)}")
+    if num_drafts := int(state_counts.get("draft", 0)):
+        parts.append(f"{num_drafts} draft token{'s' * (num_drafts != 1)} without a verdict")
     # counted in the history: `standing` shows the recovered token in place of the first rejected one
     lost = history.request_id.isin(counted) & (history.decided_step == step) & (history.outcome == "rolled_back")
     if lost.any():
@@ -149,14 +155,12 @@ def _token_cell(line: TableLine, x: float, y: float, token: str, is_verified: bo
     colour = _COLOURS[line.state] if is_verified else "grey"
     is_known = pd.notna(line.margin_nats)
     margin = f"{line.margin_nats:.2f} nats between the two best tokens of its pass" if is_known else "margin not known"
-    state_words = (
-        "pending: newest committed, its final cache slot not written yet" if line.state == "pending" else line.state
-    )
+    state_words = _STATE_WORDS.get(line.state, line.state)
     step_words = f"came in step {line.born}"
-    if line.state != "candidate" and pd.notna(line.decided_step) and line.decided_step != line.born:
+    if line.state != "draft" and pd.notna(line.decided_step) and line.decided_step != line.born:
         step_words += f", decided in step {line.decided_step}"
     about = f"request {line.request_id}, generated token {line.place + 1}: {visible(token)}"
-    tip = f"{about}; {state_words.replace('_', ' ')}; {step_words}; {margin}"
+    tip = f"{about}; {state_words}; {step_words}; {margin}"
     texture = margin_texture(line.margin_nats, colour)
     if line.state == "rolled_back":
         texture = "rolled-back"

@@ -37,7 +37,7 @@ def decode_panel(
     is_verified: False if the request's tokens are committed as they are decoded; they are then grey.
     """
     colour, texture = ("yellow", "provisional") if is_verified else ("grey", None)
-    kind = "candidate" if is_verified else "committed as decoded"
+    kind = "draft token" if is_verified else "committed as decoded"
     shown = abridged(len(columns), 4)
     gap = 6
     width = min((WIDTH - 80 - 8 - gap * (len(shown) - 1)) / max(len(shown), 1), 60)
@@ -58,8 +58,8 @@ def decode_panel(
     grid, height = _grid(events, request_id, steps, [x for x, _ in places_of_tokens], width, top + 54, colour)
     count = len(columns)
     if is_verified and count:
-        candidates = f"{count} candidate{'s' * (count != 1)}"
-        sentence = f"The fast path or drafter proposed {candidates}; the slots it wrote are provisional."
+        draft_tokens = f"{count} draft token{'s' * (count != 1)}"
+        sentence = f"The fast path or drafter proposed {draft_tokens}; the slots it wrote are provisional."
     elif is_verified:
         sentence = "Nothing was drafted: the verifier alone chose the next token."
     else:

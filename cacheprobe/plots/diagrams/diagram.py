@@ -9,12 +9,12 @@ from cacheprobe.plots.diagrams.cylinder import swatch
 from cacheprobe.plots.diagrams.decode_panel import PanelToken, decode_panel
 from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 from cacheprobe.plots.diagrams.panels import Panel, outcome_panel, prefill_panel, token_name, verify_panel
-from cacheprobe.plots.diagrams.windows import Window
+from cacheprobe.plots.diagrams.windows import Window, verified_requests
 from cacheprobe.plots.text import text_of
 
 _LEGEND = (
     ("blue", None, None, "prefill"),
-    ("yellow", "provisional", None, "candidate, provisional slot"),
+    ("yellow", "provisional", None, "draft token, provisional slot"),
     ("green", None, "check", "accepted"),
     ("green", "verified", None, "verified slot"),
     ("green", "pending", None, "pending: committed, slot not written yet"),
@@ -51,13 +51,13 @@ def decoded_diagram(
 
     events: from `Trace.events`.  ledgers: trace.ledger(request_id, step) after its last prefill step, and at its end.
     token_texts: from `token_texts`.
-    Raises: ValueError for a request that committed no token, and for one that has verify passes.
+    Raises: ValueError for a request that committed no token, and for one that has a verdict.
     """
     of_request = events[events.request_id == request_id]
     if of_request.empty or not of_request.committed_token_ids.map(len).any():
         listed = ", ".join(str(number) for number in sorted(events.request_id.unique()))
         raise ValueError(f"there is no decoding of request {request_id}; the table has events of {listed or 'none'}")
-    if (of_request.phase == "verify").any():
+    if request_id in verified_requests(events):
         raise ValueError(f"request {request_id} is verified; draw one of its windows with window_diagram")
     panels = decoded_phases(request_id, events, ledgers, token_texts)
     return TitledPicture(decoded_finding(of_request), "", side_by_side(panels) + legend()).alone
@@ -69,9 +69,9 @@ def window_finding(window: Window) -> str:
     drafted, accepted = len(window.draft_token_ids), window.num_accepted
     if window.is_rollback:
         lost = drafted - accepted
-        result = f"{lost} of {drafted} candidates {'was' if lost == 1 else 'were'} rolled back"
+        result = f"{lost} of {drafted} draft tokens {'was' if lost == 1 else 'were'} rolled back"
     elif drafted:
-        result = f"all {drafted} candidates were accepted" if drafted > 1 else "its one candidate was accepted"
+        result = f"all {drafted} draft tokens were accepted" if drafted > 1 else "its one draft token was accepted"
     else:
         result = "nothing was drafted"
     return f"Request {window.request_id}, the window that ends in step {window.step}: {result}"
@@ -97,7 +97,7 @@ def window_phases(
     `window_diagram`."""
     after_prefill, after_decode, after_verify = ledgers
     drafted = [
-        PanelToken(token_name(i + 1, candidate=True), text_of(token_texts, token_id), step, window.start + i)
+        PanelToken(token_name(i + 1, is_draft=True), text_of(token_texts, token_id), step, window.start + i)
         for i, (token_id, step) in enumerate(zip(window.draft_token_ids, window.decode_steps, strict=True))
     ]
     newest = PanelToken("T₀", text_of(token_texts, window.newest_token_id), None, window.start - 1)
@@ -124,7 +124,7 @@ def decoded_phases(
     first_generated = next(int(ids[-1]) for ids in prefills.committed_token_ids if len(ids))
     decoded = [
         (int(token_id), int(event.step))
-        for event in of_request[of_request.phase == "decode"].itertuples()
+        for event in of_request[of_request.phase != "prefill"].itertuples()  # with window=1 also verify passes
         for token_id in event.committed_token_ids
     ]
     num_generated = int(of_request.committed_token_ids.map(len).sum())

@@ -12,7 +12,7 @@ from cacheprobe.plots.diagrams.windows import Window
 from cacheprobe.plots.text import markup, subscript, text_of, token_label
 
 WIDTH = 280
-_VERDICTS = {  # colour, texture, sign of the verifier's token
+_OUTCOMES = {  # colour, texture, sign of the verifier's token
     "accepted": ("green", None, "check"),
     "recovered": ("green", "pending", "turn"),
     "bonus": ("green", "pending", "plus"),
@@ -72,7 +72,7 @@ def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, n
 def verify_panel(window: Window, texts: Mapping[int, str]) -> Panel:
     """Returns the `Panel` (heading, picture, sentence) of a verify pass. A line shows a token fed to the verifier, the
     verifier's own token for the next position, and what became of the own token: accepted, recovered, bonus or rejected
-    (`Window.verdicts`). At most 9 lines are drawn, gaps included."""
+    (`Window.outcomes`). At most 9 lines are drawn, gaps included."""
     inputs = (window.newest_token_id, *window.draft_token_ids)
     y = 34.0
     parts = [
@@ -86,27 +86,36 @@ def verify_panel(window: Window, texts: Mapping[int, str]) -> Panel:
             parts.append(svg.text(WIDTH / 2, y + 16, f"⋮  {-index} more  ⋮", "muted", "middle"))
             y += 40
             continue
-        verdict = window.verdicts[index]
-        colour, texture, sign = _VERDICTS[verdict]
-        is_wrong = index > window.num_accepted
-        fed = ("green", None) if index == 0 else ("red", None) if is_wrong else ("yellow", "provisional")
-        fed_sign = "cross" if is_wrong else None
-        request, at, name = window.request_id, window.start - 1 + index, token_name(index, candidate=index > 0)
-        kind = "committed before" if index == 0 else "fed after a wrong one" if is_wrong else "candidate"
-        fed_tip, own_tip = (token_tip(request, at, kind, window.step), token_tip(request, at + 1, verdict, window.step))
+        outcome = window.outcomes[index]
+        colour, texture, sign = _OUTCOMES[outcome]
+        is_rolled_back = index > window.num_accepted
+        fed = ("green", None) if index == 0 else ("red", None) if is_rolled_back else ("yellow", "provisional")
+        fed_sign = "cross" if is_rolled_back else None
+        request, at, name = window.request_id, window.start - 1 + index, token_name(index, is_draft=index > 0)
+        kind = _fed_kind(window, index)
+        fed_tip, own_tip = (token_tip(request, at, kind, window.step), token_tip(request, at + 1, outcome, window.step))
         own = text_of(texts, window.target_token_ids[index])
         parts += [
             svg.chip(8, y, 70, name, text_of(texts, inputs[index]), *fed, sign=fed_sign, tip=fed_tip),
             svg.arrow(84, y + 20, 98, y + 20),
             svg.chip(104, y, 90, _compared(window, index), own, colour, texture, tip=own_tip),
             svg.mark(211, y + 20, sign),
-            svg.text(222, y + 24, verdict, "small red-ink" if sign == "cross" else "small"),
+            svg.text(222, y + 24, outcome, "small red-ink" if sign == "cross" else "small"),
         ]
         y += 62
-    label = "Verify: " + ", ".join(f"T{i + 1} {verdict}" for i, verdict in enumerate(window.verdicts))
+    label = "Verify: " + ", ".join(f"T{i + 1} {outcome}" for i, outcome in enumerate(window.outcomes))
     rows, slots = window.batch_shape
     sentence = _verdict_sentence(window, texts) + f" The pass has the fixed shape {rows} × {slots}."
     return Panel("Verify", f"step {window.step}", svg.picture(WIDTH, y, label, parts), sentence, classes="panel middle")
+
+
+def _fed_kind(window: Window, index: int) -> str:
+    """Returns words on the token that a window feeds to the verifier at `index`; 0 is the newest committed token."""
+    if index == 0:
+        return "committed before"
+    if index <= window.num_accepted:
+        return "draft token"
+    return "rejected draft token" if index == window.num_accepted + 1 else "draft token after a rejected one"
 
 
 def _compared(window: Window, index: int) -> str:
@@ -122,7 +131,7 @@ def _verdict_sentence(window: Window, texts: Mapping[int, str]) -> str:
     accepted, drafted = window.num_accepted, len(window.draft_token_ids)
     has_own_token = len(window.committed_token_ids) > accepted
     sentence = (
-        f"{accepted} of {drafted} candidates equal the verifier's tokens."
+        f"{accepted} of {drafted} draft tokens equal the verifier's tokens."
         if drafted
         else "There was nothing to compare."
     )
@@ -147,17 +156,17 @@ def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]
     request, start = window.request_id, window.start - 1
     before = token_tip(request, start, "committed before this window")
     chips = [_Chip("T₀", text_of(texts, window.newest_token_id), "green", tip=before)]
-    for i, (token_id, verdict) in enumerate(zip(window.committed_token_ids, window.verdicts, strict=False), 1):
+    for i, (token_id, outcome) in enumerate(zip(window.committed_token_ids, window.outcomes, strict=False), 1):
         kind = "committed; its cache slot is not written yet" if i == last else "committed"
         texture, tip = "pending" if i == last else None, token_tip(request, start + i, kind, window.step)
-        chips.append(_Chip(token_name(i), text_of(texts, token_id), "green", texture, _VERDICTS[verdict][2], tip))
+        chips.append(_Chip(token_name(i), text_of(texts, token_id), "green", texture, _OUTCOMES[outcome][2], tip))
     y = CACHE_HEIGHT + 26
     parts.append(svg.text(8, y, "sequence", "small muted"))
     placed, y = _flow(chips, y + 12, limit=10)
     parts += placed
     dropped = [
         _Chip(
-            token_name(i, candidate=True), text_of(texts, token_id), "red", sign="cross",
+            token_name(i, is_draft=True), text_of(texts, token_id), "red", sign="cross",
             tip=token_tip(request, start + i, "rolled back", window.step),
         )
         for i, token_id in enumerate(window.draft_token_ids, 1)
@@ -226,9 +235,9 @@ def token_tip(request_id: int, position: int, kind: str, step: int | None = None
     return f"{kind}; request {request_id}, position {position}" + ("" if step is None else f", step {step}")
 
 
-def token_name(index: int, *, candidate: bool = False) -> str:
-    """Returns the name of a token in the diagrams: "T₁" for index 1, or "T₁′" if `candidate`, for a draft token."""
-    return f"T{subscript(index)}{'′' * candidate}"
+def token_name(index: int, *, is_draft: bool = False) -> str:
+    """Returns the name of a token in the diagrams: "T₁" for index 1, or "T₁′" for a draft token (`is_draft`)."""
+    return f"T{subscript(index)}{'′' * is_draft}"
 
 
 def _quoted(texts: Mapping[int, str], token_id: int) -> str:

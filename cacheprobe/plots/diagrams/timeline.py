@@ -8,6 +8,7 @@ from cacheprobe.core.values import TableLine
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.cylinder import swatch
 from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
+from cacheprobe.plots.diagrams.windows import verified_requests
 
 LABEL_WIDTH, PITCH, WIDEST = 86, 18, 30
 """Pixels: width of the requests' names, and least and largest width of a step."""
@@ -19,7 +20,7 @@ _OWN = 8
 
 TIMELINE_LEGEND = (
     ("blue", "ruled-blue", "prefill"),
-    ("yellow", "provisional", "candidate drafted"),
+    ("yellow", "provisional", "token drafted"),
     ("green", None, "accepted"),
     ("red", "rolled-back", "rolled back"),
     ("green", "pending", "verifier's own token, its slot pending"),
@@ -112,13 +113,15 @@ def timeline_finding(events: pd.DataFrame) -> str:
     if verify_events.empty:
         return "No request was verified: every token was committed as it was decoded"
     drafted = int(verify_events.draft_token_ids.map(len).sum())
+    if not drafted:
+        return "Nothing was drafted: the verifier went alone"
     if not rolled_back.sum():
-        return f"All {drafted} candidates were accepted" if drafted else "Nothing was drafted: the verifier went alone"
+        return f"All {drafted} draft tokens were accepted"
     percent = 100 * (drafted - int(rolled_back.sum())) / drafted
     most = rolled_back[rolled_back == rolled_back.max()]
     who = f"request {most.index[0]}" if len(most) == 1 else f"{len(most)} requests"
     each = "" if len(most) == 1 else " each"
-    return f"{percent:.0f} % of {drafted} candidates were accepted; {who} lost most, {int(most.iloc[0])}{each}"
+    return f"{percent:.0f} % of {drafted} draft tokens were accepted; {who} lost most, {int(most.iloc[0])}{each}"
 
 
 def timeline_picture(
@@ -143,7 +146,7 @@ def timeline_picture(
     has verify passes without a verdict, which rebuild its cache.
     """
     shown = events[events.step.isin(steps) & events.request_id.isin(list(requests))]
-    verified_requests = set(events.request_id[events.phase == "verify"].tolist())
+    with_verdict = verified_requests(events)
     y_of_request = {request: _TOP + _ROW * i for i, request in enumerate(requests)}
     pitch = min(max((width - LABEL_WIDTH - 4) // len(steps), PITCH), WIDEST)
     cell = pitch - 2
@@ -165,7 +168,7 @@ def timeline_picture(
     for event in shown.itertuples():
         x, y = LABEL_WIDTH + pitch * (event.step - steps.start), y_of_request[event.request_id]
         about = f'data-request="{event.request_id}" data-step="{event.step}"'
-        drawn = _cell(event, x, y, cell, is_other=event.request_id not in verified_requests)
+        drawn = _cell(event, x, y, cell, is_other=event.request_id not in with_verdict)
         parts.append(f'<g class="pick" {about}>{drawn}</g>')
     x = LABEL_WIDTH + pitch * (0 if at is None else at - steps.start)
     hidden = "" if at in steps else ' style="display:none"'
@@ -194,8 +197,10 @@ def step_words(event: TableLine) -> str:
     if event.phase == "prefill":
         return "prefill" + (": first token committed" if len(event.committed_token_ids) else "")
     if event.phase == "decode":
-        return "decode: a candidate drafted" if len(event.proposed_token_ids) else "decode: a token committed"
+        return "decode: a token drafted" if len(event.proposed_token_ids) else "decode: a token committed"
     if pd.isna(event.num_accepted):
+        if len(event.committed_token_ids):
+            return "verify: a token committed without a verdict (the request filled an unused batch index)"
         return "verify: its cache slots are rebuilt"
     drafted, accepted = len(event.draft_token_ids), int(event.num_accepted)
     if not drafted:
@@ -220,7 +225,8 @@ def _cell(event: TableLine, x: float, y: float, width: float, *, is_other: bool)
         is_draft = len(event.proposed_token_ids) > 0
         return box_at(y, 24, *(("yellow", "provisional") if is_draft else ("grey", "dotted-grey")))
     if pd.isna(event.num_accepted):
-        return box_at(y, 24, "green", "verified")
+        is_filling = len(event.committed_token_ids) > 0
+        return box_at(y, 24, *(("grey", "dotted-grey") if is_filling else ("green", "verified")))
     drafted, accepted = len(event.draft_token_ids), int(event.num_accepted)
     has_own = len(event.committed_token_ids) > accepted
     if not drafted:

@@ -113,7 +113,9 @@ def _title(line: TableLine, depth: JsonDict) -> str:
     final_token = visible(line.token)
     depth_layer = depth["prediction_depth"]
     if line.status in DISCARDED_DRAFT:
-        input_words = "a rejected token" if line.status == "rolled_back" else "a draft that was given up"
+        input_words = (
+            "a rejected token, or one after it" if line.status == "rolled_back" else "a draft that was given up"
+        )
         return f"This row was fed {input_words}; it predicted “{final_token}” from layer {depth_layer} on"
     if pd.isna(line.committed_token_id):
         return f"“{final_token}” is the last word of a row after which nothing was committed"
@@ -139,30 +141,30 @@ def _outcome_text(outcome: TokenOutcome, token_texts: Mapping[int, str]) -> str:
 
 
 def _layer_table(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
-    """Returns HTML of a table with a line for each layer: the layer's most likely tokens from left to right. table:
-    readings of one row, sorted with the last layer first."""
+    """Returns HTML of a table with a line for each layer: the layer's most likely tokens from left to right, with a
+    note. A green frame marks the committed token, unless the row was rolled back or given up. table: readings of one
+    row, sorted with the last layer first."""
     count = max(len(ids) for ids in table.top_token_ids)
     head = "".join(f"<th>{i + 1}</th>" for i in range(count))
     first_line, lines = table.iloc[0], []
     about_row = f"request {first_line.request_id} · step {first_line.step} · {first_line.phase}"
     about_row += f" · {first_line.status.replace('_', ' ')}"
     about_row += f" · {reads_and_predicts(first_line.position)}"
+    has_committed = not pd.isna(first_line.committed_token_id) and first_line.status not in DISCARDED_DRAFT
     for line in table.itertuples():
         cells = []
         for token_id, nats in zip(line.top_token_ids, line.top_logprob_nats, strict=True):
             share = float(np.exp(nats))
             text = text_of(token_texts, int(token_id))
-            is_known = not pd.isna(line.committed_token_id) and line.status not in DISCARDED_DRAFT
-            is_committed = is_known and int(token_id) == line.committed_token_id
+            is_committed = has_committed and int(token_id) == line.committed_token_id
             tip = f"{about_row} · layer {int(line.layer)}\n{visible(text)}: {share:.1%}, log p {nats:.2f} nats"
             css_class = ' class="right"' if is_committed else ""
             label = markup(token_label(text, _COLUMNS))
             cells.append(f'<td{css_class} style="--p:{share:.3f}" title="{markup(tip)}">{label}</td>')
         lines.append(f'<tr data-layer="{int(line.layer)}"><th>{int(line.layer)}</th>{"".join(cells)}</tr>')
-    note = (
-        "First choices by layer, the last layer on top; the stronger its ground, the likelier. "
-        "Framed in green: what was committed."
-    )
+    note = "Most likely tokens by layer, the last layer on top; the darker the background, the likelier the token."
+    if has_committed:
+        note += " Framed in green: the committed token."
     return (
         f'<div class="ladder" tabindex="0"><table><thead><tr><th>layer</th>{head}</tr></thead>'
         f'<tbody>{"".join(lines)}</tbody></table></div><p class="note">{note}</p>'

@@ -50,9 +50,10 @@ class Window:
         return self.num_accepted < len(self.draft_token_ids)
 
     @property
-    def verdicts(self) -> tuple[str, ...]:
-        """Outcome of each of the verifier's own tokens as a word: "accepted" if it equals an accepted draft token; then
-        one "recovered" (after a mismatch) or "bonus" (after a full match), if committed; "rejected" for the rest."""
+    def outcomes(self) -> tuple[str, ...]:
+        """Tuple with one word for each of the verifier's own tokens (not the verdicts of draft tokens): "accepted" if
+        the token equals an accepted draft token; then once "recovered" (after a mismatch) or "bonus" (after a full
+        match), if committed; "rejected" if the token was not committed."""
         own = "recovered" if self.is_rollback else "bonus"
         committed = len(self.committed_token_ids)
         return tuple(
@@ -72,9 +73,16 @@ class Window:
         return self.prefill_steps[-1], self.step - 1, self.step
 
 
+def verified_requests(events: pd.DataFrame) -> set[int]:
+    """Returns the set of ids of the requests with at least one verdict in the events table. A never verified request
+    that filled an unused batch index of a verify pass has none."""
+    return set(events.request_id[events.num_accepted.notna()].tolist())
+
+
 def find_windows(events: pd.DataFrame, request_id: int) -> tuple[Window, ...]:
-    """Returns a tuple with a `Window` for each verify pass of a request, in order, except passes that only rebuild
-    cache slots; () if the request was never verified.
+    """Returns a tuple with a `Window` for each verify pass of a request, in order, except passes without a verdict on
+    this request (it only rebuilt cache slots, or is never verified and filled an unused batch index); () if the request
+    was never verified.
 
     events: as in `Trace.events`.  Raises: ValueError for a request without events.
     """
@@ -92,7 +100,7 @@ def find_windows(events: pd.DataFrame, request_id: int) -> tuple[Window, ...]:
             draft_steps = []  # a preempted request is computed again, and drafts anew
         elif event.phase == "decode":
             draft_steps += [int(event.step)] * len(event.proposed_token_ids)
-        elif pd.notna(event.num_accepted):  # null for a pass that only rebuilds cache slots
+        elif pd.notna(event.num_accepted):  # null without a verdict: rebuilt slots, or a never verified request
             # a draft of a failed pass was given up; its tokens come before those of the judged draft
             given_up = len(draft_steps) - len(event.draft_token_ids)
             windows.append(_window(event, newest_token_id, tuple(prefill_steps), tuple(draft_steps[given_up:])))

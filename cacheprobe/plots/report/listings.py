@@ -9,7 +9,7 @@ import pandas as pd
 from cacheprobe.analysis.layer_choices import agreement_by_layer
 from cacheprobe.analysis.of_trace import lens_readings
 from cacheprobe.core.terminal import Listing
-from cacheprobe.plots.diagrams.windows import Window, find_windows
+from cacheprobe.plots.diagrams.windows import Window, find_windows, verified_requests
 from cacheprobe.plots.text import columns_of, plain, shorten, text_of, token_texts, visible
 from cacheprobe.plots.thoughts.columns import story_of
 from cacheprobe.plots.thoughts.picture import THOUGHT_COLUMNS, thought_lines
@@ -128,13 +128,14 @@ def _requests(trace: "Trace") -> Listing:
     columns = ("request", "kind", "prompt", "text", "tokens", "drafted", "accepted", "rolled back", "finish")
     texts = token_texts(trace.row_table, trace.hypothesis_table)
     events = trace.events()
+    with_verdict = verified_requests(events)
     rows = []
     for request in trace.requests:
         request_id = int(request.request_id or 0)
         events_of_request = events[events.request_id == request_id]
         drafted = int(events_of_request.draft_token_ids.map(len).sum())
         rolled_back = int(events_of_request.num_rolled_back.fillna(0).sum())
-        is_verified = bool((events_of_request.phase == "verify").any())
+        is_verified = request_id in with_verdict
         counts = (str(drafted), str(drafted - rolled_back), str(rolled_back)) if is_verified else ("-", "-", "-")
         rows.append(
             (
@@ -151,9 +152,9 @@ def _requests(trace: "Trace") -> Listing:
 
 
 def _verdicts(events: pd.DataFrame) -> list[tuple[str, str]]:
-    """Returns a list of (name, count as text) on the verify passes in the events table, such as the tokens drafted,
-    accepted and rolled back."""
-    verify = events[events.phase == "verify"]
+    """Returns a list of (name, count as text) on the verify passes with a verdict in the events table, such as the
+    tokens drafted, accepted and rolled back."""
+    verify = events[events.num_accepted.notna()]
     drafted, rolled_back = verify.draft_token_ids.map(len), verify.num_rolled_back.fillna(0)
     counts = {
         "verify passes of a request": len(verify),

@@ -109,9 +109,9 @@ def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     accepted = sum(window.num_accepted for window in windows)
     note = (
         f"<p class='note'>Request {request_id} went through {len(windows)} verify pass{'es' * (len(windows) != 1)}; "
-        f"{accepted} of its {drafted} candidate{'s' * (drafted != 1)} {'was' if accepted == 1 else 'were'} accepted. "
+        f"{accepted} of its {drafted} draft token{'s' * (drafted != 1)} {'was' if accepted == 1 else 'were'} accepted. "
         "Below, the window with the longest draft that was accepted whole and one that was rolled back, if there are "
-        "any. T′ is a candidate, T the verifier's own token at that place.</p>"
+        "any. T′ is a draft token, T the verifier's own token at that place.</p>"
     )
     parts = [head, note, legend()]
     for kind in ("accepted whole", "rolled back"):

@@ -81,7 +81,7 @@ def about_request(one: RequestDifference) -> str:
     """Returns a sentence as plain text on how one request differs between two runs."""
     if one.what == "equal":
         return f"Request {one.request_id} is the same in both, log-probabilities included"
-    if one.what == "tokens alone":
+    if one.what == "tokens equal":
         return f"Request {one.request_id} committed the same tokens in both; {UNCOMPARED}"
     if one.what == "prompt":
         return f"Request {one.request_id} was asked another prompt in each run"
@@ -96,11 +96,11 @@ def comparison_title(differences: Sequence[RequestDifference]) -> str:
     count, differing = len(differences), [d for d in differences if d.what != "equal"]
     if not differing:
         return f"All {count} requests committed the same tokens, with the same log-probabilities bit for bit"
-    if all(d.what == "tokens alone" for d in differences):
+    if all(d.what == "tokens equal" for d in differences):
         return f"All {count} requests committed the same tokens; {UNCOMPARED}"
     words = {"prompt": "have other prompts", "missing": "are in one run alone", "tokens": "committed other tokens",
              "log-probabilities": "committed the same tokens with other log-probabilities",
-             "tokens alone": "committed the same tokens, log-probabilities not compared"}  # fmt: skip
+             "tokens equal": "committed the same tokens, log-probabilities not compared"}  # fmt: skip
     parts = [f"{n} {text}" for what, text in words.items() if (n := sum(d.what == what for d in differing))]
     return f"Of {count} requests {', '.join(parts)}; {count - len(differing)} equal" if len(differing) < count else (
         f"Of {count} requests {', '.join(parts)}"
@@ -129,7 +129,7 @@ def request_list(differences: Sequence[RequestDifference], chosen: int, *, tag: 
     """
     items = []
     for d in differences:
-        css_class, sign = ("kept", "=") if d.what in ("equal", "tokens alone") else ("lost", "≠")
+        css_class, sign = ("kept", "=") if d.what in ("equal", "tokens equal") else ("lost", "≠")
         place = f" at +{d.place + 1}" if d.place is not None else ""
         difference = d.what if d.what == "equal" else f"{d.what}{place}"
         chosen_class = " chosen" if d.request_id == chosen else ""

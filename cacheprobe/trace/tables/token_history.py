@@ -33,9 +33,7 @@ def token_history(events: pd.DataFrame) -> pd.DataFrame:
             if phase == "prefill":  # after a preemption the prompt is computed again, and the old draft is lost
                 lines += [(*line, step, "given_up") for line in open_drafts]
                 open_drafts = []
-            if phase == "verify" and pd.isna(accepted):
-                continue  # this pass only rebuilds a preempted request's cache, and judges no token
-            if phase != "verify":
+            if pd.isna(accepted):  # no verdict: prefill, decode, rebuilt slots, or a never verified request
                 for i, token in enumerate(committed):
                     lines.append((request_id, place + i, int(token), margin, step, step, "committed"))
             else:
@@ -62,7 +60,7 @@ def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
     """Returns the tokens at each place after `step`: a DataFrame with one line for each request and place, and a
     `state`.
 
-    state: "candidate", a draft token whose verdict is open; "rolled_back", by this step (tokens rolled back earlier are
+    state: "draft", a draft token whose verdict is open; "rolled_back", by this step (tokens rolled back earlier are
     left out, as are given-up drafts); "committed"; or "pending", the newest committed token of its request, whose keys
     and values are not cached yet.
     history: as from `token_history`.
@@ -73,10 +71,10 @@ def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
     given_up = decided & (tokens.outcome == "given_up").fillna(False)
     tokens = tokens[~given_up & (~rolled_back | (tokens.decided_step == step).fillna(False))]
     decided, rolled_back = decided[tokens.index], rolled_back[tokens.index]
-    state = pd.Series("candidate", index=tokens.index).mask(decided, "committed").mask(rolled_back, "rolled_back")
+    state = pd.Series("draft", index=tokens.index).mask(decided, "committed").mask(rolled_back, "rolled_back")
     tokens = tokens.assign(state=state)
     # at one place, a committed token replaces a rolled-back one, and a newer token replaces an older one
-    order = tokens.assign(rank=tokens.state.map({"rolled_back": 0, "candidate": 1, "committed": 1}))
+    order = tokens.assign(rank=tokens.state.map({"rolled_back": 0, "draft": 1, "committed": 1}))
     last = order.sort_values(["request_id", "place", "rank", "born"], kind="stable").drop_duplicates(
         ["request_id", "place"], keep="last"
     )
