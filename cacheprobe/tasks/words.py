@@ -29,7 +29,8 @@ def split_words(text: str) -> list[str]:
 
 
 def vocabulary_of(texts: Iterable[str]) -> tuple[str, ...]:
-    """Returns the different words of `texts` as a tuple, sorted by code point: the order is equal on every machine."""
+    """Returns the different words, punctuation marks and line breaks of `texts` as a tuple, sorted by code point: the
+    order is equal on every machine."""
     return tuple(sorted({word for text in texts for word in split_words(text)}))
 
 
@@ -68,19 +69,20 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, path: str | Path) -> None
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
-    """Returns the word tokenizer in a JSON file of `save_tokenizer`. Raises: ValueError if the file's vocabulary does
-    not give <pad>, <eos> and <unk> the ids 0, 1 and 2."""
+    """Returns the word tokenizer in a JSON file of `save_tokenizer`. Raises: ValueError if the file holds no
+    tokenizer, or if its vocabulary does not give <pad>, <eos> and <unk> the ids 0, 1 and 2."""
     from tokenizers import Tokenizer
 
     text = Path(path).read_text(encoding="utf-8")
     try:
         words = json.loads(text)["model"]["vocab"]
         special = [words.get(token) for token in SPECIAL_TOKENS]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        tokenizer = Tokenizer.from_str(text) if special == [0, 1, 2] else None
+    except Exception as error:  # Tokenizer.from_str raises a plain Exception
         raise ValueError(f"{path} holds no tokenizer ({error!r}); write it with save_tokenizer") from error
-    if special != [0, 1, 2]:
+    if tokenizer is None:
         raise ValueError(f"{path} numbers {SPECIAL_TOKENS} as {special}, not 0, 1, 2; write it with save_tokenizer")
-    return _wrapped(Tokenizer.from_str(text))
+    return _wrapped(tokenizer)
 
 
 def encode_strictly(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:

@@ -86,7 +86,10 @@ def test_a_file_gives_back_the_same_tokenizer(tmp_path):
         assert (loaded.pad_token, loaded.eos_token, loaded.unk_token_id) == ("<pad>", "<eos>", 2)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"model": {"vocab": {"<pad>": 5}}}'])
+VOCABULARY_ALONE = '{"model": {"vocab": {"<pad>": 0, "<eos>": 1, "<unk>": 2}}}'
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"model": {"vocab": {"<pad>": 5}}}', VOCABULARY_ALONE])
 def test_another_file_is_refused(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=r"tokenizer.json .*; write it with save_tokenizer"):
