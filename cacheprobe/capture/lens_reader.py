@@ -56,7 +56,7 @@ class LensReader:
         """Request id -> why the lens failed, for each request without readings."""
 
     def queue(self, request_id: int, queued: Queued) -> None:
-        """Adds a row whose target is not known yet: the token at its next position is not committed."""
+        """Adds a row to the waiting rows of its request, until the token at its next position is committed."""
         self._open.setdefault(request_id, []).append(queued)
 
     def resolve(self, request_id: int, start: int, token_ids: tuple[int, ...], is_over: bool = False) -> None:

@@ -246,7 +246,8 @@ class _ThreadContext:
         self._messages, self._results, self._is_given_up = messages, results, is_given_up
 
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
-        """Calls DraftContext.feed_newest in the run's thread. Returns its tensor, [b, v] or [b, m]."""
+        """Calls DraftContext.feed_newest in the run's thread. Returns logits [b, v], or with `num_layers` the
+        residual stream [b, m]."""
         return self._call("feed_newest", states, num_layers)
 
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:

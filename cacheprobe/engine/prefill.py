@@ -158,7 +158,8 @@ class Prefill:
             self.committer.write_ledger(state, start, end, provenance)
 
     def _require_same_choice(self, state: SequenceState, logits: Tensor, position: int) -> None:
-        """Raises: EngineError if the request now chooses another token for `position` than the committed one."""
+        """Raises: EngineError if a request whose cache slots are being rebuilt now chooses another token for `position`
+        than the committed one."""
         again = self.committer.choose(state, logits, (), position)
         if again != state.token_ids[position]:
             raise EngineError(

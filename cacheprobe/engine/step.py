@@ -203,7 +203,7 @@ class Engine:
 
     def _retries(self, states: Sequence[SequenceState], error: EngineError) -> list[Sequence[SequenceState]]:
         """Removes what a failed pass left in recorder and cache, and ends requests that cannot be tried again. Returns
-        the groups of requests to try again."""
+        the groups of requests to try again. A request that failed alone gives up its draft before it is tried again."""
         self.runner.observer.on_failure(self.runner.step)
         self.committer.forget_choices()
         for state in states:

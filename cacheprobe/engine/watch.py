@@ -162,7 +162,8 @@ class Watch:
         return min((*self._differing, *cache.copy_differs_at), key=lambda at: (at[0], order.index(at[1])), default=None)
 
     def _compare_state(self, copy: Copy, site: str, layer: int, value: Tensor) -> None:
-        """Adds (layer, site) to the differences if original and copy have other bits in a captured state."""
+        """Adds (layer, site) to the differences if original and copy have other bits in a captured state; a site
+        of heads counts as T."""
         tokens = value.transpose(1, 2) if site == PATTERN else value
         if not bitwise(*_pair(copy, tokens)):
             self._differing.append((layer, site if site in _PARTS else "T"))

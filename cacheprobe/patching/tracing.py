@@ -84,7 +84,8 @@ def causal_tracing(
     restored = {layer: window_of(layer, window, model.n_layers) for layer in in_layers}
 
     def indices(sample: int, position: int) -> list[Index]:
-        """Returns a list with the index (layer, position, sample) of each patched run for one draw and position."""
+        """Returns a list with the index (layer, position, sample) of each patched run for one noise sample at one
+        position: one index for each layer."""
         return [(layer, position, sample) for layer in in_layers]
 
     groups = [

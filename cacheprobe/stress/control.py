@@ -23,7 +23,7 @@ from typing import IO
 from cacheprobe.api import run
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.core.values import JsonDict
-from cacheprobe.stress.refusals import run_in_serving_shape
+from cacheprobe.stress.refusals import run_in_accepted_shape
 from cacheprobe.stress.subjects import Subject, near_tie_subjects, real_subjects
 from cacheprobe.stress.traffic import draw_request
 from cacheprobe.trace.trace import Trace
@@ -108,7 +108,9 @@ def negative_control(to_try: Iterable[Traffic]) -> JsonDict:
         figures["control_sequences"] += traffic.num_prompts
         if not differing["tokens"]:
             continue
-        shape, checked = run_in_serving_shape(traffic.subject, refused, lambda s, t=traffic: t.run(s, is_verified=True))
+        shape, checked = run_in_accepted_shape(
+            traffic.subject, refused, lambda s, t=traffic: t.run(s, is_verified=True)
+        )
         unverified, verified = differing["tokens"], max(checked.values())
         name = str(replace(traffic, subject=shape))
         figures = {"control_traffic": name, "control_sequences": traffic.num_prompts}

@@ -19,7 +19,7 @@ from cacheprobe.core.records import Request
 from cacheprobe.core.values import JsonDict
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.interventions.make import add, zero
-from cacheprobe.stress.refusals import run_in_serving_shape
+from cacheprobe.stress.refusals import run_in_accepted_shape
 from cacheprobe.stress.subjects import Subject
 from cacheprobe.stress.tally import Tally
 from cacheprobe.stress.traffic import draw_drafter, draw_request, slots_needed
@@ -113,7 +113,7 @@ def mixed_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
             _abandon(shape, drawn)
         return drawn, _run(shape, drawn)
 
-    subject, (drawn, trace) = run_in_serving_shape(subject, tally.refused, compute)
+    subject, (drawn, trace) = run_in_accepted_shape(subject, tally.refused, compute)
     where = f"{subject.key}, mixed episode {tally.episodes}"
     for request_id, error in trace.meta["errors"].items():
         tally.differences.append(f"{where}: request {request_id} ended with {error}")

@@ -17,7 +17,7 @@ class NoShapeServes(RuntimeError):
     """Raised if every shape of passes that was tried for a subject was refused, because it is not batch-invariant."""
 
 
-def run_in_serving_shape(
+def run_in_accepted_shape(
     subject: Subject, refused: dict[str, str], compute: Callable[[Subject], T]
 ) -> tuple[Subject, T]:
     """Calls `compute` with `subject`; if that raises ShapeRefused (the shape is not batch-invariant), with the subject

@@ -13,7 +13,7 @@ from cacheprobe.api import run
 from cacheprobe.core.records import Request
 from cacheprobe.stress.mixed import mixed_episode
 from cacheprobe.stress.oracle import ReferenceResult, output_of, reference_answer
-from cacheprobe.stress.refusals import run_in_serving_shape
+from cacheprobe.stress.refusals import run_in_accepted_shape
 from cacheprobe.stress.subjects import Subject
 from cacheprobe.stress.tally import Tally
 from cacheprobe.stress.traffic import Corrupted, Episode, draw_episode, draw_request
@@ -107,7 +107,7 @@ def one_episode(subject: Subject, tally: Tally, seed: Sequence[int]) -> None:
         )
         return episode, trace
 
-    subject, (episode, trace) = run_in_serving_shape(subject, tally.refused, compute)
+    subject, (episode, trace) = run_in_accepted_shape(subject, tally.refused, compute)
     _check_schedule(subject, tally, trace)
     for request_id, number in enumerate(episode.pool_numbers):
         if number is not None:

@@ -189,7 +189,8 @@ def near_tie_subjects() -> list[Subject]:
 
     Another batch size reorders the sums, which changes the last bits of logits. A token changes only if two logits are
     that close. So every token of these models has a partner whose unembedding differs in the last bits only. In
-    bfloat16 the disagreement needs decodes of one request, in float16 decodes of any number, and matrices wide enough.
+    bfloat16 and float16 this needs wide matrices (size WIDE). In bfloat16 it also needs decode passes with a single
+    request.
     """
     subjects = []
     for family, dtype, size, window, group in _NEAR_TIES:

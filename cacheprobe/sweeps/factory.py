@@ -23,7 +23,8 @@ _NUMBERS = {"layer": _WHOLE, "head": _WHOLE, "seed": _WHOLE, "value": ((int, flo
 
 
 class Change(NamedTuple):
-    """Holds an intervention as the settings of a sweep describe it, for every request of a cell."""
+    """Holds an intervention as the settings of a sweep describe it, for every request of a cell (run of
+    a sweep)."""
 
     name: str
     where: JsonDict

@@ -30,7 +30,8 @@ class ModelFacts:
     """The ThinkingConfig of a Thinking States model; None for another model."""
 
     def count_tokens(self, text: str) -> int:
-        """Returns the number of tokens of a prompt, including the tokens that the loaded model adds in front.
+        """Returns the number of tokens of a prompt, including the tokens that the loaded model adds in front
+        (special tokens, or the pads of a Thinking States model).
 
         Raises: ValueError for a word that is not in the vocabulary of a Thinking States model.
         Twin: CachedLM.encode, ==.

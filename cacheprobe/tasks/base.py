@@ -82,7 +82,8 @@ class Rendering:
     changes: tuple[tuple[int, str | None], ...]
 
     def state_at(self, num_chars: int) -> str | None:
-        """Returns the true state, as text, after the first `num_chars` characters of `text`; None if no state holds."""
+        """Returns the true state, as text, after the first `num_chars` characters of `text`; None if no state holds.
+        Raises: ValueError for a number of characters below 0 or above the length of `text`."""
         if not 0 <= num_chars <= len(self.text):
             raise ValueError(f"num_chars={num_chars} is outside the text; give 0 to {len(self.text)}")
         index = bisect_right(self.changes, num_chars, key=lambda change: change[0])
@@ -136,8 +137,9 @@ class Example:
     def state_at(self, num_chars: int) -> str | None:
         """Returns the true state, as text, after the first `num_chars` characters of `prompt`.
 
-        The state is None until the first question's initial state is fully stated, and after a worked example's answer
-        until the next question's initial state is.
+        The state is None until the first question has stated its initial state, and after a worked example's answer
+        until the next question has stated its initial state.
+        Raises: ValueError for a number of characters below 0 or above the length of `prompt`.
         """
         return self._placed_in(self.prompt).state_at(num_chars)
 
@@ -162,8 +164,8 @@ class Example:
     def rendering(self, tokenizer: Tokenizer | None = None) -> Rendering:
         """Returns a Rendering: the text of `prompt_text`, with the true state at each character.
 
-        The state is None until the first question's initial state is fully stated, and after a worked example's answer
-        until the next question's initial state is. After the last operation, the final state holds.
+        The state is None until the first question has stated its initial state, and after a worked example's answer
+        until the next question has stated its initial state. After the last operation, the final state holds.
         Raises: ValueError as `prompt_text` does, or if the chat template changes a question or a worked answer.
         """
         return self._placed_in(self.prompt_text(tokenizer))

@@ -118,7 +118,8 @@ class Boxes(CountedTask):
         return sum(comb(len(self.objects), size) for size in range(min(self.at_most, len(self.objects)) + 1))
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns the sorted tuple of all words and marks of the texts on boxes, for `word_tokenizer`."""
+        """Returns the sorted tuple of all words and punctuation marks of the texts about boxes, for
+        `word_tokenizer`."""
         numbers = map(str, range(1, self.boxes + 1))
         words = "Box contains nothing, the. Put into. Remove from. Move to. What does contain? A:"
         return vocabulary_of([words, "and" * (self.at_most > 1), *numbers, *self.objects])

@@ -144,7 +144,7 @@ class CoinFlip(CoinTask):
         check_names(self.names, needed, why, "give more names or fewer people, or distinct=False")
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns the sorted tuple of all words and marks of the coin-flip texts, for `word_tokenizer`."""
+        """Returns the sorted tuple of all words and punctuation marks of the coin-flip texts, for `word_tokenizer`."""
         phrases = (coin_question(state, [("", True), ("", False)]) for state in STATES)
         return vocabulary_of([*(q.text + q.answer for q in phrases), *self.names, SHOT_SEPARATOR * bool(self.shots)])
 

@@ -47,7 +47,7 @@ class CoinFlipSparse(CoinTask):
         return CoinFlip(self.people, flip_probability=self.flip_probability, names=self.names, distinct=False)
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns the sorted tuple of all words and marks of these coin-flip texts, fillers included, for
+        """Returns the sorted tuple of all words and punctuation marks of these coin-flip texts, fillers included, for
         `word_tokenizer`."""
         words = f"A coin's state is {' '.join(STATES)}. flips does not flip. {CLOSING}"
         return vocabulary_of([words, *self.names, *FILLERS])

@@ -108,7 +108,8 @@ class CoinFlipWei(CoinTask):
         )
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns the sorted tuple of all words and marks of these yes-or-no questions, for `word_tokenizer`."""
+        """Returns the sorted tuple of all words and punctuation marks of these yes-or-no questions, for
+        `word_tokenizer`."""
         question = wei_question([("", True), ("", False)])
         words = [question.text, *ANSWERS, *self.names, "heads tails", SHOT_SEPARATOR * bool(self.shots)]
         return vocabulary_of(words)

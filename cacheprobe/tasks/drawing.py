@@ -41,8 +41,8 @@ class Task(ABC):
 
     @abstractmethod
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns the sorted tuple of all words and marks of questions, answers, states and thoughts. `word_tokenizer`
-        takes the tuple."""
+        """Returns the sorted tuple of all words and punctuation marks of questions, answers, states and
+        thoughts. `word_tokenizer` takes the tuple."""
 
     @abstractmethod
     def example(self, index: int, seed: int = 0) -> Example:

@@ -113,7 +113,8 @@ class Permutations(CountedTask):
         return 1 / len(list(permutations(range(self.elements))))
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns the sorted tuple of all words and marks of the texts on permutations, for `word_tokenizer`."""
+        """Returns the sorted tuple of all words and punctuation marks of the texts about permutations, for
+        `word_tokenizer`."""
         digits = "12345"[: self.elements]
         fillers = FILLERS if self.jitter else ()
         if self.wording == "group":

@@ -103,9 +103,8 @@ def annotate_all(
     """
     _require_choices(chunk, form, max_thought, chain)
     if pads_before_closing is not None and len(pads_before_closing) != len(examples):
-        raise ValueError(
-            f"give one number of pads_before_closing for each of {len(examples)} examples, got {len(pads_before_closing)}"
-        )
+        numbers = len(pads_before_closing)
+        raise ValueError(f"give one number of pads_before_closing for each of {len(examples)} examples, got {numbers}")
     if any(example.shots or example.chat for example in examples):
         raise ValueError("thoughts are known for bare questions; use examples with shots=0 and chat=False")
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id

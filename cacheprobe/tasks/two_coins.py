@@ -88,7 +88,8 @@ class TwoCoins(CoinTask):
         check_names(self.names, needed, why, "give more names or fewer people, or distinct=False")
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns the sorted tuple of all words and marks of the texts on two coins, for `word_tokenizer`."""
+        """Returns the sorted tuple of all words and punctuation marks of the texts about two coins, for
+        `word_tokenizer`."""
         events = [("", coin, flipped) for coin in COINS for flipped in (True, False)]
         questions = [two_coins_question((side, side), events, coin) for side in STATES for coin in COINS]
         return vocabulary_of([*(question.text + question.answer for question in questions), *self.names])

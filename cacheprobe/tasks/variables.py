@@ -99,7 +99,8 @@ class Variables(CountedTask):
         return 1 / self.modulus
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns the sorted tuple of all words and marks of the texts on variables, for `word_tokenizer`."""
+        """Returns the sorted tuple of all words and punctuation marks of the texts about variables, for
+        `word_tokenizer`."""
         names, numbers = ascii_lowercase[: self.variables], map(str, range(self.modulus))
         return vocabulary_of(["What is? A: =, +.", *names, *numbers, *(FILLERS if self.jitter else ())])
 

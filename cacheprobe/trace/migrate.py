@@ -50,7 +50,7 @@ def _from_3(old: Manifest) -> Manifest:
 
 
 def _from_4(old: Manifest) -> Manifest:
-    """Returns a manifest of trace format 4 as format 5, which differs in the version number."""
+    """Returns a manifest of trace format 4 as format 5, which differs only in the version number."""
     return {**old, "format_version": 5}
 
 

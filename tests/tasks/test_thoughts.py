@@ -1,4 +1,4 @@
-"""Gold thoughts by chunk: agreement with a walk over tokens, the three formats by hand, pads before the closing words, limits and calls."""
+"""Gold thoughts by chunk: agreement with a walk over tokens, the three formats by hand, pads, limits and calls."""
 
 from dataclasses import replace
 

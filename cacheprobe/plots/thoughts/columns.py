@@ -162,10 +162,12 @@ def changes_of_mind(columns: Sequence[Column]) -> list[int]:
 
 def chosen(story: Story, most: int) -> list[int | range]:
     """Returns a list of the columns to draw in at most `most` places: an index for a column, a range of indices for a
-    gap. Filler columns are always in gaps.
+    gap. Filler columns (the first `story.num_filler`: one repeated token, such as pads, and no words thought) are
+    always in gaps.
 
-    Priority: the first column after the filler, the end of the prompt, the first generated token, changes of mind and
-    rolled-back columns; then thoughts that disagree with the true state; then the rest in reading order.
+    Priority: the first column after the filler, the end of the prompt, the first generated token, changes of mind
+    (thoughts with other words than the thought before) and rolled-back columns; then thoughts that disagree with the
+    true state; then the rest in reading order.
     """
     columns, filler = story.columns, story.num_filler
     not_filler = list(range(filler, len(columns)))

@@ -32,7 +32,8 @@ message. A try takes forty seconds if the address accepts connections but never 
 
 
 class _Watch:
-    """Checks whether a Ray cluster still answers. If the head node is lost, Ray itself ends the program."""
+    """Checks whether a Ray cluster still answers, and raises ConnectionError if it does not for SECONDS_WITHOUT_HEAD
+    (20 s). Without this check, Ray would end the program itself after 60 s, without a report."""
 
     def __init__(self, ray: ModuleType) -> None:
         self._ray = ray

@@ -43,7 +43,7 @@ class Preset:
         return [changed(self.task(self.operations[-1]), settings) for settings in self.variants]
 
     def vocabulary(self) -> tuple[str, ...]:
-        """Returns the sorted tuple of the words and marks in the texts of all variants of the task, for
+        """Returns the sorted tuple of the words and punctuation marks in the texts of all variants of the task, for
         `word_tokenizer`."""
         return tuple(sorted({word for task in self.tasks() for word in task.vocabulary()}))
 
