@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from cacheprobe.analysis.reading import readable
 from cacheprobe.analysis.replay import Replay, replay
@@ -43,7 +43,7 @@ class RunSettings(EngineOptions, total=False):
     drafter: Drafter | None
     deterministic: "bool | float | Iterable[Any]"
     capture: "str | CaptureConfig | None"
-    lens: Lens | None
+    lens: "Lens | Literal['logit', 'later'] | None"
     sampling: SamplingParams | None
     max_new_tokens: int | None
     seed: int
@@ -57,7 +57,7 @@ def run(
     drafter: Drafter | None = None,
     deterministic: "bool | float | Iterable[Any]" = False,
     capture: "str | CaptureConfig | None" = "STCZ",
-    lens: Lens | None = None,
+    lens: "Lens | Literal['logit', 'later'] | None" = None,
     sampling: SamplingParams | None = None,
     max_new_tokens: int | None = None,
     seed: int = 0,
@@ -73,7 +73,8 @@ def run(
     deterministic: which requests are: all (True), none, a fraction (evenly spaced), or a list of indices or flags.
     capture: sites to keep, of S, T, C and Z; or a CaptureConfig, with filters by layer, position and phase and with
         attention heads; or None for tokens and events only.
-    lens: the lens that reads Z; the logit lens by default.
+    lens: the lens that reads Z; the logit lens by default. "later": the run records S, and the logit lens reads Z from
+        it when a table or view first needs it, with the same bits; see `cacheprobe.capture.later`.
     sampling, max_new_tokens, seed: for requests without settings of their own; seeds derive from (seed, index).
     interventions: changes of states by request, layer, site and absolute position; see `cacheprobe.interventions`.
         They act during this run, on the bridge and the fast path, and do not change the other requests' bits.

@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from cacheprobe.capture.assemble import assemble
+from cacheprobe.capture.later import chosen_lens
 from cacheprobe.capture.lens_reader import LENS_TILE
 from cacheprobe.capture.observers import Tee
 from cacheprobe.capture.recorder import Recorder
@@ -31,7 +32,6 @@ from cacheprobe.interventions.editor import Editor
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot, require_fit, require_plain
 from cacheprobe.lenses.base import Lens, require_readable
-from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM, StateSink
 from cacheprobe.models.hf.heads import require_heads
 from cacheprobe.models.paths import choose_path
@@ -60,7 +60,7 @@ class RunPlan:
         deterministic: Any = False,
         capture: "str | CaptureConfig | None" = "STCZ",
         layers: Any = "all",
-        lens: Lens | None = None,
+        lens: Lens | str | None = None,
         sampling: SamplingParams | None = None,
         max_new_tokens: int | None = None,
         seed: int = 0,
@@ -84,7 +84,7 @@ class RunPlan:
         self.layers = captured_layers(self.capture, layers, model.n_layers)
         if self.capture.heads:
             require_heads(self.model, self.capture.heads, self.layers)
-        self.lens = LogitLens() if lens is None else lens
+        self.lens, self.recorded_capture = chosen_lens(lens, self.capture, self.model)
         require_readable(self.lens, self.model, "S", self.layers)
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise ValueError(f"sampling must be a cp.SamplingParams, got a {type(sampling).__name__}")
@@ -119,7 +119,7 @@ class RunPlan:
         requests: (prompt tokens, new tokens, samples) of each prompt."""
         in_flight = min(sum(n for _, _, n in requests), max_in_flight or self.config.max_batch)
         require_cache_fits(self.model, self.config, in_flight, max(prompt + new for prompt, new, _ in requests))
-        require_records_fit(self.model, self.capture, self.layers, requests)
+        require_records_fit(self.model, self.recorded_capture, self.layers, requests)
 
     def _samples(self, request: Request, first: int, run_seed: int) -> tuple[Request, ...]:
         """Returns one Request for each of the n samples of a request, with ids from `first` on and different seeds."""
@@ -312,7 +312,7 @@ class RunPlan:
         """Returns a new Recorder with the run's capture settings, prompts, and first token ids of task answers."""
         prompts = {r.request_id: r.prompt_token_ids for r in self.requests}
         known = {request_id: ids for request_id, (ids, _) in self._answers.items() if ids}
-        return Recorder(self.model, self.capture, self.layers, self.lens, prompts, known)
+        return Recorder(self.model, self.recorded_capture, self.layers, self.lens, prompts, known)
 
     @cached_property
     def _answers(self) -> dict[int, tuple[tuple[int, ...], str]]:

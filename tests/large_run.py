@@ -30,7 +30,7 @@ def save_large_run(folder: Path, requests: int, tokens: int, layers: int) -> Pat
         tokens={r: [_token(r, PROMPT + i) for i in range(tokens)] for r in range(requests)},
         texts={r: f"answer {r}" for r in range(requests)},
         row_table=rows,
-        hypothesis_table=_readings(rows, layers),
+        stored_readings=_readings(rows, layers),
         event_table=events,
         ledger_table=ledger,
         store=MemoryStore({}),

@@ -10,7 +10,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from cacheprobe.analysis.reading import predicting_rows, read_states, require_model
+from cacheprobe.analysis.reading import predicting_rows, read_states
+from cacheprobe.capture.stored_states import require_model
 from cacheprobe.lenses.base import Lens, require_readable
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.tables.build import texts_of

@@ -7,7 +7,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.analysis.reading import committed_after, require_model
+from cacheprobe.capture.stored_states import committed_after, require_model
 from cacheprobe.core.hook_names import HEADS
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.token_text import visible

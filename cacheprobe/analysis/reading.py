@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, cast
 
 import pandas as pd
-import torch
 
-from cacheprobe.capture.lens_reader import LensReader, Queued
+from cacheprobe.capture.later import read_now
+from cacheprobe.capture.stored_states import read_rows, require_model
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.token_text import visible
 from cacheprobe.lenses.base import Lens, LensError, require_readable
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 
 def readable(trace: "Trace") -> "Trace":
-    """Changes an imported trace so that `trace.hypotheses()` reads its states with the logit lens; returns the same
-    trace.
+    """Changes an imported trace, or a loaded run with lens="later", so that `trace.hypotheses()` reads its states with
+    the logit lens; returns the same trace.
 
-    The trace needs its model. Another trace than an import is returned unchanged.
+    The trace needs its model. Another trace is returned unchanged.
     """
+    if trace.is_unread:
+        trace.reading_later = read_now
     if trace.meta["kind"] == "import":
         trace.reading_of_import = _by_logit_lens
     return trace
@@ -63,18 +65,8 @@ def read_states(
         trace.vectors(site, layer, table[table.num_layers > layer])  # raises an error that names what was not kept
     if not chosen or table.empty:
         raise ValueError("there is nothing to read: no layer, or no row, was asked for")
-    reader = LensReader(model, lens, trace.meta["capture"]["top_k"])
-    kept = {layer: trace.store.all_of(site, layer) for layer in chosen}
-    following = committed_after(trace, table)
-    for row in table.itertuples():
-        ran = [layer for layer in chosen if layer < row.num_layers]
-        if ran:
-            states = torch.stack([kept[layer][row.state_index] for layer in ran])
-            target = following[row.row] if targets is None else targets[row.row]
-            request_and_step = (row.request_id, row.step)
-            reader.queue_resolved(Queued(row.row, row.position, states, torch.tensor(ran), target, *request_and_step))
-    columns = reader.finish()
-    for message in reader.errors.values():
+    columns, errors = read_rows(trace, model, lens, site, chosen, table, targets)
+    for message in errors.values():
         raise LensError(message)
     table = hypotheses_table(columns, trace.row_table, lens.name, model.token_texts, site)
     lengths = {request.request_id: request.num_prompt_tokens for request in trace.requests}
@@ -101,34 +93,3 @@ def predicting_rows(trace: "Trace") -> pd.DataFrame:
     first = {request.request_id: request.num_prompt_tokens - 1 for request in trace.requests}
     table = trace.row_table[~trace.row_table.status.isin(DISCARDED_DRAFT)]
     return table[(table.position >= table.request_id.map(first)) & (table.state_index >= 0)]
-
-
-def committed_after(trace: "Trace", rows: pd.DataFrame) -> dict[int, int]:
-    """Returns a dict from row number to the token id that the final text has at the row's position + 1; -1 if the text
-    ends before."""
-    texts = {r.request_id: [*(r.prompt_token_ids or ()), *trace.tokens[r.request_id], -1] for r in trace.requests}
-    positions = zip(rows.row, rows.request_id, rows.position + 1, strict=True)
-    return {row: texts[request][min(position, len(texts[request]) - 1)] for row, request, position in positions}
-
-
-def require_model(trace: "Trace", model: CachedLM | None) -> CachedLM:
-    """Returns the given model, or the trace's own model if `model` is None, after checking that its weights are those
-    of the run.
-
-    Raises: ValueError if there is no model, if its weights differ, or if the trace was imported without a model.
-    """
-    model = model or trace.model
-    if model is None:
-        raise ValueError("this trace was loaded without its model; use cp.load_trace(dir, model=...)")
-    model_weights, run_weights = model.fingerprint()["weights_sha256"], trace.fingerprint["weights_sha256"]
-    if not run_weights:
-        raise ValueError(
-            "this trace was imported without a model, so nothing says whose states it holds; import it again with "
-            "model=, which compares them"
-        )
-    if model_weights != run_weights:
-        raise ValueError(
-            f"the trace is of weights {run_weights}, {model.name} has {model_weights}; load "
-            f"{trace.fingerprint['model']} as it was run"
-        )
-    return model

@@ -10,6 +10,7 @@ import pandas as pd
 
 from cacheprobe.analysis.audit import audit
 from cacheprobe.analysis.comparison import first_difference, first_reading_difference
+from cacheprobe.capture.later import read_now
 from cacheprobe.capture.lens_reader import LENS_TILE
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import Request
@@ -90,12 +91,14 @@ def replay(
 
     For verified requests, the tokens and the end are compared; for deterministic ones also log-probabilities, states,
     heads, thoughts and readings. `Replay.not_compared` lists the rest.
+    Z of a run with lens="later" is read first, if it was not.
     oracle: the function `cp.reference`.
     Raises: FingerprintMismatch if the schedule or platform differs; ValueError if no request can be compared, and for a
     run that cannot be made again: an import, or one whose interventions or snapshots are missing.
     """
     require_run(trace)
     config, path = _schedule(trace, model, interventions)
+    read_now(trace, model)
     verified = _verified_requests(trace, config, interventions)
     has_readings = trace.hypothesis_table is not None and trace.meta["lens"] == LogitLens.name
     reference = oracle(

@@ -58,7 +58,9 @@ def summary(trace: Trace) -> str:
             f"check: {check['name']} in {check['dtype']} on {check['num_rows']} rows, "
             f"worst error {check['worst']:.2f} of the tolerance, {check['tolerance']}"
         )
-    if trace.hypothesis_table is not None:
+    if trace.is_unread:  # a summary is no reason to read it
+        lines.append('Z: not read yet (lens="later"); trace.hypotheses() reads it from the stored S')
+    elif trace.hypothesis_table is not None:
         hypotheses = lens_readings(trace)
         table = agreement_by_layer(hypotheses)
         layers = sorted({int(layer) for layer in table.index[:: max(len(table) // 6, 1)]} | {int(table.index[-1])})

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from cacheprobe.analysis.reading import require_model
 from cacheprobe.analysis.thought_readings import rows_of
+from cacheprobe.capture.stored_states import require_model
 from cacheprobe.lenses.thought import ThoughtLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.sampling import lowest_argmax

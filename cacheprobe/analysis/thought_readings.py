@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import pandas as pd
 import torch
 
-from cacheprobe.analysis.reading import require_model
+from cacheprobe.capture.stored_states import require_model
 from cacheprobe.lenses.base import LensError
 from cacheprobe.lenses.thought import ThoughtLens
 from cacheprobe.models.base import CachedLM

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from torch import Tensor
-
+from cacheprobe.capture.later import missing_readings, read_now
 from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import Request
@@ -26,7 +25,8 @@ def assemble(
 ) -> Trace:
     """Returns the Trace of a finished run from its Recorder. Call it once, since it frees the recorder's states.
 
-    Reads the remaining rows through the lens, joins the states and builds the tables. meta: more entries of trace.meta.
+    Reads the remaining rows through the lens, joins the states and builds the tables. If `capture` has Z and the
+    recorder does not read it, the trace reads Z at its first use. meta: more entries of trace.meta.
     """
     model = recorder.model
     tokens = {r.request_id: list(recorder.finished[r.request_id].committed) for r in requests}
@@ -36,14 +36,16 @@ def assemble(
     hypotheses = tables.hypotheses_table(columns, rows, recorder.lens.name, model.token_texts) if columns else None
     thoughts, events = recorder.thoughts, tables.events_table(recorder.steps)
     scores, unscored = _behaviour_or_reason(recorder, requests, texts)
-    missing = {**meta.get("missing", {}), **_missing_readings(recorder, columns), **unscored}
+    errors = recorder.reader.errors if recorder.reader is not None else {}
+    missing = {**meta.get("missing", {}), **missing_readings(errors, bool(columns)), **unscored}
+    is_later = capture.reads_lens and recorder.reader is None
     checks = [asdict(check) for check in (recorder.residual_check, recorder.lens_check) if check.num_rows]
     return Trace(
         requests=tuple(requests),
         tokens=tokens,
         texts=texts,
         row_table=rows,
-        hypothesis_table=hypotheses,
+        stored_readings=hypotheses,
         event_table=events,
         token_table=tables.tokens_table(rows, tokens, events, columns, model.token_texts),
         ledger_table=tables.ledger_table(recorder.ledger),
@@ -56,6 +58,7 @@ def assemble(
             "config": asdict(config),
             "capture": {**asdict(capture), "layers": list(recorder.layers)},
             "lens": recorder.lens.name,
+            **({"is_lens_later": True} if is_later else {}),
             "weights_note": model.weights_note,
             "cache_row_bytes": model.new_cache(1, 1).cache_bytes,
             "thought_layer": getattr(getattr(model, "config", None), "l_out", None),
@@ -68,6 +71,7 @@ def assemble(
             **({"missing": missing} if missing else {}),
         },
         model=model,
+        reading_later=read_now if is_later else None,
     )
 
 
@@ -81,14 +85,6 @@ def _thinking(model: CachedLM) -> dict[str, object]:
         "feeds_back": getattr(config, "feeds_back", True),
         "learned_first_state": getattr(config, "learned_first_state", False),
     }
-
-
-def _missing_readings(recorder: Recorder, columns: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns a dict of error texts with the keys "Z of request N", and "Z" if the run has no readings because the lens
-    failed; {} if the lens never failed."""
-    errors = recorder.reader.errors if recorder.reader is not None else {}
-    whole = {"Z": next(iter(errors.values()))} if errors and not columns else {}
-    return whole | {f"Z of request {request_id}": why for request_id, why in errors.items()}
 
 
 def _behaviour_or_reason(

@@ -5,19 +5,23 @@ position is never committed is read at the end, without a target. A tile always 
 bits do not depend on other rows (in bfloat16 nearly every row's bits change with the tile's height). The free end of a
 tile repeats its first vectors; the reader checks that both readings of a vector have the same bits.
 
+A draft row and the verified row of the same position often hold the same state. Of two rows of one request with the
+same position and target, a state with the same bits at the same layer is read once, and its reading is copied.
+
 A user's own lens may fail on a tile. Then each request's vectors are read again, at the same indices of a tile of
 zeros. A request whose vectors fail again has no readings; the readings of the others do not change.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
-from cacheprobe.ops.equality import bitwise
+from cacheprobe.ops.equality import bits, bitwise
 from cacheprobe.ops.readout import Readout, read_logits
 
 LENS_TILE = 480
@@ -41,8 +45,22 @@ class Queued:
     step: int = -1
 
 
+class Copies(NamedTuple):
+    """Holds the layers at which one row's states have the bits of earlier rows, whose readings the row gets."""
+
+    request_id: int
+    row: int
+    layers: Tensor
+    """[n]"""
+    sources: Tensor
+    """[n]: by layer, the number of the row that is read."""
+
+
 class LensReader:
-    """Queues the rows of a run, reads them through the lens, and returns the readings as columns at the end."""
+    """Queues the rows of a run, reads them through the lens, and returns the readings as columns at the end.
+
+    SAVING
+    """
 
     def __init__(self, model: CachedLM, lens: Lens, top_k: int) -> None:
         self.model, self.lens, self.top_k = model, lens, top_k
@@ -52,6 +70,11 @@ class LensReader:
         self._ready: list[Queued] = []
         self._num_ready = 0
         self._parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Readout]] = []
+        self._copies: list[Copies] = []
+        self.num_read = 0
+        """Number of state vectors read, without the free end of a tile."""
+        self.num_copied = 0
+        """Number of readings that `finish` copied from another row's state of the same bits."""
         self.errors: dict[int, str] = {}
         """Request id -> why the lens failed, for each request without readings."""
 
@@ -65,7 +88,7 @@ class LensReader:
         token_ids: committed at positions start, start + 1, ...
         is_over: the request has ended, so its other waiting rows are queued without a target.
         """
-        still_open = []
+        still_open, resolved = [], []
         for queued in self._open.get(request_id, []):
             offset = queued.position + 1 - start
             if 0 <= offset < len(token_ids):
@@ -73,8 +96,33 @@ class LensReader:
             elif not is_over:
                 still_open.append(queued)
                 continue
-            self.queue_resolved(queued)
+            resolved.append(queued)
         self._open[request_id] = still_open
+        self.queue_together(resolved)
+
+    def queue_together(self, rows: Sequence[Queued]) -> None:
+        """Queues rows whose targets are set. Of two rows of one request with the same position and target, a state with
+        the same bits at the same layer is queued for the first row only; the second row gets a copy of its reading.
+
+        The layers of two rows are compared index by index, so each row's list of layers must begin with the same ones.
+        """
+        groups: dict[tuple[int, int, int], list[Queued]] = {}
+        for queued in rows:
+            groups.setdefault((queued.request_id, queued.position, queued.target), []).append(queued)
+        pairs = [(a, b) for group in groups.values() for i, b in enumerate(group) for a in group[:i]]
+        sources = {queued.row: torch.full_like(queued.layers, queued.row) for pair in pairs for queued in pair}
+        for (a, b), is_same in zip(pairs, _same_states(pairs), strict=True):
+            of_a, of_b = (sources[queued.row][: len(is_same)] for queued in (a, b))
+            of_b[:] = torch.where(is_same & (of_b == b.row), of_a, of_b)  # the earliest row with these bits
+        for queued in rows:
+            chosen = sources.get(queued.row)
+            if chosen is not None and bool((is_copied := chosen != queued.row).any()):
+                self._copies.append(Copies(queued.request_id, queued.row, queued.layers[is_copied], chosen[is_copied]))
+                is_read = ~is_copied
+                queued = replace(
+                    queued, states=queued.states[is_read.to(queued.states.device)], layers=queued.layers[is_read]
+                )
+            self.queue_resolved(queued)
 
     def queue_resolved(self, queued: Queued) -> None:
         """Queues a row whose target (next token; -1 for none) is set, and reads the queue while it fills a tile of
@@ -105,9 +153,24 @@ class LensReader:
         for name, parts in zip(Readout._fields, zip(*readouts, strict=True), strict=True):
             columns[name] = torch.cat(parts)
         failed = torch.isin(torch.cat(owners), torch.tensor([*self.errors], dtype=torch.long))
-        if not bool(failed.any()):
+        if bool(failed.all()):
+            return {}
+        return self._with_copies({name: column[~failed] for name, column in columns.items()})
+
+    def _with_copies(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the columns with a copied reading for each state that was not read because another row has its
+        bits. Leaves out requests on which the lens failed."""
+        copies = [one for one in self._copies if one.request_id not in self.errors]
+        if not copies:
             return columns
-        return {name: column[~failed] for name, column in columns.items()} if not bool(failed.all()) else {}
+        layers, sources = (torch.cat(parts) for parts in ([c.layers for c in copies], [c.sources for c in copies]))
+        rows = torch.cat([torch.full_like(one.layers, one.row) for one in copies])
+        keys = columns["row"] * self.model.n_layers + columns["layer"]
+        order = keys.argsort()
+        index = order[torch.searchsorted(keys[order], sources * self.model.n_layers + layers)]
+        self.num_copied = len(index)
+        copied = {**{name: column[index] for name, column in columns.items()}, "row": rows}
+        return {name: torch.cat([column, copied[name]]) for name, column in columns.items()}
 
     def _read_tile(self) -> None:
         """Reads up to LENS_TILE queued state vectors through the lens, and stores the readings."""
@@ -128,6 +191,7 @@ class LensReader:
             """Stores the readings of the state vectors at the indices `which` of the tile."""
             labels = (owners[which], rows[which], layers[:count].cpu()[which], targets[:count].cpu()[which])
             self._parts.append((*labels, Readout(*(column[which] for column in readout))))
+            self.num_read += len(labels[0])
 
         again = torch.arange(min(count, LENS_TILE - count))
         for tensor in (states, layers, targets):  # the tile's end repeats its first vectors, in reverse order
@@ -196,6 +260,20 @@ class LensReader:
         )
         self._ready = [queued for queued in self._ready if queued.request_id != request_id]
         self._num_ready = sum(len(queued.layers) for queued in self._ready)
+
+
+def _same_states(pairs: Sequence[tuple[Queued, Queued]]) -> tuple[Tensor, ...]:
+    """Returns a tensor [n] of flags for each pair of rows: whether their states have the same bits and layer, for the n
+    layers of the row with fewer layers. Compares all pairs at once."""
+    if not pairs:
+        return ()
+    counts = [min(len(a.layers), len(b.layers)) for a, b in pairs]
+    states, layers = (
+        [torch.cat([getattr(pair[i], name)[:n] for pair, n in zip(pairs, counts, strict=True)]) for i in (0, 1)]
+        for name in ("states", "layers")
+    )
+    has_same_bits = (bits(states[0]) == bits(states[1])).all(-1).cpu()
+    return (has_same_bits & (layers[0] == layers[1]).cpu()).split(counts)
 
 
 def _described(value: object) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cacheprobe.drafters.base import Drafter
 
 SHAPES = ("window", "group", "capacity", "max_batch", "max_kv_tokens")
-PASSED_ON = ("deterministic", "max_new_tokens", "seed", *SHAPES)
+PASSED_ON = ("deterministic", "lens", "max_new_tokens", "seed", *SHAPES)
 """Settings that are passed to `cp.run` unchanged."""
 
 

@@ -74,6 +74,9 @@ class RunFlags:
     """Fraction of the requests that are deterministic."""
     capture: str = str(CaptureConfig.sites)
     """Sites to keep: letters of S, T, C and Z."""
+    lens: Literal["logit", "later"] = "logit"
+    """later: record S during the run; the logit lens reads Z when a table or view of the run is first made with its
+    model."""
     heads: tuple[str, ...] = ()
     """Head activations to keep: one or more of q, k, v, z and pattern."""
     layers: tuple[int, ...] = ()

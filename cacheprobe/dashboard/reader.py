@@ -49,7 +49,8 @@ class RunReader:
         """Returns the options of the menu of lenses as a list of dicts: value, label, and whether the option is
         disabled."""
         reason = self.why_not(book)
-        recorded = f"{book.run.meta['lens']}, as recorded" if book.run.has_readings else "none recorded"
+        none = "none recorded yet" if book.run.is_unread else "none recorded"
+        recorded = f"{book.run.meta['lens']}, as recorded" if book.run.has_readings else none
         items = [
             {"value": RECORDED, "label": recorded, "disabled": not book.run.has_readings},
             {"value": NOW, "label": "logit, read now from kept states", "disabled": bool(reason)},

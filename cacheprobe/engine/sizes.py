@@ -120,6 +120,7 @@ def require_records_fit(
 
     The message names the largest sizes that fit.
 
+    capture: without Z if the lens reads later; `require_readings_fit` then checks the readings before they are made.
     requests: (prompt tokens, new tokens, samples n) of each prompt. Samples share the prompt's states.
     """
     states, reading = _state_bytes(model, capture, layers), len(layers) * READING_BYTES * capture.reads_lens
@@ -145,6 +146,18 @@ def require_records_fit(
         f"{_bytes_text(needed)} for what is kept of them; {_bytes_text(available)} are available; largest that fits: "
         f"{fits or 'none of these prompts'}{bare}"
     )
+
+
+def require_readings_fit(num_rows: int, layers: Sequence[int]) -> None:
+    """Checks the memory before stored states are read. Raises: ValueError if the estimated readings of `num_rows` rows
+    at these layers exceed the machine's available memory."""
+    needed, available = num_rows * len(layers) * READING_BYTES, available_bytes()
+    if available is not None and needed > available:
+        raise ValueError(
+            f"lens readings of {num_rows} rows x {len(layers)} layers need {_bytes_text(needed)}; "
+            f"{_bytes_text(available)} are available; read a part: cp.analysis.read_states(trace, "
+            "cp.lenses.LogitLens(), layers=..., rows=...)"
+        )
 
 
 def _state_bytes(model: CachedLM, capture: CaptureConfig, layers: Sequence[int]) -> int:

@@ -108,10 +108,12 @@ def make_changes(change: Change, request_ids: Iterable[int], states: "Tensor | N
 def lens_folder(text: str) -> Path | None:
     """Returns the directory in the text of a lens, such as tuned:lenses/smollm2; None for "logit".
 
-    Raises: ValueError for an unknown lens, a lens that is not stored in a directory, a directory after "logit", and no
-    directory after another name. Does not check that the directory exists.
+    Raises: ValueError for an unknown lens, for "later", for a lens that is not stored in a directory, for a directory
+    after "logit", and for no directory after another name. Does not check that the directory exists.
     """
     name, _, folder = text.partition(":")
+    if name == "later":
+        raise ValueError("lens 'later': a sweep reads Z during each run, for its table by layer; write logit")
     if name not in (known := plug_in_names("lenses")):
         raise ValueError(f"unknown lens {name!r}; there are {', '.join(known)}")
     if name == "logit":

@@ -52,7 +52,7 @@ class Axes(_Strict):
     task: Text = "coin_flip"
     drafter: Maybe = RunFlags.drafter
     window: Count = 16
-    lens: Text = "logit"
+    lens: Text = RunFlags.lens
     """logit, or KIND:DIRECTORY of a stored lens, such as tuned:lenses/smollm2."""
     intervention: Maybe = None
     """zero, add, mean or resample, such as zero:site=T,layer=3,positions=4-9; applies to every request."""

@@ -34,12 +34,14 @@ class TraceData:
     """Committed token ids by request id, without the prompt."""
     texts: Mapping[int, str]
     row_table: pd.DataFrame = field(repr=False)
-    hypothesis_table: pd.DataFrame | None = field(repr=False)
+    stored_readings: pd.DataFrame | None = field(repr=False)
+    """Lens readings, without verdicts; None if the run has none, or if they were not read yet (`is_unread`)."""
     event_table: pd.DataFrame = field(repr=False)
     ledger_table: pd.DataFrame = field(repr=False)
     store: StateStore = field(repr=False)
     meta: JsonDict = field(repr=False)
-    """fingerprint, config, capture, checks, behaviour, drafter, lens, finish reasons, model source."""
+    """fingerprint, config, capture, checks, behaviour, drafter, lens, finish reasons, model source; is_lens_later
+    (True) if Z of a run with lens="later" was not read yet."""
     model: CachedLM | None = field(default=None, repr=False)
     thought_table: pd.DataFrame | None = field(default=None, repr=False)
     thought_states: Tensor | None = field(default=None, repr=False)
@@ -53,8 +55,23 @@ class TraceData:
     builds the table, for an import and for a run that an older version stored."""
     reading_of_import: "Callable[[TraceData], pd.DataFrame] | None" = field(default=None, repr=False, compare=False)
     """Function (trace) -> DataFrame that reads the captured states with the logit lens; set for imports only."""
+    reading_later: "Callable[[TraceData], None] | None" = field(default=None, repr=False, compare=False)
+    """Function (trace) that reads Z from the stored S and adds it to the trace; set for runs with lens="later" only."""
     judged_readings: pd.DataFrame | None = field(default=None, init=False, repr=False, compare=False)
     """Lens readings with the verdicts on draft tokens, computed at the first call of `hypotheses`."""
+
+    @property
+    def is_unread(self) -> bool:
+        """True if the run was made with lens="later" and its Z was not read yet."""
+        return bool(self.meta.get("is_lens_later"))
+
+    @property
+    def hypothesis_table(self) -> pd.DataFrame | None:
+        """Lens readings, as a DataFrame with the columns of `trace.tables.build.hypotheses_table`; None if the run has
+        none. If they were not read yet (`is_unread`), reads them now, or returns None if the trace has no model."""
+        if self.is_unread and self.reading_later is not None and self.model is not None:
+            self.reading_later(self)
+        return self.stored_readings
 
     @property
     def fingerprint(self) -> JsonDict:
@@ -89,7 +106,7 @@ class TraceData:
         the trace.
         """
         if self.token_table is None:
-            self.token_table = token_texts_of(self.row_table, self.hypothesis_table)
+            self.token_table = token_texts_of(self.row_table, self.stored_readings)
         return dict(zip(self.token_table.token_id.tolist(), self.token_table.token.tolist(), strict=True))
 
     def rows(self, request_id: SupportsIndex | None = None, status: str | None = None) -> pd.DataFrame:

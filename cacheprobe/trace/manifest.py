@@ -13,6 +13,11 @@ from cacheprobe.trace.migrate import NEWEST, OLDEST, migrated
 
 FORMAT_VERSION = NEWEST
 MANIFEST = "manifest.json"
+UNREAD = (
+    'Z of this run was left for later (lens="later") and is not read yet; '
+    "cp.load_trace(dir, model=cp.load_model(...)) reads it when it is first needed"
+)
+"""Text that says why a saved run without its model has no lens readings."""
 
 
 class TraceError(ValueError):

@@ -45,7 +45,7 @@ ROW_GROUP = 2**14
 """Lines of a Parquet row group. Reading one request of a long run then reads little more than its own lines."""
 _TABLES = {
     "rows": "row_table",
-    "hypotheses": "hypothesis_table",
+    "hypotheses": "stored_readings",
     "events": "event_table",
     "ledger": "ledger_table",
     "thoughts": "thought_table",
@@ -129,10 +129,10 @@ def load_fields(directory: Path, model: CachedLM | None) -> dict[str, Any]:
     if fields["token_table"] is None:
         lengths = {request.request_id: request.num_prompt_tokens for request in requests}
         fields["row_table"] = migrated_rows(fields["row_table"], fields["event_table"], lengths)
-        for name in ("hypothesis_table", "thought_table"):
+        for name in ("stored_readings", "thought_table"):
             if (table := fields[name]) is not None:
                 fields[name] = migrated_readings(table, fields["row_table"])
-    for name in ("row_table", "hypothesis_table", "thought_table"):
+    for name in ("row_table", "stored_readings", "thought_table"):
         if (table := fields[name]) is not None:
             fields[name] = renamed_status(table, manifest["stored_version"])
     return dict(

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from cacheprobe.core.token_text import visible
 from cacheprobe.core.values import JsonDict
-from cacheprobe.trace.manifest import TraceError, read_manifest, require_whole
+from cacheprobe.trace.manifest import UNREAD, TraceError, read_manifest, require_whole
 from cacheprobe.trace.migrate import migrated_events, migrated_readings, migrated_rows, renamed_status
 from cacheprobe.trace.tables.draft_verdicts import with_read_tokens, with_verdicts
 
@@ -91,6 +91,11 @@ class StoredRun:
         """True if the saved run contains lens readings."""
         return self._table_path("hypotheses") is not None
 
+    @property
+    def is_unread(self) -> bool:
+        """True if the run was made with lens="later" and saved before its Z was read."""
+        return bool(self.meta.get("is_lens_later"))
+
     def readings(self, request_id: int, positions: range | None = None) -> pd.DataFrame:
         """Returns the lens readings of one request as a DataFrame, one line for each row and layer, rolled-back rows
         included and thoughts left out.
@@ -137,7 +142,7 @@ class StoredRun:
         """Returns the stored lens readings of one request as a pyarrow Table. Raises: ValueError if there are none."""
         path = self._table_path("hypotheses")
         if path is None:
-            raise ValueError("this run read no lens; run it with 'Z' in capture=")
+            raise ValueError(UNREAD if self.is_unread else "this run read no lens; run it with 'Z' in capture=")
         file = pq.ParquetFile(path)
         column = file.schema_arrow.get_field_index("request_id")
         groups = []

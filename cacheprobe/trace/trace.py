@@ -114,8 +114,9 @@ class Trace(TraceData):
         Columns: those of `trace.tables.build.hypotheses_table`; `drafted_token`, `verdict` and `prediction_depth` of
         `trace.tables.draft_verdicts.with_verdicts`; `read_token`, the row's input token; top_tokens, the texts of
         top_token_ids. A Thinking States model's thoughts are included, at site "thought". For an import without
-        readings, the logit lens reads the captured states.
-        Raises: ValueError if the run has neither lens readings nor thoughts.
+        readings, and at the first call for a run with lens="later", the logit lens reads the captured states.
+        Raises: ValueError if the run has neither lens readings nor thoughts, and if Z of a run with lens="later" is not
+        read yet and the trace was loaded without its model.
         """
         return hypotheses_of(self, include_rolled_back)
 
@@ -181,6 +182,8 @@ class Trace(TraceData):
         """Writes the trace into `directory` and returns the path. Replaces a complete run in the directory only if
         `overwrite` is True.
 
+        If Z of a run with lens="later" is not read yet, it is saved as unread: `load_trace` with the model reads it
+        when it is first needed. To save the readings, call `hypotheses` first.
         If writing fails, an earlier run in the directory stays complete.
         Raises: TraceError as `cacheprobe.trace.storage.save_trace`.
         """

@@ -170,7 +170,7 @@ def hostile(trace: cp.Trace) -> cp.Trace:
     return replace(
         trace,
         row_table=rows,
-        hypothesis_table=hypotheses,
+        stored_readings=hypotheses,
         token_table=trace.token_table.assign(token=HOSTILE),
         texts=dict.fromkeys(trace.texts, HOSTILE),
         requests=tuple(replace(r, prompt=HOSTILE) for r in trace.requests),

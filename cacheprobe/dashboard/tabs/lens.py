@@ -58,8 +58,8 @@ def readings_of(
     """
     if lens == RECORDED:
         if not book.run.has_readings:
-            raise CannotShow("this run recorded no lens readings; choose a lens that reads its kept states, or run it "
-                           "with Z in capture=")  # fmt: skip
+            or_run = "" if book.run.is_unread else ", or run it with Z in capture="
+            raise CannotShow(f"this run recorded no lens readings; choose a lens that reads its kept states{or_run}")
         if site != "S":
             raise CannotShow(f"recorded readings are of S; choose a lens that is read now for {site}")
         table = book.readings(request, page)

@@ -13,6 +13,7 @@ from cacheprobe.plots.diagrams.windows import Window, find_windows, verified_req
 from cacheprobe.plots.text import columns_of, plain, shorten, text_of, token_texts, visible
 from cacheprobe.plots.thoughts.columns import story_of
 from cacheprobe.plots.thoughts.picture import THOUGHT_COLUMNS, thought_lines
+from cacheprobe.trace.manifest import UNREAD
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
@@ -100,7 +101,7 @@ def _about(trace: "Trace") -> list[tuple[str, str]]:
         ("weights", plain(meta["weights_note"] or "as they were loaded")),
         ("kind", meta["kind"]),
         ("drafter", plain(meta["drafter"]) if meta["drafter"] else "the fast path, for deterministic requests"),
-        ("lens", plain(meta["lens"]) if trace.hypothesis_table is not None else "none was read"),
+        ("lens", _lens(trace)),
         ("states", f"{capture} of {len(trace.store.layers)} layers"),
         ("steps", ", ".join(f"{int(steps.get(phase, 0))} {phase}" for phase in _PHASES)),
         ("rows", _counts(trace.row_table.status)),
@@ -114,6 +115,13 @@ def _about(trace: "Trace") -> list[tuple[str, str]]:
         answers = f"{share:.0%} of {behaviour['num_examples']} right, 95 % interval {low:.0%} to {high:.0%}"
         about.append(("answers", f"{answers}, chance {behaviour['chance']:.0%}"))
     return about
+
+
+def _lens(trace: "Trace") -> str:
+    """Returns the name of the lens that read the run, or text that says that none did, or that Z is not read yet."""
+    if trace.hypothesis_table is not None:
+        return plain(trace.meta["lens"])
+    return f"{plain(trace.meta['lens'])}, not read yet" if trace.is_unread else "none was read"
 
 
 def _task(trace: "Trace") -> str:
@@ -173,7 +181,8 @@ def _agreement(trace: "Trace", title: str, request_id: int | None) -> Listing:
     """Returns a `Listing` by layer and verdict on the draft: the share of lens readings whose most likely token is the
     committed one. request_id: None for all requests."""
     if trace.hypothesis_table is None:
-        return Listing(title, (), [], "this run read no lens; with Z among the captured sites it does")
+        why = UNREAD if trace.is_unread else "this run read no lens; with Z among the captured sites it does"
+        return Listing(title, (), [], why)
     readings = lens_readings(trace)
     if request_id is not None:
         readings = readings[readings.request_id == request_id]

@@ -18,6 +18,7 @@ from cacheprobe.plots.text import markup, token_texts
 from cacheprobe.plots.thoughts.columns import story_of
 from cacheprobe.plots.thoughts.finding import finding as thoughts_finding
 from cacheprobe.plots.thoughts.picture import THOUGHT_COLUMNS, thought_lines, thoughts_block
+from cacheprobe.trace.manifest import UNREAD
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
@@ -50,7 +51,7 @@ def report_html(trace: "Trace", request_id: int, *, progress: bool = False) -> s
         lambda: _prompt(trace, request_id, texts),
         lambda: _windows(trace, request_id, texts),
         *([lambda: _thoughts(trace, request_id, texts)] if has_thoughts else []),
-        lambda: _lens(trace, request_id) if has_lens else _NO_LENS,
+        lambda: _lens(trace, request_id) if has_lens else _no_lens(trace),
         lambda: _controls(trace),
     ]
     parts = []
@@ -79,10 +80,10 @@ def _first_thing_to_see(trace: "Trace", request_id: int, texts: dict[int, str]) 
     return first_insight(readings, trace.row_table, events[events.request_id == request_id], texts)
 
 
-_NO_LENS = (
-    "<h2>Lens readings</h2>"
-    "<p class='note'>This run read no lens; with <code>Z</code> among the captured sites it does.</p>"
-)
+def _no_lens(trace: "Trace") -> str:
+    """Returns HTML: why the report has no lens readings."""
+    note = "This run read no lens; with <code>Z</code> among the captured sites it does."
+    return f"<h2>Lens readings</h2><p class='note'>{markup(f'{UNREAD}.') if trace.is_unread else note}</p>"
 
 
 def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:

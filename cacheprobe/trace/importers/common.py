@@ -126,7 +126,7 @@ def imported_trace(
         tokens=tokens,
         texts={number: decode(ids) for number, ids in tokens.items()},
         row_table=tables.rows_table([records[i] for i in order], token_texts),
-        hypothesis_table=None,
+        stored_readings=None,
         event_table=events,
         ledger_table=tables.ledger_table(_ledger(generations) if origin.has_steps else ()),
         store=MemoryStore(stacked),

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from cacheprobe.core.records import DISCARDED_DRAFT
+from cacheprobe.trace.manifest import UNREAD
 from cacheprobe.trace.tables.draft_verdicts import VERDICT_COLUMNS, with_read_tokens, with_verdicts
 from cacheprobe.trace.tables.thoughts import as_hypotheses
 
@@ -17,13 +18,13 @@ def hypotheses_of(trace: "TraceData", include_rolled_back: bool) -> pd.DataFrame
     for each thought.
 
     include_rolled_back: also rows fed a rejected, later or given-up draft token.
-    Raises: ValueError if the run has no lens readings and no thoughts.
+    Raises: ValueError if the run has no lens readings and no thoughts, and if Z is not read yet and has no model.
     """
     thoughts = None
     if trace.thought_table is not None:
         thoughts = as_hypotheses(trace.thought_table, trace.meta["thought_layer"], trace.token_texts)
         thoughts = with_read_tokens(thoughts, trace.row_table)
-    if thoughts is not None and trace.hypothesis_table is None:
+    if thoughts is not None and trace.hypothesis_table is None and not trace.is_unread:
         table = thoughts.assign(**dict.fromkeys(VERDICT_COLUMNS, pd.NA))
     elif thoughts is None:
         table = _readings(trace)
@@ -55,6 +56,8 @@ def _judged(trace: "TraceData") -> pd.DataFrame:
     if trace.reading_of_import is not None and trace.model is not None and "S" in trace.store.sites:
         return trace.reading_of_import(trace)
     trace.require_there("Z")
+    if trace.is_unread:
+        raise ValueError(UNREAD)
     capture = trace.meta["capture"]
     if "Z" in capture["sites"]:
         filters = f"positions={capture['positions']}, phases={capture['phases']}"
