@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 from cacheprobe.analysis.reading import readable
 from cacheprobe.analysis.replay import Replay, replay
@@ -43,7 +43,7 @@ class RunSettings(EngineOptions, total=False):
     drafter: Drafter | None
     deterministic: "bool | float | Iterable[Any]"
     capture: "str | CaptureConfig | None"
-    lens: "Lens | Literal['logit', 'later'] | None"
+    lens: "Lens | str | None"
     sampling: SamplingParams | None
     max_new_tokens: int | None
     seed: int
@@ -57,7 +57,7 @@ def run(
     drafter: Drafter | None = None,
     deterministic: "bool | float | Iterable[Any]" = False,
     capture: "str | CaptureConfig | None" = "STCZ",
-    lens: "Lens | Literal['logit', 'later'] | None" = None,
+    lens: "Lens | str | None" = None,
     sampling: SamplingParams | None = None,
     max_new_tokens: int | None = None,
     seed: int = 0,
