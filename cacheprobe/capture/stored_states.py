@@ -50,8 +50,8 @@ def read_rows(
 
 
 def committed_after(trace: TraceData, rows: pd.DataFrame) -> dict[int, int]:
-    """Returns a dict from row number to token id: the token that the final text has at the row's position + 1; -1 if
-    the text ends before."""
+    """Returns a dict from row number to the token id that the final text has at the row's position + 1; -1 if the text
+    ends before."""
     texts = {r.request_id: [*(r.prompt_token_ids or ()), *trace.tokens[r.request_id], -1] for r in trace.requests}
     positions = zip(rows.row, rows.request_id, rows.position + 1, strict=True)
     return {row: texts[request][min(position, len(texts[request]) - 1)] for row, request, position in positions}

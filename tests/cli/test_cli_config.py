@@ -169,10 +169,11 @@ def test_the_flags_of_a_run_are_settings_of_the_calls() -> None:
     sampling = {field.name for field in fields(cp.SamplingParams)} | {field.name for field in fields(cp.CaptureConfig)}
     assert set(flags) <= set(defaults) | set(EngineOptions.__annotations__) | sampling
     differ = {name for name, value in flags.items() if name in defaults and defaults[name] != value}
-    assert differ == {"dtype", "window", "group", "max_new_tokens"}  # what a call leaves open, or decides elsewhere
+    # what a call leaves open, or decides elsewhere
+    assert differ == {"dtype", "window", "group", "max_new_tokens", "lens"}
     shared = {**Axes.model_fields, **SweepRun.model_fields}
     known = {**flags, **{field.name: field.default for field in fields(PromptFlags)}}
-    assert set(shared) - set(known) == {"lens", "intervention", "prefill_chunk", "prefill_group", "pad_prefill"}
+    assert set(shared) - set(known) == {"intervention", "prefill_chunk", "prefill_group", "pad_prefill"}
     differ = {name for name in set(shared) & set(known) if shared[name].default not in (known[name], None)}
     assert differ == {"dtype", "task", "window", "device", "capture"}
 
