@@ -86,8 +86,7 @@ def read_now(trace: TraceData, model: CachedLM | None = None) -> None:
         trace.meta["missing"] = {**trace.meta.get("missing", {}), **failed}
         for reason in dict.fromkeys(failed.values()):
             warnings.warn(reason, RuntimeWarning, stacklevel=2)
-    trace.stored_readings = readings
-    trace.meta.pop("is_lens_later", None)
+    trace.hypothesis_table = readings
 
 
 def missing_readings(errors: Mapping[int, str], has_readings: bool) -> dict[str, str]:

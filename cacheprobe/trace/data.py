@@ -73,6 +73,12 @@ class TraceData:
             self.reading_later(self)
         return self.stored_readings
 
+    @hypothesis_table.setter
+    def hypothesis_table(self, readings: pd.DataFrame | None) -> None:
+        """Replaces the lens readings; the run then counts as read."""
+        self.stored_readings = readings
+        self.meta.pop("is_lens_later", None)
+
     @property
     def fingerprint(self) -> JsonDict:
         """Settings, as a dict, that the bits of the run's results depend on: model, weights, dtype, device, shapes of

@@ -68,7 +68,7 @@ def another_reading(column: str) -> Callable[[Trace], None]:
         held[of_layer] = (
             np.nextafter(held[of_layer], held.dtype.type(-np.inf)) if held.dtype.kind == "f" else held[of_layer] + 1
         )
-        trace.stored_readings = table.assign(**{column: held})
+        trace.hypothesis_table = table.assign(**{column: held})
 
     return change
 
