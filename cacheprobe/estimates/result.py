@@ -10,18 +10,20 @@ from cacheprobe.engine.sizes import bytes_text
 
 
 class Bounds(NamedTuple):
-    """Holds the smallest and the largest expected value. Both are equal if nothing is drafted."""
+    """Holds the smallest, the likely and the largest value. All are equal if nothing is drafted."""
 
     least: float
     """If the verifier accepts every draft token."""
+    likely: float
+    """If the verifier accepts as many draft tokens as in a short trial of the drafter."""
     most: float
     """If the verifier rejects every draft token."""
 
     def text(self, unit: str = "") -> str:
-        """Returns the value as text, in bytes, in seconds or without a unit; "A to B" if the bounds differ."""
+        """Returns the likely value as text, in bytes, in seconds or without a unit, and the bounds if they differ."""
         kinds = {"bytes": _megabytes, "seconds": duration, "": lambda value: f"{value:,.0f}"}
-        low, high = kinds[unit](self.least), kinds[unit](self.most)
-        return low if low == high else f"{low} to {high}"
+        low, likely, high = (kinds[unit](value) for value in self)
+        return likely if low == high else f"{likely} ({low} to {high})"
 
 
 class PassCost(NamedTuple):
@@ -34,7 +36,7 @@ class PassCost(NamedTuple):
     """Token slots of each batch index."""
     num_layers: int | None
     """Layers that run; None for all."""
-    count: int
+    num_passes: int
     """Number of passes of this shape."""
     seconds: float
     """Time of one pass, recording included."""
@@ -75,7 +77,7 @@ class Estimate:
     seconds: Bounds
     """Time of `cp.run`, without loading the model and without saving."""
     costs: tuple[PassCost, ...] = field(default=())
-    """The passes of the run by shape, if every draft token is accepted."""
+    """The likely passes of the run, by shape."""
     assumptions: tuple[str, ...] = ()
 
     def __repr__(self) -> str:

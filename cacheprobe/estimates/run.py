@@ -1,16 +1,21 @@
 """Estimates a run from its RunPlan: counts its passes, measures some of them here, and multiplies."""
 
 import math
+from collections.abc import Sequence
 
 from cacheprobe.capture.lens_reader import LENS_TILE
-from cacheprobe.drafters.base import Drafter, drafted_layers
+from cacheprobe.core.records import Request
+from cacheprobe.drafters.base import Drafter
 from cacheprobe.drafters.early_exit import EarlyExit
 from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.drafters.model import DraftModel
+from cacheprobe.engine.drafting import is_own
 from cacheprobe.engine.sizes import READING_BYTES, TOKEN_BYTES, available_bytes, state_bytes, state_dtype
-from cacheprobe.estimates.counting import Tally, count
+from cacheprobe.estimates.assumed import ALL_ACCEPTED, ALL_REJECTED
+from cacheprobe.estimates.counting import count
 from cacheprobe.estimates.result import Bounds, Estimate, PassCost
 from cacheprobe.estimates.tables import TableCosts, sample_tables
+from cacheprobe.estimates.tally import Tally, new_tokens
 from cacheprobe.estimates.timing import (
     choice_seconds,
     draft_seconds,
@@ -19,6 +24,7 @@ from cacheprobe.estimates.timing import (
     seconds_of,
     tile_seconds,
 )
+from cacheprobe.estimates.trial import try_out
 from cacheprobe.plan import RunPlan
 
 TENSOR_HEADER_BYTES = 90
@@ -38,25 +44,31 @@ def estimate_plan(plan: RunPlan, drafter: Drafter | None) -> Estimate:
             "depend on the thoughts that it writes; use the same model without thoughts, or run a part"
         )
     states = plan.states(drafter)
-    least = count(plan, drafter, states, is_accepted=True)
-    most = count(plan, drafter, states, is_accepted=False) if least.draft_tokens else least
+    least = likely = most = count(plan, drafter, states, ALL_ACCEPTED)
+    outcomes: Sequence[tuple[int, int]] = ()
+    if least.draft_tokens:
+        most = count(plan, drafter, states, ALL_REJECTED)
+        if drafter is None or is_own(drafter):
+            outcomes = try_out(plan, drafter, plan.states(drafter))
+        likely = count(plan, drafter, states, outcomes or ALL_ACCEPTED)
+    tallies = (least, likely, most)
     tables = sample_tables(plan, drafter, states)
     in_flight = min(len(plan.requests), plan.config.max_batch)
     slot_bytes = plan.model.new_cache(1, 1).cache_bytes
-    sizes = [_sizes(plan, tally, tables) for tally in (least, most)]
+    sizes = [_sizes(plan, tally, tables) for tally in tallies]
     cache_bytes = slot_bytes * (in_flight + 1) * plan.config.capacity
     kept_kv = sum(_num_positions(request) for request in plan.requests if request.keep_kv) * slot_bytes
     beside = cache_bytes + kept_kv + _draft_cache_bytes(plan, drafter, in_flight) + _logit_bytes(plan, least)
-    seconds, costs = _seconds(plan, drafter, (least, most), tables, in_flight)
+    seconds, costs = _seconds(plan, drafter, tallies, tables, in_flight)
     is_on_cpu = plan.model.device.type == "cpu"
     estimate = Estimate(
         num_requests=len(plan.requests),
         prompt_tokens=sum(request.num_prompt_tokens for request in plan.requests),
-        new_tokens=sum(state.sampling.max_new_tokens or 0 for state in states),
-        prefill_passes=Bounds(least.steps["prefill"], most.steps["prefill"]),
-        decode_passes=Bounds(least.steps["decode"], most.steps["decode"]),
-        verify_passes=Bounds(least.steps["verify"], most.steps["verify"]),
-        rows=Bounds(least.rows, most.rows),
+        new_tokens=sum(map(new_tokens, plan.requests)),
+        prefill_passes=Bounds(*(tally.steps["prefill"] for tally in tallies)),
+        decode_passes=Bounds(*(tally.steps["decode"] for tally in tallies)),
+        verify_passes=Bounds(*(tally.steps["verify"] for tally in tallies)),
+        rows=Bounds(*(tally.rows for tally in tallies)),
         cache_bytes=cache_bytes,
         state_bytes=Bounds(*(states for states, _, _, _ in sizes)),
         table_bytes=Bounds(*(held for _, held, _, _ in sizes)),
@@ -65,16 +77,15 @@ def estimate_plan(plan: RunPlan, drafter: Drafter | None) -> Estimate:
         available_bytes=available_bytes() if is_on_cpu else None,
         seconds=seconds,
         costs=costs,
-        assumptions=_assumptions(plan, drafter, least),
+        assumptions=_assumptions(plan, drafter, least, outcomes),
     )
     estimate.require_memory()
     return estimate
 
 
-def _num_positions(request: object) -> int:
+def _num_positions(request: Request) -> int:
     """Returns the number of positions of a request in the cache at its end: all but the newest token."""
-    sampling = request.sampling  # complete in a plan
-    return request.num_prompt_tokens + sampling.max_new_tokens - 1
+    return request.num_prompt_tokens + new_tokens(request) - 1
 
 
 # -- memory
@@ -86,13 +97,13 @@ def _sizes(plan: RunPlan, tally: Tally, costs: TableCosts) -> tuple[float, float
     states = tally.kept_rows * state_bytes(model, capture, plan.layers)
     heads, _ = model.head_shape
     patterns = tally.pattern_weights * heads * len(plan.layers) * state_dtype(model, capture).itemsize
-    tokens = sum(min(request.sampling.max_new_tokens, model.d_vocab) for request in plan.requests)
+    tokens = sum(min(new_tokens(request), model.d_vocab) for request in plan.requests)
     lines = {
         "rows": tally.rows,
         "events": tally.event_lines,
         "ledger": tally.ledger_lines,
         "tokens": min(tokens + len({t for r in plan.requests for t in r.prompt_token_ids}), model.d_vocab),
-        "manifest": sum(r.num_prompt_tokens + r.sampling.max_new_tokens for r in plan.requests),
+        "manifest": sum(r.num_prompt_tokens + new_tokens(r) for r in plan.requests),
     }
     if capture.reads_lens:
         lines["hypotheses"] = tally.readings
@@ -127,12 +138,15 @@ def _logit_bytes(plan: RunPlan, tally: Tally) -> int:
 
 
 def _seconds(
-    plan: RunPlan, drafter: Drafter | None, tallies: tuple[Tally, Tally], costs: TableCosts, in_flight: int
+    plan: RunPlan, drafter: Drafter | None, tallies: tuple[Tally, Tally, Tally], costs: TableCosts, in_flight: int
 ) -> tuple[Bounds, tuple[PassCost, ...]]:
-    """Returns (the seconds of the run, the cost of each pass shape if every draft token is accepted)."""
-    least, most = tallies
+    """Returns (the seconds of the run, the cost of each of its likely pass shapes).
+
+    tallies: of the run with the fewest, the likely and the most passes.
+    """
+    least, likely, most = tallies
     states = plan.states(drafter)
-    measured = measure_passes(plan, states, most.passes | least.passes, in_flight)
+    measured = measure_passes(plan, states, most.passes | least.passes | likely.passes, in_flight)
     tile = tile_seconds(plan) if plan.capture.reads_lens else 0.0
     choice = choice_seconds(plan, states)
     fingerprint = seconds_of(plan.fingerprint)
@@ -143,23 +157,25 @@ def _seconds(
         others = tally.seconds + tally.choices * choice + draft_seconds(plan, drafter, tally) + fingerprint
         reading = math.ceil(tally.readings / LENS_TILE) * tile + tally.readings * costs.reading_seconds
         totals.append(passes + others + reading + costs.build_seconds.of(tally.rows))
-    by_shape = seconds_by_shape(least.passes, measured)
+    by_shape = seconds_by_shape(likely.passes, measured)
     listed = tuple(
         PassCost(s.phase, s.size, s.width, s.num_layers, sums.count, by_shape[s], s in measured)
-        for s, sums in least.passes.items()
+        for s, sums in likely.passes.items()
     )
-    return Bounds(min(totals), max(totals)), listed
+    return Bounds(min(totals), totals[1], max(totals)), listed
 
 
-def _assumptions(plan: RunPlan, drafter: Drafter | None, tally: Tally) -> tuple[str, ...]:
-    """Returns what the estimate assumed, as texts."""
+def _assumptions(
+    plan: RunPlan, drafter: Drafter | None, tally: Tally, outcomes: Sequence[tuple[int, int]]
+) -> tuple[str, ...]:
+    """Returns what the estimate assumed, as texts. outcomes: from `try_out`; () if the drafter was not tried."""
     said = ["every request generates all its new tokens; a request that stops earlier takes less"]
     if tally.draft_tokens:
-        said.append("the lower number: every draft token is accepted; the higher one: none is")
-        if drafter is None or isinstance(drafter, FastPath):
-            said.append("these drafts are decode passes of the whole model, and nearly all of them are accepted")
-        elif not isinstance(drafter, DraftModel | EarlyExit) and not drafted_layers(drafter, plan.model):
-            said.append(f"the drafter {drafter.name} itself takes no time, and drafts as many tokens as it may")
+        drafted, accepted = (sum(length for length, _ in outcomes), sum(min(pair) for pair in outcomes))
+        trial = f"as in a trial, where {accepted} of {drafted} were" if outcomes else "every one"
+        said.append(f"accepted draft tokens: {trial}; in brackets, the numbers if every one is, and if none is")
+        if not (drafter is None or isinstance(drafter, FastPath | DraftModel | EarlyExit)):
+            said.append(f"the drafter {drafter.name} itself takes no time")
     if plan.interventions:
         said.append("interventions take no time")
     return tuple(said)

@@ -7,7 +7,7 @@ import io
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,8 @@ from cacheprobe.capture.assemble import assemble
 from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.config import CaptureConfig
 from cacheprobe.drafters.base import Drafter
-from cacheprobe.estimates.counting import Tally, plain_states, replay_passes
+from cacheprobe.estimates.counting import plain_states, replay_passes
+from cacheprobe.estimates.tally import Tally
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.ops.readout import Readout
 from cacheprobe.plan import RunPlan
@@ -57,11 +58,11 @@ class TableCosts:
     reading_seconds: float
     """Of one line of lens readings."""
 
-    def memory_bytes(self, lines: dict[str, float]) -> float:
+    def memory_bytes(self, lines: Mapping[str, float]) -> float:
         """Returns the bytes of all tables in memory. lines: number of lines by table."""
         return sum(self.memory[name].of(count) for name, count in lines.items())
 
-    def disk_bytes(self, lines: dict[str, float]) -> float:
+    def disk_bytes(self, lines: Mapping[str, float]) -> float:
         """Returns the bytes of the manifest and of all tables on disk. lines: number of lines by table."""
         return sum(self.disk[name].of(count) for name, count in lines.items())
 

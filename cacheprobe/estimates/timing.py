@@ -14,13 +14,12 @@ import torch
 
 from cacheprobe.capture.lens_reader import LENS_TILE, LensReader, Queued
 from cacheprobe.capture.recorder import Recorder
-from cacheprobe.core.records import SamplingParams
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.drafters.early_exit import EarlyExit
 from cacheprobe.drafters.model import DraftModel
 from cacheprobe.engine.choosing import choose_next, describe
 from cacheprobe.engine.model_runner import Entry, ModelRunner
-from cacheprobe.estimates.counting import PassShape, PassSums, Tally
+from cacheprobe.estimates.tally import PassShape, PassSums, Tally, new_tokens
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.turns import hold_model
@@ -178,7 +177,7 @@ def draft_seconds(plan: RunPlan, drafter: Drafter | None, tally: Tally) -> float
             one = seconds_of(lambda: drafter.lens.logits(plan.model, states, layers))
     elif isinstance(drafter, DraftModel):
         model, _ = choose_path(drafter.model)
-        longest = max(r.num_prompt_tokens + (r.sampling or SamplingParams()).max_new_tokens for r in plan.requests)
+        longest = max(r.num_prompt_tokens + new_tokens(r) for r in plan.requests)
         cache = model.new_cache(batch, longest + 1)
         token_ids, rows, starts = torch.zeros(batch, 1, dtype=torch.long), range(batch), [longest // 2] * batch
         with hold_model(plan.model), torch.inference_mode():
