@@ -97,12 +97,13 @@ def _sizes(plan: RunPlan, tally: Tally, costs: TableCosts) -> tuple[float, float
     states = tally.kept_rows * state_bytes(model, capture, plan.layers)
     heads, _ = model.head_shape
     patterns = tally.pattern_weights * heads * len(plan.layers) * state_dtype(model, capture).itemsize
-    tokens = sum(min(new_tokens(request), model.d_vocab) for request in plan.requests)
+    of_prompts = [token for request in plan.requests for token in request.prompt_token_ids]
+    distinct = len(set(of_prompts)) / len(of_prompts)  # the new tokens repeat as often as those of the prompts
     lines = {
         "rows": tally.rows,
         "events": tally.event_lines,
         "ledger": tally.ledger_lines,
-        "tokens": min(tokens + len({t for r in plan.requests for t in r.prompt_token_ids}), model.d_vocab),
+        "tokens": min(distinct * (len(of_prompts) + sum(map(new_tokens, plan.requests))), model.d_vocab),
         "manifest": sum(r.num_prompt_tokens + new_tokens(r) for r in plan.requests),
     }
     if capture.reads_lens:

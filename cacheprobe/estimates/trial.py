@@ -13,12 +13,13 @@ from cacheprobe.models.turns import hold_model
 from cacheprobe.ops.acceptance import StopRule
 from cacheprobe.plan import RunPlan
 
-PILOT_SECONDS = 1.5
-"""Time after which no further round of a trial of the drafter begins."""
+TRIAL_SECONDS, TRIAL_DRAFTS = 1.5, 3
+"""A trial ends after this time, but not before this number of verdicts on drafts of each request: the first drafts of a
+text are accepted less often than later ones."""
 
 
 def try_out(plan: RunPlan, drafter: Drafter | None, states: Sequence[SequenceState]) -> list[tuple[int, int]]:
-    """Runs some verified requests with their drafter for about PILOT_SECONDS, without recording states. Returns
+    """Runs some verified requests with their drafter for a short time, without recording states. Returns
     (length, number of accepted tokens) of each draft, with WHOLE for a draft that was accepted in full; [] if none got
     a verdict.
 
@@ -30,10 +31,11 @@ def try_out(plan: RunPlan, drafter: Drafter | None, states: Sequence[SequenceSta
         return []
     for state in tried:
         state.stop_rule = StopRule(frozenset(), (), state.decode)
-    until = time.perf_counter() + PILOT_SECONDS
+    until = time.perf_counter() + TRIAL_SECONDS
     with hold_model(plan.model), closing(rounds(plan.model, tried, plan.config, log, drafter)) as steps:
         for _ in steps:
-            if time.perf_counter() > until and any(step.verdicts for step in log.steps):
+            num_verdicts = sum(len(step.verdicts) for step in log.steps)
+            if time.perf_counter() > until and num_verdicts >= TRIAL_DRAFTS * len(tried):
                 break
     for state in tried:
         if drafter is not None:

@@ -123,7 +123,7 @@ def test_the_cache_is_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         {},
         {"window": 1, "deterministic": True},
         {"window": 1, "deterministic": 0.5, "max_batch": 2},
-        {"max_kv_tokens": 60, "max_batch": 4},
+        {"max_kv_tokens": 80, "max_batch": 4},
         {"prefill_group": 2, "window": 1, "deterministic": True},
     ],
     ids=str,
