@@ -10,7 +10,7 @@ from torch import Tensor
 from cacheprobe.drafters.base import DraftContext, Drafter, drafted_layers
 from cacheprobe.drafters.model import DraftModel
 from cacheprobe.engine.model_runner import Entry
-from cacheprobe.estimates.tally import Tally
+from cacheprobe.estimates.tally import RunTally
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 
@@ -84,7 +84,7 @@ class AssumedDrafter:
     drafter: Drafter
     model: CachedLM
     logits: DraftOutcomes | RollingLogits
-    tally: Tally
+    tally: RunTally
     name: ClassVar[str] = "assumed"
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.loop import rounds
 from cacheprobe.engine.model_runner import Entry, ModelRunner, PassOutcome, row_slots
 from cacheprobe.estimates.assumed import AssumedDrafter, DraftOutcomes, RollingLogits
-from cacheprobe.estimates.tally import PassShape, PassSums, Tally
+from cacheprobe.estimates.tally import PassShape, PassSums, RunTally
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.plan import RunPlan
@@ -32,7 +32,7 @@ _PLAIN = SamplingParams(
 class PassCounter(ModelRunner):
     """Counts the passes that the engine asks for, reports their rows, and returns made-up logits."""
 
-    def __init__(self, *parts: Any, tally: Tally, logits: "DraftOutcomes | RollingLogits") -> None:
+    def __init__(self, *parts: Any, tally: RunTally, logits: "DraftOutcomes | RollingLogits") -> None:
         super().__init__(*parts)
         self._tally, self._logits = tally, logits
 
@@ -68,20 +68,22 @@ class PassCounter(ModelRunner):
 
 def count(
     plan: RunPlan, drafter: Drafter | None, states: Sequence[SequenceState], outcomes: Sequence[tuple[int, int]]
-) -> Tally:
-    """Returns the Tally of a run whose drafts have these outcomes: (length, number of accepted tokens) of each.
+) -> RunTally:
+    """Returns the RunTally of a run whose drafts have these outcomes: (length, number of accepted tokens) of each.
 
     states: from `plan.states`; they are not changed.
     """
-    tally = Tally(plan)
+    tally = RunTally(plan)
     tally.seconds = _loop(plan, drafter, plain_states(states), DraftOutcomes(outcomes), tally, ())
     return tally
 
 
-def replay_passes(plan: RunPlan, drafter: Drafter | None, states: Sequence[SequenceState], observer: Observer) -> Tally:
-    """Runs the loop with tokens of the whole vocabulary, reports to an observer, and returns the Tally. Every draft
+def replay_passes(
+    plan: RunPlan, drafter: Drafter | None, states: Sequence[SequenceState], observer: Observer
+) -> RunTally:
+    """Runs the loop with tokens of the whole vocabulary, reports to an observer, and returns the RunTally. Every draft
     token is accepted."""
-    tally = Tally(plan)
+    tally = RunTally(plan)
     tally.seconds = _loop(plan, drafter, states, RollingLogits(plan.model.d_vocab), tally, (observer,))
     return tally
 
@@ -114,7 +116,7 @@ def _loop(
     drafter: Drafter | None,
     states: Sequence[SequenceState],
     logits: DraftOutcomes | RollingLogits,
-    tally: Tally,
+    tally: RunTally,
     observers: Collection[Observer],
 ) -> float:
     """Runs the engine's loop over counted passes, and returns its seconds."""

@@ -15,7 +15,7 @@ from cacheprobe.estimates.assumed import ALL_ACCEPTED, ALL_REJECTED
 from cacheprobe.estimates.counting import count
 from cacheprobe.estimates.result import Bounds, Estimate, PassCost
 from cacheprobe.estimates.tables import TableCosts, sample_tables
-from cacheprobe.estimates.tally import Tally, new_tokens
+from cacheprobe.estimates.tally import RunTally, new_tokens
 from cacheprobe.estimates.timing import (
     choice_seconds,
     draft_seconds,
@@ -32,7 +32,7 @@ TENSOR_HEADER_BYTES = 90
 
 
 def estimate_plan(plan: RunPlan, drafter: Drafter | None) -> Estimate:
-    """Returns the Estimate of a plan's run. Runs a few passes of the model, records none of them, and calls no
+    """Returns the Estimate of a plan's run. Runs a few passes of the model, records none of them, and applies no
     intervention and no drafter of the user.
 
     Raises: ValueError for a Thinking States model, whose thoughts cost what their texts need, and for a run that needs
@@ -91,7 +91,7 @@ def _num_positions(request: Request) -> int:
 # -- memory
 
 
-def _sizes(plan: RunPlan, tally: Tally, costs: TableCosts) -> tuple[float, float, float, float]:
+def _sizes(plan: RunPlan, tally: RunTally, costs: TableCosts) -> tuple[float, float, float, float]:
     """Returns bytes of (states in the trace, tables in memory, the saved run, records at their largest)."""
     capture, model = plan.capture, plan.model
     states = tally.kept_rows * state_bytes(model, capture, plan.layers)
@@ -125,7 +125,7 @@ def _draft_cache_bytes(plan: RunPlan, drafter: Drafter | None, in_flight: int) -
     return in_flight * longest * drafter.model.new_cache(1, 1).cache_bytes
 
 
-def _logit_bytes(plan: RunPlan, tally: Tally) -> int:
+def _logit_bytes(plan: RunPlan, tally: RunTally) -> int:
     """Returns the bytes of the largest logits: of a pass in the model's dtype, or of a lens tile, which has a float32
     copy."""
     model = plan.model
@@ -139,7 +139,11 @@ def _logit_bytes(plan: RunPlan, tally: Tally) -> int:
 
 
 def _seconds(
-    plan: RunPlan, drafter: Drafter | None, tallies: tuple[Tally, Tally, Tally], costs: TableCosts, in_flight: int
+    plan: RunPlan,
+    drafter: Drafter | None,
+    tallies: tuple[RunTally, RunTally, RunTally],
+    costs: TableCosts,
+    in_flight: int,
 ) -> tuple[Bounds, tuple[PassCost, ...]]:
     """Returns (the seconds of the run, the cost of each of its likely pass shapes).
 
@@ -167,7 +171,7 @@ def _seconds(
 
 
 def _assumptions(
-    plan: RunPlan, drafter: Drafter | None, tally: Tally, outcomes: Sequence[tuple[int, int]]
+    plan: RunPlan, drafter: Drafter | None, tally: RunTally, outcomes: Sequence[tuple[int, int]]
 ) -> tuple[str, ...]:
     """Returns what the estimate assumed, as texts. outcomes: from `try_out`; () if the drafter was not tried."""
     said = ["every request generates all its new tokens; a request that stops earlier takes less"]

@@ -19,7 +19,7 @@ from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.config import CaptureConfig
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.estimates.counting import plain_states, replay_passes
-from cacheprobe.estimates.tally import Tally
+from cacheprobe.estimates.tally import RunTally
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.ops.readout import Readout
 from cacheprobe.plan import RunPlan
@@ -120,7 +120,7 @@ def _parquet_bytes(table: pd.DataFrame) -> int:
     return file.getbuffer().nbytes
 
 
-def _manifest(trace: Trace, tally: Tally) -> PerLine:
+def _manifest(trace: Trace, tally: RunTally) -> PerLine:
     """Returns the bytes of a manifest by rows: one part for the run, and one for the tokens and texts of requests."""
     with tempfile.TemporaryDirectory(prefix="cacheprobe-estimate-") as folder:
         text = (trace.save(Path(folder) / "run") / MANIFEST).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Defines Tally, an observer that counts what a run computes and records."""
+"""Defines RunTally, an observer that counts what a run computes and records."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ class PassSums:
 
 
 @dataclass
-class Tally(Observer):
+class RunTally(Observer):
     """Counts what a run records: rows, kept states, readings, lines of tables."""
 
     plan: RunPlan

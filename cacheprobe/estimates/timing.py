@@ -19,7 +19,7 @@ from cacheprobe.drafters.early_exit import EarlyExit
 from cacheprobe.drafters.model import DraftModel
 from cacheprobe.engine.choosing import choose_next, describe
 from cacheprobe.engine.model_runner import Entry, ModelRunner
-from cacheprobe.estimates.tally import PassShape, PassSums, Tally, new_tokens
+from cacheprobe.estimates.tally import PassShape, PassSums, RunTally, new_tokens
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.turns import hold_model
@@ -54,7 +54,7 @@ def measure_passes(
     """Returns the seconds of one pass of the most frequent, the smallest and the largest shapes, MOST_SHAPES of each
     kind (`_kind`).
 
-    states: of the plan's requests, fresh.  passes: the run's, from a Tally.  in_flight: requests with a cache row.
+    states: of the plan's requests, fresh.  passes: the run's, from a RunTally.  in_flight: requests with a cache row.
     """
     prompts = {r.request_id: r.prompt_token_ids for r in plan.requests}
     measured: dict[PassShape, float] = {}
@@ -162,7 +162,7 @@ def choice_seconds(plan: RunPlan, states: Sequence[SequenceState]) -> float:
     return seconds_of(choose)
 
 
-def draft_seconds(plan: RunPlan, drafter: Drafter | None, tally: Tally) -> float:
+def draft_seconds(plan: RunPlan, drafter: Drafter | None, tally: RunTally) -> float:
     """Returns the seconds that the drafter itself takes in the run: the passes of a DraftModel, the lens of an
     EarlyExit; 0 for other drafters."""
     calls = {batch: count for batch, count in tally.draft_calls.items() if batch}
