@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cacheprobe import analysis, drafters, interventions, lenses, patching, plots, probes, tasks
     from cacheprobe.api import (
+        estimate,
         import_generate,
         import_vllm,
         kv_snapshot,
@@ -34,6 +35,7 @@ _HOMES = {
     "load_model": "cacheprobe.api",
     "load_trace": "cacheprobe.api",
     "run": "cacheprobe.api",
+    "estimate": "cacheprobe.api",
     "stream": "cacheprobe.api",
     "reference": "cacheprobe.api",
     "verify": "cacheprobe.api",
@@ -52,7 +54,7 @@ _HOMES = {
 _MODULES = ("analysis", "tasks", "drafters", "interventions", "lenses", "patching", "plots", "probes")
 
 __all__ = [  # noqa: RUF022
-    "load_model", "run", "stream", "reference", "verify", "load_trace", "kv_snapshot", "diff_rows",
+    "load_model", "run", "estimate", "stream", "reference", "verify", "load_trace", "kv_snapshot", "diff_rows",
     "sweep", "load_sweep", "import_generate", "import_vllm",
     "Request", "SamplingParams", "CaptureConfig", "Trace", "Interrupted",
     "analysis", "tasks", "drafters", "interventions", "lenses", "patching", "plots", "probes",

@@ -1,5 +1,5 @@
-"""Defines the functions that a notebook needs: load_model, run, stream, reference, verify, kv_snapshot, load_trace,
-import_generate and import_vllm."""
+"""Defines the functions that a notebook needs: load_model, run, estimate, stream, reference, verify, kv_snapshot,
+load_trace, import_generate and import_vllm."""
 
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -19,6 +19,8 @@ from cacheprobe.core.values import require_known_options
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.reference import read_rows, run_reference
 from cacheprobe.engine.shapes import choose_shapes
+from cacheprobe.estimates.result import Estimate
+from cacheprobe.estimates.run import estimate_plan
 from cacheprobe.interventions.base import Intervention, as_interventions
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot
@@ -33,7 +35,8 @@ from cacheprobe.trace.trace import Trace
 from cacheprobe.trace.trace import load_trace as open_trace
 
 __all__ = [
-    "import_generate", "import_vllm", "kv_snapshot", "load_model", "load_trace", "reference", "run", "stream", "verify",
+    "estimate", "import_generate", "import_vllm", "kv_snapshot", "load_model", "load_trace", "reference", "run",
+    "stream", "verify",
 ]  # fmt: skip
 
 
@@ -141,6 +144,19 @@ def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **setting
     with _progress_bar(plan, progress) as bar:
         trace = plan.execute(loop, states, bar, kind="reference", drafter=None)
     return _checked(plan, trace, progress)
+
+
+def estimate(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> Estimate:
+    """Returns the Estimate of `run` with the same arguments: tokens, passes, memory, disk space and seconds.
+
+    Counts the run's passes exactly, runs a few of them on this machine, and multiplies. Every request is assumed to
+    generate all its new tokens. With drafts, numbers are a range: from every draft token accepted to none.
+    Nothing is recorded, and interventions and a user's own drafter are not called.
+    Raises: as `run` before its first pass; ValueError, too, for a Thinking States model, and for a run that needs more
+    memory than the machine has.
+    """
+    drafter = settings.pop("drafter", None)
+    return estimate_plan(_plan(model, prompts, drafter, settings), drafter)
 
 
 def _plan(

@@ -116,8 +116,11 @@ class Recorder(Observer):
         """Chooses which rows of the coming pass to keep, to read through the lens and to self-check, and allocates the
         tensors for their states."""
         device, width = self.model.device, self.model.d_model
-        kept = [self._keeps(phase, row.position) for row in rows]
-        reads = [self.reader is not None and self._reads(row) and k for row, k in zip(rows, kept, strict=True)]
+        kept = [self.config.keeps_row(phase, row.position) for row in rows]
+        reads = [
+            is_kept and self.config.reads_row(row.position, len(self.prompts[row.request_id]))
+            for row, is_kept in zip(rows, kept, strict=True)
+        ]
         now = self._now = OpenPass.of(rows, shape[1], kept, reads, self.blocks.layer_index, device)
         if any(kept):
             now.states = self.blocks.open(len(now.keep_index), width)
@@ -172,19 +175,6 @@ class Recorder(Observer):
                 lens_column += 1
         if now.watched is not None:
             self._check(record, now, now.watched, ran)
-
-    def _keeps(self, phase: str, position: int) -> bool:
-        """Returns True if the capture settings keep the states of a row of this phase and position."""
-        phases, positions = self.config.phases, self.config.positions
-        return (
-            self.config.keeps_states
-            and (phases is None or phase in phases)
-            and (positions is None or position in positions)
-        )
-
-    def _reads(self, row: RowSlot) -> bool:
-        """Returns True if the lens reads the row: it predicts a generated token, or prompt readings are wanted."""
-        return self.config.prompt_hypotheses or row.position >= len(self.prompts[row.request_id]) - 1
 
     def _queue(self, row: RowRecord, states: Tensor, ran: int) -> None:
         """Collects the newest row for the lens reader, with its states [layers, m] of the kept layers that ran."""

@@ -3,7 +3,7 @@
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cacheprobe.cli.flags import with_flags
 from cacheprobe.core.run_flags import ModelFlags, PromptFlags, RunFlags
@@ -21,7 +21,8 @@ PASSED_ON = ("deterministic", "lens", "max_new_tokens", "seed", *SHAPES)
 @with_flags
 def run(
     *,
-    out: Path,
+    out: Path | None = None,
+    dry_run: bool = False,
     overwrite: bool = False,
     config: Path | None = None,
     model: ModelFlags,
@@ -29,14 +30,16 @@ def run(
     settings: RunFlags,
     progress: bool = True,
 ) -> int:
-    """Generate from prompts or a task's examples, and save the trace.
+    """Generate from prompts or a task's examples, and save the trace; with --dry-run, estimate what that takes.
 
     Ctrl-C saves what is finished and exits with 130; pressed again, it ends at once.
 
     Parameters
     ----------
     out
-        Directory for the trace.
+        Directory for the trace; needed unless --dry-run is given.
+    dry_run
+        Print an estimate of passes, memory, disk space and time instead, and run nothing.
     overwrite
         Replace the run that --out holds, and remove its report.html. The old run stays until the new one is complete.
     config
@@ -53,7 +56,10 @@ def run(
     from cacheprobe.trace.places import require_free
 
     prompts.require_one_source()
-    require_free(out, overwrite)
+    if out is not None:
+        require_free(out, overwrite)
+    elif not dry_run:
+        raise ValueError("give --out, the directory for the trace, or --dry-run for an estimate")
     # before examples are made and the model is loaded, which takes seconds: settings check themselves
     sampling = SamplingParams(
         temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, stop=settings.stop
@@ -62,12 +68,17 @@ def run(
     drafter, to_read = _drafter_and_prompts(model, prompts, settings)
     loaded = cp.load_model(**asdict(model), progress=progress)
     passed_on = {name: getattr(settings, name) for name in PASSED_ON}
+    arguments: dict[str, Any] = dict(
+        drafter=drafter, capture=capture, layers=list(settings.layers) or "all", sampling=sampling, **passed_on
+    )
+    if dry_run or out is None:
+        estimate = cp.estimate(loaded, to_read, **arguments)
+        print(estimate)
+        estimate.require_disk(out or Path())
+        return 0
     stopped = None
     try:
-        trace = cp.run(
-            loaded, to_read, drafter=drafter, capture=capture, layers=list(settings.layers) or "all", sampling=sampling,
-            progress=progress, **passed_on,
-        )  # fmt: skip
+        trace = cp.run(loaded, to_read, progress=progress, **arguments)
     except cp.Interrupted as interrupted:
         trace, stopped = interrupted.trace, interrupted
     trace.meta["command"] = {

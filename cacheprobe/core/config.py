@@ -190,6 +190,19 @@ class CaptureConfig(HintsAtNewArguments):
         """Whether a lens reads the states (True if `sites` has the letter Z)."""
         return "Z" in (self.sites or "")
 
+    def keeps_row(self, phase: str, position: int) -> bool:
+        """Returns True if the states of a row of this phase and position are kept."""
+        return (
+            self.keeps_states
+            and (self.phases is None or phase in self.phases)
+            and (self.positions is None or position in self.positions)
+        )
+
+    def reads_row(self, position: int, num_prompt_tokens: int) -> bool:
+        """Returns True if a lens reads a kept row at this position: the row predicts a generated token, or readings of
+        the prompt are wanted."""
+        return self.reads_lens and (self.prompt_hypotheses or position >= num_prompt_tokens - 1)
+
 
 def _joined_sites(sites: object) -> str:
     """Returns capture sites, a text or a list of texts, as one text such as "STCZ". Raises: ValueError for other

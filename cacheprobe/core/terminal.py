@@ -32,6 +32,15 @@ def lines(listing: Listing) -> list[str]:
     return [listing.title, *(f"  {line}" for line in aligned), *([f"  {listing.note}"] if listing.note else [])]
 
 
+def duration(seconds: float) -> str:
+    """Returns a number of seconds as text in a suitable unit: "1.2 s", "12 s", "3.5 min" or "2.1 h"."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def _write(listing: Listing) -> None:
     print("\n".join(lines(listing)), end="\n\n")
 

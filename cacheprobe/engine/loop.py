@@ -5,7 +5,7 @@ window is above 1. With a drafter every request is verified.
 Memory: sizes.py says what happens when memory runs out (refusal, preemption at max_kv_tokens, failed passes).
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 
 from cacheprobe.core.config import EngineConfig
@@ -33,18 +33,22 @@ def rounds(
     drafter: Drafter | None = None,
     editor: Editor | None = None,
     watch: Watch | None = None,
+    make_runner: Callable[..., ModelRunner] = ModelRunner,
+    cache: KVCache | None = None,
 ) -> Generator[int, None, None]:
     """Runs the main loop. Yields the number of the last step after each round, until every request has ended.
 
     Requests may be cancelled between rounds. editor: applies interventions; its hooks must be on the model already.
     watch: computes tokens of a verify pass twice and compares them.
+    make_runner, cache: for an estimate, which counts the passes instead and needs no keys and values. By default the
+        passes run, over a cache that is allocated here.
 
     A request whose passes fail, also without its draft, ends with an error; the others go on. Raises: EngineError if
     there is no request or all failed; ValueError if the drafter refuses the model; CacheIntegrityError at the end if
     the cache is at fault.
     Twin: cacheprobe.engine.reference.run_reference, == for tokens; bitwise for the states of deterministic requests.
     """
-    engine, scheduler = prepare(model, states, config, observer, drafter, editor, watch)
+    engine, scheduler = prepare(model, states, config, observer, drafter, editor, watch, make_runner, cache)
     if drafter is not None:
         drafter.check(model)
     decode = engine.decode if drafter is None else engine.draft
@@ -91,18 +95,20 @@ def prepare(
     drafter: Drafter | None = None,
     editor: Editor | None = None,
     watch: Watch | None = None,
+    make_runner: Callable[..., ModelRunner] = ModelRunner,
+    cache: KVCache | None = None,
 ) -> tuple[Engine, Scheduler]:
-    """Returns (Engine, Scheduler) for these requests; the new cache has one row for each request in flight and a spare
-    one.
+    """Returns (Engine, Scheduler) for these requests. A new cache (unless one is given) has one row for each request in
+    flight and a spare one.
 
     Sets the field draft_cap of each request. Raises: EngineError without a request.
     """
     if not states:
         raise EngineError("there is no request to run")
     in_flight = min(len(states), config.max_batch)
-    cache: KVCache = model.new_cache(in_flight + 1, config.capacity)
+    cache = model.new_cache(in_flight + 1, config.capacity) if cache is None else cache
     for state in states:
         length = config.draft_length
         state.draft_cap = min(FIRST_DRAFT_LENGTH, config.window - 1) if isinstance(length, str) else length
-    engine = Engine(ModelRunner(model, cache, observer, editor, watch), config, drafter)
+    engine = Engine(make_runner(model, cache, observer, editor, watch), config, drafter)
     return engine, Scheduler(states, cache, config, in_flight)

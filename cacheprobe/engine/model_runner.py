@@ -137,7 +137,7 @@ class ModelRunner:
         if phase == "verify" and size > len(entries) and num_layers is None:
             feeds = [entry.token_ids for entry in entries]
             copy = self.watch.place_copy(self.cache, states, feeds, batch_index, cache_rows, starts, token_ids)
-        slots = tuple(_slots(entries, batch_index))
+        slots = tuple(row_slots(entries, batch_index))
         self.shape = (size, width)
         began = time.perf_counter()
         if not is_hidden:
@@ -288,7 +288,7 @@ def place_rows(taken: Sequence[int], size: int, cache: KVCache) -> list[int] | N
     return None if spare is None or len(taken) > size else [*taken, *[spare] * (size - len(taken))]
 
 
-def _slots(entries: Sequence[Entry], batch_index: Sequence[int]) -> list[RowSlot]:
+def row_slots(entries: Sequence[Entry], batch_index: Sequence[int]) -> list[RowSlot]:
     """Returns a list of RowSlots for the observer: one for each real token of a pass, entry by entry."""
     return [
         RowSlot(

@@ -101,8 +101,8 @@ def require_cache_fits(model: CachedLM, config: EngineConfig, in_flight: int, nu
         remedy = f"largest that fits: {' or '.join(fits)}" if fits else "lower several of them together"
         raise ValueError(
             f"a cache of {in_flight + spare} sequences ({in_flight} requests at once + {spare} of {widest}) x capacity "
-            f"{config.capacity}, and the logits of {group} x {window} tokens, need {_bytes_text(needed)} on {device}; "
-            f"{_bytes_text(available)} are available; {remedy}"
+            f"{config.capacity}, and the logits of {group} x {window} tokens, need {bytes_text(needed)} on {device}; "
+            f"{bytes_text(available)} are available; {remedy}"
         )
 
 
@@ -123,7 +123,7 @@ def require_records_fit(
     capture: without Z if the lens reads later; `require_readings_fit` then checks the readings before they are made.
     requests: (prompt tokens, new tokens, samples n) of each prompt. Samples share the prompt's states.
     """
-    states, reading = _state_bytes(model, capture, layers), len(layers) * READING_BYTES * capture.reads_lens
+    states, reading = state_bytes(model, capture, layers), len(layers) * READING_BYTES * capture.reads_lens
     phases = set(capture.phases or ("prefill", "decode", "verify"))
     of_prompt = states if "prefill" in phases else 0
     of_token = TOKEN_BYTES + (states if phases & {"decode", "verify"} else 0) + reading
@@ -143,7 +143,7 @@ def require_records_fit(
     bare = "; capture less" if of_token > TOKEN_BYTES else ""
     raise ValueError(
         f"{num_requests} requests (prompts x n) of {sum(new * n for _, new, n in requests)} new tokens in all need "
-        f"{_bytes_text(needed)} for what is kept of them; {_bytes_text(available)} are available; largest that fits: "
+        f"{bytes_text(needed)} for what is kept of them; {bytes_text(available)} are available; largest that fits: "
         f"{fits or 'none of these prompts'}{bare}"
     )
 
@@ -154,20 +154,29 @@ def require_readings_fit(num_rows: int, layers: Sequence[int]) -> None:
     needed, available = num_rows * len(layers) * READING_BYTES, available_bytes()
     if available is not None and needed > available:
         raise ValueError(
-            f"lens readings of {num_rows} rows x {len(layers)} layers need {_bytes_text(needed)}; "
-            f"{_bytes_text(available)} are available; read a part: cp.analysis.read_states(trace, "
+            f"lens readings of {num_rows} rows x {len(layers)} layers need {bytes_text(needed)}; "
+            f"{bytes_text(available)} are available; read a part: cp.analysis.read_states(trace, "
             "cp.lenses.LogitLens(), layers=..., rows=...)"
         )
 
 
-def _state_bytes(model: CachedLM, capture: CaptureConfig, layers: Sequence[int]) -> int:
-    """Returns the number of bytes of the states kept for one token. Left out: k, v and attention patterns of heads."""
-    dtype = getattr(torch, capture.dtype) if capture.dtype else model.dtype
+def state_bytes(model: CachedLM, capture: CaptureConfig, layers: Sequence[int]) -> int:
+    """Returns the number of bytes of the states kept for one token. Left out: attention patterns, which grow with the
+    token's position."""
     heads, width = model.head_shape
-    query = heads * width * sum(site in ("q", "z") for site in capture.heads)
-    return (len(capture.state_sites) * model.d_model + query) * len(layers) * dtype.itemsize
+    probe = model.new_cache(1, 1)
+    numbers = len(capture.state_sites) * model.d_model * len(layers)
+    numbers += heads * width * sum(site in ("q", "z") for site in capture.heads) * len(layers)
+    for site, tensors in (("k", probe.keys), ("v", probe.values)):
+        numbers += sum(tensors[layer].numel() for layer in layers) if site in capture.heads else 0
+    return numbers * state_dtype(model, capture).itemsize
 
 
-def _bytes_text(count: int) -> str:
+def state_dtype(model: CachedLM, capture: CaptureConfig) -> torch.dtype:
+    """Returns the dtype of kept states: that of the capture settings, or the model's."""
+    return getattr(torch, capture.dtype) if capture.dtype else model.dtype
+
+
+def bytes_text(count: int) -> str:
     """Returns text: a number of bytes, and the same in GiB."""
     return f"{count:,} bytes ({count / 2**30:.1f} GiB)"

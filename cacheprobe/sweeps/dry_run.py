@@ -6,10 +6,10 @@ from collections import Counter
 from pathlib import Path
 
 from cacheprobe.core.registry import find
+from cacheprobe.core.terminal import duration
 from cacheprobe.sweeps.cells import ModelKey
 from cacheprobe.sweeps.events import seconds_by_model
 from cacheprobe.sweeps.plan import Plan, make_plan, require_room
-from cacheprobe.sweeps.progress_table import duration
 from cacheprobe.sweeps.settings import ConfigSource, read_config
 from cacheprobe.sweeps.storage.store import SweepStore
 

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from cacheprobe.core.progress import SECONDS_BETWEEN_LINES
+from cacheprobe.core.terminal import duration
 from cacheprobe.sweeps.events import Event
 
 if TYPE_CHECKING:
@@ -103,10 +104,3 @@ class ProgressTable:
 
     def _causes(self) -> str:
         return ", ".join(f"{count} {cause}" for cause, count in self.failures.most_common())
-
-
-def duration(seconds: float) -> str:
-    """Returns a number of seconds as text in a suitable unit: "12 s", "3.5 min" or "2.1 h"."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.estimates.result import Bounds
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops import wide_product
 from cacheprobe.trace.trace import Trace
@@ -86,6 +87,26 @@ def of_determinism(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, f
         "kept_at_10_stc": 1.0, "kept_at_100_stc": 1 / 5, "dvr_kept_at_10": 1 / 2, "dvr_kept_at_100": 1 / 10,
         "dvr_floor_at_10": 1 / 4, "dvr_floor_at_100": 1 / 4,
         "base_over_hf": (1 / sum(ours)) / (2 / (len(ours) * max(ours))),
+    }  # fmt: skip
+
+
+def of_estimate(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Estimated are six hours for a run of four, and twice the files; the estimate itself takes an hour."""
+    estimated = cp.estimate
+
+    def costly(*args: Any, **settings: Any) -> Any:
+        clock.skip(1)
+        found = estimated(*args, **settings)
+        disk = [2 * size for size in found.disk_bytes]
+        return replace(found, seconds=Bounds(*[6 * HOUR] * 3), disk_bytes=Bounds(*disk))
+
+    clock.plant(cp, "run", 4)
+    exact = small("estimate")(1)["estimated_over_measured"]["float32 stcz"]
+    monkeypatch.setattr(cp, "estimate", costly)
+    return {
+        "estimated_over_measured float32 stcz seconds": 1.5, "estimate_over_run float32 stcz": 0.25,
+        "estimated_over_measured float32 stcz states": 1, "estimated_over_measured float32 drafted seconds": 1.5,
+        "estimated_over_measured float32 stcz disk": 2 * exact["disk"],
     }  # fmt: skip
 
 

@@ -48,6 +48,27 @@ def test_any_task_can_be_run_and_stored(model_directory: Path, tmp_path: Path) -
     assert trace.store.heads == ("z", "pattern") and "path: bridge: attention patterns are asked for" in done.stdout
 
 
+def test_a_dry_run_prints_the_estimate_and_saves_nothing(
+    model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers are those of the run with the same flags; a disk without room refuses it, with what to change."""
+    words = ("--model", str(model_directory), "--dtype", "float32", "--max-new-tokens", "4", "--capture", "STC")
+    words = (*words, "--prompt", "heads or tails", "--prompt", "heads")
+    out = tmp_path / "run"
+    done = cacheprobe("run", "--dry-run", *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Estimate of 2 requests: ") and "up to 8 new tokens" in done.stdout
+    assert "1 prefill, 3 decode, 0 verify" in done.stdout and "  time: " in done.stdout
+    free = type("Usage", (), {"free": 100})()
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: free)
+        done = cacheprobe("run", "--dry-run", "--out", str(out), *words)
+    assert done.returncode == 2 and "100 bytes (0.0 GiB) are free; capture fewer sites" in done.stderr
+    assert not out.exists()
+    done = cacheprobe("run", *words)
+    assert done.returncode == 2 and "give --out, the directory for the trace, or --dry-run" in done.stderr
+
+
 HELP = """
 import atexit, sys
 atexit.register(lambda: print(*sys.modules, file=sys.stderr))

@@ -1,0 +1,1 @@
+"""Estimates tokens, passes, memory, disk space and time of a run before it starts."""

@@ -1,0 +1,44 @@
+"""Tries out a run's drafter for a short time, to see how many of its draft tokens are accepted."""
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+
+from cacheprobe.capture.observers import StepLog
+from cacheprobe.drafters.base import Drafter
+from cacheprobe.engine.loop import rounds
+from cacheprobe.estimates.assumed import WHOLE
+from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.models.turns import hold_model
+from cacheprobe.ops.acceptance import StopRule
+from cacheprobe.plan import RunPlan
+
+TRIAL_SECONDS, TRIAL_DRAFTS = 1.5, 3
+"""A trial ends after this time, but not before this number of verdicts on drafts of each request: the first drafts of a
+text are accepted less often than later ones."""
+
+
+def try_out(plan: RunPlan, drafter: Drafter | None, states: Sequence[SequenceState]) -> list[tuple[int, int]]:
+    """Runs some verified requests with their drafter for a short time, without recording states. Returns
+    (length, number of accepted tokens) of each draft, with WHOLE for a draft that was accepted in full; [] if none got
+    a verdict.
+
+    states: from `plan.states`, as many as share a verify pass are run; they are changed.
+    """
+    log = StepLog()
+    tried = [state for state in states if state.is_verified and state.request.cached is None][: plan.config.group]
+    if not tried:
+        return []
+    for state in tried:
+        state.stop_rule = StopRule(frozenset(), (), state.decode)
+    until = time.perf_counter() + TRIAL_SECONDS
+    with hold_model(plan.model), closing(rounds(plan.model, tried, plan.config, log, drafter)) as steps:
+        for _ in steps:
+            num_verdicts = sum(len(step.verdicts) for step in log.steps)
+            if time.perf_counter() > until and num_verdicts >= TRIAL_DRAFTS * len(tried):
+                break
+    for state in tried:
+        if drafter is not None:
+            drafter.release(state)
+    verdicts = [verdict for step in log.steps for verdict in step.verdicts]
+    return [(len(v.draft_token_ids), v.num_accepted if v.is_rollback else WHOLE) for v in verdicts]
