@@ -88,8 +88,11 @@ class Recorder(Observer):
         }
         self._undecided: dict[int, list[RowRecord]] = {request_id: [] for request_id in self.prompts}
         self._unconfirmed = Unconfirmed()
-        self._prompt_rows: dict[int, list[RowRecord]] = {}
-        self._prompt_reads: dict[int, list[Queued]] = {}
+        self._prompt_rows: dict[int, list[tuple[int, RowRecord]]] = {}
+        """By request id: (number in `rows`, row) of the prompt's committed rows, for requests with the same prompt."""
+        self._prompt_reads: dict[int, dict[int, Queued]] = {}
+        """By request id and number of the row: what the lens reads of the prompt."""
+        self._prompt_thoughts: dict[int, list[Thought]] = {}
         self._seen_phases: set[str] = set()
         self._now: OpenPass | None = None
         self._layers_below = _LayersBelow(self.layers)
@@ -211,13 +214,17 @@ class Recorder(Observer):
 
     def _confirm(self) -> None:
         """Confirms all rows so far: `on_failure` no longer discards them, and the lens reader gets their states."""
-        for row in self.rows[self._unconfirmed.first_row :]:
+        first = self._unconfirmed.first_row
+        for number, row in enumerate(self.rows[first:], first):
             if row.role == "prompt" and row.status == "committed":
-                self._prompt_rows.setdefault(row.request_id, []).append(row)
+                self._prompt_rows.setdefault(row.request_id, []).append((number, row))
         for row, queued in self._unconfirmed.reads:
             if row.role == "prompt":
-                self._prompt_reads.setdefault(row.request_id, []).append(replace(queued))
+                self._prompt_reads.setdefault(row.request_id, {})[queued.row] = replace(queued)
             self._queue_reading(row, queued)
+        for thought in self.thoughts[self._unconfirmed.first_thought :]:
+            if thought.end < len(self.prompts[thought.request_id]):
+                self._prompt_thoughts.setdefault(thought.request_id, []).append(thought)
         self.answer_mass |= self._unconfirmed.masses
         self._unconfirmed = Unconfirmed(len(self.rows), len(self.thoughts))
 
@@ -230,8 +237,8 @@ class Recorder(Observer):
             for _ in range(self._unconfirmed.num_head_blocks):
                 self.head_blocks.drop_last()
         lost = {id(row) for row in self.rows[first_row:]}
-        for request_id, rows in self._undecided.items():
-            self._undecided[request_id] = [row for row in rows if id(row) not in lost]
+        for request_id in {row.request_id for row in self.rows[first_row:]}:
+            self._undecided[request_id] = [row for row in self._undecided[request_id] if id(row) not in lost]
         del self.rows[first_row:], self.thoughts[first_thought:]
         self._unconfirmed = Unconfirmed(first_row, first_thought)
         self._now = None
@@ -241,16 +248,14 @@ class Recorder(Observer):
 
         The copied rows refer to the source's stored vectors; the lens reads these vectors again for this request.
         """
-        reads = {queued.row: queued for queued in self._prompt_reads.get(source_id, ())}
-        numbers = {id(row): number for number, row in enumerate(self.rows)} if reads else {}
-        for row in list(self._prompt_rows.get(source_id, ())):
+        reads = self._prompt_reads.get(source_id, {})
+        for number, row in self._prompt_rows.get(source_id, ()):
             mine = replace(row, request_id=request_id)
             self.rows.append(mine)
-            if (queued := reads.get(numbers.get(id(row), -1))) is not None:
+            if (queued := reads.get(number)) is not None:
                 own = replace(queued, row=len(self.rows) - 1, target=-1, request_id=request_id)
                 self._unconfirmed.reads.append((mine, own))
-        prompt = len(self.prompts[source_id])
-        for thought in [t for t in self.thoughts if t.request_id == source_id and t.end < prompt]:
+        for thought in self._prompt_thoughts.get(source_id, ()):
             self.thoughts.append(replace(thought, request_id=request_id))
 
     def on_thought(self, thought: Thought) -> None:

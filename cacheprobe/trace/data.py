@@ -15,7 +15,7 @@ from cacheprobe.core.values import JsonDict, hint
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.models.base import CachedLM
-from cacheprobe.trace.head_blocks import ragged_starts
+from cacheprobe.trace.lookup import Lookup
 from cacheprobe.trace.state_store import StateStore, layer_number
 from cacheprobe.trace.tables.token_history import token_texts_of
 
@@ -57,6 +57,11 @@ class TraceData:
     """Function (trace) -> DataFrame that reads the captured states with the logit lens; set for imports only."""
     reading_later: "Callable[[TraceData], None] | None" = field(default=None, repr=False, compare=False)
     """Function (trace) that reads Z from the stored S and adds it to the trace; set for runs with lens="later" only."""
+    lookup: dict[str, Lookup] = field(
+        default_factory=lambda: {name: Lookup() for name in ("rows", "events", "ledger")},
+        init=False, repr=False, compare=False,
+    )  # fmt: skip
+    """Indices of the tables of rows, events and ledger, for lines of one request."""
     judged_readings: pd.DataFrame | None = field(default=None, init=False, repr=False, compare=False)
     """Lens readings with the verdicts on draft tokens, computed at the first call of `hypotheses`."""
 
@@ -126,7 +131,7 @@ class TraceData:
         table = self.row_table
         if request_id is not None:
             self._require_request(request_id)
-            table = table[table.request_id == request_id]
+            table = self.lookup["rows"].lines_of(table, request_id)
         if status is not None and status not in STATUSES:
             raise ValueError(f"unknown status {status!r}; statuses are {', '.join(STATUSES)}{hint(status, STATUSES)}")
         return table[table.status == status].copy() if status else table.copy()
@@ -161,23 +166,22 @@ class TraceData:
         layer = layer_number(layer, self.row_table)
         self._require_site(site, layer)
         row_numbers = rows["row"].tolist() if isinstance(rows, pd.DataFrame) else [int(row) for row in rows]
-        row_info = self.row_table.set_index("row")
-        if unknown := [row for row in row_numbers if row not in row_info.index]:
-            raise KeyError(f"no row {unknown[0]} in this trace; it has rows 0 to {len(row_info) - 1}")
-        row_info = row_info.loc[row_numbers]
-        if (row_info.state_index < 0).any():
-            row = row_info[row_info.state_index < 0].iloc[0]
+        table = self.row_table
+        places = self.lookup["rows"].places_of(table, row_numbers)
+        state_index, num_layers = (table[name].to_numpy()[places] for name in ("state_index", "num_layers"))
+        if (is_dropped := state_index < 0).any():
+            row = table.iloc[places[is_dropped.argmax()]]
             raise ValueError(
                 f"request {row.request_id}: the state at position {row.position} ({row.phase}) was not kept; capture "
                 f"filters were positions={self.meta['capture']['positions']}, phases={self.meta['capture']['phases']}"
             )
-        if (row_info.num_layers <= layer).any():
-            row = row_info[row_info.num_layers <= layer].iloc[0]
+        if (is_shallow := num_layers <= layer).any():
+            row = table.iloc[places[is_shallow.argmax()]]
             raise ValueError(
                 f"request {row.request_id} step {row.step}: the drafter stopped after layer {row.num_layers - 1}, so "
                 f"there is no state at layer {layer}"
             )
-        return self.store.all_of(site, layer), torch.tensor(row_info.state_index.to_numpy())
+        return self.store.all_of(site, layer), torch.tensor(state_index)
 
     def pattern_rows(self, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> list[Tensor]:
         """Returns a list of attention patterns, one tensor [h, p + 1] for each given row at position p: weights on
@@ -187,9 +191,7 @@ class TraceData:
         draft, not to the tokens committed in the draft's place.
         """
         flat, indices = self._stored(PATTERN, layer, rows)
-        stored = self.row_table[self.row_table.state_index >= 0]  # a shared prompt's rows share their states
-        positions = stored.drop_duplicates("state_index").sort_values("state_index").position
-        starts, heads = ragged_starts(torch.tensor(positions.to_numpy()), flat.numel())
+        starts, heads = self.lookup["rows"].pattern_starts(self.row_table, flat.numel())
         return [flat[starts[i] : starts[i + 1]].view(heads, -1) for i in indices.tolist()]
 
     def kept(self, site: str, layer: SupportsIndex, rows: pd.DataFrame) -> "Tensor | list[Tensor]":

@@ -96,7 +96,7 @@ def layer_number(layer: SupportsIndex, rows: pd.DataFrame) -> int:
     A negative number beyond the first layer is returned unchanged.
     """
     number = index(layer)
-    depth = int(max(rows.num_layers, default=0)) if number < 0 else 0
+    depth = int(rows.num_layers.max()) if number < 0 and len(rows) else 0
     return number + depth if number >= -depth else number
 
 

@@ -81,7 +81,7 @@ class Trace(TraceData):
         """
         self._require_request(request_id)
         self.require_there("log-probabilities")
-        events = self.event_table[self.event_table.request_id == request_id]
+        events = self.lookup["events"].lines_of(self.event_table, request_id)
         return [float(nats) for step in events.committed_logprobs_nats for nats in step]
 
     def events(self) -> pd.DataFrame:
@@ -103,7 +103,7 @@ class Trace(TraceData):
         steps = self.event_table.step
         if step is not None and not (len(steps) and 0 <= int(step) <= steps.max()):
             raise ValueError(f"no step {step} in this trace; it has {f'0 to {steps.max()}' if len(steps) else 'none'}")
-        return ledger_at(self.ledger_table[self.ledger_table.request_id == request_id], step)
+        return ledger_at(self.lookup["ledger"].lines_of(self.ledger_table, request_id), step)
 
     def hypotheses(self, include_rolled_back: bool = False) -> pd.DataFrame:
         """Returns the lens readings as a DataFrame, one line for each layer of a row. A line also has the draft token

@@ -1,7 +1,8 @@
 """Builds pandas tables from the recorder's records. Each function documents the columns of its table."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -28,7 +29,7 @@ def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFra
     (that ran), state_index (index among the stored vectors; -1 if a capture filter dropped the row).
     token_texts: function from a list of token ids to their texts.
     """
-    table = pd.DataFrame([asdict(row) for row in rows], columns=[field.name for field in fields(RowRecord)])
+    table = _table_of(rows, RowRecord)
     table.insert(0, "row", np.arange(len(table)))
     table.insert(7, "token", texts_of(table.token_id.to_numpy(), token_texts))
     return table
@@ -87,9 +88,11 @@ def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
         committed, proposed = dict(step.committed), dict(step.proposed)
         logprobs = dict(step.logprobs)
         verdicts = {verdict.request_id: verdict for verdict in step.verdicts}
+        smallest_margin: dict[int, float] = {}
+        for request_id, margin in step.margins:
+            smallest_margin[request_id] = min(margin, smallest_margin.get(request_id, margin))
         for request_id in step.request_ids:
             verdict = verdicts.get(request_id)
-            margins = [margin for r, margin in step.margins if r == request_id]
             records.append(
                 {
                     "step": step.step,
@@ -109,7 +112,7 @@ def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
                     "recovered_token_id": verdict.recovered if verdict else None,
                     "bonus_token_id": verdict.bonus if verdict else None,
                     "finish": verdict.finish if verdict else None,
-                    "margin_nats": min(margins) if margins else None,
+                    "margin_nats": smallest_margin.get(request_id),
                 }
             )
     table = pd.DataFrame(records, columns=EVENT_COLUMNS)
@@ -122,8 +125,12 @@ def ledger_table(changes: Sequence[LedgerChange]) -> pd.DataFrame:
 
     Columns: request_id, step, start, end, provenance: in this step, slots start..end-1 got this provenance.
     """
-    columns = [field.name for field in fields(LedgerChange)]
-    return pd.DataFrame([asdict(change) for change in changes], columns=columns)
+    return _table_of(changes, LedgerChange)
+
+
+def _table_of(records: Sequence[Any], kind: type) -> pd.DataFrame:
+    """Returns a DataFrame with one line for each record, and one column for each field of the dataclass `kind`."""
+    return pd.DataFrame({field.name: [getattr(record, field.name) for record in records] for field in fields(kind)})
 
 
 def texts_of(token_ids: np.ndarray, token_texts: TokenTexts) -> np.ndarray:

@@ -35,11 +35,13 @@ def rows_in_use(changes: pd.DataFrame) -> pd.DataFrame:
     """
     records = []
     for request_id, of_request in changes.groupby("request_id", sort=True):
-        in_use = bytearray(int(of_request.end.max()))
+        in_use, num_in_use = bytearray(int(of_request.end.max())), 0
         counts: dict[int, int] = {}
         columns = (of_request[name].tolist() for name in ("step", "start", "end", "provenance"))
         for step, start, end, provenance in zip(*columns, strict=True):
-            in_use[start:end] = (b"\0" if provenance == "free" else b"\1") * (end - start)
-            counts[step] = in_use.count(1)
+            is_used = provenance != "free"
+            num_in_use += is_used * (end - start) - in_use.count(1, start, end)
+            in_use[start:end] = (b"\1" if is_used else b"\0") * (end - start)
+            counts[step] = num_in_use
         records += [(int(request_id), step, count) for step, count in counts.items()]
     return pd.DataFrame(records, columns=["request_id", "step", "rows"])
