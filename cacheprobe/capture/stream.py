@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cacheprobe.core.records import Finished, Observer
 from cacheprobe.core.values import HintsAtNewNames
@@ -12,6 +12,10 @@ from cacheprobe.trace.trace import Trace
 
 _CUT = "\ufffd"
 """Replacement character that a tokenizer returns for an incomplete UTF-8 sequence."""
+
+_WINDOW = 64
+"""Number of newest tokens, and up to twice as many, that are decoded again when new tokens come: earlier ones do not
+change how the new ones decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,19 @@ class Piece:
     """"stop", "length", "cancelled" or "error" in the request's last piece."""
     error: str | None = None
     """Message of the error that the request ended with."""
+
+
+@dataclass
+class _Text:
+    """Holds one request's committed tokens, and the text that its pieces have given so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    given: list[str] = field(default_factory=list)
+    """The text of each piece."""
+    first: int = 0
+    """Index of the first token of the window, the newest tokens."""
+    window: str = ""
+    """Text of the window that the pieces have given."""
 
 
 class _Committed(Observer):
@@ -59,15 +76,15 @@ class Stream(HintsAtNewNames):
     ) -> None:
         self._states = {state.request_id: state for state in states}
         self._decode = decode
-        self._token_ids: dict[int, list[int]] = {request_id: [] for request_id in self._states}
-        self._text: dict[int, str] = dict.fromkeys(self._states, "")
+        self._texts = {request_id: _Text() for request_id in self._states}
         self._trace: Trace | None = None
         self._ready: deque[Piece] = deque()
         self._committed = _Committed()
         self._steps = begin(self._committed)
 
     def __repr__(self) -> str:
-        return f"Stream({len(self._states)} requests, {sum(map(len, self._token_ids.values()))} tokens so far)"
+        num_tokens = sum(len(text.token_ids) for text in self._texts.values())
+        return f"Stream({len(self._states)} requests, {num_tokens} tokens so far)"
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -125,18 +142,35 @@ class Stream(HintsAtNewNames):
         self._committed.fresh, self._committed.ended = {}, {}
         for request_id in sorted({*fresh, *ended}):
             token_ids = fresh.get(request_id, [])
-            self._token_ids[request_id].extend(token_ids)
-            text = self._new_text(request_id, is_over=request_id in ended)
+            self._texts[request_id].token_ids.extend(token_ids)
+            text = self._new_text(self._texts[request_id], is_over=request_id in ended)
             error = self._states[request_id].error
             yield Piece(request_id, tuple(token_ids), text, ended.get(request_id), error)
 
-    def _new_text(self, request_id: int, is_over: bool) -> str:
-        """Returns a request's new text since the last call, without an incomplete character at the end unless
-        `is_over`; "" if the new tokens change how earlier ones decode."""
-        whole, known = self._decode(self._token_ids[request_id]), self._text[request_id]
-        if not is_over:
-            whole = whole.rstrip(_CUT)
+    def _new_text(self, text: _Text, is_over: bool) -> str:
+        """Returns a request's text since the last call, without an incomplete character at its end; "" if the new
+        tokens change how earlier ones decode.
+
+        Decodes a window of the newest tokens, so that a long text takes no longer per token than a short one. At the
+        end decodes all of them once, so that the pieces add up to the text of the whole.
+        is_over: the request has ended, so an incomplete character is returned as it is.
+        """
+        if is_over:
+            whole, known = self._decode(text.token_ids), "".join(text.given)
+            text.given.append(whole[len(known) :] if whole.startswith(known) else "")
+            return text.given[-1]
+        whole, known = self._decode(text.token_ids[text.first :]).rstrip(_CUT), text.window
         if not whole.startswith(known):
             return ""
-        self._text[request_id] = whole
-        return whole[len(known) :]
+        text.given.append(whole[len(known) :])
+        text.window = whole
+        if len(text.token_ids) - text.first > 2 * _WINDOW:
+            self._move_window(text)
+        return text.given[-1]
+
+    def _move_window(self, text: _Text) -> None:
+        """Lets the window begin later, unless a character begins before the new beginning and ends after it."""
+        first = len(text.token_ids) - _WINDOW
+        window = self._decode(text.token_ids[first:]).rstrip(_CUT)
+        if window and text.window.endswith(window):
+            text.first, text.window = first, window

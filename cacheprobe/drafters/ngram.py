@@ -1,8 +1,7 @@
 """Defines NGram, a drafter by prompt lookup: it drafts what followed the newest tokens earlier in the text."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -53,50 +52,59 @@ class NGram:
         return [[] if state.draft else self._draft(state) for state in states]
 
     def _draft(self, state: SequenceState) -> list[int]:
-        """Returns a list of up to `length` draft tokens for one request, each chosen by `_vote` from the text before
-        it."""
-        text = list(state.token_ids)
-        num_committed = len(text)
-        index = self._indices.setdefault(state, _Index())
-        index.grow(text)
-        drafted_ends: dict[int, list[int]] = {}  # as _Index.ends_of, for the tokens of this draft
-        for _ in range(self.length):
-            newest = text[-1]
-            token = self._vote(text, chain(index.ends_of[newest], drafted_ends.get(newest, ())))
-            if token is None:
-                break
-            text.append(token)
-            index.ends_of.setdefault(token, [])
-            drafted_ends.setdefault(token, []).append(len(text))
-        return text[num_committed:]
-
-    def _vote(self, text: Sequence[int], ends: Iterable[int]) -> int | None:
-        """Returns the token that most often follows the longest matches of the end of `text`; None without a match.
-        ends: the index after each occurrence of the newest token, ascending."""
-        longest = self.min_ngram
-        votes: dict[int, tuple[int, int]] = {}
-        for end in ends:
-            if end == len(text):
-                continue
-            matched = 1
-            while matched < self.max_ngram and matched < end and text[end - 1 - matched] == text[-1 - matched]:
-                matched += 1
-            if matched > longest:
-                longest, votes = matched, {}
-            if matched == longest:
-                votes[text[end]] = votes.get(text[end], (0, 0))[0] + 1, end  # count, then the latest wins
-        return max(votes, key=votes.__getitem__) if votes else None
+        """Returns up to `length` draft tokens of one request: each is what most often followed the newest tokens before
+        it. Fewer if the newest tokens have not occurred before."""
+        if (index := self._indices.get(state)) is None:
+            index = self._indices[state] = _Index(self.min_ngram, self.max_ngram)
+        for end in range(index.num_read + 1, len(state.token_ids) + 1):
+            index.add(state.token_ids[max(end - 1 - self.max_ngram, 0) : end])
+        with_draft = _Index(self.min_ngram, self.max_ngram, index)
+        newest, draft = state.token_ids[-self.max_ngram - 1 :], []
+        while len(draft) < self.length and (token := with_draft.vote(newest)) is not None:
+            draft.append(token)
+            newest = [*newest[-self.max_ngram :], token]
+            with_draft.add(newest)
+        return draft
 
 
 class _Index:
-    """Maps each token of a text to the indices after its occurrences (`ends_of`). The text may only grow."""
+    """Counts which token followed each n-gram (run of n tokens) of a text, and keeps the winner of the vote.
 
-    def __init__(self) -> None:
-        self.ends_of: dict[int, list[int]] = {}
-        self.num_read = 0
+    A vote takes as long after a long text as after a short one.
+    """
 
-    def grow(self, text: Sequence[int]) -> None:
-        """Adds the tokens that the text has gained since the last call."""
-        for end in range(self.num_read + 1, len(text) + 1):
-            self.ends_of.setdefault(text[end - 1], []).append(end)
-        self.num_read = len(text)
+    def __init__(self, min_ngram: int, max_ngram: int, earlier: "_Index | None" = None) -> None:
+        """Creates an empty index. earlier: the index of the text that comes before; it is read, and not changed."""
+        self.sizes, self.earlier = range(max_ngram, min_ngram - 1, -1), earlier
+        self.num_read = earlier.num_read if earlier is not None else 0
+        """Number of tokens added so far, with those of the earlier index."""
+        self.counts: dict[tuple[int, ...], int] = {}
+        """How often each n-gram and the token after it occur, keyed by both."""
+        self.winners: dict[tuple[int, ...], tuple[int, int, int]] = {}
+        """(count, place of the last occurrence, token) of the token that follows each n-gram most often."""
+
+    def add(self, newest: Sequence[int]) -> None:
+        """Adds the next token of the text. newest: that token, last, and the tokens before it, max_ngram or all."""
+        self.num_read += 1
+        token = newest[-1]
+        for size in self.sizes:
+            if size < len(newest):
+                followed = tuple(newest[-1 - size :])
+                count = self.counts[followed] = self._count(followed) + 1
+                mine = (count, self.num_read, token)
+                self.winners[followed[:-1]] = max(mine, self.winners.get(followed[:-1], mine))
+
+    def vote(self, newest: Sequence[int]) -> int | None:
+        """Returns the token that most often followed the longest known n-gram at the end of `newest`; of tokens that
+        followed equally often, the one that did so last. Returns None if none of these n-grams is known."""
+        for size in self.sizes:
+            ngram = tuple(newest[-size:])
+            known = [index.winners[ngram] for index in (self, self.earlier) if index and ngram in index.winners]
+            if size <= len(newest) and known:
+                return max(known)[2]
+        return None
+
+    def _count(self, followed: tuple[int, ...]) -> int:
+        """Returns how often an n-gram and the token after it occurred, in the earlier index too."""
+        before = self.earlier.counts.get(followed, 0) if self.earlier is not None else 0
+        return self.counts.get(followed, before)

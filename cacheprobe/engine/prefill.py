@@ -64,7 +64,9 @@ class Prefill:
         for group in (states[i : i + size] for i in range(0, len(states), size)):
             while unread := [s for s in group if s.num_prefilled < s.request.num_prompt_tokens]:
                 entries = [
-                    Entry(s, s.request.prompt_token_ids[s.num_prefilled : s.num_prefilled + chunk], s.num_prefilled, True)
+                    Entry(
+                        s, s.request.prompt_token_ids[s.num_prefilled : s.num_prefilled + chunk], s.num_prefilled, True
+                    )
                     for s in unread
                 ]
                 is_padded = is_fixed and self.config.pad_prefill

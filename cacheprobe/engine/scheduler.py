@@ -25,6 +25,10 @@ class Scheduler:
         self.running: list[SequenceState] = []
         self.cache, self.config = cache, config
         self._num_admitted = self._num_full = 0
+        self._cancel_inbox = [state.request_id for state in states if state.is_cancel_requested]
+        """Ids of requests to cancel. Only if there are any does a round look through the queue."""
+        for state in states:
+            state.cancel_inbox = self._cancel_inbox
 
     @property
     def is_done(self) -> bool:
@@ -76,16 +80,19 @@ class Scheduler:
 
         A waiting one moves to `running`, even beyond `max_running`, so that `retire` removes it.
         """
-        for state in [s for s in self.waiting if s.is_cancel_requested]:
-            self.waiting.remove(state)
-            self.running.append(state)
+        if not self._cancel_inbox:
+            return []
+        self._cancel_inbox.clear()  # before the look at the queue: a Ctrl-C after this line counts for the next round
+        self.running += [state for state in self.waiting if state.is_cancel_requested]
+        moved = {*self.running}
+        self.waiting = deque(state for state in self.waiting if state not in moved)
         return [s for s in self.running if s.is_cancel_requested and not s.is_ended]
 
     def retire(self) -> list[SequenceState]:
         """Removes ended requests, frees their cache rows, and returns these requests."""
         ended = [state for state in self.running if state.is_ended]
+        self.running[:] = [state for state in self.running if not state.is_ended]
         for state in ended:
-            self.running.remove(state)
             cache_row = state.cache_row
             state.leave_row()
             if cache_row >= 0:

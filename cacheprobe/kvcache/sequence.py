@@ -58,8 +58,8 @@ class SequenceState:
     first."""
     is_edited: bool = False
     """True if interventions act on this request; its keys and values are then not shared, even with the same prompt."""
-    is_cancel_requested: bool = False
-    """True if the caller wants the request to end; the engine cancels the request at the next round."""
+    cancel_inbox: list[int] = field(default_factory=list, repr=False)
+    """The scheduler's list of requests to cancel, to which `is_cancel_requested = True` adds this request's id."""
     finish: str | None = None
     """Reason of the end: "stop", "length", "cancelled" or "error"; None before."""
     error: str | None = None
@@ -73,6 +73,19 @@ class SequenceState:
             cast("tuple[str, ...]", self.sampling.stop),
             self.decode,
         )
+
+        self._is_cancel_requested = False
+
+    @property
+    def is_cancel_requested(self) -> bool:
+        """True if the caller wants the request to end; the engine cancels the request at the next round."""
+        return self._is_cancel_requested
+
+    @is_cancel_requested.setter
+    def is_cancel_requested(self, is_requested: bool) -> None:
+        self._is_cancel_requested = is_requested
+        if is_requested:
+            self.cancel_inbox.append(self.request_id)
 
     def __repr__(self) -> str:
         counts = f"{self.num_generated} committed, {len(self.draft)} drafted"
