@@ -16,12 +16,13 @@ LAYERS = 4
 
 
 class Clock:
-    """Moves `time.perf_counter` forward without waiting. Real seconds count as well."""
+    """Moves `time.perf_counter` and `time.process_time` forward without waiting. Real seconds count as well."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.skipped, self._monkeypatch = 0.0, monkeypatch
-        real = time.perf_counter
-        monkeypatch.setattr(time, "perf_counter", lambda: real() + self.skipped)
+        for name in ("perf_counter", "process_time"):
+            real = getattr(time, name)
+            monkeypatch.setattr(time, name, lambda real=real: real() + self.skipped)
 
     def skip(self, hours: float) -> None:
         """Lets so many hours pass."""

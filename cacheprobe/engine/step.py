@@ -4,7 +4,7 @@ A request that fails even so ends with an error. A failed pass has committed no 
 made before the first commit.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 
@@ -64,17 +64,21 @@ class Engine:
         """
         for state in [s for s in states if s.num_generated]:
             yield self.prefill.rebuild, [state]
-        fresh = [s for s in states if not s.num_generated]
-        leaders = [
-            s
-            for i, s in enumerate(fresh)
-            if _with_same_prompt(s, running) is None and _same_prompt(s, fresh[:i]) is None
-        ]
+        by_prompt: dict[_PromptKey, list[SequenceState]] = {}
+        for state in running:
+            by_prompt.setdefault(_prompt_key(state), []).append(state)
+        leaders, others = [], []
+        seen: set[_PromptKey] = set()
+        for state in [s for s in states if not s.num_generated]:
+            key = _prompt_key(state)
+            is_first = key not in seen and _with_same_prompt(state, by_prompt) is None
+            (leaders if is_first else others).append(state)
+            seen.add(key)
         for is_verified in (True, False):
             if group := [s for s in leaders if s.is_verified == is_verified]:
                 yield self.prefill.read, group
-        for state in [s for s in fresh if s not in leaders]:
-            source = _with_same_prompt(state, running)
+        for state in others:
+            source = _with_same_prompt(state, by_prompt)
             yield self.prefill.read if source is None else partial(self.prefill.share, source), [state]
 
     # -- decode
@@ -240,18 +244,21 @@ def verify_entry(state: SequenceState) -> Entry:
     return Entry(state, (state.token_ids[-1], *fed), state.last_committed_position, True, len(fed))
 
 
-def _same_prompt(state: SequenceState, others: Sequence[SequenceState]) -> SequenceState | None:
-    """Returns the first of `others` with the prompt of `state`, or None. Both must be verified, or neither; requests
-    with interventions or a KVSnapshot are left out."""
-    if state.is_edited:
-        return None
-    wanted = (state.request.prompt_token_ids, state.is_verified)
-    plain = [o for o in others if not o.is_edited]
-    return next((o for o in plain if (o.request.prompt_token_ids, o.is_verified) == wanted), None)
+_PromptKey = tuple[tuple[int, ...], bool, int]
 
 
-def _with_same_prompt(state: SequenceState, running: Sequence[SequenceState]) -> SequenceState | None:
-    """Returns a running request from which `state` can copy its prompt's keys and values, or None."""
-    return _same_prompt(
-        state, [s for s in running if s.prompt_logits is not None and s.status is not Status.FAILED and s is not state]
+def _prompt_key(state: SequenceState) -> _PromptKey:
+    """Returns a key that is equal for two requests if one can copy the keys and values of the other's prompt: same
+    prompt and same prefill schedule. Requests with interventions, or that continue a KVSnapshot, share no prompt."""
+    return state.request.prompt_token_ids, state.is_verified, state.request_id if state.is_edited else -1
+
+
+def _with_same_prompt(
+    state: SequenceState, by_prompt: Mapping[_PromptKey, Sequence[SequenceState]]
+) -> SequenceState | None:
+    """Returns the first running request, by `_prompt_key`, whose cache row holds the prompt of `state`; None without
+    one."""
+    sharing = by_prompt.get(_prompt_key(state), ())
+    return next(
+        (o for o in sharing if o.prompt_logits is not None and o.status is not Status.FAILED and o is not state), None
     )

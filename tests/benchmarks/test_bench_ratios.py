@@ -165,24 +165,24 @@ def of_products(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, floa
 
 
 def of_scaling(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """What is kept costs by request, and by layer where not all are kept; later tokens of a trace cost twice."""
+    """A run costs batch^2 x prompt x layers^3 x vocabulary^.5 x new tokens, a stream new tokens^2, and each table its
+    own power of the number of requests."""
 
-    def ours(model: Any, prompts: Any, *, capture: str | None, layers: Any, **settings: Any) -> float:
-        return 2 if capture is None else 3 * len(prompts) if layers == "all" else 4 * len(layers)
+    def ours(model: Any, prompts: Any, *, sampling: Any, **settings: Any) -> float:
+        shape = len(prompts) ** 2 * len(prompts[0]) * model.n_layers**3 * model.d_vocab**0.5
+        return shape * sampling.max_new_tokens
 
     clock.plant(cp, "run", ours)
-    stream = cp.stream
-
-    def slower(*args: Any, **settings: Any) -> Iterator[Any]:
-        for number, piece in enumerate(stream(*args, **settings)):
-            clock.skip((1 if number < 30 else 2) * len(piece.token_ids))
-            yield piece
-
-    monkeypatch.setattr(cp, "stream", slower)
-    return {
-        "batch_over_nothing 1": 1.5, "batch_over_nothing 2": 3, "context_over_nothing 8": 6,
-        "layers_over_nothing 1": 2, "layers_over_nothing 3": 6, "last_over_first": 2,
+    clock.plant(cp, "stream", lambda model, prompts, *, sampling, **settings: sampling.max_new_tokens**2)
+    clock.plant(Trace, "hypotheses", lambda trace: len(trace.requests) ** 1.5)
+    clock.plant(Trace, "save", lambda trace, folder, overwrite: len(trace.requests))
+    clock.plant(Trace, "logprobs", lambda trace, request_id: len(trace.requests) ** 0.1)
+    slopes = {
+        "batch": 2, "prompt": 1, "layers": 3, "vocabulary": 0.5, "tokens": 1, "pieces": 2, "requests": 2,
+        "samples": 2, "hypotheses": 1.5, "save": 1, "each_request": 1.1,
     }  # fmt: skip
+    judged = {f"axes {axis} is_linear": slope <= 1.05 for axis, slope in slopes.items()}
+    return {f"slopes {axis}": slope for axis, slope in slopes.items()} | judged
 
 
 def of_speculation(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:

@@ -108,14 +108,6 @@ def _free_shape_of_prefill(real: Any) -> Any:
     return run
 
 
-def _any_equal_prompt(real: Any) -> Any:
-    def same_prompt(state: Any, others: Any) -> Any:
-        wanted = state.request.prompt_token_ids
-        return next((o for o in others if o.request.prompt_token_ids == wanted), None)
-
-    return same_prompt
-
-
 def _rebuilt_as_plain(real: Any) -> Any:
     def rebuild(self: Any, states: Any) -> None:
         with patch.object(states[0], "is_verified", False):
@@ -294,8 +286,8 @@ MUTATIONS = [
     bug(
         "rows are shared with a request that is not verified",
         ("22",),
-        "cacheprobe.engine.step:_same_prompt",
-        _any_equal_prompt,
+        "cacheprobe.engine.step:_prompt_key",
+        instead(lambda state: state.request.prompt_token_ids),
     ),
     # -- preemption
     bug("a preempted request is read back in one piece", ("23",), f"{PREFILL}.rebuild", _rebuilt_as_plain),

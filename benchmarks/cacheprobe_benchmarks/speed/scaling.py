@@ -18,6 +18,7 @@ hypotheses, save, each_request: seconds of `trace.hypotheses`, `trace.save`, and
 Models are random Llamas. One thread; processor seconds, which other programs change little. S, T and C are captured.
 """
 
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,8 +33,8 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.hf.tiny import TINY, Size, tiny_model
 from cacheprobe.models.hf.attention import attend_over_cache
+from cacheprobe.models.hf.tiny import TINY, Size, tiny_model
 from cacheprobe_benchmarks.shared.machine import machine, measuring
 
 MOST = 1.05
@@ -74,21 +75,20 @@ def run(rounds: int, *, sizes: Sizes = Sizes()) -> dict[str, Any]:
 
 def measure(rounds: int, of: Sizes) -> dict[str, Any]:
     """Measures and fits every axis; a round measures every size of every axis once."""
-    jobs = [(name, size) for size_index in range(7) for name in JOBS for size in getattr(of, name)[size_index:][:1]]
+    most = max(len(getattr(of, name)) for name in JOBS)
+    jobs = [(name, size) for i in range(most) for name in JOBS for size in getattr(of, name)[i : i + 1]]
+    smallest = jobs[: len(JOBS)]
     seconds: dict[str, dict[int, list[float]]] = {}
     apart: dict[str, dict[int, list[float]]] = {}
-    with measuring((rounds + 1) * len(jobs)) as bar:
+    with measuring(len(smallest) + rounds * len(jobs)) as bar:
         for number in range(rounds + 1):
-            for name, size in jobs:
+            for name, size in jobs if number else smallest:
                 for axis, (took, attention) in JOBS[name](size).items():
-                    if number:  # the first round allocates
+                    if number:  # the first calls import and compile
                         seconds.setdefault(axis, {}).setdefault(size, []).append(took - attention)
                         apart.setdefault(axis, {}).setdefault(size, []).append(attention)
                 bar.advance(note=f"{name} {size}")
     axes = {axis: {**_fit(by_size), **_apart(apart[axis])} for axis, by_size in seconds.items()}
-    each_round = [
-        {axis: {n: t[i : i + 1] for n, t in by.items()} for axis, by in seconds.items()} for i in range(rounds)
-    ]
     return {
         "benchmark": "scaling",
         "rounds": rounds,
@@ -96,7 +96,10 @@ def measure(rounds: int, of: Sizes) -> dict[str, Any]:
         "not_linear": [axis for axis, fit in axes.items() if not fit["is_linear"]],
         "most": MOST,
         "axes": axes,
-        "of_each_round": {axis: [_fit(one[axis])["slope"] for one in each_round] for axis in axes},
+        "of_each_round": {
+            axis: [_fit({size: [took[number]] for size, took in by_size.items()})["slope"] for number in range(rounds)]
+            for axis, by_size in seconds.items()
+        },
         "lower_is_better": list(axes),
         **machine(),
     }
@@ -210,6 +213,7 @@ def _settings(prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
 def _processor_seconds() -> Iterator[Callable[[], float]]:
     """Yields a function that, after the `with`, returns the processor seconds of its body."""
     found: list[float] = []
+    gc.collect()  # of what was timed before
     began = time.process_time()
     yield lambda: found[0]
     found.append(time.process_time() - began)
@@ -218,7 +222,7 @@ def _processor_seconds() -> Iterator[Callable[[], float]]:
 def _attention_seconds(model: CachedLM, length: int, width: int) -> float:
     """Returns the processor seconds of attention alone, over all layers, for `length` tokens in passes of `width`, each
     with its mask."""
-    config: Any = getattr(model, "config")
+    config: Any = model.config  # of Hugging Face
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     d_head = config.hidden_size // heads
     cache = model.new_cache(1, -(-length // 64) * 64)
