@@ -5,7 +5,9 @@ from collections import Counter
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.capture import stream as streams
 from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.paths import choose_path
 from tests.invariants.machines import Faulty, Spy, tiny
 from tests.invariants.runs import HOT, NEW, PROMPTS, RUN, SHAPES, G, W, babbler, outcome
@@ -174,3 +176,21 @@ def test_samples_and_stops_are_streamed() -> None:
 def test_mistakes_show_before_the_first_piece(settings, message) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         cp.stream(tiny(), PROMPTS, **{**dict(window=W, group=G, capacity=64), **settings})
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 8, 64])
+def test_a_window_of_tokens_gives_the_text_of_the_whole(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are bytes, so that most characters are cut. The window moves often, and begins in no character."""
+    text = "añ日本語😀 z" * 12
+    monkeypatch.setattr(streams, "_WINDOW", window)
+    sampling = SamplingParams(stop_token_ids=(), stop=())
+    state = SequenceState(Request((), prompt_token_ids=(1,), request_id=0), False, sampling)
+    stream = streams.Stream([state], lambda ids: bytes(ids).decode(errors="replace"), lambda observer: iter(()))
+    kept, pieces, firsts = stream._texts[0], [], set()
+    tokens = list(text.encode())
+    for number, token in enumerate(tokens, 1):
+        kept.token_ids.append(token)
+        pieces.append(stream._new_text(kept, is_over=number == len(tokens)))
+        firsts.add(kept.first)
+    assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
+    assert len(firsts) >= (3 if window < 64 else 2) and max(firsts) > len(tokens) / 2
