@@ -56,6 +56,7 @@ GAINED = {
     "batch8_over_greedy": "`batch8` over Hugging Face",
     "repeat_over_undrafted": "`repeat` over our loop without drafts",
     "coin_over_best_hf": "`coin` over Hugging Face, with or without prompt lookup",
+    "repeat_over_best_hf": "`repeat` over Hugging Face, with or without prompt lookup",
 }
 
 
@@ -82,8 +83,9 @@ def _determinism() -> str:
 
 def _speculation() -> str:
     held = _read("speculation")
-    rows = [(said, held[name], held[f"{name}_compiled"]) for name, said in GAINED.items()]
-    return f"{_command(held)}:\n\n{markdown_table(('tokens per second', 'ratio', 'compiled'), rows)}"
+    rows = [(said, held[name]) for name, said in GAINED.items()]
+    table = markdown_table(("tokens per second", "ratio"), rows)
+    return f"{_command(held)}; {held['cpu']}, {_machine(held)}:\n\n{table}"
 
 
 def _command(held: dict[str, Any]) -> str:

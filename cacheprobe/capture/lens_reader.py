@@ -12,7 +12,7 @@ A user's own lens may fail on a tile. Then each request's vectors are read again
 zeros. A request whose vectors fail again has no readings; the readings of the others do not change.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,6 +23,8 @@ from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.equality import bits, bitwise
 from cacheprobe.ops.readout import Readout, read_logits
+
+_RESIDUAL = "to_residual"
 
 LENS_TILE = 480
 """Number of state vectors in a tile, which one unembedding product reads: 16 tokens of 30 layers. A large tile pays
@@ -68,8 +70,9 @@ class LensReader:
 
     def __init__(self, model: CachedLM, lens: Lens, top_k: int) -> None:
         self.model, self.lens, self.top_k = model, lens, top_k
-        compiled = getattr(model, "compiled", None)  # only some kinds of model have compiled functions
-        self._read = compiled.readout if compiled else read_logits
+        operations = getattr(model, "operations", None)  # only some kinds of model have compiled loops
+        self._read_logits = operations.readout.of_logits if operations else read_logits
+        self._to_residual = _residual_of(lens)
         self._open: dict[int, list[Queued]] = {}
         self._ready: list[Queued] = []
         self._num_ready = 0
@@ -243,10 +246,13 @@ class LensReader:
         shape = (len(states), self.model.d_vocab)
         try:
             with torch.inference_mode():
-                logits: object = self.lens.logits(self.model, states, layers)
-                if not isinstance(logits, Tensor) or logits.shape != shape or not logits.is_floating_point():
-                    return indices[0], f"must return logits {list(shape)}, got {_described(logits)}"
-                readout = Readout(*(column.cpu() for column in self._read(logits, targets, self.top_k)))
+                readout = self._read_states(states, layers, targets)
+                if readout is None:
+                    logits: object = self.lens.logits(self.model, states, layers)
+                    if not isinstance(logits, Tensor) or logits.shape != shape or not logits.is_floating_point():
+                        return indices[0], f"must return logits {list(shape)}, got {_described(logits)}"
+                    readout = self._read_logits(logits, targets, self.top_k)
+                readout = Readout(*(column.cpu() for column in readout))
         except Exception as error:  # a user's own code may raise anything; only its readings are lost
             expected = f"expected were logits {list(shape)} of states {list(states.shape)}"
             return indices[0], f"failed with {type(error).__name__}: {error!s:.200}; {expected}"
@@ -254,6 +260,13 @@ class LensReader:
         if bad := [index for index in indices if not is_number[index]]:
             return bad[0], f"must return logits {list(shape)} with a finite largest one, got NaN or infinity"
         return readout
+
+    def _read_states(self, states: Tensor, layers: Tensor, targets: Tensor) -> Readout | None:
+        """Returns the Readout of a tile without storing its logits; None if the lens or the model cannot do that."""
+        read_tokens = getattr(self.model, "read_tokens", None)
+        if self._to_residual is None or read_tokens is None:
+            return None
+        return read_tokens(self._to_residual(states, layers), targets, self.top_k)
 
     def _fail(self, taken: Sequence[Queued], request_id: int, layer: int, row: int, why: str) -> None:
         """Stores in `errors` why a request has no readings, and removes its rows that are ready to be read."""
@@ -278,6 +291,15 @@ def _same_states(pairs: Sequence[tuple[Queued, Queued]]) -> tuple[Tensor, ...]:
     )
     has_same_bits = (bits(states[0]) == bits(states[1])).all(-1).cpu()
     return (has_same_bits & (layers[0] == layers[1]).cpu()).split(counts)
+
+
+def _residual_of(lens: Lens) -> "Callable[[Tensor, Tensor], Tensor] | None":
+    """Returns the lens's `to_residual`, which maps states and layers to residual streams whose `read_out` are its
+    logits; None without one, and for a subclass that has `logits` of its own."""
+    of_residual, of_logits = (
+        next((owner for owner in type(lens).__mro__ if name in vars(owner)), object) for name in (_RESIDUAL, "logits")
+    )
+    return getattr(lens, _RESIDUAL, None) if issubclass(of_residual, of_logits) else None
 
 
 def _described(value: object) -> str:

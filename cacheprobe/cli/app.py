@@ -106,6 +106,7 @@ def verify(run: Path, *, model: str | None = None, adapter: str | None = None, p
     """
     import cacheprobe as cp
     from cacheprobe.analysis.replay import require_run
+    from cacheprobe.ops.compiled.choice import TORCH
     from cacheprobe.trace.manifest import damaged_files
 
     if faults := damaged_files(run)[1]:  # before a damaged table is read
@@ -119,7 +120,7 @@ def verify(run: Path, *, model: str | None = None, adapter: str | None = None, p
         dtype=settings["dtype"],
         device=settings["device"],
         adapter=adapter or settings.get("adapter"),
-        products="compiled" if "products_compiled" in settings else "torch",
+        products="torch" if settings.get("products", TORCH) == TORCH else "auto",
         think_while_decoding=settings.get("think_while_decoding"),
         progress=progress,
     )

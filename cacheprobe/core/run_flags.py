@@ -22,9 +22,8 @@ class ModelFlags:
     """cpu, cuda or cuda:1; the CPU by default."""
     adapter: str | None = None
     """A LoRA adapter to merge: coin-flip, or a directory."""
-    products: Literal["torch", "compiled"] = "torch"
-    """compiled: compile the blocks' matrix products and the statistics of Z with a C++ compiler, for a CPU with slow
-    bfloat16."""
+    products: Literal["auto", "torch"] = "auto"
+    """auto: loops compiled for this processor compute matrix products and Z where they are faster than torch's."""
     think_while_decoding: bool | None = None
     """Let a Thinking States model also think about generated tokens; the window must be a whole number of chunks."""
 

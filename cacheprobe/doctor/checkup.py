@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cacheprobe.core.terminal import Listing
 from cacheprobe.doctor.findings import Finding
 from cacheprobe.doctor.kernels import kernels
-from cacheprobe.doctor.machine import dtypes, machine
+from cacheprobe.doctor.machine import dtypes, machine, operations
 from cacheprobe.doctor.models import model_findings
 from cacheprobe.doctor.pictures import pictures
 from cacheprobe.doctor.software import software, versions
@@ -59,6 +59,7 @@ def checkup() -> Checkup:
         {
             "machine": machine(),
             "dtypes": dtypes(),
+            "products and readings of a run": operations(),
             "versions": versions(_NAMED),
             "fingerprint fields of this machine": fingerprint,
             "packages": software(),

@@ -11,7 +11,7 @@ import torch
 from cacheprobe.core.config import RUN_DTYPES
 from cacheprobe.doctor.findings import Finding
 from cacheprobe.models.settings import CPU_INFO, numeric_settings, processor_name
-from cacheprobe.ops.compiled.build import CompilerError, compiler
+from cacheprobe.ops.compiled.choice import TORCH, choose
 
 IN_HARDWARE = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
 """Flags of the processor, by dtype; any of them means that it multiplies matrices of that dtype in hardware."""
@@ -22,7 +22,7 @@ _REPEATS = 5
 
 
 def machine() -> list[Finding]:
-    """Returns a list of findings on Python, processor, memory, instruction set, threads, C++ compiler and GPU."""
+    """Returns a list of findings on Python, processor, memory, instruction set, threads and GPU."""
     facts = numeric_settings()
     limits = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")}
     limits_set = ", ".join(f"{name}={value}" for name, value in limits.items() if value)
@@ -34,17 +34,19 @@ def machine() -> list[Finding]:
         Finding("memory", f"{_memory_gib():.1f} GiB"),
         Finding("instruction set", f"{facts['cpu_capability']}, as torch uses it"),
         Finding("threads", f"{facts['threads']} of {cores} cores" + (f"; {limits_set}" if limits_set else "")),
-        _compiler(),
         Finding("GPU", gpu),
     ]
 
 
-def _compiler() -> Finding:
-    """Returns a finding on the C++ compiler, which only products="compiled" needs."""
-    try:
-        return Finding("C++ compiler", f'{compiler()}, for products="compiled"')
-    except CompilerError as error:
-        return Finding("C++ compiler", str(error))
+def operations() -> list[Finding]:
+    """Returns a list of findings, one for each dtype of a run: what computes its matrix products and readings on the
+    CPU, and why."""
+    found = []
+    for name in RUN_DTYPES:
+        choice = choose(getattr(torch, name), torch.device("cpu"))
+        by = choice.operations.text if choice.operations else TORCH
+        found.append(Finding(name, f"{by}: {choice.reason}"))
+    return found
 
 
 def dtypes(seconds_of: "Callable[[str], float] | None" = None) -> list[Finding]:

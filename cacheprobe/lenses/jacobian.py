@@ -74,8 +74,13 @@ class JacobianLens:
 
     def logits(self, model: CachedLM, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n v"]:
         """Returns logits [n, v] of residual streams `states` [n, m], each taken after its layer in `layers` [n]."""
+        return model.read_out(self.to_residual(states, layers))
+
+    def to_residual(self, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n m"]:
+        """Returns, for states [n, m] after the layers [n], the matrix products that estimate the last residual stream,
+        in the dtype of the states."""
         last = len(self.matrices)
         exact = states.float()
         zeros = torch.zeros(last, states.shape[1], device=states.device)
         moved = product_by_layer(exact, layers.clamp(max=last - 1), self.matrices.transpose(1, 2), zeros)
-        return model.read_out(torch.where((layers == last)[:, None], exact, moved).to(states.dtype))
+        return torch.where((layers == last)[:, None], exact, moved).to(states.dtype)

@@ -31,6 +31,10 @@ class LogitLens:
     def check(self, model: CachedLM) -> None:
         """Accepts every model: a logit lens has no parameters."""
 
+    def to_residual(self, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n m"]:
+        """Returns the states, which are read as residual streams as they are."""
+        return states
+
     def logits(self, model: CachedLM, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n v"]:
         """Returns logits [n, v] of states [n, m]. The argument `layers` has no effect."""
-        return model.read_out(states)
+        return model.read_out(self.to_residual(states, layers))

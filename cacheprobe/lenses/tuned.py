@@ -83,9 +83,9 @@ class TunedLens:
 
     def logits(self, model: CachedLM, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n v"]:
         """Returns logits [n, v] of residual streams `states` [n, m], each taken after its layer in `layers` [n]."""
-        return model.read_out(self.translated(states, layers))
+        return model.read_out(self.to_residual(states, layers))
 
-    def translated(self, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n m"]:
+    def to_residual(self, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n m"]:
         """Returns h + h W + b for each of `states` [n, m], in their dtype. States of the last layer are unchanged."""
         last = len(self.weights)
         exact = states.float()

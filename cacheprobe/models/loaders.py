@@ -19,12 +19,10 @@ from cacheprobe.models.smollm2 import without_progress_bars
 from cacheprobe.models.thinking.store import is_thinking_folder, load_thinking
 
 if TYPE_CHECKING:  # they take seconds to load
-    import torch
     from transformers import AutoTokenizer
 
     from cacheprobe.models.hf.bridge import BridgeLM
     from cacheprobe.models.thinking.lm import ThinkingLM
-    from cacheprobe.ops.compiled.readout import Compiled
 
 SLIDING_FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 """Model types whose sliding windows were compared with Hugging Face's own, on texts longer than the window."""
@@ -39,7 +37,7 @@ def load_model(
     device: "Device | None" = None,
     device_map: "DeviceMap | None" = None,
     adapter: "str | Path | None" = None,
-    products: str = "torch",
+    products: str = "auto",
     think_while_decoding: bool | None = None,
     progress: bool = True,
 ) -> CachedLM:
@@ -56,23 +54,22 @@ def load_model(
     device_map: instead of device, the device of each part of the model, as transformers takes it: a dict or "auto".
     adapter: a LoRA adapter for a name or directory: "coin-flip", or a directory that peft wrote. The adapter is merged
     into the float32 weights, which are then converted to `dtype`; `weights_note` records this.
-    products: "compiled" computes the blocks' matrix products and the readout statistics with code that this machine's
-    C++ compiler builds, for bfloat16 on a CPU where bfloat16 is no faster than float32. Results have other bits; the
-    fingerprint records the choice.
+    products: "auto" computes matrix products and readings in the loops that numba compiles for this processor, where
+    they are faster than torch's (`cacheprobe doctor` says where); "torch" never does. Results have other bits; the
+    fingerprint records the choice. Thinking States models use torch's.
     think_while_decoding: whether a Thinking States model also thinks about chunks that hold generated tokens; the
     window must then be a multiple of the chunk size. Default: the stored setting, which is False for shipped models.
     Raises: ModelError for a model that cannot be loaded, wrapped, or rolled back, for an adapter of another model, for
     an absent device, and for settings of another kind of model.
     """
     dtype_name = _dtype_name(dtype)
-    if products not in ("torch", "compiled"):
-        raise ModelError(f'products={products!r} is neither "torch" nor "compiled"')
+    if products not in ("auto", "torch"):
+        raise ModelError(f'products={products!r} is neither "auto" nor "torch"')
     checked_map = placement(device, device_map, adapter)
     if isinstance(model, str | Path):
         if isinstance(model, str) and not model.strip():
             raise ModelError("the model's name is empty; give a name, a directory or a model")
         if (folder := _thinking_folder(model)) is not None:
-            _require_torch_products(str(model), products)
             lm = _load_thinking(folder, model, tokenizer, dtype_name, adapter, checked_map)
             if think_while_decoding is not None:
                 lm.set_think_while_decoding(think_while_decoding)
@@ -96,7 +93,6 @@ def load_model(
         if not isinstance(model, ThinkingModel):
             _refuse_thoughts(think_while_decoding, f"a live {type(model).__name__}")
         if isinstance(model, ThinkingModel):
-            _require_torch_products(_name_of(model), products)
             wrapped = ThinkingLM(model, tokenizer, _name_of(model))
             if think_while_decoding is not None:
                 wrapped.set_think_while_decoding(think_while_decoding)
@@ -123,8 +119,10 @@ def load_model(
     from cacheprobe.models.checks import check_model
 
     check_model(cast("BridgeLM", wrapped))
-    if products == "compiled":
-        cast("BridgeLM", wrapped).compiled = _compiled(wrapped)
+    if products == "auto":
+        from cacheprobe.ops.compiled.choice import choose
+
+        cast("BridgeLM", wrapped).operations = choose(wrapped.dtype, wrapped.device).operations
     return wrapped
 
 
@@ -135,38 +133,6 @@ def _refuse_thoughts(think_while_decoding: bool | None, what: object) -> None:
             f"{what} is no Thinking States model, so think_while_decoding says nothing of it; leave it out, or load "
             "one such as 'coinflip-thinking'"
         )
-
-
-def require_compilable(name: str, dtype: "torch.dtype", device: "torch.device") -> None:
-    """Checks that products="compiled" is for this model: bfloat16 on a CPU where bfloat16 is no faster than float32.
-    Raises: ModelError otherwise."""
-    import torch
-
-    from cacheprobe.ops.wide_product import wide_rows
-
-    if dtype != torch.bfloat16 or not wide_rows(dtype, device):
-        raise ModelError(
-            f'{name}: products="compiled" is for bfloat16 on a CPU where it is no quicker than float32, not for '
-            f"{str(dtype).removeprefix('torch.')} on {device} here; leave it out: torch's own are quicker"
-        )
-
-
-def _compiled(model: CachedLM) -> "Compiled":
-    """Returns the Compiled operations for products="compiled". Raises: ModelError if the model cannot use them."""
-    from cacheprobe.models.smollm2 import cache_directory
-    from cacheprobe.ops.compiled.build import CompilerError
-    from cacheprobe.ops.compiled.readout import compiled
-
-    require_compilable(model.name, model.dtype, model.device)
-    try:
-        return compiled(cache_directory() / "compiled")
-    except CompilerError as error:
-        raise ModelError(f'{model.name}: products="compiled" cannot be had: {error}') from error
-
-
-def _require_torch_products(name: str, products: str) -> None:
-    if products != "torch":
-        raise ModelError(f"{name} is a Thinking States model, whose products are torch's; leave out products")
 
 
 def _thinking_folder(model: "str | Path") -> Path | None:

@@ -51,7 +51,6 @@ def complaint(axes: JsonDict, run: SweepRunSettings, known: dict[PromptKey, tupl
         resolve_layers(run.layers, facts.n_layers)
         CaptureConfig(run.capture)
         _check_model(facts, axes)
-        _check_products(axes, run, facts.thinking is not None)
         _check_parts(facts, axes)
         last_changed = _last_changed(axes)
         if _changes_verify(axes) and axes["drafter"] is None and not run.deterministic:
@@ -85,24 +84,6 @@ def _check_model(facts: ModelFacts, axes: JsonDict) -> None:
     if axes["adapter"] is not None:
         raise ValueError(f"{facts.name} is a Thinking States model, which takes no adapter; write adapter: none")
     facts.thinking.check_window(facts.name, axes["window"])
-
-
-def _check_products(axes: JsonDict, run: SweepRunSettings, is_thinking: bool) -> None:
-    """Raises: ValueError if compiled matrix products are requested, but not supported by the model or this machine."""
-    if axes["products"] == "torch":
-        return
-    if is_thinking:
-        raise ValueError(f"{axes['model']} is a Thinking States model, whose products are torch's; leave out products")
-    import torch
-
-    from cacheprobe.models.loaders import require_compilable
-    from cacheprobe.ops.compiled.build import CompilerError, compiler
-
-    require_compilable(axes["model"], getattr(torch, axes["dtype"]), torch.device(run.device))
-    try:
-        compiler()
-    except CompilerError as error:
-        raise ValueError(str(error)) from error
 
 
 def _check_parts(facts: ModelFacts, axes: JsonDict) -> None:

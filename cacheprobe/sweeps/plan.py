@@ -57,7 +57,7 @@ def make_plan(config: SweepConfig) -> Plan:
 
 
 def _sources(axes: JsonDict) -> dict[str, str]:
-    """Returns a dictionary name -> hash of the model, adapter, lens and compiled code of a cell with these axes."""
+    """Returns a dictionary name -> hash of the model, adapter and lens of a cell with these axes."""
     hashes = {"model": model_facts(axes["model"]).source}
     if axes["adapter"] is not None:
         from cacheprobe.models.hf.adapters import adapter_directory
@@ -65,10 +65,6 @@ def _sources(axes: JsonDict) -> dict[str, str]:
         hashes["adapter"] = folder_digest(adapter_directory(axes["adapter"], axes["model"]))
     if (folder := lens_folder(axes["lens"])) is not None:
         hashes["lens"] = folder_digest(folder)
-    if axes["products"] == "compiled":
-        from cacheprobe.ops.compiled.build import library_digest
-
-        hashes["products"] = " ".join(library_digest(name) for name in ("product.cpp", "readout.cpp", "block.cpp"))
     return hashes
 
 

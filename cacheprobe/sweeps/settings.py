@@ -27,7 +27,7 @@ def _none_of_text(value: object) -> object:
 Text = Annotated[str, Field(min_length=1)]
 Maybe = Annotated[Text | None, BeforeValidator(_none_of_text)]
 DType = Literal["float32", "bfloat16", "float16"]
-Products = Literal["torch", "compiled"]
+Products = Literal["auto", "torch"]
 Count = Annotated[int, Field(ge=1, strict=True)]
 Seed = Annotated[int, Field(ge=0, strict=True)]
 
@@ -95,7 +95,7 @@ class Grid(_Strict):
     model: _many(Text) = ("smollm2-135m",)  # pyright: ignore[reportInvalidTypeForm]
     dtype: _many(DType) = ("float32",)  # pyright: ignore[reportInvalidTypeForm]
     adapter: _many(Maybe) = (None,)  # pyright: ignore[reportInvalidTypeForm]
-    products: _many(Products) = ("torch",)  # pyright: ignore[reportInvalidTypeForm]
+    products: _many(Products) = ("auto",)  # pyright: ignore[reportInvalidTypeForm]
     task: _many(Text) = ("coin_flip",)  # pyright: ignore[reportInvalidTypeForm]
     drafter: _many(Maybe) = (None,)  # pyright: ignore[reportInvalidTypeForm]
     window: _many(Count) = (16,)  # pyright: ignore[reportInvalidTypeForm]

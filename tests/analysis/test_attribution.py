@@ -188,7 +188,8 @@ def test_a_hidden_step_between_heads_and_stream_is_noticed() -> None:
 
 def test_processed_logits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     trace, right = drafted(), BridgeLM.read_out_with_gradients
-    monkeypatch.setattr(BridgeLM, "read_out_with_gradients", lambda self, states: 2 * right(self, states))
+    for name in ("read_out", "read_out_with_gradients"):
+        monkeypatch.setattr(BridgeLM, name, lambda self, states: 2 * right(self, states))
     with pytest.raises(ModelError, match="its logits are not its final norm and unembedding"):
         cp.analysis.attribution(trace, 0, 7)
 

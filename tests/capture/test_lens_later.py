@@ -219,14 +219,14 @@ def test_a_lens_that_fails_on_a_request_fails_later_too(monkeypatch: pytest.Monk
     """The others' readings stay, and a warning names the request when it is read."""
     marked = cp.run(loaded(), PROMPTS, **SMALL).states("S", 1, 1)[-3:-1]
     now, later = both(loaded(), PROMPTS, **SMALL)
-    right = LogitLens.logits
+    right = LogitLens.to_residual
 
-    def fails(self: LogitLens, model: CachedLM, states: torch.Tensor, layers: torch.Tensor) -> torch.Tensor:
+    def fails(self: LogitLens, states: torch.Tensor, layers: torch.Tensor) -> torch.Tensor:
         if bool((states[:, None] == marked).all(-1).any()):
             raise IndexError("no such layer")
-        return right(self, model, states, layers)
+        return right(self, states, layers)
 
-    monkeypatch.setattr(LogitLens, "logits", fails)
+    monkeypatch.setattr(LogitLens, "to_residual", fails)
     with pytest.warns(RuntimeWarning, match=r"request 1 step \d+ layer \d: lens logit failed with IndexError"):
         got = later.hypotheses()
     assert list(later.missing) == ["Z of request 1"]
@@ -238,7 +238,7 @@ def test_a_lens_that_always_fails_leaves_the_reason(monkeypatch: pytest.MonkeyPa
     def fails(*given: Any) -> None:
         raise IndexError("no such layer")
 
-    monkeypatch.setattr(LogitLens, "logits", fails)
+    monkeypatch.setattr(LogitLens, "to_residual", fails)
     with pytest.warns(RuntimeWarning), pytest.raises(ValueError, match="this trace has no Z: request 0 step"):
         later.hypotheses()
 

@@ -77,13 +77,13 @@ def _equal_states(trace: cp.Trace) -> int:
 
 def test_fewer_tiles_are_read(monkeypatch: pytest.MonkeyPatch, reading_all: Callable[[], None]) -> None:
     """1,200 states, 600 of them draft rows': three tiles without copies, two with them."""
-    tiles, right = [], LogitLens.logits
+    tiles, right = [], LogitLens.to_residual
 
-    def counting(self: LogitLens, model: Any, states: torch.Tensor, layers: torch.Tensor) -> torch.Tensor:
+    def counting(self: LogitLens, states: torch.Tensor, layers: torch.Tensor) -> torch.Tensor:
         tiles.append(len(states))
-        return right(self, model, states, layers)
+        return right(self, states, layers)
 
-    monkeypatch.setattr(LogitLens, "logits", counting)
+    monkeypatch.setattr(LogitLens, "to_residual", counting)
     states = torch.randn(200, 3, loaded().d_model, generator=torch.Generator().manual_seed(2))
     rows = [Queued(i, i % 200, states[i % 200].clone(), torch.arange(3), 7, 0, i // 200) for i in range(400)]
     once, table = read(rows)
@@ -152,14 +152,14 @@ def test_copies_of_a_failed_request_are_left_out(monkeypatch: pytest.MonkeyPatch
     model = loaded("llama", torch.bfloat16)
     settings = dict(**SMALL, deterministic=True)
     want = cp.run(model, PROMPTS, **settings)
-    marked, right = want.states("S", 1, 1)[-3:-1], LogitLens.logits
+    marked, right = want.states("S", 1, 1)[-3:-1], LogitLens.to_residual
 
-    def fails(self: LogitLens, model: Any, states: torch.Tensor, layers: torch.Tensor) -> torch.Tensor:
+    def fails(self: LogitLens, states: torch.Tensor, layers: torch.Tensor) -> torch.Tensor:
         if bool((states[:, None] == marked).all(-1).any()):
             raise IndexError("no such layer")
-        return right(self, model, states, layers)
+        return right(self, states, layers)
 
-    monkeypatch.setattr(LogitLens, "logits", fails)
+    monkeypatch.setattr(LogitLens, "to_residual", fails)
     with pytest.warns(RuntimeWarning, match="request 1 step"):
         table = cp.run(model, PROMPTS, **settings).hypotheses()
     others = want.hypotheses().query("request_id != 1").reset_index(drop=True)

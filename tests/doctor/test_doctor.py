@@ -14,6 +14,7 @@ from cacheprobe.models import inventory
 from cacheprobe.models.hf.tiny import FAMILIES
 from cacheprobe.models.settings import numeric_settings
 from cacheprobe.ops import dispatch
+from cacheprobe.ops.compiled import choice
 from tests.planted_costs import HOUR, Clock
 
 
@@ -123,6 +124,18 @@ def test_dtypes_are_measured() -> None:
     said = {finding.name: finding.result for finding in machine.dtypes(seconds.__getitem__)}
     assert said["bfloat16"].startswith("in hardware: 0.40 of float32's time")
     assert said["float16"].startswith("not in hardware: 30.00 of float32's time")
+
+
+def test_what_computes_the_products_of_a_dtype_is_named_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `cp.load_model` chooses: loops where they are used, else torch; the compiler is named where it is used."""
+    said = {finding.name: finding.result for finding in machine.operations()}
+    assert set(said) == {"float32", "bfloat16", "float16"}
+    for name, result in said.items():
+        used = choice.choose(getattr(torch, name), torch.device("cpu"))
+        assert result == f"{used.operations.text if used.operations else 'torch'}: {used.reason}"
+    assert choice.choose(torch.float64, torch.device("cpu")).reason == "float64 on cpu is computed by torch"
+    monkeypatch.setattr(machine, "choose", lambda dtype, device: choice.LoopChoice(None, "a planted reason"))
+    assert {finding.result for finding in machine.operations()} == {"torch: a planted reason"}
 
 
 def test_the_time_of_a_product_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

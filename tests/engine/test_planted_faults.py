@@ -13,6 +13,7 @@ from cacheprobe.engine.consistency import _Cycle
 from cacheprobe.engine.watch import Watch
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.thinking.lm import ThinkingLM
+from cacheprobe.ops.compiled import choice
 from tests.planted import (
     DEPENDS_ON,
     Planted,
@@ -38,6 +39,12 @@ ANYWHERE = ("product", "norm", "activation")
 def two_threads() -> None:
     """Some faults act on two threads alone. `conftest` sets the number of the environment again after the test."""
     torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def products_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults are planted in torch's operations."""
+    monkeypatch.setattr(choice, "choose", lambda *of: choice.LoopChoice(None, "faults are planted in torch"))
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,11 @@ import torch
 from transformer_lens.tools.analysis import logit_readout
 
 import cacheprobe as cp
-from cacheprobe.core.registry import available
+from cacheprobe.core.registry import available, find
 from cacheprobe.lenses.base import Lens, LensError, require_readable, unembedding_sha256
+from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.ops.readout import read_logits
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
@@ -79,10 +81,15 @@ def test_a_window_of_all_layers_is_one_product(name: str, trace: cp.Trace, monke
     rows = trace.rows(0)
     window = rows[(rows.phase == "verify") & (rows.step == rows[rows.phase == "verify"].step.iloc[0])]
     calls: list[int] = []
-    right = type(model).read_out
-    monkeypatch.setattr(
-        type(model), "read_out", lambda self, states: (calls.append(len(states)), right(self, states))[1]
-    )
+    for name in ("read_out", "read_tokens"):  # the second stores no logits; None where that cannot be done
+        right = getattr(type(model), name)
+
+        def counting(self: BridgeLM, states: torch.Tensor, *of: object, right: Any = right) -> Any:
+            made = right(self, states, *of)
+            calls.extend([len(states)] * (made is not None))
+            return made
+
+        monkeypatch.setattr(type(model), name, counting)
     table = cp.analysis.read_states(trace, lens, rows=window)
     assert len(window) > 1 and len(table) == 3 * len(window) and len(calls) == 1
 
@@ -153,3 +160,29 @@ def test_sites_equal_transformer_lens(site: str, trace: cp.Trace) -> None:
 def test_a_trace_of_other_weights_is_refused(trace: cp.Trace) -> None:
     with pytest.raises(ValueError, match="the trace is of weights"):
         cp.analysis.read_states(trace, cp.lenses.LogitLens(), model=perturbed(loaded(), 1e-3))
+
+
+class Doubled(LogitLens):
+    """Has logits of its own, and a `to_residual` of the class that it is made from."""
+
+    name = "doubled"
+
+    def logits(self, model: CachedLM, states: torch.Tensor, layers: torch.Tensor) -> torch.Tensor:
+        return 2 * super().logits(model, states, layers)
+
+
+def test_logits_of_a_subclass_are_read() -> None:
+    """A lens whose logits are more than the model's output at some residual stream is asked for its logits."""
+    plain, doubled = (
+        cp.run(loaded(), PROMPTS[:1], **SMALL, lens=lens).hypotheses() for lens in (LogitLens(), Doubled())
+    )
+    assert (doubled.entropy_nats < plain.entropy_nats).all()
+
+
+@pytest.mark.parametrize("name", [name for name in LENSES if hasattr(find("lenses", name), "to_residual")])
+def test_logits_are_read_out_at_the_residual(name: str) -> None:
+    """What lets a lens be read without stored logits."""
+    model = loaded()
+    lens = shaken(name, model)
+    states, layers = torch.randn(6, model.d_model), torch.arange(6) % model.n_layers
+    assert bitwise(lens.logits(model, states, layers), model.read_out(lens.to_residual(states, layers)))

@@ -12,6 +12,7 @@ from cacheprobe.capture.lens_reader import LENS_TILE, LensReader, Queued
 from cacheprobe.lenses.base import Lens
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.hf.bridge import BridgeLM
+from tests.compiled import on_loops
 
 LAYERS, WINDOW, WIDTH, VOCAB = 30, 16, 576, 49152
 
@@ -42,7 +43,7 @@ def wide() -> BridgeLM:
     shape = dict(hidden_size=WIDTH, vocab_size=VOCAB, intermediate_size=64, num_hidden_layers=1, num_attention_heads=9)
     config = LlamaConfig(**shape, num_key_value_heads=3, tie_word_embeddings=True, eos_token_id=None)
     torch.manual_seed(0)
-    return cp.load_model(LlamaForCausalLM(config).to(torch.bfloat16).eval())
+    return cp.load_model(LlamaForCausalLM(config).to(torch.bfloat16).eval(), products="torch")
 
 
 class Careless(LogitLens):
@@ -62,6 +63,18 @@ def largest_of(lens: Lens, layers: int = LAYERS) -> dict[torch.dtype, int]:
         columns = reader.finish()
     assert len(columns["entropy_nats"]) == layers * WINDOW
     return largest.elements
+
+
+def test_the_loops_hold_no_logits() -> None:
+    """They hold states and sums, as many for 480 vectors of a tile as for any number of windows."""
+    of_torch = largest_of(LogitLens())
+    model = on_loops(wide())
+    try:
+        found = largest_of(LogitLens())
+    finally:
+        model.operations = None
+    assert found[torch.bfloat16] < of_torch[torch.bfloat16] // 50
+    assert found[torch.float32] <= of_torch[torch.float32]
 
 
 def test_no_window_is_held_in_float32() -> None:

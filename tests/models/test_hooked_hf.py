@@ -9,9 +9,11 @@ from torch import Tensor
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.hf.bridge import BridgeLM
-from cacheprobe.ops.attention.decode import COMPILER
+from cacheprobe.ops.attention.by_request import BY_REQUEST
+from cacheprobe.ops.compiled.basics import COMPILER
+from cacheprobe.ops.compiled.product import CompiledProduct
 from cacheprobe.ops.equality import bitwise, close
-from cacheprobe.ops.wide_product import wide_product
+from tests.compiled import on_loops
 from tests.feeding import GARBAGE, fed_in_parts, texts
 from tests.shapes import fixed_pass, serving
 from tests.tiny import FAMILIES, VOCAB, loaded
@@ -94,8 +96,8 @@ def test_fingerprint_tells_the_paths_apart(pair: tuple[BridgeLM, HookedHF]) -> N
     bridge, plain = pair
     theirs, ours = bridge.fingerprint(), plain.fingerprint()
     assert ours["path"] == "fast"
-    assert ours["attention"] == f"by request, spans of 64, {COMPILER} for one token and windows of float32"
-    assert {key for key in ours if ours[key] != theirs.get(key)} == {"path", "attention", "products_in_float32"}
+    assert ours["attention"] == BY_REQUEST and COMPILER in BY_REQUEST
+    assert {key for key in ours if ours[key] != theirs.get(key)} == {"path", "attention", "products"}
 
 
 def test_hooked_hf_is_a_cached_lm() -> None:
@@ -187,23 +189,24 @@ def test_fixed_shapes_fix_the_bits(family: str, dtype: torch.dtype, shape: tuple
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_readings_of_many_rows_are_widened_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norm, bias and soft cap as in its twin, on either path."""
-    model = loaded(family, torch.bfloat16)
+def test_readings_of_the_loops_are_those_of_the_twin(family: str) -> None:
+    """Norm, bias and soft cap as in its twin, on either path; without stored logits too, unless they are capped."""
+    model = on_loops(loaded(family, torch.bfloat16))
     states = torch.randn(40, model.d_model, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.inference_mode():
         slow = model.read_out_with_gradients(states)
-    widened: list[int] = []
-    monkeypatch.setattr(
-        "cacheprobe.models.hf.bridge.wide_product", lambda x, *of: (widened.append(x.shape[1]), wide_product(x, *of))[1]
-    )
-    for from_rows in (32, 41, None):
-        monkeypatch.setattr("cacheprobe.models.hf.bridge.wide_rows", lambda *of, from_rows=from_rows: from_rows)
-        made = model.read_out(states)
-        assert (made - slow).abs().max() <= slow.abs().max() * torch.finfo(torch.bfloat16).eps
-        assert bitwise(made, HookedHF(model).read_out(states)) and (from_rows == 32 or bitwise(made, slow))
-        assert model.fingerprint()["readings_in_float32"] == (f"from {from_rows} rows" if from_rows else "never")
-    assert widened == [40] * 4
+    made = model.read_out(states)
+    assert (made - slow).abs().max() <= slow.abs().max() * torch.finfo(torch.bfloat16).eps
+    assert bitwise(made, HookedHF(model).read_out(states))
+    targets = torch.arange(40) % model.d_vocab
+    read = model.read_tokens(states, targets, 5)
+    assert (read is None) == (family == "gemma2")
+    if read is not None:
+        wanted = model.operations.readout.of_logits(made, targets, 5)
+        assert all(bitwise(here, there) for here, there in zip(read, wanted, strict=True))
+    model.operations = None
+    assert bitwise(model.read_out(states), slow) and model.read_tokens(states, targets, 5) is None
+    assert model.fingerprint()["readings"] == "torch"
 
 
 def test_building_a_hooked_hf_draws_no_random_numbers() -> None:
@@ -212,22 +215,19 @@ def test_building_a_hooked_hf_draws_no_random_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("from_rows", [32, 128, None])
-def test_products_of_many_rows_are_widened_where_the_processor_gains_by_it(
-    from_rows: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cacheprobe.models.fast.hooked_hf.wide_rows", lambda dtype, device: from_rows)
-    seen = []
+@pytest.mark.parametrize("functional", [True, False])
+def test_every_product_of_a_layer_runs_in_the_loops(functional: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    real = CompiledProduct.__call__
 
-    def watched(values: Tensor, weight: Tensor, bias: Tensor | None, *, from_rows: int) -> Tensor:
-        seen.append((id(weight), from_rows))
-        return torch.nn.functional.linear(values, weight, bias)
+    def watched(self: CompiledProduct, values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        seen.append(weight.data_ptr())
+        return real(self, values, weight, bias)
 
-    monkeypatch.setattr("cacheprobe.models.fast.hooked_hf.wide_product", watched)
-    plain = HookedHF(loaded("llama"))
+    monkeypatch.setattr(CompiledProduct, "__call__", watched)
+    plain = HookedHF(on_loops(loaded("llama")), functional=functional)
     linears = [m for m in plain.model.modules() if type(m) is torch.nn.Linear]
     cache = plain.new_cache(1, 32)
     cache.allocate()
     plain.forward(torch.arange(32)[None] % 7, cache, [0], [0])
-    assert sorted(seen) == (sorted((id(m.weight), from_rows) for m in linears) if from_rows else [])
-    assert plain.fingerprint()["products_in_float32"] == (f"from {from_rows} rows" if from_rows else "never")
+    assert sorted(seen) == sorted(m.weight.data_ptr() for m in linears)

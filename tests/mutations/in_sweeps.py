@@ -215,14 +215,8 @@ MUTATIONS = [
         lambda real: lambda values: [one for v in values for one in (real([v])[:-1] or real([v]))],
     ),
     bug(
-        "the compiler is no part of a digest",
-        ("compiled",),
-        f"{SWEEPS}.plan:_sources",
-        lambda real: lambda axes: real({**axes, "products": "torch"}),
-    ),
-    bug(
         "one model serves all products",
-        ("compiled",),
+        ("products",),
         f"{SWEEPS}.cells:Cell.model_key",
         lambda real: lambda self: (*real(self)[:3], "torch", real(self)[4]),
     ),
@@ -296,12 +290,6 @@ MUTATIONS = [
         ("capacity",),
         f"{CHECKS}:complaint",
         lambda real: lambda axes, run, held: real(axes, run.model_copy(update={"capacity": 10**6}), held),
-    ),
-    bug(
-        "a thinking model compiles",
-        ("products",),
-        f"{CHECKS}:_check_products",
-        lambda real: lambda axes, run, is_thinking: real(axes, run, False),
     ),
     bug("a budget is no limit", ("disk budget",), f"{SWEEPS}.plan:require_room", instead(lambda *given: math.inf)),
     bug("a folder is open to all", ("one folder",), f"{SWEEPS}.storage.lock:_locked", instead(lambda s: nullcontext())),

@@ -131,8 +131,7 @@ def test_what_the_loops_would_misread_is_refused() -> None:
 
 def test_loops_that_end_early_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled loop cannot raise: numba prints an error, and the output would stay zero."""
-    monkeypatch.setattr(module, "_find_thread_runner", lambda: lambda *call: None)
-    monkeypatch.setattr(module, "_LITTLE", 0)
+    monkeypatch.setattr(module, "run_on_threads", lambda *call: None)
     with pytest.raises(RuntimeError, match="ended after 0 of 12 heads"):
         attended(*drawn(SHAPES[1], torch.float32))
 
@@ -189,7 +188,9 @@ def test_bits_of_a_window_depend_on_the_position_alone(
 
 
 IN_A_PROCESS = (
-    "import torch; from cacheprobe.ops.attention import decode; print(decode.serves(torch.zeros(1, 1, 1, 4)))"
+    "import torch; from cacheprobe.ops.attention import decode; from cacheprobe.ops.compiled.choice import choose; "
+    "choice = choose(torch.float16, torch.device('cpu')); "
+    "print(decode.serves(torch.zeros(1, 1, 1, 4)), 'failed' not in choice.reason)"
 )
 
 
@@ -198,7 +199,7 @@ def test_without_a_folder_for_the_cache_it_is_compiled_all_the_same(tmp_path: Pa
     (tmp_path / "file").touch()
     nowhere = {"NUMBA_CACHE_LOCATOR_CLASSES": "UserWideCacheLocator", "XDG_CACHE_HOME": str(tmp_path / "file")}
     done = run_python(IN_A_PROCESS, {**nowhere, "HOME": str(tmp_path / "file")})
-    assert done.stdout.strip() == "True", done.stderr
+    assert done.stdout.strip() == "True True", done.stderr
 
 
 def test_without_a_compiler_the_import_says_why() -> None:

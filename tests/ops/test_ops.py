@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import cacheprobe.ops.wide_product as wide_module
 from cacheprobe.core.noise import derive_seed, gumbel_noise, uniform_noise
 from cacheprobe.ops.acceptance import StopRule, clip_draft, find_ending, num_accepted
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.ops.readout import BLOCK, best_of_blocks, read_logits
 from cacheprobe.ops.sampling import sample_token, two_largest
-from cacheprobe.ops.wide_product import WIDE_ROWS, wide_product
 from tests.twins.equivalence import lowest_topk_slowly, num_accepted_slowly, read_logits_slowly, sample_token_slowly
 
 tokens = st.lists(st.integers(0, 3), max_size=8)
@@ -156,7 +154,7 @@ def test_a_reading_is_batch_invariant() -> None:
     targets = torch.randint(-1, 5003, (96,), generator=generator)
 
     def read(order: torch.Tensor) -> list[torch.Tensor]:
-        logits = wide_product(states[order], weight.bfloat16())
+        logits = torch.nn.functional.linear(states[order], weight.bfloat16())
         return [column[order.argsort()] for column in read_logits(logits, targets[order], 5)]
 
     expected = read(torch.arange(96))
@@ -199,67 +197,8 @@ def test_close_needs_a_reason_and_sees_nan() -> None:
     assert not close(torch.tensor([math.nan]), torch.ones(1), 1.0, because="NaN is close to nothing")
 
 
-@pytest.mark.parametrize("rows", [WIDE_ROWS - 1, WIDE_ROWS, 3 * WIDE_ROWS])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("outputs", [40, 500])
-def test_wide_product_equals_its_twin(
-    outputs: int, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At once and in parts, the last of them smaller."""
-    monkeypatch.setattr(wide_module, "_NUMBERS", 192 * 96)
-    generator = torch.Generator().manual_seed(rows)
-    values, weight, bias = (
-        torch.randn(size, generator=generator).to(dtype) for size in ((1, rows, 96), (outputs, 96), (outputs,))
-    )
-    made, plain = wide_product(values, weight, bias), torch.nn.functional.linear(values, weight, bias)
-    assert made.dtype == dtype and made.shape == plain.shape
-    one_unit = plain.abs().max() * torch.finfo(dtype).eps  # sums are ordered otherwise, then rounded once
-    assert (made - plain).abs().max() <= one_unit
-
-
-def test_wide_product_widens_from_its_number_of_rows_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr(wide_module, "linear", lambda x, w, b: seen.append(len(x)) or x)
-    for rows in (WIDE_ROWS - 1, WIDE_ROWS):
-        wide_product(torch.zeros(rows, 4, dtype=torch.bfloat16), torch.zeros(4, 4, dtype=torch.bfloat16))
-        wide_product(
-            torch.zeros(rows, 4, dtype=torch.bfloat16), torch.zeros(4, 4, dtype=torch.bfloat16), None, rows + 1
-        )
-    assert seen == [WIDE_ROWS - 1, WIDE_ROWS - 1, WIDE_ROWS]
-
-
-def test_wide_product_never_widens_a_large_matrix_at_once() -> None:
-    weight = torch.zeros(20000, 256, dtype=torch.bfloat16)
-    for rows in (WIDE_ROWS, 4 * WIDE_ROWS):
-        with Sizes() as seen:
-            wide_product(torch.zeros(rows, 256, dtype=torch.bfloat16), weight)
-        limit = max(256, rows) * wide_module.outputs_at_once(rows, 256)
-        assert 0 < seen.largest[torch.float32] <= limit < weight.numel()
-
-
 @given(st.lists(st.floats(-5, 5, width=16).map(lambda x: round(x, 1)), min_size=2, max_size=9))
 def test_two_largest_equals_its_twin(values: list[float]) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         given_values = torch.tensor(values).to(dtype)
         assert two_largest(given_values) == tuple(given_values.topk(2).values.tolist())
-
-
-def test_products_are_widened_where_the_processor_gains_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the type's instructions; on Intel without matrix units too, later; elsewhere never."""
-    cpu, intel = torch.device("cpu"), {"architecture": "x86_64", "cpu_name": "Intel Xeon"}
-    cases: list[tuple[dict, int | None, int | None]] = [
-        (intel, 32, 32),
-        ({**intel, "avx512_bf16": True, "avx512_fp16": True}, 64, None),
-        ({**intel, "avx512_bf16": True, "amx_bf16": True}, None, 32),
-        ({"architecture": "x86_64", "cpu_name": "AMD Zen4", "avx512_bf16": True}, None, 32),
-        ({"architecture": "aarch64"}, None, None),
-    ]
-    for known, in_bfloat16, in_float16 in cases:
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda known=known: known)
-        for tried in (wide_module._lacks, wide_module._has_lanes_alone):
-            tried.cache_clear()
-        found = [wide_module.wide_rows(dtype, cpu) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
-        assert found == [in_bfloat16, in_float16, None], known
-        assert wide_module.wide_rows(torch.bfloat16, torch.device("meta")) is None
-    for tried in (wide_module._lacks, wide_module._has_lanes_alone):
-        tried.cache_clear()

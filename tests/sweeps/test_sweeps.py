@@ -15,8 +15,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.registry import names as plug_in_names
 from cacheprobe.models.hf.adapters import adapter_directory
-from cacheprobe.ops import wide_product
-from cacheprobe.ops.compiled import build
+from cacheprobe.ops.compiled.choice import choose
 from cacheprobe.sweeps.cells import Cell, combinations, distinguishing_labels
 from cacheprobe.sweeps.dry_run import dry_run
 from cacheprobe.sweeps.engine import COMPLETE, FAILED, PARTIAL, sweep
@@ -211,7 +210,7 @@ def test_the_log_says_what_happened(serial: Path) -> None:
         ({"grid": {**GRID, "seed": "9-0"}}, "'9-0' should go from the smaller seed to the larger"),
         ({"grid": {**GRID, "seed": "0-999999"}}, "over 100000 at most"),
         ({"grid": GRID, "run": {"stop": [""]}}, "run.stop.0 .* at least 1 character"),
-        ({"grid": {**GRID, "products": "fast"}}, "grid.products.* 'torch' or 'compiled', got 'fast'"),
+        ({"grid": {**GRID, "products": "fast"}}, "grid.products.* 'auto' or 'torch', got 'fast'"),
         ({"grid": GRID, "run": {"device": "tpu"}}, "run.device .*, got 'tpu'"),
         ({"grid": GRID, "resources": {"num_gpus": 1}}, "takes GPUs, and run.device is the CPU"),
         pytest.param({"grid": GRID, "run": {"device": "cuda"}}, "finds no CUDA GPU here", marks=WITHOUT_GPU),
@@ -245,7 +244,6 @@ def test_what_is_not_understood_is_refused_by_its_place(held: dict, message: str
         ({"lens": "tuned:tests"}, "tests holds no tuned lens"),
         ({"lens": f"tuned:{PACKAGE}"}, r"is for \(layers, width\) .*, coinflip-plain has \(4, 64\)"),
         ({"adapter": "coin-flip"}, "takes no adapter"),
-        ({"products": "compiled"}, "whose products are torch's"),
         ({"task": "coin_flip:people=40"}, "set run.capacity: 2[0-9]+ or more"),
         ({"task": "coin_flips"}, "unknown name 'coin_flips'"),
         ({"task": "boxes"}, "the word 'Box' .* is not in the task vocabulary"),
@@ -337,31 +335,23 @@ def test_a_task_is_one_cell_however_its_name_is_written() -> None:
     assert told == ["coin_flip:people=2", "no-such-task"]
 
 
-def test_compiled_products_are_an_axis(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other bits, another model to load, and bits that the compiler has a part in."""
-    axes = {"model": "smollm2-135m", "dtype": "bfloat16", "products": ["torch", "compiled"]}
-    config = read_config({"grid": axes, "run": RUN})
-    monkeypatch.setattr(wide_product, "wide_rows", lambda dtype, device: 32 if dtype == torch.bfloat16 else None)
-    torchs, compiled = make_plan(config).cells.values()
-    assert torchs.model_key != compiled.model_key and torchs.digest != compiled.digest
-    assert set(compiled.origin["sources"]) - set(torchs.origin["sources"]) == {"products"}
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    build.compiler.cache_clear()
-    with pytest.raises(ValueError, match="1 of 2 cells are impossible.*no C\\+\\+ compiler was found"):
-        make_plan(config)
-    build.compiler.cache_clear()
-    monkeypatch.setattr(wide_product, "wide_rows", lambda dtype, device: None)
-    with pytest.raises(ValueError, match="1 of 2 cells are impossible.*no quicker than float32"):
-        make_plan(config)
+def test_products_are_an_axis() -> None:
+    """Other bits, another model to load."""
+    axes = {"model": "smollm2-135m", "dtype": "bfloat16", "products": ["torch", "auto"]}
+    torchs, autos = make_plan(read_config({"grid": axes, "run": RUN})).cells.values()
+    assert torchs.model_key != autos.model_key and torchs.digest != autos.digest
+    with pytest.raises(ValueError, match="'auto' or 'torch'"):
+        read_config({"grid": {**axes, "products": ["compiled"]}, "run": RUN})
 
 
 @pytest.mark.slow
-def test_a_cell_runs_on_compiled_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wide_product, "wide_rows", lambda dtype, device: 32 if dtype == torch.bfloat16 else None)
-    axes = {"model": "smollm2-135m", "dtype": "bfloat16", "products": ["torch", "compiled"], "task": GRID["task"]}
+def test_a_cell_runs_on_its_products(tmp_path: Path) -> None:
+    axes = {"model": "smollm2-135m", "dtype": "bfloat16", "products": ["torch", "auto"], "task": GRID["task"]}
     sweep({"grid": axes, "run": {**RUN, "n": 1}}, out=tmp_path / "s", progress=False)
     found = {cell["products"]: trace.fingerprint for cell, trace in cp.load_sweep(tmp_path / "s").traces()}
-    assert "products_compiled" in found["compiled"] and "products_compiled" not in found["torch"]
+    chosen = choose(torch.bfloat16, torch.device("cpu")).operations
+    assert found["torch"]["products"] == "torch"
+    assert found["auto"]["products"] == (chosen.text if chosen else "torch")
 
 
 def test_a_shard_that_knows_fewer_axes_is_still_read(serial: Path, tmp_path: Path) -> None:

@@ -237,7 +237,6 @@ def test_load_model_takes_it_with_its_tokenizer() -> None:
             dict(dtype="bfloat16"),
             r"ThinkingPretrained is in float32, not bfloat16; convert it with .to\(torch",
         ),
-        (dict(products="compiled"), "ThinkingPretrained is a Thinking States model, whose products are torch's"),
         (dict(device="cpu"), "a live ThinkingPretrained stays where it is"),
         (dict(adapter="coin-flip"), "not into a live ThinkingPretrained"),
     ],

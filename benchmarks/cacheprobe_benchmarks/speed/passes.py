@@ -6,8 +6,8 @@ passes of deterministic requests.
 
     modules     the forward calls functions, not the modules of transformers
     attention   few tokens of each request attend in a compiled loop, not in torch's scaled_dot_product_attention
-    wide        products of many rows of 16 bits run in float32, where the processor has no fast ones
-    compiled    products="compiled": products, norms and rotations compiled for this processor; off by default
+    products    matrix products run in loops compiled for this processor, where they are faster than torch's
+    readings    states of 30 layers are read without storing their logits, not as torch's product and statistics
 """
 
 import time
@@ -20,11 +20,12 @@ from unittest.mock import patch
 import torch
 
 import cacheprobe as cp
+from cacheprobe.capture.lens_reader import LENS_TILE
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.paths import choose_path
 from cacheprobe.ops.attention import by_request
 from cacheprobe.ops.attention.by_request import Reach, reach_of_positions
-from cacheprobe.ops.wide_product import wide_rows
+from cacheprobe.ops.readout import read_logits
 from cacheprobe_benchmarks.shared.machine import machine, measuring
 
 CAPACITY, POSITION = 96, 64
@@ -52,19 +53,17 @@ def run(rounds: int, repeats: int = 20) -> dict[str, Any]:
     repeats: pairs of passes in a round.
     """
     torch.set_num_threads(2)
-    found: dict[str, dict[str, float | str]] = {name: {} for name in (*WITHOUT, "wide", "compiled")}
+    found: dict[str, dict[str, float | str]] = {name: {} for name in (*WITHOUT, "products", "readings")}
     with torch.inference_mode(), measuring(len(DTYPES) * len(SHAPES)) as bar:
         for dtype in DTYPES:
             model = _fast(dtype)
-            narrow, compiled = (_narrow(dtype), _fast(dtype, "compiled")) if _is_slow(dtype) else (None, None)
+            plain = _fast(dtype, "torch") if model.operations else None
+            found["readings"][dtype] = gain(*_readings(model), rounds * repeats) if plain else NOT_HERE
             for said, shape in SHAPES.items():
                 key, usual = f"{dtype} {said}", _pass(model, *shape)
                 for name, without in WITHOUT.items():
                     found[name][key] = gain(usual, _pass(model, *shape, without), rounds * repeats)
-                found["wide"][key] = gain(usual, _pass(narrow, *shape), rounds * repeats) if narrow else NOT_HERE
-                found["compiled"][key] = (
-                    gain(_pass(compiled, *shape), usual, rounds * repeats) if compiled else NOT_HERE
-                )
+                found["products"][key] = gain(usual, _pass(plain, *shape), rounds * repeats) if plain else NOT_HERE
                 bar.advance(note=key)
     return {"benchmark": "passes", "rounds": rounds, "repeats": repeats, "without_over_with": found, **machine()}
 
@@ -81,20 +80,20 @@ def gain(usual: Callable[[], object], without: Callable[[], object], pairs: int)
     return round(median(ratios[1:]), 2)
 
 
-def _is_slow(dtype: str) -> bool:
-    """Returns whether the processor computes many rows of this dtype more slowly than float32."""
-    return wide_rows(getattr(torch, dtype), torch.device("cpu")) is not None
-
-
-def _fast(dtype: str, products: str = "torch") -> HookedHF:
+def _fast(dtype: str, products: str = "auto") -> HookedHF:
     model, _ = choose_path(cp.load_model("smollm2-135m", dtype=dtype, products=products, progress=False))
     assert isinstance(model, HookedHF)
     return model
 
 
-def _narrow(dtype: str) -> HookedHF:
-    with patch("cacheprobe.models.fast.hooked_hf.wide_rows", lambda *asked: None):
-        return _fast(dtype)
+def _readings(model: HookedHF) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Returns two functions that read one tile of states: the loops, and torch's operations."""
+    states = torch.randn(LENS_TILE, model.d_model).to(model.dtype)
+    targets = torch.arange(LENS_TILE) % model.d_vocab
+    return (
+        lambda: model.read_tokens(states, targets, 5),
+        lambda: read_logits(model.read_out_with_gradients(states), targets, 5),
+    )
 
 
 def _pass(

@@ -1,68 +1,98 @@
-"""From how many rows on it pays to widen 16-bit weights: the products of SmolLM2's blocks, at one thread and at two.
+"""How fast matrix products and copies run on this machine: torch's and the compiled loops', by shape and dtype.
 
-Seconds of the widened products over those of the 16-bit ones, medians of ratios of neighbouring runs; below 1.0 it
-pays. `wide_rows` is what is in force here, null for never.
+Ways alternate in one process; a rate is of the median time. The best rate of any shape and way, and the rate of a copy
+that no cache holds, are the roofline of `bench main-job`, which measures them in its own run.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from itertools import cycle
+from collections.abc import Callable, Mapping
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from cacheprobe.ops import wide_product
+from cacheprobe.ops.compiled.choice import choose
 from cacheprobe_benchmarks.shared.machine import machine, measuring
 
-SHAPES = {(576, 576): 2, (192, 576): 2, (1536, 576): 2, (576, 1536): 1}
-"""[outputs, inputs] of a block's products, and how many of them a block has."""
-BLOCKS, ROWS, REPEATS = 30, (8, 16, 24, 32, 64, 96, 128, 192, 256, 480), 5
+SHAPES = (
+    (1, 576, 1536), (16, 576, 1536), (16, 1536, 576), (64, 576, 1536), (640, 576, 1536), (1, 576, 49152),
+    (16, 576, 49152), (480, 576, 49152), (2048, 2048, 2048),
+)  # fmt: skip
+"""Rows, inner width and outputs: those of SmolLM2 in a decode, a verify pass, a prefill and the reading of Z, and one
+large product."""
+DTYPES = ("bfloat16", "float32")
+COPIED_BYTES, REPEATS = 2**28, 5
+SMALL: dict[str, Any] = {"shapes": ((2, 64, 64),), "copied_bytes": 2**20, "repeats": 1}
 
-SMALL = {"num_blocks": 1, "heights": (8,), "repeats": 1}
+
+class Rates(NamedTuple):
+    """Holds the rates of a machine."""
+
+    gflops: dict[str, dict[str, float]]
+    """By shape and way, billions of operations per second; a multiplication and its addition are two."""
+    copy_gb_per_second: float
+    """Bytes read and written, in billions."""
+
+    @property
+    def best_gflops(self) -> float:
+        """The best rate of any product."""
+        return max(rate for ways in self.gflops.values() for rate in ways.values())
 
 
 def run(
-    rounds: int, *, num_blocks: int = BLOCKS, heights: Sequence[int] = ROWS, repeats: int = REPEATS
+    rounds: int, *, shapes: Any = SHAPES, copied_bytes: int = COPIED_BYTES, repeats: int = REPEATS
 ) -> dict[str, Any]:
-    """wide_over_narrow: by threads and rows, of one pass through all blocks; lower is better."""
-    blocks = cycle(
-        [
-            [torch.randn(size).bfloat16() for size, count in SHAPES.items() for _ in range(count)]
-            for _ in range(num_blocks)
-        ]
-    )
-    found: dict[str, dict[str, float]] = {}
-    with torch.inference_mode(), measuring(2 * len(heights)) as bar:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            for rows in heights:
-                inputs = {width: torch.randn(rows, width).bfloat16() for _, width in SHAPES}
-                narrow, wide = (
-                    _pass(blocks, num_blocks, inputs, product) for product in (linear, wide_product.widened)
-                )
-                ratios = [wide() / narrow() for _ in range(rounds * repeats + 1)][1:]
-                found.setdefault(f"{threads} threads", {})[f"{rows} rows"] = round(median(ratios), 2)
-                bar.advance(note=f"{threads} threads, {rows} rows")
+    """gflops: by shape and way; higher is better."""
+    torch.set_num_threads(2)
+    found = rates(rounds * repeats, shapes, copied_bytes)
     return {
         "benchmark": "products",
         "rounds": rounds,
-        "wide_rows": wide_product.wide_rows(torch.bfloat16, torch.device("cpu")),
-        "wide_over_narrow": found,
+        "gflops": {shape: {way: round(rate, 1) for way, rate in ways.items()} for shape, ways in found.gflops.items()},
+        "best_gflops": round(found.best_gflops, 1),
+        "copy_gb_per_second": round(found.copy_gb_per_second, 2),
         **machine(),
     }
 
 
-def _pass(
-    blocks: Any, num_blocks: int, inputs: dict[int, Tensor], product: Callable[[Tensor, Tensor], Tensor]
-) -> Callable[[], float]:
-    def timed() -> float:
-        began = time.perf_counter()
-        for _ in range(num_blocks):
-            for weight in next(blocks):
-                product(inputs[weight.shape[1]], weight)
-        return time.perf_counter() - began
+@torch.inference_mode()
+def rates(repeats: int, shapes: Any = SHAPES, copied_bytes: int = COPIED_BYTES) -> Rates:
+    """Measures the Rates of this machine: of every way in every shape, and of a copy of so many bytes."""
+    gflops: dict[str, dict[str, float]] = {}
+    with measuring(len(shapes) + 1) as bar:
+        for rows, inner, outputs in shapes:
+            ways: dict[str, Callable[[], object]] = {}
+            for dtype in DTYPES:
+                values, weight = (torch.randn(n, inner).to(getattr(torch, dtype)) for n in (rows, outputs))
+                for name, product in _products(values.dtype).items():
+                    ways[f"{name} {dtype}"] = lambda p=product, v=values, w=weight: p(v, w)
+            taken = seconds_of(ways, repeats)
+            gflops[f"{rows} x {inner} x {outputs}"] = {
+                way: 2e-9 * rows * inner * outputs / seconds for way, seconds in taken.items()
+            }
+            bar.advance(note=f"{rows} x {inner} x {outputs}")
+        source = torch.ones(copied_bytes // 4)
+        target = torch.empty_like(source)
+        copy = seconds_of({"copy": lambda: target.copy_(source)}, repeats)["copy"]
+        bar.advance(note="copy")
+    return Rates(gflops, 2e-9 * copied_bytes / copy)
 
-    return timed
+
+def _products(dtype: torch.dtype) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """Returns the ways of a product in a dtype: torch's, and the compiled loops' where they are used."""
+    operations = choose(dtype, torch.device("cpu")).operations
+    return {"torch": linear, **({"loops": operations.product} if operations else {})}
+
+
+def seconds_of(ways: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Returns the median seconds of each way. The ways run in turn; the first round is not timed."""
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(repeats + 1):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            way()
+            if number:
+                taken[name].append(time.perf_counter() - began)
+    return {name: median(seconds) for name, seconds in taken.items()}

@@ -1,8 +1,8 @@
 """Whether torch.compile pays for a decode pass: SmolLM2, bfloat16, 16 rows at 64 of 96 slots, 2 threads.
 
 Hugging Face's model with its static cache, eager and compiled by inductor (fixed shapes, weights frozen into the graph,
-of which it keeps copies in an order of its own), beside our forward with torch's products and, where they can be had,
-compiled ones. Nothing is captured: a compiled graph would have to return every state that is to be kept.
+of which it keeps copies in an order of its own), beside our forward. Nothing is captured: a compiled graph would
+have to return every state that is to be kept.
 """
 
 import time
@@ -16,7 +16,6 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.fast.hooked_hf import HookedHF
-from cacheprobe.ops.wide_product import wide_rows
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 from cacheprobe_benchmarks.shared.machine import machine, measuring
 
@@ -28,12 +27,10 @@ SMALL = {"repeats": 1}
 
 
 def run(rounds: int, *, repeats: int = REPEATS) -> dict[str, Any]:
-    """*_over_ours: seconds of a decode pass over those of our forward with torch's products; lower is better."""
+    """*_over_ours: seconds of a decode pass over those of our forward; lower is better."""
     torch.set_num_threads(2)
     model = cp.load_model("smollm2-135m", dtype="bfloat16")
     ways = {"ours": _ours(model)}
-    if wide_rows(model.dtype, model.device):
-        ways["ours_compiled"] = _ours(cp.load_model("smollm2-135m", dtype="bfloat16", products="compiled"))
     hf = HuggingFace().model
     ways["hf_eager"] = _static(hf, hf.forward)
     began = time.perf_counter()

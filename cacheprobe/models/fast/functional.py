@@ -18,7 +18,6 @@ from torch.nn.functional import linear
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.hf.attention import ATTENTION, attend_over_cache
-from cacheprobe.ops.compiled.block import CompiledBlock
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -117,18 +116,15 @@ class FunctionalForward(ABC):
 class FunctionalLlama(FunctionalForward):
     """Computes the forward of Llama, Mistral, Qwen2 and Qwen3 models without calling their modules."""
 
-    def __init__(self, model: LiveModule, product: Product = linear, compiled: CompiledBlock | None = None) -> None:
-        """Takes the tensors of `model` without copying. product: function that computes values weight^T + bias.
-        compiled: computes norms and rotations instead of torch."""
+    def __init__(self, model: LiveModule, product: Product = linear) -> None:
+        """Takes the tensors of `model` without copying. product: function that computes values weight^T + bias."""
         self.model = model
-        self._rms_norm = partial(_compiled_norm, compiled) if compiled else _rms_norm
-        self._rotated = partial(_compiled_rotated, compiled) if compiled else _rotated
         config, decoder = model.config, model.model
         self.kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
         self.blocks = [_block(layer, product) for layer in decoder.layers]
         attention = decoder.layers[0].self_attn
         self.d_head, self.scale = int(attention.head_dim), float(attention.scaling)
-        self.norm = partial(self._rms_norm, norm=_norm(decoder.norm))
+        self.norm = partial(_rms_norm, norm=_norm(decoder.norm))
         self.unembed = affine(product, model.lm_head)
 
     @staticmethod
@@ -147,16 +143,16 @@ class FunctionalLlama(FunctionalForward):
     ) -> Tensor:
         assert rotation is not None
         block, shape_by_head = self.blocks[layer], (*stream.shape[:2], -1, self.d_head)
-        normed = self._rms_norm(stream, block.before_attention)
+        normed = _rms_norm(stream, block.before_attention)
         q, k, v = (project(normed).view(shape_by_head) for project in block.qkv)
         if block.q_norm is not None and block.k_norm is not None:
-            q, k = self._rms_norm(q, block.q_norm), self._rms_norm(k, block.k_norm)
-        q, k = self._rotated(q, k, rotation)
+            q, k = _rms_norm(q, block.q_norm), _rms_norm(k, block.k_norm)
+        q, k = _rotated(q, k, rotation)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         attended = block.o(attend_over_cache(cache, layer, q, k, v, mask, self.scale))
         call_listeners(listeners, "T", layer, attended)
         stream = stream + attended
-        normed = self._rms_norm(stream, block.before_mlp)
+        normed = _rms_norm(stream, block.before_mlp)
         mlp_out = block.down(block.activation(block.gate(normed)) * block.up(normed))
         call_listeners(listeners, "C", layer, mlp_out)
         return stream + mlp_out
@@ -195,15 +191,6 @@ def _rotated(q: Float[Tensor, "b t h d"], k: Float[Tensor, "b t g d"], rotation:
     first, second = both.chunk(2, -1)
     rotated = (both * cos).add_(torch.cat((second, first), -1).mul_(sin))
     return rotated.split((q.shape[2], k.shape[2]), 2)
-
-
-def _compiled_norm(compiled: CompiledBlock, values: Tensor, norm: _Norm) -> Tensor:
-    return compiled.rms_norm(values, *norm)
-
-
-def _compiled_rotated(compiled: CompiledBlock, q: Tensor, k: Tensor, rotation: Rotation) -> Sequence[Tensor]:
-    """Returns queries and keys rotated by compiled code. May overwrite the arguments."""
-    return compiled.turn_(q.contiguous(), *rotation), compiled.turn_(k.contiguous(), *rotation)
 
 
 def _norm(module: LiveModule) -> _Norm:

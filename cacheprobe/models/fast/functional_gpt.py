@@ -19,7 +19,6 @@ from cacheprobe.models.fast.functional import (
     call_listeners,
 )
 from cacheprobe.models.hf.attention import ATTENTION, attend_over_cache
-from cacheprobe.ops.compiled.block import CompiledBlock
 
 
 class _GPTBlock(NamedTuple):
@@ -37,10 +36,9 @@ class _GPTBlock(NamedTuple):
 class FunctionalGPT(FunctionalForward):
     """Computes the forward of GPT-2 and GPT-NeoX models without calling their modules."""
 
-    def __init__(self, model: LiveModule, product: Product = linear, compiled: CompiledBlock | None = None) -> None:
+    def __init__(self, model: LiveModule, product: Product = linear) -> None:
         """Takes the tensors of `model` without copying. product: function that computes values weight^T + bias, for all
-        linear layers of GPT-NeoX and the unembedding of GPT-2. compiled: not used, because it computes RMSNorm, and
-        these families have LayerNorm."""
+        linear layers of GPT-NeoX and the unembedding of GPT-2."""
         config = model.config
         self.heads = int(config.num_attention_heads)
         self.is_neox = type(model).__name__ == "GPTNeoXForCausalLM"

@@ -28,8 +28,7 @@ from cacheprobe.models.hf.float64 import keeping_float64
 from cacheprobe.models.hf.shared import SharedWeights, empty_model
 from cacheprobe.models.turns import computing, one_at_a_time
 from cacheprobe.ops.attention.by_request import BY_REQUEST
-from cacheprobe.ops.compiled.block import CompiledBlock
-from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
+from cacheprobe.ops.compiled.choice import TORCH
 
 FUNCTIONAL = (FunctionalLlama, FunctionalGPT)
 """Classes that compute a forward without calling modules; each supports some model families."""
@@ -56,15 +55,9 @@ class HookedHF(BridgeMembers):
         self.model: LiveModule = empty_model(bridge.original_model)
         self.weights = SharedWeights(bridge.original_model, self.model)
         self._places = Places(origin, self.weights)
-        self._wide_rows = wide_rows(self.dtype, self.device)
-        plain = partial(wide_product, from_rows=self._wide_rows) if self._wide_rows else linear
-        self._product: Product = origin.compiled.product if origin.compiled else plain
+        self._product: Product = origin.operations.product if origin.operations else linear
         if self._product is not linear:
             self._replace_products()
-        compiled = origin.compiled if FunctionalLlama.takes(self.model) else None
-        self._compiled_block = compiled.block if compiled else None
-        if self._compiled_block is not None:
-            self._replace_norms(self._compiled_block)
         self._functional_class = next((kind for kind in FUNCTIONAL if functional and kind.takes(self.model)), None)
         self._functional: FunctionalForward | None = None
         self._modules = list(self.model.modules())
@@ -78,12 +71,6 @@ class HookedHF(BridgeMembers):
         for module in self.model.modules():
             if type(module) is nn.Linear:
                 vars(module)["forward"] = partial(_linear_by, self._product, module)
-
-    def _replace_norms(self, block: CompiledBlock) -> None:
-        """Makes every RMSNorm of the plain model, which is llama-like, compute with compiled code."""
-        for module in self.model.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                vars(module)["forward"] = partial(_norm_by, block, module)
 
     @one_at_a_time()
     @torch.inference_mode()
@@ -121,7 +108,7 @@ class HookedHF(BridgeMembers):
         if self._functional_class is None or not self._has_capture_hooks_only or cache.head_masks.concern(cache_rows):
             return None
         if self._functional is None:
-            self._functional = self._functional_class(self.model, self._product, self._compiled_block)
+            self._functional = self._functional_class(self.model, self._product)
         return self._functional
 
     def _run_modules(
@@ -201,15 +188,12 @@ class HookedHF(BridgeMembers):
 
     def fingerprint(self) -> dict[str, str | int | float]:
         """Returns the bridge's fingerprint (a dictionary), changed for this forward: path "fast", the attention in use,
-        and how products and norms are computed."""
-        compiled = self.origin.compiled
+        and how products are computed."""
         return {
             **self.origin.fingerprint(),
             "path": "fast",
             "attention": BY_REQUEST if self.attends_by_request else "sdpa",
-            "products_in_float32": widening(None if compiled else self._wide_rows),
-            **({"products_compiled": compiled.product.digest} if compiled else {}),
-            **({"norms_compiled": self._compiled_block.digest} if self._compiled_block else {}),
+            "products": self.origin.operations.text if self.origin.operations else TORCH,
         }
 
     @property
@@ -229,10 +213,6 @@ class _Stopped(Exception):
 
 def _linear_by(product: Product, module: nn.Linear, values: Tensor) -> Tensor:
     return product(values, module.weight, module.bias)
-
-
-def _norm_by(block: CompiledBlock, module: LiveModule, values: Tensor) -> Tensor:
-    return block.rms_norm(values, module.weight, module.variance_epsilon)
 
 
 def _pass_cut(listener: Callable[[Tensor], object], cut: Cut, value: Tensor) -> None:

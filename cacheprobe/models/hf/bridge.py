@@ -25,8 +25,8 @@ from cacheprobe.models.hf.hooked_lm import HookedLM
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
 from cacheprobe.models.settings import evaluating, numeric_settings
 from cacheprobe.models.turns import one_at_a_time
-from cacheprobe.ops.compiled.readout import Compiled
-from cacheprobe.ops.wide_product import wide_product, wide_rows, widening
+from cacheprobe.ops.compiled.choice import TORCH, CompiledOperations
+from cacheprobe.ops.readout import Readout
 
 _WRAPPED = "_cacheprobe_bridge"
 """Key in a live model's `vars` under which (the bridge that wraps the model, the checksum of its weights at that time)
@@ -43,7 +43,7 @@ class BridgeLM(HookedLM):
         self.bridge = self.hooked_module = bridge
         self.name, self.weights_note = name, weights_note
         self.adapter = ""  # what load_model merged into the weights
-        self.compiled: Compiled | None = None  # set by load_model(products="compiled")
+        self.operations: CompiledOperations | None = None  # set by load_model; None for torch's
         cfg = bridge.cfg
         self.n_layers, self.d_model, self.d_vocab = int(cfg.n_layers), int(cfg.d_model), int(cfg.d_vocab)
         self.n_ctx = int(cfg.n_ctx)
@@ -210,14 +210,35 @@ class BridgeLM(HookedLM):
         """Returns logits [n, v] of residual states [n, m], including the architecture's softcaps and logit scales.
         Records no gradients.
 
-        On a CPU without fast 16-bit arithmetic, the product of many rows (`wide_rows`) of a 16-bit model is in float32.
-        Twin: read_out_with_gradients, equal, but to one unit in the last place if many rows are computed in float32.
+        Twin: read_out_with_gradients, to one unit in the last place, since compiled loops sum in another order.
         """
-        float32_from_rows = wide_rows(self.dtype, self.device)
-        if float32_from_rows is None:
+        if self.operations is None:
             return self.read_out_with_gradients(states)
         _, weight, bias, finish = self.output_parts()
-        return finish(wide_product(self.bridge.ln_final(states[None]), weight, bias, float32_from_rows))[0]
+        added = bias if bias is not None and bool(bias.any()) else None
+        return finish(self.operations.product(self.bridge.ln_final(states[None]), weight, added))[0]
+
+    @one_at_a_time()
+    @torch.inference_mode()
+    def read_tokens(self, states: Tensor, target_token_ids: Tensor, top_k: int) -> Readout | None:
+        """Returns the Readout of `read_out`'s logits of residual states [n, m], without storing the logits; None if
+        that cannot be done: torch computes the products, or the architecture caps or scales its logits.
+
+        target_token_ids: [n], -1 for none.
+        Twin: ops.readout.read_logits of `read_out`, ids and ranks ==, numbers close(1e-5).
+        """
+        if self.operations is None or not self._has_plain_logits:
+            return None
+        _, weight, bias, _ = self.output_parts()
+        added = bias if bias is not None and bool(bias.any()) else None
+        normed = self.bridge.ln_final(states[None])[0]
+        return self.operations.readout.of_states(normed, weight, added, target_token_ids, top_k)
+
+    @cached_property
+    def _has_plain_logits(self) -> bool:
+        """Whether the architecture neither caps nor scales its logits."""
+        some = torch.linspace(-100, 100, 64, dtype=self.dtype, device=self.device).view(1, 1, -1)
+        return bool(torch.equal(self.output_parts().finish(some.clone()), some))
 
     def read_out_with_gradients(self, states: Tensor) -> Tensor:
         """Returns the logits of `read_out`, up to one unit in the last place, and lets gradients flow back into
@@ -239,8 +260,7 @@ class BridgeLM(HookedLM):
             "compatibility_mode": bool(getattr(self.bridge, "compatibility_mode", False)),
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": ", ".join(dict.fromkeys(map(str, self.layer_devices))),
-            "readings_in_float32": widening(wide_rows(self.dtype, self.device)),
-            **({"readings_compiled": self.compiled.readout.digest} if self.compiled else {}),
+            "readings": self.operations.text if self.operations else TORCH,
             "transformer_lens": version("transformer-lens"),
             **numeric_settings(),
         }

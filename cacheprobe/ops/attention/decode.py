@@ -4,33 +4,16 @@ One thread computes one key head of one request from beginning to end. Each toke
 The result does not depend on the thread, on what other threads compute, or on the token's index in a window.
 """
 
-import ctypes
-import hashlib
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-
-import llvmlite
-import numba
 import numpy as np
 import torch
-from numba.core.registry import cpu_target
 from numpy.typing import NDArray
 from torch import Tensor
 
 from cacheprobe.ops.attention.decode_kernel import work_on_bfloat16, work_on_float32
+from cacheprobe.ops.compiled.basics import run_on_threads
 
 WORK = {torch.float32: work_on_float32, torch.bfloat16: work_on_bfloat16}
 """The compiled loops, by dtype."""
-
-_TARGET = cpu_target.target_context.codegen().magic_tuple()  # pyright: ignore[reportAttributeAccessIssue]
-"""Target triple of the compiler, the processor, and the processor's features."""
-
-COMPILER = (
-    f"numba {numba.__version__}, llvmlite {llvmlite.__version__}, {_TARGET[1]} "
-    f"{hashlib.sha256(repr(_TARGET).encode()).hexdigest()[:8]}"
-)
-"""Text in the schedule fingerprint: other versions, processors and features may give other bits."""
 
 MOST_TOKENS = 64
 """Largest number of tokens per request in a float32 window. Torch's own attention is faster for longer passes."""
@@ -76,11 +59,7 @@ def decode_attention(
         ),
         np.int64,
     )  # fmt: skip
-    work, start = WORK[q.dtype], _find_thread_runner()
-    if start is None or int(places[:, 3].sum()) * groups * width * depth <= _LITTLE:
-        work.ctypes(call.ctypes.data)
-    else:
-        start(work.address, call.ctypes.data, torch.get_num_threads(), 0)
+    run_on_threads(WORK[q.dtype], call, int(places[:, 3].sum()) * groups * width * depth <= _LITTLE)
     if call[21] != len(places) * groups:  # compiled loops print an error and return
         raise RuntimeError(
             f"attention of {len(places)} requests ended after {call[21]} of {len(places) * groups} heads"
@@ -103,14 +82,3 @@ def _require_readable(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, pla
         raise ValueError(f"keys and values of strides {keys.stride()} and {values.stride()}; the last must be 1")
     if len(places) and (places[:, 3] <= places[:, 4]).any():
         raise ValueError("a request attends to no slot of its own: slots must exceed the first token's position")
-
-
-@cache
-def _find_thread_runner() -> "Callable[[int | None, int, int, int], None] | None":
-    """Returns OpenMP's function GOMP_parallel, which runs a function on several threads, from torch's own libgomp; None
-    if torch's lib folder has no libgomp."""
-    for path in (Path(torch.__file__).parent / "lib").glob("libgomp*"):
-        start = ctypes.CDLL(str(path)).GOMP_parallel
-        start.argtypes, start.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-        return start
-    return None

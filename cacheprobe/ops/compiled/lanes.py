@@ -1,0 +1,190 @@
+"""Builds the innermost loop of a matrix product from LLVM's vector instructions, for functions that numba compiles.
+
+Sums have one order, whatever the number of rows, outputs or threads: sum l of a register takes every l-th number, and
+at the end the second half of the sums is added to the first half, until one number is left.
+"""
+
+from typing import Any, NamedTuple, no_type_check
+
+import torch
+from llvmlite import ir
+from numba import types  # pyright: ignore[reportPrivateImportUsage]
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+FLOATS, PAIRS = 0, 1
+"""Kinds of innermost loop: fused multiply-adds of float32, and dot products of pairs of bfloat16 (AVX512-BF16)."""
+
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+"""Formats of a result."""
+
+OUTPUTS = 4
+"""Number of outputs (rows of the weight) that one innermost loop computes together."""
+
+LANES = 16 if torch.cpu.get_capabilities().get("avx512_f") else 8
+"""Number of float32 sums in a register."""
+
+ROWS = LANES // OUTPUTS
+"""Number of rows that one innermost loop computes together: as many sums as one register holds are folded at once."""
+
+INNER_STEP = {FLOATS: LANES, PAIRS: 32}
+"""Number of products that a row and an output take in one step, by kind. The inner dimension must be a multiple."""
+
+Emitted = Any
+"""A value in LLVM's code."""
+
+_INT, _WORD, _FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
+_SUMS, _WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_WORD, LANES)
+
+
+class _BFloat(ir.types._BaseFloatType):  # pyright: ignore[reportAttributeAccessIssue]
+    """Is LLVM's type bfloat, which llvmlite does not define."""
+
+    null, intrinsic_name = "0.0", "bf16"
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def format_constant(self, value: object) -> str:
+        """Raises: NotImplementedError, since no constant of this type is used."""
+        raise NotImplementedError("constants of bfloat are not used")
+
+
+_BFloat._create_instance()
+_STORED = {FLOATS: (_SUMS, 4), PAIRS: (ir.VectorType(_BFloat(), 32), 2)}
+"""Type of one register of numbers, and bytes of one number, by kind."""
+
+
+class TilePlaces(NamedTuple):
+    """Holds where a tile's numbers lie, as LLVM values."""
+
+    values: Emitted
+    """Address of the first row's numbers."""
+    value_step: Emitted
+    """Bytes from one row to the next; so are the other steps."""
+    weight: Emitted
+    weight_step: Emitted
+    inner: Emitted
+    """Products of one sum: a multiple of INNER_STEP."""
+    bias: Emitted
+    """Address of one float32 number for each output."""
+    out: Emitted
+    out_step: Emitted
+
+
+@intrinsic(prefer_literal=True)
+@no_type_check
+def multiply_tile(_typing, kind, format, rows, outputs, places):
+    """Computes a tile of values weight^T + bias, and stores it, rounded to nearest, ties to even.
+
+    kind, format, rows, outputs: constants; `outputs` is OUTPUTS or 1.  places: addresses and sizes of the `TilePlaces`,
+    all int64, in this order.
+    """
+    literals = kind, format, rows, outputs
+    if not all(isinstance(one, types.IntegerLiteral) for one in literals):
+        return None
+    shape = tuple(one.literal_value for one in literals)
+
+    def make(context, builder, _signature, args):
+        """Emits LLVM code for the tile."""
+        given = zip(cgutils.unpack_tuple(builder, args[4], len(places)), places, strict=True)
+        _emit(builder, shape, TilePlaces(*(context.cast(builder, one, of, types.int64) for one, of in given)))
+        return context.get_dummy_value()
+
+    return types.void(*literals, places), make
+
+
+def _emit(builder: ir.IRBuilder, shape: tuple[int, int, int, int], places: "TilePlaces") -> None:
+    kind, format, rows, outputs = shape
+    values, value_step, weight, weight_step, inner, bias, out, out_step = places
+    register, size = _STORED[kind]
+    before, loop, end = builder.block, builder.append_basic_block("inner"), builder.append_basic_block("fold")
+    zero = ir.Constant(_SUMS, [0.0] * LANES)
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    at = builder.phi(_INT)
+    at.add_incoming(_INT(0), before)
+    sums = [builder.phi(_SUMS) for _ in range(rows * outputs)]
+
+    def load(base: Emitted, step: Emitted, number: int) -> Emitted:
+        """Emits the load of one register of row `number`, at the bytes `at`."""
+        address = builder.add(builder.add(base, at), builder.mul(step, _INT(number)))
+        return builder.load(builder.inttoptr(address, register.as_pointer()), align=size)
+
+    of_outputs = [load(weight, weight_step, o) for o in range(outputs)]
+    new = []
+    for r in range(rows):
+        value = load(values, value_step, r)
+        new += [_multiply_add(builder, kind, value, w, sums[r * outputs + o]) for o, w in enumerate(of_outputs)]
+    after = builder.add(at, _INT(INNER_STEP[kind] * size))
+    at.add_incoming(after, loop)
+    for one, added in zip(sums, new, strict=True):
+        one.add_incoming(zero, before)
+        one.add_incoming(added, loop)
+    builder.cbranch(builder.icmp_signed("<", after, builder.mul(inner, _INT(size))), loop, end)
+    builder.position_at_end(end)
+    folded = _folded(builder, new + [zero] * (LANES - len(new)))
+    added = builder.load(builder.inttoptr(bias, ir.VectorType(_FLOAT, outputs).as_pointer()), align=4)
+    lanes = ir.Constant(_WORDS, [i % outputs for i in range(LANES)])
+    results = _in_format(builder, builder.fadd(folded, builder.shuffle_vector(added, added, lanes)), format)
+    _store_rows(builder, results, (rows, outputs), out, out_step)
+
+
+def _multiply_add(builder: ir.IRBuilder, kind: int, a: Emitted, b: Emitted, total: Emitted) -> Emitted:
+    """Emits total + a * b, lane by lane (of each lane's pair, for PAIRS), each product and sum rounded as the
+    instruction does."""
+    register = _STORED[kind][0]
+    if kind == FLOATS:
+        name, arguments = f"llvm.fma.v{LANES}f32", [a, b, total]
+    else:
+        name, arguments = "llvm.x86.avx512bf16.dpbf16ps.512", [total, a, b]
+    function = builder.module.globals.get(name)
+    if function is None:
+        types_of = [register, register, _SUMS] if kind == FLOATS else [_SUMS, register, register]
+        function = ir.Function(builder.module, ir.FunctionType(_SUMS, types_of), name)
+    return builder.call(function, arguments)
+
+
+def _folded(builder: ir.IRBuilder, sums: list[Emitted]) -> Emitted:
+    """Emits the fold of LANES registers into one, whose lane i is the sum of the lanes of register i."""
+    bits = LANES.bit_length() - 1
+    sums = [sums[int(f"{i:0{bits}b}"[::-1], 2)] for i in range(LANES)]
+    size = LANES // 2
+    while size:
+        first = [i // size * 2 * size + i % size for i in range(LANES)]
+        masks = ir.Constant(_WORDS, first), ir.Constant(_WORDS, [i + size for i in first])
+        pairs = zip(sums[:size], sums[size : 2 * size], strict=True)
+        sums = [
+            builder.fadd(builder.shuffle_vector(a, b, masks[0]), builder.shuffle_vector(a, b, masks[1]))
+            for a, b in pairs
+        ]
+        size //= 2
+    return sums[0]
+
+
+def _in_format(builder: ir.IRBuilder, sums: Emitted, format: int) -> Emitted:
+    """Emits the conversion of float32 numbers into a format; bfloat16 as 16-bit integers."""
+    if format == FLOAT32:
+        return sums
+    if format == FLOAT16:
+        return builder.fptrunc(sums, ir.VectorType(ir.HalfType(), LANES))
+    words = builder.bitcast(sums, _WORDS)
+    odd = builder.and_(builder.lshr(words, _all(16)), _all(1))
+    rounded = builder.lshr(builder.add(builder.add(words, _all(0x7FFF)), odd), _all(16))
+    is_number = builder.fcmp_ordered("ord", sums, sums)
+    return builder.trunc(builder.select(is_number, rounded, _all(0x7FC0)), ir.VectorType(ir.IntType(16), LANES))
+
+
+def _store_rows(builder: ir.IRBuilder, lanes: Emitted, shape: tuple[int, int], out: Emitted, step: Emitted) -> None:
+    """Emits the store of `shape` (rows, outputs) numbers, rows `step` bytes apart."""
+    rows, outputs = shape
+    stored = ir.VectorType(lanes.type.element, outputs)
+    size = 4 if lanes.type == _SUMS else 2
+    for r in range(rows):
+        mask = ir.Constant(ir.VectorType(_WORD, outputs), [r * outputs + o for o in range(outputs)])
+        address = builder.inttoptr(builder.add(out, builder.mul(step, _INT(r))), stored.as_pointer())
+        builder.store(builder.shuffle_vector(lanes, lanes, mask), address, align=size)
+
+
+def _all(number: int) -> Emitted:
+    return ir.Constant(_WORDS, [number] * LANES)

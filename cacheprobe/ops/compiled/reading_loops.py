@@ -1,0 +1,257 @@
+"""Defines the loops that read logits: largest tokens, log-sum-exp, entropy and rank, compiled by numba.
+
+The sums of CHUNK logits are computed together; the chunks of a row are added in their order. So the bits of a row
+depend on nothing but its logits.
+"""
+
+import math
+from typing import no_type_check
+
+import numpy as np
+from numba import carray, njit  # pyright: ignore[reportPrivateImportUsage]
+from numba.core.ccallback import CFunc
+
+from cacheprobe.ops.compiled.basics import (
+    STORED,
+    compiled,
+    exponential,
+    fetch_and_increment,
+    fold_sum,
+    largest,
+    pointer,
+    widened,
+    work,
+)
+from cacheprobe.ops.compiled.lanes import FLOAT32, OUTPUTS
+from cacheprobe.ops.compiled.loops import multiply
+
+BLOCK, CHUNK = 128, 512
+"""Number of logits whose largest is computed at once, and of those that have partial sums of their own."""
+
+NUMBERS = 24
+"""How many whole numbers describe a call; `CompiledReadout` writes them."""
+
+_LOWEST = np.float32(-87.0)
+"""exp of less counts as zero."""
+
+
+@njit
+@no_type_check
+def _num_before(logits, at, count, target, value):
+    """Counts the logits that rank before the target: larger ones, and equal ones with a lower id. target: its index
+    relative to the first logit."""
+    lower, num = min(max(target, 0), count), np.int32(0)
+    for j in range(lower):
+        num += np.int32(logits[np.uintp(at + j)] >= value)
+    for j in range(lower, count):
+        num += np.int32(logits[np.uintp(at + j)] > value)
+    return num
+
+
+@njit
+@no_type_check
+def _sums(logits, at, count, best, weights, products):
+    """Returns the sums of exp(x - best), of exp(x - best) (x - best), and the number of NaNs. weights, products: room
+    for `count` numbers each."""
+    num_nan = np.int32(0)
+    for j in range(count):
+        x = logits[np.uintp(at + j)]
+        num_nan += np.int32(np.isnan(x))
+        shifted = max(x - best, _LOWEST)
+        weight = exponential(shifted)
+        weights[np.uintp(j)] = weight
+        products[np.uintp(j)] = weight * shifted
+    return fold_sum(weights, count), fold_sum(products, count), num_nan
+
+
+@njit
+@no_type_check
+def _insert(values, ids, at, k, value, token) -> None:
+    """Puts a token into a list of the k best so far, [at, at + k), if it is larger than the last one."""
+    if ids[at + k - 1] >= 0 and not value > values[at + k - 1]:
+        return
+    j = k - 1
+    while j > 0 and (ids[at + j - 1] < 0 or value > values[at + j - 1]):
+        values[at + j], ids[at + j] = values[at + j - 1], ids[at + j - 1]
+        j -= 1
+    values[at + j], ids[at + j] = value, token
+
+
+@njit
+@no_type_check
+def _read_chunk(stored, at, count, first, target, value, lists, list_at, wide, out, out_at) -> None:
+    """Reads the logits [at, at + count) of a chunk whose first token id is `first`. Puts its tokens into the list of
+    the best, and (best, total, weighted, number before the target) into `out` at `out_at`."""
+    top_values, top_ids, k = lists
+    for j in range(count):
+        wide[np.uintp(j)] = widened(stored[np.uintp(at + j)])
+    best = np.float32(-np.inf)
+    for block in range(0, count, BLOCK):
+        size = min(BLOCK, count - block)
+        most = largest(wide, block, size)
+        best = max(best, most)
+        if top_ids[list_at + k - 1] < 0 or most > top_values[list_at + k - 1]:
+            for j in range(block, block + size):
+                _insert(top_values, top_ids, list_at, k, wide[j], first + j)
+    weights, products = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    total, weighted = np.float64(0.0), np.float64(0.0)
+    for block in range(0, count, BLOCK):
+        part, part_weighted, num_nan = _sums(wide, block, min(BLOCK, count - block), best, weights, products)
+        total += np.float64(np.nan) if num_nan else np.float64(part)
+        weighted += np.float64(part_weighted)
+    out[out_at], out[out_at + 1], out[out_at + 2] = best, total, weighted
+    out[out_at + 3] = _num_before(wide, 0, count, target - first, value) if target >= 0 else -1
+
+
+@njit
+@no_type_check
+def _lists_of(call, thread, row):
+    """Returns the list of the best tokens that a thread keeps of a row: arrays of all lists, its length, its start."""
+    rows, k, threads = call[5], call[14], call[15]
+    values = carray(pointer(call[12]), (threads * rows * k,), np.float32)
+    ids = carray(pointer(call[13]), (threads * rows * k,), np.int64)
+    return (values, ids, k), (thread * rows + row) * k
+
+
+@njit
+@no_type_check
+def _read_rows(call, logits, row_step, num_rows, first_row, first, count, thread, wide) -> None:
+    """Reads a chunk of `num_rows` rows, whose logits begin at `logits[r * row_step]`."""
+    rows, chunk = call[5], first // CHUNK
+    targets = carray(pointer(call[3]), (rows,), np.int64)
+    values = carray(pointer(call[4]), (rows,), np.float32)
+    out = carray(pointer(call[11]), ((call[7] + CHUNK - 1) // CHUNK * rows * 4,), np.float64)
+    for r in range(num_rows):
+        row = first_row + r
+        lists, list_at = _lists_of(call, thread, row)
+        _read_chunk(
+            logits, r * row_step, count, first, targets[row], values[row], lists, list_at, wide, out,
+            (chunk * rows + row) * 4,
+        )  # fmt: skip
+
+
+def logits_work(format: int) -> CFunc:
+    """Returns the compiled function that reads given logits of a format in one thread."""
+    stored = STORED[format]
+
+    @no_type_check
+    def run(data) -> None:
+        """Takes rows from a counter until none is left. data: address of the numbers that `CompiledReadout` wrote."""
+        call = carray(data, (NUMBERS,), np.int64)
+        thread, wide, width = fetch_and_increment(call.ctypes.data + 17 * 8), np.empty(CHUNK, np.float32), call[7]
+        while True:
+            row = fetch_and_increment(call.ctypes.data + 18 * 8)
+            if row >= call[5]:
+                break
+            logits = carray(pointer(call[0] + row * call[8]), (width,), stored)
+            for first in range(0, width, CHUNK):
+                part = logits[first : first + CHUNK]
+                _read_rows(call, part, 0, 1, row, first, min(CHUNK, width - first), thread, wide)
+            fetch_and_increment(call.ctypes.data + 19 * 8)
+
+    return work(run)
+
+
+def targets_work(kind: int, format: int) -> CFunc:
+    """Returns the compiled function that computes the logit of every row's target token, in one thread, for a kind of
+    innermost loop and a format of weight and logits."""
+    stored, size = STORED[format], 4 if format == FLOAT32 else 2
+
+    @no_type_check
+    def run(data) -> None:
+        """Takes rows from a counter until none is left. data: address of the numbers that `CompiledReadout` wrote."""
+        call = carray(data, (NUMBERS,), np.int64)
+        targets = carray(pointer(call[3]), (call[5],), np.int64)
+        inner, like = call[6], np.empty(0, stored)
+        wide = np.empty(OUTPUTS * inner * call[16], np.float32)
+        while True:
+            row = fetch_and_increment(call.ctypes.data + 18 * 8)
+            if row >= call[5]:
+                break
+            token = max(targets[row], 0)
+            multiply(
+                kind, format, like, (1, 1, inner), (call[0] + row * call[8], call[8]),
+                (call[1] + token * call[9], call[9]), (call[2] + token * call[20], call[20]),
+                (call[21] + row * size, size), wide,
+            )  # fmt: skip
+            fetch_and_increment(call.ctypes.data + 19 * 8)
+
+    return work(run)
+
+
+def states_work(kind: int, format: int) -> CFunc:
+    """Returns the compiled function that multiplies states by an unembedding and reads the logits, in one thread, for a
+    kind of innermost loop and a format of weight and logits."""
+    stored, size = STORED[format], 4 if format == FLOAT32 else 2
+
+    @no_type_check
+    def run(data) -> None:
+        """Takes chunks of token ids from a counter until none is left, and reads each for every row. The logits of a
+        chunk are never stored beyond the processor's cache."""
+        call = carray(data, (NUMBERS,), np.int64)
+        thread, wide = fetch_and_increment(call.ctypes.data + 17 * 8), np.empty(CHUNK, np.float32)
+        rows, inner, width, block = call[5], call[6], call[7], call[10]
+        of_weight, logits = np.empty(OUTPUTS * inner * call[16], np.float32), np.empty(block * CHUNK, stored)
+        while True:
+            first = fetch_and_increment(call.ctypes.data + 18 * 8) * CHUNK
+            if first >= width:
+                break
+            count = min(CHUNK, width - first)
+            for r in range(0, rows, block):
+                num_rows = min(block, rows - r)
+                multiply(
+                    kind, format, logits, (num_rows, count, inner), (call[0] + r * call[8], call[8]),
+                    (call[1] + first * call[9], call[9]), (call[2] + first * call[20], call[20]),
+                    (np.int64(logits.ctypes.data), CHUNK * size), of_weight,
+                )  # fmt: skip
+                _read_rows(call, logits, CHUNK, num_rows, r, first, count, thread, wide)
+            fetch_and_increment(call.ctypes.data + 19 * 8)
+
+    return work(run)
+
+
+@compiled
+@no_type_check
+def combine(parts, lists, lists_ids, target_values, has_target, out_values, out_ids, out_numbers, out_before) -> None:
+    """Adds up the chunks of every row, and merges the lists of the threads.
+
+    parts: [chunks, rows, 4].  lists, lists_ids: [threads, rows, k].  out_values, out_ids: [rows, k] log-probabilities
+    and ids.  out_numbers: [rows, 2], entropy and the target's log-probability.  out_before: [rows].
+    """
+    chunks, rows = parts.shape[0], parts.shape[1]
+    threads, k = lists.shape[0], lists.shape[2]
+    at = np.empty(threads, np.int64)
+    for row in range(rows):
+        best, total, weighted, before = -np.inf, 0.0, 0.0, 0.0
+        for chunk in range(chunks):
+            best = max(best, parts[chunk, row, 0])
+        if not math.isfinite(best):
+            total = np.nan
+        for chunk in range(chunks):
+            shift = parts[chunk, row, 0] - best
+            if shift == -np.inf:  # a chunk of tokens that cannot occur
+                continue
+            scale = math.exp(shift)
+            weighted += (parts[chunk, row, 2] + parts[chunk, row, 1] * shift) * scale
+            total += parts[chunk, row, 1] * scale
+        for chunk in range(chunks):
+            before += parts[chunk, row, 3]
+        logsumexp = math.log(total) + best if total > 0 else np.nan
+        out_numbers[row, 0] = math.log(total) - weighted / total if total > 0 else np.nan
+        out_numbers[row, 1] = target_values[row] - logsumexp if has_target[row] else np.nan
+        out_before[row] = np.int64(before) if has_target[row] else -1
+        at[:] = 0
+        for j in range(k):
+            chosen = -1
+            for t in range(threads):
+                if at[t] == k or lists_ids[t, row, at[t]] < 0:
+                    continue
+                if chosen < 0:
+                    chosen = t
+                    continue
+                value, other = lists[t, row, at[t]], lists[chosen, row, at[chosen]]
+                if value > other or (value == other and lists_ids[t, row, at[t]] < lists_ids[chosen, row, at[chosen]]):
+                    chosen = t
+            out_values[row, j] = lists[chosen, row, at[chosen]] - logsumexp
+            out_ids[row, j] = lists_ids[chosen, row, at[chosen]]
+            at[chosen] += 1

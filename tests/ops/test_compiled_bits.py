@@ -1,0 +1,72 @@
+"""Loops that two processes compile, from an empty cache and in another order, give the same bits."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.determinism
+
+DIGESTS = """
+import hashlib, sys
+import numpy as np, torch
+from cacheprobe.ops.attention.decode import decode_attention
+from cacheprobe.ops.compiled.lanes import FLOATS
+from cacheprobe.ops.compiled.product import CompiledProduct
+from cacheprobe.ops.compiled.readout import CompiledReadout
+
+torch.set_num_threads(2)
+product = CompiledProduct(FLOATS)
+readout = CompiledReadout(product)
+
+def drawn(*sizes, dtype):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+def readings(dtype):
+    states, weight = drawn((20, 64), (1300, 64), dtype=dtype)
+    targets = torch.arange(20) * 37
+    return [*readout.of_states(states, weight, None, targets, 5)]
+
+def of_logits(dtype):
+    (logits,) = drawn((20, 1300), dtype=dtype)
+    return [*readout.of_logits(logits, torch.arange(20) * 37, 5)]
+
+def attention(dtype, width=1):
+    q, keys, values = drawn((3, 6, width, 24), (3, 2, 130, 24), (3, 2, 130, 24), dtype=dtype)
+    step = keys.stride(0)
+    places = np.array([[row, row * step, row * step, 100 + row, 100 + row - width] for row in range(3)])
+    mask = torch.zeros(3, 1, width, 130, dtype=dtype)
+    return [decode_attention(q, keys[:1], values[:1], mask, places, 0.2)]
+
+cases = {
+    f"{name} {dtype}": (lambda f=f, d=dtype: f(d))
+    for dtype in (torch.float32, torch.bfloat16)
+    for name, f in {"states": readings, "logits": of_logits, "attention": attention}.items()
+}
+cases["window"] = lambda: attention(torch.float32, 5)
+for name in sorted(cases, reverse=sys.argv[1] == "backwards"):
+    if sys.argv[1] == "logits alone" and "logits" not in name:
+        continue
+    held = b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in cases[name]())
+    print(name, hashlib.sha256(held).hexdigest())
+"""
+
+
+def digests(what: str, seed: int, cache: Path) -> list[str]:
+    environment = {**os.environ, "PYTHONHASHSEED": str(seed), "NUMBA_CACHE_DIR": str(cache)}
+    done = subprocess.run([sys.executable, "-c", DIGESTS, what], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+def test_every_process_compiles_the_same_bits(tmp_path: Path) -> None:
+    """LLVM's choices depend on the names in the code and on what was compiled before it. If it may reorder a sum, a
+    process that finds half of the loops in the cache computes other bits than one that compiles them all."""
+    digests("logits alone", 1, tmp_path / "half")
+    of_half = digests("forwards", 2, tmp_path / "half")
+    of_all = digests("backwards", 3, tmp_path / "none")
+    assert len(of_half) == 7 and of_half == of_all
+    assert len({line.split()[-1] for line in of_all}) == 7, "the control: other inputs, other digests"
