@@ -75,7 +75,7 @@ window = rolled_back(tuple(windows))
 texts = token_texts(trace.rows(), trace.hypotheses())
 for name, ids in (("drafted", window.draft_token_ids), ("the verifier's own", window.target_token_ids)):
     print(f"{name:18}", [texts[token_id] for token_id in ids])
-print("verdicts          ", list(window.verdicts))
+print("verdicts          ", list(window.outcomes))
 
 # %% [markdown]
 # Where it stands in the run: a cell is one pass of one request.

@@ -19,8 +19,7 @@ from cacheprobe.trace.data import TraceData
 from cacheprobe.trace.tables import build as tables
 
 LOGIT, LATER = "logit", "later"
-_NOT_OF_READINGS = {"path", "attention", "compatibility_mode", "products_in_float32", "products_compiled",
-                    "norms_compiled"}  # fmt: skip
+_NOT_OF_READINGS = {"path", "attention", "compatibility_mode", "products"}
 """Fields of a model's fingerprint on which states depend, and readings of given states do not."""
 
 

@@ -295,11 +295,12 @@ def _same_states(pairs: Sequence[tuple[Queued, Queued]]) -> tuple[Tensor, ...]:
 
 def _residual_of(lens: Lens) -> "Callable[[Tensor, Tensor], Tensor] | None":
     """Returns the lens's `to_residual`, which maps states and layers to residual streams whose `read_out` are its
-    logits; None without one, and for a subclass that has `logits` of its own."""
+    logits; None without one, and for a lens with `logits` of its own: only cacheprobe's lenses promise this."""
     of_residual, of_logits = (
         next((owner for owner in type(lens).__mro__ if name in vars(owner)), object) for name in (_RESIDUAL, "logits")
     )
-    return getattr(lens, _RESIDUAL, None) if issubclass(of_residual, of_logits) else None
+    is_ours = of_residual is of_logits and of_logits.__module__.startswith("cacheprobe.lenses.")
+    return getattr(lens, _RESIDUAL) if is_ours and "logits" not in getattr(lens, "__dict__", {}) else None
 
 
 def _described(value: object) -> str:

@@ -120,7 +120,7 @@ def verify(run: Path, *, model: str | None = None, adapter: str | None = None, p
         dtype=settings["dtype"],
         device=settings["device"],
         adapter=adapter or settings.get("adapter"),
-        products="torch" if settings.get("products", TORCH) == TORCH else "auto",
+        products="torch" if settings.get("readings", TORCH) == TORCH else "auto",
         think_while_decoding=settings.get("think_while_decoding"),
         progress=progress,
     )

@@ -122,7 +122,9 @@ def load_model(
     if products == "auto":
         from cacheprobe.ops.compiled.choice import choose
 
-        cast("BridgeLM", wrapped).operations = choose(wrapped.dtype, wrapped.device).operations
+        devices = {parameter.device for parameter in cast("BridgeLM", wrapped).bridge.parameters()}
+        if len(devices) == 1:
+            cast("BridgeLM", wrapped).operations = choose(wrapped.dtype, wrapped.device).operations
     return wrapped
 
 

@@ -171,8 +171,19 @@ class Doubled(LogitLens):
         return 2 * super().logits(model, states, layers)
 
 
+class Halved(Doubled):
+    """Changes what is read, of a lens with logits of its own."""
+
+    name = "halved"
+
+    def to_residual(self, states: torch.Tensor, layers: torch.Tensor) -> torch.Tensor:
+        return states
+
+
 def test_logits_of_a_subclass_are_read() -> None:
     """A lens whose logits are more than the model's output at some residual stream is asked for its logits."""
+    doubled, halved = (cp.run(loaded(), PROMPTS[:1], **SMALL, lens=lens).hypotheses() for lens in (Doubled(), Halved()))
+    assert (doubled.entropy_nats == halved.entropy_nats).all()
     plain, doubled = (
         cp.run(loaded(), PROMPTS[:1], **SMALL, lens=lens).hypotheses() for lens in (LogitLens(), Doubled())
     )

@@ -12,7 +12,7 @@ from cacheprobe.models.fast import hooked_hf as fast
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.paths import choose_path
-from cacheprobe.ops.compiled.basics import COMPILER
+from cacheprobe.ops.attention.by_request import BY_REQUEST
 from cacheprobe.ops.equality import close
 from tests.proxies import take_members
 from tests.tiny import FAMILIES, VOCAB, hf_model, loaded
@@ -126,10 +126,7 @@ def test_a_bridge_of_the_users_has_a_twin() -> None:
     live.config.output_attentions = True  # as TransformerBridge.boot_transformers sets it
     bridge = build_bridge_from_module(live, "LlamaForCausalLM", hf_config=live.config)
     plain, _ = choose_path(cp.load_model(bridge), "fast")
-    assert (
-        plain.fingerprint()["attention"]
-        == f"by request, spans of 64, fixed sums of {COMPILER} for one token and windows of float32"
-    )
+    assert plain.fingerprint()["attention"] == BY_REQUEST
     assert not plain.model.config.output_attentions
 
 

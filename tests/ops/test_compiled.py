@@ -4,6 +4,7 @@ them."""
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import cacheprobe as cp
+from cacheprobe.cli.app import verify
 from cacheprobe.models.base import ModelError
 from cacheprobe.ops.compiled import choice
 from cacheprobe.ops.compiled import product as product_module
@@ -187,6 +189,44 @@ def test_readings_of_what_is_no_number(kind: int, dtype: torch.dtype) -> None:
         assert_readings_agree(made, read_logits(logits, targets, 3))
 
 
+@pytest.mark.parametrize("chunk", [slice(0, 512), slice(512, 1024), slice(1536, 1600)])
+@pytest.mark.parametrize("others", [torch.nan, -torch.inf])
+def test_a_chunk_without_a_number_is_noticed(chunk: slice, others: float) -> None:
+    """NaN alone, or beside tokens that cannot occur: the row has no distribution, as torch's has none."""
+    (logits,) = drawn(torch.float32, (2, 1600))
+    logits[0, chunk] = others
+    logits[0, chunk.start + 3] = torch.nan
+    targets = torch.tensor([5, 6])
+    made = CompiledReadout(CompiledProduct(FLOATS)).of_logits(logits, targets, 3)
+    assert made.entropy_nats.isnan().tolist() == read_logits(logits, targets, 3).entropy_nats.isnan().tolist()
+    assert made.entropy_nats.isnan().tolist() == [True, False]
+
+
+def test_what_the_loops_cannot_read_is_refused_or_left_to_torch() -> None:
+    product = CompiledProduct(FLOATS)
+    readout = CompiledReadout(product)
+    values, weight = drawn(torch.float32, (3, 8), (20, 8))
+    with pytest.raises(ValueError, match="of CPU tensors, not of cpu and meta"):
+        product(values, weight.to("meta"))
+    with pytest.raises(IndexError, match="outside the vocabulary of 20"):
+        readout.of_states(values, weight, None, torch.tensor([1, 2, 20]), 3)
+    with pytest.raises(ValueError, match="no states to read"):
+        readout.of_states(values[:0], weight, None, torch.empty(0, dtype=torch.long), 3)
+    trained = weight.clone().requires_grad_()
+    product(values, trained).sum().backward()
+    assert trained.grad is not None and torch.allclose(trained.grad, values.sum(0).expand(20, 8))
+
+
+@pytest.mark.parametrize("path", ["fast", "bridge"])
+def test_a_run_is_verified_on_its_own_operations(path: str, tmp_path: Path) -> None:
+    """`cacheprobe verify` loads the model as the run had it, on either path."""
+    cp.run(
+        cp.load_model("smollm2-135m", dtype="bfloat16"), [[5, 6, 7]], max_new_tokens=2, capture="STCZ", path=path,
+        deterministic=True, progress=False,
+    ).save(tmp_path / "run")  # fmt: skip
+    assert verify(tmp_path / "run", progress=False) == 0
+
+
 def capabilities(**named: object) -> dict[str, object]:
     return {"architecture": "x86_64", "avx2": True, "fma3": True, "cpu_name": "AMD EPYC", **named}
 
@@ -207,10 +247,20 @@ def test_the_choice_is_the_processors(
     machine: dict[str, object], by_dtype: dict[str, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: machine)
+    monkeypatch.setattr(choice, "FEATURES", {"+avx2", "+fma", "+avx512bf16"})
     for name, kind in by_dtype.items():
         found, reason = choice._kind(getattr(torch, name), CPU)
         assert found == kind and reason
         assert choice._kind(getattr(torch, name), torch.device("meta"))[0] is None
+
+
+def test_the_compilers_processor_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLVM ends the process for an instruction that it may not use."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities(avx512_bf16=True))
+    monkeypatch.setattr(choice, "FEATURES", {"+avx2", "+fma"})
+    assert choice._kind(torch.bfloat16, CPU)[0] == FLOATS
+    monkeypatch.setattr(choice, "FEATURES", set())
+    assert choice._kind(torch.bfloat16, CPU)[0] is None
 
 
 def test_without_openmp_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:

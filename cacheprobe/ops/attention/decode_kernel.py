@@ -75,6 +75,7 @@ def _attend(arrays, at, steps, sizes, scale) -> None:
         (np.int64(wide.ctypes.data), 4 * padded), (np.int64(zeros.ctypes.data), 0),
         (np.int64(scores.ctypes.data), 4 * slots), nothing,
     )  # fmt: skip
+    scratch[0], sums[0] = query[0] + wide[0], zeros[0]  # until here the three arrays are kept
     for r in range(repeats):
         for j in range(slots):
             scores[np.uintp(r * slots + j)] += widened(mask[np.uintp(of_mask + r * mask_step + j)])

@@ -31,6 +31,9 @@ if config.DISABLE_JIT:  # pyright: ignore[reportAttributeAccessIssue]
 _TARGET = cpu_target.target_context.codegen().magic_tuple()  # pyright: ignore[reportAttributeAccessIssue]
 """Target triple of the compiler, the processor, and the processor's features."""
 
+FEATURES = frozenset(_TARGET[2].split(","))
+"""Features for which the compiler makes code, such as "+avx2"."""
+
 COMPILER = (
     f"numba {numba.__version__}, llvmlite {llvmlite.__version__}, {_TARGET[1]} "
     f"{hashlib.sha256(repr(_TARGET).encode()).hexdigest()[:8]}"

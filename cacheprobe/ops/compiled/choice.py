@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import linear
 
-from cacheprobe.ops.compiled.basics import COMPILER, find_thread_runner
+from cacheprobe.ops.compiled.basics import COMPILER, FEATURES, find_thread_runner
 from cacheprobe.ops.compiled.lanes import FLOATS, LANES, PAIRS
 from cacheprobe.ops.compiled.product import CompiledProduct
 from cacheprobe.ops.compiled.readout import CompiledReadout
@@ -67,6 +67,8 @@ def _kind(dtype: torch.dtype, device: torch.device) -> tuple[int | None, str]:
         return None, f"{_name(dtype)} on {device.type} is computed by torch"
     if has.get("architecture") != "x86_64" or not (has.get("avx2") and has.get("fma3")):
         return None, "the processor is no x86-64 with AVX2"
+    if not FEATURES >= {"+avx2", "+fma"}:
+        return None, "numba compiles for a processor without AVX2 (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES)"
     if find_thread_runner() is None:
         return None, "this torch has no GNU OpenMP library, on whose threads the loops run"
     units = {torch.bfloat16: "amx_bf16", torch.float16: "amx_fp16"}
@@ -74,7 +76,7 @@ def _kind(dtype: torch.dtype, device: torch.device) -> tuple[int | None, str]:
         return None, f"the processor has matrix units for {_name(dtype)}, which torch uses"
     if dtype == torch.float32 and is_intel:
         return None, "MKL's float32 is faster on Intel's processors"
-    if dtype == torch.bfloat16 and has.get("avx512_bf16") and not is_intel:
+    if dtype == torch.bfloat16 and has.get("avx512_bf16") and "+avx512bf16" in FEATURES and not is_intel:
         return PAIRS, "dot products of bfloat16 (AVX512-BF16)"
     return FLOATS, "float32 arithmetic; the processor has nothing faster for this dtype"
 

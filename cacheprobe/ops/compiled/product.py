@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numba.core.ccallback import CFunc
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
 from cacheprobe.ops.compiled.basics import run_on_threads
 from cacheprobe.ops.compiled.lanes import BFLOAT16, FLOAT16, FLOAT32, FLOATS, INNER_STEP, OUTPUTS, PAIRS, ROWS
@@ -44,8 +44,10 @@ class CompiledProduct:
         """Returns values weight^T + bias, [..., o], from values [..., i], weight [o, i] and bias [o] or None.
 
         Raises: TypeError for tensors of several dtypes or of a dtype without such a product, ValueError for another
-        width.
+        width or device. With gradients, torch computes the product.
         """
+        if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (values, weight, bias)):
+            return linear(values, weight, bias)
         values, weight, added, inner = operands(self.kind, values, weight, bias)
         rows, width = values.numel() // max(inner, 1), len(weight)
         dtype = weight.dtype
@@ -87,6 +89,8 @@ def operands(kind: int, values: Tensor, weight: Tensor, bias: Tensor | None) -> 
     dtypes = {part.dtype for part in (values, weight, bias) if part is not None}
     if len(dtypes) > 1 or weight.dtype not in (FORMATS if kind == FLOATS else (torch.bfloat16,)):
         raise TypeError(f"compiled products of {kind=} are not of {', '.join(map(str, dtypes))}")
+    if {part.device.type for part in (values, weight, bias) if part is not None} != {"cpu"}:
+        raise ValueError(f"compiled products are of CPU tensors, not of {values.device} and {weight.device}")
     inner = values.shape[-1]
     if weight.ndim != 2 or weight.shape[1] != inner:
         raise ValueError(f"values of width {inner} and a weight {tuple(weight.shape)} do not make a product")

@@ -94,11 +94,14 @@ def _read_chunk(stored, at, count, first, target, value, lists, list_at, wide, o
             for j in range(block, block + size):
                 _insert(top_values, top_ids, list_at, k, wide[j], first + j)
     weights, products = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-    total, weighted = np.float64(0.0), np.float64(0.0)
+    total, weighted, num_nans = np.float64(0.0), np.float64(0.0), 0
     for block in range(0, count, BLOCK):
         part, part_weighted, num_nan = _sums(wide, block, min(BLOCK, count - block), best, weights, products)
-        total += np.float64(np.nan) if num_nan else np.float64(part)
+        total += np.float64(part)
+        num_nans += num_nan
         weighted += np.float64(part_weighted)
+    if num_nans:  # an infinite best: the row has no distribution, and torch reads it
+        best = np.float32(np.inf)
     out[out_at], out[out_at + 1], out[out_at + 2] = best, total, weighted
     out[out_at + 3] = _num_before(wide, 0, count, target - first, value) if target >= 0 else -1
 

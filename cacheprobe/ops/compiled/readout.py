@@ -47,6 +47,10 @@ class CompiledReadout:
         """Returns the Readout of the logits states weight^T + bias, in the dtype of the weight, from normalised states
         [n, m], an unembedding [v, m] and a bias [v] or None: the bits of `of_logits` of that product."""
         kind, rows = self.product.kind, len(states)
+        if not rows:
+            raise ValueError("there are no states to read")
+        if not -1 <= int(target_token_ids.min()) <= int(target_token_ids.max()) < len(weight):
+            raise IndexError(f"a target outside the vocabulary of {len(weight)} tokens")
         values, wide_weight, added, inner = operands(kind, states, weight, bias)
         target_logits = torch.empty(rows, dtype=weight.dtype)
         call = _Call(target_token_ids, torch.empty(rows), len(weight), top_k)
@@ -79,7 +83,7 @@ class _Call:
 
     def __init__(self, targets: Tensor, target_values: Tensor, width: int, top_k: int) -> None:
         rows, threads, self.k = len(targets), torch.get_num_threads(), min(top_k, width)
-        self.targets, self.target_values = targets.contiguous(), target_values
+        self.targets, self.target_values = targets.long().contiguous(), target_values
         self.parts = np.zeros((-(-width // CHUNK), rows, 4))
         self.values = np.full((threads, rows, self.k), -np.inf, np.float32)
         self.ids = np.full((threads, rows, self.k), -1)
