@@ -15,9 +15,6 @@ _PARTS = (
 """Parts of cacheprobe that are hashed. Plots, commands and scheduling of a sweep change no bit of a shard."""
 
 
-_SUFFIXES = {".py", ".cpp", ".h"}
-
-
 @cache
 def code_version() -> str:
     """Returns the code version: 16 hexadecimal digits of a hash of cacheprobe's source files that make a shard (saved
@@ -25,8 +22,7 @@ def code_version() -> str:
     digest = hashlib.sha256()
     for part in _PARTS:
         path = _PACKAGE / part
-        inside = (file for file in path.rglob("*") if file.suffix in _SUFFIXES)
-        for file in sorted(inside) if path.is_dir() else [path]:
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(file.relative_to(_PACKAGE).as_posix().encode() + b"\0")
             digest.update(file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
@@ -35,17 +31,18 @@ def code_version() -> str:
 @cache
 def libraries() -> tuple[tuple[str, str], ...]:
     """Returns (name, installed version) of each main library that computes or writes a shard: torch, transformers,
-    pyarrow, pandas, safetensors. These versions are part of a cell's digest."""
+    numba, llvmlite, pyarrow, pandas, safetensors. These versions are part of a cell's digest."""
     from importlib.metadata import version
 
-    return tuple((name, version(name)) for name in ("torch", "transformers", "pyarrow", "pandas", "safetensors"))
+    names = ("torch", "transformers", "numba", "llvmlite", "pyarrow", "pandas", "safetensors")
+    return tuple((name, version(name)) for name in names)
 
 
 def origin(threads: int, sources: Mapping[str, str]) -> JsonDict:
     """Returns the values, besides the settings, on which the bits of a cell depend, as a dictionary for JSON.
 
-    Versions of code, trace format and libraries; threads; and sources: hashes of model, adapter, lens and compiled
-    code, by name.
+    Versions of code, trace format and libraries; threads; and sources: hashes of model, adapter and lens, by
+    name.
     """
     from cacheprobe import __version__
     from cacheprobe.trace.manifest import FORMAT_VERSION

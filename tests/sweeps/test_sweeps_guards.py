@@ -11,6 +11,7 @@ import cacheprobe as cp
 from cacheprobe.cli.sweep import query
 from cacheprobe.models.known import shipped_folder
 from cacheprobe.models.thinking.store import config_hash
+from cacheprobe.sweeps.code import libraries
 from cacheprobe.sweeps.dry_run import dry_run
 from cacheprobe.sweeps.engine import PARTIAL, sweep
 from cacheprobe.sweeps.plan import make_plan
@@ -83,3 +84,8 @@ def test_no_workers_are_refused(ask: Callable[..., object], tmp_path: Path) -> N
     for workers in (0, -1):
         with pytest.raises(ValueError, match=f"workers must be at least 1, got {workers}"):
             ask(SMALL, out=tmp_path / "s", backend="processes", workers=workers)
+
+
+def test_digests_know_the_compiler_of_the_loops() -> None:
+    """Products, readings and attention on a CPU are code that numba makes with LLVM."""
+    assert {"torch", "numba", "llvmlite"} <= set(dict(libraries()))

@@ -40,6 +40,12 @@ COMPILER = (
 )
 """Text in the schedule fingerprint: other versions, processors and features may give other bits."""
 
+_FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "attention")
+_SOURCES = hashlib.sha256(
+    b"\0".join(path.read_bytes() for folder in _FOLDERS for path in sorted(folder.glob("*.py")))
+).hexdigest()[:12]
+"""Hash of the files that define the loops: after a change of one, no loop is taken from numba's cache."""
+
 STORED = (np.float32, np.uint16, np.int16)
 """numpy's dtype for the bits of each format (lanes.FLOAT32, BFLOAT16, FLOAT16): numba reads no 16-bit floats."""
 
@@ -199,6 +205,7 @@ def compiled(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _cached(compiler: Callable[..., Any], function: Callable[..., None]) -> Any:
+    function.__qualname__ += f"_{_SOURCES}"  # numba names its files by this, and looks at no file that is imported
     try:
         return compiler(cache=True)(function)
     except RuntimeError:
