@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.fast.functional import _Norm, _rms_norm
+from cacheprobe.models.fast.operations import Norm, Operations
 from cacheprobe.ops.attention.cached import cached_attention
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.ops.packing import pack_rows, unpack
@@ -24,7 +24,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_rms_norm_is_the_models_own(dtype: torch.dtype) -> None:
     values, weight = draw(5, 48).to(dtype), draw(48, seed=1).to(dtype)
-    assert bitwise(rms_norm(values, weight, 1e-5), _rms_norm(values, _Norm(weight, 1e-5)))
+    assert bitwise(rms_norm(values, weight, 1e-5), Operations().norm(values, Norm(weight, 1e-5)))
     assert rms_norm(values, weight, 1e-5).dtype == dtype
 
 

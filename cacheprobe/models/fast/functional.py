@@ -7,48 +7,33 @@ file does not register hooks: the caller passes functions that receive the activ
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import linear
 
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.hf.attention import ATTENTION, attend_over_cache
+from cacheprobe.models.fast.operations import Affine, Norm, Operations, Rotation
+from cacheprobe.models.hf.attention import ATTENTION
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Function (values, weight, bias) -> values weight^T + bias."""
-
-Affine = Callable[[Tensor], Tensor]
-
-Rotation = tuple[Tensor, Tensor]
-"""(cosines, sines) by which queries and keys are rotated at their positions."""
 
 Listeners = Mapping[tuple[str, int], Sequence[Callable[[Tensor], object]]]
 """Functions to call with an activation, keyed by (site, layer); sites are pre, S, T and C."""
 
 
-class _Norm(NamedTuple):
-    weight: Tensor
-    eps: float
-
-
 class _LlamaBlock(NamedTuple):
-    before_attention: _Norm
+    before_attention: Norm
     qkv: tuple[Affine, Affine, Affine]
-    q_norm: _Norm | None
-    k_norm: _Norm | None
+    q_norm: Norm | None
+    k_norm: Norm | None
     o: Affine
-    before_mlp: _Norm
-    gate: Affine
-    up: Affine
+    before_mlp: Norm
+    gate_and_up: tuple[Affine, Affine]
     down: Affine
-    activation: Affine
+    activation: LiveModule
 
 
 class FunctionalForward(ABC):
@@ -60,15 +45,22 @@ class FunctionalForward(ABC):
 
     kinds: Sequence[str]
     """Mask kind of each block, such as "full_attention", as the config lists kinds of layers."""
-    norm: Affine
-    """Final norm."""
-    unembed: Affine
+    operations: Operations
 
     @staticmethod
     @abstractmethod
     def takes(model: LiveModule) -> bool:
         """Returns True if this class can compute `model`: the class supports the model's family, and the model uses
         cacheprobe's attention."""
+
+    @abstractmethod
+    def last_norm(self, stream: Float[Tensor, "b t m"]) -> Float[Tensor, "b t m"]:
+        """Returns the residual stream after the final norm."""
+
+    @property
+    @abstractmethod
+    def unembedding(self) -> Affine:
+        """The linear layer that computes logits."""
 
     @abstractmethod
     def embed(self, token_ids: Int[Tensor, "b t"], position_ids: Int[Tensor, "b t"]) -> tuple[Tensor, Rotation | None]:
@@ -90,21 +82,23 @@ class FunctionalForward(ABC):
 
         Writes keys and values at the positions staged on `cache`, and calls the `listeners` with the activations.
         """
+        operations = self.operations
         stream, rotation = self.embed(token_ids, position_ids)
         if num_layers == 0:
-            call_listeners(listeners, "pre", 0, stream)
-            return stream
+            operations.pass_on(stream, listeners.get(("pre", 0), ()))
         for layer, kind in enumerate(self.kinds[:num_layers]):
-            call_listeners(listeners, "pre", layer, stream)
+            operations.pass_on(stream, listeners.get(("pre", layer), ()))
             mask = masks if isinstance(masks, Tensor) else masks[kind]
             stream = self._block(layer, stream, cache, rotation, mask, listeners)
-            call_listeners(listeners, "S", layer, stream)
+            operations.pass_on(stream, listeners.get(("S", layer), ()))
+        operations.finish()
         if num_layers is not None:
             return stream
-        last = self.norm(stream)
         if logit_slots is not None:
-            last = last[:, torch.tensor(list(logit_slots), device=last.device)]
-        return self.unembed(last)
+            stream = stream[:, torch.tensor(list(logit_slots), device=stream.device)]
+        (logits,) = operations.products(self.last_norm(stream), (self.unembedding,))
+        operations.finish()
+        return logits
 
     @abstractmethod
     def _block(
@@ -116,21 +110,29 @@ class FunctionalForward(ABC):
 class FunctionalLlama(FunctionalForward):
     """Computes the forward of Llama, Mistral, Qwen2 and Qwen3 models without calling their modules."""
 
-    def __init__(self, model: LiveModule, product: Product = linear) -> None:
-        """Takes the tensors of `model` without copying. product: function that computes values weight^T + bias."""
-        self.model = model
+    def __init__(self, model: LiveModule, operations: Operations) -> None:
+        """Takes the tensors of `model` without copying."""
+        self.model, self.operations = model, operations
         config, decoder = model.config, model.model
         self.kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
-        self.blocks = [_block(layer, product) for layer in decoder.layers]
+        self.blocks = [_block(layer) for layer in decoder.layers]
         attention = decoder.layers[0].self_attn
         self.d_head, self.scale = int(attention.head_dim), float(attention.scaling)
-        self.norm = partial(_rms_norm, norm=_norm(decoder.norm))
-        self.unembed = affine(product, model.lm_head)
+        self._last_norm = _norm(decoder.norm)
 
     @staticmethod
     def takes(model: LiveModule) -> bool:
         """Returns True if `model` belongs to one of FAMILIES and uses cacheprobe's attention."""
         return type(model).__name__ in FAMILIES and model.config._attn_implementation == ATTENTION
+
+    def last_norm(self, stream: Float[Tensor, "b t m"]) -> Float[Tensor, "b t m"]:
+        """Returns the residual stream after the final norm."""
+        return self.operations.norm(stream, self._last_norm)
+
+    @property
+    def unembedding(self) -> Affine:
+        """The linear layer that computes logits."""
+        return affine(self.model.lm_head)
 
     def embed(self, token_ids: Int[Tensor, "b t"], position_ids: Int[Tensor, "b t"]) -> tuple[Tensor, Rotation]:
         """Returns (embedded tokens [b, t, m], rotation). The rotation is the cosines and sines of the rotary embedding
@@ -142,72 +144,47 @@ class FunctionalLlama(FunctionalForward):
         self, layer: int, stream: Tensor, cache: KVCache, rotation: Rotation | None, mask: Tensor, listeners: Listeners
     ) -> Tensor:
         assert rotation is not None
-        block, shape_by_head = self.blocks[layer], (*stream.shape[:2], -1, self.d_head)
-        normed = _rms_norm(stream, block.before_attention)
-        q, k, v = (project(normed).view(shape_by_head) for project in block.qkv)
+        operations, block = self.operations, self.blocks[layer]
+        shape_by_head = (*stream.shape[:2], -1, self.d_head)
+        normed = operations.norm(stream, block.before_attention)
+        q, k, v = (part.view(shape_by_head) for part in operations.products(normed, block.qkv))
         if block.q_norm is not None and block.k_norm is not None:
-            q, k = _rms_norm(q, block.q_norm), _rms_norm(k, block.k_norm)
-        q, k = _rotated(q, k, rotation)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        attended = block.o(attend_over_cache(cache, layer, q, k, v, mask, self.scale))
-        call_listeners(listeners, "T", layer, attended)
-        stream = stream + attended
-        normed = _rms_norm(stream, block.before_mlp)
-        mlp_out = block.down(block.activation(block.gate(normed)) * block.up(normed))
-        call_listeners(listeners, "C", layer, mlp_out)
-        return stream + mlp_out
+            q, k = operations.norm(q, block.q_norm), operations.norm(k, block.k_norm)
+        heads = (*operations.rotated(q, k, rotation), v)
+        (attended,) = operations.products(operations.attended(cache, layer, heads, mask, self.scale), (block.o,))
+        operations.pass_on(attended, listeners.get(("T", layer), ()))
+        stream = operations.added(stream, attended)
+        gate, up = operations.products(operations.norm(stream, block.before_mlp), block.gate_and_up)
+        (mlp_out,) = operations.products(operations.gated(gate, up, block.activation), (block.down,))
+        operations.pass_on(mlp_out, listeners.get(("C", layer), ()))
+        return operations.added(stream, mlp_out)
 
 
-def call_listeners(listeners: Listeners, site: str, layer: int, value: Tensor) -> None:
-    """Calls every listener that is registered for (site, layer) with the activation `value`."""
-    for listener in listeners.get((site, layer), ()):
-        listener(value)
-
-
-def affine(product: Product, module: LiveModule) -> Affine:
-    """Returns a linear layer as a function of its input. The function keeps the layer's present tensors."""
-    weight, bias = module.weight, module.bias
-    return lambda values: product(values, weight, bias)
-
-
-def _rms_norm(values: Tensor, norm: _Norm) -> Tensor:
-    """Returns the RMSNorm of `values` [..., m], in the dtype of `values`."""
-    wide = values if values.dtype == torch.float64 else values.float()
-    scale = wide.pow(2).mean(-1, keepdim=True).add_(norm.eps).rsqrt_()
-    scaled = wide.mul_(scale) if wide is not values else wide * scale
-    return norm.weight * scaled.to(values.dtype)
+def affine(module: LiveModule) -> Affine:
+    """Returns the present tensors of a linear layer."""
+    return Affine(module.weight, module.bias)
 
 
 def _rotation(cos: Tensor, sin: Tensor) -> Rotation:
-    """Returns (cos, sin) for `_rotated`, [b, t, 1, d] each; the first half of each vector of sin is negated."""
+    """Returns the Rotation of cosines and sines [b, t, d]."""
     first, second = sin.chunk(2, -1)
     return cos[:, :, None], torch.cat((-first, second), -1)[:, :, None]
 
 
-def _rotated(q: Float[Tensor, "b t h d"], k: Float[Tensor, "b t g d"], rotation: Rotation) -> Sequence[Tensor]:
-    """Returns queries [b, t, h, d] and keys [b, t, g, d] after the rotary embedding. rotation: from `_rotation`."""
-    cos, sin = rotation
-    both = torch.cat((q, k), 2)
-    first, second = both.chunk(2, -1)
-    rotated = (both * cos).add_(torch.cat((second, first), -1).mul_(sin))
-    return rotated.split((q.shape[2], k.shape[2]), 2)
+def _norm(module: LiveModule) -> Norm:
+    return Norm(module.weight, float(module.variance_epsilon))
 
 
-def _norm(module: LiveModule) -> _Norm:
-    return _Norm(module.weight, float(module.variance_epsilon))
-
-
-def _block(layer: LiveModule, product: Product) -> _LlamaBlock:
+def _block(layer: LiveModule) -> _LlamaBlock:
     attention, mlp = layer.self_attn, layer.mlp
     return _LlamaBlock(
         before_attention=_norm(layer.input_layernorm),
-        qkv=(affine(product, attention.q_proj), affine(product, attention.k_proj), affine(product, attention.v_proj)),
+        qkv=(affine(attention.q_proj), affine(attention.k_proj), affine(attention.v_proj)),
         q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
-        o=affine(product, attention.o_proj),
+        o=affine(attention.o_proj),
         before_mlp=_norm(layer.post_attention_layernorm),
-        gate=affine(product, mlp.gate_proj),
-        up=affine(product, mlp.up_proj),
-        down=affine(product, mlp.down_proj),
+        gate_and_up=(affine(mlp.gate_proj), affine(mlp.up_proj)),
+        down=affine(mlp.down_proj),
         activation=mlp.act_fn,
     )

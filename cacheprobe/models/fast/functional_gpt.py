@@ -1,44 +1,41 @@
 """Computes the forward of GPT-2 and GPT-NeoX without calling their modules: the same operations in the same order."""
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import layer_norm, linear
+from torch.nn.functional import layer_norm
 
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.fast.functional import (
-    Affine,
-    FunctionalForward,
-    Listeners,
-    Product,
-    Rotation,
-    affine,
-    call_listeners,
-)
-from cacheprobe.models.hf.attention import ATTENTION, attend_over_cache
+from cacheprobe.models.fast.functional import FunctionalForward, Listeners, affine
+from cacheprobe.models.fast.operations import Affine, Operations, Rotation
+from cacheprobe.models.hf.attention import ATTENTION
+
+_Function = Callable[[Tensor], Tensor]
 
 
 class _GPTBlock(NamedTuple):
-    before_attention: Affine
-    joint: Affine
+    before_attention: _Function
+    joint: _Function
     """Projection that computes queries, keys and values in one product."""
-    out: Affine
-    before_mlp: Affine
-    up: Affine
-    down: Affine
-    activation: Affine
+    out: _Function
+    before_mlp: _Function
+    up: _Function
+    down: _Function
+    activation: _Function
     scale: float
 
 
 class FunctionalGPT(FunctionalForward):
-    """Computes the forward of GPT-2 and GPT-NeoX models without calling their modules."""
+    """Computes the forward of GPT-2 and GPT-NeoX models without calling their modules. Norms, rotations, and the linear
+    layers inside GPT-2 are computed by torch."""
 
-    def __init__(self, model: LiveModule, product: Product = linear) -> None:
-        """Takes the tensors of `model` without copying. product: function that computes values weight^T + bias, for all
-        linear layers of GPT-NeoX and the unembedding of GPT-2."""
+    def __init__(self, model: LiveModule, operations: Operations) -> None:
+        """Takes the tensors of `model` without copying. operations: compute each operation at once."""
+        self.model, self.operations = model, operations
         config = model.config
         self.heads = int(config.num_attention_heads)
         self.is_neox = type(model).__name__ == "GPTNeoXForCausalLM"
@@ -46,16 +43,15 @@ class FunctionalGPT(FunctionalForward):
             decoder = model.gpt_neox
             self.is_parallel = bool(config.use_parallel_residual)
             self.embedding, self.positions, self.rotary = decoder.embed_in, None, decoder.rotary_emb
-            self.blocks = [_neox_block(layer, product) for layer in decoder.layers]
-            self.norm = _norm(decoder.final_layer_norm)
+            self.blocks = [_neox_block(layer, operations) for layer in decoder.layers]
+            self._last_norm = _norm(decoder.final_layer_norm)
         else:
             decoder = model.transformer
             self.is_parallel = False
             self.embedding, self.positions, self.rotary = decoder.wte, decoder.wpe, None
             self.blocks = [_gpt2_block(layer) for layer in decoder.h]
-            self.norm = _norm(decoder.ln_f)
+            self._last_norm = _norm(decoder.ln_f)
         self.kinds = ["full_attention"] * len(self.blocks)
-        self.unembed = affine(product, model.lm_head)
 
     @staticmethod
     def takes(model: LiveModule) -> bool:
@@ -64,9 +60,18 @@ class FunctionalGPT(FunctionalForward):
         is_plain = name == "GPTNeoXForCausalLM" or (name == "GPT2LMHeadModel" and not config.add_cross_attention)
         return is_plain and config._attn_implementation == ATTENTION
 
+    def last_norm(self, stream: Float[Tensor, "b t m"]) -> Float[Tensor, "b t m"]:
+        """Returns the residual stream after the final norm."""
+        return self._last_norm(stream)
+
+    @property
+    def unembedding(self) -> Affine:
+        """The linear layer that computes logits."""
+        return affine(self.model.lm_head)
+
     def embed(self, token_ids: Int[Tensor, "b t"], position_ids: Int[Tensor, "b t"]) -> tuple[Tensor, Rotation | None]:
         """Returns (embedded tokens [b, t, m], rotation). The rotation is the cosines and sines of the rotary embedding
-        at these positions; None for GPT-2, which adds a position table to the tokens instead."""
+        at these positions, [b, t, d] each; None for GPT-2, which adds a position table to the tokens instead."""
         stream = self.embedding(token_ids)
         if self.positions is not None:
             stream = stream + self.positions(position_ids)
@@ -75,37 +80,40 @@ class FunctionalGPT(FunctionalForward):
     def _block(
         self, layer: int, stream: Tensor, cache: KVCache, rotation: Rotation | None, mask: Tensor, listeners: Listeners
     ) -> Tensor:
-        block = self.blocks[layer]
+        operations, block = self.operations, self.blocks[layer]
         q, k, v = self._heads(block.joint(block.before_attention(stream)))
         if rotation is not None:
             q, k = _rotated(q, *rotation), _rotated(k, *rotation)
-        attended = block.out(attend_over_cache(cache, layer, q, k, v, mask, block.scale))
-        call_listeners(listeners, "T", layer, attended)
+        attended = block.out(operations.attended(cache, layer, (q, k, v), mask, block.scale))
+        operations.pass_on(attended, listeners.get(("T", layer), ()))
         after_attention = attended + stream
         normed = block.before_mlp(stream if self.is_parallel else after_attention)
         mlp_out = block.down(block.activation(block.up(normed)))
-        call_listeners(listeners, "C", layer, mlp_out)
+        operations.pass_on(mlp_out, listeners.get(("C", layer), ()))
         return mlp_out + attended + stream if self.is_parallel else mlp_out + after_attention
 
-    def _heads(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (queries, keys, values), [b, h, t, d] each, from the output of the joint projection."""
+    def _heads(self, joint: Tensor) -> Sequence[Tensor]:
+        """Returns (queries, keys, values), [b, t, h, d] each, from the output of the joint projection."""
         if self.is_neox:
-            q, k, v = joint.unflatten(-1, (self.heads, -1)).transpose(1, 2).chunk(3, -1)
-        else:
-            q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in joint.chunk(3, -1))
-        return q, k, v
+            return joint.unflatten(-1, (self.heads, -1)).chunk(3, -1)
+        return [part.unflatten(-1, (self.heads, -1)) for part in joint.chunk(3, -1)]
 
 
-def _neox_block(layer: LiveModule, product: Product) -> _GPTBlock:
+def _neox_block(layer: LiveModule, operations: Operations) -> _GPTBlock:
     """Returns the functions and the attention scale of one GPT-NeoX layer as a _GPTBlock."""
     attention, mlp = layer.attention, layer.mlp
+
+    def linear(module: LiveModule) -> _Function:
+        layers = (affine(module),)
+        return lambda values: operations.products(values, layers)[0]
+
     return _GPTBlock(
         before_attention=_norm(layer.input_layernorm),
-        joint=affine(product, attention.query_key_value),
-        out=affine(product, attention.dense),
+        joint=linear(attention.query_key_value),
+        out=linear(attention.dense),
         before_mlp=_norm(layer.post_attention_layernorm),
-        up=affine(product, mlp.dense_h_to_4h),
-        down=affine(product, mlp.dense_4h_to_h),
+        up=linear(mlp.dense_h_to_4h),
+        down=linear(mlp.dense_4h_to_h),
         activation=mlp.act,
         scale=float(attention.scaling),
     )
@@ -126,20 +134,20 @@ def _gpt2_block(layer: LiveModule) -> _GPTBlock:
     )
 
 
-def _conv(module: LiveModule) -> Affine:
+def _conv(module: LiveModule) -> _Function:
     """Returns GPT-2's linear layer (Conv1D) as a function of its input; its weights are stored [inputs, outputs]."""
     return lambda values: torch.addmm(module.bias, values.view(-1, values.shape[-1]), module.weight).view(
         *values.shape[:-1], -1
     )
 
 
-def _norm(module: LiveModule) -> Affine:
+def _norm(module: LiveModule) -> _Function:
     return lambda values: layer_norm(values, module.normalized_shape, module.weight, module.bias, module.eps)
 
 
-def _rotated(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns queries or keys [b, h, t, d] with the first numbers of each head rotated by position."""
-    cos, sin = cos[:, None], sin[:, None]
+def _rotated(values: Float[Tensor, "b t h d"], cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns queries or keys with the first numbers of each head rotated by position."""
+    cos, sin = cos[:, :, None], sin[:, :, None]
     to_rotate, rest = values[..., : cos.shape[-1]], values[..., cos.shape[-1] :]
     first, second = to_rotate.chunk(2, -1)
     return torch.cat((to_rotate * cos + torch.cat((-second, first), -1) * sin, rest), -1)

@@ -17,9 +17,10 @@ from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.fast.bridge_members import BridgeMembers
-from cacheprobe.models.fast.functional import FunctionalForward, FunctionalLlama, Product
+from cacheprobe.models.fast.functional import FunctionalForward, FunctionalLlama
 from cacheprobe.models.fast.functional_gpt import FunctionalGPT
 from cacheprobe.models.fast.module_hooks import change, listen
+from cacheprobe.models.fast.operations import Operations, Product
 from cacheprobe.models.fast.places import Cut, Places
 from cacheprobe.models.hf.attention import ATTENTION, attending
 from cacheprobe.models.hf.bridge import BridgeLM
@@ -108,7 +109,7 @@ class HookedHF(BridgeMembers):
         if self._functional_class is None or not self._has_capture_hooks_only or cache.head_masks.concern(cache_rows):
             return None
         if self._functional is None:
-            self._functional = self._functional_class(self.model, self._product)
+            self._functional = self._functional_class(self.model, Operations(self._product))
         return self._functional
 
     def _run_modules(

@@ -1,0 +1,91 @@
+"""Defines the operations of which a forward consists, so that another implementation can replace torch's."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import linear
+
+from cacheprobe.core.live import LiveModule
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.models.hf.attention import attend_over_cache
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Function (values, weight, bias) -> values weight^T + bias."""
+
+Rotation = tuple[Tensor, Tensor]
+"""(cosines, sines) by which queries and keys are rotated at their positions, [b, t, 1, d] each; the first half of each
+vector of sines is negated."""
+
+
+class Affine(NamedTuple):
+    """Holds the tensors of a linear layer."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Norm(NamedTuple):
+    """Holds the weight and the epsilon of an RMSNorm."""
+
+    weight: Tensor
+    eps: float
+
+
+class Operations:
+    """Computes the operations of a forward by torch, each at once. `product` may be replaced.
+
+    Twin: the model's own modules, bitwise, if the modules compute with the same product.
+    """
+
+    def __init__(self, product: Product = linear) -> None:
+        self.product = product
+
+    def products(self, values: Float[Tensor, "b t i"], layers: Sequence[Affine]) -> list[Tensor]:
+        """Returns the outputs [b, t, o] of linear layers that have the same input."""
+        return [self.product(values, *layer) for layer in layers]
+
+    def norm(self, values: Tensor, norm: Norm) -> Tensor:
+        """Returns the RMSNorm of `values` [..., m], in the dtype of `values`."""
+        wide = values if values.dtype == torch.float64 else values.float()
+        scale = wide.pow(2).mean(-1, keepdim=True).add_(norm.eps).rsqrt_()
+        scaled = wide.mul_(scale) if wide is not values else wide * scale
+        return norm.weight * scaled.to(values.dtype)
+
+    def rotated(
+        self, q: Float[Tensor, "b t h d"], k: Float[Tensor, "b t g d"], rotation: Rotation
+    ) -> tuple[Tensor, Tensor]:
+        """Returns queries [b, t, h, d] and keys [b, t, g, d] after the rotary embedding."""
+        cos, sin = rotation
+        both = torch.cat((q, k), 2)
+        first, second = both.chunk(2, -1)
+        rotated = (both * cos).add_(torch.cat((second, first), -1).mul_(sin))
+        rotated_q, rotated_k = rotated.split((q.shape[2], k.shape[2]), 2)
+        return rotated_q, rotated_k
+
+    def attended(
+        self, cache: KVCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float
+    ) -> Float[Tensor, "b t w"]:
+        """Stores keys and values at the positions staged on `cache`, and returns the attention outputs [b, t, h * d].
+        heads: new queries [b, t, h, d], keys and values [b, t, g, d]."""
+        q, k, v = (part.transpose(1, 2) for part in heads)
+        return attend_over_cache(cache, layer, q, k, v, mask, scale)
+
+    def gated(self, gate: Tensor, up: Tensor, activation: LiveModule) -> Tensor:
+        """Returns activation(gate) * up, [b, t, o]."""
+        return activation(gate) * up
+
+    def added(self, stream: Tensor, value: Tensor) -> Tensor:
+        """Returns stream + value, [b, t, m]."""
+        return stream + value
+
+    def pass_on(self, value: Tensor, functions: Sequence[Callable[[Tensor], object]]) -> None:
+        """Calls functions with a result, as soon as it is computed. The functions must not change the result."""
+        for function in functions:
+            function(value)
+
+    def finish(self) -> None:
+        """Computes what is not computed yet, and makes the calls of `pass_on`. Here each operation is computed at
+        once."""
