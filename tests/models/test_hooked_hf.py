@@ -11,7 +11,7 @@ from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops.attention.by_request import BY_REQUEST
 from cacheprobe.ops.compiled.basics import COMPILER
-from cacheprobe.ops.compiled.product import CompiledProduct
+from cacheprobe.ops.compiled.queue import Queue
 from cacheprobe.ops.equality import bitwise, close
 from tests.compiled import on_loops
 from tests.feeding import GARBAGE, fed_in_parts, texts
@@ -210,22 +210,23 @@ def test_readings_of_the_loops_are_those_of_the_twin(family: str) -> None:
 
 
 def test_building_a_hooked_hf_draws_no_random_numbers() -> None:
+    model = loaded()
     state = torch.get_rng_state()
-    HookedHF(loaded())
+    HookedHF(model)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("functional", [True, False])
 def test_every_product_of_a_layer_runs_in_the_loops(functional: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    real = CompiledProduct.__call__
+    real = Queue.product
 
-    def watched(self: CompiledProduct, values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def watched(self: Queue, values: Tensor, weight: Tensor, bias: Tensor | None = None, **settings: bool) -> Tensor:
         seen.append(weight.data_ptr())
-        return real(self, values, weight, bias)
+        return real(self, values, weight, bias, **settings)
 
-    monkeypatch.setattr(CompiledProduct, "__call__", watched)
     plain = HookedHF(on_loops(loaded("llama")), functional=functional)
+    monkeypatch.setattr(Queue, "product", watched)
     linears = [m for m in plain.model.modules() if type(m) is torch.nn.Linear]
     cache = plain.new_cache(1, 32)
     cache.allocate()

@@ -14,8 +14,7 @@ from torch.nn.functional import linear
 import cacheprobe as cp
 from cacheprobe.cli.app import verify
 from cacheprobe.models.base import ModelError
-from cacheprobe.ops.compiled import choice
-from cacheprobe.ops.compiled import product as product_module
+from cacheprobe.ops.compiled import choice, queue
 from cacheprobe.ops.compiled.choice import choose
 from cacheprobe.ops.compiled.lanes import FLOATS, PAIRS
 from cacheprobe.ops.compiled.product import CompiledProduct
@@ -119,8 +118,8 @@ def test_other_types_and_shapes_are_refused() -> None:
 
 def test_a_loop_that_ends_early_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled loop cannot raise: numba prints an error, and the output would hold whatever memory held."""
-    monkeypatch.setattr(product_module, "run_on_threads", lambda *of: None)
-    with pytest.raises(RuntimeError, match="ended after 0 of"):
+    monkeypatch.setattr(queue, "run_on_threads", lambda *of: None)
+    with pytest.raises(RuntimeError, match="a queue of 1 operations ended early"):
         CompiledProduct(FLOATS)(*drawn(torch.float32, (2, 8), (8, 8)))
 
 

@@ -83,6 +83,7 @@ class FunctionalForward(ABC):
         Writes keys and values at the positions staged on `cache`, and calls the `listeners` with the activations.
         """
         operations = self.operations
+        operations.begin()
         stream, rotation = self.embed(token_ids, position_ids)
         if num_layers == 0:
             operations.pass_on(stream, listeners.get(("pre", 0), ()))

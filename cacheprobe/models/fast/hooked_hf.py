@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from cacheprobe.core.hook_names import HEAD_SITES, HEADS
 from cacheprobe.core.live import LiveModule
@@ -22,6 +21,7 @@ from cacheprobe.models.fast.functional_gpt import FunctionalGPT
 from cacheprobe.models.fast.module_hooks import change, listen
 from cacheprobe.models.fast.operations import Operations, Product
 from cacheprobe.models.fast.places import Cut, Places
+from cacheprobe.models.fast.queued import QueuedOperations, replace_forward
 from cacheprobe.models.hf.attention import ATTENTION, attending
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.hf.cache import ForwardInputs, staged
@@ -56,10 +56,9 @@ class HookedHF(BridgeMembers):
         self.model: LiveModule = empty_model(bridge.original_model)
         self.weights = SharedWeights(bridge.original_model, self.model)
         self._places = Places(origin, self.weights)
-        self._product: Product = origin.operations.product if origin.operations else linear
-        if self._product is not linear:
-            self._replace_products()
-        self._functional_class = next((kind for kind in FUNCTIONAL if functional and kind.takes(self.model)), None)
+        self._functional_class = next((kind for kind in FUNCTIONAL if kind.takes(self.model)), None)
+        self._operations = self._choose_operations()
+        self._is_functional = functional
         self._functional: FunctionalForward | None = None
         self._modules = list(self.model.modules())
         self._listeners: dict[tuple[str, int], list[Callable[[Tensor], object]]] = {}
@@ -67,11 +66,19 @@ class HookedHF(BridgeMembers):
     def __repr__(self) -> str:
         return f"HookedHF({repr(self.origin).removeprefix('BridgeLM(')}"
 
-    def _replace_products(self) -> None:
-        """Makes every nn.Linear of the plain model compute with the chosen matrix product."""
+    def _choose_operations(self) -> Operations:
+        """Returns the operations of the forward, and makes the plain model's modules compute with them."""
+        compiled = self.origin.operations
+        if compiled is None:
+            return Operations()
         for module in self.model.modules():
             if type(module) is nn.Linear:
-                vars(module)["forward"] = partial(_linear_by, self._product, module)
+                vars(module)["forward"] = partial(_linear_by, compiled.product, module)
+        if self._functional_class is not FunctionalLlama:
+            return Operations(compiled.product)
+        for module in self.model.modules():
+            replace_forward(module, QueuedOperations(compiled.product, self.dtype))
+        return QueuedOperations(compiled.product, self.dtype)
 
     @one_at_a_time()
     @torch.inference_mode()
@@ -106,10 +113,12 @@ class HookedHF(BridgeMembers):
 
     def _functional_forward(self, cache: KVCache, cache_rows: Sequence[int]) -> FunctionalForward | None:
         """Returns the FunctionalForward, which calls no modules; None if the pass needs the modules."""
-        if self._functional_class is None or not self._has_capture_hooks_only or cache.head_masks.concern(cache_rows):
+        if self._functional_class is None or not self._is_functional:
+            return None
+        if not self._has_capture_hooks_only or cache.head_masks.concern(cache_rows):
             return None
         if self._functional is None:
-            self._functional = self._functional_class(self.model, Operations(self._product))
+            self._functional = self._functional_class(self.model, self._operations)
         return self._functional
 
     def _run_modules(

@@ -43,6 +43,9 @@ class Operations:
     def __init__(self, product: Product = linear) -> None:
         self.product = product
 
+    def begin(self) -> None:
+        """Starts a forward. Here nothing is kept from forward to forward."""
+
     def products(self, values: Float[Tensor, "b t i"], layers: Sequence[Affine]) -> list[Tensor]:
         """Returns the outputs [b, t, o] of linear layers that have the same input."""
         return [self.product(values, *layer) for layer in layers]

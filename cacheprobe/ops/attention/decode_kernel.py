@@ -16,8 +16,8 @@ from cacheprobe.ops.compiled.basics import (
     fold_sum,
     largest,
     multiply_add,
+    narrowed,
     pointer,
-    store,
     widened,
     work,
 )
@@ -85,7 +85,7 @@ def _attend(arrays, at, steps, sizes, scale) -> None:
         for r in range(repeats):
             _add_scaled(sums, r * value_depth, scores[np.uintp(r * slots + j)], vector, value_depth)
     for i in range(repeats * value_depth):
-        store(out, of_out + i, sums[np.uintp(i)])
+        out[np.uintp(of_out + i)] = narrowed(sums[np.uintp(i)], out)
 
 
 @njit
@@ -136,7 +136,7 @@ def _attend_window(arrays, at, steps, sizes, scale) -> None:
             _softmax(scores, 0, count, scratch)
             _add_products(scores, 0, wide, value_depth, sums, (count, value_depth))
             for i in range(value_depth):
-                store(out, of_out + (r * width + t) * value_depth + i, sums[np.uintp(i)])
+                out[np.uintp(of_out + (r * width + t) * value_depth + i)] = narrowed(sums[np.uintp(i)], out)
 
 
 @njit

@@ -46,6 +46,9 @@ _SOURCES = hashlib.sha256(
 ).hexdigest()[:12]
 """Hash of the files that define the loops: after a change of one, no loop is taken from numba's cache."""
 
+_PAUSES = 4096
+"""A waiting thread gives way to others once in so many looks, which take about .1 ms."""
+
 STORED = (np.float32, np.uint16, np.int16)
 """numpy's dtype for the bits of each format (lanes.FLOAT32, BFLOAT16, FLOAT16): numba reads no 16-bit floats."""
 
@@ -72,9 +75,64 @@ def fetch_and_increment(_typing, _address):
         """Emits LLVM code for the atomic increment."""
         number = args[0].type
         at = builder.inttoptr(args[0], number.as_pointer())
-        return builder.atomic_rmw("add", at, number(1), "monotonic")
+        return builder.atomic_rmw("add", at, number(1), "acq_rel")
 
     return types.int64(types.int64), make
+
+
+@intrinsic
+@no_type_check
+def number_at(_typing, _address):
+    """Returns the whole number at an address. What another thread wrote before it increased the number is visible
+    afterwards."""
+
+    def make(_context, builder, _signature, args):
+        """Emits LLVM code for the atomic load."""
+        return builder.load_atomic(builder.inttoptr(args[0], args[0].type.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), make
+
+
+@intrinsic
+@no_type_check
+def _pause(_typing):
+    """Tells the processor that a thread waits in a loop."""
+
+    def make(context, builder, _signature, _args):
+        """Emits LLVM code for the instruction."""
+        builder.call(_function(builder.module, "llvm.x86.sse2.pause", ir.FunctionType(ir.VoidType(), [])), [])
+        return context.get_dummy_value()
+
+    return types.void(), make
+
+
+@intrinsic
+@no_type_check
+def _give_way(_typing):
+    """Lets another thread of the machine run on this thread's core."""
+
+    def make(_context, builder, _signature, _args):
+        """Emits LLVM code for the call of the C library's sched_yield."""
+        return builder.call(_function(builder.module, "sched_yield", ir.FunctionType(ir.IntType(32), [])), [])
+
+    return types.int32(), make
+
+
+def _function(module: ir.Module, name: str, of: ir.FunctionType) -> ir.Function:
+    return module.globals.get(name) or ir.Function(module, of, name)
+
+
+@njit
+@no_type_check
+def wait_until(address, number) -> None:
+    """Waits until the whole number at an address is at least `number`."""
+    times = 0
+    while number_at(address) < number:
+        times += 1
+        if times % _PAUSES:
+            _pause()
+        else:
+            _give_way()
 
 
 @intrinsic
@@ -116,28 +174,45 @@ def _(stored):
     return from_float16_bits if stored == types.int16 else from_bfloat16_bits
 
 
+@intrinsic
 @no_type_check
-def store(out, at, value) -> None:
-    """Writes a float32 number to element `at` of `out`; for bfloat16, rounded to nearest, ties to even, as torch
-    rounds."""
+def _to_float16_bits(_typing, _value):
+    """Rounds a float32 number to float16, and returns its 16 bits."""
+
+    def make(_context, builder, _signature, args):
+        """Emits LLVM code for the conversion."""
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.int16(types.float32), make
+
+
+@no_type_check
+def narrowed(value, like):
+    """Returns a float32 number as the numbers of array `like` are stored, rounded to nearest, ties to even."""
     raise NotImplementedError("numba compiles the version below")
 
 
-@overload(store, inline="always")
+@overload(narrowed)
 @no_type_check
-def _(out, at, value):
-    def store_float32(out, at, value) -> None:
-        """Writes a float32 number to element `at` of `out`."""
-        out[np.uintp(at)] = value
+def _(value, like):
+    def unchanged(value, like):
+        """Returns a float32 number unchanged."""
+        return value
 
-    def store_bfloat16(out, at, value) -> None:
-        """Rounds a float32 number to bfloat16, and writes its 16 bits to element `at` of `out`."""
+    def to_bfloat16_bits(value, like):
+        """Rounds a float32 number to bfloat16, and returns its 16 bits."""
         word = np.float32(value).view(np.uint32)
         # adds just under half of the last kept bit, and that bit, so that ties go to even; 0x7FC0 is a NaN
         rounded = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        out[np.uintp(at)] = np.uint16(0x7FC0) if np.isnan(value) else np.uint16(rounded)
+        return np.uint16(0x7FC0) if np.isnan(value) else np.uint16(rounded)
 
-    return store_float32 if out.dtype == types.float32 else store_bfloat16
+    def to_float16_bits(value, like):
+        """Rounds a float32 number to float16, and returns its 16 bits."""
+        return _to_float16_bits(value)  # pyright: ignore[reportCallIssue]
+
+    if like.dtype == types.float32:
+        return unchanged
+    return to_float16_bits if like.dtype == types.int16 else to_bfloat16_bits
 
 
 @intrinsic

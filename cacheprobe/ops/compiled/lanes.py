@@ -74,28 +74,29 @@ class TilePlaces(NamedTuple):
 
 @intrinsic(prefer_literal=True)
 @no_type_check
-def multiply_tile(_typing, kind, format, rows, outputs, places):
+def multiply_tile(_typing, kind, format, rows, outputs, fetches, places):
     """Computes a tile of values weight^T + bias, and stores it, rounded to nearest, ties to even.
 
-    kind, format, rows, outputs: constants; `outputs` is OUTPUTS or 1.  places: addresses and sizes of the `TilePlaces`,
-    all int64, in this order.
+    kind, format, rows, outputs, fetches: constants. `outputs` is OUTPUTS or 1.  fetches: 1 to load the weights of the
+    next outputs into the processor's cache meanwhile, else 0.  places: addresses and sizes of the `TilePlaces`, all
+    int64, in this order.
     """
-    literals = kind, format, rows, outputs
+    literals = kind, format, rows, outputs, fetches
     if not all(isinstance(one, types.IntegerLiteral) for one in literals):
         return None
     shape = tuple(one.literal_value for one in literals)
 
     def make(context, builder, _signature, args):
         """Emits LLVM code for the tile."""
-        given = zip(cgutils.unpack_tuple(builder, args[4], len(places)), places, strict=True)
+        given = zip(cgutils.unpack_tuple(builder, args[5], len(places)), places, strict=True)
         _emit(builder, shape, TilePlaces(*(context.cast(builder, one, of, types.int64) for one, of in given)))
         return context.get_dummy_value()
 
     return types.void(*literals, places), make
 
 
-def _emit(builder: ir.IRBuilder, shape: tuple[int, int, int, int], places: "TilePlaces") -> None:
-    kind, format, rows, outputs = shape
+def _emit(builder: ir.IRBuilder, shape: tuple[int, int, int, int, int], places: "TilePlaces") -> None:
+    kind, format, rows, outputs, fetches = shape
     values, value_step, weight, weight_step, inner, bias, out, out_step = places
     register, size = _STORED[kind]
     before, loop, end = builder.block, builder.append_basic_block("inner"), builder.append_basic_block("fold")
@@ -106,11 +107,16 @@ def _emit(builder: ir.IRBuilder, shape: tuple[int, int, int, int], places: "Tile
     at.add_incoming(_INT(0), before)
     sums = [builder.phi(_SUMS) for _ in range(rows * outputs)]
 
+    def address(base: Emitted, step: Emitted, number: int) -> Emitted:
+        """Emits the address of the bytes `at` of row `number`."""
+        return builder.add(builder.add(base, at), builder.mul(step, _INT(number)))
+
     def load(base: Emitted, step: Emitted, number: int) -> Emitted:
         """Emits the load of one register of row `number`, at the bytes `at`."""
-        address = builder.add(builder.add(base, at), builder.mul(step, _INT(number)))
-        return builder.load(builder.inttoptr(address, register.as_pointer()), align=size)
+        return builder.load(builder.inttoptr(address(base, step, number), register.as_pointer()), align=size)
 
+    for o in range(outputs if fetches else 0):
+        _fetch(builder, address(weight, weight_step, outputs + o))
     of_outputs = [load(weight, weight_step, o) for o in range(outputs)]
     new = []
     for r in range(rows):
@@ -128,6 +134,15 @@ def _emit(builder: ir.IRBuilder, shape: tuple[int, int, int, int], places: "Tile
     lanes = ir.Constant(_WORDS, [i % outputs for i in range(LANES)])
     results = _in_format(builder, builder.fadd(folded, builder.shuffle_vector(added, added, lanes)), format)
     _store_rows(builder, results, (rows, outputs), out, out_step)
+
+
+def _fetch(builder: ir.IRBuilder, address: Emitted) -> None:
+    """Emits a hint to load the bytes at an address into the processor's cache."""
+    byte, name = ir.IntType(8).as_pointer(), "llvm.prefetch.p0i8"
+    function = builder.module.globals.get(name)
+    if function is None:
+        function = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [byte, _WORD, _WORD, _WORD]), name)
+    builder.call(function, [builder.inttoptr(address, byte), _WORD(0), _WORD(3), _WORD(1)])  # to read, keep, data
 
 
 def _multiply_add(builder: ir.IRBuilder, kind: int, a: Emitted, b: Emitted, total: Emitted) -> Emitted:

@@ -1,29 +1,11 @@
 """Computes matrix products of a CPU in loops that numba compiles: batch-invariant, without a C++ compiler."""
 
-from functools import cache
-
-import numpy as np
 import torch
-from numba.core.ccallback import CFunc
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from cacheprobe.ops.compiled.basics import run_on_threads
-from cacheprobe.ops.compiled.lanes import BFLOAT16, FLOAT16, FLOAT32, FLOATS, INNER_STEP, OUTPUTS, PAIRS, ROWS
-from cacheprobe.ops.compiled.loops import product_work
-
-FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-"""Format of the loops, by dtype of the weight."""
-
-_VALUES_AT_ONCE = {FLOATS: 2**18, PAIRS: 2**15}
-"""Bytes of the values that one pass over a panel of the weight uses: they stay in a core's cache. For FLOATS, more rows
-share the conversion of the weight."""
-
-_PANEL = 64
-"""Most outputs that a thread takes at once."""
-
-_LITTLE = 2**18
-"""Up to this many multiplications one thread is faster than two, because to wake a thread takes time."""
+from cacheprobe.ops.compiled.lanes import FLOATS, INNER_STEP, OUTPUTS, PAIRS
+from cacheprobe.ops.compiled.queue import FORMATS, Queue
 
 
 class CompiledProduct:
@@ -48,57 +30,40 @@ class CompiledProduct:
         """
         if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (values, weight, bias)):
             return linear(values, weight, bias)
-        values, weight, added, inner = operands(self.kind, values, weight, bias)
-        rows, width = values.numel() // max(inner, 1), len(weight)
-        dtype = weight.dtype
-        out = torch.empty(*values.shape[:-1], width, dtype=dtype)
-        block = rows_at_once(self.kind, inner * values.element_size())
-        shared = -(-width // (4 * torch.get_num_threads()))  # several panels for each thread
-        panel = min(_PANEL, -(-shared // OUTPUTS) * OUTPUTS)
-        call = np.array(
-            (
-                values.data_ptr(), weight.data_ptr(), added.data_ptr(), out.data_ptr(), rows, inner, width,
-                inner * values.element_size(), inner * weight.element_size(), width * out.element_size(), block, panel,
-                values.dtype != weight.dtype, 0 if bias is None else 4, 0, 0,
-            ),
-            np.int64,
-        )  # fmt: skip
-        run_on_threads(_loops(self.kind, FORMATS[dtype]), call, rows * inner * width <= _LITTLE)
-        if call[15] != -(-width // panel):  # compiled loops print an error and return
-            raise RuntimeError(f"a product ended after {call[15]} of {-(-width // panel)} panels")
+        require_operands(self.kind, values, weight, bias)
+        if not weight.shape[1]:
+            return linear(values, weight, bias)
+        queue = Queue(self.kind, weight.dtype)
+        out = queue.product(values.contiguous(), weight.contiguous(), bias)
+        queue.run()
         return out
 
 
-@cache
-def _loops(kind: int, format: int) -> CFunc:
-    return product_work(kind, format)
-
-
-def rows_at_once(kind: int, row_bytes: int) -> int:
-    """Returns how many rows of values share one pass over a part of the weight."""
-    return max(ROWS, _VALUES_AT_ONCE[kind] // row_bytes // ROWS * ROWS)
-
-
-def operands(kind: int, values: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Returns (values, weight, bias, inner width) as the loops read them: contiguous, with an inner width that is a
-    multiple of INNER_STEP (zeros are appended), values in float32 for kind FLOATS, the bias in float32 (four zeros
-    without a bias).
-
-    Raises: TypeError and ValueError as CompiledProduct.
-    """
+def require_operands(kind: int, values: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raises: TypeError and ValueError as CompiledProduct."""
     dtypes = {part.dtype for part in (values, weight, bias) if part is not None}
     if len(dtypes) > 1 or weight.dtype not in (FORMATS if kind == FLOATS else (torch.bfloat16,)):
         raise TypeError(f"compiled products of {kind=} are not of {', '.join(map(str, dtypes))}")
     if {part.device.type for part in (values, weight, bias) if part is not None} != {"cpu"}:
         raise ValueError(f"compiled products are of CPU tensors, not of {values.device} and {weight.device}")
+    if weight.ndim != 2 or weight.shape[1] != values.shape[-1]:
+        raise ValueError(f"values of width {values.shape[-1]} and a weight {tuple(weight.shape)} do not make a product")
+    if bias is not None and bias.shape != (len(weight),):
+        raise ValueError(f"a bias {tuple(bias.shape)} for a weight {tuple(weight.shape)}")
+
+
+def operands(kind: int, values: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Returns (values, weight, bias, inner width) as the loops that read states take them: contiguous, with an inner
+    width that is a multiple of INNER_STEP (zeros are appended), values in float32 for kind FLOATS, the bias in float32
+    (four zeros without a bias).
+
+    Raises: TypeError and ValueError as CompiledProduct.
+    """
+    require_operands(kind, values, weight, bias)
     inner = values.shape[-1]
-    if weight.ndim != 2 or weight.shape[1] != inner:
-        raise ValueError(f"values of width {inner} and a weight {tuple(weight.shape)} do not make a product")
     if kind == FLOATS:
         values = values.float()
     if over := -inner % INNER_STEP[kind] if inner else INNER_STEP[kind]:
         values, weight = pad(values, (0, over)), pad(weight, (0, over))
-    if bias is not None and bias.shape != (len(weight),):
-        raise ValueError(f"a bias {tuple(bias.shape)} for a weight {tuple(weight.shape)}")
     added = torch.zeros(OUTPUTS) if bias is None else bias.float().contiguous()
     return values.contiguous(), weight.contiguous(), added, inner + over

@@ -1,0 +1,180 @@
+"""Queues operations of a forward on a CPU, and computes the queue in one call of loops that numba compiles."""
+
+from functools import cache
+from struct import Struct
+
+import numpy as np
+import torch
+from numba.core.ccallback import CFunc
+from torch import Tensor
+from torch.nn.functional import pad
+
+from cacheprobe.ops.compiled import queue_loops
+from cacheprobe.ops.compiled.basics import run_on_threads
+from cacheprobe.ops.compiled.lanes import BFLOAT16, FLOAT16, FLOAT32, FLOATS, INNER_STEP, OUTPUTS, PAIRS, ROWS
+from cacheprobe.ops.compiled.queue_loops import NUMBERS, NUMBERS_AT_ONCE, ROWS_AT_ONCE
+
+FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+"""Format of the loops, by dtype of the tensors."""
+
+_VALUES_AT_ONCE = {FLOATS: 2**18, PAIRS: 2**15}
+"""Bytes of the values that one pass over a panel of the weight uses: they stay in a core's cache. For FLOATS, more rows
+share the conversion of the weight."""
+
+_PANEL = 64
+"""Most outputs that a thread takes at once."""
+
+_LITTLE = 2**18
+"""Up to this many multiplications one thread is faster than two, because to wake a thread takes time."""
+
+_MOST = 256
+"""Most operations in a queue."""
+
+_ZEROS = torch.zeros(OUTPUTS)
+_STEP = Struct(f"{NUMBERS}q")
+_FLOAT, _WHOLE = Struct("d"), Struct("q")
+
+
+class Queue:
+    """Holds operations on tensors of one dtype, to be computed together by `run`; until then results hold no values.
+
+    The bits of a row of a result do not depend on the other rows, on how many there are, or on the number of threads.
+    `follows=False` says that an operation needs no result of the operation queued just before it, so that a thread
+    need not wait between the two.
+    Twin: torch's operations in float64: tests.ops.test_compiled_queue, to the rounding of the dtype.
+    """
+
+    def __init__(self, kind: int, dtype: torch.dtype) -> None:
+        """kind: of product, lanes.FLOATS or lanes.PAIRS."""
+        self.kind, self.dtype = kind, dtype
+        self._is_widened = kind == FLOATS and dtype != torch.float32
+        self._numbers = np.zeros((_MOST, NUMBERS), np.int64)
+        self._buffer = self._numbers.data.cast("B")
+        self._call = np.zeros(3, np.int64)
+        self._kept: list[Tensor] = []
+        self._widened: dict[int, Tensor] = {}
+        self._num = self._work = self._most_inner = 0
+
+    def __repr__(self) -> str:
+        return f"Queue({'pairs of bfloat16' if self.kind == PAIRS else 'float32'}, {self.dtype}, {self._num} queued)"
+
+    def product(self, values: Tensor, weight: Tensor, bias: Tensor | None = None, *, follows: bool = True) -> Tensor:
+        """Returns values weight^T + bias, [..., o], of contiguous values [..., i], weight [o, i] and bias [o] or
+        None, with i above 0."""
+        inner, width, rows = weight.shape[1], weight.shape[0], values.numel() // weight.shape[1]
+        out = values.new_empty((*values.shape[:-1], width), dtype=self.dtype)
+        if over := -inner % INNER_STEP[self.kind]:
+            self.run()  # torch reads the values
+            values, weight, inner, follows = pad(values, (0, over)), pad(weight, (0, over)), inner + over, True
+        if self._is_widened:
+            values, follows = self._wide(values, follows)
+        added = _ZEROS if bias is None else bias.float()
+        shared = -(-width // (8 * torch.get_num_threads()))  # several panels for each thread
+        panel = min(_PANEL, -(-shared // OUTPUTS) * OUTPUTS)
+        block = rows_at_once(self.kind, inner * values.element_size())
+        self._add(
+            (values, weight, added, out), queue_loops.PRODUCT, follows, -(-width // panel), values.data_ptr(),
+            weight.data_ptr(), added.data_ptr(), out.data_ptr(), rows, inner, width, block, panel,
+            0 if bias is None else 4,
+        )  # fmt: skip
+        self._work += rows * inner * width
+        self._most_inner = max(self._most_inner, inner)
+        return out
+
+    def norm(self, values: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Returns the RMSNorm of contiguous values [..., m] with weight [m]."""
+        width = values.shape[-1]
+        rows, out = values.numel() // width, torch.empty_like(values)
+        self._add(
+            (values, weight, out), queue_loops.NORM, True, -(-rows // ROWS_AT_ONCE), values.data_ptr(),
+            weight.data_ptr(), out.data_ptr(), rows, width, *_WHOLE.unpack(_FLOAT.pack(eps)),
+        )  # fmt: skip
+        self._work += values.numel()
+        return out
+
+    def rotate(self, values: Tensor, cos: Tensor, sin: Tensor, *, follows: bool = True) -> Tensor:
+        """Rotates contiguous queries or keys [b, t, h, d] in place, and returns them. cos, sin: contiguous, d numbers
+        for each of the b * t tokens; the first half of each vector of sin is negated."""
+        heads, depth = values.shape[-2:]
+        rows = values.numel() // (heads * depth)
+        self._add(
+            (values, cos, sin), queue_loops.ROTATE, follows, -(-rows // ROWS_AT_ONCE), values.data_ptr(),
+            cos.data_ptr(), sin.data_ptr(), rows, heads, depth,
+        )  # fmt: skip
+        self._work += values.numel()
+        return values
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Returns silu(gate) * up of contiguous tensors."""
+        return self._by_number(queue_loops.GATE, gate, up)
+
+    def silu(self, values: Tensor) -> Tensor:
+        """Returns silu(values) of a contiguous tensor."""
+        return self._by_number(queue_loops.SILU, values, values)
+
+    def added(self, values: Tensor, others: Tensor) -> Tensor:
+        """Returns values + others of contiguous tensors."""
+        return self._by_number(queue_loops.ADD, values, others)
+
+    def run(self) -> None:
+        """Computes what is queued, and empties the queue. Raises: RuntimeError if the loops ended early."""
+        num = self._num
+        if not num:
+            return
+        self._call[:] = num, self._numbers.ctypes.data, self._most_inner
+        run_on_threads(_loops(self.kind, FORMATS[self.dtype]), self._call, self._work <= _LITTLE)
+        steps = self._numbers[:num]
+        self.clear()
+        if (steps[:, 1] != steps[:, queue_loops.FIELDS + 2]).any():  # compiled loops print an error and return
+            raise RuntimeError(f"a queue of {num} operations ended early")
+
+    def clear(self) -> None:
+        """Empties the queue without computing it."""
+        self._kept.clear()
+        self._widened.clear()
+        self._num = self._work = self._most_inner = 0
+
+    def _by_number(self, operation: int, values: Tensor, others: Tensor) -> Tensor:
+        out, count = torch.empty_like(values), values.numel()
+        self._add(
+            (values, others, out), operation, True, -(-count // NUMBERS_AT_ONCE), values.data_ptr(),
+            others.data_ptr(), out.data_ptr(), count,
+        )  # fmt: skip
+        self._work += count
+        return out
+
+    def _wide(self, values: Tensor, follows: bool) -> tuple[Tensor, bool]:
+        """Returns (values in float32, whether the product must wait for them). Products of the same values share
+        them."""
+        if (found := self._widened.get(id(values))) is not None:
+            return found, follows
+        out, count = torch.empty_like(values, dtype=torch.float32), values.numel()
+        self._add(
+            (values, out), queue_loops.WIDEN, True, -(-count // NUMBERS_AT_ONCE), values.data_ptr(), 0, out.data_ptr(),
+            count,
+        )  # fmt: skip
+        self._widened[id(values)] = out
+        return out, True
+
+    def _add(self, tensors: tuple[Tensor, ...], operation: int, follows: bool, num_tasks: int, *fields: int) -> None:
+        """Appends one operation. tensors: must live until the queue is computed."""
+        if self._num == _MOST:
+            raise RuntimeError(f"a queue holds {_MOST} operations at most; call run() earlier")
+        numbers = (*_COUNTERS, operation, follows, num_tasks, *fields)
+        _STEP.pack_into(self._buffer, self._num * _STEP.size, *numbers, *_REST[len(numbers)])
+        self._kept.extend(tensors)
+        self._num += 1
+
+
+_COUNTERS = (0,) * queue_loops.FIELDS
+_REST = [(0,) * (NUMBERS - length) for length in range(NUMBERS + 1)]
+
+
+def rows_at_once(kind: int, row_bytes: int) -> int:
+    """Returns how many rows of values share one pass over a part of the weight."""
+    return max(ROWS, _VALUES_AT_ONCE[kind] // row_bytes // ROWS * ROWS)
+
+
+@cache
+def _loops(kind: int, format: int) -> CFunc:
+    return queue_loops.queue_work(kind, format)

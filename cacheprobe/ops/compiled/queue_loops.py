@@ -1,0 +1,135 @@
+"""Defines the function that computes a queue of operations, one after another, on all threads.
+
+To wake a thread takes longer than a small operation. So the threads are woken once for a whole queue.
+"""
+
+from typing import no_type_check
+
+import numpy as np
+from numba import carray, literally, njit  # pyright: ignore[reportPrivateImportUsage]
+from numba.core.ccallback import CFunc
+
+from cacheprobe.ops.compiled.basics import STORED, fetch_and_increment, pointer, wait_until, work
+from cacheprobe.ops.compiled.lanes import FLOAT32, FLOATS, LANES, OUTPUTS
+from cacheprobe.ops.compiled.loops import multiply
+from cacheprobe.ops.compiled.row_loops import (
+    add_numbers,
+    gate_numbers,
+    norm_row,
+    rotate_row,
+    silu_numbers,
+    widen_numbers,
+)
+
+PRODUCT, NORM, ROTATE, GATE, SILU, ADD, WIDEN = range(7)
+"""Operations."""
+
+NUMBERS = 24
+"""How many whole numbers describe an operation. Two counters come first, in a part of memory of their own: the next
+task, and the tasks done. Then, from FIELDS on: operation, whether it waits for all operations before it, number of
+tasks, and what `_compute` reads."""
+
+FIELDS = 8
+
+ROWS_AT_ONCE, NUMBERS_AT_ONCE = 4, 4096
+"""Rows of a norm or a rotation that are one task, and numbers of an operation on single numbers."""
+
+
+@njit
+@no_type_check
+def _product(kind, format, like, step, task, wide) -> None:
+    """Computes one panel of outputs of a product, for all rows."""
+    literally(kind)
+    literally(format)
+    rows, inner, width, block, panel, bias_step = step[7], step[8], step[9], step[10], step[11], step[12]
+    size = 4 if format == FLOAT32 else 2
+    value_bytes = (4 if kind == FLOATS else 2) * inner
+    first = task * panel
+    outputs = min(panel, width - first)
+    for r in range(0, rows, block):
+        multiply(
+            kind, format, like, (min(block, rows - r), outputs, inner), (step[3] + r * value_bytes, value_bytes),
+            (step[4] + first * size * inner, size * inner), (step[5] + first * bias_step, bias_step),
+            (step[6] + (r * width + first) * size, width * size), wide[: OUTPUTS * inner],
+        )  # fmt: skip
+
+
+@njit
+@no_type_check
+def _norm(like, step, task, sums) -> None:
+    """Computes the RMSNorm of some rows."""
+    rows, width, eps = step[6], step[7], np.float32(np.int64(step[8]).view(np.float64))
+    weight = carray(pointer(step[4]), (width,), like.dtype)
+    for row in range(task * ROWS_AT_ONCE, min(rows, (task + 1) * ROWS_AT_ONCE)):
+        offset = row * width * like.itemsize
+        values = carray(pointer(step[3] + offset), (width,), like.dtype)
+        norm_row(values, weight, width, eps, carray(pointer(step[5] + offset), (width,), like.dtype), sums)
+
+
+@njit
+@no_type_check
+def _rotate(like, step, task) -> None:
+    """Rotates the heads of some tokens."""
+    rows, heads, depth = step[6], step[7], step[8]
+    for row in range(task * ROWS_AT_ONCE, min(rows, (task + 1) * ROWS_AT_ONCE)):
+        values = carray(pointer(step[3] + row * heads * depth * like.itemsize), (heads * depth,), like.dtype)
+        cos = carray(pointer(step[4] + row * depth * like.itemsize), (depth,), like.dtype)
+        sin = carray(pointer(step[5] + row * depth * like.itemsize), (depth,), like.dtype)
+        rotate_row(values, heads, depth, cos, sin)
+
+
+@njit
+@no_type_check
+def _by_number(like, step, task) -> None:
+    """Computes an operation on single numbers, for some of them."""
+    operation, count = step[0], step[6]
+    start, end = task * NUMBERS_AT_ONCE, min(count, (task + 1) * NUMBERS_AT_ONCE)
+    values, others = (carray(pointer(step[3]), (count,), like.dtype), carray(pointer(step[4]), (count,), like.dtype))
+    out = carray(pointer(step[5]), (count,), like.dtype)
+    if operation == GATE:
+        gate_numbers(values, others, start, end, out)
+    elif operation == ADD:
+        add_numbers(values, others, start, end, out)
+    elif operation == SILU:
+        silu_numbers(values, start, end, out)
+    else:
+        widen_numbers(values, start, end, carray(pointer(step[5]), (count,), np.float32))
+
+
+def queue_work(kind: int, format: int) -> CFunc:
+    """Returns the compiled function that computes a queue in one thread, for a kind of product and a format of all
+    tensors."""
+    stored = STORED[format]
+    widens = kind == FLOATS and format != FLOAT32
+
+    @no_type_check
+    def run(data) -> None:
+        """Takes tasks of one operation after another. data: address of three numbers: how many operations there are,
+        the address of their numbers, and the largest inner width of a product."""
+        call = carray(data, (3,), np.int64)
+        like, sums = np.empty(0, stored), np.empty(LANES, np.float32)
+        wide = np.empty(OUTPUTS * call[2] * widens, np.float32)
+        waited = 0
+        for number in range(call[0]):
+            counters = call[1] + number * NUMBERS * 8
+            step = carray(pointer(counters + FIELDS * 8), (NUMBERS - FIELDS,), np.int64)
+            if step[1]:
+                for earlier in range(waited, number):
+                    at = call[1] + earlier * NUMBERS * 8
+                    wait_until(at + 8, carray(pointer(at + FIELDS * 8), (3,), np.int64)[2])
+                waited = number
+            while True:
+                task = fetch_and_increment(counters)
+                if task >= step[2]:
+                    break
+                if step[0] == PRODUCT:
+                    _product(kind, format, like, step, task, wide)
+                elif step[0] == NORM:
+                    _norm(like, step, task, sums)
+                elif step[0] == ROTATE:
+                    _rotate(like, step, task)
+                else:
+                    _by_number(like, step, task)
+                fetch_and_increment(counters + 8)
+
+    return work(run)

@@ -1,0 +1,115 @@
+"""Operations of a forward in compiled loops: their numbers beside torch's, their bits in any batch, and the waiting of
+threads for each other."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from cacheprobe.models.fast.operations import Norm, Operations
+from cacheprobe.ops.compiled import queue, queue_loops
+from cacheprobe.ops.compiled.lanes import FLOATS
+from cacheprobe.ops.compiled.queue import Queue
+from cacheprobe.ops.equality import bitwise
+from tests.ops.test_compiled import ROUNDING, all_cases, drawn, on_threads
+
+pytestmark = pytest.mark.determinism
+
+BY_TORCH = Operations()
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 37, 576])
+@all_cases
+def test_norms_and_gates_are_those_of_torch(kind: int, dtype: torch.dtype, width: int) -> None:
+    """To one rounding of the dtype: torch adds the squares, and computes exp, in other ways."""
+    values, weight, others = drawn(dtype, (3, 5, width), (width,), (3, 5, width))
+    made = Queue(kind, dtype)
+    found = made.norm(values, weight, 1e-5), made.gated(values * 9, others), made.silu(values * 9)
+    made.run()
+    wanted = BY_TORCH.norm(values, Norm(weight, 1e-5)), silu(values * 9) * others, silu(values * 9)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one.double(), other.double(), rtol=4 * ROUNDING[dtype], atol=2**-20)
+
+
+@all_cases
+def test_sums_and_rotations_have_the_bits_of_torch(kind: int, dtype: torch.dtype) -> None:
+    """Every step is one operation of IEEE 754, rounded to the dtype."""
+    q, k, cos, sin = drawn(dtype, (2, 5, 4, 16), (2, 5, 2, 16), (2, 5, 1, 16), (2, 5, 1, 16))
+    made = Queue(kind, dtype)
+    found = made.rotate(q.clone(), cos, sin), made.rotate(k.clone(), cos, sin, follows=False), made.added(q, -q * 3)
+    made.run()
+    wanted = *BY_TORCH.rotated(q, k, (cos, sin)), q + -q * 3
+    assert all(bitwise(one.contiguous(), other.contiguous()) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 0.0, -200.0, 200.0])
+@all_cases
+def test_strange_numbers_pass_as_in_torch(kind: int, dtype: torch.dtype, number: float) -> None:
+    values = torch.full((1, 40), number, dtype=dtype)
+    made = Queue(kind, dtype)
+    found = made.silu(values), made.added(values, values), made.norm(values, torch.ones(40, dtype=dtype), 0.0)
+    made.run()
+    wanted = silu(values), values + values, BY_TORCH.norm(values, Norm(torch.ones(40, dtype=dtype), 0.0))
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one.double(), other.double(), rtol=4 * ROUNDING[dtype], atol=1e-30, equal_nan=True)
+
+
+def block(made: Queue, stream: Tensor, weights: list[Tensor]) -> Tensor:
+    """A part of a layer: every operation needs the one before it, except the second product."""
+    normed = made.norm(stream, weights[0], 1e-5)
+    gate, up = made.product(normed, weights[1]), made.product(normed, weights[2], follows=False)
+    return made.added(stream, made.product(made.gated(gate, up), weights[3]))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@all_cases
+def test_a_row_has_the_same_bits_in_any_batch(kind: int, dtype: torch.dtype, threads: int) -> None:
+    """And on any number of threads, many times: a thread that did not wait would read numbers of an earlier time."""
+    stream, *weights = drawn(dtype, (70, 64), (64,), (200, 64), (200, 64), (64, 200))
+    made = Queue(kind, dtype)
+    alone = []
+    for row in stream.split(1):
+        alone.append(block(made, row, weights))
+        made.run()
+    with on_threads(threads):
+        for _ in range(30):
+            for count in (70, 7, 2):
+                found = block(made, stream[:count], weights)
+                made.run()
+                assert bitwise(found, torch.cat(alone[:count]))
+
+
+def test_a_thread_waits_for_the_operations_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers say which operation waits: all but the second product of one input."""
+    seen: list[list[int]] = []
+    monkeypatch.setattr(queue, "run_on_threads", lambda loops, call, is_little: seen.append(made._numbers[:6].tolist()))
+    stream, *weights = drawn(torch.float32, (2, 64), (64,), (32, 64), (32, 64), (64, 32))
+    made = Queue(FLOATS, torch.float32)
+    block(made, stream, weights)
+    with pytest.raises(RuntimeError, match="a queue of 6 operations ended early"):
+        made.run()
+    first = queue_loops.FIELDS
+    assert [(one[first], one[first + 1]) for one in seen[0]] == [
+        (queue_loops.NORM, 1), (queue_loops.PRODUCT, 1), (queue_loops.PRODUCT, 0), (queue_loops.GATE, 1),
+        (queue_loops.PRODUCT, 1), (queue_loops.ADD, 1),
+    ]  # fmt: skip
+
+
+def test_a_queue_that_failed_is_emptied() -> None:
+    """An error between two operations must leave nothing for the next forward."""
+    stream, *weights = drawn(torch.float32, (2, 64), (64,), (32, 64), (32, 64), (64, 32))
+    made = Queue(FLOATS, torch.float32)
+    block(made, stream, weights)
+    made.clear()
+    found = made.product(stream, weights[1])
+    assert "1 queued" in repr(made)
+    made.run()
+    assert torch.allclose(found, linear(stream, weights[1]), atol=1e-4)
+
+
+def test_a_full_queue_is_refused() -> None:
+    made, value = Queue(FLOATS, torch.float32), torch.ones(1, 8)
+    for _ in range(256):
+        made.silu(value)
+    with pytest.raises(RuntimeError, match=r"256 operations at most; call run\(\)"):
+        made.silu(value)
