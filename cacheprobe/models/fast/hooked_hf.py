@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from cacheprobe.core.hook_names import HEAD_SITES, HEADS
 from cacheprobe.core.live import LiveModule
@@ -19,6 +18,7 @@ from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.fast.bridge_members import BridgeMembers
 from cacheprobe.models.fast.functional import FunctionalForward, FunctionalLlama
 from cacheprobe.models.fast.functional_gpt import FunctionalGPT
+from cacheprobe.models.fast.kernel_operations import KernelOperations
 from cacheprobe.models.fast.module_hooks import change, listen
 from cacheprobe.models.fast.operations import Operations, Product
 from cacheprobe.models.fast.places import Cut, Places
@@ -30,6 +30,7 @@ from cacheprobe.models.hf.shared import SharedWeights, empty_model
 from cacheprobe.models.turns import computing, one_at_a_time
 from cacheprobe.ops.attention.by_request import BY_REQUEST
 from cacheprobe.ops.compiled.choice import TORCH
+from cacheprobe.ops.kernel_set import KernelSet
 
 FUNCTIONAL = (FunctionalLlama, FunctionalGPT)
 """Classes that compute a forward without calling modules; each supports some model families."""
@@ -56,10 +57,9 @@ class HookedHF(BridgeMembers):
         self.model: LiveModule = empty_model(bridge.original_model)
         self.weights = SharedWeights(bridge.original_model, self.model)
         self._places = Places(origin, self.weights)
-        self._product: Product = origin.operations.product if origin.operations else linear
-        if self._product is not linear:
-            self._replace_products()
-        self._functional_class = next((kind for kind in FUNCTIONAL if functional and kind.takes(self.model)), None)
+        self._functional_class = next((kind for kind in FUNCTIONAL if kind.takes(self.model)), None)
+        self._operations = self._choose_operations()
+        self._is_functional = functional
         self._functional: FunctionalForward | None = None
         self._modules = list(self.model.modules())
         self._listeners: dict[tuple[str, int], list[Callable[[Tensor], object]]] = {}
@@ -67,11 +67,19 @@ class HookedHF(BridgeMembers):
     def __repr__(self) -> str:
         return f"HookedHF({repr(self.origin).removeprefix('BridgeLM(')}"
 
-    def _replace_products(self) -> None:
-        """Makes every nn.Linear of the plain model compute with the chosen matrix product."""
+    def _choose_operations(self) -> Operations:
+        """Returns the operations of the forward, and makes the plain model's modules compute with them."""
+        faster = self.origin.operations
+        if faster is None:
+            return Operations()
         for module in self.model.modules():
             if type(module) is nn.Linear:
-                vars(module)["forward"] = partial(_linear_by, self._product, module)
+                vars(module)["forward"] = partial(_linear_by, faster.product, module)
+        if self._functional_class is None or not isinstance(faster, KernelSet):
+            return Operations(faster.product)
+        operations = KernelOperations(faster, self.model.config, self.n_layers)
+        operations.replace_norms(self.model)
+        return operations
 
     @one_at_a_time()
     @torch.inference_mode()
@@ -101,15 +109,20 @@ class HookedHF(BridgeMembers):
             if functional is not None:
                 positions_and_masks = inputs["position_ids"], inputs["attention_mask"]
                 return functional(token_ids, cache, *positions_and_masks, self._listeners, num_layers, logit_slots)
-            stack.enter_context(attending(cache.reach, self.n_layers if num_layers is None else num_layers))
+            num_run = self.n_layers if num_layers is None else num_layers
+            operations = self._operations
+            attend = partial(operations.attend, cache) if isinstance(operations, KernelOperations) else None
+            stack.enter_context(attending(cache.reach, num_run, attend))
             return self._run_modules(token_ids, inputs, num_layers, logit_slots)
 
     def _functional_forward(self, cache: KVCache, cache_rows: Sequence[int]) -> FunctionalForward | None:
         """Returns the FunctionalForward, which calls no modules; None if the pass needs the modules."""
-        if self._functional_class is None or not self._has_capture_hooks_only or cache.head_masks.concern(cache_rows):
+        if self._functional_class is None or not self._is_functional:
+            return None
+        if not self._has_capture_hooks_only or cache.head_masks.concern(cache_rows):
             return None
         if self._functional is None:
-            self._functional = self._functional_class(self.model, Operations(self._product))
+            self._functional = self._functional_class(self.model, self._operations)
         return self._functional
 
     def _run_modules(
@@ -190,10 +203,13 @@ class HookedHF(BridgeMembers):
     def fingerprint(self) -> dict[str, str | int | float]:
         """Returns the bridge's fingerprint (a dictionary), changed for this forward: path "fast", the attention in use,
         and how products are computed."""
+        attention = BY_REQUEST if self.attends_by_request else "sdpa"
+        if isinstance(self._operations, KernelOperations):
+            attention = f"all slots up to the token's, {self._operations.kernels.text}"
         return {
             **self.origin.fingerprint(),
             "path": "fast",
-            "attention": BY_REQUEST if self.attends_by_request else "sdpa",
+            "attention": attention,
             "products": self.origin.operations.text if self.origin.operations else TORCH,
         }
 
