@@ -104,7 +104,7 @@ def test_a_request_has_the_same_bits_in_two_batches(counted: tuple[Trace, Counte
     assert len(a["Z"]) > 10 and len(a["S0"]) == len(a["positions"]) > 5
 
 
-@pytest.mark.parametrize(("family", "window"), [("qwen3", 3), ("gpt-neox", None)])
+@pytest.mark.parametrize(("family", "window"), [("mistral", 3), ("qwen3", None), ("gpt-neox", None)])
 def test_the_forward_with_modules_has_the_same_bits(family: str, window: int | None) -> None:
     """Also in sliding windows and over hidden slots; a slot hidden in one head alone changes them."""
     model = tiny("kernels", family, window)
@@ -129,7 +129,7 @@ def test_torch_and_kernels_agree_on_hidden_slots() -> None:
     """In windows, in all heads and in one."""
     ids, outputs = torch.tensor([[3, 1, 4, 1, 5]]), []
     for products in ("kernels", "torch"):
-        form = HookedHF(tiny(products, "qwen3", 4))
+        form = HookedHF(tiny(products, "mistral", 4))
         cache = form.new_cache(2, 16)
         form.forward(ids, cache, [1], [0])
         cache.hidden[1, 3] = True
