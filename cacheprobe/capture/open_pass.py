@@ -1,6 +1,6 @@
 """Defines OpenPass: the rows that a recorder keeps of the pass that is running, and the tensors that it copies into."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +9,9 @@ from torch import Tensor
 from cacheprobe.core.hook_names import HEAD_SITES
 from cacheprobe.core.records import RowSlot
 from cacheprobe.trace.head_blocks import HeadBlock
+
+Pack = Callable[[Tensor, Tensor, Tensor], None]
+"""Function (states [b, t, m], rows [n], out [n, m]) that writes chosen rows to `out`: `ops.packing.pack_rows`."""
 
 _CHECKED_ROWS = 64
 """Maximum number of rows of a pass, evenly spaced, in which the self-check compares S with input + T + C."""
@@ -38,6 +41,10 @@ class OpenPass:
     """Layer -> its index in the tensors, for the kept layers."""
     states: dict[str, Tensor] = field(default_factory=dict)
     """[layers, n, m] by site, for the kept rows."""
+    kept_states: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors in the CPU's memory to which `finish` copies `states`; empty if `states` are these tensors."""
+    pack: Pack | None = None
+    """Copies chosen rows in a kernel; None for torch's indexing. The bits are the same."""
     heads: HeadBlock | None = None
     """Activations of attention heads, for the kept rows."""
     lens_block: Tensor | None = None
@@ -67,6 +74,19 @@ class OpenPass:
         keep, lens, checked = (index.to(device) for index in chosen)
         return cls(kept, lens_rows, keep, lens, checked, step, layer_index)
 
+    def open_states(self, kept_states: dict[str, Tensor], device: torch.device) -> None:
+        """Sets the tensors that receive states. If a kernel of another device writes them, they lie on that device
+        until `finish` copies them at once."""
+        self.states = kept_states
+        if self.pack is not None and device.type != "cpu":
+            self.kept_states = kept_states
+            self.states = {s: torch.full_like(kept, torch.nan, device=device) for s, kept in kept_states.items()}
+
+    def finish(self) -> None:
+        """Copies the states of the pass to the CPU's memory, if they are elsewhere."""
+        for site, kept in self.kept_states.items():
+            kept.copy_(self.states[site])
+
     def take(self, site: str, layer: int, value: Tensor, device: torch.device) -> None:
         """Copies from a hook's tensor the rows to keep, to read through the lens (site S), and to self-check.
 
@@ -83,14 +103,16 @@ class OpenPass:
         if index is None or site == "pre":
             return
         if site in self.states:
-            _take(flat, self.keep_index, self.states[site][index])
+            _take(flat, self.keep_index, self.states[site][index], self.pack)
         if site == "S" and self.lens_block is not None:
-            _take(flat, self.lens_index, self.lens_block[index])
+            _take(flat, self.lens_index, self.lens_block[index], self.pack)
 
 
-def _take(flat: Tensor, index: Tensor, out: Tensor) -> None:
+def _take(flat: Tensor, index: Tensor, out: Tensor, pack: Pack | None) -> None:
     """Copies the rows flat[index] to the tensor `out`."""
-    if flat.dtype == out.dtype and flat.device == out.device:
+    if pack is not None and out.device == flat.device:
+        pack(flat[None], index, out)
+    elif flat.dtype == out.dtype and flat.device == out.device:
         torch.index_select(flat.detach(), 0, index, out=out)
     else:
         out.copy_(flat[index])

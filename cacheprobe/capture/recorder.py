@@ -17,6 +17,7 @@ from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.records import Finished, ForwardRecord, Observer, RowSlot, StepRecord, Thought
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
+from cacheprobe.ops.kernel_set import DTYPES, KernelSet
 from cacheprobe.trace import self_checks as checks
 from cacheprobe.trace.head_blocks import HeadBlocks
 from cacheprobe.trace.rows import LedgerChange, RowRecord
@@ -81,6 +82,8 @@ class Recorder(Observer):
         self.blocks = Blocks(self.config.state_sites, self.layers, dtype)
         self.head_blocks = HeadBlocks(self.config.heads, self.layers, dtype) if self.config.heads else None
         self.reader = LensReader(self.model, self.lens, self.config.top_k) if self.config.reads_lens else None
+        operations = getattr(self.model, "operations", None)
+        self._pack = operations.pack if isinstance(operations, KernelSet) and dtype in DTYPES else None
         self.residual_check = checks.residual_check(self.model.dtype)
         self.lens_check = checks.lens_check(self.model.dtype)
         self._roles: dict[int, dict[int, str]] = {
@@ -125,8 +128,9 @@ class Recorder(Observer):
             for row, is_kept in zip(rows, kept, strict=True)
         ]
         now = self._now = OpenPass.of(rows, shape[1], kept, reads, self.blocks.layer_index, device)
+        now.pack = self._pack
         if any(kept):
-            now.states = self.blocks.open(len(now.keep_index), width)
+            now.open_states(self.blocks.open(len(now.keep_index), width), device)
             self._unconfirmed.num_blocks += 1
             if self.head_blocks is not None:
                 positions = [row.position for row, is_kept in zip(rows, kept, strict=True) if is_kept]
@@ -153,6 +157,7 @@ class Recorder(Observer):
         ran = self.model.n_layers if record.num_layers is None else record.num_layers
         now, self._now = self._now, None
         assert now is not None
+        now.finish()
         next_index = self.blocks.num_rows - sum(now.kept)
         lens_column = 0
         for slot, is_kept, is_read in zip(record.rows, now.kept, now.lens_rows, strict=True):

@@ -106,7 +106,7 @@ def verify(run: Path, *, model: str | None = None, adapter: str | None = None, p
     """
     import cacheprobe as cp
     from cacheprobe.analysis.replay import require_run
-    from cacheprobe.ops.compiled.choice import TORCH
+    from cacheprobe.models.loaders import products_of
     from cacheprobe.trace.manifest import damaged_files
 
     if faults := damaged_files(run)[1]:  # before a damaged table is read
@@ -120,7 +120,7 @@ def verify(run: Path, *, model: str | None = None, adapter: str | None = None, p
         dtype=settings["dtype"],
         device=settings["device"],
         adapter=adapter or settings.get("adapter"),
-        products="torch" if settings.get("readings", TORCH) == TORCH else "auto",
+        products=products_of(settings.get("readings", "torch")),
         think_while_decoding=settings.get("think_while_decoding"),
         progress=progress,
     )

@@ -8,12 +8,12 @@ position.
             in use, attended    | stale but finite: pads and rejected drafts; masked until written again
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from cacheprobe.kvcache.head_masks import HeadMasks
@@ -28,6 +28,9 @@ _SPAN_STEP = 32
 _ALIGNED_SLOTS = 64
 """Each cache row occupies a multiple of this number of slots in memory. Every row and head then begins at a multiple of
 64 bytes; the sums of some libraries depend on this alignment."""
+
+StoreSlots = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""Function (k, v, keys, values, rows, starts) that writes new keys and values, as `ops.cache_rows.store_kv` does."""
 
 _FEW_ROWS = 4
 """Up to this many batch indices are written slice by slice, which is faster than indexing every slot."""
@@ -45,6 +48,19 @@ class Copy(NamedTuple):
     """Number of tokens of this pass to compare."""
     num_again: int = 0
     """Number of earlier tokens to compare with the cache's contents, which an earlier pass computed."""
+
+
+class Placed(NamedTuple):
+    """Holds where a forward writes and attends, as tensors on the device that computes a layer."""
+
+    rows: Tensor
+    """[b]: the staged cache row of each batch index."""
+    written_rows: Tensor
+    """[b]: as `rows`, but -1 for a batch index whose keys and values are compared instead of stored."""
+    starts: Tensor
+    """[b]: position of the first token."""
+    positions: Tensor
+    """[b, t]"""
 
 
 class KVCache:
@@ -96,6 +112,9 @@ class KVCache:
         self._staged: tuple[Tensor, Tensor, slice | Tensor] | None = None
         self._staged_places: list[tuple[int, int]] = []  # (cache row, first position) of each batch index
         self._views: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self.writer: StoreSlots | None = None
+        """Writes keys and values; None for torch's own indexing. The bits are the same."""
+        self._placed: dict[torch.device, Placed] = {}  # of the staged positions
 
     def __repr__(self) -> str:
         used = f"{sum(self._taken)} of {self.rows} rows, {int(self.lengths.sum())} slots in use"
@@ -168,7 +187,30 @@ class KVCache:
         self._staged = (positions, row_index, slice(first, first + len(rows)) if is_run else row_index[:, 0])
         self._staged_places = list(zip(rows, map(int, starts), strict=True))
         self.copy_differs_at.clear()
+        self._placed.clear()
         return positions
+
+    def placed(self, device: torch.device) -> Placed:
+        """Returns the staged rows and positions as a Placed on `device`. The tensors are made once for each forward.
+        Raises: CacheIntegrityError if nothing is staged."""
+        if self._staged is None:
+            raise CacheIntegrityError("no positions are staged")
+        if device not in self._placed:
+            rows, starts = (torch.tensor(numbers) for numbers in zip(*self._staged_places, strict=True))
+            written = rows.clone()
+            if self.copy is not None:
+                written[self.copy.copy] = -1
+            self._placed[device] = Placed(*(t.to(device) for t in (rows, written, starts, self._staged[0])))
+        return self._placed[device]
+
+    def hidden_slots(self, layer: int) -> Bool[Tensor, "r h s"] | None:
+        """Returns which slots are hidden from later tokens by the key heads of a layer, on the layer's device; None if
+        no staged row has such a slot."""
+        rows = [row for row, _ in self._staged_places]
+        if not self.head_masks.concern(rows) and not bool(self.hidden[rows].any()):
+            return None
+        by_head = self.hidden[:, None].expand(-1, self.keys[layer].shape[1], -1)
+        return self.head_masks.added_to(by_head, layer).to(self.keys[layer].device)
 
     def write(self, layer: int, k: Float[Tensor, "b h t dk"], v: Float[Tensor, "b h t dv"]) -> tuple[Tensor, Tensor]:
         """Stores new keys and values at the staged positions. Returns all keys and values of the staged cache rows up
@@ -193,7 +235,10 @@ class KVCache:
             raise CacheIntegrityError(f"layer {layer} wrote {tuple(k.shape)} for staged {tuple(positions.shape)}")
         if self.copy is not None:
             self._compare(layer, self.copy, k, v)
-        if len(positions) <= _FEW_ROWS:
+        if self.writer is not None:
+            placed = self.placed(keys.device)
+            self.writer(k, v, keys, values, placed.written_rows, placed.starts)
+        elif len(positions) <= _FEW_ROWS:
             width = positions.shape[1]
             for b, (row, start) in enumerate(self._staged_places):
                 if self.copy is None or b != self.copy.copy:

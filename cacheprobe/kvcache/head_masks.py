@@ -75,6 +75,15 @@ class HeadMasks:
                     hidden_of_queries = hidden[:, : own.shape[-1]].repeat_interleave(own.shape[1] // len(hidden), 0)
                     own[b].masked_fill_(hidden_of_queries[:, None].to(own.device), torch.finfo(own.dtype).min)
 
+    def added_to(self, hidden: Tensor, layer: int) -> Tensor:
+        """Returns the flags `hidden` [rows, h, s] of hidden slots, and with them the slots hidden in single heads of
+        the layer."""
+        own = hidden.clone()
+        for row, by_layer in self._slots.items():
+            if layer in by_layer:
+                own[row] |= by_layer[layer]
+        return own
+
     def leave(self) -> None:
         """Forgets the masks that `follow` returned, at the end of a forward."""
         self._masks.clear()

@@ -24,6 +24,9 @@ if TYPE_CHECKING:  # they take seconds to load
     from cacheprobe.models.hf.bridge import BridgeLM
     from cacheprobe.models.thinking.lm import ThinkingLM
 
+PRODUCTS = ("auto", "torch", "kernels")
+"""Values of `products` of `load_model`."""
+
 SLIDING_FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 """Model types whose sliding windows were compared with Hugging Face's own, on texts longer than the window."""
 
@@ -55,16 +58,18 @@ def load_model(
     adapter: a LoRA adapter for a name or directory: "coin-flip", or a directory that peft wrote. The adapter is merged
     into the float32 weights, which are then converted to `dtype`; `weights_note` records this.
     products: "auto" computes matrix products and readings in the loops that numba compiles for this processor, where
-    they are faster than torch's (`cacheprobe doctor` says where); "torch" never does. Results have other bits; the
-    fingerprint records the choice. Thinking States models use torch's.
+    they are faster than torch's (`cacheprobe doctor` says where), and on a GPU runs in Triton kernels, if all of them
+    pass a trial; "torch" does neither. "kernels" requires the kernels, also in Triton's interpreter on a CPU
+    (TRITON_INTERPRET=1), for tests. Results have other bits; the fingerprint records the choice. Thinking States models
+    use torch's.
     think_while_decoding: whether a Thinking States model also thinks about chunks that hold generated tokens; the
     window must then be a multiple of the chunk size. Default: the stored setting, which is False for shipped models.
     Raises: ModelError for a model that cannot be loaded, wrapped, or rolled back, for an adapter of another model, for
     an absent device, and for settings of another kind of model.
     """
     dtype_name = _dtype_name(dtype)
-    if products not in ("auto", "torch"):
-        raise ModelError(f'products={products!r} is neither "auto" nor "torch"')
+    if products not in PRODUCTS:
+        raise ModelError(f"products={products!r} is none of {', '.join(PRODUCTS)}")
     checked_map = placement(device, device_map, adapter)
     if isinstance(model, str | Path):
         if isinstance(model, str) and not model.strip():
@@ -119,13 +124,32 @@ def load_model(
     from cacheprobe.models.checks import check_model
 
     check_model(cast("BridgeLM", wrapped))
-    if products == "auto":
-        from cacheprobe.ops.compiled.choice import choose
-
-        devices = {parameter.device for parameter in cast("BridgeLM", wrapped).bridge.parameters()}
-        if len(devices) == 1:
-            cast("BridgeLM", wrapped).operations = choose(wrapped.dtype, wrapped.device).operations
+    _set_operations(cast("BridgeLM", wrapped), products)
     return wrapped
+
+
+def _set_operations(model: "BridgeLM", products: str) -> None:
+    """Sets the operations of a checked model, as `products` of `load_model` says. Raises: ModelError if kernels are
+    required and cannot be used."""
+    from cacheprobe.ops.compiled.choice import choose
+    from cacheprobe.ops.kernel_set import choose_kernels
+
+    is_on_one = len({parameter.device for parameter in model.bridge.parameters()}) == 1
+    if products == "kernels":
+        chosen = choose_kernels(model.dtype, model.device)
+        if chosen.kernels is None or not is_on_one:
+            reason = chosen.reason if is_on_one else "the model is on several devices"
+            raise ModelError(f'{model.name} cannot run in Triton kernels: {reason}; use products="auto"')
+        model.operations = chosen.kernels
+    elif products == "auto" and is_on_one and model.device.type == "cuda":
+        model.operations = choose_kernels(model.dtype, model.device).kernels
+    elif products == "auto" and is_on_one:
+        model.operations = choose(model.dtype, model.device).operations
+
+
+def products_of(readings: str) -> str:
+    """Returns the value of `products` with which a model computes as the field "readings" of a fingerprint says."""
+    return "torch" if readings == "torch" else "kernels" if readings.startswith("Triton") else "auto"
 
 
 def _refuse_thoughts(think_while_decoding: bool | None, what: object) -> None:

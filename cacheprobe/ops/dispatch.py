@@ -1,8 +1,8 @@
 """Runs operations that have a Triton kernel: with the kernel if possible, else with the reference function; reports
 which one, and why.
 
-The kernels' package is imported only when a call could use it; cacheprobe runs without triton. The engine's runs do not
-use these operations.
+The kernels' package is imported only when a call could use it; cacheprobe runs without triton. Runs on a GPU use these
+operations (`ops.kernel_set`).
 """
 
 import os
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.registry import find
-from cacheprobe.ops import cache_rows, packing, plain, readout, verdicts
+from cacheprobe.ops import cache_rows, packing, plain, readout
 from cacheprobe.ops.attention import cached
 
 A = ParamSpec("A")
@@ -116,12 +116,10 @@ matmul = Operation("matmul", plain.project)
 cached_attention = Operation("cached_attention", cached.cached_attention)
 read_states = Operation("lens_topk", readout.read_states)
 store_kv = Operation("store_kv", cache_rows.store_kv)
-truncate_rows = Operation("truncate", cache_rows.truncate_rows)
-apply_verdicts = Operation("verify_accept", verdicts.apply_verdicts)
 pack_rows = Operation("capture_pack", packing.pack_rows)
 
 OPERATIONS: tuple[Operation[..., object], ...] = (
-    rms_norm, matmul, cached_attention, read_states, store_kv, truncate_rows, apply_verdicts, pack_rows,
+    rms_norm, matmul, cached_attention, read_states, store_kv, pack_rows,
 )  # fmt: skip
 
 

@@ -10,11 +10,13 @@ from cacheprobe_kernels.base import Arguments, Case, Draws, Outcome, Variant
 
 
 def attention_inputs(case: Case, draws: Draws) -> Arguments:
-    """Windows of t queries that end at different positions of rows in another order; stale slots hold large numbers."""
+    """Windows of t queries that end at different positions of rows in another order; stale slots hold large numbers.
+    Heads of keys hide slots of their own."""
     b, g, groups, t, s, dk, dv, start = (case.sizes[n] for n in ("b", "g", "groups", "t", "s", "dk", "dv", "start"))
     if start + b - 1 + t > s:
         raise ValueError(f"{case.name}: {b} windows of {t} from {start} on leave the {s} slots")
-    keys, values = draws.normal(b + 1, g, s, dk, dtype=case.dtype), draws.normal(b + 1, g, s, dv, dtype=case.dtype)
+    # a KVCache, too, holds more slots than it counts
+    keys, values = (draws.normal(b + 1, g, s + 3, width, dtype=case.dtype)[:, :, :s] for width in (dk, dv))
     for held in (keys, values):
         held[:, :, start + b + t :] = 30.0  # stale, finite, and larger than all that counts
     back = torch.arange(b, device=draws.device)[:, None]
@@ -29,7 +31,7 @@ def attention_inputs(case: Case, draws: Draws) -> Arguments:
     if "window" in case.sizes:
         arguments["window"] = case.sizes["window"]
     if case.sizes.get("has_hidden"):
-        arguments["hidden"] = draws.integers(0, 2, b + 1, s, dtype=torch.bool)
+        arguments["hidden"] = draws.integers(0, 2, b + 1, g, s, dtype=torch.bool)
     return arguments
 
 
@@ -46,8 +48,9 @@ def exact_attention(
         for j in range(t):
             own = int(positions[i, j])
             first = 0 if window is None else max(0, own - window + 1)
-            seen = [s for s in range(first, own + 1) if s == own or hidden is None or not hidden[row, s]]
             for head in range(h):
+                gone = None if hidden is None else hidden[row, head // groups]
+                seen = [s for s in range(first, own + 1) if s == own or gone is None or not gone[s]]
                 k, v = (held[row, head // groups, seen].double() for held in (keys, values))
                 out[i, head, j] = torch.softmax(k @ q[i, head, j].double() * scale, 0) @ v
     return {"out": out}

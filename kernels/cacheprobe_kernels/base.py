@@ -192,7 +192,7 @@ class Kernel:
     @classmethod
     def outcome(cls, call: Callable[..., Any], *calls: Arguments) -> Outcome:
         """Returns every tensor that calls on the same tensors return or change in the end. The arguments are copied."""
-        shared = {name: calls[0][name].clone() for name in cls.writes}
+        shared = {name: _copied(calls[0][name]) for name in cls.writes}
         returned = None
         for arguments in calls:
             returned = call(**{**arguments, **shared})
@@ -238,6 +238,12 @@ def one_by_one(arguments: Arguments, names: Sequence[str], written: Sequence[str
     yield Variant("row after row, backwards", arguments, kept, kept, calls)
 
 
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, as a slice of a copy of all memory behind the tensor."""
+    memory = tensor.untyped_storage().clone()
+    return tensor.new_empty(0).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 def size_in_bytes(*tensors: Tensor | None) -> int:
     return sum(one.numel() * one.element_size() for one in tensors if one is not None)
 
@@ -249,6 +255,13 @@ def require_dense_rows(**tensors: Tensor | None) -> None:
             raise ValueError(
                 f"{name} must be contiguous in its last axis, got strides {one.stride()}; call .contiguous()"
             )
+
+
+def require_dense_slots(**tensors: Tensor) -> None:
+    """Raises: ValueError where the slots of a cache [rows, heads, slots, d] do not follow one another in memory."""
+    for name, one in tensors.items():
+        if one.shape[2] > 1 and (one.stride(2) != one.shape[3] or (one.stride(3) != 1 and one.shape[3] > 1)):
+            raise ValueError(f"{name} must be dense in slots and numbers, as KVCache makes them; got {one.stride()}")
 
 
 def require_one_dtype(**tensors: Tensor | None) -> None:

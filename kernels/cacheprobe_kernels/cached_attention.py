@@ -18,6 +18,7 @@ from cacheprobe_kernels.base import (
     Work,
     next_power_of_2,
     require_dense_rows,
+    require_dense_slots,
     require_one_dtype,
     size_in_bytes,
 )
@@ -35,7 +36,8 @@ Smaller in the interpreter, where a short text is to have several.
 @triton.jit(do_not_specialize=["num_queries"])
 def _split(
     q, keys, values, rows, positions, hidden, part, best_out, total_out,
-    num_queries, num_groups, num_heads, num_splits, capacity, window, scale, q_batch, q_head, q_query,
+    num_queries, num_groups, num_heads, num_splits, window, scale, q_batch, q_head, q_query,
+    k_row, k_head, v_row, v_head, hidden_row, hidden_head,
     DK: tl.constexpr, DV: tl.constexpr, HAS_HIDDEN: tl.constexpr, HAS_WINDOW: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -51,28 +53,29 @@ def _split(
         across, down = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
         q_at = q + batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + query.to(tl.int64) * q_query
         asked = tl.load(q_at[:, None] + across[None, :], mask=is_real[:, None] & (across < DK)[None, :], other=0.0)
-        held = (row * num_heads + kv_head) * capacity
+        k_held, v_held = row * k_row + kv_head * k_head, row * v_row + kv_head * v_head
         best = tl.full([BLOCK_Q], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_Q], tl.float32)
         sums = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
         for start in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, last + 1), BLOCK_S):
             slots = start + tl.arange(0, BLOCK_S)
             written = slots <= last  # what lies behind may be anything
-            k_at = keys + (held + slots) * DK
+            k_at = keys + k_held + slots * DK
             k = tl.load(k_at[None, :] + across[:, None], mask=written[None, :] & (across < DK)[:, None], other=0.0)
             scores = product(asked, k, tl.zeros([BLOCK_Q, BLOCK_S], tl.float32)) * scale
             seen = slots[None, :] <= own[:, None]
             if HAS_WINDOW:
                 seen = seen & (slots[None, :] > own[:, None] - window)
             if HAS_HIDDEN:
-                gone = tl.load(hidden + row * capacity + slots, mask=written, other=0) != 0
+                gone_at = hidden + row * hidden_row + kv_head * hidden_head + slots
+                gone = tl.load(gone_at, mask=written, other=0) != 0
                 seen = seen & ((slots[None, :] == own[:, None]) | (gone == 0)[None, :])
             scores = tl.where(seen, scores, float("-inf"))
             new_best = tl.maximum(best, tl.max(scores, 1))
             above = tl.where(new_best == float("-inf"), 0.0, new_best)
             weights = tl.exp(scores - above[:, None])
             fading = tl.exp(best - above)
-            v_at = values + (held + slots) * DV
+            v_at = values + v_held + slots * DV
             v = tl.load(v_at[:, None] + down[None, :], mask=written[:, None] & (down < DV)[None, :], other=0.0)
             new_sums = product(narrow(weights, v.dtype), v, sums * fading[:, None])
             # a step of which a row sees nothing leaves the row as it was, whoever else is in the tile
@@ -152,10 +155,9 @@ class CachedAttention(Kernel):
         q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, positions: Tensor, scale: float,
         hidden: Tensor | None = None, window: int | None = None,
     ) -> Plan:  # fmt: skip
-        require_dense_rows(q=q)
+        require_dense_rows(q=q, hidden=hidden)
+        require_dense_slots(keys=keys, values=values)
         require_one_dtype(q=q, keys=keys, values=values)
-        if not (keys.is_contiguous() and values.is_contiguous() and (hidden is None or hidden.is_contiguous())):
-            raise ValueError("the cache's keys, values and hidden slots must be contiguous, as KVCache makes them")
         (batch, heads, count, dk), (_, kv_heads, capacity, dv) = q.shape, values.shape
         groups, num_splits = heads // kv_heads, triton.cdiv(capacity, SPLIT)
         places = (batch * kv_heads, count * groups, num_splits)
@@ -167,7 +169,10 @@ class CachedAttention(Kernel):
         shared = {"positions": positions.contiguous(), **sizes}
         strides = dict(zip(("q_batch", "q_head", "q_query"), q.stride(), strict=False))
         cache = {"keys": keys, "values": values, "rows": rows, "hidden": keys if hidden is None else hidden}
-        asked = {"q": q, **strides, "capacity": capacity, "window": window or 0, "scale": scale}
+        for name, held in (("k", keys), ("v", values), ("hidden", hidden)):
+            strides |= {f"{name}_row": held.stride(0), f"{name}_head": held.stride(1)} if held is not None else {
+                f"{name}_row": 0, f"{name}_head": 0}  # fmt: skip
+        asked = {"q": q, **strides, "window": window or 0, "scale": scale}
         flags = {"HAS_HIDDEN": hidden is not None, "HAS_WINDOW": window is not None}
         blocks = {"DK": dk, "BLOCK_K": max(16, next_power_of_2(dk)), "BLOCK_S": BLOCK_S}
         num_warps = 8 if q.element_size() == 2 else 4  # the other number spills registers

@@ -10,7 +10,7 @@ import torch
 
 from cacheprobe.doctor import kernels as section
 from cacheprobe.ops import dispatch
-from cacheprobe.ops.dispatch import KERNEL, OPERATIONS, REFERENCE, Operation, Path, paths
+from cacheprobe.ops.dispatch import KERNEL, OPERATIONS, REFERENCE, Operation, Path
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.ops.plain import project, rms_norm
 from cacheprobe_kernels.matmul import Matmul
@@ -100,7 +100,7 @@ from cacheprobe.doctor.kernels import kernels
 from cacheprobe.ops.dispatch import rms_norm
 from cacheprobe.core.registry import available
 torch.cuda.is_available = lambda: False
-print(rms_norm(torch.ones(2, 4), torch.ones(4), 0.0).sum().item(), kernels()[1].result)
+print(rms_norm(torch.ones(2, 4), torch.ones(4), 0.0).sum().item(), kernels()[0].result)
 try:
     available("kernels")
 except ModuleNotFoundError as absent:
@@ -109,7 +109,9 @@ except ModuleNotFoundError as absent:
     env = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == ["8.0 reference: there is no GPU", "triton"]
+    assert done.stdout.splitlines() == [
+        "8.0 use none; torch or compiled loops compute instead (rms_norm: there is no GPU)", "triton",
+    ]  # fmt: skip
 
 
 def test_in_the_interpreter_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,13 +125,27 @@ def test_in_the_interpreter_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_doctor_says_which_and_why(gpu: pytest.MonkeyPatch) -> None:
-    told = {operation.name: Path(KERNEL, "compiled") for operation in OPERATIONS}
+    """Which operation of a run which kernel computes: all of them or none."""
+    assert set(section.USES) == {operation.name for operation in OPERATIONS}
+    told = {operation.name: Path(KERNEL, "compiled for NVIDIA H100") for operation in OPERATIONS}
     gpu.setattr(section, "paths", lambda device: told)
+    gpu.setattr(dispatch, "paths", lambda device: told)
+    gpu.setattr(dispatch.matmul, "path", lambda device: told["matmul"])
     runs, *others = section.kernels()
-    assert runs.name == "runs" and runs.result.startswith("use none of them, on any device")
-    assert [(f.name, f.result, f.is_there) for f in others] == [("all 8", "kernel: compiled", True)]
+    assert runs.name == "runs" and runs.result.startswith("on cuda use all; Triton ")
+    assert [f.name for f in others] == [section.USES[operation.name] for operation in OPERATIONS]
+    assert others[1].result == "matmul, kernel: compiled for NVIDIA H100" and all(f.is_there for f in others)
     told["matmul"] = Path(REFERENCE, "the kernel fails")
-    found = {finding.name: finding for finding in section.kernels()}
-    assert len(found) == 9 and not found["matmul"].is_there and not found["matmul"].demo_needs_it
-    gpu.setattr(torch.cuda, "is_available", lambda: False)
-    assert {path.reason for path in paths("cpu").values()} == {"there is no GPU"}
+    runs, *others = section.kernels()
+    assert runs.result == "use none; torch or compiled loops compute instead (matmul: the kernel fails)"
+    assert [f.is_there for f in others] == [True, False, True, True, True, True]
+    assert not others[1].demo_needs_it
+
+
+def test_without_a_gpu_the_doctor_says_that_no_run_uses_a_kernel(compiled: pytest.MonkeyPatch) -> None:
+    assert [f.result for f in section.kernels()] == [
+        "use none; torch or compiled loops compute instead (rms_norm: there is no GPU)"
+    ]
+    compiled.setattr(dispatch, "uses_triton_interpreter", lambda: True)
+    runs, *others = section.kernels()
+    assert runs.result.startswith('use all with products="kernels", else none; Triton ') and len(others) == 6

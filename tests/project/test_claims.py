@@ -74,16 +74,17 @@ def test_what_opens_notebooks_is_named_where_it_is_used() -> None:
         assert "jupyter lab" not in text or re.search(r"pip install .*jupyterlab", text), name
 
 
-def test_the_doctor_is_right_that_runs_use_no_kernel() -> None:
-    """doctor/kernels.py says so, and install.md too; an import of the dispatcher elsewhere makes it wrong."""
-    allowed = {"cacheprobe/doctor/kernels.py", "cacheprobe/ops/dispatch.py"}
+def test_the_doctor_is_right_which_runs_use_kernels() -> None:
+    """All kernels go through ops/kernel_set.py, which takes all or none; another import of the dispatcher, and the
+    doctor's and the documentation's word would be wrong."""
+    allowed = {"cacheprobe/doctor/kernels.py", "cacheprobe/ops/dispatch.py", "cacheprobe/ops/kernel_set.py"}
     using = {
         path
         for path, source in source_files("cacheprobe").items()
         if any("ops.dispatch" in name or "cacheprobe_kernels" in name for _, name in imports(source))
     }
     assert using - allowed == set()
-    assert "The engine does not use\nthem yet" in PAGES["kernels.md"]
+    assert "all of them, or none" in PAGES["kernels.md"]
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,18 @@
 """Slow references of what the kernels' references do, by the definitions and number by number."""
 
 import math
-from fractions import Fraction
 
-import numpy as np
 from torch import Tensor
 
 
-def pack_rows_slowly(states: Tensor, rows: list[int]) -> tuple[list[list[int]], list[float]]:
-    """int8 and scales: the nearest whole number of scales, of two equally near the even one; exact fractions decide."""
+def pack_rows_slowly(states: Tensor, rows: list[int], out: Tensor) -> list[list[float]]:
+    """The lines of `out` afterwards, number by number; NumPy and torch round one number alike."""
     b, t, m = states.shape
-    values, scales = [], []
-    for row in rows:
-        numbers = [float(states[row // t, row % t, column]) if 0 <= row < b * t else math.nan for column in range(m)]
-        if not all(math.isfinite(x) for x in numbers):
-            values.append([0] * m)
-            scales.append(math.nan)
-            continue
-        scale = float(np.float32(max(abs(x) for x in numbers)) / np.float32(127))
-        values.append([round(Fraction(float(np.float32(x) / np.float32(scale)))) if scale else 0 for x in numbers])
-        scales.append(scale)
-    return values, scales
+    lines = out.tolist()
+    for line, row in zip(lines, rows, strict=True):
+        if 0 <= row < b * t:
+            line[:] = [float(states[row // t, row % t, column].to(out.dtype)) for column in range(m)]
+    return lines
 
 
 def attention_slowly(q: Tensor, keys: Tensor, values: Tensor, seen: list[int]) -> list[float]:

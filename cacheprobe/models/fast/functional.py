@@ -15,8 +15,9 @@ from torch import Tensor
 
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.fast.operations import Affine, Norm, Operations, Rotation
+from cacheprobe.models.fast.operations import Affine, Operations, Rotation
 from cacheprobe.models.hf.attention import ATTENTION
+from cacheprobe.models.hf.rms_norms import Norm
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 

@@ -18,6 +18,7 @@ from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.fast.bridge_members import BridgeMembers
 from cacheprobe.models.fast.functional import FunctionalForward, FunctionalLlama
 from cacheprobe.models.fast.functional_gpt import FunctionalGPT
+from cacheprobe.models.fast.kernel_operations import KernelOperations
 from cacheprobe.models.fast.module_hooks import change, listen
 from cacheprobe.models.fast.operations import Operations, Product
 from cacheprobe.models.fast.places import Cut, Places
@@ -29,7 +30,8 @@ from cacheprobe.models.hf.float64 import keeping_float64
 from cacheprobe.models.hf.shared import SharedWeights, empty_model
 from cacheprobe.models.turns import computing, one_at_a_time
 from cacheprobe.ops.attention.by_request import BY_REQUEST
-from cacheprobe.ops.compiled.choice import TORCH
+from cacheprobe.ops.compiled.choice import TORCH, CompiledOperations
+from cacheprobe.ops.kernel_set import KernelSet
 
 FUNCTIONAL = (FunctionalLlama, FunctionalGPT)
 """Classes that compute a forward without calling modules; each supports some model families."""
@@ -68,17 +70,21 @@ class HookedHF(BridgeMembers):
 
     def _choose_operations(self) -> Operations:
         """Returns the operations of the forward, and makes the plain model's modules compute with them."""
-        compiled = self.origin.operations
-        if compiled is None:
+        faster = self.origin.operations
+        if faster is None:
             return Operations()
         for module in self.model.modules():
             if type(module) is nn.Linear:
-                vars(module)["forward"] = partial(_linear_by, compiled.product, module)
-        if self._functional_class is not FunctionalLlama:
-            return Operations(compiled.product)
-        for module in self.model.modules():
-            replace_forward(module, QueuedOperations(compiled.product, self.dtype))
-        return QueuedOperations(compiled.product, self.dtype)
+                vars(module)["forward"] = partial(_linear_by, faster.product, module)
+        if isinstance(faster, KernelSet) and self._functional_class is not None:
+            operations = KernelOperations(faster, self.model.config, self.n_layers)
+            operations.replace_norms(self.model)
+            return operations
+        if isinstance(faster, CompiledOperations) and self._functional_class is FunctionalLlama:
+            for module in self.model.modules():
+                replace_forward(module, QueuedOperations(faster.product, self.dtype))
+            return QueuedOperations(faster.product, self.dtype)
+        return Operations(faster.product)
 
     @one_at_a_time()
     @torch.inference_mode()
@@ -108,7 +114,10 @@ class HookedHF(BridgeMembers):
             if functional is not None:
                 positions_and_masks = inputs["position_ids"], inputs["attention_mask"]
                 return functional(token_ids, cache, *positions_and_masks, self._listeners, num_layers, logit_slots)
-            stack.enter_context(attending(cache.reach, self.n_layers if num_layers is None else num_layers))
+            num_run = self.n_layers if num_layers is None else num_layers
+            operations = self._operations
+            attend = partial(operations.attend, cache) if isinstance(operations, KernelOperations) else None
+            stack.enter_context(attending(cache.reach, num_run, attend))
             return self._run_modules(token_ids, inputs, num_layers, logit_slots)
 
     def _functional_forward(self, cache: KVCache, cache_rows: Sequence[int]) -> FunctionalForward | None:
@@ -199,10 +208,13 @@ class HookedHF(BridgeMembers):
     def fingerprint(self) -> dict[str, str | int | float]:
         """Returns the bridge's fingerprint (a dictionary), changed for this forward: path "fast", the attention in use,
         and how products are computed."""
+        attention = BY_REQUEST if self.attends_by_request else "sdpa"
+        if isinstance(self._operations, KernelOperations):
+            attention = f"all slots up to the token's, {self._operations.kernels.text}"
         return {
             **self.origin.fingerprint(),
             "path": "fast",
-            "attention": BY_REQUEST if self.attends_by_request else "sdpa",
+            "attention": attention,
             "products": self.origin.operations.text if self.origin.operations else TORCH,
         }
 

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.hf.attention import attend_over_cache
+from cacheprobe.models.hf.rms_norms import Norm
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Function (values, weight, bias) -> values weight^T + bias."""
@@ -25,13 +26,6 @@ class Affine(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
-
-
-class Norm(NamedTuple):
-    """Holds the weight and the epsilon of an RMSNorm."""
-
-    weight: Tensor
-    eps: float
 
 
 class Operations:

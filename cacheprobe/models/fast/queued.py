@@ -9,7 +9,8 @@ from transformers.activations import SiLUActivation
 
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.fast.operations import Affine, Norm, Operations, Rotation
+from cacheprobe.models.fast.operations import Affine, Operations, Rotation
+from cacheprobe.models.hf.rms_norms import Norm, rms_norm_of
 from cacheprobe.ops.compiled.product import CompiledProduct
 from cacheprobe.ops.compiled.queue import Queue
 
@@ -93,7 +94,7 @@ def is_silu(activation: LiveModule) -> bool:
 def replace_forward(module: LiveModule, operations: QueuedOperations) -> None:
     """Makes a module that is an RMSNorm or a SiLU compute with `operations`; others stay as they are. Inputs of another
     dtype, and those that need gradients, are computed by the module's own forward."""
-    if hasattr(module, "variance_epsilon"):
+    if rms_norm_of(module) is not None:
         vars(module)["forward"] = partial(_norm_by, operations, module, module.forward)
     elif is_silu(module):
         vars(module)["forward"] = partial(_silu_by, operations, module.forward)
@@ -102,9 +103,10 @@ def replace_forward(module: LiveModule, operations: QueuedOperations) -> None:
 def _norm_by(
     operations: QueuedOperations, module: LiveModule, own: Callable[[Tensor], Tensor], values: Tensor
 ) -> Tensor:
-    if not operations.takes(values):
+    norm = rms_norm_of(module)
+    if norm is None or not operations.takes(values):
         return own(values)
-    out = operations.norm(values.contiguous(), Norm(module.weight, float(module.variance_epsilon)))
+    out = operations.norm(values.contiguous(), norm)
     operations.finish()
     return out
 

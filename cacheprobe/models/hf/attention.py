@@ -5,14 +5,15 @@ If the cache's `reach` is set, attention runs request by request, so that result
 whole batch runs in one call.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
 
+from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import ModelError
 from cacheprobe.ops.attention.by_request import Reach, attend_by_request, attend_together, first_slots
@@ -24,11 +25,17 @@ _UNKNOWN_TERMS = ("s_aux", "sinks", "position_bias", "cache", "head_mask")
 """Terms that some architectures add to the scores and that this attention does not support."""
 
 
-class _Calls:
-    """Holds the `reach` of the current forward, and the number of layers that have used cacheprobe's attention."""
+Attend = Callable[[int, Tensor, float | None], Tensor]
+"""Function (layer, queries [b, h, t, d], scale) -> attention outputs [b, t, h * d] over the cache of the forward, to
+which the layer has written its keys and values."""
 
-    def __init__(self, reach: Reach | None) -> None:
-        self.reach, self.count = reach, 0
+
+class _Calls:
+    """Holds the `reach` and the `attend` of the current forward, and the number of layers that have used cacheprobe's
+    attention."""
+
+    def __init__(self, reach: Reach | None, attend: Attend | None) -> None:
+        self.reach, self.attend, self.count = reach, attend, 0
 
 
 _calls: ContextVar[_Calls | None] = ContextVar("cacheprobe_attention", default=None)
@@ -41,14 +48,15 @@ def uses_attention_table(model_class: type[object]) -> bool:
 
 
 @contextmanager
-def attending(reach: Reach | None, num_layers: int) -> Iterator[None]:
+def attending(reach: Reach | None, num_layers: int, attend: Attend | None = None) -> Iterator[None]:
     """Makes a transformers model that uses cacheprobe's attention attend as `reach` says, for one forward inside the
-    `with`: request by request over the slots in `reach`, or the whole batch in one call if `reach` is None.
+    `with`: request by request over the slots in `reach`, or the whole batch in one call if `reach` is None. If given,
+    `attend` computes the attention instead.
 
     Raises: ModelError, if `reach` is given, unless exactly `num_layers` layers used this attention: other layers may
     have computed all requests in one call.
     """
-    calls = _Calls(reach)
+    calls = _Calls(reach, attend)
     token = _calls.set(calls)
     try:
         yield
@@ -74,7 +82,7 @@ def attend_over_cache(
 
 
 def _interface(
-    module: nn.Module,
+    module: LiveModule,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -91,7 +99,9 @@ def _interface(
     if attention_mask is None:
         raise ModelError(f"{type(module).__name__} attends without a mask")
     calls = _calls.get()
-    if calls is None or calls.reach is None:
+    if calls is not None and calls.attend is not None:
+        out = calls.attend(int(module.layer_idx), query, scaling)
+    elif calls is None or calls.reach is None:
         out = attend_together(query, key, value, attention_mask, scaling, softcap)
     else:
         out = attend_by_request(query, partial(first_slots, key, value), attention_mask, calls.reach, scaling, softcap)

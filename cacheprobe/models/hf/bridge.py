@@ -22,10 +22,12 @@ from cacheprobe.models.facts import one_dtype, stop_token_ids
 from cacheprobe.models.hf.cache import ShapeProbe, staged
 from cacheprobe.models.hf.float64 import keeping_float64
 from cacheprobe.models.hf.hooked_lm import HookedLM
+from cacheprobe.models.hf.rms_norms import rms_norm_of
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
 from cacheprobe.models.settings import evaluating, numeric_settings
 from cacheprobe.models.turns import one_at_a_time
 from cacheprobe.ops.compiled.choice import TORCH, CompiledOperations
+from cacheprobe.ops.kernel_set import KernelSet
 from cacheprobe.ops.readout import Readout
 
 _WRAPPED = "_cacheprobe_bridge"
@@ -43,7 +45,7 @@ class BridgeLM(HookedLM):
         self.bridge = self.hooked_module = bridge
         self.name, self.weights_note = name, weights_note
         self.adapter = ""  # what load_model merged into the weights
-        self.operations: CompiledOperations | None = None  # set by load_model; None for torch's
+        self.operations: CompiledOperations | KernelSet | None = None  # set by load_model; None for torch's
         cfg = bridge.cfg
         self.n_layers, self.d_model, self.d_vocab = int(cfg.n_layers), int(cfg.d_model), int(cfg.d_vocab)
         self.n_ctx = int(cfg.n_ctx)
@@ -132,7 +134,10 @@ class BridgeLM(HookedLM):
     def new_cache(self, num_rows: int, capacity: int) -> KVCache:
         """Returns an empty KVCache with this model's layer shapes: `num_rows` cache rows, one for each sequence, of
         `capacity` token slots each."""
-        return KVCache(num_rows, capacity, self.layer_shapes, self.dtype, self.layer_devices)
+        cache = KVCache(num_rows, capacity, self.layer_shapes, self.dtype, self.layer_devices)
+        if isinstance(self.operations, KernelSet):
+            cache.writer = self.operations.store
+        return cache
 
     @one_at_a_time()
     @torch.inference_mode()
@@ -216,7 +221,7 @@ class BridgeLM(HookedLM):
             return self.read_out_with_gradients(states)
         _, weight, bias, finish = self.output_parts()
         added = bias if bias is not None and bool(bias.any()) else None
-        return finish(self.operations.product(self.bridge.ln_final(states[None]), weight, added))[0]
+        return finish(self.operations.product(self._after_last_norm(states)[None], weight, added))[0]
 
     @one_at_a_time()
     @torch.inference_mode()
@@ -231,8 +236,16 @@ class BridgeLM(HookedLM):
             return None
         _, weight, bias, _ = self.output_parts()
         added = bias if bias is not None and bool(bias.any()) else None
-        normed = self.bridge.ln_final(states[None])[0]
+        normed = self._after_last_norm(states)
         return self.operations.readout.of_states(normed, weight, added, target_token_ids, top_k)
+
+    def _after_last_norm(self, states: Tensor) -> Tensor:
+        """Returns residual states [n, m] after the final norm, with the bits of the forward that the operations
+        compute."""
+        norm = rms_norm_of(self.bridge.ln_final.original_component)
+        if norm is not None and self.operations is not None and states.dtype == norm.weight.dtype:
+            return self.operations.norm(states, *norm)
+        return self.bridge.ln_final(states[None])[0]
 
     @cached_property
     def _has_plain_logits(self) -> bool:

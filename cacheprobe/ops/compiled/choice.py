@@ -4,11 +4,13 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear
 
 from cacheprobe.ops.compiled.basics import COMPILER, FEATURES, find_thread_runner
 from cacheprobe.ops.compiled.lanes import FLOATS, LANES, PAIRS
 from cacheprobe.ops.compiled.product import CompiledProduct
+from cacheprobe.ops.compiled.queue import Queue
 from cacheprobe.ops.compiled.readout import CompiledReadout
 from cacheprobe.ops.readout import Readout, read_logits
 
@@ -25,10 +27,17 @@ class CompiledOperations(NamedTuple):
     product: CompiledProduct
     readout: CompiledReadout
 
+    def norm(self, values: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Returns the RMSNorm of values [..., m] with weight [m]."""
+        queue = Queue(self.product.kind, weight.dtype)
+        out = queue.norm(values.contiguous(), weight.contiguous(), eps)
+        queue.run()
+        return out
+
     @property
     def text(self) -> str:
         """Text for the fingerprint: kind of product, width of a register, compiler and processor."""
-        return f"{self.product!r}, {LANES} lanes, {COMPILER}"
+        return f"{self.product!r}, blocks in loops, {LANES} lanes, {COMPILER}"
 
 
 class LoopChoice(NamedTuple):
