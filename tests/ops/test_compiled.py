@@ -15,7 +15,7 @@ import cacheprobe as cp
 from cacheprobe.cli.app import verify
 from cacheprobe.models.base import ModelError
 from cacheprobe.ops.compiled import choice, queue
-from cacheprobe.ops.compiled.choice import choose
+from cacheprobe.ops.compiled.choice import CompiledOperations, choose
 from cacheprobe.ops.compiled.lanes import FLOATS, PAIRS
 from cacheprobe.ops.compiled.product import CompiledProduct
 from cacheprobe.ops.compiled.readout import CompiledReadout
@@ -274,6 +274,7 @@ def test_without_openmp_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     ("owner", "name", "why"),
     [
         (CompiledProduct, "__call__", "a product of 1 rows of 64 is .* away"),
+        (CompiledOperations, "norm", "a norm is .* away"),
         (CompiledReadout, "of_logits", "another entropy_nats than torch's"),
         (CompiledReadout, "of_states", "another entropy_nats than torch's"),
     ],
@@ -295,6 +296,13 @@ def test_wrong_loops_are_not_used(owner: type, name: str, why: str, monkeypatch:
     assert re.search(f"failed their trial: {why}", found.reason), found.reason
 
 
+def test_wrong_gates_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue.Queue, "gated", lambda self, gate, up: self.silu(gate))
+    monkeypatch.setattr(choice, "_kind", lambda *of: (FLOATS, "a test"))
+    found = choose.__wrapped__(torch.float32, CPU)
+    assert found.operations is None and "a gate is" in found.reason
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt-neox", "gpt2", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_runs_on_them(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,8 +310,8 @@ def test_a_model_runs_on_them(family: str, dtype: torch.dtype, monkeypatch: pyte
     are torch's, to what another order of sums changes."""
     model = on_loops(cp.load_model(hf_model(family, dtype)))
     calls: list[int] = []
-    real = CompiledProduct.__call__
-    monkeypatch.setattr(CompiledProduct, "__call__", lambda self, *of: (calls.append(1), real(self, *of))[1])
+    real = queue.Queue.product
+    monkeypatch.setattr(queue.Queue, "product", lambda self, *of, **by: (calls.append(1), real(self, *of, **by))[1])
     trace = cp.run(model, PROMPTS, **SMALL, deterministic=True, capture="STCZ")
     assert calls and trace.fingerprint["products"] == trace.fingerprint["readings"] == model.operations.text
     assert cp.verify(trace, model, progress=False).is_equal
@@ -318,8 +326,8 @@ def test_a_model_runs_on_them(family: str, dtype: torch.dtype, monkeypatch: pyte
         assert (here.entropy_nats - there.entropy_nats).abs().max() < 1e-4
 
 
-def test_the_setting_is_one_of_two() -> None:
-    with pytest.raises(ModelError, match='neither "auto" nor "torch"'):
+def test_the_setting_is_one_of_three() -> None:
+    with pytest.raises(ModelError, match="none of auto, torch, kernels"):
         cp.load_model(hf_model("llama"), products="compiled")
     assert cp.load_model(hf_model("llama"), products="torch").operations is None
     assert cp.load_model(hf_model("llama")).operations is choose(torch.float32, CPU).operations

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 from cacheprobe.ops.compiled.basics import COMPILER, FEATURES, find_thread_runner
 from cacheprobe.ops.compiled.lanes import FLOATS, LANES, PAIRS
@@ -60,7 +60,8 @@ def choose(dtype: torch.dtype, device: torch.device) -> LoopChoice:
     product = CompiledProduct(kind)
     operations = CompiledOperations(product, CompiledReadout(product))
     try:
-        wrong = _product_error(product, dtype) or _readout_error(operations.readout, dtype)
+        wrong = _product_error(product, dtype) or _row_error(operations, dtype)
+        wrong = wrong or _readout_error(operations.readout, dtype)
     except Exception as error:  # numba and LLVM raise errors of many kinds
         wrong = f"{type(error).__name__}: {error!s:.200}"
     return (
@@ -101,6 +102,23 @@ def _product_error(product: CompiledProduct, dtype: torch.dtype) -> str | None:
         error = (product(values, weight, bias).double() - expected).abs()
         if not bool((error <= expected.abs() * _RELATIVE[dtype] + 1e-4).all()):
             return f"a product of {rows} rows of {inner} is {float(error.max()):.3g} away from float64's"
+    return None
+
+
+def _row_error(operations: CompiledOperations, dtype: torch.dtype) -> str | None:
+    """Compares norms and gates with float64. Returns an error text, or None."""
+    generator = torch.Generator().manual_seed(0)
+    values, others, weight = (torch.randn(size, generator=generator).to(dtype) for size in ((5, 70), (5, 70), (70,)))
+    queue = Queue(operations.product.kind, dtype)
+    gated = queue.gated(values, others)
+    queue.run()
+    wide = values.double()
+    normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+    made = {"norm": operations.norm(values, weight, 1e-5), "gate": gated}
+    for name, expected in (("norm", normed), ("gate", silu(wide) * others.double())):
+        error = (made[name].double() - expected).abs()
+        if not bool((error <= expected.abs() * 2 * _RELATIVE[dtype] + 1e-6).all()):
+            return f"a {name} is {float(error.max()):.3g} away from float64's"
     return None
 
 
