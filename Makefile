@@ -3,6 +3,7 @@
 # make test-processors   the determinism tests in environments that reach other code of the libraries
 # make docs      the documentation, as HTML              make lint       ruff: rules and format
 # make types     basedpyright over the package      make bench-small    what is quick to measure, printed
+# make gpu       everything that needs a GPU: checks, then times, into benchmarks/results/gpu-DEVICE.json
 # make wheel-check   build the wheel, and run its demo in an environment that has never seen the source
 # make clean     remove the environment and caches
 # Another interpreter: make PYTHON=python3.12 demo
@@ -21,10 +22,10 @@ KEY := $(shell { pwd -P; cat $(INPUTS); } | sha256sum | cut -c1-16)
 STAMP := .venv/.ready-$(KEY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-processors docs lint types bench-small wheel-check browser clean
+.PHONY: help setup demo test test-all test-processors docs lint types bench-small gpu wheel-check browser clean
 
 help:
-	@sed -n '1,8s/^# //p' Makefile
+	@sed -n '1,9s/^# //p' Makefile
 
 setup: $(STAMP)
 
@@ -60,6 +61,10 @@ types: $(STAMP)
 
 bench-small: $(STAMP)
 	@for name in lens trace; do $(BIN)/cacheprobe bench $$name --rounds 1 || exit 1; done
+
+# No GPU has been at hand yet: the stored results hold no figure of one.
+gpu: $(STAMP)
+	@TRITON_INTERPRET=0 $(BIN)/python -m cacheprobe_benchmarks.gpu.everything
 
 wheel-check:
 	@$(PYTHON) scripts/try_wheel.py

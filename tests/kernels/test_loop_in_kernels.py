@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
+from cacheprobe.capture import lens_reader
 from cacheprobe.core.registry import available
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.fast.hooked_hf import HookedHF
@@ -34,13 +35,14 @@ def counted() -> Iterator[tuple[Trace, Counter[str], BridgeLM]]:
     """A run in kernels, how often each kernel ran in it, and its model."""
     model, counts = tiny("kernels"), Counter()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lens_reader, "LENS_TILE", 48)  # the interpreter takes seconds for a tile; any height will do
         for name, kernel in available("kernels").items():
             right = kernel.run
             patch.setattr(
                 kernel, "run", lambda *a, _run=right, _name=name, **k: (counts.update([_name]), _run(*a, **k))[1]
             )
         trace = run(model, PROMPTS)
-    yield trace, counts, model
+        yield trace, Counter(counts), model
 
 
 def ulp_apart(a: torch.Tensor, b: torch.Tensor) -> float:

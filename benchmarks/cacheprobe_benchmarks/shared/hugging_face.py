@@ -5,7 +5,24 @@ from typing import Any
 
 import torch
 
+from cacheprobe.core.live import LiveModule
 from cacheprobe.models.smollm2 import smollm2_directory
+
+
+def generated(
+    model: LiveModule, prompts: Sequence[Sequence[int]], max_new_tokens: int, **settings: Any
+) -> list[list[int]]:
+    """Greedy continuation of one left-padded batch by `generate`, each to `max_new_tokens`, on the model's device."""
+    width = max(map(len, prompts))
+    ids, mask = (
+        torch.tensor([[0] * (width - len(prompt)) + part(prompt) for prompt in prompts], device=model.device)
+        for part in (list, lambda prompt: [1] * len(prompt))
+    )
+    with torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0, **settings
+        )
+    return out[:, width:].tolist()
 
 
 class HuggingFace:
@@ -19,14 +36,7 @@ class HuggingFace:
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **settings: Any) -> list[list[int]]:
         """Greedy continuation of one left-padded batch, each to `max_new_tokens`."""
-        width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        with torch.inference_mode():
-            out = self.model.generate(
-                ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0, **settings
-            )
-        return out[:, width:].tolist()
+        return generated(self.model, prompts, max_new_tokens, **settings)
 
     def in_turn(self, batches: Sequence[tuple[Sequence[Sequence[int]], int]], **settings: Any) -> Iterator[float]:
         """Generates one batch after another; yields the share of all prompts that is done.

@@ -63,7 +63,7 @@ def run(
 
     def ours_of(name: str) -> float:
         """Returns our seconds for one job."""
-        return _timed(lambda: _ours(model, ids, new_tokens, **SHAPE, **JOBS[name]), new_tokens)
+        return _timed(lambda: recorded(model, ids, new_tokens, **SHAPE, **JOBS[name]), new_tokens)
 
     ratios, seconds = defaultdict(list), defaultdict(list)
     with measuring((rounds + 1) * (len(JOBS) + 1)) as bar:
@@ -87,7 +87,7 @@ def run(
                 ratios["batch1_speculation"].append(took["ours"] / took["hf"])
             bar.advance(note=f"batch 1 {took['ours']:.1f} s")
     rates = products.rates(products.REPEATS, shapes)
-    least = _least_seconds(Roofline.of(model, rates), model.n_layers, ids, new_tokens)
+    least = least_seconds(Roofline.of(model, rates), model.n_layers, ids, new_tokens)
     return {
         "benchmark": "main-job",
         "prompts": len(ids),
@@ -105,7 +105,7 @@ def run(
     }
 
 
-def _least_seconds(roofline: Roofline, layers: int, prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
+def least_seconds(roofline: Roofline, layers: int, prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
     """Returns the roofline's seconds of each job: of the prompts, of every new token of the batch, and of Z's.
 
     Prompts are read in one pass, but for the deterministic half, which has passes of its own shape; a verify pass is a
@@ -129,7 +129,7 @@ def _timed(job: Callable[[], list[list[int]]], new_tokens: int) -> float:
     return took
 
 
-def _ours(model: CachedLM, prompts: list[list[int]], new_tokens: int, **settings: Any) -> list[list[int]]:
+def recorded(model: CachedLM, prompts: list[list[int]], new_tokens: int, **settings: Any) -> list[list[int]]:
     sampling = cp.SamplingParams(stop_token_ids=(), max_new_tokens=new_tokens)
     trace = cp.run(model, prompts, sampling=sampling, progress=False, **settings)
     return [trace.committed(i) for i in range(len(prompts))]
@@ -142,5 +142,5 @@ def _drafted(model: CachedLM, prompts: list[list[int]], new_tokens: int) -> Iter
     )  # fmt: skip
     for number, prompt in enumerate(prompts, 1):
         drafter = cp.drafters.NGram(length=ALONE.window - 1)
-        _ours(model, [prompt], new_tokens, capture="STC", drafter=drafter, **shape)
+        recorded(model, [prompt], new_tokens, capture="STC", drafter=drafter, **shape)
         yield number / len(prompts)

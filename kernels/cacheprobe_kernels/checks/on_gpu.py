@@ -104,7 +104,7 @@ def table(timings: list[Timing]) -> Iterator[str]:
         yield f"| {t.kernel} | {t.sizes} | {numbers} | {t.share_of_roof:.2f} | {t.limited_by} |"
 
 
-def _seconds_of(call: Callable[[], object]) -> float:
+def seconds_of(call: Callable[[], object]) -> float:
     """Median, with a cold second-level cache each time."""
     return triton.testing.do_bench(call, return_mode="median") / 1000
 
@@ -118,8 +118,8 @@ def main() -> int:
         return 2
     device = torch.device("cuda")
     found = complaints(device)
-    best = measured(device, _seconds_of)
-    timings = [timed(kernel, device, best, _seconds_of) for kernel in available("kernels").values()]
+    best = measured(device, seconds_of)
+    timings = [timed(kernel, device, best, seconds_of) for kernel in available("kernels").values()]
     print(
         f"{best.name}: {best.bytes_per_second / 1e9:.0f} GB/s, {best.flops_per_second / 1e12:.0f} TFLOP/s in bfloat16"
     )
