@@ -46,8 +46,17 @@ class Engine:
     """Runs prefill, decode and verify passes, and isolates requests whose pass fails. Also is the DraftContext: the
     object whose functions a drafter may call."""
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        drafter: Drafter | None = None,
+        narrow_widths: Sequence[int] = (),
+    ) -> None:
+        """Prepares passes of `runner` in the shapes of `config`. narrow_widths: widths below the window that a verify
+        pass may have, ascending; see consistency.py."""
         self.runner, self.config = runner, config
+        self._widths = (*narrow_widths, config.window)
         self.model, self.cache = runner.model, runner.cache
         self.committer = Committer(runner, config)
         self.prefill = Prefill(runner, self.committer)
@@ -165,14 +174,17 @@ class Engine:
     # -- verify
 
     def verify(self, states: Sequence[SequenceState]) -> None:
-        """Runs one verify pass of exactly group x window tokens, then commits the accepted tokens of each draft.
+        """Runs one verify pass of exactly group x window tokens, then commits the accepted tokens of each draft. If all
+        drafts are shorter, the pass has the first narrow width that holds them.
 
         Each request that does not end before also commits the verifier's own next token. The pass overwrites the
         drafter's keys and values; the slots of rejected tokens are freed. With a window of 1, never verified requests
         may take unused batch indices.
         """
         entries = [verify_entry(state) for state in states]
-        result = self.runner.run("verify", entries, self.config.window, batch=self.config.group)
+        longest = max(len(entry.token_ids) for entry in entries)
+        width = next(width for width in self._widths if width >= longest)
+        result = self.runner.run("verify", entries, width, batch=self.config.group)
         verdicts, piggybacked = [], []
         likeliest = self.runner.likeliest(entries, result)
         for entry, b, best in zip(entries, result.batch_index, likeliest, strict=True):
