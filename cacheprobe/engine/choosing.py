@@ -10,6 +10,7 @@ from torch import Tensor
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.acceptance import num_accepted
+from cacheprobe.ops.kernel_set import KernelSet
 from cacheprobe.ops.processors import target_probs
 from cacheprobe.ops.rejection import accept_or_recover
 from cacheprobe.ops.sampling import choose_token, sample_token, two_largest
@@ -56,7 +57,7 @@ def likeliest_choices(model: CachedLM, logits: Float[Tensor, "n v"]) -> "Sequenc
     Twin: `describe` of the first token id of the largest logit; ids and margins ==, log-probabilities close(1e-5).
     """
     operations = getattr(model, "operations", None)  # only some kinds of model have compiled loops
-    if operations is None:
+    if operations is None or isinstance(operations, KernelSet):  # its given logits are read by torch
         return [None] * len(logits)
     found = operations.readout.of_logits(logits, torch.full((len(logits),), -1), 2)
     largest = logits.gather(1, found.top_token_ids).double()
