@@ -139,7 +139,7 @@ def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **setting
 
     def loop(states: Sequence[SequenceState], observer: Observer) -> Generator[int, None, None]:
         """Returns the generator of step numbers that runs these requests by the slow reference."""
-        return run_reference(plan.model, states, plan.config, observer, plan.editor, plan.watch)
+        return run_reference(plan.model, states, plan.config, observer, plan.editor, plan.watch, plan.narrow_widths)
 
     with _progress_bar(plan, progress) as bar:
         trace = plan.execute(loop, states, bar, kind="reference", drafter=None)

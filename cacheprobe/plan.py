@@ -20,7 +20,7 @@ from cacheprobe.core.records import Observer, Request, SamplingParams
 from cacheprobe.core.values import whole_number
 from cacheprobe.drafters.base import Drafter, drafted_layers, require_drafter
 from cacheprobe.drafters.fast_path import FastPath
-from cacheprobe.engine.consistency import Hooked, serving_config
+from cacheprobe.engine.consistency import Hooked, narrow_widths, serving_config
 from cacheprobe.engine.fingerprint import Fingerprint, schedule_fingerprint
 from cacheprobe.engine.loop import rounds
 from cacheprobe.engine.run_guard import RunGuard, require_ready
@@ -95,6 +95,7 @@ class RunPlan:
         self.interventions = as_interventions(interventions)
         self.editor: Editor | None = None
         self.watch = Watch()
+        self.narrow_widths: tuple[int, ...] = ()
         listed = as_list(prompts)
         chosen = pick_deterministic(deterministic, len(listed))
         self._check_sizes([self._size(item) for item in listed], max_in_flight)
@@ -235,6 +236,7 @@ class RunPlan:
                 self.config = serving_config(
                     self.model, before, replaceable, self._hooked(), is_any, self._require_all_fit
                 )
+                self.narrow_widths = narrow_widths(self.model, self.config, self._hooked())
             if self.config.window != before.window:
                 self.editor = self._editor(drafter, states, is_all_verified)
         return states
@@ -272,7 +274,14 @@ class RunPlan:
         if drafter is not None:
             require_drafter(drafter, self.model)
         return lambda states, observer: rounds(
-            self.model, states, self.config, observer, drafter, self.editor, self.watch
+            self.model,
+            states,
+            self.config,
+            observer,
+            drafter,
+            self.editor,
+            self.watch,
+            narrow_widths=self.narrow_widths,
         )
 
     def execute(self, loop: BoundLoop, states: Sequence[SequenceState], *observers: Observer, **meta: Any) -> Trace:

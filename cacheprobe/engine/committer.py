@@ -12,7 +12,7 @@ from torch import Tensor
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.noise import DRAFT_STREAM, gumbel_noise
 from cacheprobe.core.records import Finished, StepRecord, Verdict
-from cacheprobe.engine.choosing import JUDGES, Choice, choose_next, describe
+from cacheprobe.engine.choosing import JUDGES, Choice, choose_next, describe, likeliest_choices
 from cacheprobe.engine.model_runner import EngineError, Entry, ModelRunner, is_out_of_memory
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import is_checking
@@ -34,14 +34,22 @@ class Committer:
 
     # -- choosing
 
-    def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int], position: int) -> int:
+    def choose(
+        self,
+        state: SequenceState,
+        logits: Tensor,
+        drafted: Sequence[int],
+        position: int,
+        likeliest: Choice | None = None,
+    ) -> int:
         """Returns the token id that a request chooses for `position` from logits [v], after the draft tokens `drafted`.
 
+        likeliest: of these logits, if `likeliest_choices` read them already.
         Raises: EngineError if the logits hold NaN or +infinity, if none is finite, or if memory runs out.
         """
         with self._naming(state):
-            token_id = choose_next(state, logits, drafted, position)
-        self._note(state, position, token_id, logits)
+            token_id = choose_next(state, logits, drafted, position, likeliest)
+        self._note(state, position, token_id, logits, likeliest)
         return token_id
 
     def draw_draft_token(self, state: SequenceState, logits: Tensor, drafted: Sequence[int], position: int) -> int:
@@ -58,22 +66,26 @@ class Committer:
         self._note(state, position, token_id, logits)
         return token_id
 
-    def verify_draft(self, entry: Entry, logits: Tensor) -> Verdict:
-        """Returns the Verdict on a request's draft, from the verify pass's logits [t, v]. Commits no token."""
+    def verify_draft(self, entry: Entry, logits: Tensor, likeliest: Sequence[Choice | None]) -> Verdict:
+        """Returns the Verdict on a request's draft, from the verify pass's logits [t, v]. Commits no token. likeliest:
+        for each token that the request fed."""
         state, draft, start = entry.state, tuple(entry.state.draft), entry.start + 1
         logits = logits[: len(entry.token_ids)]
         acceptance = "equality" if state.request.is_deterministic else self.config.acceptance
         with self._naming(state):
-            targets, n = JUDGES[acceptance](state, logits, start)
-        for t, (token_id, row) in enumerate(zip(targets, logits, strict=True)):
-            self._note(state, start + t, token_id, row)
+            targets, n = JUDGES[acceptance](state, logits, start, likeliest)
+        for t, (token_id, row, best) in enumerate(zip(targets, logits, likeliest, strict=True)):
+            self._note(state, start + t, token_id, row, best)
         ending = find_ending(state.generated, draft[:n] + targets[n : n + 1], state.stop_rule, state.num_left)
         return Verdict(state.request_id, self.runner.step, start, draft, targets, n, ending.num_kept, ending.finish)
 
-    def _note(self, state: SequenceState, position: int, token_id: int, logits: Tensor) -> None:
+    def _note(
+        self, state: SequenceState, position: int, token_id: int, logits: Tensor, likeliest: Choice | None = None
+    ) -> None:
         """Keeps the Choice of a token for the next report, and reports the choice to the observer."""
         with self._naming(state, ()):
-            self._choices[state.request_id, position] = describe(token_id, logits)
+            likeliest = likeliest or likeliest_choices(self.runner.model, logits[None])[0]
+            self._choices[state.request_id, position] = describe(token_id, logits, likeliest)
             self.observer.on_choice(state.request_id, self.runner.step, position, token_id, logits)
 
     @contextmanager

@@ -6,7 +6,7 @@ rounded differently (measured on CPU: SiLU over 9 rows of 48 in float32; 13 rows
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from weakref import WeakKeyDictionary
@@ -28,6 +28,8 @@ _GROUPS = (4, 8, 2, 16, 6, 12)
 """Groups to choose from for longer windows, in this order."""
 _WINDOWS = (16, 8, 4, 2, 1)
 """Windows to try, in this order, if no group works with the chosen one."""
+_NARROW = (2, 4, 8)
+"""Widths, in tokens, of verify passes whose requests feed fewer tokens than the window."""
 _STREAMS = 5
 """Maximum number of different texts in a trial; neighbouring batch indices hold different ones."""
 _STARTS = (0.0, 0.37, 0.71, 0.13, 1.0, 0.52, 0.89)
@@ -52,7 +54,7 @@ class Hooked:
 
 
 _known: "WeakKeyDictionary[CachedLM, dict[Hashable, str | None]]" = WeakKeyDictionary()
-"""Results of `_fault`, by model, then by shape, hooks and numeric settings."""
+"""Results of `_fault` and of the trials of narrow widths, by model, then by shape, hooks and numeric settings."""
 
 
 def serving_config(
@@ -97,6 +99,30 @@ def serving_config(
             f"this machine: {fault}; set prefill_group=1"
         )
     return config
+
+
+def narrow_widths(model: CachedLM, config: EngineConfig, hooked: Hooked = Hooked()) -> tuple[int, ...]:
+    """Returns the widths, ascending and below the window, in which verify passes give every token the bits that it has
+    in a whole window: 2, 4 and 8, as far as a trial on random texts finds no difference. A pass of short drafts then
+    computes fewer pads.
+
+    Returns () unless products run in compiled loops, whose rows do not depend on each other, and attention runs by
+    request. Returns () with interventions, which may look at a whole pass.
+    """
+    is_by_row = getattr(model, "operations", None) is not None and model.attends_by_request
+    if not is_by_row or hooked.edited:
+        return ()
+    known, shape = _known.setdefault(model, {}), (config.group, config.window, config.capacity)
+    settings = (hooked, *numeric_settings().values())
+    faults = {width: (width, "narrow", *shape, *settings) for width in _NARROW if width < config.window}
+    if untried := {width: key for width, key in faults.items() if key not in known}:
+        with model.capturing(hooked.listened, _ignore) if hooked.listened else nullcontext():
+            for number in range(_num_cycles(model, config.group, config.window)):
+                cycle = _Cycle(model, *shape, "verify", number)
+                cycle.run()
+                for width, key in untried.items():
+                    known[key] = known.get(key) or cycle.fault_at(width)
+    return tuple(width for width, key in faults.items() if known[key] is None)
 
 
 def _groups(window: int) -> tuple[int, ...]:
@@ -151,16 +177,21 @@ def _fault(model: CachedLM, batch: int, width: int, capacity: int, phase: str, h
     key = (batch, width, capacity, phase, hooked, *numeric_settings().values())
     if key in shapes:
         return shapes[key]
-    difference, num_cycles = None, min(max(_ROWS_TRIED // (batch * width * model.n_layers), 1), _MOST_CYCLES)
+    difference = None
     with ExitStack() as stack:
         stack.enter_context(model.editing(hooked.edited, _change_nothing)) if hooked.edited else None
         stack.enter_context(model.capturing(hooked.listened, _ignore)) if hooked.listened else None
-        for number in range(num_cycles):
+        for number in range(_num_cycles(model, batch, width)):
             cycle = _Cycle(model, batch, width, capacity, phase, number)
             while difference is None and cycle.has_more():
                 difference = cycle.run()
     shapes[key] = difference
     return difference
+
+
+def _num_cycles(model: CachedLM, batch: int, width: int) -> int:
+    """Returns the number of cycles of a trial, each with new texts."""
+    return min(max(_ROWS_TRIED // (batch * width * model.n_layers), 1), _MOST_CYCLES)
 
 
 class _Cycle:
@@ -203,12 +234,20 @@ class _Cycle:
         """Returns True if a pass is left to run."""
         return self.num_run < self.num_passes + (self.batch > 1)
 
-    def run(self) -> str | None:
-        """Runs the next pass. Returns text about the first difference from the first pass, or None."""
+    def fault_at(self, width: int) -> str | None:
+        """Runs two passes of another width, with other offsets. Returns text about the first difference from the first
+        pass, or None."""
+        self.width, self.found = width, None
+        return self.run(has_others=False) or self.run(has_others=False)
+
+    def run(self, has_others: bool | None = None) -> str | None:
+        """Runs the next pass. Returns text about the first difference from the first pass, or None.
+
+        has_others: whether every second text is another; by default in the last pass alone."""
         number, self.num_run = self.num_run, self.num_run + 1
         rows = [(b + number) % self.batch for b in range(self.batch)]
         shift_index = [(b + number + self.number) % len(self.shifts) for b in range(self.batch)]
-        has_others = number == self.num_passes
+        has_others = number == self.num_passes if has_others is None else has_others
         self.shift_of_row = [self.shifts[i] if number and not has_others else 0 for i in shift_index]
         self.stream_of_row = [row % self.num_streams for row in rows]
         of_row = list(zip(self.stream_of_row, self.shift_of_row, strict=True))
@@ -252,7 +291,7 @@ class _Cycle:
             if key not in self.first:
                 self.first[key] = value[b].clone()
                 continue
-            known = self.first[key][shift:] if shift else self.first[key]
+            known = self.first[key][shift : shift + self.width]
             ours = value[b][: len(known)]
             if not bitwise(ours, known):
                 same = [bitwise(ours[t], known[t]) for t in range(len(known))]

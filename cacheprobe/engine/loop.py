@@ -35,6 +35,7 @@ def rounds(
     watch: Watch | None = None,
     make_runner: Callable[..., ModelRunner] = ModelRunner,
     cache: KVCache | None = None,
+    narrow_widths: Sequence[int] = (),
 ) -> Generator[int, None, None]:
     """Runs the main loop. Yields the number of the last step after each round, until every request has ended.
 
@@ -42,13 +43,16 @@ def rounds(
     watch: computes tokens of a verify pass twice and compares them.
     make_runner, cache: for an estimate, which counts the passes instead and needs no keys and values. By default the
         passes run, over a cache that is allocated here.
+    narrow_widths: widths below the window that a verify pass of short drafts may have.
 
     A request whose passes fail, also without its draft, ends with an error; the others go on. Raises: EngineError if
     there is no request or all failed; ValueError if the drafter refuses the model; CacheIntegrityError at the end if
     the cache is at fault.
     Twin: cacheprobe.engine.reference.run_reference, == for tokens; bitwise for the states of deterministic requests.
     """
-    engine, scheduler = prepare(model, states, config, observer, drafter, editor, watch, make_runner, cache)
+    engine, scheduler = prepare(
+        model, states, config, observer, drafter, editor, watch, make_runner, cache, narrow_widths
+    )
     if drafter is not None:
         drafter.check(model)
     decode = engine.decode if drafter is None else engine.draft
@@ -97,6 +101,7 @@ def prepare(
     watch: Watch | None = None,
     make_runner: Callable[..., ModelRunner] = ModelRunner,
     cache: KVCache | None = None,
+    narrow_widths: Sequence[int] = (),
 ) -> tuple[Engine, Scheduler]:
     """Returns (Engine, Scheduler) for these requests. A new cache (unless one is given) has one row for each request in
     flight and a spare one.
@@ -110,5 +115,5 @@ def prepare(
     for state in states:
         length = config.draft_length
         state.draft_cap = min(FIRST_DRAFT_LENGTH, config.window - 1) if isinstance(length, str) else length
-    engine = Engine(make_runner(model, cache, observer, editor, watch), config, drafter)
+    engine = Engine(make_runner(model, cache, observer, editor, watch), config, drafter, narrow_widths)
     return engine, Scheduler(states, cache, config, in_flight)

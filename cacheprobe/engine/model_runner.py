@@ -8,11 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from cacheprobe.core.records import ForwardRecord, Observer, RowSlot, Thought
+from cacheprobe.engine.choosing import Choice, likeliest_choices
 from cacheprobe.engine.watch import Difference, Watch
 from cacheprobe.interventions.editor import Editor, TokenSlot, token_phase
 from cacheprobe.kvcache.cache import Copy, KVCache
@@ -184,6 +186,16 @@ class ModelRunner:
         self._report_thoughts(phase, entries, is_hidden)
         self.seconds = time.perf_counter() - began
         return PassOutcome(out, batch_index)
+
+    def likeliest(self, entries: Sequence[Entry], result: PassOutcome) -> list[Sequence[Choice | None]]:
+        """Returns the `likeliest_choices` of the tokens that each entry fed, from the result of the pass just run.
+
+        Raises: EngineError if memory runs out."""
+        with self._recording("read", entries):
+            of_entries = zip(entries, result.batch_index, strict=True)
+            fed = [result.out[b, : len(entry.token_ids)] for entry, b in of_entries]
+            found = iter(likeliest_choices(self.model, torch.cat(fed)))
+        return [list(islice(found, len(entry.token_ids))) for entry in entries]
 
     def _failed(self, phase: str, entries: Sequence[Entry], error: Exception) -> EngineError:
         """Returns an EngineError that names the pass, its requests and the error that the pass ended with."""

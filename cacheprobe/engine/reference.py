@@ -40,6 +40,7 @@ def run_reference(
     observer: Observer,
     editor: Editor | None = None,
     watch: Watch | None = None,
+    narrow_widths: Sequence[int] = (),
 ) -> Generator[int, None, None]:
     """Runs each request alone on a fresh cache. Yields the step number after every verify pass, which commits one token
     unless it fails.
@@ -55,7 +56,7 @@ def run_reference(
         state.admit(cache)
         runner = ModelRunner(model, cache, observer, editor, watch)
         runner.step = last_step
-        engine = Engine(runner, config)
+        engine = Engine(runner, config, narrow_widths=narrow_widths)
         for attempt in engine.attempts([state]):
             with attempt as alone:
                 engine.prefill.read(alone)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.drafters.base import Drafter
+from cacheprobe.engine.choosing import Choice
 from cacheprobe.engine.committer import Committer
 from cacheprobe.engine.drafting import DrafterCalls
 from cacheprobe.engine.model_runner import EngineError, Entry, ModelRunner, ShapeFault
@@ -45,8 +46,17 @@ class Engine:
     """Runs prefill, decode and verify passes, and isolates requests whose pass fails. Also is the DraftContext: the
     object whose functions a drafter may call."""
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        drafter: Drafter | None = None,
+        narrow_widths: Sequence[int] = (),
+    ) -> None:
+        """Prepares passes of `runner` in the shapes of `config`. narrow_widths: widths below the window that a verify
+        pass may have, ascending; see consistency.py."""
         self.runner, self.config = runner, config
+        self._widths = (*narrow_widths, config.window)
         self.model, self.cache = runner.model, runner.cache
         self.committer = Committer(runner, config)
         self.prefill = Prefill(runner, self.committer)
@@ -90,9 +100,11 @@ class Engine:
         Source: LLM-42 (arXiv 2601.17768), section 4.2: the decode of a deterministic request is its draft.
         """
         entries = _newest_entries(states)
-        out = self.runner.run("decode", entries, 1).out
+        result = self.runner.run("decode", entries, 1)
+        likeliest = self.runner.likeliest(entries, result)
         self._write_newest(entries)
-        chosen = [(self.choose(state, row),) for state, row in zip(states, out[:, 0], strict=True)]
+        of_states = zip(states, result.out[:, 0], likeliest, strict=True)
+        chosen = [(self.choose(state, row, likeliest=best),) for state, row, (best,) in of_states]
         self._take(states, [self._clip(state, token_ids) for state, token_ids in zip(states, chosen, strict=True)])
 
     def draft(self, states: Sequence[SequenceState]) -> None:
@@ -147,32 +159,39 @@ class Engine:
             provenance = "provisional" if entry.state.is_verified else "decoded"
             self.committer.write_ledger(entry.state, entry.start, entry.end, provenance)
 
-    def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
-        """Returns the token id that a request chooses from logits [v], after its draft and the tokens `drafted`."""
+    def choose(
+        self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = (), likeliest: Choice | None = None
+    ) -> int:
+        """Returns the token id that a request chooses from logits [v], after its draft and the tokens `drafted`.
+        likeliest: of these logits, if known."""
         drafted = [*state.draft, *drafted]
         position = state.last_committed_position + len(drafted) + 1
         is_drawn = self.config.acceptance == "rejection" and state.is_verified and not state.request.is_deterministic
         if is_drawn and not state.sampling.is_greedy:
             return self.committer.draw_draft_token(state, logits, drafted, position)
-        return self.committer.choose(state, logits, drafted, position)
+        return self.committer.choose(state, logits, drafted, position, likeliest)
 
     # -- verify
 
     def verify(self, states: Sequence[SequenceState]) -> None:
-        """Runs one verify pass of exactly group x window tokens, then commits the accepted tokens of each draft.
+        """Runs one verify pass of exactly group x window tokens, then commits the accepted tokens of each draft. If all
+        drafts are shorter, the pass has the first narrow width that holds them.
 
         Each request that does not end before also commits the verifier's own next token. The pass overwrites the
         drafter's keys and values; the slots of rejected tokens are freed. With a window of 1, never verified requests
         may take unused batch indices.
         """
         entries = [verify_entry(state) for state in states]
-        result = self.runner.run("verify", entries, self.config.window, batch=self.config.group)
+        longest = max(len(entry.token_ids) for entry in entries)
+        width = next(width for width in self._widths if width >= longest)
+        result = self.runner.run("verify", entries, width, batch=self.config.group)
         verdicts, piggybacked = [], []
-        for entry, b in zip(entries, result.batch_index, strict=True):
+        likeliest = self.runner.likeliest(entries, result)
+        for entry, b, best in zip(entries, result.batch_index, likeliest, strict=True):
             if entry.state.is_verified:
-                verdicts.append((entry.state, self.committer.verify_draft(entry, result.out[b])))
+                verdicts.append((entry.state, self.committer.verify_draft(entry, result.out[b], best)))
             else:
-                token_id = self.committer.choose(entry.state, result.out[b, 0], (), entry.start + 1)
+                token_id = self.committer.choose(entry.state, result.out[b, 0], (), entry.start + 1, best[0])
                 piggybacked.append((entry.state, token_id))
         for state, verdict in verdicts:
             self.committer.apply_verdict(state, verdict)

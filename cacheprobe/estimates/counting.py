@@ -126,7 +126,14 @@ def _loop(
     cache = KVCache(in_flight + 1, plan.config.capacity, (), torch.float32)  # without layers: lengths and ledger alone
     make_runner = partial(PassCounter, tally=tally, logits=logits)
     steps = rounds(
-        plan.model, states, plan.config, Tee(tally, *observers), assumed, make_runner=make_runner, cache=cache
+        plan.model,
+        states,
+        plan.config,
+        Tee(tally, *observers),
+        assumed,
+        make_runner=make_runner,
+        cache=cache,
+        narrow_widths=plan.narrow_widths,
     )
     for _ in steps:
         pass

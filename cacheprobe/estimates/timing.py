@@ -17,7 +17,7 @@ from cacheprobe.capture.recorder import Recorder
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.drafters.early_exit import EarlyExit
 from cacheprobe.drafters.model import DraftModel
-from cacheprobe.engine.choosing import choose_next, describe
+from cacheprobe.engine.choosing import choose_next, describe, likeliest_choices
 from cacheprobe.engine.model_runner import Entry, ModelRunner
 from cacheprobe.estimates.tally import PassShape, PassSums, RunTally, new_tokens
 from cacheprobe.kvcache.sequence import SequenceState
@@ -30,6 +30,8 @@ MOST_SHAPES = 4
 LONG_SECONDS = 0.5
 """A call that takes longer at first is repeated only once."""
 REPEATS = 5
+TOKENS_CHOSEN = 8
+"""Tokens of a pass whose choice is measured together."""
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -63,12 +65,17 @@ def measure_passes(
     for state in placed:
         state.admit(cache)
         cache.prompt_lengths[state.cache_row] = state.request.num_prompt_tokens
+        # for the copy in a pass's unused place (watch.py): tokens up to any position, and no earlier results of them
+        state.is_verified, text = False, state.request.prompt_token_ids
+        state.token_ids = [text[i % len(text)] for i in range(plan.config.capacity)]
     recorder = Recorder(plan.model, plan.capture, plan.layers, plan.lens, prompts)
     runner = ModelRunner(plan.model, cache, recorder)
     with hold_model(plan.model), plan.hooks(recorder):
         for shape in _chosen(passes):
             call = partial(_run_pass, runner, recorder, placed, shape, passes[shape])
             measured[shape] = seconds_of(call)
+    for state in placed:
+        del state.token_ids[state.request.num_prompt_tokens :]
     return measured
 
 
@@ -151,15 +158,16 @@ def tile_seconds(plan: RunPlan) -> float:
 def choice_seconds(plan: RunPlan, states: Sequence[SequenceState]) -> float:
     """Returns the seconds of choosing one token from random logits by the settings of the first request."""
     draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(plan.model.d_vocab, generator=draw).to(plan.model.device, plan.model.dtype)
+    logits = torch.randn(TOKENS_CHOSEN, plan.model.d_vocab, generator=draw).to(plan.model.device, plan.model.dtype)
     state = states[0]
     position = state.last_committed_position + 1
 
     def choose() -> None:
-        """Chooses a token and its log-probability, as after a pass."""
-        describe(choose_next(state, logits, (), position), logits)
+        """Chooses tokens and their log-probabilities, as after a pass."""
+        for row, likeliest in zip(logits, likeliest_choices(plan.model, logits), strict=True):
+            describe(choose_next(state, row, (), position, likeliest), row, likeliest)
 
-    return seconds_of(choose)
+    return seconds_of(choose) / TOKENS_CHOSEN
 
 
 def draft_seconds(plan: RunPlan, drafter: Drafter | None, tally: RunTally) -> float:

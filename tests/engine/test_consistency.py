@@ -6,8 +6,11 @@ import pytest
 import torch
 
 import cacheprobe as cp
+from cacheprobe import plan
 from cacheprobe.core.config import EngineConfig
-from cacheprobe.engine.consistency import serving_config
+from cacheprobe.engine.consistency import Hooked, narrow_widths, serving_config
+from cacheprobe.models.paths import choose_path
+from tests.invariants.machines import rounding_by_shape
 from tests.proxies import take_members
 from tests.shapes import serving
 from tests.tiny import PROMPTS, SMALL, hf_model
@@ -67,5 +70,50 @@ def test_it_is_tried_once_and_only_where_something_is_verified(monkeypatch: pyte
     cp.run(model, PROMPTS, **settings, deterministic=True)
     once = list(tried)
     cp.run(model, PROMPTS, **settings, deterministic=True)
-    assert tried == once and len(set(once)) == len(once)
+    assert tried == once
+    shapes = once[: len(once) // 2] if model.operations else once  # then again, against narrower passes
+    assert len(set(shapes)) == len(shapes) and once in (shapes, shapes * 2)
     assert {(width, capacity) for _, width, capacity, _, _ in once} == {(4, 96)}
+
+
+class _WidthDiffers:
+    """A model whose logits are others in passes of one width."""
+
+    def __init__(self, model, width: int) -> None:
+        self._model, self._width = model, width
+        take_members(self, model)
+
+    def forward(self, token_ids: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        out = self._model.forward(token_ids, *args, **kwargs)
+        return out * (1 + 2**-20) if token_ids.shape[1] == self._width else out
+
+
+@pytest.mark.parametrize("width", [0, 2, 4, 8, 16])
+def test_a_narrow_pass_with_other_bits_is_not_run(width: int) -> None:
+    """Only widths in which every token has the bits of a whole window are used."""
+    fast = choose_path(cp.load_model(hf_model()), "fast")[0]
+    config = EngineConfig(window=16, group=2, capacity=64)
+    equal = () if width == 16 else tuple(one for one in (2, 4, 8) if one != width)
+    assert narrow_widths(_WidthDiffers(fast, width), config) == (equal if fast.operations else ())
+
+
+def test_no_narrow_pass_runs_where_bits_depend_on_the_shape_or_on_interventions() -> None:
+    config = EngineConfig(window=16, group=2, capacity=64)
+    assert narrow_widths(rounding_by_shape(), config) == ()
+    assert narrow_widths(cp.load_model(hf_model()), config) == ()  # the bridge attends over the whole batch at once
+    fast = choose_path(cp.load_model(hf_model()), "fast")[0]
+    assert narrow_widths(fast, config, Hooked(edited=(("S", 0),))) == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_of_narrow_passes_has_the_bits_of_whole_windows(dtype: torch.dtype, monkeypatch) -> None:
+    model = cp.load_model(hf_model(dtype=dtype))
+    settings: dict[str, Any] = dict(window=8, group=2, capacity=96, max_new_tokens=24, progress=False)
+    settings |= dict(drafter=cp.drafters.NGram(), deterministic=True, sampling=cp.SamplingParams(temperature=0.7))
+    narrow = cp.run(model, PROMPTS, **settings)
+    monkeypatch.setattr(plan, "narrow_widths", lambda *given: ())
+    whole = cp.run(model, PROMPTS, **settings)
+    widths = {int(width) for width in narrow.events().query("phase == 'verify'").batch_slots}
+    assert widths == ({2, 4, 8} if model.operations else {8})
+    for i in range(len(PROMPTS)):
+        assert narrow.digest(i) == whole.digest(i)

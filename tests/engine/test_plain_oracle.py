@@ -74,8 +74,8 @@ def test_another_choice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine and cp.reference share a sampler: a fault in it is seen by the plain oracle alone."""
     choose_next = committer.choose_next
 
-    def shifted(state: Any, logits: torch.Tensor, drafted: Any, position: int) -> int:
-        return choose_next(state, logits, drafted, position + 1)
+    def shifted(state: Any, logits: torch.Tensor, drafted: Any, position: int, *more: Any) -> int:
+        return choose_next(state, logits, drafted, position + 1, *more)
 
     monkeypatch.setattr(committer, "choose_next", shifted)
     sampling = cp.SamplingParams(temperature=0.8, max_new_tokens=NEW, stop_token_ids=())

@@ -11,7 +11,7 @@ import cacheprobe as cp
 from cacheprobe.capture.observers import StepLog
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Observer, Request, SamplingParams
-from cacheprobe.engine.consistency import serving_config
+from cacheprobe.engine.consistency import narrow_widths, serving_config
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
@@ -70,6 +70,7 @@ class Watched:
         self.config = EngineConfig(**{name: settings.pop(name) for name in names if name in settings})
         self.spy = model if isinstance(model, Spy) else Spy(model)
         serving_config(self.spy.inner, self.config)
+        narrow_widths(self.spy.inner, self.config)
         self.setup = RunPlan(self.spy, prompts, self.config, capture=capture, **settings)
         self.states: list[SequenceState] = self.setup.states(drafter)
         self.log = StepLog()

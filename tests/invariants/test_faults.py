@@ -124,7 +124,8 @@ def test_invariant_25_exception_safety_in_a_run() -> None:
 
         def plan(call: Call, shape: tuple[int, int] = shape, kind: str = kind):
             row = runs[-1].states[1].cache_row
-            if row not in call.rows or (call.shape != shape and (shape[1] != 1 or call.shape[1] != 1)):
+            seen = (G, W) if call.shape == (G, 2) else call.shape  # a verify pass of short drafts
+            if row not in call.rows or (seen != shape and (shape[1] != 1 or call.shape[1] != 1)):
                 return None
             return [row] if kind == "nan" else torch.OutOfMemoryError("no")
 

@@ -44,8 +44,8 @@ def _verify_pass(change: Any) -> Any:
 
 
 def _without_bonus(real: Any) -> Any:
-    def verify_draft(self: Any, entry: Any, logits: Any) -> Any:
-        verdict = real(self, entry, logits)
+    def verify_draft(self: Any, entry: Any, *given: Any) -> Any:
+        verdict = real(self, entry, *given)
         drafted = len(verdict.draft_token_ids)
         if not 0 < drafted == verdict.num_accepted < verdict.num_committed:
             return verdict
@@ -128,8 +128,8 @@ def _settles_at_once(real: Any) -> Any:
     def verify(self: Any, states: Any) -> None:
         verify_draft, apply_verdict = self.committer.verify_draft, self.committer.apply_verdict
 
-        def judge_and_settle(entry: Any, logits: Any) -> Any:
-            verdict = verify_draft(entry, logits)
+        def judge_and_settle(entry: Any, *given: Any) -> Any:
+            verdict = verify_draft(entry, *given)
             apply_verdict(entry.state, verdict)
             return verdict
 
@@ -182,7 +182,7 @@ MUTATIONS = [
         "the verdict is read one row off",
         ("02", "11"),
         f"{COMMITTER}.verify_draft",
-        lambda real: lambda self, entry, logits: real(self, entry, logits.roll(1, 0)),
+        lambda real: lambda self, entry, logits, best: real(self, entry, logits.roll(1, 0), [best[-1], *best[:-1]]),
     ),
     bug("the verdict of the first request goes to all", ("05", "16"), RUN, _first_for_all),
     # -- who is verified, and when

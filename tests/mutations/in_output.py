@@ -17,7 +17,7 @@ STREAM, NOISE = "cacheprobe.capture.stream:Stream", "cacheprobe.core.noise:unifo
 def _seeing(prefix: Any) -> Any:
     """Processors get the tokens of `prefix(state, drafted, position)`."""
 
-    def choose(real: Any, state: Any, logits: Any, drafted: Any, position: int) -> Any:
+    def choose(real: Any, state: Any, logits: Any, drafted: Any, position: int, *more: Any) -> Any:
         return lambda logits, sampling, _, at: real(logits, sampling, prefix(state, drafted, position), at)
 
     return inside(f"{CHOOSING}:choose_token", choose)
@@ -58,8 +58,8 @@ def _drops_the_stop(real: Any) -> Any:
 
 
 def _ends_by_draft(real: Any) -> Any:
-    def verify_draft(self: Any, entry: Any, logits: Any) -> Any:
-        verdict = real(self, entry, logits)
+    def verify_draft(self: Any, entry: Any, *given: Any) -> Any:
+        verdict = real(self, entry, *given)
         return replace(verdict, finish="stop") if entry.state.draft_ends() else verdict
 
     return verify_draft
@@ -106,14 +106,14 @@ MUTATIONS = [
         f"{COMMITTER}.choose",
         inside(
             "cacheprobe.engine.committer:choose_next",
-            lambda real, self, *given: lambda *asked: real(*asked[:3], self.runner.step),
+            lambda real, self, *given: lambda *asked: real(*asked[:3], self.runner.step, *asked[4:]),
         ),
     ),
     bug(
         "the verifier's noise is one position off",
         ("19",),
         f"{CHOOSING}:judge_by_equality",
-        lambda real: lambda state, logits, start: real(state, logits, start + 1),
+        lambda real: lambda state, logits, start, best: real(state, logits, start + 1, best),
     ),
     bug(
         "noise comes from a global generator",

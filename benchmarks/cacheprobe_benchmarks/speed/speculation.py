@@ -22,7 +22,7 @@ NUM_ALONE = 4
 """Prompts that run one by one."""
 LOOKUP_TOKENS = 8
 SMALL = {"new_tokens": 2, "alone": 1, "together": 2}
-ALONE = EngineConfig(window=10, group=1, capacity=360, prefill_chunk=320, pad_prefill=False, max_batch=1)
+ALONE = EngineConfig(window=16, group=1, capacity=368, prefill_chunk=320, pad_prefill=False, max_batch=1)
 """Windows of 8 to 11 take the coin alike, others longer; repetition gains from long ones. One chunk, as long as the
 prompt, holds a coin prompt, and the capacity holds the longest with its answer: attention runs over all of it."""
 TOGETHER = EngineConfig(window=12, group=8, capacity=192, prefill_group=8, prefill_chunk=64, max_batch=8)
