@@ -129,11 +129,15 @@ def _emit(builder: ir.IRBuilder, shape: tuple[int, int, int, int, int], places: 
         one.add_incoming(added, loop)
     builder.cbranch(builder.icmp_signed("<", after, builder.mul(inner, _INT(size))), loop, end)
     builder.position_at_end(end)
-    folded = _folded(builder, new + [zero] * (LANES - len(new)))
+    count = 1 << (len(new) - 1).bit_length()
+    step, results = LANES // count, folded(builder, new + [zero] * (count - len(new)))
     added = builder.load(builder.inttoptr(bias, ir.VectorType(_FLOAT, outputs).as_pointer()), align=4)
-    lanes = ir.Constant(_WORDS, [i % outputs for i in range(LANES)])
-    results = _in_format(builder, builder.fadd(folded, builder.shuffle_vector(added, added, lanes)), format)
-    _store_rows(builder, results, (rows, outputs), out, out_step)
+    lanes = lanes_of([i // step % outputs for i in range(LANES)])
+    results = _in_format(builder, builder.fadd(results, builder.shuffle_vector(added, added, lanes)), format)
+    for r in range(rows):
+        row = builder.shuffle_vector(results, results, lanes_of([(r * outputs + o) * step for o in range(outputs)]))
+        place = builder.inttoptr(builder.add(out, builder.mul(out_step, _INT(r))), row.type.as_pointer())
+        builder.store(row, place, align=4 if format == FLOAT32 else 2)
 
 
 def _fetch(builder: ir.IRBuilder, address: Emitted) -> None:
@@ -150,29 +154,26 @@ def _multiply_add(builder: ir.IRBuilder, kind: int, a: Emitted, b: Emitted, tota
     instruction does."""
     register = _STORED[kind][0]
     if kind == FLOATS:
-        name, arguments = f"llvm.fma.v{LANES}f32", [a, b, total]
-    else:
-        name, arguments = "llvm.x86.avx512bf16.dpbf16ps.512", [total, a, b]
-    function = builder.module.globals.get(name)
-    if function is None:
-        types_of = [register, register, _SUMS] if kind == FLOATS else [_SUMS, register, register]
-        function = ir.Function(builder.module, ir.FunctionType(_SUMS, types_of), name)
-    return builder.call(function, arguments)
+        return call_on_lanes(builder, "fma", a, b, total)
+    name, of = "llvm.x86.avx512bf16.dpbf16ps.512", ir.FunctionType(_SUMS, [_SUMS, register, register])
+    return builder.call(builder.module.globals.get(name) or ir.Function(builder.module, of, name), [total, a, b])
 
 
-def _folded(builder: ir.IRBuilder, sums: list[Emitted]) -> Emitted:
-    """Emits the fold of LANES registers into one, whose lane i is the sum of the lanes of register i."""
-    bits = LANES.bit_length() - 1
-    sums = [sums[int(f"{i:0{bits}b}"[::-1], 2)] for i in range(LANES)]
+def call_on_lanes(builder: ir.IRBuilder, name: str, *registers: Emitted) -> Emitted:
+    """Emits a function of LLVM, such as fma, on registers of float32 numbers, lane by lane."""
+    name, of = f"llvm.{name}.v{LANES}f32", ir.FunctionType(_SUMS, [_SUMS] * len(registers))
+    return builder.call(builder.module.globals.get(name) or ir.Function(builder.module, of, name), registers)
+
+
+def folded(builder: ir.IRBuilder, sums: list[Emitted]) -> Emitted:
+    """Emits the fold of n registers, a power of two up to LANES, into one: its lane i LANES / n holds the sum of the
+    lanes of register i. The second half of the lanes is added to the first half, until one is left."""
     size = LANES // 2
-    while size:
-        first = [i // size * 2 * size + i % size for i in range(LANES)]
-        masks = ir.Constant(_WORDS, first), ir.Constant(_WORDS, [i + size for i in first])
-        pairs = zip(sums[:size], sums[size : 2 * size], strict=True)
-        sums = [
-            builder.fadd(builder.shuffle_vector(a, b, masks[0]), builder.shuffle_vector(a, b, masks[1]))
-            for a, b in pairs
-        ]
+    while size:  # lane i of a pair's sum: of the second register if i has the bit `size`, else of the first
+        kept, moved = (lanes_of([(i ^ flip) + LANES * bool(i & size) for i in range(LANES)]) for flip in (0, size))
+        half = (len(sums) + 1) // 2
+        pairs = zip(sums[:half], sums[-half:], strict=True)
+        sums = [builder.fadd(*(builder.shuffle_vector(a, b, lanes) for lanes in (kept, moved))) for a, b in pairs]
         size //= 2
     return sums[0]
 
@@ -190,15 +191,9 @@ def _in_format(builder: ir.IRBuilder, sums: Emitted, format: int) -> Emitted:
     return builder.trunc(builder.select(is_number, rounded, _all(0x7FC0)), ir.VectorType(ir.IntType(16), LANES))
 
 
-def _store_rows(builder: ir.IRBuilder, lanes: Emitted, shape: tuple[int, int], out: Emitted, step: Emitted) -> None:
-    """Emits the store of `shape` (rows, outputs) numbers, rows `step` bytes apart."""
-    rows, outputs = shape
-    stored = ir.VectorType(lanes.type.element, outputs)
-    size = 4 if lanes.type == _SUMS else 2
-    for r in range(rows):
-        mask = ir.Constant(ir.VectorType(_WORD, outputs), [r * outputs + o for o in range(outputs)])
-        address = builder.inttoptr(builder.add(out, builder.mul(step, _INT(r))), stored.as_pointer())
-        builder.store(builder.shuffle_vector(lanes, lanes, mask), address, align=size)
+def lanes_of(numbers: list[int]) -> Emitted:
+    """Returns a constant register of whole numbers."""
+    return ir.Constant(ir.VectorType(_WORD, len(numbers)), numbers)
 
 
 def _all(number: int) -> Emitted:

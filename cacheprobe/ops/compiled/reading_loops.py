@@ -22,46 +22,45 @@ from cacheprobe.ops.compiled.basics import (
     widened,
     work,
 )
+from cacheprobe.ops.compiled.blocks import BLOCK, LOWEST, count_block, sum_block, widen_block
 from cacheprobe.ops.compiled.lanes import FLOAT32, OUTPUTS
 from cacheprobe.ops.compiled.loops import multiply
 
-BLOCK, CHUNK = 128, 512
-"""Number of logits whose largest is computed at once, and of those that have partial sums of their own."""
+CHUNK = 512
+"""Number of logits that have partial sums of their own."""
 
 NUMBERS = 24
 """How many whole numbers describe a call; `CompiledReadout` writes them."""
 
-_LOWEST = np.float32(-87.0)
-"""exp of less counts as zero."""
-
 
 @njit
 @no_type_check
-def _num_before(logits, at, count, target, value):
-    """Counts the logits that rank before the target: larger ones, and equal ones with a lower id. target: its index
-    relative to the first logit."""
-    lower, num = min(max(target, 0), count), np.int32(0)
-    for j in range(lower):
-        num += np.int32(logits[np.uintp(at + j)] >= value)
-    for j in range(lower, count):
-        num += np.int32(logits[np.uintp(at + j)] > value)
+def _num_before(wide, count, target, value):
+    """Counts the logits of a chunk that rank before the target: larger ones, and equal ones with a lower id. target:
+    its index relative to the first logit."""
+    num = 0
+    for block in range(0, count, BLOCK):
+        if count - block >= BLOCK and (target < block or target >= block + BLOCK):
+            num += count_block(wide, block, value, target >= block + BLOCK)
+            continue
+        for j in range(block, min(block + BLOCK, count)):
+            x = wide[np.uintp(j)]
+            num += x > value or (x == value and j < target)
     return num
 
 
 @njit
 @no_type_check
-def _sums(logits, at, count, best, weights, products):
-    """Returns the sums of exp(x - best), of exp(x - best) (x - best), and the number of NaNs. weights, products: room
-    for `count` numbers each."""
-    num_nan = np.int32(0)
+def _sums(wide, at, count, best):
+    """Returns what `sum_block` returns, of fewer logits than a block."""
+    weights, products, has_nan = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), False
     for j in range(count):
-        x = logits[np.uintp(at + j)]
-        num_nan += np.int32(np.isnan(x))
-        shifted = max(x - best, _LOWEST)
-        weight = exponential(shifted)
-        weights[np.uintp(j)] = weight
-        products[np.uintp(j)] = weight * shifted
-    return fold_sum(weights, count), fold_sum(products, count), num_nan
+        x = wide[np.uintp(at + j)]
+        has_nan |= np.isnan(x)
+        shifted = max(x - best, np.float32(LOWEST))
+        weights[j] = exponential(shifted)
+        products[j] = weights[j] * shifted
+    return fold_sum(weights, count), fold_sum(products, count), has_nan
 
 
 @njit
@@ -83,27 +82,35 @@ def _read_chunk(stored, at, count, first, target, value, lists, list_at, wide, o
     """Reads the logits [at, at + count) of a chunk whose first token id is `first`. Puts its tokens into the list of
     the best, and (best, total, weighted, number before the target) into `out` at `out_at`."""
     top_values, top_ids, k = lists
-    for j in range(count):
-        wide[np.uintp(j)] = widened(stored[np.uintp(at + j)])
     best = np.float32(-np.inf)
     for block in range(0, count, BLOCK):
         size = min(BLOCK, count - block)
-        most = largest(wide, block, size)
+        if size == BLOCK:
+            most = widen_block(stored, at + block, wide, block)
+        else:
+            for j in range(block, count):
+                wide[np.uintp(j)] = widened(stored[np.uintp(at + j)])
+            most = largest(wide, block, size)
         best = max(best, most)
         if top_ids[list_at + k - 1] < 0 or most > top_values[list_at + k - 1]:
             for j in range(block, block + size):
                 _insert(top_values, top_ids, list_at, k, wide[j], first + j)
-    weights, products = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-    total, weighted, num_nans = np.float64(0.0), np.float64(0.0), 0
+    total, weighted, has_nan = np.float64(0.0), np.float64(0.0), False
     for block in range(0, count, BLOCK):
-        part, part_weighted, num_nan = _sums(wide, block, min(BLOCK, count - block), best, weights, products)
+        if count - block >= BLOCK:
+            part, part_weighted, is_nan = sum_block(wide, block, best)
+        else:
+            part, part_weighted, is_nan = _sums(wide, block, count - block, best)
         total += np.float64(part)
-        num_nans += num_nan
+        has_nan |= is_nan
         weighted += np.float64(part_weighted)
-    if num_nans:  # an infinite best: the row has no distribution, and torch reads it
+    if has_nan:  # an infinite best: the row has no distribution, and torch reads it
         best = np.float32(np.inf)
     out[out_at], out[out_at + 1], out[out_at + 2] = best, total, weighted
-    out[out_at + 3] = _num_before(wide, 0, count, target - first, value) if target >= 0 else -1
+    if target < 0:
+        out[out_at + 3] = -1
+    else:
+        out[out_at + 3] = _num_before(wide, count, target - first, value) if best >= value else 0
 
 
 @njit
