@@ -228,11 +228,7 @@ class RunPlan:
             before, is_any = self.config, any(state.request.is_deterministic for state in states)
             # the slow reference needs the shapes of a deterministic run; other runs keep their window
             replaceable = {*self.open_shapes} - (set() if is_any or is_all_verified else {"window"})
-            most = (
-                1
-                if is_all_verified
-                else min(len(states), before.max_batch, before.group if is_drafted else len(states))
-            )
+            most = 1 if is_all_verified else min(len(states), before.group if is_drafted else before.max_batch)
             with hold_model(self.model):
                 self.config, self.narrow_widths = proven_shapes(
                     self.model, before, replaceable, self._hooked(), is_any, self._require_all_fit, most

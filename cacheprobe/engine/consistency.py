@@ -17,6 +17,7 @@ from torch import Tensor
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.engine.trial import Cycle, num_cycles
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.fast.operations import Operations
 from cacheprobe.models.settings import numeric_settings
 
 _NEARBY = 8
@@ -129,13 +130,13 @@ def invariant_widths(
     """Requires that a token has the same bits in passes of 1 to `num_requests` requests as in a pass of its request
     alone. Returns the widths below the window in which it has them, too, ascending.
 
-    If rows of a pass depend on each other in no operation (`_computes_by_row`), some heights stand for all, and all
-    widths are tried; otherwise every height is tried, and no width but the window.
+    If a llama-like model runs in compiled loops or kernels, no row depends on another. Some heights then stand for all,
+    and all widths are tried; otherwise every height is tried, and no width but the window.
     Raises: ShapeRefused, with the height, the first differing operation and layer, and the remedy.
     """
     window, heights = config.window, range(1, num_requests + 1)
     widths: Sequence[int] = ()
-    if _computes_by_row(model):
+    if _computes_by_row(model) and type(getattr(model, "_operations", Operations())) is not Operations:
         heights = _heights(num_requests)
         widths = () if hooked.edited else range(1, window)
     shapes = [(h, window) for h in heights if num_requests > 1]
@@ -167,12 +168,9 @@ def _invariant_faults(
     with _hooks(model, hooked):
         for number in range(num_cycles(model, num_tokens, 1)):
             cycle = Cycle(model, max(most, _FEW[1]), config.window, config.capacity, "verify", number, is_alone=True)
-            for _ in range(cycle.num_first):
-                cycle.run(height=1)
-            for shape in shapes:
-                cycle.width, cycle.found = shape[1], None
-                fault = cycle.run(has_others=False, height=shape[0])
-                found |= {shape: fault} if fault is not None and shape not in found else {}
+            for shape in [shape for shape in shapes if shape not in found]:
+                if (fault := cycle.run_at(*shape)) is not None:
+                    found[shape] = fault
     return found
 
 

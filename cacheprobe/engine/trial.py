@@ -37,12 +37,11 @@ class Cycle:
         number: int,
         is_alone: bool = False,
     ) -> None:
-        """is_alone: the first passes compute each text by itself; by default the first pass computes all."""
+        """is_alone: each text is computed by itself first; by default the first pass computes all together."""
         self.model, self.batch, self.width, self.phase, self.number = model, batch, width, phase, number
         has_room = width > 1 and capacity >= 2 * width and phase == "verify"
         self.shifts = sorted({0, 1, width // 2, width - 1}) if has_room else [0]
         self.num_streams = min(batch, _STREAMS)
-        self.num_first = self.num_streams if is_alone else 1
         self.num_passes = 1 if batch == len(self.shifts) == 1 else 4 if len(self.shifts) > 1 else 3
         length = width + max(self.shifts)
         draw = torch.Generator().manual_seed(number)
@@ -56,9 +55,12 @@ class Cycle:
         """By (site, layer, text): the values of the text's tokens in the first pass."""
         self.found: tuple[tuple[int, int], str] | None = None
         """Order of computation of, and text about, the first difference in the last pass."""
+        self.is_alone, self.window = is_alone, width
         self.shift_of_row: list[int] = []
         self.is_compared: list[bool] = []
         self.stream_of_row: list[int] = []
+        if is_alone:
+            self._compute_alone()
 
     def _fill(self, draw: torch.Generator) -> None:
         """Fills the slots before each text with random keys and values, equal in all cache rows with the same text."""
@@ -82,23 +84,51 @@ class Cycle:
         self.width, self.found = width, None
         return self.run(has_others=False) or self.run(has_others=False)
 
-    def run(self, has_others: bool | None = None, height: int | None = None) -> str | None:
-        """Runs the next pass. Returns text about the first difference from the first passes, or None.
+    def run_at(self, height: int, width: int) -> str | None:
+        """Runs two passes of another number of rows and another width, with other offsets, if each text was computed
+        alone first. Returns text about the first difference, or None."""
+        self.width, self.found = width, None
+        fault = None
+        for number in (self.num_run, self.num_run + 1):
+            rows = [(b + number) % self.batch for b in range(height)]
+            fault = fault or self._run(rows, self._shifts(number, height), False)
+        self.num_run += 2
+        if fault is not None:  # later passes attend to what this one wrote
+            self._compute_alone()
+        return fault
 
-        has_others: whether every second text is another; by default in the last pass alone.  height: batch indices of
-        the pass; all by default."""
+    def _compute_alone(self) -> None:
+        """Computes each text in a pass of its own, and writes its keys and values to all cache rows of the text."""
+        self.width, self.found = self.window, None
+        for stream, start in enumerate(self.starts):
+            self._run([stream], [0], False)
+            for tensor in (*self.cache.keys, *self.cache.values):
+                written = slice(start, start + self.window)
+                tensor[stream :: self.num_streams, :, written] = tensor[stream : stream + 1, :, written]
+
+    def run(self, has_others: bool | None = None) -> str | None:
+        """Runs the next pass. Returns text about the first difference from the first pass, or None.
+
+        has_others: whether every second text is another; by default in the last pass alone."""
         number, self.num_run = self.num_run, self.num_run + 1
-        height = self.batch if height is None else height
-        rows = [(b + number) % self.batch for b in range(height)]
-        shift_index = [(b + number + self.number) % len(self.shifts) for b in range(height)]
+        rows = [(b + number) % self.batch for b in range(self.batch)]
         has_others = number == self.num_passes if has_others is None else has_others
-        is_shifted = number >= self.num_first and not has_others
-        self.shift_of_row = [self.shifts[i] if is_shifted else 0 for i in shift_index]
+        shifts = self._shifts(number, self.batch) if number and not has_others else [0] * self.batch
+        return self._run(rows, shifts, has_others)
+
+    def _shifts(self, number: int, height: int) -> list[int]:
+        """Returns the offset, in slots, of each batch index's text in pass `number`."""
+        return [self.shifts[(b + number + self.number) % len(self.shifts)] for b in range(height)]
+
+    def _run(self, rows: list[int], shifts: list[int], has_others: bool) -> str | None:
+        """Runs a pass over these cache rows, with an offset for each. Returns text about the first difference, or
+        None."""
+        self.shift_of_row = shifts
         self.stream_of_row = [row % self.num_streams for row in rows]
         of_row = list(zip(self.stream_of_row, self.shift_of_row, strict=True))
         starts = [self.starts[stream] + shift for stream, shift in of_row]
         fed = torch.stack([self.texts[stream, shift : shift + self.width] for stream, shift in of_row])
-        self.is_compared = [True] * height
+        self.is_compared = [True] * len(rows)
         if has_others:
             self._replace_neighbours(fed)
         span, reach = self.cache.capacity, None
@@ -120,13 +150,13 @@ class Cycle:
 
     def _replace_neighbours(self, fed: Tensor) -> None:
         """Changes the tokens `fed` [b, t] at every second batch index in place; these are not compared."""
-        for b in range(self.batch):
+        for b in range(len(fed)):
             if (b + self.number) % 2:
                 self.is_compared[b] = False
                 fed[b] = (fed[b] + 1 + b) % self.model.d_vocab
 
     def _compare(self, site: str, layer: int, value: "Tensor | Sequence[Tensor]") -> None:
-        """Stores a value [b, t, ...] in the first passes; later compares it, and sets `found` on a difference."""
+        """Stores a value [b, t, ...] in the first pass of a text; later compares it, and sets `found` on a difference."""
         order = (layer, 0) if site == "logits" else order_of((layer, site))
         if self.found is not None and self.found[0] <= order:
             return
@@ -143,5 +173,5 @@ class Cycle:
                 same = [bitwise(ours[t], known[t]) for t in range(len(known))]
                 slot, what = same.index(False), site if site == "logits" else f"{site} of layer {layer}, {PARTS[site]},"
                 where = f"row {b} slot {slot} gives other {what} than the same token"
-                self.found = order, f"{where} {'alone ' * (self.num_first > 1)}in slot {slot + shift}"
+                self.found = order, f"{where} {'alone ' * self.is_alone}in slot {slot + shift}"
                 return
