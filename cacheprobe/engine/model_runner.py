@@ -21,6 +21,7 @@ from cacheprobe.kvcache.cache import Copy, KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.attention.by_request import SPAN_STEP, Reach, SlotSpan, reach_of_pass, reach_of_positions
+from cacheprobe.ops.compiled.attention import serves_tokens_of
 
 PAD_TOKEN_ID = 0
 """Token id that pads and dummies feed. Its value has no effect, because no real token attends to them."""
@@ -111,7 +112,7 @@ class ModelRunner:
 
         batch: fixed number of batch indices; attention then runs over the whole capacity, or request by request over
         slots that the request's positions determine. None: one batch index for each entry, with attention over the
-        slots in use.
+        slots in use, or request by request if compiled loops compute it.
         num_layers, logit_slots: as for CachedLM.forward.
         is_hidden: the pass rebuilds a preempted request, so its rows and thoughts are not reported again.
         Raises: EngineError if the entries do not fit the shape, if dummies find no free cache row, if the model fails
@@ -121,7 +122,9 @@ class ModelRunner:
         self.step += 1
         longest = max(len(entry.token_ids) for entry in entries)
         size = len(entries) if batch is None else batch
-        is_by_request = batch is not None and self.model.attends_by_request
+        is_by_request = self.model.attends_by_request and (
+            batch is not None or (width == 1 and serves_tokens_of(self.cache.keys[0]))
+        )
         taken = [entry.state.cache_row for entry in entries]
         cache_rows = place_rows(taken, size, self.cache)
         if cache_rows is None or longest > width:

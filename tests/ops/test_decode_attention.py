@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from cacheprobe.ops.attention import decode as module
 from cacheprobe.ops.attention.cached import cached_attention
-from cacheprobe.ops.attention.decode import decode_attention, serves
+from cacheprobe.ops.compiled import attention as module
+from cacheprobe.ops.compiled.attention import decode_attention, serves
 from cacheprobe.ops.equality import bitwise, close
 
 pytestmark = pytest.mark.determinism
 
 CAPACITY = 300
 POSITIONS = (3, 60, 127, 0, 299, 16)
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((4, 4, 16, 16), (6, 2, 20, 12), (9, 3, 64, 64), (8, 1, 7, 5))
 """Heads, heads of keys, their width and that of values."""
 
@@ -56,7 +56,7 @@ def test_it_is_attention(shape: tuple[int, int, int, int], dtype: torch.dtype) -
     if dtype == torch.float32:
         assert close(attended(q, keys, values, mask), plain, 1e-5, because="sums are ordered otherwise")
     else:
-        assert close(attended(q, keys, values, mask).float(), plain, 2**-7, because="it is rounded to bfloat16")
+        assert close(attended(q, keys, values, mask).float(), plain, 2**-7, because="it is rounded to 16 bits")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -71,6 +71,8 @@ def test_bits_depend_on_the_request_alone(
         assert bitwise(attended(q[row : row + 1], keys, values, mask[row : row + 1], [row])[0], wanted[row])
     order = list(reversed(range(len(q))))
     assert bitwise(attended(q[order], keys, values, mask[order], order), wanted[order])
+    strided = torch.stack((q, -q), 1)[:, 0]
+    assert not strided.is_contiguous() and bitwise(attended(strided, keys, values, mask), wanted)
     odd = torch.empty(q.numel() + 1, dtype=dtype)[1:].view(q.shape).copy_(q)
     assert bitwise(attended(odd, keys, values, mask), wanted)
     assert bitwise(attended(q, keys, values, mask.expand(-1, shape[0], -1, -1).contiguous()), wanted)
@@ -188,9 +190,9 @@ def test_bits_of_a_window_depend_on_the_position_alone(
 
 
 IN_A_PROCESS = (
-    "import torch; from cacheprobe.ops.attention import decode; from cacheprobe.ops.compiled.choice import choose; "
+    "import torch; from cacheprobe.ops.compiled import attention; from cacheprobe.ops.compiled.choice import choose; "
     "choice = choose(torch.float16, torch.device('cpu')); "
-    "print(decode.serves(torch.zeros(1, 1, 1, 4)), 'failed' not in choice.reason)"
+    "print(attention.serves(torch.zeros(1, 1, 1, 4)), 'failed' not in choice.reason)"
 )
 
 
@@ -215,7 +217,6 @@ def run_python(code: str, environment: dict[str, str]) -> "subprocess.CompletedP
 
 def test_it_serves_by_kind_and_width() -> None:
     q = torch.zeros(2, 3, 1, 4)
-    assert serves(q) and serves(q.bfloat16())
-    assert not serves(q.double()) and not serves(q.half())
+    assert serves(q) and serves(q.bfloat16()) and serves(q.half()) and not serves(q.double())
     window = torch.zeros(2, 3, 64, 4)
     assert serves(window) and not serves(window.bfloat16()) and not serves(torch.zeros(2, 3, 65, 4))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from cacheprobe.ops.attention.decode import decode_attention, serves
+from cacheprobe.ops.compiled.attention import decode_attention, serves
 from cacheprobe.ops.compiled.basics import COMPILER
 
 SPAN_STEP = 64

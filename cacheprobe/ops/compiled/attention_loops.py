@@ -1,5 +1,5 @@
-"""Defines the loops of attention over few new tokens, compiled by numba. A sum over n float32 numbers always has the
-same order.
+"""Defines the loops of attention over few new tokens and of cache writes, compiled by numba. A sum over n float32
+numbers always has the same order.
 
 Indices are cast to unsigned numbers: numba would otherwise let negative indices count from the end, which makes loops
 slow.
@@ -9,8 +9,10 @@ from typing import no_type_check
 
 import numpy as np
 from numba import carray, njit  # pyright: ignore[reportPrivateImportUsage]
+from numba.core.ccallback import CFunc
 
 from cacheprobe.ops.compiled.basics import (
+    STORED,
     exponential,
     fetch_and_increment,
     fold_sum,
@@ -23,6 +25,12 @@ from cacheprobe.ops.compiled.basics import (
 )
 from cacheprobe.ops.compiled.lanes import FLOAT32, FLOATS, LANES, OUTPUTS
 from cacheprobe.ops.compiled.loops import multiply
+
+NUMBERS = 27
+"""How many whole numbers describe an attention call; `attention.attention_call` writes them."""
+
+STORE_NUMBERS = 17
+"""How many describe a cache write; `attention.store_call` writes them."""
 
 
 @njit
@@ -60,14 +68,15 @@ def _attend(arrays, at, steps, sizes, scale) -> None:
     """Writes the attention output of one new token, for one key head and the query heads that share it, to `out`.
     arrays: q, keys, values, mask, out. at: first element in each of the five."""
     (q, keys, values, mask, out), (of_q, of_key, of_value, of_mask, of_out) = arrays, at
-    (key_step, value_step, mask_step, _), (repeats, _, depth, value_depth, slots, _) = steps, sizes
+    (key_step, value_step, mask_step, _, q_step, out_step) = steps
+    repeats, _, depth, value_depth, slots, _ = sizes
     padded, one = (depth + LANES - 1) // LANES * LANES, np.float32(1.0)
     query, wide = np.zeros(repeats * padded, np.float32), np.zeros(slots * padded, np.float32)
     scores, sums = np.empty(repeats * slots, np.float32), np.zeros(repeats * value_depth, np.float32)
     vector, scratch = np.empty(value_depth, np.float32), np.empty(slots, np.float32)
     nothing, zeros = np.empty(0, np.float32), np.zeros(OUTPUTS, np.float32)
     for r in range(repeats):
-        _widen(q, of_q + r * depth, query, r * padded, depth, scale)
+        _widen(q, of_q + r * q_step, query, r * padded, depth, scale)
     for j in range(slots):
         _widen(keys, of_key + j * key_step, wide, j * padded, depth, one)
     multiply(
@@ -84,8 +93,9 @@ def _attend(arrays, at, steps, sizes, scale) -> None:
         _widen(values, of_value + j * value_step, vector, 0, value_depth, one)
         for r in range(repeats):
             _add_scaled(sums, r * value_depth, scores[np.uintp(r * slots + j)], vector, value_depth)
-    for i in range(repeats * value_depth):
-        out[np.uintp(of_out + i)] = narrowed(sums[np.uintp(i)], out)
+    for r in range(repeats):
+        for i in range(value_depth):
+            out[np.uintp(of_out + r * out_step + i)] = narrowed(sums[np.uintp(r * value_depth + i)], out)
 
 
 @njit
@@ -111,11 +121,12 @@ def _add_products(weights, at, rows, step, sums, counts) -> None:
 
 @njit
 @no_type_check
-def _attend_window(arrays, at, steps, sizes, scale) -> None:
+def _attend_window(arrays, at, steps, sizes, by_token) -> None:
     """Writes the attention outputs of several tokens at consecutive positions, for one key head and the query heads
-    that share it, to `out`."""
+    that share it, to `out`. by_token: scale, and the steps of `q` and `out` from one token to the next."""
     (q, keys, values, mask, out), (of_q, of_key, of_value, of_mask, of_out) = arrays, at
-    (key_step, value_step, mask_step, token_step), (repeats, width, depth, value_depth, slots, start) = steps, sizes
+    key_step, value_step, mask_step, token_step, q_step, out_step = steps
+    (repeats, width, depth, value_depth, slots, start), (scale, q_token_step, out_token_step) = sizes, by_token
     query, vector, scratch = np.empty(depth, np.float32), np.empty(depth, np.float32), np.empty(slots, np.float32)
     turned, wide = np.empty(depth * slots, np.float32), np.empty(slots * value_depth, np.float32)
     one = np.float32(1.0)
@@ -129,61 +140,78 @@ def _attend_window(arrays, at, steps, sizes, scale) -> None:
         for t in range(width):
             count = min(slots, start + t + 1)
             scores, sums = np.zeros(count, np.float32), np.zeros(value_depth, np.float32)
-            _widen(q, of_q + (r * width + t) * depth, query, 0, depth, scale)
+            _widen(q, of_q + r * q_step + t * q_token_step, query, 0, depth, scale)
             _add_products(query, 0, turned, slots, scores, (depth, count))
             for j in range(count):
                 scores[np.uintp(j)] += widened(mask[np.uintp(of_mask + r * mask_step + t * token_step + j)])
             _softmax(scores, 0, count, scratch)
             _add_products(scores, 0, wide, value_depth, sums, (count, value_depth))
+            to = of_out + r * out_step + t * out_token_step
             for i in range(value_depth):
-                out[np.uintp(of_out + (r * width + t) * value_depth + i)] = narrowed(sums[np.uintp(i)], out)
+                out[np.uintp(to + i)] = narrowed(sums[np.uintp(i)], out)
 
 
 @njit
 @no_type_check
-def _run(call, q, keys, values, mask, out) -> None:
-    """Computes the attention of (request, key head) pairs, taken from a counter that all threads share, until no pair
-    is left. call: the 22 numbers of `decode_attention`."""
+def attend_task(call, like, task) -> None:
+    """Computes the attention of one request and one key head. call: the numbers of `attention_call`.  like: an array
+    with the dtype of the stored numbers."""
     places = carray(pointer(call[5]), (call[6], 5), np.int64)
     heads, groups, width, depth, value_depth = call[7], call[8], call[9], call[10], call[11]
-    repeats, steps = heads // groups, (call[14], call[15], call[17], call[18])
+    repeats, steps = heads // groups, (call[14], call[15], call[17], call[18], call[22], call[24])
     scale = np.float32(np.int64(call[19]).view(np.float64))
-    while True:
-        task = fetch_and_increment(call.ctypes.data + 20 * 8)
-        if task >= len(places) * groups:
-            break
-        row, to_keys, to_values, slots, start = places[task // groups]
-        group = task % groups
-        head = group * repeats
-        at = (
-            (row * heads + head) * width * depth, to_keys + group * call[12], to_values + group * call[13],
-            row * call[16] + head * call[17], (row * heads + head) * width * value_depth,
-        )  # fmt: skip
-        sizes = (repeats, width, depth, value_depth, slots, start)
-        if width == 1:
-            _attend((q, keys, values, mask, out), at, steps, sizes, scale)
-        else:
-            _attend_window((q, keys, values, mask, out), at, steps, sizes, scale)
-        fetch_and_increment(call.ctypes.data + 21 * 8)
+    q, keys = carray(pointer(call[0]), (1,), like.dtype), carray(pointer(call[1]), (1,), like.dtype)
+    values, mask = carray(pointer(call[2]), (1,), like.dtype), carray(pointer(call[3]), (1,), like.dtype)
+    out = carray(pointer(call[4]), (1,), like.dtype)
+    row, to_keys, to_values, slots, start = places[task // groups]
+    group = task % groups
+    head = group * repeats
+    at = (
+        row * call[26] + head * call[22], to_keys + group * call[12], to_values + group * call[13],
+        row * call[16] + head * call[17], row * heads * width * value_depth + head * call[24],
+    )  # fmt: skip
+    sizes = (repeats, width, depth, value_depth, slots, start)
+    if width == 1:
+        _attend((q, keys, values, mask, out), at, steps, sizes, scale)
+    else:
+        _attend_window((q, keys, values, mask, out), at, steps, sizes, (scale, call[23], call[25]))
 
 
-@work
+@njit
 @no_type_check
-def work_on_float32(data) -> None:
-    """Runs in one thread of a float32 attention call: computes (request, key head) pairs until none is left. data:
-    address of the 22 whole numbers from `decode_attention`."""
-    call = carray(data, (22,), np.int64)
-    q, keys = carray(pointer(call[0]), (1,), np.float32), carray(pointer(call[1]), (1,), np.float32)
-    values, mask = carray(pointer(call[2]), (1,), np.float32), carray(pointer(call[3]), (1,), np.float32)
-    _run(call, q, keys, values, mask, carray(pointer(call[4]), (1,), np.float32))
+def store_task(call, like, task) -> None:
+    """Copies the new keys and values of one batch index into the cache. call: the numbers of `store_call`."""
+    width, groups = call[6], call[7]
+    row = carray(pointer(call[4]), (call[8],), np.int64)[task]
+    start = carray(pointer(call[5]), (call[8],), np.int64)[task]
+    if row < 0:  # compared instead
+        return
+    for part in range(2):
+        depth, row_step, head_step, slot_step = call[9 + part], call[11 + part], call[13 + part], call[15 + part]
+        new = carray(pointer(call[part]), (call[8] * width * groups * depth,), like.dtype)
+        held = carray(pointer(call[2 + part]), (1,), like.dtype)
+        for t in range(width):
+            for head in range(groups):
+                at = ((task * width + t) * groups + head) * depth
+                to = row * row_step + head * head_step + (start + t) * slot_step
+                for i in range(depth):
+                    held[np.uintp(to + i)] = new[np.uintp(at + i)]
 
 
-@work
-@no_type_check
-def work_on_bfloat16(data) -> None:
-    """Runs in one thread of a bfloat16 attention call, as `work_on_float32` does in float32. bfloat16 is read as 16-bit
-    integers, since numba lacks that type."""
-    call = carray(data, (22,), np.int64)
-    q, keys = carray(pointer(call[0]), (1,), np.uint16), carray(pointer(call[1]), (1,), np.uint16)
-    values, mask = carray(pointer(call[2]), (1,), np.uint16), carray(pointer(call[3]), (1,), np.uint16)
-    _run(call, q, keys, values, mask, carray(pointer(call[4]), (1,), np.uint16))
+def attention_work(format: int) -> CFunc:
+    """Returns the compiled function that computes an attention call in one thread, for a format of all tensors."""
+    stored = STORED[format]
+
+    @no_type_check
+    def run(data) -> None:
+        """Takes (request, key head) pairs from a counter that all threads share, until none is left. data: address of
+        the numbers of `attention_call`."""
+        call, like = carray(data, (NUMBERS,), np.int64), np.empty(0, stored)
+        while True:
+            task = fetch_and_increment(call.ctypes.data + 20 * 8)
+            if task >= call[6] * call[8]:
+                break
+            attend_task(call, like, task)
+            fetch_and_increment(call.ctypes.data + 21 * 8)
+
+    return work(run)

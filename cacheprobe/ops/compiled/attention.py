@@ -1,19 +1,21 @@
-"""Computes attention of a few new tokens per request on a CPU, compiled by numba, batch-invariant.
+"""Computes attention of a few new tokens per request on a CPU, and writes keys and values, compiled by numba. The
+attention is batch-invariant.
 
 One thread computes one key head of one request from beginning to end. Each token attends over the slots up to its own.
 The result does not depend on the thread, on what other threads compute, or on the token's index in a window.
 """
 
+from functools import cache
+
 import numpy as np
 import torch
+from numba.core.ccallback import CFunc
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cacheprobe.ops.attention.decode_kernel import work_on_bfloat16, work_on_float32
+from cacheprobe.ops.compiled.attention_loops import attention_work
 from cacheprobe.ops.compiled.basics import run_on_threads
-
-WORK = {torch.float32: work_on_float32, torch.bfloat16: work_on_bfloat16}
-"""The compiled loops, by dtype."""
+from cacheprobe.ops.compiled.lanes import FORMATS
 
 MOST_TOKENS = 64
 """Largest number of tokens per request in a float32 window. Torch's own attention is faster for longer passes."""
@@ -24,13 +26,19 @@ _LITTLE = 2**16
 
 def serves(q: Tensor) -> bool:
     """Returns True if `decode_attention` can compute queries [b, h, t, d]: on a CPU, without gradients, for t up to 64
-    in float32 or t = 1 in bfloat16.
+    in float32 or t = 1 in bfloat16 and float16.
 
-    For more bfloat16 tokens, matrix instructions are several times faster.
+    For more tokens of 16 bits, matrix instructions are several times faster.
     """
     is_trained = torch.is_grad_enabled() and q.requires_grad
     is_short = q.shape[2] == 1 or (q.dtype == torch.float32 and q.shape[2] <= MOST_TOKENS)
-    return q.device.type == "cpu" and is_short and q.dtype in WORK and not is_trained
+    return is_short and serves_tokens_of(q) and not is_trained
+
+
+def serves_tokens_of(tensor: Tensor) -> bool:
+    """Returns True if `decode_attention` can compute one token for each request, in the dtype of `tensor` and on its
+    device."""
+    return tensor.device.type == "cpu" and tensor.dtype in FORMATS
 
 
 def decode_attention(
@@ -46,25 +54,44 @@ def decode_attention(
     not contiguous, and a request that attends to no slot of its own; RuntimeError if the compiled loops ended early.
     Twin: ops.attention.cached.cached_attention, close: sums are ordered otherwise.
     """
+    q, mask = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, mask))
+    call, out = attention_call(q, keys, values, mask, places, scale)
+    groups, num_elements = values.shape[1], int(places[:, 3].sum()) * q[0, 0].numel() * values.shape[1]
+    run_on_threads(_loops(FORMATS[q.dtype]), call, num_elements <= _LITTLE)
+    if call[21] != len(places) * groups:  # compiled loops print an error and return
+        raise RuntimeError(
+            f"attention of {len(places)} requests ended after {call[21]} of {len(places) * groups} heads"
+        )
+    return out
+
+
+@cache
+def _loops(format: int) -> CFunc:
+    return attention_work(format)
+
+
+def attention_call(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, places: NDArray[np.int64], scale: float
+) -> tuple[NDArray[np.int64], Tensor]:
+    """Returns the numbers that describe an attention call to the loops, and its result [b, h, t, dv], which holds no
+    values yet. Arguments and errors are those of `decode_attention`; the last dimension of `q` and `mask` must be
+    contiguous. The arguments must live until the loops have run.
+    """
     (batch, heads, width, depth), (_, groups, _, value_depth) = q.shape, values.shape
     _require_readable(q, keys, values, mask, places)
-    q, mask = q.contiguous(), mask if mask.stride(-1) == 1 else mask.contiguous()
-    out = q.new_zeros(batch, heads, width, value_depth)
+    make = q.new_empty if len(places) == batch else q.new_zeros
+    out = make(batch, width, heads, value_depth).transpose(1, 2)
     mask_of_head = mask.stride(1) if mask.shape[1] > 1 else 0
     call = np.array(
         (
             *(tensor.data_ptr() for tensor in (q, keys, values, mask, out)), places.ctypes.data, len(places),
             heads, groups, width, depth, value_depth, keys.stride(1), values.stride(1), keys.stride(2),
             values.stride(2), mask.stride(0), mask_of_head, mask.stride(2), np.float64(scale).view(np.int64), 0, 0,
+            q.stride(1), q.stride(2), out.stride(1), out.stride(2), q.stride(0),
         ),
         np.int64,
     )  # fmt: skip
-    run_on_threads(WORK[q.dtype], call, int(places[:, 3].sum()) * groups * width * depth <= _LITTLE)
-    if call[21] != len(places) * groups:  # compiled loops print an error and return
-        raise RuntimeError(
-            f"attention of {len(places)} requests ended after {call[21]} of {len(places) * groups} heads"
-        )
-    return out
+    return call, out
 
 
 def _require_readable(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, places: NDArray[np.int64]) -> None:
@@ -82,3 +109,24 @@ def _require_readable(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, pla
         raise ValueError(f"keys and values of strides {keys.stride()} and {values.stride()}; the last must be 1")
     if len(places) and (places[:, 3] <= places[:, 4]).any():
         raise ValueError("a request attends to no slot of its own: slots must exceed the first token's position")
+
+
+def store_call(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, rows: Tensor, starts: Tensor) -> NDArray[np.int64]:
+    """Returns the numbers that describe a cache write to the loops: as `ops.cache_rows.store_kv`, with int64 rows and
+    starts. k, v [b, g, t, d] lie in memory as [b, t, g, d]. The arguments must live until the loops have run.
+
+    Raises: ValueError for new keys or values of another layout or dtype, and for rows or starts of another dtype.
+    """
+    for new, held in ((k, keys), (v, values)):
+        if not new.transpose(1, 2).is_contiguous() or new.dtype != held.dtype or held.stride(3) != 1:
+            raise ValueError(f"a cache of {held.dtype} and new {new.dtype} of strides {new.stride()} are not written")
+    if {rows.dtype, starts.dtype} != {torch.int64}:
+        raise ValueError(f"rows of {rows.dtype} and starts of {starts.dtype}; both must be int64")
+    steps = zip(keys.stride()[:3], values.stride()[:3], strict=True)
+    return np.array(
+        (
+            *(tensor.data_ptr() for tensor in (k, v, keys, values, rows, starts)), k.shape[2], k.shape[1], len(k),
+            k.shape[3], v.shape[3], *(step for pair in steps for step in pair),
+        ),
+        np.int64,
+    )  # fmt: skip
