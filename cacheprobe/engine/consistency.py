@@ -140,7 +140,8 @@ def invariant_widths(
         heights = _heights(num_requests)
         widths = () if hooked.edited else range(1, window)
     shapes = [(h, window) for h in heights if num_requests > 1]
-    shapes += [(h, w) for w in widths for h in (heights if w < _FEW[1] else _FEW)]
+    few = [height for height in _FEW if height <= num_requests]
+    shapes += [(h, w) for w in widths for h in (heights if w < _FEW[1] else few)]
     known = _known.setdefault(model, {})
     settings = (window, "invariant", config.capacity, hooked, *numeric_settings().values())
     if untried := [shape for shape in shapes if (*shape, *settings) not in known]:

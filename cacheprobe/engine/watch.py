@@ -48,7 +48,7 @@ class Difference:
     def __str__(self) -> str:
         where = self.operation if self.layer is None else f"{self.operation} of layer {self.layer}"
         if self.copy is None:
-            return f"batch index {self.original} and a pass without the other requests differ in {where}"
+            return f"batch index {self.original} and a pass with other requests or none differ in {where}"
         return f"batch indices {self.original} and {self.copy} differ in {where}"
 
 
@@ -134,13 +134,14 @@ class Watch:
         self._logits_before = self._known_logits(state, start, num_again)
         return Copy(original, copy, shift, count, num_again)
 
-    def _least_compared(self, cache: KVCache, states: Sequence[SequenceState]) -> int | None:
+    def _least_compared(self, cache: KVCache, states: Sequence[SequenceState], step: int = 1) -> int | None:
         """Returns the index in `states` of the deterministic request without interventions and KVSnapshot that was
-        compared least often; None without one, or if the cache allows no second computation."""
+        compared least often; None without one, or if the cache allows no second computation. Of equal ones, it is the
+        first, or the last if `step` is -1."""
         eligible = [i for i, s in enumerate(states) if s.request.is_deterministic and not s.is_edited]
         if not eligible or not cache.can_compute_twice:
             return None
-        return min(eligible, key=lambda i: self._times.get(states[i].request_id, 0))
+        return min(eligible[::step], key=lambda i: self._times.get(states[i].request_id, 0))
 
     def _known_logits(self, state: SequenceState, start: int, num_again: int) -> Tensor | None:
         """Returns the kept logits [n, v] of up to `num_again` tokens of a request before `start`, or None."""
@@ -206,7 +207,7 @@ class Watch:
     def choose_again(self, cache: KVCache, states: Sequence[SequenceState]) -> int | None:
         """Counts a pass that decides tokens of invariant requests. Returns the index in `states` of the request to
         compute again, in one of AGAIN_EVERY (32) passes; None in the others, or if no request can be."""
-        i = self._least_compared(cache, states)
+        i = self._least_compared(cache, states, step=-1)  # the first row of a pass is the likeliest to be right
         if i is None:
             return None
         self._num_invariant += 1
