@@ -156,7 +156,7 @@ class Cycle:
                 fed[b] = (fed[b] + 1 + b) % self.model.d_vocab
 
     def _compare(self, site: str, layer: int, value: "Tensor | Sequence[Tensor]") -> None:
-        """Stores a value [b, t, ...] in the first pass of a text; later compares it, and sets `found` on a difference."""
+        """Stores a value [b, t, ...] in a text's first pass; later compares it, and sets `found` on a difference."""
         order = (layer, 0) if site == "logits" else order_of((layer, site))
         if self.found is not None and self.found[0] <= order:
             return

@@ -1,4 +1,4 @@
-"""determinism="invariant": passes of any number of requests decide, without a verifier, and nothing promised is lost."""
+"""determinism="invariant": passes of any number of requests decide, without a verifier, and keep what is promised."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -50,7 +50,7 @@ def test_a_request_has_the_same_bits_beside_any_others(family: str, dtype: torch
     of, rng, seen = model(dtype, family), random.Random(5), set()
     needle = Request(PROMPTS[0], HOT, is_deterministic=True, arrival_step=3)
     (want,) = alone(of, [needle])
-    for _ in range(10):
+    for _ in range(7):
         requests, place, settings = random_batch(rng, needle)
         trace = cp.run(of, requests, **{**INVARIANT, **settings})
         assert outcome(trace, place) == want, (place, settings)
@@ -160,8 +160,10 @@ def test_interventions_act_in_the_passes_that_decide(drafter: Any) -> None:
 
 def test_the_fingerprint_tells_the_two_ways_apart() -> None:
     of = model()
-    ways = {way: cp.run(of, PROMPTS[:1], **{**RUN, "determinism": way}, deterministic=True) for way in ("verify", "invariant")}  # fmt: skip
-    prints = {way: trace.fingerprint for way, trace in ways.items()}
+    prints = {
+        way: cp.run(of, PROMPTS[:1], **{**RUN, "determinism": way}, deterministic=True).fingerprint
+        for way in ("verify", "invariant")
+    }
     assert fingerprint_differences(prints["verify"], prints["invariant"]) == [("determinism", "verify", "invariant")]
     earlier = {name: value for name, value in prints["verify"].items() if name != "determinism"}
     assert not fingerprint_differences(earlier, prints["verify"])
@@ -216,15 +218,15 @@ def test_a_product_whose_bits_depend_on_the_height_is_refused(planted: Any) -> N
 
 def test_a_fault_in_one_height_or_width_alone_is_found() -> None:
     """The odd and even heights around tiles, and the narrow widths, each by itself."""
-    config = shape(window=5)
-    for height in (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 20):
+    config = shape(window=4)
+    for height in (2, 5, 9, 15, 18):
         of = _WithFault(model(), height, None)
-        with pytest.raises(ShapeRefused, match=f"a pass of {height} x 5 tokens differs"):
-            invariant_widths(of, config, Hooked(), 20)
-        assert invariant_widths(of, config, Hooked(), height - 1) == (2, 3, 4)
-    for width in (2, 3, 4):
+        with pytest.raises(ShapeRefused, match=f"a pass of {height} x 4 tokens differs"):
+            invariant_widths(of, config, Hooked(), 18)
+        assert invariant_widths(of, config, Hooked(), height - 1)[-2:] == (2, 3)
+    for width in (2, 3):
         of = _WithFault(model(), None, width)
-        assert invariant_widths(of, config, Hooked(), 20) == tuple(w for w in (2, 3, 4) if w != width)
+        assert invariant_widths(of, config, Hooked(), 3)[-1] == 5 - width
 
 
 def test_with_products_of_torch_every_height_is_tried() -> None:
@@ -262,10 +264,8 @@ def test_a_fault_after_the_trial_ends_the_deterministic_requests(planted: Any, d
     trace = cp.run(of, PROMPTS, **settings, deterministic=[1, 2])
     assert set(trace.meta["errors"]) == {"1", "2"} and len(trace.meta["self_checks"]["differences"]) == 1
     error = trace.meta["errors"]["1"]
-    assert (
-        "computed twice, and batch index" in error and "a pass with other requests or none differ in the keys" in error
-    )
-    assert "of layer 0" in error and "set determinism='verify'" in error
+    assert "computed twice, and batch index" in error and "set determinism='verify'" in error
+    assert "a pass with other requests or none differ in the keys (made by a norm and a product) of layer 0" in error
     for i in (1, 2):
         assert trace.committed(i) == plain.committed(i)[: len(trace.committed(i))] and len(trace.committed(i)) < NEW
     for i in (0, 3, 4):
@@ -313,4 +313,4 @@ class _WithFault:
     def forward(self, token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.shapes.append((token_ids.shape[0], token_ids.shape[1]))
         out = self._model.forward(token_ids, *args, **kwargs)
-        return out * (1 + 2**-20) if any(a == b for a, b in zip(self._fault, token_ids.shape)) else out
+        return out * (1 + 2**-20) if any(a == b for a, b in zip(self._fault, token_ids.shape, strict=True)) else out
