@@ -23,9 +23,7 @@ SPAN_STEP = 64
 """Step in slots by which attention spans grow: the token at position p attends over the first ceil((p + 1) / 64) * 64
 slots."""
 
-BY_REQUEST = (
-    f"by request, spans of {SPAN_STEP}, sums in a fixed order by {COMPILER} for one token and windows of float32"
-)
+BY_REQUEST = f"by request, spans of {SPAN_STEP}, sums in a fixed order by {COMPILER} for few tokens"
 """Text in the schedule fingerprint for the attention of this module."""
 
 _ONE_THREAD_WORK = 2**24

@@ -15,24 +15,21 @@ from torch import Tensor
 
 from cacheprobe.ops.compiled.attention_loops import attention_work
 from cacheprobe.ops.compiled.basics import run_on_threads
-from cacheprobe.ops.compiled.lanes import FORMATS
+from cacheprobe.ops.compiled.lanes import BFLOAT16, FLOAT16, FLOAT32, FORMATS
 
-MOST_TOKENS = 64
-"""Largest number of tokens per request in a float32 window. Torch's own attention is faster for longer passes."""
+MOST_TOKENS = {FLOAT32: 64, BFLOAT16: 16, FLOAT16: 16}
+"""Largest number of tokens per request, by format. Torch's own attention is faster for longer passes: in 16 bits, some
+processors multiply matrices in one instruction."""
 
 _LITTLE = 2**16
 """Up to this many elements of keys one thread is faster than two, because to wake a thread takes time."""
 
 
 def serves(q: Tensor) -> bool:
-    """Returns True if `decode_attention` can compute queries [b, h, t, d]: on a CPU, without gradients, for t up to 64
-    in float32 or t = 1 in bfloat16 and float16.
-
-    For more tokens of 16 bits, matrix instructions are several times faster.
-    """
+    """Returns True if `decode_attention` can compute queries [b, h, t, d]: on a CPU, without gradients, for t up to
+    MOST_TOKENS."""
     is_trained = torch.is_grad_enabled() and q.requires_grad
-    is_short = q.shape[2] == 1 or (q.dtype == torch.float32 and q.shape[2] <= MOST_TOKENS)
-    return is_short and serves_tokens_of(q) and not is_trained
+    return serves_tokens_of(q) and q.shape[2] <= MOST_TOKENS[FORMATS[q.dtype]] and not is_trained
 
 
 def serves_tokens_of(tensor: Tensor) -> bool:

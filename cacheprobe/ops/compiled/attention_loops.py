@@ -49,53 +49,10 @@ def _softmax(scores, at, count, scratch) -> None:
 
 @njit
 @no_type_check
-def _add_scaled(sums, at, weight, vector, count) -> None:
-    for i in range(count):
-        sums[np.uintp(at + i)] = multiply_add(weight, vector[np.uintp(i)], sums[np.uintp(at + i)])
-
-
-@njit
-@no_type_check
 def _widen(stored, at, wide, to, count, scale) -> None:
     """Writes `count` stored numbers, times `scale`, into the float32 array `wide` from element `to` on."""
     for i in range(count):
         wide[np.uintp(to + i)] = widened(stored[np.uintp(at + i)]) * scale
-
-
-@njit
-@no_type_check
-def _attend(arrays, at, steps, sizes, scale) -> None:
-    """Writes the attention output of one new token, for one key head and the query heads that share it, to `out`.
-    arrays: q, keys, values, mask, out. at: first element in each of the five."""
-    (q, keys, values, mask, out), (of_q, of_key, of_value, of_mask, of_out) = arrays, at
-    (key_step, value_step, mask_step, _, q_step, out_step) = steps
-    repeats, _, depth, value_depth, slots, _ = sizes
-    padded, one = (depth + LANES - 1) // LANES * LANES, np.float32(1.0)
-    query, wide = np.zeros(repeats * padded, np.float32), np.zeros(slots * padded, np.float32)
-    scores, sums = np.empty(repeats * slots, np.float32), np.zeros(repeats * value_depth, np.float32)
-    vector, scratch = np.empty(value_depth, np.float32), np.empty(slots, np.float32)
-    nothing, zeros = np.empty(0, np.float32), np.zeros(OUTPUTS, np.float32)
-    for r in range(repeats):
-        _widen(q, of_q + r * q_step, query, r * padded, depth, scale)
-    for j in range(slots):
-        _widen(keys, of_key + j * key_step, wide, j * padded, depth, one)
-    multiply(
-        FLOATS, FLOAT32, nothing, (repeats, slots, padded), (np.int64(query.ctypes.data), 4 * padded),
-        (np.int64(wide.ctypes.data), 4 * padded), (np.int64(zeros.ctypes.data), 0),
-        (np.int64(scores.ctypes.data), 4 * slots), nothing,
-    )  # fmt: skip
-    scratch[0], sums[0] = query[0] + wide[0], zeros[0]  # until here the three arrays are kept
-    for r in range(repeats):
-        for j in range(slots):
-            scores[np.uintp(r * slots + j)] += widened(mask[np.uintp(of_mask + r * mask_step + j)])
-        _softmax(scores, r * slots, slots, scratch)
-    for j in range(slots):
-        _widen(values, of_value + j * value_step, vector, 0, value_depth, one)
-        for r in range(repeats):
-            _add_scaled(sums, r * value_depth, scores[np.uintp(r * slots + j)], vector, value_depth)
-    for r in range(repeats):
-        for i in range(value_depth):
-            out[np.uintp(of_out + r * out_step + i)] = narrowed(sums[np.uintp(r * value_depth + i)], out)
 
 
 @njit
@@ -121,32 +78,39 @@ def _add_products(weights, at, rows, step, sums, counts) -> None:
 
 @njit
 @no_type_check
-def _attend_window(arrays, at, steps, sizes, by_token) -> None:
-    """Writes the attention outputs of several tokens at consecutive positions, for one key head and the query heads
-    that share it, to `out`. by_token: scale, and the steps of `q` and `out` from one token to the next."""
+def _attend(arrays, at, steps, by_token, sizes, scale) -> None:
+    """Writes the attention outputs of tokens at consecutive positions, for one key head and the query heads that share
+    it, to `out`. arrays: q, keys, values, mask, out. at: first element in each of the five. steps: from one slot or
+    head to the next; by_token: from one token to the next."""
     (q, keys, values, mask, out), (of_q, of_key, of_value, of_mask, of_out) = arrays, at
-    key_step, value_step, mask_step, token_step, q_step, out_step = steps
-    (repeats, width, depth, value_depth, slots, start), (scale, q_token_step, out_token_step) = sizes, by_token
-    query, vector, scratch = np.empty(depth, np.float32), np.empty(depth, np.float32), np.empty(slots, np.float32)
-    turned, wide = np.empty(depth * slots, np.float32), np.empty(slots * value_depth, np.float32)
-    one = np.float32(1.0)
-    for j in range(slots):
-        _widen(keys, of_key + j * key_step, vector, 0, depth, one)
-        for i in range(depth):
-            turned[np.uintp(i * slots + j)] = vector[np.uintp(i)]
-        for i in range(value_depth):
-            wide[np.uintp(j * value_depth + i)] = widened(values[np.uintp(of_value + j * value_step + i)])
+    (q_step, key_step, value_step, mask_step, out_step), (q_next, mask_next, out_next) = steps, by_token
+    repeats, width, depth, value_depth, slots, start = sizes
+    padded, one = (depth + LANES - 1) // LANES * LANES, np.float32(1.0)
+    query, wide = np.zeros(repeats * width * padded, np.float32), np.zeros(slots * padded, np.float32)
+    wide_values, scores = np.empty(slots * value_depth, np.float32), np.empty(repeats * width * slots, np.float32)
+    sums, scratch = np.empty(value_depth, np.float32), np.empty(slots, np.float32)
+    nothing, zeros = np.empty(0, np.float32), np.zeros(OUTPUTS, np.float32)
     for r in range(repeats):
         for t in range(width):
-            count = min(slots, start + t + 1)
-            scores, sums = np.zeros(count, np.float32), np.zeros(value_depth, np.float32)
-            _widen(q, of_q + r * q_step + t * q_token_step, query, 0, depth, scale)
-            _add_products(query, 0, turned, slots, scores, (depth, count))
+            _widen(q, of_q + r * q_step + t * q_next, query, (r * width + t) * padded, depth, scale)
+    for j in range(slots):
+        _widen(keys, of_key + j * key_step, wide, j * padded, depth, one)
+        _widen(values, of_value + j * value_step, wide_values, j * value_depth, value_depth, one)
+    multiply(
+        FLOATS, FLOAT32, nothing, (repeats * width, slots, padded), (np.int64(query.ctypes.data), 4 * padded),
+        (np.int64(wide.ctypes.data), 4 * padded), (np.int64(zeros.ctypes.data), 0),
+        (np.int64(scores.ctypes.data), 4 * slots), nothing,
+    )  # fmt: skip
+    scratch[0], sums[0] = query[0] + wide[0], zeros[0]  # until here the three arrays are kept
+    for r in range(repeats):
+        for t in range(width):
+            first, count = (r * width + t) * slots, min(slots, start + t + 1)
             for j in range(count):
-                scores[np.uintp(j)] += widened(mask[np.uintp(of_mask + r * mask_step + t * token_step + j)])
-            _softmax(scores, 0, count, scratch)
-            _add_products(scores, 0, wide, value_depth, sums, (count, value_depth))
-            to = of_out + r * out_step + t * out_token_step
+                scores[np.uintp(first + j)] += widened(mask[np.uintp(of_mask + r * mask_step + t * mask_next + j)])
+            _softmax(scores, first, count, scratch)
+            sums[:] = np.float32(0.0)
+            _add_products(scores, first, wide_values, value_depth, sums, (count, value_depth))
+            to = of_out + r * out_step + t * out_next
             for i in range(value_depth):
                 out[np.uintp(to + i)] = narrowed(sums[np.uintp(i)], out)
 
@@ -158,7 +122,7 @@ def attend_task(call, like, task) -> None:
     with the dtype of the stored numbers."""
     places = carray(pointer(call[5]), (call[6], 5), np.int64)
     heads, groups, width, depth, value_depth = call[7], call[8], call[9], call[10], call[11]
-    repeats, steps = heads // groups, (call[14], call[15], call[17], call[18], call[22], call[24])
+    repeats, steps = heads // groups, (call[22], call[14], call[15], call[17], call[24])
     scale = np.float32(np.int64(call[19]).view(np.float64))
     q, keys = carray(pointer(call[0]), (1,), like.dtype), carray(pointer(call[1]), (1,), like.dtype)
     values, mask = carray(pointer(call[2]), (1,), like.dtype), carray(pointer(call[3]), (1,), like.dtype)
@@ -171,10 +135,7 @@ def attend_task(call, like, task) -> None:
         row * call[16] + head * call[17], row * heads * width * value_depth + head * call[24],
     )  # fmt: skip
     sizes = (repeats, width, depth, value_depth, slots, start)
-    if width == 1:
-        _attend((q, keys, values, mask, out), at, steps, sizes, scale)
-    else:
-        _attend_window((q, keys, values, mask, out), at, steps, sizes, (scale, call[23], call[25]))
+    _attend((q, keys, values, mask, out), at, steps, (call[23], call[18], call[25]), sizes, scale)
 
 
 @njit
