@@ -14,6 +14,7 @@ from cacheprobe.capture.later import read_now
 from cacheprobe.capture.lens_reader import LENS_TILE
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import Request
+from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.engine.fingerprint import require_same, schedule_fingerprint
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.lenses.logit import LogitLens
@@ -24,7 +25,7 @@ from cacheprobe.trace.manifest import damaged_files
 from cacheprobe.trace.state_store import ShardStore
 from cacheprobe.trace.trace import Trace
 
-_SHAPES = ("window", "group", "capacity", "prefill_chunk", "prefill_group", "pad_prefill")
+_SHAPES = ("window", "group", "capacity", "prefill_chunk", "prefill_group", "pad_prefill", "determinism")
 """Settings of the run that the reference takes over."""
 
 
@@ -104,6 +105,8 @@ def replay(
     reference = oracle(
         model,
         [_reference_request(trace, request) for request in verified],
+        # a drafted run is compared with verify passes; which drafter it had does not matter
+        drafter=None if trace.meta["drafter"] is None else FastPath(),
         **{name: getattr(config, name) for name in _SHAPES},
         capture=_capture(trace, has_readings),
         path=path,
