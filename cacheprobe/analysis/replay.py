@@ -21,7 +21,7 @@ from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import PATHS, choose_path
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.trace.manifest import damaged_files
+from cacheprobe.trace.checked_files import damaged_files
 from cacheprobe.trace.state_store import ShardStore
 from cacheprobe.trace.trace import Trace
 
@@ -231,7 +231,7 @@ def _compare_request(
 
 def _files(trace: Trace) -> tuple[int, list[str]]:
     """Compares the files of a saved run with their checksums; returns (number of files compared, error texts)."""
-    return damaged_files(trace.store.directory) if isinstance(trace.store, ShardStore) else (0, [])
+    return damaged_files(trace.store.files.directory) if isinstance(trace.store, ShardStore) else (0, [])
 
 
 def _not_compared(trace: Trace, requests: Sequence[Request], has_readings: bool, num_files: int) -> Iterator[str]:
