@@ -39,7 +39,7 @@ def test_a_wrong_product_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     found = everything.checked("cpu", lambda device: ["rms_norm is wrong"], size=SMALL, new_tokens=2)
     assert len(found["loop"]) == 1 and "cannot run on its fast forward" in found["loop"][0]
     assert found["determinism"] == ["failed with ZeroDivisionError: division by zero"]
-    assert "kernels: rms_norm is wrong" in capsys.readouterr().out
+    assert "kernels: rms_norm is wrong" in capsys.readouterr().err
 
 
 def test_states_that_are_too_far_away_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
