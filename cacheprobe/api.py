@@ -83,8 +83,8 @@ def run(
         They act during this run, on the bridge and the fast path, and do not change the other requests' bits.
     progress: show a bar on a terminal; if the prompts come from a task, print the model's accuracy.
     options: window, group, capacity, prefill_chunk, prefill_group, pad_prefill, max_batch, max_kv_tokens,
-        draft_length, acceptance, layers and path; `cacheprobe.core.config.EngineOptions` says what each does. The
-        defaults suit the model and the processor.
+        draft_length, acceptance, determinism, layers and path; `cacheprobe.core.config.EngineOptions` says what each
+        does. The defaults suit the model and the processor.
     A request whose passes fail ends with an error and a warning; the others go on.
     In the main thread, Ctrl-C ends every request at the next round and raises `cp.Interrupted`, a KeyboardInterrupt
     whose `trace` holds the tokens and states so far. A second Ctrl-C raises KeyboardInterrupt at once, without a trace.
@@ -123,10 +123,11 @@ def stream(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> St
 
 def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **settings: Unpack[RunSettings]) -> Trace:
     """Generates with the slow reference and returns its Trace: each request runs alone, and each token after its first
-    takes a verify pass of its own.
+    takes a pass of its own.
 
     `max_batch`, `max_kv_tokens`, `draft_length` and `acceptance` do not change the results; they are accepted so that
-    `run` and `reference` take the same settings. A drafter changes the default window only. Tokens, states and readings
+    `run` and `reference` take the same settings. A drafter changes only the default window, and with
+    determinism="invariant" whether passes are called verify or decode passes. Tokens, states and readings
     of a deterministic request of `run` equal those of `reference`, bit for bit, if both runs have the same schedule
     fingerprint (D2 in docs/determinism.md).
     """

@@ -20,10 +20,9 @@ from cacheprobe.core.records import Observer, Request, SamplingParams
 from cacheprobe.core.values import whole_number
 from cacheprobe.drafters.base import Drafter, drafted_layers, require_drafter
 from cacheprobe.drafters.fast_path import FastPath
-from cacheprobe.engine.consistency import Hooked, narrow_widths, serving_config
-from cacheprobe.engine.fingerprint import Fingerprint, schedule_fingerprint
+from cacheprobe.engine.consistency import Hooked, proven_shapes
+from cacheprobe.engine.fingerprint import Fingerprint, RunGuard, require_ready, schedule_fingerprint
 from cacheprobe.engine.loop import rounds
-from cacheprobe.engine.run_guard import RunGuard, require_ready
 from cacheprobe.engine.sizes import require_cache_fits, require_records_fit
 from cacheprobe.engine.watch import Watch
 from cacheprobe.interventions.base import Intervention, as_interventions
@@ -209,34 +208,31 @@ class RunPlan:
     # -- running
 
     def states(self, drafter: Drafter | None, is_all_verified: bool = False) -> list[SequenceState]:
-        """Returns a new SequenceState for each request. With a drafter all are verified, else the deterministic ones.
+        """Returns a new SequenceState for each request. With a drafter all are verified, else the deterministic ones;
+        with determinism="invariant" these are not verified, but invariant.
 
-        is_all_verified: all are verified without a drafter, too.
+        is_all_verified: all are verified (or invariant) without a drafter, too.
         Also creates the run's editor of interventions and tries its pass shapes, which may change self.config. Raises:
         ShapeRefused if no allowed shape is batch-invariant; ValueError for interventions that cannot act.
         """
-        states = [
-            SequenceState(
-                request,
-                is_all_verified or drafter is not None or request.is_deterministic,
-                request.sampling or self.fallback,
-                self.model.decode,
-            )
-            for request in self.requests
-        ]
-        for state in states:
-            state.is_edited = state.request.cached is not None
+        is_drafted, is_invariant = drafter is not None, self.config.is_invariant
+        states = []
+        for request in self.requests:
+            is_decided = is_all_verified or is_drafted or request.is_deterministic
+            is_verified = is_decided and (is_drafted or not is_invariant)
+            sampling, is_edited = request.sampling or self.fallback, request.cached is not None
+            states.append(SequenceState(request, is_verified, sampling, self.model.decode, is_decided and is_invariant))
+            states[-1].is_edited = is_edited
         self.editor = self._editor(drafter, states, is_all_verified)
-        if any(state.is_verified for state in states):
-            before = self.config
+        if any(state.reads_in_chunks for state in states):
+            before, is_any = self.config, any(state.request.is_deterministic for state in states)
+            # the slow reference needs the shapes of a deterministic run; other runs keep their window
+            replaceable = {*self.open_shapes} - (set() if is_any or is_all_verified else {"window"})
+            most = 1 if is_all_verified else min(len(states), before.group if is_drafted else before.max_batch)
             with hold_model(self.model):
-                is_any = any(state.request.is_deterministic for state in states)
-                # the slow reference needs the shapes of a deterministic run; other runs keep their window
-                replaceable = {*self.open_shapes} - (set() if is_any or is_all_verified else {"window"})
-                self.config = serving_config(
-                    self.model, before, replaceable, self._hooked(), is_any, self._require_all_fit
+                self.config, self.narrow_widths = proven_shapes(
+                    self.model, before, replaceable, self._hooked(), is_any, self._require_all_fit, most
                 )
-                self.narrow_widths = narrow_widths(self.model, self.config, self._hooked())
             if self.config.window != before.window:
                 self.editor = self._editor(drafter, states, is_all_verified)
         return states

@@ -119,7 +119,11 @@ def _history(trace: Trace, request: Request, events: pd.DataFrame) -> History:
     prompt = list(request.prompt_token_ids)
     is_all = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
     by_equality = request.is_deterministic or trace.meta["config"].get("acceptance", "equality") == "equality"
-    history = History(prompt, is_all or request.is_deterministic, by_equality)
+    is_verified = is_all or request.is_deterministic
+    if trace.meta["drafter"] is None and trace.meta["config"].get("determinism") == "invariant":
+        # without a drafter, decode passes commit; the reference to a drafted run has verify passes
+        is_verified = trace.meta["kind"] == "reference" and bool((events.phase == "verify").any())
+    history = History(prompt, is_verified, by_equality)
     history.text, history.roles = list(prompt), ["prompt"] * len(prompt)
     drafts = token_history(events).fillna({"outcome": ""}).query("outcome != 'committed'")  # null: nobody decided
     for draft in drafts.itertuples():

@@ -14,17 +14,18 @@ from cacheprobe.capture.later import read_now
 from cacheprobe.capture.lens_reader import LENS_TILE
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import Request
+from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.engine.fingerprint import require_same, schedule_fingerprint
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import PATHS, choose_path
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.trace.manifest import damaged_files
+from cacheprobe.trace.checked_files import damaged_files
 from cacheprobe.trace.state_store import ShardStore
 from cacheprobe.trace.trace import Trace
 
-_SHAPES = ("window", "group", "capacity", "prefill_chunk", "prefill_group", "pad_prefill")
+_SHAPES = ("window", "group", "capacity", "prefill_chunk", "prefill_group", "pad_prefill", "determinism")
 """Settings of the run that the reference takes over."""
 
 
@@ -104,6 +105,8 @@ def replay(
     reference = oracle(
         model,
         [_reference_request(trace, request) for request in verified],
+        # a drafted run is compared with verify passes; which drafter it had does not matter
+        drafter=None if trace.meta["drafter"] is None else FastPath(),
         **{name: getattr(config, name) for name in _SHAPES},
         capture=_capture(trace, has_readings),
         path=path,
@@ -228,7 +231,7 @@ def _compare_request(
 
 def _files(trace: Trace) -> tuple[int, list[str]]:
     """Compares the files of a saved run with their checksums; returns (number of files compared, error texts)."""
-    return damaged_files(trace.store.directory) if isinstance(trace.store, ShardStore) else (0, [])
+    return damaged_files(trace.store.files.directory) if isinstance(trace.store, ShardStore) else (0, [])
 
 
 def _not_compared(trace: Trace, requests: Sequence[Request], has_readings: bool, num_files: int) -> Iterator[str]:

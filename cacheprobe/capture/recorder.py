@@ -73,9 +73,9 @@ class Recorder(Observer):
     preemptions: list[tuple[int, int]] = field(default_factory=list)
     """(request_id, step) of every preemption."""
     num_compared: int = 0
-    """Number of verify passes that were computed twice and compared."""
+    """Number of passes in which one request was computed twice and compared."""
     differences: list[str] = field(default_factory=list)
-    """One text for each verify pass whose two computations differed."""
+    """One text for each of these passes whose two computations differed."""
 
     def __post_init__(self) -> None:
         dtype = getattr(torch, self.config.dtype) if self.config.dtype else self.model.dtype
@@ -268,7 +268,7 @@ class Recorder(Observer):
         self.thoughts.append(thought)
 
     def on_compared(self, step: int, difference: str | None) -> None:
-        """Counts a verify pass that was computed twice, and appends the difference, if any, to `differences`."""
+        """Counts a pass in which one request was computed twice. Appends the difference, if any, to `differences`."""
         self.num_compared += 1
         if difference is not None:
             self.differences.append(f"step {step}: {difference}")

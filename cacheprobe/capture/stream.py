@@ -5,17 +5,11 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cacheprobe.core.records import Finished, Observer
+from cacheprobe.core.token_text import CUT, TextWindow
 from cacheprobe.core.values import HintsAtNewNames
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.trace.trace import Trace
-
-_CUT = "\ufffd"
-"""Replacement character that a tokenizer returns for an incomplete UTF-8 sequence."""
-
-_WINDOW = 64
-"""Number of newest tokens, and up to twice as many, that are decoded again when new tokens come: earlier ones do not
-change how the new ones decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +70,7 @@ class Stream(HintsAtNewNames):
     ) -> None:
         self._states = {state.request_id: state for state in states}
         self._decode = decode
+        self._window = TextWindow(lambda token_ids: self._decode(token_ids))
         self._texts = {request_id: _Text() for request_id in self._states}
         self._trace: Trace | None = None
         self._ready: deque[Piece] = deque()
@@ -159,18 +154,13 @@ class Stream(HintsAtNewNames):
             whole, known = self._decode(text.token_ids), "".join(text.given)
             text.given.append(whole[len(known) :] if whole.startswith(known) else "")
             return text.given[-1]
-        whole, known = self._decode(text.token_ids[text.first :]).rstrip(_CUT), text.window
+        whole, known = self._decode(text.token_ids[text.first :]).rstrip(CUT), text.window
         if not whole.startswith(known):
             return ""
         text.given.append(whole[len(known) :])
         text.window = whole
-        if len(text.token_ids) - text.first > 2 * _WINDOW:
-            self._move_window(text)
+        if (first := self._window.start(text.token_ids)) > text.first:
+            window = self._decode(text.token_ids[first:]).rstrip(CUT)
+            if text.window.endswith(window):
+                text.first, text.window = first, window
         return text.given[-1]
-
-    def _move_window(self, text: _Text) -> None:
-        """Lets the window begin later, unless a character begins before the new beginning and ends after it."""
-        first = len(text.token_ids) - _WINDOW
-        window = self._decode(text.token_ids[first:]).rstrip(_CUT)
-        if window and text.window.endswith(window):
-            text.first, text.window = first, window

@@ -86,7 +86,9 @@ def report(
 
 
 @app.command
-def verify(run: Path, *, model: str | None = None, adapter: str | None = None, progress: bool = True) -> int:
+def verify(
+    run: Path, *, files: bool = False, model: str | None = None, adapter: str | None = None, progress: bool = True
+) -> int:
     """Compare a stored run with the slow reference (cp.reference), its tables with each other, and its files with their
     checksums.
 
@@ -97,6 +99,8 @@ def verify(run: Path, *, model: str | None = None, adapter: str | None = None, p
     ----------
     run
         Directory of a saved run.
+    files
+        Compare only the files with their checksums; needs no model.
     model
         Name or directory of the model, if not the one that the run names.
     adapter
@@ -104,14 +108,20 @@ def verify(run: Path, *, model: str | None = None, adapter: str | None = None, p
     progress
         Show progress bars.
     """
+    from cacheprobe.trace.checked_files import damaged_files
+
+    count, faults = damaged_files(run)  # before a damaged table is read
+    if faults:
+        print("\n".join(f"damaged: {fault}" for fault in faults))
+        return 1
+    if files:
+        old = f"the run has no checksums (trace format 3 or older); cacheprobe migrate {run} adds them"
+        print(f"compared with their checksums: {count} files" if count else old)
+        return 0
     import cacheprobe as cp
     from cacheprobe.analysis.replay import require_run
     from cacheprobe.models.loaders import products_of
-    from cacheprobe.trace.manifest import damaged_files
 
-    if faults := damaged_files(run)[1]:  # before a damaged table is read
-        print("\n".join(f"damaged: {fault}" for fault in faults))
-        return 1
     trace = cp.load_trace(run)
     require_run(trace)
     settings = trace.fingerprint
@@ -127,6 +137,25 @@ def verify(run: Path, *, model: str | None = None, adapter: str | None = None, p
     result = cp.verify(trace, loaded, progress=progress)
     print(result)
     return 0 if result.is_equal else 1
+
+
+@app.command
+def migrate(run: Path) -> None:
+    """Rewrite a stored run of an older trace format in today's format, in place.
+
+    If the command is killed, the directory holds the whole run, in the older or in today's format.
+
+    Parameters
+    ----------
+    run
+        Directory of a saved run.
+    """
+    from cacheprobe.trace.manifest import FORMAT_VERSION
+    from cacheprobe.trace.storage import migrate_run
+
+    version = migrate_run(run)
+    how = f"migrated from trace format {version} to" if version < FORMAT_VERSION else "is already of trace format"
+    print(f"{run} {how} {FORMAT_VERSION}")
 
 
 @app.command(name=["stress", "prove"], config=fill)

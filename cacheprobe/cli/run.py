@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cacheprobe.capture.interrupts import Interrupted
     from cacheprobe.drafters.base import Drafter
 
-SHAPES = ("window", "group", "capacity", "max_batch", "max_kv_tokens")
+SHAPES = ("window", "group", "capacity", "max_batch", "max_kv_tokens", "determinism")
 PASSED_ON = ("deterministic", "lens", "max_new_tokens", "seed", *SHAPES)
 """Settings that are passed to `cp.run` unchanged."""
 

@@ -8,6 +8,7 @@ from cacheprobe.core.hook_names import HEAD_SITES, SITES
 from cacheprobe.core.values import HintsAtNewArguments, flag, is_flag, whole_number
 
 ACCEPTANCES = ("equality", "rejection")
+DETERMINISMS = ("verify", "invariant")
 RUN_DTYPES = ("float32", "bfloat16", "float16")
 DTYPES = (*RUN_DTYPES, "float64")
 """dtypes of kept states. float64 serves as the reference that shows how exact the other dtypes are; it takes twice the
@@ -43,6 +44,9 @@ class EngineOptions(TypedDict, total=False):
     """Draft tokens before each verification: None for all that the window takes, a number, or "adaptive"."""
     acceptance: str
     """"equality", or "rejection" for speculative sampling of requests that are not deterministic."""
+    determinism: str
+    """How deterministic requests get their bits. "verify": passes of one fixed shape decide. "invariant": passes of any
+    number of requests decide, without verifier and rollback; refused if their bits depend on that number."""
     layers: "str | int | Iterable[int]"
     """Layers to keep states of: "all", a number or a list. Must be left out if the CaptureConfig sets layers."""
     path: str
@@ -54,7 +58,7 @@ class EngineOptions(TypedDict, total=False):
 class EngineConfig(HintsAtNewArguments):
     """Holds the checked settings of the engine, such as the fixed shapes of passes and the limits of the cache.
 
-    window, group, capacity, prefill_chunk, prefill_group and pad_prefill enter the schedule fingerprint.
+    window, group, capacity, prefill_chunk, prefill_group, pad_prefill and determinism enter the schedule fingerprint.
     Raises: ValueError for a value of a wrong type or out of range, and for two settings that contradict each other;
     TypeError for an unknown setting.
     """
@@ -81,6 +85,9 @@ class EngineConfig(HintsAtNewArguments):
     pad_prefill: bool = True
     """Whether a prompt's last chunk is padded to the length of the others. An unpadded chunk costs less, and its shape
     still depends on the prompt alone. Prompts that share a prefill pass need padding, because a pass has one shape."""
+    determinism: str = "verify"
+    """"verify": passes of group x window tokens decide a deterministic request's tokens. "invariant": passes of any
+    number of requests do; a trial before the run finds whether a token has the same bits in all of them."""
 
     def __post_init__(self) -> None:
         for name in ("window", "group", "capacity", "prefill_chunk", "prefill_group", "max_batch", "max_kv_tokens"):
@@ -103,6 +110,13 @@ class EngineConfig(HintsAtNewArguments):
             raise ValueError(f'draft_length must be None, "adaptive" or a whole number of at least 1, got {length!r}')
         if self.acceptance not in ACCEPTANCES:
             raise ValueError(f"unknown acceptance {self.acceptance!r}; choose one of {', '.join(ACCEPTANCES)}")
+        if self.determinism not in DETERMINISMS:
+            raise ValueError(f"unknown determinism {self.determinism!r}; choose one of {', '.join(DETERMINISMS)}")
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether passes of any number of requests decide the tokens of deterministic requests."""
+        return self.determinism == "invariant"
 
     def slots_needed(self, num_prompt_tokens: int, max_new_tokens: int, num_cached: int = 0) -> int:
         """Returns the largest number of cache slots that a request may write, pads included. Pads stand after the last

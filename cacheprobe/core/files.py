@@ -1,11 +1,17 @@
-"""Writes files so that a reader finds either the whole new file or the earlier one."""
+"""Writes files so that a reader finds either the whole new file or the earlier one, and lets only one process at a time
+write to a folder."""
 
 import hashlib
 import json
 import os
+import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from cacheprobe.core.values import JsonDict
 
 
 def write_whole(path: Path, fill: Callable[[Path], object]) -> Path:
@@ -50,6 +56,63 @@ def fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+class Locked(RuntimeError):
+    """Signals that another process, or another thread of this one, writes to the same folder. Its text names the
+    process."""
+
+
+@dataclass
+class WriterLock:
+    """Holds the path of a lock file, which this process has locked, and the note that a killed writer left in it."""
+
+    path: Path
+    left: JsonDict = field(default_factory=dict)
+
+    def note(self, content: JsonDict) -> None:
+        """Writes a note into the lock file, beside the name of this process. A writer that is killed leaves it for the
+        next one."""
+        own = {"process": os.getpid(), "host": socket.gethostname()}
+        self.path.write_text(json.dumps({**content, **own}), encoding="utf-8")
+
+
+@contextmanager
+def only_writer(path: Path) -> Iterator[WriterLock]:
+    """Locks the lock file `path` for the time of a `with` block, and deletes the file at its end.
+
+    The folder must exist. The lock ends with the process, however the process ends.
+    Raises: Locked, which names the other process, if the file is locked.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise Locked(_holder(path)) from None
+    try:
+        held = WriterLock(path, _note_in(path))
+        held.note(held.left)
+        yield held
+    finally:
+        path.unlink(missing_ok=True)
+        lock.release()
+
+
+def _holder(path: Path) -> str:
+    """Returns the name of the process that locked a lock file, such as "process 123 on HOST"."""
+    note = _note_in(path)
+    return f"process {note['process']} on {note.get('host')}" if "process" in note else "another process"
+
+
+def _note_in(path: Path) -> JsonDict:
+    """Returns the note in a lock file; {} if there is none."""
+    try:
+        note = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return note if isinstance(note, dict) else {}
 
 
 def _umask() -> int:

@@ -34,7 +34,7 @@ class Request(HintsAtNewArguments):
     """Text, or token ids."""
     sampling: SamplingParams | None = None
     is_deterministic: bool = False
-    """Whether to verify this request, so that its tokens and states do not depend on other requests in the batch."""
+    """Whether this request's tokens and states must not depend on other requests in the batch."""
     request_id: "int | Any" = None
     """Index of the request in the run, set by the run. None only before the run."""
     prompt_token_ids: tuple[int, ...] = ()
@@ -242,6 +242,7 @@ class Finished:
 
 _LATER_FIELDS = {
     "pad_prefill": True,
+    "determinism": "verify",
     "float32_matmul_precision": "highest",
     "deterministic_algorithms": "off",
     "flush_denormal": False,
@@ -316,7 +317,7 @@ class Observer:
         `after_forward` and `on_thought`."""
 
     def on_compared(self, step: int, difference: str | None) -> None:
-        """Called when a verify pass computed the tokens of one request twice. difference: text on where the bits
+        """Called when the tokens of one request in a pass were computed twice. difference: text on where the bits
         differ; None if they are equal."""
 
     def on_failure(self, step: int) -> None:

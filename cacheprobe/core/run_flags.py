@@ -71,6 +71,8 @@ class RunFlags:
     """Requests of a verify pass; by default chosen for model and machine."""
     deterministic: float = 0.0
     """Fraction of the requests that are deterministic."""
+    determinism: Literal["verify", "invariant"] = "verify"
+    """How these get their bits: decided by a verifier, or by passes of any number of requests, if their bits allow."""
     capture: str = str(CaptureConfig.sites)
     """Sites to keep: letters of S, T, C and Z."""
     lens: Literal["logit", "later"] = "logit"

@@ -1,24 +1,24 @@
-"""Tests, before a run, whether a pass shape gives a token the same bits at every batch index and every window slot.
+"""Tests, before a run, whether a pass shape gives a token the same bits at every batch index and every window slot;
+with determinism="invariant", whether passes of any number of requests do.
 
-Decode-verify-rollback relies on this. Libraries do not promise it, and some shapes break it: a vectorised loop ends
-with a scalar tail, and a matrix product may treat its last row by itself, so that the last rows of an odd shape are
-rounded differently (measured on CPU: SiLU over 9 rows of 48 in float32; 13 rows of 576 x 1536 in bfloat16).
+Libraries do not promise it, and some shapes break it: a vectorised loop ends with a scalar tail, and a matrix product
+may treat its last row by itself, so that the last rows of an odd shape are rounded differently (measured on CPU: SiLU
+over 9 rows of 48 in float32; 13 rows of 576 x 1536 in bfloat16).
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
+from cacheprobe.engine.trial import Cycle, num_cycles
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.fast.operations import Operations
 from cacheprobe.models.settings import numeric_settings
-from cacheprobe.ops.attention.by_request import SPAN_STEP, Reach, reach_of_pass, reach_of_positions
-from cacheprobe.ops.equality import bitwise
 
 _NEARBY = 8
 """Groups that exceed the given one by less than this are tried, so that the error message can name one that works."""
@@ -30,13 +30,10 @@ _WINDOWS = (16, 8, 4, 2, 1)
 """Windows to try, in this order, if no group works with the chosen one."""
 _NARROW = (2, 4, 8)
 """Widths, in tokens, of verify passes whose requests feed fewer tokens than the window."""
-_STREAMS = 5
-"""Maximum number of different texts in a trial; neighbouring batch indices hold different ones."""
-_STARTS = (0.0, 0.37, 0.71, 0.13, 1.0, 0.52, 0.89)
-"""Positions at which the texts begin, as shares of the capacity."""
-_ROWS_TRIED, _MOST_CYCLES = 1000, 6
-"""Minimum of tokens x layers that a trial computes, and maximum of its cycles, each with new texts. Small models need
-more texts, because a fault shows in few elements."""
+_LOWEST, _FIRST_TILE = 5, 8
+"""Batch heights up to the first number are tried; above it, those around 8, 16, 32 ..., tiles of loops and kernels."""
+_FEW = (1, 3)
+"""Batch heights to try in a width that is narrower than the window, besides those of the narrowest widths."""
 
 
 class ShapeRefused(ValueError):
@@ -92,13 +89,106 @@ def serving_config(
         config = shape
     else:
         _require_verify(model, config, hooked)
+    _require_prefill(model, config, hooked)
+    return config
+
+
+def _require_prefill(model: CachedLM, config: EngineConfig, hooked: Hooked) -> None:
+    """Raises: ShapeRefused if prefill passes of the given group and chunk are not batch-invariant, in a trial."""
     chunk = config.prefill_chunk, config.capacity, "prefill"
     if config.prefill_group > 1 and (fault := _fault(model, config.prefill_group, *chunk, hooked)):
         raise ShapeRefused(
             f"prefill passes of {config.prefill_group} x {config.prefill_chunk} rows do not compute every row alike on "
             f"this machine: {fault}; set prefill_group=1"
         )
-    return config
+
+
+def proven_shapes(
+    model: CachedLM,
+    config: EngineConfig,
+    open_shapes: Collection[str],
+    hooked: Hooked,
+    is_any_deterministic: bool,
+    require_fit: Callable[[EngineConfig], None],
+    num_requests: int,
+) -> tuple[EngineConfig, tuple[int, ...]]:
+    """Tries the shapes of a run's deciding passes on random texts. Returns (EngineConfig of these passes, widths below
+    its window that they may have, too).
+
+    Arguments and errors: see `serving_config`; with determinism="invariant", see `invariant_widths`.
+    """
+    if config.is_invariant:
+        _require_prefill(model, config, hooked)
+        return config, invariant_widths(model, config, hooked, num_requests)
+    config = serving_config(model, config, open_shapes, hooked, is_any_deterministic, require_fit)
+    return config, narrow_widths(model, config, hooked)
+
+
+def invariant_widths(
+    model: CachedLM, config: EngineConfig, hooked: Hooked = Hooked(), num_requests: int = 1
+) -> tuple[int, ...]:
+    """Requires that a token has the same bits in passes of 1 to `num_requests` requests as in a pass of its request
+    alone. Returns the widths below the window in which it has them, too, ascending.
+
+    If a llama-like model runs in compiled loops or kernels, no row depends on another. Some heights then stand for all,
+    and all widths are tried; otherwise every height is tried, and no width but the window.
+    Raises: ShapeRefused, with the height, the first differing operation and layer, and the remedy.
+    """
+    window, heights = config.window, range(1, num_requests + 1)
+    widths: Sequence[int] = ()
+    if _computes_by_row(model) and type(getattr(model, "_operations", Operations())) is not Operations:
+        heights = _heights(num_requests)
+        widths = () if hooked.edited else range(1, window)
+    shapes = [(h, window) for h in heights if num_requests > 1]
+    few = [height for height in _FEW if height <= num_requests]
+    shapes += [(h, w) for w in widths for h in (heights if w < _FEW[1] else few)]
+    known = _known.setdefault(model, {})
+    settings = (window, "invariant", config.capacity, hooked, *numeric_settings().values())
+    if untried := [shape for shape in shapes if (*shape, *settings) not in known]:
+        found = _invariant_faults(model, config, untried, hooked)
+        known.update({(*shape, *settings): found.get(shape) for shape in untried})
+    faults = {shape: fault for shape in shapes if (fault := known[*shape, *settings]) is not None}
+    if of_window := [shape for shape in faults if shape[1] == window]:
+        height, _ = of_window[0]
+        raise ShapeRefused(
+            f"determinism='invariant' needs a token to have the same bits beside any other requests, but on this "
+            f"machine a pass of {height} x {window} tokens differs from one of 1 x {window}: "
+            f"{faults[of_window[0]]}; set determinism='verify'"
+        )
+    return tuple(sorted(set(widths) - {width for _, width in faults}))
+
+
+def _invariant_faults(
+    model: CachedLM, config: EngineConfig, shapes: Sequence[tuple[int, int]], hooked: Hooked
+) -> dict[tuple[int, int], str]:
+    """Computes texts by themselves, then in passes of each shape (height, width). Returns text about the first
+    difference of each shape that has one."""
+    found: dict[tuple[int, int], str] = {}
+    most = max(height for height, _ in shapes)
+    num_tokens = sum(height * width for height, width in shapes)
+    with _hooks(model, hooked):
+        for number in range(num_cycles(model, num_tokens, 1)):
+            cycle = Cycle(model, max(most, _FEW[1]), config.window, config.capacity, "verify", number, is_alone=True)
+            for shape in [shape for shape in shapes if shape not in found]:
+                if (fault := cycle.run_at(*shape)) is not None:
+                    found[shape] = fault
+    return found
+
+
+def _heights(most: int) -> tuple[int, ...]:
+    """Returns the batch heights, ascending from 1 to `most`, that stand for all where rows do not depend on each
+    other."""
+    heights, tile = {*range(1, min(most, _LOWEST) + 1), most}, _FIRST_TILE
+    while tile <= most + 1:
+        heights |= {height for height in (tile - 1, tile, tile + 1) if height <= most}
+        tile *= 2
+    return tuple(sorted(heights))
+
+
+def _computes_by_row(model: CachedLM) -> bool:
+    """Returns True if products run in compiled loops or kernels, whose rows do not depend on each other, and attention
+    runs by request."""
+    return getattr(model, "operations", None) is not None and model.attends_by_request
 
 
 def narrow_widths(model: CachedLM, config: EngineConfig, hooked: Hooked = Hooked()) -> tuple[int, ...]:
@@ -106,19 +196,17 @@ def narrow_widths(model: CachedLM, config: EngineConfig, hooked: Hooked = Hooked
     in a whole window: 2, 4 and 8, as far as a trial on random texts finds no difference. A pass of short drafts then
     computes fewer pads.
 
-    Returns () unless products run in compiled loops, whose rows do not depend on each other, and attention runs by
-    request. Returns () with interventions, which may look at a whole pass.
+    Returns () unless rows do not depend on each other, and with interventions, which may look at a whole pass.
     """
-    is_by_row = getattr(model, "operations", None) is not None and model.attends_by_request
-    if not is_by_row or hooked.edited:
+    if not _computes_by_row(model) or hooked.edited:
         return ()
     known, shape = _known.setdefault(model, {}), (config.group, config.window, config.capacity)
     settings = (hooked, *numeric_settings().values())
     faults = {width: (width, "narrow", *shape, *settings) for width in _NARROW if width < config.window}
     if untried := {width: key for width, key in faults.items() if key not in known}:
-        with model.capturing(hooked.listened, _ignore) if hooked.listened else nullcontext():
-            for number in range(_num_cycles(model, config.group, config.window)):
-                cycle = _Cycle(model, *shape, "verify", number)
+        with _hooks(model, hooked):
+            for number in range(num_cycles(model, config.group, config.window)):
+                cycle = Cycle(model, *shape, "verify", number)
                 cycle.run()
                 for width, key in untried.items():
                     known[key] = known.get(key) or cycle.fault_at(width)
@@ -178,126 +266,22 @@ def _fault(model: CachedLM, batch: int, width: int, capacity: int, phase: str, h
     if key in shapes:
         return shapes[key]
     difference = None
-    with ExitStack() as stack:
-        stack.enter_context(model.editing(hooked.edited, _change_nothing)) if hooked.edited else None
-        stack.enter_context(model.capturing(hooked.listened, _ignore)) if hooked.listened else None
-        for number in range(_num_cycles(model, batch, width)):
-            cycle = _Cycle(model, batch, width, capacity, phase, number)
+    with _hooks(model, hooked):
+        for number in range(num_cycles(model, batch, width)):
+            cycle = Cycle(model, batch, width, capacity, phase, number)
             while difference is None and cycle.has_more():
                 difference = cycle.run()
     shapes[key] = difference
     return difference
 
 
-def _num_cycles(model: CachedLM, batch: int, width: int) -> int:
-    """Returns the number of cycles of a trial, each with new texts."""
-    return min(max(_ROWS_TRIED // (batch * width * model.n_layers), 1), _MOST_CYCLES)
-
-
-class _Cycle:
-    """Computes the same texts in several passes, at other batch indices, slots and neighbours; compares the bits."""
-
-    def __init__(self, model: CachedLM, batch: int, width: int, capacity: int, phase: str, number: int) -> None:
-        self.model, self.batch, self.width, self.phase, self.number = model, batch, width, phase, number
-        has_room = width > 1 and capacity >= 2 * width and phase == "verify"
-        self.shifts = sorted({0, 1, width // 2, width - 1}) if has_room else [0]
-        self.num_streams = min(batch, _STREAMS)
-        self.num_passes = 1 if batch == len(self.shifts) == 1 else 4 if len(self.shifts) > 1 else 3
-        length = width + max(self.shifts)
-        draw = torch.Generator().manual_seed(number)
-        self.texts = torch.randint(0, model.d_vocab, (self.num_streams, length), generator=draw)
-        shares = [_STARTS[(2 * number + j) % len(_STARTS)] for j in range(self.num_streams)]
-        self.starts = [int(share * (capacity - length)) for share in shares]
-        self.cache = model.new_cache(batch, capacity)
-        self.num_run = 0
-        self._fill(draw)
-        self.first: dict[tuple[str, int, int], Tensor] = {}
-        """By (site, layer, text): the values of the text's tokens in the first pass."""
-        self.found: str | None = None
-        self.shift_of_row: list[int] = []
-        self.is_compared: list[bool] = []
-        self.stream_of_row: list[int] = []
-
-    def _fill(self, draw: torch.Generator) -> None:
-        """Fills the slots before each text with random keys and values, equal in all cache rows with the same text."""
-        first = self.cache.keys[0]
-        for row in range(self.batch):
-            start = self.starts[row % self.num_streams]
-            for tensor in (*self.cache.keys, *self.cache.values):
-                if tensor.shape[1:] != first.shape[1:] or (row < self.num_streams and tensor is first):
-                    noise = torch.randn(tensor.shape[1], start, tensor.shape[3], generator=draw)
-                    tensor[row, :, :start] = noise.to(tensor)
-                else:  # layers of one shape share the noise of the first
-                    tensor[row, :, :start] = first[row % self.num_streams, :, :start]
-
-    def has_more(self) -> bool:
-        """Returns True if a pass is left to run."""
-        return self.num_run < self.num_passes + (self.batch > 1)
-
-    def fault_at(self, width: int) -> str | None:
-        """Runs two passes of another width, with other offsets. Returns text about the first difference from the first
-        pass, or None."""
-        self.width, self.found = width, None
-        return self.run(has_others=False) or self.run(has_others=False)
-
-    def run(self, has_others: bool | None = None) -> str | None:
-        """Runs the next pass. Returns text about the first difference from the first pass, or None.
-
-        has_others: whether every second text is another; by default in the last pass alone."""
-        number, self.num_run = self.num_run, self.num_run + 1
-        rows = [(b + number) % self.batch for b in range(self.batch)]
-        shift_index = [(b + number + self.number) % len(self.shifts) for b in range(self.batch)]
-        has_others = number == self.num_passes if has_others is None else has_others
-        self.shift_of_row = [self.shifts[i] if number and not has_others else 0 for i in shift_index]
-        self.stream_of_row = [row % self.num_streams for row in rows]
-        of_row = list(zip(self.stream_of_row, self.shift_of_row, strict=True))
-        starts = [self.starts[stream] + shift for stream, shift in of_row]
-        fed = torch.stack([self.texts[stream, shift : shift + self.width] for stream, shift in of_row])
-        self.is_compared = [True] * self.batch
-        if has_others:
-            self._replace_neighbours(fed)
-        span, reach = self.cache.capacity, None
-        if self.model.attends_by_request:
-            of = reach_of_pass if self.phase == "prefill" and self.width > SPAN_STEP else reach_of_positions
-            reach = Reach(tuple(of(start, self.width, self.cache.capacity) for start in starts))
-            span = reach.span
-        sites = [(site, layer) for layer in range(self.model.n_layers) for site in "STC"]
-        with self.cache.attending_to(span, reach), self.model.capturing(sites, self._compare):
-            logits = self.model.forward(fed, self.cache, rows, starts)
-        self._compare("logits", self.model.n_layers, logits)
-        for layer, (keys, values) in enumerate(zip(self.cache.keys, self.cache.values, strict=True)):
-            for name, tensor in (("keys", keys), ("values", values)):
-                pieces = [
-                    tensor[row, :, s : s + self.width].transpose(0, 1) for row, s in zip(rows, starts, strict=True)
-                ]
-                self._compare(name, layer, pieces)
-        return self.found
-
-    def _replace_neighbours(self, fed: Tensor) -> None:
-        """Changes the tokens `fed` [b, t] at every second batch index in place; these are not compared."""
-        for b in range(self.batch):
-            if (b + self.number) % 2:
-                self.is_compared[b] = False
-                fed[b] = (fed[b] + 1 + b) % self.model.d_vocab
-
-    def _compare(self, site: str, layer: int, value: "Tensor | Sequence[Tensor]") -> None:
-        """Stores a value [b, t, ...] in the first pass; later compares it, and sets `found` to text on a difference."""
-        if self.found is not None:
-            return
-        for b, (stream, shift) in enumerate(zip(self.stream_of_row, self.shift_of_row, strict=True)):
-            if not self.is_compared[b]:
-                continue
-            key = site, layer, stream
-            if key not in self.first:
-                self.first[key] = value[b].clone()
-                continue
-            known = self.first[key][shift : shift + self.width]
-            ours = value[b][: len(known)]
-            if not bitwise(ours, known):
-                same = [bitwise(ours[t], known[t]) for t in range(len(known))]
-                slot, what = same.index(False), site if site == "logits" else f"{site} of layer {layer}"
-                self.found = f"row {b} slot {slot} gives other {what} than the same token in slot {slot + shift}"
-                return
+@contextmanager
+def _hooks(model: CachedLM, hooked: Hooked) -> Iterator[None]:
+    """Inside the `with`, hooks like those of the run are on the model; they change and keep nothing."""
+    with ExitStack() as stack:
+        stack.enter_context(model.editing(hooked.edited, _change_nothing)) if hooked.edited else None
+        stack.enter_context(model.capturing(hooked.listened, _ignore)) if hooked.listened else None
+        yield
 
 
 def _change_nothing(site: str, layer: int, value: Tensor) -> None: ...

@@ -1,13 +1,19 @@
 """Computes the schedule fingerprint of a run: all that a deterministic request's bits depend on, besides its prompt and
-sampling settings (model, platform, pass shapes, interventions, cached keys and values)."""
+sampling settings (model, platform, pass shapes, interventions, cached keys and values).
 
-from collections.abc import Sequence
+Guards a run, too: keeps other runs out of its steps, and notices changed numeric settings and edited weights.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Request, fingerprint_differences
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.interventions.editor import intervention_entries
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.settings import numeric_settings, require_one_flush_mode
+from cacheprobe.models.turns import hold_model, live_model, require_idle
 
 Fingerprint = dict[str, str | int | float]
 
@@ -34,6 +40,7 @@ def schedule_fingerprint(
         "prefill_chunk": config.prefill_chunk,
         "prefill_group": config.prefill_group,
         "lens_tile": lens_tile,
+        "determinism": config.determinism,
         **({} if config.pad_prefill else {"pad_prefill": False}),
     }
     facts = model.fingerprint()
@@ -50,3 +57,56 @@ def require_same(a: Fingerprint, b: Fingerprint, what: str) -> None:
     differing = [f"{key}: {x!r} against {y!r}" for key, x, y in fingerprint_differences(a, b)]
     if differing:
         raise FingerprintMismatch(f"{what} ran under different schedules; {'; '.join(differing)}")
+
+
+def require_ready(model: CachedLM) -> None:
+    """Raises: ModelError if this thread is inside a step of another run of the model, or if only some threads flush
+    denormal numbers."""
+    require_idle(model)
+    require_one_flush_mode()
+
+
+class RunGuard:
+    """Keeps the numeric settings and the weights' versions that a run began with, and checks that they are unchanged.
+
+    The run's hooks are on the model during the run's own steps only, so that several streams may use one model.
+    """
+
+    def __init__(self, model: CachedLM, fingerprint: Callable[[], Fingerprint]) -> None:
+        self.model, self._fingerprint = model, fingerprint
+        self._settings, self._versions = numeric_settings(), _versions(model)
+        with hold_model(model):
+            self.fingerprint = fingerprint()
+
+    @contextmanager
+    def holding(self, hooks: AbstractContextManager[object]) -> Iterator[None]:
+        """Inside the `with`, for the caller's steps, the run's hooks are on the model and runs of other threads wait.
+
+        Raises: FingerprintMismatch if a numeric setting changed since the run began; ModelError inside a step of
+        another run of the model.
+        """
+        with hold_model(self.model), hooks:
+            self._require_settings()
+            yield
+
+    def _require_settings(self) -> None:
+        """Raises: FingerprintMismatch if a numeric setting of the process changed since the run began."""
+        what = "two steps of one run, which must end before a setting is changed,"
+        require_same(self._settings, numeric_settings(), what)
+
+    def require_unchanged(self, had_pauses: bool) -> None:
+        """Raises: FingerprintMismatch if numeric settings or weights have changed since the run began.
+
+        had_pauses: the caller's code ran between steps, so all bytes of the weights are read again. Otherwise the
+            weights are read again only if a setting changed, or if `_versions` differs: a weight was edited or moved.
+        """
+        if had_pauses or numeric_settings() != self._settings or _versions(self.model) != self._versions:
+            what = "begin and end of one run, which must end before weights or settings are changed,"
+            require_same(self.fingerprint, self._fingerprint(), what)
+
+
+def _versions(model: CachedLM) -> tuple[tuple[int, int], ...]:
+    """Returns (address, edit count) of every parameter; edits through `weight.data` are not counted."""
+    live = live_model(model)
+    weights = live.parameters() if hasattr(live, "parameters") else ()
+    return tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights)

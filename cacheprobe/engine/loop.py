@@ -1,7 +1,7 @@
 """Runs the main loop: prefill, decode, verify, then commit or roll back. Read this file first.
 
 Without a drafter, decode passes commit the tokens of never verified requests, and draft for the verified ones if the
-window is above 1. With a drafter every request is verified.
+window is above 1. With a drafter every request is verified. With determinism="invariant" no other request is.
 Memory: sizes.py says what happens when memory runs out (refusal, preemption at max_kv_tokens, failed passes).
 """
 
@@ -40,7 +40,7 @@ def rounds(
     """Runs the main loop. Yields the number of the last step after each round, until every request has ended.
 
     Requests may be cancelled between rounds. editor: applies interventions; its hooks must be on the model already.
-    watch: computes tokens of a verify pass twice and compares them.
+    watch: computes tokens of some passes twice and compares them.
     make_runner, cache: for an estimate, which counts the passes instead and needs no keys and values. By default the
         passes run, over a cache that is allocated here.
     narrow_widths: widths below the window that a verify pass of short drafts may have.

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from cacheprobe.core.records import ForwardRecord, Observer, RowSlot, Thought
 from cacheprobe.engine.choosing import Choice, likeliest_choices
-from cacheprobe.engine.watch import Difference, Watch
+from cacheprobe.engine.watch import Difference, Place, Watch
 from cacheprobe.interventions.editor import Editor, TokenSlot, token_phase
 from cacheprobe.kvcache.cache import Copy, KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.attention.by_request import SPAN_STEP, Reach, SlotSpan, reach_of_pass, reach_of_positions
+from cacheprobe.ops.compiled.attention import serves_tokens_of
 
 PAD_TOKEN_ID = 0
 """Token id that pads and dummies feed. Its value has no effect, because no real token attends to them."""
@@ -35,7 +36,7 @@ class EngineError(RuntimeError):
 
 
 class ShapeFault(EngineError):
-    """Raised if a verify pass computed a request's tokens twice with different bits: the pass's shape is at fault."""
+    """Raised if a request's tokens were computed twice with different bits: the shape of the passes is at fault."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,15 @@ class ModelRunner:
         """Prepares passes of `model` over `cache`, which are reported to `observer`.
 
         editor: applies interventions; `run` calls its method `aim` before each pass.
-        watch: computes tokens of a verify pass twice and compares the bits; a new Watch by default.
+        watch: computes tokens of some passes twice and compares the bits; a new Watch by default.
         """
         self.model, self.cache, self.observer, self.editor = model, cache, observer, editor
         self.step = -1
         self.watch = watch or Watch()
         self.seconds = 0.0
         self.shape = (0, 0)
+        self.widths: Sequence[int] = ()
+        """Widths, in tokens, in which a token has the same bits; invariant tokens are computed again in one of them."""
 
     def skip(self) -> None:
         """Counts a step without a pass of the model."""
@@ -109,7 +112,7 @@ class ModelRunner:
 
         batch: fixed number of batch indices; attention then runs over the whole capacity, or request by request over
         slots that the request's positions determine. None: one batch index for each entry, with attention over the
-        slots in use.
+        slots in use, or request by request if compiled loops compute it.
         num_layers, logit_slots: as for CachedLM.forward.
         is_hidden: the pass rebuilds a preempted request, so its rows and thoughts are not reported again.
         Raises: EngineError if the entries do not fit the shape, if dummies find no free cache row, if the model fails
@@ -119,7 +122,9 @@ class ModelRunner:
         self.step += 1
         longest = max(len(entry.token_ids) for entry in entries)
         size = len(entries) if batch is None else batch
-        is_by_request = batch is not None and self.model.attends_by_request
+        is_by_request = self.model.attends_by_request and (
+            batch is not None or (width == 1 and serves_tokens_of(self.cache.keys[0]))
+        )
         taken = [entry.state.cache_row for entry in entries]
         cache_rows = place_rows(taken, size, self.cache)
         if cache_rows is None or longest > width:
@@ -139,6 +144,9 @@ class ModelRunner:
         if phase == "verify" and size > len(entries) and num_layers is None:
             feeds = [entry.token_ids for entry in entries]
             copy = self.watch.place_copy(self.cache, states, feeds, batch_index, cache_rows, starts, token_ids)
+        again = None
+        if batch is not None and phase != "prefill" and not is_hidden and any(state.is_invariant for state in states):
+            again = self.watch.choose_again(self.cache, states)
         slots = tuple(row_slots(entries, batch_index))
         self.shape = (size, width)
         began = time.perf_counter()
@@ -161,19 +169,25 @@ class ModelRunner:
         )
         try:
             with self.cache.attending_to(span, reach, copy), self.watch.comparing(copy):
-                out = forward()
-                if copy is not None and not bool(torch.isfinite(out.amax(-1)).all()):
-                    copy = None  # `_require_numbers` reports NaN; there are no bits to compare
+                if again is None:
+                    out = forward()
+                else:
+                    with self.watch.keeping(self.model, batch_index[again], len(entries[again].token_ids)):
+                        out = forward()
+                if (copy, again) != (None, None) and not bool(torch.isfinite(out.amax(-1)).all()):
+                    copy = again = None  # `_require_numbers` reports NaN; there are no bits to compare
                 differs = None if copy is None else self.watch.difference(self.model, self.cache, copy, out, forward)
+            if again is not None:
+                differs = self._compute_again(phase, entries[again], batch_index[again], out)
         except Exception as error:
             raise self._failed(phase, entries, error) from error
         finally:
             if self.editor is not None:
                 self.editor.rest()
-        if copy is not None:
+        if (copy, again) != (None, None):
             self.observer.on_compared(self.step, None if differs is None else str(differs))
         if differs is not None:
-            raise ShapeFault(self._difference_message(differs, entries, batch_index))
+            raise ShapeFault(self._difference_message(phase, differs, entries, batch_index))
         if phase == "verify":
             self.watch.remember(states, batch_index, starts, out)
         with self._recording(phase, entries):
@@ -186,6 +200,33 @@ class ModelRunner:
         self._report_thoughts(phase, entries, is_hidden)
         self.seconds = time.perf_counter() - began
         return PassOutcome(out, batch_index)
+
+    def _compute_again(self, phase: str, entry: Entry, original: int, out: Tensor) -> Difference | None:
+        """Computes the tokens of one entry of the pass just run a second time: alone, or if it was alone, behind two
+        dummies; and in one of the `widths`. Returns the first Difference, or None.
+
+        original: the entry's batch index in `out`, the logits [b, t, v] of the pass just run.
+        """
+        count, taken = len(entry.token_ids), entry.state.cache_row
+        fitting = [width for width in self.widths if width >= count] or [self.shape[1]]
+        width, size = fitting[self.step % len(fitting)], 1 if self.shape[0] > 1 else 3
+        rows = place_rows([taken], size, self.cache) or [taken]
+        rows.reverse()
+        at = len(rows) - 1
+        token_ids = torch.full((len(rows), width), PAD_TOKEN_ID, dtype=torch.long)
+        token_ids[at, :count] = torch.tensor(entry.token_ids)
+        starts = [*[0] * at, entry.start]
+        reach = self._reach(phase, [entry], (at,), len(rows), None) if self.model.attends_by_request else None
+        if self.editor is not None:
+            self.editor.rest()
+        with self.cache.attending_to(reach.span if reach else self.cache.capacity, reach):
+            return self.watch.difference_again(
+                self.model,
+                self.cache,
+                Place(original, at, taken, entry.start),
+                out[original, :count],
+                lambda: self.model.forward(token_ids, self.cache, rows, starts),
+            )
 
     def likeliest(self, entries: Sequence[Entry], result: PassOutcome) -> list[Sequence[Choice | None]]:
         """Returns the `likeliest_choices` of the tokens that each entry fed, from the result of the pass just run.
@@ -229,15 +270,19 @@ class ModelRunner:
             pieces[copy.copy] = of(start - copy.shift, copy.shift + copy.num_tokens, self.cache.capacity)
         return Reach(tuple(pieces))
 
-    def _difference_message(self, differs: Difference, entries: Sequence[Entry], batch_index: Sequence[int]) -> str:
+    def _difference_message(
+        self, phase: str, differs: Difference, entries: Sequence[Entry], batch_index: Sequence[int]
+    ) -> str:
         """Returns the text of a ShapeFault: request, step, shape, where the bits differ, and what to set instead."""
         whose = next(e.state.request_id for b, e in zip(batch_index, entries, strict=True) if b == differs.original)
         group, window = self.shape
+        others = "another group or window" if differs.copy is not None else "determinism='verify'"
         return (
-            f"request {whose} step {self.step}: a verify pass of {group} x {window} rows computed its tokens twice, "
+            f"request {whose} step {self.step}: of a {phase} pass of {group} x {window} rows, its tokens were computed "
+            "twice, "
             f"and {differs}; this shape does not give the same bits everywhere on this machine "
             f"({torch.get_num_threads()} threads), so no deterministic request can go on in it; nothing of this step "
-            f"was committed; set another group or window, torch.set_num_threads(1), or path='bridge'"
+            f"was committed; set {others}, torch.set_num_threads(1), or path='bridge'"
         )
 
     def _report_thoughts(self, phase: str, entries: Sequence[Entry], is_hidden: bool) -> None:

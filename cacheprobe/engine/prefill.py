@@ -1,4 +1,4 @@
-"""Reads prompts into the cache: in fixed chunks for verified requests, in free shapes for never verified ones.
+"""Reads prompts into the cache: in fixed chunks for verified or invariant requests, in free shapes for other ones.
 
 A request may copy a prompt that another one has read. A preempted request is rebuilt: computed again.
 """
@@ -14,7 +14,7 @@ from cacheprobe.kvcache.status import Status
 from cacheprobe.kvcache.surgery import put_snapshot
 
 FREE_PREFILL_WIDTH = 128
-"""Maximum tokens of a prompt in one prefill pass of never verified requests; the others use prefill_chunk."""
+"""Maximum tokens of a prompt in one prefill pass of requests without fixed chunks; the others use prefill_chunk."""
 
 
 class Prefill:
@@ -24,15 +24,15 @@ class Prefill:
         self.runner, self.committer, self.config = runner, committer, committer.config
 
     def read(self, states: Sequence[SequenceState]) -> None:
-        """Reads the prompts of these requests, and commits the first token of each. The requests must be all verified,
-        or all never verified.
+        """Reads the prompts of these requests, and commits the first token of each. `reads_in_chunks` must be equal for
+        all of them.
 
-        Verified requests run in passes of prefill_group x prefill_chunk tokens, so that a request's passes depend on
-        its prompt alone. The last chunk is shorter if it is not padded. Other requests share passes of any shape.
+        If it is True, passes have prefill_group x prefill_chunk tokens, so that a request's passes depend on its prompt
+        alone. The last chunk is shorter if it is not padded. Other requests share passes of any shape.
         """
         for state in states:
             self._begin(state)
-        is_fixed = states[0].is_verified
+        is_fixed = states[0].reads_in_chunks
         batch = self.config.prefill_group if is_fixed else None
         for entries, width in self._prompt_passes(states):
             last = [len(e.token_ids) - 1 if e.end == e.state.request.num_prompt_tokens else None for e in entries]
@@ -58,7 +58,7 @@ class Prefill:
     def _prompt_passes(self, states: Sequence[SequenceState]) -> Iterator[tuple[list[Entry], int]]:
         """Yields (entries, width) of each prefill pass, until the prompts are read. The caller must set num_prefilled
         of each request after the pass."""
-        is_fixed = states[0].is_verified
+        is_fixed = states[0].reads_in_chunks
         size = self.config.prefill_group if is_fixed else len(states)
         chunk = self.config.prefill_chunk if is_fixed else FREE_PREFILL_WIDTH
         for group in (states[i : i + size] for i in range(0, len(states), size)):
@@ -93,7 +93,7 @@ class Prefill:
         """Gives a request the prompt's keys and values of request `source`, without a pass of the model, and commits
         the receiving request's own first token.
 
-        states: that one request. It has the prompt of `source`; both are verified, or neither is.
+        states: that one request. It has the prompt and the prefill passes of `source`.
         """
         (state,) = states
         assert source.prompt_logits is not None
@@ -114,20 +114,22 @@ class Prefill:
     def rebuild(self, states: Sequence[SequenceState]) -> None:
         """Computes the keys and values of a preempted request again. states: that request alone.
 
-        The observer receives the steps, the choices and the ledger changes, but no rows and no thoughts. A verified
-        request runs in the pass shapes of the first time: its prompt in chunks, its committed tokens in windows.
-        Raises: EngineError if the verifier now chooses another token (not compared for acceptance="rejection", unless
+        The observer receives the steps, the choices and the ledger changes, but no rows and no thoughts. A verified or
+        invariant request runs in pass shapes of the same bits as the first time: its prompt in chunks, its committed
+        tokens in windows.
+        Raises: EngineError if such a request now chooses another token (not compared for acceptance="rejection", unless
         the request is deterministic).
         """
         (state,) = states
         self._begin(state)
         num_prompt = state.request.num_prompt_tokens
         for phase, start, end, width, batch in self._passes_again(state):
-            if phase == "verify" and start == num_prompt:
+            if phase != "prefill" and start == num_prompt:
                 self._mark(state, num_prompt, "prefill")
-            is_checked = phase == "verify" and (self.config.acceptance == "equality" or state.request.is_deterministic)
+            is_exact = self.config.acceptance == "equality" or state.request.is_deterministic
+            is_checked = phase != "prefill" and is_exact
             entry = Entry(state, tuple(state.token_ids[start:end]), start, True)
-            slots = None if phase == "verify" else [end - start - 1]
+            slots = [end - start - 1] if phase == "prefill" else None
             result = self.runner.run(phase, [entry], width, batch=batch, logit_slots=slots, is_hidden=True)
             for t, logits in enumerate(result.out[result.batch_index[0]][: end - start] if is_checked else ()):
                 self._require_same_choice(state, logits, start + t + 1)
@@ -141,7 +143,7 @@ class Prefill:
     def _passes_again(self, state: SequenceState) -> Iterator[tuple[str, int, int, int, int | None]]:
         """Yields (phase, start, end, width, batch) of each pass of a rebuild, which feeds positions start..end-1."""
         config, num_prompt, last = self.config, state.request.num_prompt_tokens, state.last_committed_position
-        if not state.is_verified:
+        if not state.reads_in_chunks:
             for start in range(state.request.num_cached, last, FREE_PREFILL_WIDTH):
                 end = min(start + FREE_PREFILL_WIDTH, last)
                 yield "prefill", start, end, end - start, None
@@ -150,8 +152,9 @@ class Prefill:
             end = min(start + config.prefill_chunk, num_prompt)
             width = config.prefill_chunk if config.pad_prefill else end - start
             yield "prefill", start, end, width, config.prefill_group
+        phase, batch = "verify" if state.is_verified else "decode", 1 if config.is_invariant else config.group
         for start in range(num_prompt, last, config.window):
-            yield "verify", start, min(start + config.window, last), config.window, config.group
+            yield phase, start, min(start + config.window, last), config.window, batch
 
     def _mark(self, state: SequenceState, end: int, provenance: str) -> None:
         """Marks the slots from the first unused one to `end` - 1 of a request's cache row with this provenance."""

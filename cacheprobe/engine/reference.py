@@ -1,4 +1,4 @@
-"""Runs the slow reference (`cp.reference`): each request alone, one token a verify pass, without a drafter."""
+"""Runs the slow reference (`cp.reference`): each request alone, one token a pass, without a drafter."""
 
 from collections.abc import Generator, Sequence
 
@@ -45,7 +45,8 @@ def run_reference(
     """Runs each request alone on a fresh cache. Yields the step number after every verify pass, which commits one token
     unless it fails.
 
-    The prompt is read in fixed chunks; then verify passes run with empty drafts.
+    The prompt is read in fixed chunks; then verify passes run with empty drafts. A request that is not verified
+    (determinism="invariant" without a drafter) runs decode passes instead.
     Raises: EngineError if all requests failed.
 
     Source: LLM-42 (arXiv 2601.17768): the declared reference is the verifier's schedule, not batch-1 decoding.
@@ -63,7 +64,7 @@ def run_reference(
         while not state.is_ended:
             for attempt in engine.attempts([state]):
                 with attempt as alone:
-                    engine.verify(alone)
+                    (engine.verify if state.is_verified else engine.decode)(alone)
             yield runner.step
         cache.check_integrity()
         state.leave_row()

@@ -131,7 +131,8 @@ class Scheduler:
     def ready_groups(self, piggybacked: Sequence[SequenceState] = ()) -> list[list[SequenceState]]:
         """Returns groups of requests, one for each verify pass of this round.
 
-        A group that is not full must wait while a verified request is still drafting. Later, dummies fill it.
+        A group that is not full must wait while a verified request is still drafting. Later, dummies fill it, unless
+        determinism="invariant".
         """
         ready = [state for state in self.running if state.is_ready(self.config.window)] + list(piggybacked)
         ready.sort(key=lambda state: state.cache_row)
@@ -143,7 +144,7 @@ class Scheduler:
 
     def _leaving_room_for_copy(self, group: list[SequenceState]) -> list[SequenceState]:
         """Returns the group; every 16th full group of two or more without its last request, to make room for a copy."""
-        if len(group) < self.config.group or len(group) == 1:
+        if len(group) < self.config.group or len(group) == 1 or self.config.is_invariant:
             return group
         self._num_full += 1
         return group[:-1] if self._num_full % WATCHED_EVERY == 0 else group

@@ -54,9 +54,9 @@ class Engine:
         narrow_widths: Sequence[int] = (),
     ) -> None:
         """Prepares passes of `runner` in the shapes of `config`. narrow_widths: widths below the window that a verify
-        pass may have, ascending; see consistency.py."""
+        pass, or a decode pass of invariant requests, may have, ascending; see consistency.py."""
         self.runner, self.config = runner, config
-        self._widths = (*narrow_widths, config.window)
+        self._widths = runner.widths = (*narrow_widths, config.window)
         self.model, self.cache = runner.model, runner.cache
         self.committer = Committer(runner, config)
         self.prefill = Prefill(runner, self.committer)
@@ -84,8 +84,8 @@ class Engine:
             is_first = key not in seen and _with_same_prompt(state, by_prompt) is None
             (leaders if is_first else others).append(state)
             seen.add(key)
-        for is_verified in (True, False):
-            if group := [s for s in leaders if s.is_verified == is_verified]:
+        for is_fixed in (True, False):
+            if group := [s for s in leaders if s.reads_in_chunks == is_fixed]:
                 yield self.prefill.read, group
         for state in others:
             source = _with_same_prompt(state, by_prompt)
@@ -96,11 +96,14 @@ class Engine:
     def decode(self, states: Sequence[SequenceState]) -> None:
         """Runs one decode pass, for runs without a drafter. Each request chooses its next token.
 
-        A never verified request commits the token; the others add it to their draft.
+        A never verified request commits the token; the others add it to their draft. If any request is invariant, the
+        pass has the narrowest width whose bits are those of a whole window, and attention runs request by request.
         Source: LLM-42 (arXiv 2601.17768), section 4.2: the decode of a deterministic request is its draft.
         """
         entries = _newest_entries(states)
-        result = self.runner.run("decode", entries, 1)
+        is_invariant = any(state.is_invariant for state in states)
+        width, batch = (self._widths[0], len(entries)) if is_invariant else (1, None)
+        result = self.runner.run("decode", entries, width, batch=batch)
         likeliest = self.runner.likeliest(entries, result)
         self._write_newest(entries)
         of_states = zip(states, result.out[:, 0], likeliest, strict=True)
@@ -175,7 +178,8 @@ class Engine:
 
     def verify(self, states: Sequence[SequenceState]) -> None:
         """Runs one verify pass of exactly group x window tokens, then commits the accepted tokens of each draft. If all
-        drafts are shorter, the pass has the first narrow width that holds them.
+        drafts are shorter, the pass has the first narrow width that holds them. With determinism="invariant" it has
+        just these requests, and no dummies.
 
         Each request that does not end before also commits the verifier's own next token. The pass overwrites the
         drafter's keys and values; the slots of rejected tokens are freed. With a window of 1, never verified requests
@@ -184,7 +188,8 @@ class Engine:
         entries = [verify_entry(state) for state in states]
         longest = max(len(entry.token_ids) for entry in entries)
         width = next(width for width in self._widths if width >= longest)
-        result = self.runner.run("verify", entries, width, batch=self.config.group)
+        batch = len(entries) if self.config.is_invariant else self.config.group
+        result = self.runner.run("verify", entries, width, batch=batch)
         verdicts, piggybacked = [], []
         likeliest = self.runner.likeliest(entries, result)
         for entry, b, best in zip(entries, result.batch_index, likeliest, strict=True):
@@ -269,7 +274,7 @@ _PromptKey = tuple[tuple[int, ...], bool, int]
 def _prompt_key(state: SequenceState) -> _PromptKey:
     """Returns a key that is equal for two requests if one can copy the keys and values of the other's prompt: same
     prompt and same prefill schedule. Requests with interventions, or that continue a KVSnapshot, share no prompt."""
-    return state.request.prompt_token_ids, state.is_verified, state.request_id if state.is_edited else -1
+    return state.request.prompt_token_ids, state.reads_in_chunks, state.request_id if state.is_edited else -1
 
 
 def _with_same_prompt(

@@ -1,12 +1,14 @@
-"""Checks verify passes while a run goes on: an unused batch index computes one request's tokens a second time.
+"""Checks passes while a run goes on: one request's tokens are computed a second time, and must have the same bits.
 
-Both results must have the same bits. No library promises this, so engine/consistency.py tests a shape before a run, and
-this file checks it during the run.
+In a verify pass of a fixed shape, an unused batch index does so. With determinism="invariant", a pass of another number
+of requests does, now and then. No library promises equal bits, so engine/consistency.py tests shapes before a run, and
+this file checks them during the run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM, StateSink
 from cacheprobe.ops.equality import bitwise
 
-_PARTS = {
+PARTS = {
     "pre": "the residual stream that enters",
     "keys": "the keys (made by a norm and a product)",
     "values": "the values (made by a norm and a product)",
@@ -26,6 +28,9 @@ _PARTS = {
     "S": "the residual stream that leaves",
 }
 """What is compared in a layer, by site, in the order of computation; the values are words for messages."""
+AGAIN_EVERY, FIRST_AGAIN = 32, 2
+"""One of this many passes of invariant requests, from the second pass on, computes one of them again. In the second, so
+that short runs are checked too."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +41,31 @@ class Difference:
     layer: int | None
     """None for the logits."""
     original: int
-    copy: int
-    """Batch indices of the two computations."""
+    """Batch index of the first computation."""
+    copy: int | None
+    """Batch index of the second computation; None for one in a pass of its own."""
 
     def __str__(self) -> str:
         where = self.operation if self.layer is None else f"{self.operation} of layer {self.layer}"
+        if self.copy is None:
+            return f"batch index {self.original} and a pass with other requests or none differ in {where}"
         return f"batch indices {self.original} and {self.copy} differ in {where}"
 
 
+class Place(NamedTuple):
+    """Holds where one request's tokens stand in the pass that decides them (`original`), in the pass that computes them
+    again (`again`), both as batch indices, and in the cache."""
+
+    original: int
+    again: int
+    cache_row: int
+    start: int
+    """Absolute position of the first token."""
+
+
 class Watch:
-    """Adds a copy of one request to verify passes that have room, and compares the bits of copy and original.
+    """Adds a copy of one request to verify passes that have room, or computes one again in a pass of its own, and
+    compares the bits of both.
 
     Twin: cacheprobe.engine.consistency, which tries shapes on texts of its own before a run.
     """
@@ -60,12 +80,20 @@ class Watch:
         self._copy: Copy | None = None
         self._differing: list[tuple[int, str]] = []
         """(layer, site) of each captured state that differs between the original and its copy."""
+        self._num_invariant = 0
+        """Number of passes that decided tokens of invariant requests."""
+        self._kept: dict[tuple[str, int], Tensor] = {}
+        """By (site, layer): the states [t, m] of the request that is computed again."""
+        self._is_again = False
 
     def listening(self, sink: StateSink) -> StateSink:
-        """Returns a sink for hooks, (site, layer, state), that compares original and copy, then calls `sink`."""
+        """Returns a sink for hooks, (site, layer, state), that compares original and copy, then calls `sink`. It does
+        nothing in a pass that computes a request again."""
 
         def capture(site: str, layer: int, value: Tensor) -> None:
             """Compares the states of original and copy, if the pass has a copy, and calls `sink`."""
+            if self._is_again:
+                return
             if self._copy is not None:
                 self._compare_state(self._copy, site, layer, value)
             sink(site, layer, value)
@@ -90,10 +118,9 @@ class Watch:
         The copy begins up to a window of committed tokens earlier, so that other window slots are compared too. The
         results for these tokens are compared with those of the earlier pass.
         """
-        eligible = [i for i, s in enumerate(states) if s.request.is_deterministic and not s.is_edited]
-        if not eligible or not cache.can_compute_twice:
+        i = self._least_compared(cache, states)
+        if i is None:
             return None
-        i = min(eligible, key=lambda i: self._times.get(states[i].request_id, 0))
         state, original, width = states[i], batch_index[i], fed.shape[1]
         times = self._times[state.request_id] = self._times.get(state.request_id, 0) + 1
         start, copy = starts[original], len(cache_rows) - 1
@@ -106,6 +133,15 @@ class Watch:
         num_again = min(shift, num_verified)
         self._logits_before = self._known_logits(state, start, num_again)
         return Copy(original, copy, shift, count, num_again)
+
+    def _least_compared(self, cache: KVCache, states: Sequence[SequenceState], step: int = 1) -> int | None:
+        """Returns the index in `states` of the deterministic request without interventions and KVSnapshot that was
+        compared least often; None without one, or if the cache allows no second computation. Of equal ones, it is the
+        first, or the last if `step` is -1."""
+        eligible = [i for i, s in enumerate(states) if s.request.is_deterministic and not s.is_edited]
+        if not eligible or not cache.can_compute_twice:
+            return None
+        return min(eligible[::step], key=lambda i: self._times.get(states[i].request_id, 0))
 
     def _known_logits(self, state: SequenceState, start: int, num_again: int) -> Tensor | None:
         """Returns the kept logits [n, v] of up to `num_again` tokens of a request before `start`, or None."""
@@ -150,23 +186,100 @@ class Watch:
         if is_equal and not self._differing and not cache.copy_differs_at:
             return None
         first_seen = self._first_difference(cache)
-        with model.capturing([(s, n) for n in range(model.n_layers) for s in "STC"], self.listening(_ignore)):
+        with model.capturing(_sites(model), self.listening(_ignore)):
             forward()
-        layer, site = self._first_difference(cache) or first_seen or (None, None)
-        operation = "the logits (made by the final norm and the unembedding)" if site is None else _PARTS[site]
-        return Difference(operation, layer, copy.original, copy.copy)
+        at = self._first_difference(cache) or first_seen or (None, None)
+        return Difference(*_operation(*at), copy.original, copy.copy)
 
     def _first_difference(self, cache: KVCache) -> tuple[int, str] | None:
         """Returns the first (layer, site) in the order of computation at which original and copy differ, or None."""
-        order = list(_PARTS)
-        return min((*self._differing, *cache.copy_differs_at), key=lambda at: (at[0], order.index(at[1])), default=None)
+        return min((*self._differing, *cache.copy_differs_at), key=order_of, default=None)
 
     def _compare_state(self, copy: Copy, site: str, layer: int, value: Tensor) -> None:
         """Adds (layer, site) to the differences if original and copy have other bits in a captured state; a site
         of heads counts as T."""
         tokens = value.transpose(1, 2) if site == PATTERN else value
         if not bitwise(*_pair(copy, tokens)):
-            self._differing.append((layer, site if site in _PARTS else "T"))
+            self._differing.append((layer, site if site in PARTS else "T"))
+
+    # -- determinism="invariant": a pass of its own
+
+    def choose_again(self, cache: KVCache, states: Sequence[SequenceState]) -> int | None:
+        """Counts a pass that decides tokens of invariant requests. Returns the index in `states` of the request to
+        compute again, in one of AGAIN_EVERY (32) passes; None in the others, or if no request can be."""
+        i = self._least_compared(cache, states, step=-1)  # the first row of a pass is the likeliest to be right
+        if i is None:
+            return None
+        self._num_invariant += 1
+        if self._num_invariant % AGAIN_EVERY != FIRST_AGAIN:
+            return None
+        self._times[states[i].request_id] = self._times.get(states[i].request_id, 0) + 1
+        return i
+
+    @contextmanager
+    def keeping(self, model: CachedLM, batch_index: int, num_tokens: int) -> Iterator[None]:
+        """Inside the `with`, keeps S, T and C of the first tokens of one batch index, for `difference_again`."""
+
+        def keep(site: str, layer: int, value: Tensor) -> None:
+            """Keeps a copy of a state [b, t, m] at this batch index."""
+            self._kept[site, layer] = value[batch_index, :num_tokens].clone()
+
+        self._kept.clear()
+        with model.capturing(_sites(model), keep):
+            yield
+
+    def difference_again(
+        self, model: CachedLM, cache: KVCache, place: Place, logits: Tensor, forward: Callable[[], Tensor]
+    ) -> Difference | None:
+        """Runs a pass that computes the tokens inside `keeping` again, and overwrites their keys and values. Returns
+        the first Difference from the first computation; None if all bits are equal.
+
+        logits: [t, v] of the first computation.  forward: runs the pass, and returns its logits [b, t, v].
+        """
+        differing: list[tuple[int, str]] = []
+
+        def compare(name: str, layer: int, before: Tensor, after: Tensor) -> None:
+            """Adds (layer, name) to `differing` if two results have other bits."""
+            if not bitwise(before, after):
+                differing.append((layer, name))
+
+        def compare_state(site: str, layer: int, value: Tensor) -> None:
+            """Compares a state with the kept one."""
+            compare(site, layer, self._kept[site, layer], value[place.again, : len(logits)])
+
+        def cached() -> Iterator[tuple[str, int, Tensor]]:
+            """Yields ("keys" or "values", layer, a copy of the cache's contents for the tokens)."""
+            for name, tensors in (("keys", cache.keys), ("values", cache.values)):
+                for layer, tensor in enumerate(tensors):
+                    yield name, layer, tensor[place.cache_row, :, place.start : place.start + len(logits)].clone()
+
+        before = list(cached())
+        self._is_again = True
+        try:
+            with model.capturing(_sites(model), compare_state):
+                again = forward()[place.again, : len(logits)]
+        finally:
+            self._is_again = False
+            self._kept.clear()
+        for (name, layer, old), (_, _, new) in zip(before, cached(), strict=True):
+            compare(name, layer, old, new)
+        if not differing and bitwise(logits, again):
+            return None
+        return Difference(*_operation(*min(differing, key=order_of, default=(None, None))), place.original, None)
+
+
+def order_of(at: tuple[int, str]) -> tuple[int, int]:
+    """Returns a key that sorts (layer, site) by the order of computation."""
+    return at[0], list(PARTS).index(at[1])
+
+
+def _operation(layer: int | None, site: str | None) -> tuple[str, int | None]:
+    """Returns (words for a site, its layer); the words for the logits if both are None."""
+    return "the logits (made by the final norm and the unembedding)" if site is None else PARTS[site], layer
+
+
+def _sites(model: CachedLM) -> list[tuple[str, int]]:
+    return [(site, layer) for layer in range(model.n_layers) for site in "STC"]
 
 
 def _pair(copy: Copy, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -105,7 +105,7 @@ def plain_states(
         if cached is not None:
             cached = replace(cached, keys=(), values=(), head_masks=frozenset())
         counted = replace(request, prompt_token_ids=ids, cached=cached, keep_kv=False, sampling=sampling)
-        one = SequenceState(counted, state.is_verified, sampling, state.decode)
+        one = SequenceState(counted, state.is_verified, sampling, state.decode, state.is_invariant)
         one.is_edited = state.is_edited
         made.append(one)
     return made

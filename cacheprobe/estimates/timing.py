@@ -69,7 +69,7 @@ def measure_passes(
         state.is_verified, text = False, state.request.prompt_token_ids
         state.token_ids = [text[i % len(text)] for i in range(plan.config.capacity)]
     recorder = Recorder(plan.model, plan.capture, plan.layers, plan.lens, prompts)
-    runner = ModelRunner(plan.model, cache, recorder)
+    runner = ModelRunner(plan.model, cache, recorder, watch=plan.watch)
     with hold_model(plan.model), plan.hooks(recorder):
         for shape in _chosen(passes):
             call = partial(_run_pass, runner, recorder, placed, shape, passes[shape])

@@ -10,6 +10,7 @@ position.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -218,12 +219,21 @@ class KVCache:
         rows = self.store(layer, k, v)
         return self.keys[layer][:, :, : self.span][rows], self.values[layer][:, :, : self.span][rows]
 
-    def store(self, layer: int, k: Float[Tensor, "b h t dk"], v: Float[Tensor, "b h t dv"]) -> slice | Tensor:
+    def store(
+        self,
+        layer: int,
+        k: Float[Tensor, "b h t dk"],
+        v: Float[Tensor, "b h t dv"],
+        writer: StoreSlots | None = None,
+        compare_later: Callable[[Callable[[], None]], None] | None = None,
+    ) -> slice | Tensor:
         """Stores new keys and values at the staged positions. Returns the staged cache rows, as an index: a slice or a
         tensor.
 
         If a batch index recomputes the tokens of another one (`self.copy`), its keys and values are compared instead of
         stored.
+        writer: writes instead of `self.writer`.  compare_later: takes the function that compares, to call it when `k`
+        and `v` are computed; by default they are.
         Raises: CacheIntegrityError if `stage` was not called before, or for another number of batch indices or tokens.
         """
         if self._staged is None:
@@ -234,10 +244,11 @@ class KVCache:
         if k.shape[0] != positions.shape[0] or k.shape[2] != positions.shape[1]:
             raise CacheIntegrityError(f"layer {layer} wrote {tuple(k.shape)} for staged {tuple(positions.shape)}")
         if self.copy is not None:
-            self._compare(layer, self.copy, k, v)
-        if self.writer is not None:
+            compare = partial(self._compare, layer, self.copy, k, v)
+            compare() if compare_later is None else compare_later(compare)
+        if (writer := writer or self.writer) is not None:
             placed = self.placed(keys.device)
-            self.writer(k, v, keys, values, placed.written_rows, placed.starts)
+            writer(k, v, keys, values, placed.written_rows, placed.starts)
         elif len(positions) <= _FEW_ROWS:
             width = positions.shape[1]
             for b, (row, start) in enumerate(self._staged_places):

@@ -31,6 +31,9 @@ class SequenceState:
     """Sampling settings, with every None replaced by its default."""
     decode: Callable[[Sequence[int]], str] = str
     """Converts token ids to text, for stop strings."""
+    is_invariant: bool = False
+    """Whether passes of any number of requests decide its tokens (determinism="invariant"), with a drafter or without
+    one. Without one it is not verified: a decode pass commits its token."""
     status: Status = Status.WAITING
     """What the request does now; only `become` changes the field."""
     cache_row: int = -1
@@ -123,6 +126,11 @@ class SequenceState:
         """(token id, absolute position) of the newest draft token, or without a draft, of the newest committed
         token."""
         return (self.draft or self.token_ids)[-1], self.last_committed_position + len(self.draft)
+
+    @property
+    def reads_in_chunks(self) -> bool:
+        """Whether the request's prompt is read in passes whose shapes depend on that prompt alone."""
+        return self.is_verified or self.is_invariant
 
     @property
     def is_ended(self) -> bool:

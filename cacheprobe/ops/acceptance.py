@@ -2,7 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
+
+from cacheprobe.core.token_text import TextWindow
 
 
 def num_accepted(draft_token_ids: Sequence[int], target_token_ids: Sequence[int]) -> int:
@@ -18,21 +21,34 @@ def num_accepted(draft_token_ids: Sequence[int], target_token_ids: Sequence[int]
 
 @dataclass(frozen=True)
 class StopRule:
-    """Holds the stop tokens and stop texts of a request; keeps no state between tokens."""
+    """Holds the stop tokens and stop texts of a request; its answers do not depend on earlier calls."""
 
     token_ids: frozenset[int]
     texts: tuple[str, ...]
     decode: Callable[[Sequence[int]], str]
 
-    def ends(self, generated: Sequence[int]) -> bool:
-        """Returns whether the tokens `generated`, at least one, end the request: the last one is a stop token, or the
-        text of all contains a stop text.
+    @cached_property
+    def _window(self) -> TextWindow:
+        """Window that holds more text than the longest stop text, before the newest token."""
+        most_bytes = max(len(text.encode()) for text in self.texts)
+        return TextWindow(self.decode, num_chars=max(map(len, self.texts)), num_tokens=most_bytes)
 
-        A stop text may span tokens and windows, so the whole output is decoded.
+    def ends(self, generated: Sequence[int], newer: Sequence[int] = ()) -> bool:
+        """Returns whether the tokens `generated` and then `newer`, together at least one, end the request: the last one
+        is a stop token, or the text of all contains a stop text, and that of all but the last does not.
+
+        A stop text may span tokens and windows. Decodes the newest tokens alone, as many as the longest stop text needs
+        and at least 64.
+        Twin: tests.twins.equivalence.ends_slowly, ==.
         """
-        if generated[-1] in self.token_ids:
+        newest = newer or generated[-1:]
+        if newest[-1] in self.token_ids:
             return True
-        return bool(self.texts) and any(text in self.decode(generated) for text in self.texts)
+        if not self.texts:
+            return False
+        before = generated if newer else generated[:-1]
+        said = self.decode([*before[self._window.start(before) :], *newest])
+        return any(text in said for text in self.texts)
 
 
 class Ending(NamedTuple):
@@ -45,10 +61,8 @@ class Ending(NamedTuple):
 def find_ending(generated: Sequence[int], token_ids: Sequence[int], rule: StopRule, num_left: int) -> Ending:
     """Returns the Ending for the new tokens `token_ids`, which follow `generated`: tokens after the first stop, and
     tokens beyond the `num_left` still allowed, are not kept."""
-    tokens_so_far = list(generated)
-    for index, token_id in enumerate(token_ids[:num_left]):
-        tokens_so_far.append(token_id)
-        if rule.ends(tokens_so_far):
+    for index in range(min(len(token_ids), num_left)):
+        if rule.ends(generated, token_ids[: index + 1]):
             return Ending(index + 1, "stop")
     return Ending(num_left, "length") if len(token_ids) >= num_left else Ending(len(token_ids), None)
 

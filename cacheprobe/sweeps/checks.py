@@ -45,7 +45,7 @@ def complaint(axes: JsonDict, run: SweepRunSettings, known: dict[PromptKey, tupl
     """
     try:
         facts = model_facts(axes["model"])
-        names = ("group", "capacity", "prefill_chunk", "prefill_group", "pad_prefill")
+        names = ("group", "capacity", "prefill_chunk", "prefill_group", "pad_prefill", "determinism")
         shapes = {"window": axes["window"], **{name: getattr(run, name) for name in names}}
         config, _ = choose_shapes(None, axes["drafter"] is not None, shapes)
         resolve_layers(run.layers, facts.n_layers)

@@ -123,6 +123,7 @@ class SweepRunSettings(_Strict):
     prefill_group: Count | None = None
     pad_prefill: Annotated[bool, Field(strict=True)] | None = None
     deterministic: Annotated[float, Field(ge=0, le=1)] = RunFlags.deterministic
+    determinism: Literal["verify", "invariant"] = RunFlags.determinism
     capture: str | None = "Z"
     """Sites to keep, of S, T, C and Z."""
     layers: tuple[Annotated[int, Field(strict=True)], ...] | None = None

@@ -10,9 +10,11 @@ Each version, and what it added or renamed:
     5   the texts of all tokens that the run names; status given_up, of drafts without a verdict; ␣ in texts
     6   the setting max_kv_tokens, named kv_rows before
     7   the status superseded, named candidate before; the path "fast", named "twin" before
+    8   a checksum of each block of 1 MiB of every file
 
-The files on the disk do not change. `meta["missing"]` lists the data that an older version did not record, so asking
-for the data raises an error instead of returning an empty table. `Trace.save` writes the newest format.
+Reading changes no file on the disk; `cacheprobe migrate` rewrites a run in the newest format.
+`meta["missing"]` lists the data that an older version did not record, so asking for the data raises an error instead of
+returning an empty table.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,7 +41,7 @@ def _from_1(old: Manifest) -> Manifest:
 def _from_2(old: Manifest) -> Manifest:
     """Returns a manifest of trace format 2 as format 3, with default values for fields that it may lack."""
     later = {"errors": {}, "thought_layer": None, "thinking": None, "cache_row_bytes": None}
-    capture = {"heads": (), **old["meta"]["capture"]}
+    capture = {"heads": [], **old["meta"]["capture"]}
     return {**old, "format_version": 3, "heads": [], "meta": {**later, **old["meta"], "capture": capture}}
 
 
@@ -69,6 +71,11 @@ def _from_6(old: Manifest) -> Manifest:
     return {**old, "format_version": 7, "meta": meta}
 
 
+def _from_7(old: Manifest) -> Manifest:
+    """Returns a manifest of trace format 7 as format 8, with no checksums of blocks."""
+    return {**old, "format_version": 8, "blocks": {}}
+
+
 _STEPS: dict[int, Callable[[Manifest], Manifest]] = {
     1: _from_1,
     2: _from_2,
@@ -76,10 +83,13 @@ _STEPS: dict[int, Callable[[Manifest], Manifest]] = {
     4: _from_4,
     5: _from_5,
     6: _from_6,
+    7: _from_7,
 }
 
 OLDEST, NEWEST = min(_STEPS), max(_STEPS) + 1
 """Trace formats that can be read. `Trace.save` writes NEWEST."""
+FIRST_WITH_CHECKSUMS, FIRST_WITH_BLOCKS = 4, 8
+"""First trace formats with a checksum of each file, and of each block of a file."""
 
 
 def migrated(manifest: Manifest) -> Manifest:

@@ -1,13 +1,32 @@
-"""Checks whether a run may be saved in a directory, before anything is computed or written. Does not import torch."""
+"""Checks whether a run may be saved in a directory, and lets one process save there. Does not import torch.
+
+While a run is saved, its directory also holds
+
+    .saving        lock file with a note: the process, the id of the new run, and the files of the run that it replaces
+    .saving-<id>/  files that are not whole yet, under whatever temporary names a library gives them
+
+A save that was killed leaves both. The next save deletes what the note names: never a file that only looks like one of
+a run.
+"""
 
 import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import chain, count
 from pathlib import Path
 
+from cacheprobe.core.files import Locked, only_writer
+from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.manifest import MANIFEST, TraceError
 
 KINDS = ("states", "rows", "hypotheses", "events", "ledger", "thoughts", "tokens")
 """First part of the names of a run's data files."""
+REPORT, LOCK = "report.html", ".saving"
+_LIBRARY_TEMPORARY = re.compile(r"\.tmp\w*")
+"""Names of temporary files that safetensors leaves in the directory if an older version of this code was killed."""
 
 
 def require_free(directory: Path, overwrite: bool = False) -> None:
@@ -15,11 +34,112 @@ def require_free(directory: Path, overwrite: bool = False) -> None:
     like those of a run, such as an unfinished save leaves, are allowed.
 
     overwrite: the directory may also contain a complete run, which the new one replaces.
-    Raises: TraceError if the path is a file; if the directory contains a run (unless `overwrite`) or a manifest.json of
-    another program; or if it has no manifest.json but other files than those of a run.
+    Raises: TraceError if the path is a file, may not be written, or is being written by another process; if the
+    directory contains a run (unless `overwrite`) or a manifest.json of another program; or if it has no manifest.json
+    but other files than those of a run.
     """
-    if not directory.exists():
+    with saying_why(directory):
+        _require_writable(directory)
+        if not directory.exists():
+            return
+        if directory.is_dir() and (directory / LOCK).exists():
+            with only_writer(directory / LOCK) as lock:
+                _clean(directory, lock.left)
+        _require_no_run(directory, overwrite)
+
+
+@contextmanager
+def saving(directory: Path, run_id: str, *, overwrite: bool = False, keep_report: bool = False) -> Iterator[Path]:
+    """Lets only this process save a run in `directory` during a `with` block, and yields an empty folder for files that
+    are not whole yet.
+
+    At the end deletes the files of the run that was replaced, which its manifest names, and its report unless
+    `keep_report`. After an error deletes what this save wrote; an earlier run is unchanged.
+    Raises: TraceError as `require_free`, and for an error of the file system, such as a full disk.
+    """
+    is_new = False
+    with saying_why(directory):
+        _require_writable(directory)
+        is_new = not directory.exists()
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            with only_writer(directory / LOCK) as lock:
+                _clean(directory, lock.left)
+                _require_no_run(directory, overwrite)
+                earlier = _manifest_in(directory)
+                replaced = list(earlier.get("files", ())) + ([REPORT] if earlier and not keep_report else [])
+                note = {"run_id": run_id, "replaces": replaced}
+                lock.note(note)
+                staging = directory / f"{LOCK}-{run_id}"
+                try:
+                    staging.mkdir()
+                    yield staging
+                finally:
+                    _clean(directory, note)
+        except BaseException:
+            if is_new:
+                with suppress(OSError):  # not empty: another process has begun to write there
+                    directory.rmdir()
+            raise
+
+
+@contextmanager
+def saying_why(directory: Path) -> Iterator[None]:
+    """Turns an error of the file system, or of a lock, inside the `with` into a TraceError with the directory and the
+    reason."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except Locked as holder:
+        raise TraceError(
+            f"{directory} is being written by {holder}; wait for it, or choose another directory"
+        ) from None
+    except (OSError, SafetensorError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise TraceError(
+            f"the run cannot be saved in {directory}: {reason}; a run that was there is unchanged"
+        ) from error
+
+
+def _require_writable(directory: Path) -> None:
+    """Raises: TraceError if `directory`, or the nearest folder above it that exists, is a file or is read-only."""
+    nearest = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise TraceError(f"{nearest} is a file; choose a directory to save the run in")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise TraceError(f"{nearest} is read-only; choose another directory to save the run in")
+
+
+def _manifest_in(directory: Path) -> JsonDict:
+    """Returns the manifest of a complete run in this directory, as it is stored; {} if there is no readable one."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else {}
+
+
+def _clean(directory: Path, note: JsonDict) -> None:
+    """Deletes what a save left, whose note is given: its unfinished files; if its manifest is in the directory, the
+    files of the run that it replaced, else its own files. Never deletes a file that the manifest names."""
+    run_id, replaced = note.get("run_id"), note.get("replaces")
+    if not isinstance(run_id, str) or not run_id.isalnum() or not isinstance(replaced, list):
         return
+    shutil.rmtree(directory / f"{LOCK}-{run_id}", ignore_errors=True)
+    current = _manifest_in(directory)
+    if current.get("run_id") == run_id:
+        left = [name for name in replaced if isinstance(name, str) and Path(name).name == name]
+    else:
+        left = [path.name for path in directory.iterdir() if re.split(r"[-.]", path.name)[1:2] == [run_id]]
+        left = [name for name in left if is_of_a_run(name)]
+    for name in left:
+        if name not in current.get("files", ()) and name != MANIFEST:
+            (directory / name).unlink(missing_ok=True)
+
+
+def _require_no_run(directory: Path, overwrite: bool) -> None:
+    """Raises: TraceError if `directory` contains a run (unless `overwrite`), or files of another program."""
     if not directory.is_dir():
         raise TraceError(f"{directory} is a file; choose a directory to save the run in")
     if (directory / MANIFEST).exists():
@@ -46,10 +166,12 @@ def free_beside(directory: Path) -> Path:
 
 
 def is_of_a_run(name: str) -> bool:
-    """Returns True if a file name is that of a saved run's file, of its report, or of a temporary file of a save."""
+    """Returns True if a file name looks like that of a saved run's file, of its report, or of what a save that was
+    killed leaves."""
     stem = name.removesuffix(".tmp")
     is_data = stem.endswith((".parquet", ".safetensors")) and stem.startswith(tuple(f"{kind}-" for kind in KINDS))
-    return is_data or stem in (MANIFEST, "report.html")
+    is_left = name.startswith(LOCK) or _LIBRARY_TEMPORARY.fullmatch(name) is not None
+    return is_data or is_left or stem in (MANIFEST, REPORT)
 
 
 def _run_description(directory: Path) -> str:

@@ -96,7 +96,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def self_checks_text(meta: JsonDict) -> str:
-    """Returns text for a repr: how often a verify pass computed a request twice and compared the results, and how many
+    """Returns text for a repr: how often a request's tokens were computed twice and compared, and how many results
     differed; "" if no pass was compared."""
     counts: JsonDict = meta.get("self_checks") or {"compared": 0}
     if not counts["compared"]:

@@ -1,8 +1,9 @@
 """Stores captured state vectors by (site, layer): in memory, or in safetensors files that are opened when needed."""
 
+import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from operator import index
-from pathlib import Path
 from typing import Protocol, SupportsIndex, runtime_checkable
 
 import pandas as pd
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import HEAD_SITES, SITES
+from cacheprobe.core.values import JsonDict
+from cacheprobe.trace.checked_files import CheckedFiles
+from cacheprobe.trace.manifest import TraceError
 
 
 @runtime_checkable
@@ -51,37 +55,58 @@ class ShardStore:
 
     def __init__(
         self,
-        directory: Path,
+        files: CheckedFiles,
         shards: Sequence[str],
         sites: Sequence[str],
         layers: Sequence[int],
         heads: Sequence[str] = (),
     ) -> None:
         self.sites, self.layers, self.heads = tuple(sites), tuple(layers), tuple(heads)
-        self.directory, self._shards = directory, list(shards)
-        self._shard_of: dict[str, str] | None = None
+        self.files, self.shards = files, tuple(shards)
         self._loaded: dict[str, Tensor] = {}
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[str, JsonDict]]:
+        """By name of a tensor: its file, and the file's entry of the tensor."""
+        return {key: (shard, entry) for shard in self.shards for key, entry in header_of(self.files, shard).items()}
 
     def all_of(self, site: str, layer: int) -> Tensor:
         """Returns every stored vector of one site and layer: [n, m]; [n, h, d] at sites q, k, v and z; a pattern flat.
-        Reads the file at the first call, and keeps the tensor in memory."""
-        from safetensors import safe_open
-
+        Reads the file at the first call, and keeps the tensor in memory. Raises: TraceError if the bytes of the tensor,
+        or of the file's header, differ from their checksums."""
         key = tensor_key(site, layer)
         if key not in self._loaded:
-            shard_of = self._shard_of
-            if shard_of is None:
-                shard_of = self._shard_of = {}
-                for shard in self._shards:
-                    with safe_open(self.directory / shard, framework="pt") as file:
-                        names = set(file.keys())
-                        shard_of.update(dict.fromkeys(names, shard))
-                        if key in names:  # read now: opening the file again would take longer than reading
-                            self._loaded[key] = file.get_tensor(key)
-            if key not in self._loaded:
-                with safe_open(self.directory / shard_of[key], framework="pt") as file:
-                    self._loaded[key] = file.get_tensor(key)
+            if key not in self._places:
+                raise TraceError(f"{self.files.directory} holds no states of site {site}, layer {layer}; run it again")
+            self._loaded[key] = read_tensor(self.files, *self._places[key])
         return self._loaded[key]
+
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16} | {
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool
+}  # fmt: skip
+"""Dtypes by their names in a safetensors file."""
+
+
+def header_of(files: CheckedFiles, name: str) -> dict[str, JsonDict]:
+    """Returns the entries (dtype, shape, data_offsets) of the tensors of a safetensors file, by name; data_offsets
+    count from the beginning of the file. Raises: TraceError if the file is damaged."""
+    with files.naming(name):
+        length = 8 + int.from_bytes(files.read(name, 0, min(8, files.sizes[name])).tobytes(), "little")
+        if not 8 < length <= files.sizes[name]:
+            raise ValueError(f"its header would be {length - 8} bytes long")
+        entries = json.loads(files.read(name, 8, length).tobytes())
+        for entry in entries.values():
+            entry["data_offsets"] = [length + offset for offset in entry["data_offsets"]]
+        return entries
+
+
+def read_tensor(files: CheckedFiles, name: str, entry: JsonDict) -> Tensor:
+    """Reads one tensor of a safetensors file. entry: as from `header_of`. Raises: TraceError if the bytes of the tensor
+    differ from their checksums."""
+    with files.naming(name):
+        data = torch.from_numpy(files.read(name, *entry["data_offsets"]))
+        return data.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
 def tensor_key(site: str, layer: int) -> str:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from cacheprobe.core.token_text import visible
 from cacheprobe.core.values import JsonDict
+from cacheprobe.trace.checked_files import CheckedFiles
 from cacheprobe.trace.manifest import UNREAD, TraceError, read_manifest, require_whole
 from cacheprobe.trace.migrate import migrated_events, migrated_readings, migrated_rows, renamed_status
 from cacheprobe.trace.tables.draft_verdicts import with_read_tokens, with_verdicts
@@ -29,6 +29,7 @@ class StoredRun:
         self.directory = Path(directory)
         self._manifest = read_manifest(self.directory)
         require_whole(self.directory, self._manifest)
+        self._files = CheckedFiles(self.directory, self._manifest)
         self.meta: JsonDict = self._manifest["meta"]
         self.requests: list[JsonDict] = self._manifest["requests"]
         """One object for each request: request_id, prompt, prompt_token_ids, is_deterministic, committed_token_ids,
@@ -57,7 +58,7 @@ class StoredRun:
     def rows(self) -> pd.DataFrame:
         """Rows table of the saved run: a DataFrame with one line for each token of each pass."""
         rows = self._read_table("rows")
-        if not self._table_path("tokens"):
+        if not self._has_table("tokens"):
             rows = migrated_rows(rows, self.events, self._prompt_lengths)
         return renamed_status(rows, self._manifest["stored_version"])
 
@@ -79,17 +80,17 @@ class StoredRun:
         """Thoughts table of the saved run, one line for each thought of a Thinking States model; None for a run without
         thoughts.
         """
-        if not self._table_path("thoughts"):
+        if not self._has_table("thoughts"):
             return None
         thoughts = self._read_table("thoughts")
-        if not self._table_path("tokens"):
+        if not self._has_table("tokens"):
             thoughts = migrated_readings(thoughts, self.rows)
         return renamed_status(thoughts, self._manifest["stored_version"])
 
     @property
     def has_readings(self) -> bool:
         """True if the saved run contains lens readings."""
-        return self._table_path("hypotheses") is not None
+        return self._has_table("hypotheses")
 
     @property
     def is_unread(self) -> bool:
@@ -109,7 +110,7 @@ class StoredRun:
             inside = pc.and_(pc.greater_equal(position, positions.start), pc.less(position, positions.stop))
             table = table.filter(inside)
         readings = table.to_pandas()
-        if self._table_path("tokens") is None:
+        if not self._has_table("tokens"):
             readings = migrated_readings(readings, self.rows)
         readings = renamed_status(readings, self._manifest["stored_version"])
         events = self.events[self.events.request_id == request_id]
@@ -125,42 +126,47 @@ class StoredRun:
     def token_texts(self) -> dict[int, str]:
         """Dict from token id to text (signs such as ␣ for white space), for every token of the run's tokens table. For
         a run stored without this table: for the tokens of its rows and readings tables."""
-        if self._table_path("tokens") is not None:
+        if self._has_table("tokens"):
             table = self._read_table("tokens")
             return dict(zip(table.token_id.tolist(), table.token.tolist(), strict=True))
         texts = dict(zip(self.rows.token_id.tolist(), self.rows.token.tolist(), strict=True))
-        if (path := self._table_path("hypotheses")) is not None:
+        if self._has_table("hypotheses"):
             for number, text in (("token_id", "token"), ("committed_token_id", "committed_token")):
-                ids = pq.read_table(path, columns=[number])[number].combine_chunks()
+                ids = self._files.table(self._file("hypotheses"), [number])[number].combine_chunks()
                 lacking = pa.array(set(pc.unique(ids).to_pylist()) - {None, *texts}, ids.type)
                 if len(lacking):  # the column of texts is a hundred times larger than that of ids, so read it last
-                    added = pq.read_table(path, columns=[text])[text].take(pc.index_in(lacking, value_set=ids))
+                    said = self._files.table(self._file("hypotheses"), [text])[text]
+                    added = said.take(pc.index_in(lacking, value_set=ids))
                     texts |= {t: visible(s) for t, s in zip(lacking.to_pylist(), added.to_pylist(), strict=True)}
         return texts
 
     def _read_readings(self, request_id: int) -> pa.Table:
         """Returns the stored lens readings of one request as a pyarrow Table. Raises: ValueError if there are none."""
-        path = self._table_path("hypotheses")
-        if path is None:
+        if not self._has_table("hypotheses"):
             raise ValueError(UNREAD if self.is_unread else "this run read no lens; run it with 'Z' in capture=")
-        file = pq.ParquetFile(path)
+        name = self._file("hypotheses")
+        file = self._files.parquet(name)
         column = file.schema_arrow.get_field_index("request_id")
         groups = []
         for number in range(file.num_row_groups):
             statistics = file.metadata.row_group(number).column(column).statistics
             if statistics is None or statistics.min <= request_id <= statistics.max:
                 groups.append(number)
-        table = file.read_row_groups(groups)
+        with self._files.naming(name):
+            table = file.read_row_groups(groups)
         return table.filter(pc.equal(table["request_id"], request_id))
 
-    def _table_path(self, name: str) -> Path | None:
-        """Returns the path of a table's Parquet file; None if the run has no such table."""
-        file = f"{name}-{self._manifest['run_id']}.parquet"
-        return self.directory / file if file in self._manifest["files"] else None
+    def _file(self, name: str) -> str:
+        """Returns the name of a table's Parquet file."""
+        return f"{name}-{self._manifest['run_id']}.parquet"
+
+    def _has_table(self, name: str) -> bool:
+        """Returns True if the run has this table."""
+        return self._file(name) in self._manifest["files"]
 
     def _read_table(self, name: str) -> pd.DataFrame:
-        """Reads a whole table of the saved run. Raises: TraceError if the run has no such table."""
-        path = self._table_path(name)
-        if path is None:
+        """Reads a whole table of the saved run. Raises: TraceError if the run has no such table, or if it is
+        damaged."""
+        if not self._has_table(name):
             raise TraceError(f"{self.directory} holds no table of {name}; run it again")
-        return pd.read_parquet(path)
+        return self._files.table(self._file(name)).to_pandas()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe import plan
 from cacheprobe.core.config import EngineConfig
+from cacheprobe.engine import consistency
 from cacheprobe.engine.consistency import Hooked, narrow_widths, serving_config
 from cacheprobe.models.paths import choose_path
 from tests.invariants.machines import rounding_by_shape
@@ -54,16 +54,14 @@ def test_a_shared_prefill_is_tried_too() -> None:
 
 def test_it_is_tried_once_and_only_where_something_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     model = cp.load_model(hf_model(seed=3))
-    from cacheprobe.engine import consistency
-
     tried = []
 
-    class Counted(consistency._Cycle):
+    class Counted(consistency.Cycle):
         def __init__(self, model: Any, *shape: Any) -> None:
             tried.append(shape)
             super().__init__(model, *shape)
 
-    monkeypatch.setattr(consistency, "_Cycle", Counted)
+    monkeypatch.setattr(consistency, "Cycle", Counted)
     settings = {name: value for name, value in SMALL.items() if name != "group"}  # a group that serves is chosen
     cp.run(model, PROMPTS, **settings)
     assert not tried
@@ -111,7 +109,7 @@ def test_a_run_of_narrow_passes_has_the_bits_of_whole_windows(dtype: torch.dtype
     settings: dict[str, Any] = dict(window=8, group=2, capacity=96, max_new_tokens=24, progress=False)
     settings |= dict(drafter=cp.drafters.NGram(), deterministic=True, sampling=cp.SamplingParams(temperature=0.7))
     narrow = cp.run(model, PROMPTS, **settings)
-    monkeypatch.setattr(plan, "narrow_widths", lambda *given: ())
+    monkeypatch.setattr(consistency, "narrow_widths", lambda *given: ())
     whole = cp.run(model, PROMPTS, **settings)
     widths = {int(width) for width in narrow.events().query("phase == 'verify'").batch_slots}
     assert widths == ({2, 4, 8} if model.operations else {8})

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.capture import stream as streams
+from cacheprobe.core import token_text
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.engine.scheduler import Scheduler
 from cacheprobe.kvcache import status
@@ -111,7 +111,7 @@ def test_a_prompt_is_read_once() -> None:
 
 def test_tokens_that_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of tokens that are decoded: of a window for each piece, and once of the whole at the end."""
-    monkeypatch.setattr(streams, "_WINDOW", 8)
+    monkeypatch.setattr(token_text, "WINDOW", 8)
     decoded: list[int] = []
 
     def read(new_tokens: int) -> int:

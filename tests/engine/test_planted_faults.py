@@ -9,7 +9,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.capture import lens_reader
 from cacheprobe.engine import consistency
-from cacheprobe.engine.consistency import _Cycle
+from cacheprobe.engine.trial import Cycle
 from cacheprobe.engine.watch import Watch
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.thinking.lm import ThinkingLM
@@ -273,7 +273,7 @@ def test_a_trial_beside_the_same_neighbours_accepts_a_fault_of_neighbours(monkey
     shapes: dict[str, Any] = dict(window=1, group=4, **RUN)
     fault = Planted("activation", DEPENDS_ON["neighbours"])
     assert ends(fresh(), fault, PROMPTS, **shapes).kind == "refused"
-    monkeypatch.setattr(_Cycle, "_replace_neighbours", lambda cycle, fed: None)
+    monkeypatch.setattr(Cycle, "_replace_neighbours", lambda cycle, fed: None)
     assert ends(fresh(), fault, PROMPTS, **shapes).kind == "different"
 
 

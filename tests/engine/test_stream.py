@@ -6,6 +6,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.capture import stream as streams
+from cacheprobe.core import token_text
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.paths import choose_path
@@ -182,7 +183,7 @@ def test_mistakes_show_before_the_first_piece(settings, message) -> None:
 def test_a_window_of_tokens_gives_the_text_of_the_whole(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are bytes, so that most characters are cut. The window moves often, and begins in no character."""
     text = "añ日本語😀 z" * 12
-    monkeypatch.setattr(streams, "_WINDOW", window)
+    monkeypatch.setattr(token_text, "WINDOW", window)
     sampling = SamplingParams(stop_token_ids=(), stop=())
     state = SequenceState(Request((), prompt_token_ids=(1,), request_id=0), False, sampling)
     stream = streams.Stream([state], lambda ids: bytes(ids).decode(errors="replace"), lambda observer: iter(()))

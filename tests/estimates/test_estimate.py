@@ -19,8 +19,9 @@ from cacheprobe.estimates.result import Bounds, Estimate
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.trace.trace import Trace
+from tests.compiled import on_loops
 from tests.thinking.test_thinking_engine import lm as thinking_lm
-from tests.tiny import PROMPTS, loaded
+from tests.tiny import PROMPTS, hf_model, loaded
 
 SETTINGS: dict[str, Any] = dict(
     window=4, group=2, capacity=96, max_new_tokens=20, sampling=cp.SamplingParams(stop_token_ids=())
@@ -125,6 +126,8 @@ def test_the_cache_is_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         {"window": 1, "deterministic": 0.5, "max_batch": 2},
         {"max_kv_tokens": 80, "max_batch": 4},
         {"prefill_group": 2, "window": 1, "deterministic": True},
+        {"determinism": "invariant", "deterministic": 0.5, "max_kv_tokens": 80, "max_batch": 4},
+        {"determinism": "invariant", "deterministic": True, "window": 1},
     ],
     ids=str,
 )
@@ -137,8 +140,9 @@ def test_passes_are_exact_where_nothing_is_drafted(settings: dict[str, Any]) -> 
         cp.Request([9] * 30, arrival_step=5),
     ]
     given = {**SETTINGS, **settings, "capture": "S"}
-    estimate = cp.estimate(loaded(), prompts, **given)
-    trace = cp.run(loaded(), prompts, progress=False, **given)
+    model = on_loops(cp.load_model(hf_model()))  # the invariant way needs them
+    estimate = cp.estimate(model, prompts, **given)
+    trace = cp.run(model, prompts, progress=False, **given)
     found, rebuilt = phases(trace), trace.meta["preemptions"]
     assert {phase: set(bounds) for phase, bounds in passes_of(estimate).items()} == {
         phase: {found[phase]} for phase in ("prefill", "decode", "verify")

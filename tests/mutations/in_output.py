@@ -184,7 +184,7 @@ MUTATIONS = [
         "stop texts are sought in the newest token",
         ("18_finish_correctness_of_stop_texts",),
         "cacheprobe.ops.acceptance:StopRule.ends",
-        lambda real: lambda self, generated: real(self, generated[-1:]),
+        lambda real: lambda self, generated, newer=(): real(self, [*generated, *newer][-1:]),
     ),
     # -- streams
     bug("candidates are streamed", ("17_monotone_release_of_a_stream",), f"{ENGINE}._take", _streams_candidates),

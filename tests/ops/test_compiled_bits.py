@@ -14,7 +14,7 @@ pytestmark = pytest.mark.determinism
 DIGESTS = """
 import hashlib, sys
 import numpy as np, torch
-from cacheprobe.ops.attention.decode import decode_attention
+from cacheprobe.ops.compiled.attention import decode_attention
 from cacheprobe.ops.compiled.lanes import FLOATS
 from cacheprobe.ops.compiled.product import CompiledProduct
 from cacheprobe.ops.compiled.readout import CompiledReadout

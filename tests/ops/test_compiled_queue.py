@@ -1,13 +1,16 @@
 """Operations of a forward in compiled loops: their numbers beside torch's, their bits in any batch, and the waiting of
 threads for each other."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from cacheprobe.models.fast.operations import Norm, Operations
+from cacheprobe.ops.cache_rows import store_kv
 from cacheprobe.ops.compiled import queue, queue_loops
+from cacheprobe.ops.compiled.attention import decode_attention
 from cacheprobe.ops.compiled.lanes import FLOATS
 from cacheprobe.ops.compiled.queue import Queue
 from cacheprobe.ops.equality import bitwise
@@ -52,6 +55,57 @@ def test_strange_numbers_pass_as_in_torch(kind: int, dtype: torch.dtype, number:
     wanted = silu(values), values + values, BY_TORCH.norm(values, Norm(torch.ones(40, dtype=dtype), 0.0))
     for one, other in zip(found, wanted, strict=True):
         assert torch.allclose(one.double(), other.double(), rtol=4 * ROUNDING[dtype], atol=1e-30, equal_nan=True)
+
+
+def attention_of(dtype: torch.dtype, width: int) -> tuple[list[Tensor], list[Tensor], np.ndarray]:
+    """New queries, keys and values [b, t, h, d]; a filled cache and a causal mask; and where three requests stand."""
+    new = drawn(dtype, (3, width, 6, 16), (3, width, 2, 16), (3, width, 2, 8))
+    held = drawn(dtype, (5, 2, 40, 16), (5, 2, 40, 8))
+    rows, starts = torch.tensor([4, 0, 2]), torch.tensor([0, 7, 30])
+    hidden = torch.arange(40) > (starts[:, None] + torch.arange(width))[:, :, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
+    lines = [(b, *(int(row - rows[0]) * part.stride(0) for part in held), start + width, start)
+             for b, (row, start) in enumerate(zip(rows, starts.tolist(), strict=True))]  # fmt: skip
+    return new, [*held, mask, rows, starts], np.array(lines, np.int64)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@all_cases
+def test_writes_and_attention_have_the_bits_of_single_calls(kind: int, dtype: torch.dtype, width: int) -> None:
+    """Queries and keys are computed in the queue too: attention must wait for them, and for the write."""
+    (q, k, v), (keys, values, mask, rows, starts), places = attention_of(dtype, width)
+    plain_keys, plain_values = keys.clone(), values.clone()
+    doubled_q, doubled_k = (part + part for part in (q, k))
+    store_kv(doubled_k.transpose(1, 2), v.transpose(1, 2), plain_keys, plain_values, rows, starts)
+    wanted = decode_attention(doubled_q.transpose(1, 2), plain_keys[4:], plain_values[4:], mask, places, 0.25)
+    made = Queue(kind, dtype)
+    queued_q, queued_k = made.added(q, q), made.added(k, k)
+    made.store(queued_k.transpose(1, 2), v.transpose(1, 2), keys, values, rows, starts)
+    found = made.attend(queued_q.transpose(1, 2), keys[4:], values[4:], mask, places, 0.25)
+    made.run()
+    assert bitwise(keys, plain_keys) and bitwise(values, plain_values) and bitwise(found.clone(), wanted.clone())
+
+
+def test_a_row_that_is_compared_is_not_written() -> None:
+    (_, k, v), (keys, values, _, rows, starts), _ = attention_of(torch.float32, 1)
+    before, rows[1] = keys.clone(), -1
+    made = Queue(FLOATS, torch.float32)
+    made.store(k.transpose(1, 2), v.transpose(1, 2), keys, values, rows, starts)
+    made.run()
+    assert (keys != before).any((1, 2, 3)).nonzero()[:, 0].tolist() == [2, 4]
+
+
+def test_a_write_that_the_loops_would_misread_is_refused() -> None:
+    (_, k, v), (keys, values, _, rows, starts), _ = attention_of(torch.float32, 2)
+    new = k.transpose(1, 2), v.transpose(1, 2)
+    made = Queue(FLOATS, torch.float32)
+    for wrong, said in (
+        ((new[0].contiguous(), new[1], keys, values, rows, starts), "of strides"),
+        ((*new, keys.double(), values, rows, starts), "a cache of torch.float64"),
+        ((*new, keys, values, rows.int(), starts), "rows of torch.int32"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            made.store(*wrong)
 
 
 def block(made: Queue, stream: Tensor, weights: list[Tensor]) -> Tensor:

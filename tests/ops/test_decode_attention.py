@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from cacheprobe.ops.attention import decode as module
 from cacheprobe.ops.attention.cached import cached_attention
-from cacheprobe.ops.attention.decode import decode_attention, serves
+from cacheprobe.ops.compiled import attention as module
+from cacheprobe.ops.compiled.attention import decode_attention, serves
 from cacheprobe.ops.equality import bitwise, close
 
 pytestmark = pytest.mark.determinism
 
 CAPACITY = 300
 POSITIONS = (3, 60, 127, 0, 299, 16)
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((4, 4, 16, 16), (6, 2, 20, 12), (9, 3, 64, 64), (8, 1, 7, 5))
 """Heads, heads of keys, their width and that of values."""
 
@@ -56,7 +56,7 @@ def test_it_is_attention(shape: tuple[int, int, int, int], dtype: torch.dtype) -
     if dtype == torch.float32:
         assert close(attended(q, keys, values, mask), plain, 1e-5, because="sums are ordered otherwise")
     else:
-        assert close(attended(q, keys, values, mask).float(), plain, 2**-7, because="it is rounded to bfloat16")
+        assert close(attended(q, keys, values, mask).float(), plain, 2**-7, because="it is rounded to 16 bits")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -71,6 +71,8 @@ def test_bits_depend_on_the_request_alone(
         assert bitwise(attended(q[row : row + 1], keys, values, mask[row : row + 1], [row])[0], wanted[row])
     order = list(reversed(range(len(q))))
     assert bitwise(attended(q[order], keys, values, mask[order], order), wanted[order])
+    strided = torch.stack((q, -q), 1)[:, 0]
+    assert not strided.is_contiguous() and bitwise(attended(strided, keys, values, mask), wanted)
     odd = torch.empty(q.numel() + 1, dtype=dtype)[1:].view(q.shape).copy_(q)
     assert bitwise(attended(odd, keys, values, mask), wanted)
     assert bitwise(attended(q, keys, values, mask.expand(-1, shape[0], -1, -1).contiguous()), wanted)
@@ -139,10 +141,10 @@ def test_loops_that_end_early_are_an_error(monkeypatch: pytest.MonkeyPatch) -> N
 WINDOW, WINDOW_STARTS = 5, (3, 60, 122, 0, 295, 16)
 
 
-def attended_window(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, firsts: list[int]) -> Tensor:
-    """Attention of windows that begin at `firsts` behind each request's start; queries of [WINDOW] slots more."""
+def attended_window(windows: tuple[Tensor, Tensor, Tensor, Tensor], firsts: list[int], width: int) -> Tensor:
+    """Attention of `width` tokens that begin at `firsts` in each request's window."""
+    q, keys, values, mask = windows
     starts = [start + first for start, first in zip(WINDOW_STARTS, firsts, strict=True)]
-    width = q.shape[2] - max(firsts)
     own_q = torch.stack([q[b, :, first : first + width] for b, first in enumerate(firsts)])
     own_mask = torch.stack([mask[b, :, first : first + width] for b, first in enumerate(firsts)])
     places = [
@@ -152,45 +154,50 @@ def attended_window(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, first
     return decode_attention(own_q, keys[:1], values[:1], own_mask, np.array(places, np.int64), 0.3)
 
 
-def drawn_window(shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, keys, values, _ = drawn(shape, torch.float32)
+def drawn_window(shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, keys, values, _ = drawn(shape, dtype)
     q = torch.randn(len(WINDOW_STARTS), shape[0], WINDOW, shape[2], generator=torch.Generator().manual_seed(3))
     positions = torch.tensor(WINDOW_STARTS)[:, None] + torch.arange(WINDOW)
     hidden = torch.arange(CAPACITY) > positions[:, :, None]
-    return q, keys, values, torch.zeros(hidden.shape).masked_fill_(hidden, torch.finfo().min)[:, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
+    return q.to(dtype), keys, values, mask[:, None]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_window_is_attention(shape: tuple[int, int, int, int]) -> None:
-    q, keys, values, mask = drawn_window(shape)
+def test_a_window_is_attention(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    q, keys, values, _ = windows = drawn_window(shape, dtype)
     positions = torch.tensor(WINDOW_STARTS)[:, None] + torch.arange(WINDOW)
-    plain = cached_attention(q, keys, values, torch.arange(len(q)), positions, 0.3)
-    ours = attended_window(q, keys, values, mask, [0] * len(q))
-    assert close(ours, plain, 1e-5, because="sums are ordered otherwise")
+    plain = cached_attention(q.float(), keys.float(), values.float(), torch.arange(len(q)), positions, 0.3)
+    ours = attended_window(windows, [0] * len(q), WINDOW).float()
+    most = 1e-5 if dtype == torch.float32 else 2**-7
+    assert close(ours, plain, most, because="sums are ordered otherwise, and rounded to the dtype")
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bits_of_a_window_depend_on_the_position_alone(
-    shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In another slot of the window, behind anything in later slots, and on any number of threads."""
-    q, keys, values, mask = drawn_window(shape)
-    wanted = attended_window(q, keys, values, mask, [0] * len(q))
-    for firsts in ([1, 0, 2, 2, 1, 0], [2] * 6):
-        shifted = attended_window(q, keys, values, mask, firsts)
+    """In another slot of the window, in windows of other widths, alone, behind anything in later slots, and on any
+    number of threads."""
+    _, keys, values, _ = windows = drawn_window(shape, dtype)
+    wanted = attended_window(windows, [0] * len(keys), WINDOW)
+    for firsts, width in (([1, 0, 2, 2, 1, 0], 3), ([2] * 6, 2), ([4, 3, 2, 1, 0, 4], 1)):
+        shifted = attended_window(windows, firsts, width)
         for b, first in enumerate(firsts):
-            assert bitwise(shifted[b], wanted[b, :, first : first + shifted.shape[2]])
+            assert bitwise(shifted[b], wanted[b, :, first : first + width])
     for little in (0, 2**40):
         monkeypatch.setattr(module, "_LITTLE", little)
-        assert bitwise(attended_window(q, keys, values, mask, [0] * len(q)), wanted)
+        assert bitwise(attended_window(windows, [0] * len(keys), WINDOW), wanted)
     keys[:, :, -1], values[0, :, 8:] = torch.nan, torch.inf
-    assert bitwise(attended_window(q, keys, values, mask, [0] * len(q))[:4], wanted[:4])
+    assert bitwise(attended_window(windows, [0] * len(keys), WINDOW)[:4], wanted[:4])
 
 
 IN_A_PROCESS = (
-    "import torch; from cacheprobe.ops.attention import decode; from cacheprobe.ops.compiled.choice import choose; "
+    "import torch; from cacheprobe.ops.compiled import attention; from cacheprobe.ops.compiled.choice import choose; "
     "choice = choose(torch.float16, torch.device('cpu')); "
-    "print(decode.serves(torch.zeros(1, 1, 1, 4)), 'failed' not in choice.reason)"
+    "print(attention.serves(torch.zeros(1, 1, 1, 4)), 'failed' not in choice.reason)"
 )
 
 
@@ -215,7 +222,7 @@ def run_python(code: str, environment: dict[str, str]) -> "subprocess.CompletedP
 
 def test_it_serves_by_kind_and_width() -> None:
     q = torch.zeros(2, 3, 1, 4)
-    assert serves(q) and serves(q.bfloat16())
-    assert not serves(q.double()) and not serves(q.half())
-    window = torch.zeros(2, 3, 64, 4)
-    assert serves(window) and not serves(window.bfloat16()) and not serves(torch.zeros(2, 3, 65, 4))
+    assert serves(q) and serves(q.bfloat16()) and serves(q.half()) and not serves(q.double())
+    for most, dtype in ((64, torch.float32), (16, torch.bfloat16), (16, torch.float16)):
+        window = torch.zeros(2, 3, most, 4, dtype=dtype)
+        assert serves(window) and not serves(torch.cat((window, window[:, :, :1]), 2))

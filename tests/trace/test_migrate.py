@@ -19,7 +19,8 @@ from cacheprobe.plots import write_report
 from cacheprobe.plots.report.listings import request_listings, run_listings
 from cacheprobe.sweeps.index import INDEX
 from cacheprobe.sweeps.storage.store import SHARDS
-from cacheprobe.trace.manifest import FORMAT_VERSION, TraceError, damaged_files
+from cacheprobe.trace.checked_files import damaged_files
+from cacheprobe.trace.manifest import FORMAT_VERSION, TraceError
 from cacheprobe.trace.migrate import OLDEST, migrated
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.build import EVENT_COLUMNS

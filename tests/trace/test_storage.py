@@ -1,5 +1,6 @@
 """A trace on disk: the same as in memory, whole or absent, whatever happens while it is written."""
 
+import errno
 import json
 import os
 import shutil
@@ -102,7 +103,9 @@ def test_another_version_is_refused(saved: Path) -> None:
 def test_a_run_from_before_heads_is_read(trace: cp.Trace, saved: Path) -> None:
     manifest = json.loads((saved / "manifest.json").read_text())
     manifest["format_version"] = 2
-    del manifest["heads"], manifest["meta"]["capture"]["heads"]
+    for name in ("heads", "sha256", "blocks", "manifest_sha256"):
+        del manifest[name]
+    del manifest["meta"]["capture"]["heads"]
     (saved / "manifest.json").write_text(json.dumps(manifest))
     again = cp.load_trace(saved, model=loaded())
     assert again.digest(0) == trace.digest(0) and again.store.heads == ()
@@ -125,27 +128,27 @@ def test_saving_over_a_run_replaces_it_whole(trace: cp.Trace, saved: Path) -> No
 
 
 def test_a_failed_save_leaves_the_earlier_run(trace: cp.Trace, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk at every single file: the directory reads as before, and nothing half-written counts."""
-    whole, num_files = storage._write_whole, len(list(saved.iterdir()))
+    """A full disk at every single file: the directory holds the same files as before, and nothing of the new run."""
+    whole, before = storage._write_whole, sorted(saved.iterdir())
     other = cp.run(loaded(), PROMPTS[:2], **SMALL)
-    for fail_at in range(num_files):
+    for fail_at in range(len(before)):
         count = 0
 
-        def full_disk(path: Path, fill, fail_at: int = fail_at) -> None:
+        def full_disk(path: Path, fill, staging: Path, fail_at: int = fail_at) -> None:
             nonlocal count
             count += 1
             if count > fail_at:
-                path.with_name(path.name + ".tmp").write_bytes(b"half")
-                raise OSError("no space left on device")
-            whole(path, fill)
+                (staging / ".tmpA1b2C3").write_bytes(b"half")
+                raise OSError(errno.ENOSPC, "No space left on device")
+            whole(path, fill, staging)
 
         monkeypatch.setattr(storage, "_write_whole", full_disk)
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(TraceError, match="cannot be saved in .*run: No space left.*is unchanged"):
             other.save(saved, overwrite=True)
-        assert cp.load_trace(saved).digest(0) == trace.digest(0)
+        assert sorted(saved.iterdir()) == before and cp.load_trace(saved).digest(0) == trace.digest(0)
     monkeypatch.setattr(storage, "_write_whole", whole)
     other.save(saved, overwrite=True)
-    assert len(cp.load_trace(saved).requests) == 2 and not list(saved.glob("*.tmp"))
+    assert len(cp.load_trace(saved).requests) == 2 and not [*saved.glob(".*")]
 
 
 KILLED = """

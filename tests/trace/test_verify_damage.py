@@ -14,7 +14,8 @@ import cacheprobe as cp
 from cacheprobe.analysis.audit import audit
 from cacheprobe.cli.app import verify as verify_command
 from cacheprobe.core.records import Request
-from cacheprobe.trace.manifest import damaged_files, sha256_of_manifest
+from cacheprobe.trace.checked_files import damaged_files
+from cacheprobe.trace.manifest import sha256_of_manifest
 from cacheprobe.trace.state_store import MemoryStore
 from tests.tiny import PROMPTS, SMALL, loaded
 

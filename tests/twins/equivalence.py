@@ -1,6 +1,7 @@
 """The slow twins: each written to be read, sharing no code with what it checks."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -8,11 +9,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cacheprobe.core.records import SamplingParams
+from cacheprobe.ops.acceptance import StopRule
 
 
 def num_accepted_slowly(draft: list[int], targets: list[int]) -> int:
     """Every prefix tried, the longest equal one kept."""
     return max(n for n in range(len(draft) + 1) if list(draft[:n]) == list(targets[:n]))
+
+
+def ends_slowly(generated: Sequence[int], rule: StopRule) -> bool:
+    """The whole text is decoded for every token."""
+    return generated[-1] in rule.token_ids or any(text in rule.decode(list(generated)) for text in rule.texts)
 
 
 def sample_token_slowly(logits: Tensor, temperature: float, seed: int, position: int) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from cacheprobe.core.files import write_whole
+from cacheprobe.core.progress import Progress
 from cacheprobe.core.registry import available
 from cacheprobe.ops.kernel_set import choose_kernels
 from cacheprobe_benchmarks.gpu.checks import determinism_complaints, loop_complaints
@@ -47,12 +48,14 @@ def checked(device: str, kernels: Callable[[torch.device], list[str]], **small: 
         "determinism": lambda: determinism_complaints(device, **small),
     }
     found: dict[str, list[str]] = {}
-    for name, check in checks.items():
-        try:
-            found[name] = check()
-        except Exception as error:  # the other checks still say something
-            found[name] = [f"failed with {type(error).__name__}: {error!s:.300}"]
-        print(f"{name}: {'; '.join(found[name]) or 'good'}", flush=True)
+    with Progress(len(checks), "checking", "checks") as bar:
+        for name, check in checks.items():
+            try:
+                found[name] = check()
+            except Exception as error:  # the other checks still say something
+                found[name] = [f"failed with {type(error).__name__}: {error!s:.300}"]
+            bar.advance()
+            bar.say(f"{name}: {'; '.join(found[name]) or 'good'}")
     return found
 
 

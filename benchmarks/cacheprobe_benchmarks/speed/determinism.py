@@ -4,7 +4,8 @@ Every setting is what `cp.run` takes by itself; that 16 requests are in flight b
 the throughput with that share of deterministic requests, divided by the throughput of the same traffic with none.
 `*_stc` records S, T and C of every layer on both sides. `dvr_kept_at_*` asks for a window of 16, so that the fast path
 drafts and the verifier checks, as in LLM-42: every token is computed twice. `dvr_floor_at_*` is the share that would be
-kept if everything but the model's passes took no time.
+kept if everything but the model's passes took no time. `invariant_kept_at_*` asks for determinism="invariant", and
+`invariant_over_verify_at_*` is its time over that of `kept_at_*`; both are missing where a trial refuses it.
 
 `base_over_hf` is our time for each token, with nothing deterministic, over Hugging Face's. Hugging Face decodes static
 batches of 16 to the longest request's length, and every token that it makes counts. All settings advance side by side
@@ -19,6 +20,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.progress import Progress
+from cacheprobe.engine.consistency import ShapeRefused
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 from cacheprobe_benchmarks.shared.machine import machine
 from cacheprobe_benchmarks.shared.workload import (
@@ -32,9 +34,10 @@ from cacheprobe_benchmarks.shared.workload import (
     traffic,
 )
 
-SHARES, STC_SHARES, DVR_SHARES = (2, 10, 50, 100), (10, 100), (10, 100)
+SHARES, STC_SHARES, DVR_SHARES, INVARIANT_SHARES = (2, 10, 50, 100), (10, 100), (10, 100), (2, 100)
 AT_DEFAULTS: dict[str, Any] = dict(max_batch=IN_FLIGHT)
 DVR: dict[str, Any] = dict(window=16, **AT_DEFAULTS)
+INVARIANT: dict[str, Any] = dict(determinism="invariant", **AT_DEFAULTS)
 
 SETTINGS: dict[str, tuple[int, dict[str, Any], str | None]] = {
     "base": (0, AT_DEFAULTS, None),
@@ -42,6 +45,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any], str | None]] = {
     "base_stc": (0, AT_DEFAULTS, "STC"),
     **{f"kept_at_{share}_stc": (share, AT_DEFAULTS, "STC") for share in STC_SHARES},
     **{f"dvr_kept_at_{share}": (share, DVR, None) for share in DVR_SHARES},
+    **{f"invariant_kept_at_{share}": (share, INVARIANT, None) for share in INVARIANT_SHARES},
 }
 """By name: per cent of the requests that are deterministic, what `cp.run` is given, and what is recorded."""
 
@@ -54,16 +58,17 @@ def run(rounds: int, *, num_requests: int = NUM_REQUESTS, new_tokens: tuple[int,
     hf = HuggingFace()
     models = {name: cp.load_model("smollm2-135m", dtype="bfloat16") for name in ("plain", "base_stc", *_captured())}
     requests = traffic(models["plain"], num_requests=num_requests, new_tokens=new_tokens)
-    for name, (share, shapes, capture) in SETTINGS.items():  # shapes are tried, memory is touched
+    settings = {name: SETTINGS[name] for name in SETTINGS if not _is_refused(models, requests, name)}
+    for name, (share, shapes, capture) in settings.items():  # memory is touched
         for _ in Run(_model(models, name), marked(requests[:4], share / 100), shapes, capture=capture).steps():
             pass
-    seconds: dict[str, list[float]] = {name: [] for name in ("hf", *SETTINGS)}
+    seconds: dict[str, list[float]] = {name: [] for name in ("hf", *settings)}
     last: dict[str, Timing] = {}
     with Progress(100 * rounds, "measuring", "per cent") as bar:
         for number in range(rounds):
             runs = {
                 name: Run(_model(models, name), marked(requests, share / 100), shapes, capture=capture)
-                for name, (share, shapes, capture) in SETTINGS.items()
+                for name, (share, shapes, capture) in settings.items()
             }
             batches = [([list(one.prompt) for one in batch], longest) for batch, longest in _batches(requests)]
             jobs = {"hf": hf.in_turn(batches), **{name: run.steps() for name, run in runs.items()}}
@@ -75,9 +80,13 @@ def run(rounds: int, *, num_requests: int = NUM_REQUESTS, new_tokens: tuple[int,
     made_by_hf = sum(len(batch) * longest for batch, longest in _batches(requests))
     per_token = [one / tokens / (other / made_by_hf) for one, other in zip(seconds["base"], seconds["hf"], strict=True)]
     ratios = {"base_over_hf": per_token}
-    for name in [name for name in SETTINGS if "kept" in name]:
+    for name in [name for name in settings if "kept" in name]:
         base = seconds["base_stc" if name.endswith("_stc") else "base"]
         ratios[name] = [one / other for one, other in zip(base, seconds[name], strict=True)]
+    over_verify = [name for name in settings if name.startswith("invariant")]
+    for name in over_verify:
+        pairs = zip(seconds[name], seconds[name.removeprefix("invariant_")], strict=True)
+        ratios[name.replace("kept", "over_verify")] = [one / other for one, other in pairs]
     floors = {}  # of the last round
     for share in DVR_SHARES:
         passes = sum(step.seconds for step in last[f"dvr_kept_at_{share}"].log.steps)
@@ -90,12 +99,25 @@ def run(rounds: int, *, num_requests: int = NUM_REQUESTS, new_tokens: tuple[int,
         "new_tokens_of_hf": made_by_hf,
         **{name: round(median(of_rounds), 2) for name, of_rounds in ratios.items()},
         **floors,
-        "lower_is_better": ["base_over_hf"],
+        "lower_is_better": ["base_over_hf", *(name.replace("kept", "over_verify") for name in over_verify)],
         "of_each_round": {name: [round(one, 2) for one in of_rounds] for name, of_rounds in ratios.items()},
         "base_tokens_per_second": round(tokens / median(seconds["base"]), 1),
-        "costs": {name: costs(last[name]) for name in SETTINGS if "kept" in name},
+        "costs": {name: costs(last[name]) for name in settings if "kept" in name},
         **machine(),
     }
+
+
+def _is_refused(models: dict[str, Any], requests: Sequence[cp.Request], name: str) -> bool:
+    """Tries a setting's shapes with all requests. Returns True, and says why, if determinism="invariant" is refused."""
+    share, shapes, capture = SETTINGS[name]
+    try:
+        Run(_model(models, name), marked(requests, share / 100), shapes, capture=capture)
+    except ShapeRefused as error:
+        if shapes is not INVARIANT:
+            raise
+        print(f"{name}: {error}")
+        return True
+    return False
 
 
 def _captured() -> list[str]:

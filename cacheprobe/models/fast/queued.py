@@ -11,13 +11,15 @@ from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.fast.operations import Affine, Operations, Rotation
 from cacheprobe.models.hf.rms_norms import Norm, rms_norm_of
+from cacheprobe.ops.compiled.attention import serves
 from cacheprobe.ops.compiled.product import CompiledProduct
 from cacheprobe.ops.compiled.queue import Queue
 
 
 class QueuedOperations(Operations):
-    """Computes norms, products, rotations, gates and sums in compiled loops. Operations are queued, and computed before
-    attention and at the end; attention and activations other than SiLU are computed by torch or by loops of their own.
+    """Computes norms, products, rotations, gates, sums, cache writes and the attention of few tokens in compiled loops.
+    Operations are queued, and computed when many are, before attention of many tokens and activations other than SiLU,
+    which torch computes, and at the end.
 
     Twin: `Operations`, close: each result is rounded alike, but sums have another order.
     """
@@ -59,9 +61,19 @@ class QueuedOperations(Operations):
         return self._queue.rotate(q, cos, sin), self._queue.rotate(k, cos, sin, follows=False)
 
     def attended(self, cache: KVCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float) -> Tensor:
-        """Computes what is queued; then as Operations.attended."""
-        self.finish()
-        return super().attended(cache, layer, heads, mask, scale)
+        """Queues the cache write and the attention of passes that `attention.decode_attention` computes by request; for
+        others, computes what is queued, and then as Operations.attended."""
+        q, k, v = (part.transpose(1, 2) for part in heads)
+        if cache.reach is None or not serves(q):
+            self.finish()
+            return super().attended(cache, layer, heads, mask, scale)
+        if self._queue.is_long:
+            self.finish()
+        cached = partial(cache.row_view, layer)
+        places = cache.reach.request_table(cached)
+        cache.store(layer, k, v, self._queue.store, lambda compare: self.pass_on(k, [lambda _: compare()]))
+        out = self._queue.attend(q, *cached(int(places[0, 0]), 1), mask, places, scale)
+        return out.transpose(1, 2).flatten(2)
 
     def gated(self, gate: Tensor, up: Tensor, activation: LiveModule) -> Tensor:
         """Queues silu(gate) * up; for another activation, computes what is queued and activation(gate) * up."""

@@ -16,16 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from cacheprobe.ops.attention.decode import decode_attention, serves
+from cacheprobe.ops.compiled.attention import decode_attention, serves
 from cacheprobe.ops.compiled.basics import COMPILER
 
 SPAN_STEP = 64
 """Step in slots by which attention spans grow: the token at position p attends over the first ceil((p + 1) / 64) * 64
 slots."""
 
-BY_REQUEST = (
-    f"by request, spans of {SPAN_STEP}, sums in a fixed order by {COMPILER} for one token and windows of float32"
-)
+BY_REQUEST = f"by request, spans of {SPAN_STEP}, sums in a fixed order by {COMPILER} for few tokens"
 """Text in the schedule fingerprint for the attention of this module."""
 
 _ONE_THREAD_WORK = 2**24

@@ -40,9 +40,8 @@ COMPILER = (
 )
 """Text in the schedule fingerprint: other versions, processors and features may give other bits."""
 
-_FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "attention")
 _SOURCES = hashlib.sha256(
-    b"\0".join(path.read_bytes() for folder in _FOLDERS for path in sorted(folder.glob("*.py")))
+    b"\0".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
 ).hexdigest()[:12]
 """Hash of the files that define the loops: after a change of one, no loop is taken from numba's cache."""
 

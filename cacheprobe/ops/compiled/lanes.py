@@ -18,6 +18,9 @@ FLOATS, PAIRS = 0, 1
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 """Formats of a result."""
 
+FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+"""Format of the loops, by dtype of the tensors."""
+
 OUTPUTS = 4
 """Number of outputs (rows of the weight) that one innermost loop computes together."""
 

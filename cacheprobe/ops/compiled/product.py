@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from cacheprobe.ops.compiled.lanes import FLOATS, INNER_STEP, OUTPUTS, PAIRS
-from cacheprobe.ops.compiled.queue import FORMATS, Queue
+from cacheprobe.ops.compiled.lanes import FLOATS, FORMATS, INNER_STEP, OUTPUTS, PAIRS
+from cacheprobe.ops.compiled.queue import Queue
 
 
 class CompiledProduct:

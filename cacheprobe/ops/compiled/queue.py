@@ -1,21 +1,24 @@
 """Queues operations of a forward on a CPU, and computes the queue in one call of loops that numba compiles."""
 
+from collections.abc import Sequence
 from functools import cache
 from struct import Struct
 
 import numpy as np
 import torch
 from numba.core.ccallback import CFunc
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
 from cacheprobe.ops.compiled import queue_loops
+from cacheprobe.ops.compiled.attention import attention_call, store_call
 from cacheprobe.ops.compiled.basics import run_on_threads
-from cacheprobe.ops.compiled.lanes import BFLOAT16, FLOAT16, FLOAT32, FLOATS, INNER_STEP, OUTPUTS, PAIRS, ROWS
+from cacheprobe.ops.compiled.lanes import FLOATS, FORMATS, INNER_STEP, OUTPUTS, PAIRS, ROWS
 from cacheprobe.ops.compiled.queue_loops import NUMBERS, NUMBERS_AT_ONCE, ROWS_AT_ONCE
 
-FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-"""Format of the loops, by dtype of the tensors."""
+Kept = Tensor | NDArray[np.int64]
+"""What the loops read or write by its address."""
 
 _VALUES_AT_ONCE = {FLOATS: 2**18, PAIRS: 2**15}
 """Bytes of the values that one pass over a panel of the weight uses: they stay in a core's cache. For FLOATS, more rows
@@ -51,7 +54,7 @@ class Queue:
         self._numbers = np.zeros((_MOST, NUMBERS), np.int64)
         self._buffer = self._numbers.data.cast("B")
         self._call = np.zeros(3, np.int64)
-        self._kept: list[Tensor] = []
+        self._kept: list[Kept] = []
         self._widened: dict[int, Tensor] = {}
         self._num = self._work = self._most_inner = 0
 
@@ -104,6 +107,23 @@ class Queue:
         self._work += values.numel()
         return values
 
+    def store(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, rows: Tensor, starts: Tensor) -> None:
+        """Writes new keys and values into a cache, as `ops.cache_rows.store_kv`; k, v as in `attention.store_call`."""
+        call = store_call(k, v, keys, values, rows, starts)
+        self._add((call, k, v, keys, values, rows, starts), queue_loops.STORE, True, len(k), call.ctypes.data)
+        self._work += k.numel() + v.numel()
+
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, places: NDArray[np.int64], scale: float
+    ) -> Tensor:
+        """Returns attention outputs [b, h, t, dv]. Arguments are those of `attention.decode_attention`, which computes
+        the same bits."""
+        call, out = attention_call(q, keys, values, mask, places, scale)
+        num_tasks = len(places) * values.shape[1]
+        self._add((call, q, keys, values, mask, places, out), queue_loops.ATTEND, True, num_tasks, call.ctypes.data)
+        self._work += int(places[:, 3].sum()) * q[0].numel()
+        return out
+
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """Returns silu(gate) * up of contiguous tensors."""
         return self._by_number(queue_loops.GATE, gate, up)
@@ -127,6 +147,11 @@ class Queue:
         self.clear()
         if (steps[:, 1] != steps[:, queue_loops.FIELDS + 2]).any():  # compiled loops print an error and return
             raise RuntimeError(f"a queue of {num} operations ended early")
+
+    @property
+    def is_long(self) -> bool:
+        """True if half of the places in the queue are taken."""
+        return 2 * self._num > _MOST
 
     def clear(self) -> None:
         """Empties the queue without computing it."""
@@ -156,13 +181,13 @@ class Queue:
         self._widened[id(values)] = out
         return out, True
 
-    def _add(self, tensors: tuple[Tensor, ...], operation: int, follows: bool, num_tasks: int, *fields: int) -> None:
-        """Appends one operation. tensors: must live until the queue is computed."""
+    def _add(self, kept: Sequence[Kept], operation: int, follows: bool, num_tasks: int, *fields: int) -> None:
+        """Appends one operation. kept: must live until the queue is computed."""
         if self._num == _MOST:
             raise RuntimeError(f"a queue holds {_MOST} operations at most; call run() earlier")
         numbers = (*_COUNTERS, operation, follows, num_tasks, *fields)
         _STEP.pack_into(self._buffer, self._num * _STEP.size, *numbers, *_REST[len(numbers)])
-        self._kept.extend(tensors)
+        self._kept.extend(kept)
         self._num += 1
 
 

@@ -9,6 +9,8 @@ import numpy as np
 from numba import carray, literally, njit  # pyright: ignore[reportPrivateImportUsage]
 from numba.core.ccallback import CFunc
 
+from cacheprobe.ops.compiled.attention_loops import NUMBERS as ATTENTION_NUMBERS
+from cacheprobe.ops.compiled.attention_loops import STORE_NUMBERS, attend_task, store_task
 from cacheprobe.ops.compiled.basics import STORED, fetch_and_increment, pointer, wait_until, work
 from cacheprobe.ops.compiled.lanes import FLOAT32, FLOATS, LANES, OUTPUTS
 from cacheprobe.ops.compiled.loops import multiply
@@ -21,7 +23,7 @@ from cacheprobe.ops.compiled.row_loops import (
     widen_numbers,
 )
 
-PRODUCT, NORM, ROTATE, GATE, SILU, ADD, WIDEN = range(7)
+PRODUCT, NORM, ROTATE, GATE, SILU, ADD, WIDEN, STORE, ATTEND = range(9)
 """Operations."""
 
 NUMBERS = 24
@@ -128,6 +130,10 @@ def queue_work(kind: int, format: int) -> CFunc:
                     _norm(like, step, task, sums)
                 elif step[0] == ROTATE:
                     _rotate(like, step, task)
+                elif step[0] == STORE:
+                    store_task(carray(pointer(step[3]), (STORE_NUMBERS,), np.int64), like, task)
+                elif step[0] == ATTEND:
+                    attend_task(carray(pointer(step[3]), (ATTENTION_NUMBERS,), np.int64), like, task)
                 else:
                     _by_number(like, step, task)
                 fetch_and_increment(counters + 8)

@@ -10,8 +10,9 @@ from numba.core.ccallback import CFunc
 from torch import Tensor
 
 from cacheprobe.ops.compiled.basics import run_on_threads
+from cacheprobe.ops.compiled.lanes import FORMATS
 from cacheprobe.ops.compiled.product import CompiledProduct, operands
-from cacheprobe.ops.compiled.queue import FORMATS, rows_at_once
+from cacheprobe.ops.compiled.queue import rows_at_once
 from cacheprobe.ops.compiled.reading_loops import CHUNK, NUMBERS, combine, logits_work, states_work, targets_work
 from cacheprobe.ops.readout import Readout, read_logits
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cacheprobe.core.files import Locked, only_writer
 from cacheprobe.sweeps.storage.lease import SweepBusy, leased
 from cacheprobe.sweeps.storage.store import SweepStore
 
@@ -29,12 +30,12 @@ def only_sweep(store: SweepStore, *, alone: bool = False) -> Iterator[None]:
 def _locked(store: SweepStore) -> Iterator[None]:
     """Takes the file lock of the store's folder for the time of a `with` block. Raises: SweepBusy if another sweep has
     the lock."""
-    from filelock import FileLock, Timeout
-
     path = Path(store.path(".lock"))
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(path, timeout=0):
+        with only_writer(path):
             yield
-    except Timeout:
-        raise SweepBusy(f"another sweep writes to {store.url}; wait for it, or give another folder") from None
+    except Locked as holder:
+        raise SweepBusy(
+            f"another sweep writes to {store.url} ({holder}); wait for it, or give another folder"
+        ) from None

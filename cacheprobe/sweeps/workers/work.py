@@ -95,7 +95,7 @@ def _run(cell: Cell, model: CachedLM) -> Trace:
             temperature=common["temperature"], top_k=common["top_k"], top_p=common["top_p"], stop=tuple(common["stop"])
         ),
         layers="all" if common["layers"] is None else list(common["layers"]),
-        **{name: common[name] for name in ("deterministic", "max_new_tokens", "capacity", "group")},
+        **{name: common[name] for name in ("deterministic", "determinism", "max_new_tokens", "capacity", "group")},
         **{name: common[name] for name in ("prefill_chunk", "prefill_group", "pad_prefill")},
         progress=False,
     )

@@ -1,0 +1,177 @@
+"""Computes random texts in several passes, at other batch indices, slots and neighbours, and compares the bits."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cacheprobe.engine.watch import PARTS, order_of
+from cacheprobe.models.base import CachedLM
+from cacheprobe.ops.attention.by_request import SPAN_STEP, Reach, reach_of_pass, reach_of_positions
+from cacheprobe.ops.equality import bitwise
+
+_STREAMS = 5
+"""Maximum number of different texts in a trial; neighbouring batch indices hold different ones."""
+_STARTS = (0.0, 0.37, 0.71, 0.13, 1.0, 0.52, 0.89)
+"""Positions at which the texts begin, as shares of the capacity."""
+_ROWS_TRIED, _MOST_CYCLES = 1000, 6
+"""Minimum of tokens x layers that a trial computes, and maximum of its cycles, each with new texts. Small models need
+more texts, because a fault shows in few elements."""
+
+
+def num_cycles(model: CachedLM, batch: int, width: int) -> int:
+    """Returns the number of cycles of a trial, each with new texts."""
+    return min(max(_ROWS_TRIED // (batch * width * model.n_layers), 1), _MOST_CYCLES)
+
+
+class Cycle:
+    """Computes the same texts in several passes, at other batch indices, slots and neighbours; compares the bits."""
+
+    def __init__(
+        self,
+        model: CachedLM,
+        batch: int,
+        width: int,
+        capacity: int,
+        phase: str,
+        number: int,
+        is_alone: bool = False,
+    ) -> None:
+        """is_alone: each text is computed by itself first; by default the first pass computes all together."""
+        self.model, self.batch, self.width, self.phase, self.number = model, batch, width, phase, number
+        has_room = width > 1 and capacity >= 2 * width and phase == "verify"
+        self.shifts = sorted({0, 1, width // 2, width - 1}) if has_room else [0]
+        self.num_streams = min(batch, _STREAMS)
+        self.num_passes = 1 if batch == len(self.shifts) == 1 else 4 if len(self.shifts) > 1 else 3
+        length = width + max(self.shifts)
+        draw = torch.Generator().manual_seed(number)
+        self.texts = torch.randint(0, model.d_vocab, (self.num_streams, length), generator=draw)
+        shares = [_STARTS[(2 * number + j) % len(_STARTS)] for j in range(self.num_streams)]
+        self.starts = [int(share * (capacity - length)) for share in shares]
+        self.cache = model.new_cache(batch, capacity)
+        self.num_run = 0
+        self._fill(draw)
+        self.first: dict[tuple[str, int, int], Tensor] = {}
+        """By (site, layer, text): the values of the text's tokens in the first pass."""
+        self.found: tuple[tuple[int, int], str] | None = None
+        """Order of computation of, and text about, the first difference in the last pass."""
+        self.is_alone, self.window = is_alone, width
+        self.shift_of_row: list[int] = []
+        self.is_compared: list[bool] = []
+        self.stream_of_row: list[int] = []
+        if is_alone:
+            self._compute_alone()
+
+    def _fill(self, draw: torch.Generator) -> None:
+        """Fills the slots before each text with random keys and values, equal in all cache rows with the same text."""
+        first = self.cache.keys[0]
+        for row in range(self.batch):
+            start = self.starts[row % self.num_streams]
+            for tensor in (*self.cache.keys, *self.cache.values):
+                if tensor.shape[1:] != first.shape[1:] or (row < self.num_streams and tensor is first):
+                    noise = torch.randn(tensor.shape[1], start, tensor.shape[3], generator=draw)
+                    tensor[row, :, :start] = noise.to(tensor)
+                else:  # layers of one shape share the noise of the first
+                    tensor[row, :, :start] = first[row % self.num_streams, :, :start]
+
+    def has_more(self) -> bool:
+        """Returns True if a pass is left to run."""
+        return self.num_run < self.num_passes + (self.batch > 1)
+
+    def fault_at(self, width: int) -> str | None:
+        """Runs two passes of another width, with other offsets. Returns text about the first difference from the first
+        pass, or None."""
+        self.width, self.found = width, None
+        return self.run(has_others=False) or self.run(has_others=False)
+
+    def run_at(self, height: int, width: int) -> str | None:
+        """Runs two passes of another number of rows and another width, with other offsets, if each text was computed
+        alone first. Returns text about the first difference, or None."""
+        self.width, self.found = width, None
+        fault = None
+        for number in (self.num_run, self.num_run + 1):
+            rows = [(b + number) % self.batch for b in range(height)]
+            fault = fault or self._run(rows, self._shifts(number, height), False)
+        self.num_run += 2
+        if fault is not None:  # later passes attend to what this one wrote
+            self._compute_alone()
+        return fault
+
+    def _compute_alone(self) -> None:
+        """Computes each text in a pass of its own, and writes its keys and values to all cache rows of the text."""
+        self.width, self.found = self.window, None
+        for stream, start in enumerate(self.starts):
+            self._run([stream], [0], False)
+            for tensor in (*self.cache.keys, *self.cache.values):
+                written = slice(start, start + self.window)
+                tensor[stream :: self.num_streams, :, written] = tensor[stream : stream + 1, :, written]
+
+    def run(self, has_others: bool | None = None) -> str | None:
+        """Runs the next pass. Returns text about the first difference from the first pass, or None.
+
+        has_others: whether every second text is another; by default in the last pass alone."""
+        number, self.num_run = self.num_run, self.num_run + 1
+        rows = [(b + number) % self.batch for b in range(self.batch)]
+        has_others = number == self.num_passes if has_others is None else has_others
+        shifts = self._shifts(number, self.batch) if number and not has_others else [0] * self.batch
+        return self._run(rows, shifts, has_others)
+
+    def _shifts(self, number: int, height: int) -> list[int]:
+        """Returns the offset, in slots, of each batch index's text in pass `number`."""
+        return [self.shifts[(b + number + self.number) % len(self.shifts)] for b in range(height)]
+
+    def _run(self, rows: list[int], shifts: list[int], has_others: bool) -> str | None:
+        """Runs a pass over these cache rows, with an offset for each. Returns text about the first difference, or
+        None."""
+        self.shift_of_row = shifts
+        self.stream_of_row = [row % self.num_streams for row in rows]
+        of_row = list(zip(self.stream_of_row, self.shift_of_row, strict=True))
+        starts = [self.starts[stream] + shift for stream, shift in of_row]
+        fed = torch.stack([self.texts[stream, shift : shift + self.width] for stream, shift in of_row])
+        self.is_compared = [True] * len(rows)
+        if has_others:
+            self._replace_neighbours(fed)
+        span, reach = self.cache.capacity, None
+        if self.model.attends_by_request:
+            of = reach_of_pass if self.phase == "prefill" and self.width > SPAN_STEP else reach_of_positions
+            reach = Reach(tuple(of(start, self.width, self.cache.capacity) for start in starts))
+            span = reach.span
+        sites = [(site, layer) for layer in range(self.model.n_layers) for site in "STC"]
+        with self.cache.attending_to(span, reach), self.model.capturing(sites, self._compare):
+            logits = self.model.forward(fed, self.cache, rows, starts)
+        self._compare("logits", self.model.n_layers, logits)
+        for layer, (keys, values) in enumerate(zip(self.cache.keys, self.cache.values, strict=True)):
+            for name, tensor in (("keys", keys), ("values", values)):
+                pieces = [
+                    tensor[row, :, s : s + self.width].transpose(0, 1) for row, s in zip(rows, starts, strict=True)
+                ]
+                self._compare(name, layer, pieces)
+        return None if self.found is None else self.found[1]
+
+    def _replace_neighbours(self, fed: Tensor) -> None:
+        """Changes the tokens `fed` [b, t] at every second batch index in place; these are not compared."""
+        for b in range(len(fed)):
+            if (b + self.number) % 2:
+                self.is_compared[b] = False
+                fed[b] = (fed[b] + 1 + b) % self.model.d_vocab
+
+    def _compare(self, site: str, layer: int, value: "Tensor | Sequence[Tensor]") -> None:
+        """Stores a value [b, t, ...] in a text's first pass; later compares it, and sets `found` on a difference."""
+        order = (layer, 0) if site == "logits" else order_of((layer, site))
+        if self.found is not None and self.found[0] <= order:
+            return
+        for b, (stream, shift) in enumerate(zip(self.stream_of_row, self.shift_of_row, strict=True)):
+            if not self.is_compared[b]:
+                continue
+            key = site, layer, stream
+            if key not in self.first:
+                self.first[key] = value[b].clone()
+                continue
+            known = self.first[key][shift : shift + self.width]
+            ours = value[b][: len(known)]
+            if not bitwise(ours, known):
+                same = [bitwise(ours[t], known[t]) for t in range(len(known))]
+                slot, what = same.index(False), site if site == "logits" else f"{site} of layer {layer}, {PARTS[site]},"
+                where = f"row {b} slot {slot} gives other {what} than the same token"
+                self.found = order, f"{where} {'alone ' * self.is_alone}in slot {slot + shift}"
+                return

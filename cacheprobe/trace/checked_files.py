@@ -1,0 +1,234 @@
+"""Reads the files of a saved run, and compares every part with its checksum before the part is used. Does not import
+torch.
+
+The manifest holds a checksum of each block of BLOCK_BYTES of each file. A read takes whole blocks, so no library sees a
+damaged byte: a header, a footer and a page header of Parquet, which page checksums leave out, are in blocks like the
+rest. The checksum is XXH3 of 128 bits, as for weights (models/facts.py): 27 GB/s on a core that computes SHA-256 at 2.
+"""
+
+import hashlib
+import io
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from cacheprobe.core.files import sha256_of_file
+from cacheprobe.core.values import JsonDict
+from cacheprobe.trace.manifest import BLOCK_BYTES, BLOCK_HEX, TraceError, stored_manifest
+
+_COLUMNS = {
+    "rows": "row request_id step phase position token_id num_layers token state_index role status",
+    "events": "step phase batch_rows batch_slots request_id seconds proposed_token_ids draft_start draft_token_ids "
+    "target_token_ids num_accepted num_rolled_back committed_token_ids recovered_token_id bonus_token_id finish "
+    "margin_nats",
+    "ledger": "request_id step start end provenance",
+    "hypotheses": "row request_id step phase role status position layer site lens token_id token logprob_nats "
+    "entropy_nats committed_token_id committed_token rank committed_logprob_nats agrees top_token_ids top_logprob_nats",
+    "tokens": "token_id token",
+}
+"""Columns that a table has in every trace format, by the first part of the file name."""
+
+
+def checksums_of(path: Path) -> tuple[int, str, str]:
+    """Returns (size in bytes, SHA-256 as hex text, checksums of the blocks as one hex text) of a file."""
+    sha256, blocks, size = hashlib.sha256(), [], 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            sha256.update(block)
+            blocks.append(xxhash.xxh3_128_hexdigest(block))
+            size += len(block)
+    return size, sha256.hexdigest(), "".join(blocks)
+
+
+class CheckedFiles:
+    """Reads parts of the files of one saved run. A part that differs from its checksum raises a TraceError.
+
+    A run of trace formats 4 to 7 has one checksum for each file, compared before the first part of the file is read;
+    older runs have none.
+    """
+
+    def __init__(self, directory: Path, manifest: JsonDict) -> None:
+        self.directory = directory
+        self.sizes: dict[str, int] = manifest["files"]
+        self._blocks: dict[str, str] = manifest["blocks"]
+        self._sha256: dict[str, str] = manifest["sha256"]
+        self._compared: set[str] = set()
+        """Files without checksums of blocks that were compared as a whole."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Returns bytes start..stop-1 of a file (default: to its end) as a writable array [stop - start] of uint8.
+
+        Raises: TraceError if the file is gone, shorter than recorded, or differs from its checksum in a block that
+        holds one of these bytes.
+        """
+        size = self.sizes[name]
+        stop = size if stop is None else stop
+        if name not in self._blocks:
+            self._compare_whole(name)
+        first = start // BLOCK_BYTES
+        begin, end = first * BLOCK_BYTES, min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, size)
+        data = np.empty(max(end - begin, 0), np.uint8)
+        with self.naming(name), (self.directory / name).open("rb", buffering=0) as file:
+            file.seek(begin)
+            filled = 0
+            while filled < len(data) and (count := file.readinto(data[filled:].data)):
+                filled += count
+        if filled < len(data):
+            raise TraceError(
+                f"{self.directory / name} ends after {begin + filled} bytes instead of {size}; run it again or restore "
+                "the file"
+            )
+        if name in self._blocks and (place := self._damage(name, data, first)):
+            raise TraceError(
+                f"{self.directory / name} was changed after the run was saved, or is of another run: {place} differ "
+                "from their checksum; run it again or restore the file"
+            )
+        return data[start - begin : stop - begin]
+
+    def _damage(self, name: str, data: np.ndarray, first: int) -> str | None:
+        """Returns the first block of `data`, which begins with block number `first`, that differs from its checksum, as
+        a text "bytes 0 to 99"; None if all are equal."""
+        sums = self._blocks[name]
+        for at in range(0, len(data), BLOCK_BYTES):
+            block, number = data[at : at + BLOCK_BYTES], first + at // BLOCK_BYTES
+            if xxhash.xxh3_128_hexdigest(block.data) != sums[number * BLOCK_HEX : (number + 1) * BLOCK_HEX]:
+                return f"bytes {number * BLOCK_BYTES} to {number * BLOCK_BYTES + len(block) - 1}"
+        return None
+
+    def _compare_whole(self, name: str) -> None:
+        """Compares a file with its SHA-256, once. Raises: TraceError if it differs."""
+        if name in self._sha256 and name not in self._compared:
+            with self.naming(name):
+                is_equal = sha256_of_file(self.directory / name) == self._sha256[name]
+            if not is_equal:
+                raise TraceError(
+                    f"{self.directory / name} was changed after the run was saved, or is of another run: its checksum "
+                    "differs; run it again or restore the file"
+                )
+            self._compared.add(name)
+
+    def fault(self, name: str) -> str | None:
+        """Compares a whole file with its size and its checksums. Returns a sentence with the place of the first
+        difference; None if there is none."""
+        path = self.directory / name
+        try:
+            size, sha256, _ = checksums_of(path)
+            if size != self.sizes[name]:
+                return f"{name} has {size} bytes instead of {self.sizes[name]}"
+            if sha256 == self._sha256.get(name, sha256):
+                return None
+            place = None
+            for start in range(0, size if name in self._blocks else 0, BLOCK_BYTES):
+                with path.open("rb") as file:
+                    file.seek(start)
+                    block = np.frombuffer(file.read(BLOCK_BYTES), np.uint8)
+                if place := self._damage(name, block, start // BLOCK_BYTES):
+                    break
+        except FileNotFoundError:
+            return f"{name} is missing"
+        return f"{name} was changed after the run was saved: {place or 'its checksum'} differ{'' if place else 's'}"
+
+    def copy(self, name: str, path: Path) -> None:
+        """Makes `path` a second name of a file's bytes, after comparing them with their checksums; copies the bytes if
+        the file system has no hard links. Raises: TraceError for a damaged file."""
+        if fault := self.fault(name):
+            raise TraceError(f"{self.directory}: {fault}; run it again or restore the file")
+        try:
+            os.link(self.directory / name, path)
+        except OSError:
+            shutil.copyfile(self.directory / name, path)
+
+    def parquet(self, name: str) -> pq.ParquetFile:
+        """Opens a table as a ParquetFile, whose reads are compared with the checksums. Raises: TraceError if it is no
+        Parquet file or lacks a column."""
+        with self.naming(name):
+            file = pq.ParquetFile(pa.PythonFile(_Readable(self, name), mode="r"), pre_buffer=True)
+            self._require_columns(name, file.schema_arrow.names)
+        return file
+
+    def table(self, name: str, columns: Sequence[str] | None = None) -> pa.Table:
+        """Returns a table of the run, or some of its columns. Raises: TraceError as `read` and `parquet`."""
+        with self.naming(name):
+            source = pa.BufferReader(pa.py_buffer(self.read(name)))
+            table = pq.read_table(source, columns=None if columns is None else list(columns))
+            if columns is None:
+                self._require_columns(name, table.column_names)
+        return table
+
+    def _require_columns(self, name: str, columns: Sequence[str]) -> None:
+        """Raises: TraceError if a column that every trace format has is not among `columns`."""
+        wanted = _COLUMNS.get(name.split("-")[0], "").split()
+        if lacking := [column for column in wanted if column not in columns]:
+            raise TraceError(f"{self.directory / name} has no column {lacking[0]}; run it again or restore the file")
+
+    @contextmanager
+    def naming(self, name: str) -> Iterator[None]:
+        """Turns an error of a library inside the `with`, which reads the file `name`, into a TraceError with its
+        path."""
+        path = self.directory / name
+        try:
+            yield
+        except TraceError:
+            raise
+        except FileNotFoundError as error:
+            raise TraceError(
+                f"{path} is gone since the run was opened: another run was saved in its place, or it was deleted; open "
+                "the run again"
+            ) from error
+        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise TraceError(f"{path} cannot be read ({error!s:.200}); run it again or restore the file") from error
+
+
+class _Readable(io.RawIOBase):
+    """Reads a file of a saved run as a binary file object, for pyarrow."""
+
+    def __init__(self, files: CheckedFiles, name: str) -> None:
+        self._files, self._name, self._at = files, name, 0
+
+    def readable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def tell(self) -> int:
+        """Returns the position of the next byte to read."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Sets the position of the next byte to read, and returns it."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._files.sizes[self._name]}[whence]
+        self._at = base + offset
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        """Returns the next `size` bytes, fewer at the end of the file. Raises: TraceError as `CheckedFiles.read`."""
+        end = self._files.sizes[self._name]
+        stop = end if size < 0 else min(self._at + size, end)
+        data = self._files.read(self._name, self._at, stop).tobytes() if stop > self._at else b""
+        self._at += len(data)
+        return data
+
+
+def damaged_files(directory: Path) -> tuple[int, list[str]]:
+    """Compares the files of a saved run with their sizes and SHA-256 checksums.
+
+    Returns (number of files compared, manifest.json included; a list with one sentence for each file that differs or is
+    missing). A run of trace format 3 or older has no checksums: 0 files are compared, by their sizes alone.
+    Raises: TraceError for an unreadable manifest.
+    """
+    manifest, fault = stored_manifest(directory)
+    if fault is not None:  # its checksums prove nothing
+        return 1, [fault]
+    files = CheckedFiles(directory, manifest)
+    faults = [fault for name in files.sizes if (fault := files.fault(name))]
+    return len(manifest["sha256"]) + 1 if manifest["sha256"] else 0, faults
