@@ -176,7 +176,7 @@ def folded(builder: ir.IRBuilder, sums: list[Emitted]) -> Emitted:
         kept, moved = (lanes_of([(i ^ flip) + LANES * bool(i & size) for i in range(LANES)]) for flip in (0, size))
         half = (len(sums) + 1) // 2
         pairs = zip(sums[:half], sums[-half:], strict=True)
-        sums = [builder.fadd(*(builder.shuffle_vector(a, b, lanes) for lanes in (kept, moved))) for a, b in pairs]
+        sums = [builder.fadd(builder.shuffle_vector(a, b, kept), builder.shuffle_vector(a, b, moved)) for a, b in pairs]
         size //= 2
     return sums[0]
 
