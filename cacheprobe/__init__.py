@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         load_model,
         load_trace,
         reference,
+        resume,
         run,
         stream,
         verify,
@@ -36,6 +37,7 @@ _HOMES = {
     "load_trace": "cacheprobe.api",
     "run": "cacheprobe.api",
     "estimate": "cacheprobe.api",
+    "resume": "cacheprobe.api",
     "stream": "cacheprobe.api",
     "reference": "cacheprobe.api",
     "verify": "cacheprobe.api",
@@ -54,8 +56,8 @@ _HOMES = {
 _MODULES = ("analysis", "tasks", "drafters", "interventions", "lenses", "patching", "plots", "probes")
 
 __all__ = [  # noqa: RUF022
-    "load_model", "run", "estimate", "stream", "reference", "verify", "load_trace", "kv_snapshot", "diff_rows",
-    "sweep", "load_sweep", "import_generate", "import_vllm",
+    "load_model", "run", "resume", "estimate", "stream", "reference", "verify", "load_trace", "kv_snapshot",
+    "diff_rows", "sweep", "load_sweep", "import_generate", "import_vllm",
     "Request", "SamplingParams", "CaptureConfig", "Trace", "Interrupted",
     "analysis", "tasks", "drafters", "interventions", "lenses", "patching", "plots", "probes",
 ]  # fmt: skip

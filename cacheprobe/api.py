@@ -13,6 +13,8 @@ from cacheprobe.analysis.summary import behaviour_line
 from cacheprobe.capture.interrupts import Interrupted, cancelling
 from cacheprobe.capture.observers import ProgressBar
 from cacheprobe.capture.stream import Stream
+from cacheprobe.capture.to_disk import OutputOptions, to_disk
+from cacheprobe.continuation import plan_again, unfinished_run
 from cacheprobe.core.config import CaptureConfig, EngineConfig, EngineOptions
 from cacheprobe.core.records import Observer, SamplingParams
 from cacheprobe.core.values import require_known_options
@@ -21,6 +23,7 @@ from cacheprobe.engine.reference import read_rows, run_reference
 from cacheprobe.engine.shapes import choose_shapes
 from cacheprobe.estimates.result import Estimate
 from cacheprobe.estimates.run import estimate_plan
+from cacheprobe.execution import Execution
 from cacheprobe.interventions.base import Intervention, as_interventions
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot
@@ -31,13 +34,19 @@ from cacheprobe.models.turns import hold_model
 from cacheprobe.plan import RunPlan
 from cacheprobe.trace.importers.generate import trace_of_generate
 from cacheprobe.trace.importers.vllm import trace_of_vllm
+from cacheprobe.trace.parts.journal import last_step
+from cacheprobe.trace.places import clean_finished
 from cacheprobe.trace.trace import Trace
 from cacheprobe.trace.trace import load_trace as open_trace
 
 __all__ = [
-    "estimate", "import_generate", "import_vllm", "kv_snapshot", "load_model", "load_trace", "reference", "run",
-    "stream", "verify",
+    "estimate", "import_generate", "import_vllm", "kv_snapshot", "load_model", "load_trace", "reference", "resume",
+    "run", "stream", "verify",
 ]  # fmt: skip
+
+
+class RunOptions(EngineOptions, OutputOptions, total=False):
+    """Types the optional keyword arguments of `run` and `stream`."""
 
 
 class RunSettings(EngineOptions, total=False):
@@ -53,6 +62,10 @@ class RunSettings(EngineOptions, total=False):
     interventions: "Intervention | Iterable[Any]"
 
 
+class StreamSettings(RunSettings, OutputOptions, total=False):
+    """Types the keyword arguments of `stream`."""
+
+
 def run(
     model: CachedLM,
     prompts: Any,
@@ -66,7 +79,7 @@ def run(
     seed: int = 0,
     interventions: "Intervention | Iterable[Any]" = (),
     progress: bool = True,
-    **options: Unpack[EngineOptions],
+    **options: Unpack[RunOptions],
 ) -> Trace:
     """Generates text with a model and returns a Trace: tokens, drafts (rejected ones included) and, by default, states.
 
@@ -85,6 +98,8 @@ def run(
     options: window, group, capacity, prefill_chunk, prefill_group, pad_prefill, max_batch, max_kv_tokens,
         draft_length, acceptance, determinism, layers and path; `cacheprobe.core.config.EngineOptions` says what each
         does. The defaults suit the model and the processor.
+        out, overwrite and memory_budget record the run to disk while it goes on, so that it can be longer than memory,
+        looked at and continued (`resume`); see `cacheprobe.capture.to_disk.OutputOptions`.
     A request whose passes fail ends with an error and a warning; the others go on.
     In the main thread, Ctrl-C ends every request at the next round and raises `cp.Interrupted`, a KeyboardInterrupt
     whose `trace` holds the tokens and states so far. A second Ctrl-C raises KeyboardInterrupt at once, without a trace.
@@ -92,33 +107,41 @@ def run(
     EngineError if all requests failed.
     Source: decode-verify-rollback of LLM-42, arXiv 2601.17768.  Twin: `reference`.
     """
+    to = _output_of(options)
     given = dict(
         capture=capture, deterministic=deterministic, lens=lens, sampling=sampling, max_new_tokens=max_new_tokens,
         seed=seed, interventions=interventions, **options,
     )  # fmt: skip
     plan = _plan(model, prompts, drafter, given)
     states = plan.states(drafter)
-    meta = {"kind": "run", "drafter": repr(drafter) if drafter else None}
-    with _progress_bar(plan, progress) as bar, cancelling(states, progress) as stop:
-        trace = plan.execute(plan.bind_loop(drafter), states, bar, **meta)
+    meta = {"kind": "run", "drafter": repr(drafter) if drafter else None, **_command_of(to)}
+    with to_disk(**to) as disk, _progress_bar(plan, progress) as bar, cancelling(states, progress) as stop:
+        trace = Execution(plan, plan.bind_loop(drafter), states, [bar], disk, **meta).run()
     if stop.was_pressed:
         raise Interrupted(trace)
     return _checked(plan, trace, progress)
 
 
-def stream(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> Stream:
+def stream(model: CachedLM, prompts: Any, **settings: Unpack[StreamSettings]) -> Stream:
     """Generates text and returns a Stream: an iterator of `Piece`s, each with newly committed tokens of a request.
 
     Takes the settings of `run`, apart from `progress`; captures no states unless `capture=` is given. A piece's text
     ends with a whole character, unless the request ended inside one.
     `stream.cancel(request_id)` ends a request early; `stream.trace()` returns the run's Trace, after the last piece.
     """
-    drafter = settings.pop("drafter", None)
+    drafter, to = settings.pop("drafter", None), _output_of(settings)
     given: dict[str, Any] = {"capture": None, **settings}
     plan = _plan(model, prompts, drafter, given)
     states = plan.states(drafter)
-    loop, meta = plan.bind_loop(drafter), {"kind": "run", "drafter": repr(drafter) if drafter else None}
-    return Stream(states, plan.model.decode, lambda observer: plan.recorded(loop, states, observer, **meta))
+    loop = plan.bind_loop(drafter)
+    meta = {"kind": "run", "drafter": repr(drafter) if drafter else None, **_command_of(to)}
+
+    def begin(observer: Observer) -> Generator[int, None, Trace]:
+        """Runs the requests, from the first `next` on; returns the Trace."""
+        with to_disk(**to) as disk:
+            return (yield from Execution(plan, loop, states, [observer], disk, **meta).steps())
+
+    return Stream(states, plan.model.decode, begin)
 
 
 def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **settings: Unpack[RunSettings]) -> Trace:
@@ -143,7 +166,45 @@ def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **setting
         return run_reference(plan.model, states, plan.config, observer, plan.editor, plan.watch, plan.narrow_widths)
 
     with _progress_bar(plan, progress) as bar:
-        trace = plan.execute(loop, states, bar, kind="reference", drafter=None)
+        trace = Execution(plan, loop, states, [bar], kind="reference", drafter=None).run()
+    return _checked(plan, trace, progress)
+
+
+def resume(
+    directory: "str | Path",
+    model: CachedLM,
+    *,
+    drafter: Drafter | None = None,
+    lens: Lens | None = None,
+    interventions: "Intervention | Iterable[Any]" = (),
+    memory_budget: "int | str | None" = None,
+    progress: bool = True,
+) -> Trace:
+    """Continues a run that was recorded with `run(..., out=directory)` and was not finished, and returns its Trace.
+
+    Begins after the last part that is whole. Each request goes on with its committed tokens; their keys and values are
+    computed again. Tokens and states of deterministic requests have the bits of a run that was not interrupted.
+    model, drafter, lens, interventions: those of the run; the lens only if it is not the logit lens. The other settings
+    are stored with the run.
+    Raises: TraceError without an unfinished run in the directory, and if another process records it; ValueError if
+    drafter, lens or interventions are not those of the run, and for requests that began from a KVSnapshot;
+    FingerprintMismatch if this machine or model has another schedule fingerprint.
+    """
+    if clean_finished(Path(directory)):
+        return load_trace(directory, model)
+    journal = unfinished_run(Path(directory))
+    plan, states = plan_again(journal, model, drafter, lens, interventions)
+    stored = journal.header["meta"]
+    meta = {name: stored[name] for name in ("kind", "drafter", "command") if name in stored}
+    loop = plan.bind_loop(drafter, last_step(journal))
+    with (
+        to_disk(directory, memory_budget=memory_budget, journal=journal) as disk,
+        _progress_bar(plan, progress, sum(state.num_generated for state in states)) as bar,
+        cancelling([state for state in states if not state.is_ended], progress) as stop,
+    ):
+        trace = Execution(plan, loop, states, [bar], disk, **meta).run()
+    if stop.was_pressed:
+        raise Interrupted(trace)
     return _checked(plan, trace, progress)
 
 
@@ -158,6 +219,16 @@ def estimate(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> 
     """
     drafter = settings.pop("drafter", None)
     return estimate_plan(_plan(model, prompts, drafter, settings), drafter)
+
+
+def _output_of(options: Any) -> dict[str, Any]:
+    """Removes the fields of OutputOptions from the options of a call, and returns them."""
+    return {name: options.pop(name) for name in OutputOptions.__annotations__ if name in options}
+
+
+def _command_of(to: dict[str, Any]) -> dict[str, Any]:
+    """Removes "command" from output options; returns it as a dict, {} without one."""
+    return {"command": to.pop("command")} if "command" in to else {}
 
 
 def _plan(
@@ -299,10 +370,11 @@ def import_vllm(
     )
 
 
-def _progress_bar(plan: RunPlan, is_shown: bool) -> ProgressBar:
-    """Returns a ProgressBar whose total is the maximum number of new tokens of all requests."""
+def _progress_bar(plan: RunPlan, is_shown: bool, done: int = 0) -> ProgressBar:
+    """Returns a ProgressBar whose total is the maximum number of new tokens of all requests. done: tokens that the run
+    has committed before."""
     total = sum(request.sampling.max_new_tokens or 0 for request in plan.requests if request.sampling)
-    return ProgressBar(total, enabled=is_shown)
+    return ProgressBar(total, enabled=is_shown, done=done)
 
 
 def _checked(plan: RunPlan, trace: Trace, progress: bool) -> Trace:

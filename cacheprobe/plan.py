@@ -1,18 +1,16 @@
-"""Defines RunPlan: checks and completes the arguments of a run before the first pass, and executes the run."""
+"""Defines RunPlan: checks and completes the arguments of a run before the first pass. execution.py executes it."""
 
 import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 from torch import Tensor
 
-from cacheprobe.capture.assemble import assemble
 from cacheprobe.capture.later import chosen_lens
 from cacheprobe.capture.lens_reader import LENS_TILE
-from cacheprobe.capture.observers import Tee
 from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.config import CaptureConfig, EngineConfig, captured_layers, pick_deterministic
 from cacheprobe.core.noise import derive_seed
@@ -21,8 +19,9 @@ from cacheprobe.core.values import whole_number
 from cacheprobe.drafters.base import Drafter, drafted_layers, require_drafter
 from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.engine.consistency import Hooked, proven_shapes
-from cacheprobe.engine.fingerprint import Fingerprint, RunGuard, require_ready, schedule_fingerprint
+from cacheprobe.engine.fingerprint import Fingerprint, require_ready, schedule_fingerprint
 from cacheprobe.engine.loop import rounds
+from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.sizes import require_cache_fits, require_records_fit
 from cacheprobe.engine.watch import Watch
 from cacheprobe.interventions.base import Intervention, as_interventions
@@ -36,7 +35,6 @@ from cacheprobe.models.hf.heads import require_heads
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.prompts import answer_ids_of, as_list, text_of, token_ids_of
 from cacheprobe.models.turns import hold_model
-from cacheprobe.trace.trace import Trace
 
 DEFAULT_SAMPLING = SamplingParams(
     temperature=0.0, max_new_tokens=32, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop=(), n=1
@@ -48,7 +46,7 @@ BoundLoop = Callable[[Sequence[SequenceState], Observer], Generator[int, None, N
 
 
 class RunPlan:
-    """Holds the checked arguments of `run`, `stream` or `reference`, and executes the run."""
+    """Holds the checked arguments of `run`, `stream` or `reference`."""
 
     def __init__(
         self,
@@ -262,9 +260,10 @@ class RunPlan:
         require_drafter(drafter, self.model)
         return Drafting(drafter.name, drafted_layers(drafter, self.model), self.config.window)
 
-    def bind_loop(self, drafter: Drafter | None) -> BoundLoop:
+    def bind_loop(self, drafter: Drafter | None, step: int = -1) -> BoundLoop:
         """Returns a function (states, observer) -> generator of the main loop, see `engine.loop.rounds`.
 
+        step: number of the last step that an earlier process has run; -1 for a new run.
         No pass runs before the generator's first `next`. Raises: ValueError if the drafter does not fit the model.
         """
         if drafter is not None:
@@ -277,43 +276,11 @@ class RunPlan:
             drafter,
             self.editor,
             self.watch,
+            partial(ModelRunner, step=step),
             narrow_widths=self.narrow_widths,
         )
 
-    def execute(self, loop: BoundLoop, states: Sequence[SequenceState], *observers: Observer, **meta: Any) -> Trace:
-        """Runs every request to its end and returns the recorded Trace. Runs in other threads wait meanwhile.
-
-        loop: from `bind_loop`.  meta: entries of the Trace's metadata.
-        """
-        recorder = self._recorder()
-        guard = RunGuard(self.model, self.fingerprint)
-        with closing(loop(states, Tee(recorder, *observers))) as steps:
-            with guard.holding(self.hooks(recorder)):
-                for _ in steps:
-                    pass
-        guard.require_unchanged(had_pauses=False)
-        return self._trace(recorder, guard, states, meta)
-
-    def recorded(
-        self, loop: BoundLoop, states: Sequence[SequenceState], *observers: Observer, **meta: Any
-    ) -> Generator[int, None, Trace]:
-        """Runs the requests and yields the step number after each round. The generator's return value is the Trace.
-
-        While the generator waits, the run's hooks are not on the model, and other runs may use the model.
-        """
-        recorder = self._recorder()
-        guard = RunGuard(self.model, self.fingerprint)
-        with closing(loop(states, Tee(recorder, *observers))) as steps:
-            while True:
-                with guard.holding(self.hooks(recorder)):
-                    step = next(steps, None)
-                if step is None:
-                    break
-                yield step
-        guard.require_unchanged(had_pauses=True)
-        return self._trace(recorder, guard, states, meta)
-
-    def _recorder(self) -> Recorder:
+    def recorder(self) -> Recorder:
         """Returns a new Recorder with the run's capture settings, prompts, and first token ids of task answers."""
         prompts = {r.request_id: r.prompt_token_ids for r in self.requests}
         known = {request_id: ids for request_id, (ids, _) in self._answers.items() if ids}
@@ -325,20 +292,14 @@ class RunPlan:
         the text is "" without an error."""
         return {request.request_id: answer_ids_of(request, self.model) for request in self.requests}
 
-    def _trace(
-        self, recorder: Recorder, guard: RunGuard, states: Sequence[SequenceState], meta: dict[str, Any]
-    ) -> Trace:
-        """Returns the Trace of a finished run, with its metadata, errors, interventions and kept KVSnapshots."""
-        errors = {str(state.request_id): state.error for state in states if state.error}
-        failed = {f"answers of request {number}": why for number, (_, why) in self._answers.items() if why}
-        meta = {**meta, "path_reason": self.path_reason, "errors": errors, "missing": failed}
-        if self.editor is not None:
-            meta["interventions"] = self.editor.record()
-        with hold_model(self.model):
-            trace = assemble(recorder, self.requests, guard.fingerprint, self.config, self.capture, meta)
-        trace.interventions = self.interventions
-        trace.kept_rows = {s.request_id: s.kept_rows for s in states if s.kept_rows is not None}
-        return trace
+    def meta(self, meta: dict[str, Any]) -> dict[str, Any]:
+        """Returns entries of the metadata with those that this plan adds before the first pass."""
+        interventions = {} if self.editor is None else {"interventions": self.editor.record()}
+        return {**meta, "path_reason": self.path_reason, **interventions}
+
+    def missing_answers(self) -> dict[str, str]:
+        """Returns, by a text that names the request, why the first tokens of its task's answers are unknown."""
+        return {f"answers of request {number}": why for number, (_, why) in self._answers.items() if why}
 
     def fingerprint(self) -> Fingerprint:
         """Returns the run's schedule fingerprint as a dict: see engine/fingerprint.py."""

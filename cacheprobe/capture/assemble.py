@@ -10,6 +10,7 @@ from cacheprobe.core.records import Request
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks import accuracy
+from cacheprobe.trace.state_store import MemoryStore
 from cacheprobe.trace.tables import build as tables
 from cacheprobe.trace.tables.thoughts import thought_states, thoughts_table
 from cacheprobe.trace.trace import Trace
@@ -29,17 +30,20 @@ def assemble(
     recorder does not read it, the trace reads Z at its first use. meta: more entries of trace.meta.
     """
     model = recorder.model
+    if recorder.reader is not None:
+        recorder.reader.require_ended()
+    part = recorder.take()
     tokens = {r.request_id: list(recorder.finished[r.request_id].committed) for r in requests}
     texts = {request_id: model.decode(token_ids) for request_id, token_ids in tokens.items()}
-    rows = tables.rows_table(recorder.rows, model.token_texts)
-    columns = recorder.reader.finish() if recorder.reader is not None else {}
+    rows, columns = tables.rows_table(part.rows, model.token_texts), part.columns
     hypotheses = tables.hypotheses_table(columns, rows, recorder.lens.name, model.token_texts) if columns else None
-    thoughts, events = recorder.thoughts, tables.events_table(recorder.steps)
-    scores, unscored = _behaviour_or_reason(recorder, requests, texts)
-    errors = recorder.reader.errors if recorder.reader is not None else {}
-    missing = {**meta.get("missing", {}), **missing_readings(errors, bool(columns)), **unscored}
+    thoughts, events = part.thoughts, tables.events_table(part.steps)
     is_later = capture.reads_lens and recorder.reader is None
-    checks = [asdict(check) for check in (recorder.residual_check, recorder.lens_check) if check.num_rows]
+    whole = {
+        **meta_before(recorder, fingerprint, config, capture, meta),
+        "thinking": _thinking(model) if thoughts else None,
+        **meta_after(recorder, requests, texts, bool(columns), meta),
+    }
     return Trace(
         requests=tuple(requests),
         tokens=tokens,
@@ -48,31 +52,55 @@ def assemble(
         stored_readings=hypotheses,
         event_table=events,
         token_table=tables.tokens_table(rows, tokens, events, columns, model.token_texts),
-        ledger_table=tables.ledger_table(recorder.ledger),
-        store=recorder.store(),
+        ledger_table=tables.ledger_table(part.ledger),
+        store=MemoryStore(part.states),
         thought_table=thoughts_table(thoughts, rows, requests, tokens, model) if thoughts else None,
         thought_states=thought_states(thoughts) if thoughts else None,
-        meta={
-            **{name: value for name, value in meta.items() if name != "missing"},
-            "fingerprint": dict(fingerprint),
-            "config": asdict(config),
-            "capture": {**asdict(capture), "layers": list(recorder.layers)},
-            "lens": recorder.lens.name,
-            **({"is_lens_later": True} if is_later else {}),
-            "weights_note": model.weights_note,
-            "cache_row_bytes": model.new_cache(1, 1).cache_bytes,
-            "thought_layer": getattr(getattr(model, "config", None), "l_out", None),
-            "thinking": _thinking(model) if thoughts else None,
-            "checks": checks,
-            "finish": {str(r.request_id): recorder.finished[r.request_id].reason for r in requests},
-            "preemptions": recorder.preemptions,
-            "self_checks": {"compared": recorder.num_compared, "differences": recorder.differences},
-            "behaviour": scores,
-            **({"missing": missing} if missing else {}),
-        },
+        meta=whole,
         model=model,
         reading_later=read_now if is_later else None,
     )
+
+
+def meta_before(
+    recorder: Recorder,
+    fingerprint: Mapping[str, object],
+    config: EngineConfig,
+    capture: CaptureConfig,
+    meta: JsonDict,
+) -> JsonDict:
+    """Returns the entries of trace.meta that are known before the first pass. meta: more entries."""
+    model = recorder.model
+    return {
+        **{name: value for name, value in meta.items() if name not in ("missing", "errors")},
+        "fingerprint": dict(fingerprint),
+        "config": asdict(config),
+        "capture": {**asdict(capture), "layers": list(recorder.layers)},
+        "lens": recorder.lens.name,
+        **({"is_lens_later": True} if capture.reads_lens and recorder.reader is None else {}),
+        "weights_note": model.weights_note,
+        "cache_row_bytes": model.new_cache(1, 1).cache_bytes,
+        "thought_layer": getattr(getattr(model, "config", None), "l_out", None),
+        "thinking": None,
+    }
+
+
+def meta_after(
+    recorder: Recorder, requests: Sequence[Request], texts: dict[int, str], has_readings: bool, meta: JsonDict
+) -> JsonDict:
+    """Returns the entries of trace.meta that are known after the last pass. meta: the run's "errors" and "missing"."""
+    scores, unscored = _behaviour_or_reason(recorder, requests, texts)
+    errors = recorder.reader.errors if recorder.reader is not None else {}
+    missing = {**meta.get("missing", {}), **missing_readings(errors, has_readings), **unscored}
+    return {
+        **({"errors": meta["errors"]} if "errors" in meta else {}),
+        "checks": [asdict(check) for check in (recorder.residual_check, recorder.lens_check) if check.num_rows],
+        "finish": {str(r.request_id): recorder.finished[r.request_id].reason for r in requests},
+        "preemptions": recorder.preemptions,
+        "self_checks": {"compared": recorder.num_compared, "differences": recorder.differences},
+        "behaviour": scores,
+        **({"missing": missing} if missing else {}),
+    }
 
 
 def _thinking(model: CachedLM) -> dict[str, object]:

@@ -142,32 +142,50 @@ class LensReader:
             self._read_tile()
 
     def finish(self) -> dict[str, Tensor]:
-        """Reads the remaining rows. Returns a dict of columns (tensors): row, layer, target, and what was read (the
-        fields of Readout).
+        """Returns what `take` returns. Raises: RuntimeError if a request with waiting rows has not ended."""
+        self.require_ended()
+        return self.take()
 
-        Leaves out requests on which the lens failed, because their earlier readings would look complete.
-        Returns {} without readings. Raises: RuntimeError if a request with waiting rows has not ended.
-        """
-        left = [request_id for request_id, rows in self._open.items() if rows]
-        if left:
+    def require_ended(self) -> None:
+        """Raises: RuntimeError if a request with waiting rows has not ended."""
+        if left := [request_id for request_id, rows in self._open.items() if rows]:
             raise RuntimeError(f"requests {left} have lens rows but never ended")
+
+    @property
+    def waiting(self) -> list[Queued]:
+        """The rows that wait for the token at their next position."""
+        return [queued for rows in self._open.values() for queued in rows]
+
+    @property
+    def num_held(self) -> int:
+        """Number of readings that the next call of `take` returns, without copies."""
+        return self._num_ready + sum(len(part[1]) for part in self._parts)
+
+    def take(self) -> dict[str, Tensor]:
+        """Reads the rows whose targets are set. Returns the readings since the last call, and forgets them: a dict of
+        columns (tensors) row, layer, target, and what was read (the fields of Readout); {} without readings.
+
+        Leaves out requests on which the lens has failed so far, because their earlier readings would look complete.
+        """
         while self._num_ready:
             self._read_tile()
         if not self._parts:
             return {}
         owners, rows, layers, targets, readouts = zip(*self._parts, strict=True)
+        self._parts = []
         columns = {"row": torch.cat(rows), "layer": torch.cat(layers), "target": torch.cat(targets)}
         for name, parts in zip(Readout._fields, zip(*readouts, strict=True), strict=True):
             columns[name] = torch.cat(parts)
+        copies = [one for one in self._copies if one.request_id not in self.errors]
+        self._copies = []
         failed = torch.isin(torch.cat(owners), torch.tensor([*self.errors], dtype=torch.long))
         if bool(failed.all()):
             return {}
-        return self._with_copies({name: column[~failed] for name, column in columns.items()})
+        return self._with_copies({name: column[~failed] for name, column in columns.items()}, copies)
 
-    def _with_copies(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _with_copies(self, columns: dict[str, Tensor], copies: Sequence[Copies]) -> dict[str, Tensor]:
         """Returns the columns with a copied reading for each state that was not read because another row has its
-        bits. Leaves out requests on which the lens failed."""
-        copies = [one for one in self._copies if one.request_id not in self.errors]
+        bits."""
         if not copies:
             return columns
         layers, sources = (torch.cat(parts) for parts in ([c.layers for c in copies], [c.sources for c in copies]))
@@ -175,7 +193,7 @@ class LensReader:
         keys = columns["row"] * self.model.n_layers + columns["layer"]
         order = keys.argsort()
         index = order[torch.searchsorted(keys[order], sources * self.model.n_layers + layers)]
-        self.num_copied = len(index)
+        self.num_copied += len(index)
         copied = {**{name: column[index] for name, column in columns.items()}, "row": rows}
         return {name: torch.cat([column, copied[name]]) for name, column in columns.items()}
 

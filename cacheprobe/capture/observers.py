@@ -52,11 +52,11 @@ class StepLog(Observer):
 class ProgressBar(Observer):
     """Shows a bar with the committed tokens, tokens per second and time left.
 
-    total_tokens: number of tokens that are committed if no request ends early.
+    total_tokens: number of tokens that are committed if no request ends early.  done: tokens committed before.
     """
 
-    def __init__(self, total_tokens: int, enabled: bool = True) -> None:
-        self._bar = Progress(total_tokens, "generating", "tokens", enabled=enabled)
+    def __init__(self, total_tokens: int, enabled: bool = True, done: int = 0) -> None:
+        self._bar = Progress(total_tokens, "generating", "tokens", enabled=enabled, done=done)
 
     def __enter__(self) -> "ProgressBar":
         self._bar.__enter__()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cacheprobe.capture.lens_reader import LensReader, Queued
 from cacheprobe.capture.open_pass import OpenPass
+from cacheprobe.capture.part import Part, Unconfirmed
 from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.records import Finished, ForwardRecord, Observer, RowSlot, StepRecord, Thought
 from cacheprobe.lenses.base import Lens
@@ -21,34 +22,14 @@ from cacheprobe.ops.kernel_set import DTYPES, KernelSet
 from cacheprobe.trace import self_checks as checks
 from cacheprobe.trace.head_blocks import HeadBlocks
 from cacheprobe.trace.rows import LedgerChange, RowRecord
-from cacheprobe.trace.state_store import Blocks, MemoryStore
+from cacheprobe.trace.state_store import Blocks
 
 CHECK_EVERY = 16
 """A pass is checked if its step is a multiple of this number; the first pass of each phase is checked too."""
 _LENS_CHECK_ROWS = 16
 """Maximum number of rows of a pass whose logits are compared with those read from the last layer's S."""
-
-
-@dataclass
-class Unconfirmed:
-    """Holds data of the passes since the rows were last confirmed, so that `Recorder.on_failure` can discard these
-    passes.
-
-    Rows are confirmed at each commit and at the end of each step; `Recorder.on_failure` no longer discards them then.
-    """
-
-    first_row: int = 0
-    """Number of confirmed rows; all later rows are unconfirmed."""
-    first_thought: int = 0
-    """Number of confirmed thoughts."""
-    num_blocks: int = 0
-    """Number of unconfirmed passes that opened tensors for states (`Blocks.open`)."""
-    num_head_blocks: int = 0
-    """The same for head activations (`HeadBlocks.open`); one less if memory ran out between the two."""
-    reads: list[tuple[RowRecord, Queued]] = field(default_factory=list)
-    """Rows, and their states for the lens, to queue once the step is confirmed."""
-    masses: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    """Unconfirmed entries of `Recorder.answer_mass`."""
+_ROW_BYTES, _READING_BYTES = 600, 44
+"""Bytes of a row's records (row, events, ledger), and of a reading without its `top_k` tokens."""
 
 
 @dataclass
@@ -66,6 +47,9 @@ class Recorder(Observer):
     answer_mass: dict[int, tuple[float, ...]] = field(default_factory=dict)
     """By request id: the probability of the first token of each answer as the first generated token."""
     rows: list[RowRecord] = field(default_factory=list)
+    """Rows since the last call of `take`."""
+    num_taken: int = 0
+    """Number of rows that `take` has returned; the first of `rows` has this number in the rows table."""
     steps: list[StepRecord] = field(default_factory=list)
     ledger: list[LedgerChange] = field(default_factory=list)
     finished: dict[int, Finished] = field(default_factory=dict)
@@ -91,8 +75,11 @@ class Recorder(Observer):
         }
         self._undecided: dict[int, list[RowRecord]] = {request_id: [] for request_id in self.prompts}
         self._unconfirmed = Unconfirmed()
+        self._late: list[tuple[int, RowRecord]] = []
+        """Rows without a status, with their numbers, that `take` has returned."""
         self._prompt_rows: dict[int, list[tuple[int, RowRecord]]] = {}
-        """By request id: (number in `rows`, row) of the prompt's committed rows, for requests with the same prompt."""
+        """By request id: (number in the rows table, row) of the prompt's committed rows, for requests with the same
+        prompt."""
         self._prompt_reads: dict[int, dict[int, Queued]] = {}
         """By request id and number of the row: what the lens reads of the prompt."""
         self._prompt_thoughts: dict[int, list[Thought]] = {}
@@ -111,10 +98,35 @@ class Recorder(Observer):
         states = [(site, layer) for layer in range(self.model.n_layers) for site in "STC"]
         return entering + states + [(site, layer) for layer in self.layers for site in self.config.heads]
 
-    def store(self) -> MemoryStore:
-        """Returns a MemoryStore of all kept states. Call it once, at the end: it frees the recorder's own tensors."""
+    @property
+    def num_bytes(self) -> int:
+        """Estimated bytes of what the next call of `take` returns."""
+        readings = 0 if self.reader is None else self.reader.num_held * (_READING_BYTES + 12 * self.config.top_k)
+        heads = 0 if self.head_blocks is None else self.head_blocks.num_bytes
+        return self.blocks.num_bytes + heads + readings + len(self.rows) * _ROW_BYTES
+
+    def take(self) -> Part:
+        """Returns what was recorded since the last call, and forgets it. Call it after `on_step` and before the next
+        pass, so that no row is unconfirmed; or after `on_finish` of the last request."""
+        assert self._unconfirmed.first_row == len(self.rows), "a pass is not confirmed yet"
+        first, rows, self.rows = self.num_taken, self.rows, []
+        labelled = [(number, row) for number, row in self._late if row.role]
+        self._late = [(number, row) for number, row in self._late if not row.role]
+        self._late += [(number, row) for number, row in enumerate(rows, first) if not row.role]
+        self.num_taken += len(rows)
         heads = self.head_blocks.joined() if self.head_blocks is not None else {}
-        return MemoryStore({**self.blocks.joined(), **heads})
+        columns = self.reader.take() if self.reader is not None else {}
+        part = Part(
+            first, rows, labelled, {**self.blocks.joined(), **heads}, columns, self.steps, self.ledger, self.thoughts
+        )
+        self.steps, self.ledger, self.thoughts = [], [], []
+        self._unconfirmed = Unconfirmed()
+        return part
+
+    @property
+    def _newest_row(self) -> int:
+        """Number, in the rows table, of the newest row."""
+        return self.num_taken + len(self.rows) - 1
 
     # -- one pass
 
@@ -188,7 +200,9 @@ class Recorder(Observer):
         """Collects the newest row for the lens reader, with its states [layers, m] of the kept layers that ran."""
         layers = self._layers_below[ran]
         states = states[: len(layers)].clone()
-        queued = Queued(len(self.rows) - 1, row.position, states, layers, request_id=row.request_id, step=row.step)
+        queued = Queued(
+            self.num_taken + len(self.rows) - 1, row.position, states, layers, request_id=row.request_id, step=row.step
+        )
         self._unconfirmed.reads.append((row, queued))
 
     def _queue_reading(self, row: RowRecord, queued: Queued) -> None:
@@ -220,7 +234,7 @@ class Recorder(Observer):
     def _confirm(self) -> None:
         """Confirms all rows so far: `on_failure` no longer discards them, and the lens reader gets their states."""
         first = self._unconfirmed.first_row
-        for number, row in enumerate(self.rows[first:], first):
+        for number, row in enumerate(self.rows[first:], self.num_taken + first):
             if row.role == "prompt" and row.status == "committed":
                 self._prompt_rows.setdefault(row.request_id, []).append((number, row))
         for row, queued in self._unconfirmed.reads:
@@ -258,7 +272,7 @@ class Recorder(Observer):
             mine = replace(row, request_id=request_id)
             self.rows.append(mine)
             if (queued := reads.get(number)) is not None:
-                own = replace(queued, row=len(self.rows) - 1, target=-1, request_id=request_id)
+                own = replace(queued, row=self._newest_row, target=-1, request_id=request_id)
                 self._unconfirmed.reads.append((mine, own))
         for thought in self._prompt_thoughts.get(source_id, ()):
             self.thoughts.append(replace(thought, request_id=request_id))
@@ -287,6 +301,10 @@ class Recorder(Observer):
         """Labels given_up: rows fed draft tokens without a verdict, at positions start..end-1."""
         self._label_drafts(request_id, start, end, "given_up")
 
+    def committed_roles(self, request_id: int, start: int, roles: Sequence[str]) -> None:
+        """Keeps the roles of committed tokens at positions start, start + 1, ..., for the rows that are fed them."""
+        self._roles[request_id].update(zip(range(start, start + len(roles)), roles, strict=True))
+
     @staticmethod
     def _label_row(row: RowRecord, role: str, status: str) -> None:
         """Sets a row's role and status: committed, superseded, rolled_back or given_up."""
@@ -305,7 +323,7 @@ class Recorder(Observer):
         Also confirms the rows so far, and gives the lens reader the committed tokens as targets.
         """
         self._confirm()
-        self._roles[request_id].update(zip(range(start, start + len(roles)), roles, strict=True))
+        self.committed_roles(request_id, start, roles)
         for row in self._undecided[request_id]:
             if not row.role:
                 status = "committed" if row.phase == "verify" else "superseded"

@@ -2,6 +2,7 @@
 today's name, if an earlier version had it, or the nearest one.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -27,6 +28,27 @@ def whole_number(name: str, value: object) -> int:
         except (TypeError, ValueError):  # a tensor of several numbers raises either
             pass
     raise ValueError(f"{name} must be a whole number, got {value!r:.60}")
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{i}B": (1024 if i else 1000) ** n for n, letter in enumerate("kMGT", 1) for i in ("", "i")
+}
+"""Bytes of each unit of a size; kiB is 1,024 bytes."""
+
+
+def num_bytes(name: str, value: object) -> int:
+    """Returns a size in bytes, from a whole number or a text such as "2GB" or "512 MiB". Raises: ValueError that names
+    `name` for anything else, and for less than one byte."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(\w*)\s*", value) if isinstance(value, str) else None
+    if match is not None and match[2] in _UNITS:
+        size = int(float(match[1]) * _UNITS[match[2]])
+    elif isinstance(value, str):
+        raise ValueError(f"{name} must be a size such as '2GB' or '512MiB', got {value!r:.60}")
+    else:
+        size = whole_number(name, value)
+    if size < 1:
+        raise ValueError(f"{name} must be at least one byte, got {value!r:.60}")
+    return size
 
 
 def number(name: str, value: object) -> float:

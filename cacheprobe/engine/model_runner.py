@@ -78,14 +78,16 @@ class ModelRunner:
         observer: Observer,
         editor: Editor | None = None,
         watch: Watch | None = None,
+        step: int = -1,
     ) -> None:
         """Prepares passes of `model` over `cache`, which are reported to `observer`.
 
         editor: applies interventions; `run` calls its method `aim` before each pass.
         watch: computes tokens of some passes twice and compares the bits; a new Watch by default.
+        step: number of the last step that an earlier process has run; -1 for a new run.
         """
         self.model, self.cache, self.observer, self.editor = model, cache, observer, editor
-        self.step = -1
+        self.step = step
         self.watch = watch or Watch()
         self.seconds = 0.0
         self.shape = (0, 0)

@@ -23,7 +23,8 @@ from cacheprobe.estimates.tally import RunTally
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.ops.readout import Readout
 from cacheprobe.plan import RunPlan
-from cacheprobe.trace.storage import MANIFEST, ROW_GROUP
+from cacheprobe.trace.manifest import MANIFEST
+from cacheprobe.trace.run_files import ROW_GROUP
 from cacheprobe.trace.tables.build import hypotheses_table
 from cacheprobe.trace.trace import Trace
 

@@ -49,6 +49,15 @@ class HeadBlocks:
     def __init__(self, sites: Sequence[str], layers: Sequence[int], dtype: torch.dtype) -> None:
         self.sites, self.layers, self.dtype = tuple(sites), tuple(layers), dtype
         self._passes: list[HeadBlock] = []
+        self.shapes: dict[tuple[str, int], tuple[tuple[int, ...], int]] = {}
+        """By (site, layer), from a pass that reached the layer: the shape of a row's activations, and the number of
+        heads of a pattern."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the activations that the next call of `joined` returns, without passes that did not reach a
+        layer."""
+        return sum(tensor.nbytes for block in self._passes for tensor in block.activations.values())
 
     def open(self, index: Tensor, positions: Sequence[int]) -> HeadBlock:
         """Adds a new, empty HeadBlock for the pass that begins, and returns that block.
@@ -63,23 +72,26 @@ class HeadBlocks:
         self._passes.pop()
 
     def joined(self) -> dict[tuple[str, int], Tensor]:
-        """Returns a dict (site, layer) -> head activations of all passes, joined: [n, h, d]; a pattern as one flat
-        tensor.
+        """Returns a dict (site, layer) -> head activations of all passes since the last call, joined: [n, h, d]; a
+        pattern as one flat tensor. Forgets them.
 
-        Rows of a pass that ended before the layer are NaN; if no pass reached the layer, the tensor is empty. Call
-        once: the call frees the tensors of the passes.
+        Rows of a pass that ended before the layer are NaN; if no pass has reached the layer yet, the tensor is empty.
         """
-        return {(site, layer): self._joined(site, layer) for site in self.sites for layer in self.layers}
+        joined = {(site, layer): self._joined(site, layer) for site in self.sites for layer in self.layers}
+        self._passes = []
+        return joined
 
     def _joined(self, site: str, layer: int) -> Tensor:
-        """Returns the activations of one site and layer, joined over all passes, and frees those of the passes."""
+        """Returns the activations of one site and layer, joined over the passes, and frees those of the passes."""
         by_pass = [(block, block.activations.pop((site, layer), None)) for block in self._passes]
         ran = next(((block, tensor) for block, tensor in by_pass if tensor is not None), None)
-        if ran is None:
+        if ran is not None:
+            block, example = ran
+            heads = 1 if site != PATTERN else len(example) // block.size(PATTERN)
+            self.shapes[site, layer] = example.shape[1:] if site != PATTERN else (), heads
+        if (site, layer) not in self.shapes or not by_pass:
             return torch.empty(0, dtype=self.dtype)
-        block, example = ran
-        shape = example.shape[1:] if site != PATTERN else ()
-        heads = 1 if site != PATTERN else len(example) // block.size(PATTERN)
+        shape, heads = self.shapes[site, layer]
 
         def absent(block: HeadBlock) -> Tensor:
             """Returns NaN in the shape of one pass's head activations, for a pass that did not reach the layer."""

@@ -11,6 +11,7 @@ Each version, and what it added or renamed:
     6   the setting max_kv_tokens, named kv_rows before
     7   the status superseded, named candidate before; the path "fast", named "twin" before
     8   a checksum of each block of 1 MiB of every file
+    9   states of one site and layer in several files, in the order of `shards`
 
 Reading changes no file on the disk; `cacheprobe migrate` rewrites a run in the newest format.
 `meta["missing"]` lists the data that an older version did not record, so asking for the data raises an error instead of
@@ -76,6 +77,11 @@ def _from_7(old: Manifest) -> Manifest:
     return {**old, "format_version": 8, "blocks": {}}
 
 
+def _from_8(old: Manifest) -> Manifest:
+    """Returns a manifest of trace format 8 as format 9, which differs only in the version number."""
+    return {**old, "format_version": 9}
+
+
 _STEPS: dict[int, Callable[[Manifest], Manifest]] = {
     1: _from_1,
     2: _from_2,
@@ -84,6 +90,7 @@ _STEPS: dict[int, Callable[[Manifest], Manifest]] = {
     5: _from_5,
     6: _from_6,
     7: _from_7,
+    8: _from_8,
 }
 
 OLDEST, NEWEST = min(_STEPS), max(_STEPS) + 1

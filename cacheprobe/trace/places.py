@@ -13,16 +13,18 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 
 from cacheprobe.core.files import Locked, only_writer
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.manifest import MANIFEST, TraceError
+from cacheprobe.trace.parts.journal import JOURNAL, read_journal
 
-KINDS = ("states", "rows", "hypotheses", "events", "ledger", "thoughts", "tokens")
+KINDS = ("states", "rows", "hypotheses", "events", "ledger", "thoughts", "tokens", "readings", "waiting")
 """First part of the names of a run's data files."""
 REPORT, LOCK = "report.html", ".saving"
 _LIBRARY_TEMPORARY = re.compile(r"\.tmp\w*")
@@ -68,6 +70,7 @@ def saving(directory: Path, run_id: str, *, overwrite: bool = False, keep_report
                 _require_no_run(directory, overwrite)
                 earlier = _manifest_in(directory)
                 replaced = list(earlier.get("files", ())) + ([REPORT] if earlier and not keep_report else [])
+                replaced += _unfinished_in(directory)
                 note = {"run_id": run_id, "replaces": replaced}
                 lock.note(note)
                 staging = directory / f"{LOCK}-{run_id}"
@@ -81,6 +84,83 @@ def saving(directory: Path, run_id: str, *, overwrite: bool = False, keep_report
                 with suppress(OSError):  # not empty: another process has begun to write there
                     directory.rmdir()
             raise
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Holds the directory that one run is recorded in, and the run's id."""
+
+    directory: Path
+    run_id: str
+
+    @property
+    def staging(self) -> Path:
+        """Folder for files that are not whole yet."""
+        return self.directory / f"{LOCK}-{self.run_id}"
+
+    def finish(self, write: Callable[[], list[str]]) -> None:
+        """Calls `write`, which writes the manifest of the run and returns names of files that are no longer needed;
+        then deletes these files, and those of the run that was replaced, with its report."""
+        earlier = _manifest_in(self.directory)
+        is_other = bool(earlier) and earlier.get("run_id") != self.run_id
+        replaced = [*earlier["files"], REPORT] if is_other else []
+        with saying_why(self.directory):
+            _clean(self.directory, {"run_id": self.run_id, "replaces": replaced + write()})
+
+
+@contextmanager
+def recording(directory: Path, run_id: str, *, overwrite: bool = False) -> Iterator[Recording]:
+    """Lets only this process record a run in `directory` during a `with` block. What is recorded stays after an error,
+    and after a kill: `read_journal` reads it.
+
+    run_id: of a new run, or of the unfinished run of the directory, which is continued.
+    overwrite: a finished run of the directory stays until the new run is finished; an unfinished one is deleted now.
+    Raises: TraceError as `require_free`.
+    """
+    with ExitStack() as stack:
+        with saying_why(directory):
+            _require_writable(directory)
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(only_writer(directory / LOCK))
+            _clean(directory, lock.left)
+            journal = read_journal(directory)
+            if journal is None or journal.run_id != run_id:
+                _require_no_run(directory, overwrite)
+                for name in _unfinished_in(directory):
+                    (directory / name).unlink(missing_ok=True)
+            lock.note({})
+            place = Recording(directory, run_id)
+            shutil.rmtree(place.staging, ignore_errors=True)
+            place.staging.mkdir()
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place.staging, ignore_errors=True)
+
+
+def clean_finished(directory: Path) -> bool:
+    """Deletes the parts of a run whose manifest is in the directory, if the process that finished it was killed before
+    it deleted them. Returns whether the directory holds such a run."""
+    journal = read_journal(directory)
+    if journal is None or _manifest_in(directory).get("run_id") != journal.run_id:
+        return False
+    with saying_why(directory), only_writer(directory / LOCK):
+        _clean(directory, {"run_id": journal.run_id, "replaces": _unfinished_in(directory)})
+    return True
+
+
+def _unfinished_in(directory: Path) -> list[str]:
+    """Returns the names of the files of an unfinished run, with its journal; [] without one. Files of a finished run
+    of the directory are left out."""
+    try:
+        journal = read_journal(directory)
+    except TraceError:
+        return [JOURNAL]
+    if journal is None:
+        return []
+    kept = _manifest_in(directory).get("files", ())
+    own = (path.name for path in directory.iterdir() if re.split(r"[-.]", path.name)[1:2] == [journal.run_id])
+    return [name for name in (*own, JOURNAL) if is_of_a_run(name) and name not in kept]
 
 
 @contextmanager
@@ -150,6 +230,11 @@ def _require_no_run(directory: Path, overwrite: bool) -> None:
                 "--overwrite (in Python: save(..., overwrite=True))"
             )
         return
+    if (directory / JOURNAL).exists() and not overwrite:
+        raise TraceError(
+            f"{directory} holds a run that was not finished; continue it with `cacheprobe resume {directory}`, "
+            "choose another directory, or replace the run with --overwrite (in Python: overwrite=True)"
+        )
     other_files = [path.name for path in directory.iterdir() if not is_of_a_run(path.name)]
     if other_files:
         raise TraceError(
@@ -171,7 +256,7 @@ def is_of_a_run(name: str) -> bool:
     stem = name.removesuffix(".tmp")
     is_data = stem.endswith((".parquet", ".safetensors")) and stem.startswith(tuple(f"{kind}-" for kind in KINDS))
     is_left = name.startswith(LOCK) or _LIBRARY_TEMPORARY.fullmatch(name) is not None
-    return is_data or is_left or stem in (MANIFEST, REPORT)
+    return is_data or is_left or stem in (MANIFEST, REPORT, JOURNAL)
 
 
 def _run_description(directory: Path) -> str:

@@ -66,9 +66,13 @@ class ShardStore:
         self._loaded: dict[str, Tensor] = {}
 
     @cached_property
-    def _places(self) -> dict[str, tuple[str, JsonDict]]:
-        """By name of a tensor: its file, and the file's entry of the tensor."""
-        return {key: (shard, entry) for shard in self.shards for key, entry in header_of(self.files, shard).items()}
+    def _places(self) -> dict[str, list[tuple[str, JsonDict]]]:
+        """By name of a tensor: each file that holds a part of the tensor, with the file's entry of the part."""
+        places: dict[str, list[tuple[str, JsonDict]]] = {}
+        for shard in self.shards:
+            for key, entry in header_of(self.files, shard).items():
+                places.setdefault(key, []).append((shard, entry))
+        return places
 
     def all_of(self, site: str, layer: int) -> Tensor:
         """Returns every stored vector of one site and layer: [n, m]; [n, h, d] at sites q, k, v and z; a pattern flat.
@@ -78,7 +82,9 @@ class ShardStore:
         if key not in self._loaded:
             if key not in self._places:
                 raise TraceError(f"{self.files.directory} holds no states of site {site}, layer {layer}; run it again")
-            self._loaded[key] = read_tensor(self.files, *self._places[key])
+            parts = [read_tensor(self.files, *place) for place in self._places[key]]
+            parts = [part for part in parts if part.numel()] or parts[:1]
+            self._loaded[key] = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._loaded[key]
 
 
@@ -157,14 +163,18 @@ class Blocks:
         for blocks in self._blocks.values():
             blocks.pop()
 
-    def joined(self) -> dict[tuple[str, int], Tensor]:
-        """Returns a dict (site, layer) -> states of all passes as one tensor [n, m].
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the states that the next call of `joined` returns."""
+        return sum(block.nbytes for blocks in self._blocks.values() for block in blocks)
 
-        Call once: the call frees the memory of each site after joining.
-        """
+    def joined(self) -> dict[tuple[str, int], Tensor]:
+        """Returns a dict (site, layer) -> states of all passes since the last call as one tensor [n, m], and forgets
+        them. The memory of each site is freed after joining."""
         states: dict[tuple[str, int], Tensor] = {}
+        self._opened.clear()
         for site in self.sites:
-            blocks = self._blocks.pop(site)
+            blocks, self._blocks[site] = self._blocks[site], []
             for layer, i in self.layer_index.items():
                 parts = [block[i] for block in blocks]
                 states[site, layer] = torch.cat(parts) if parts else torch.empty(0, 0, dtype=self.dtype)

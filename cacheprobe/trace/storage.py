@@ -12,10 +12,7 @@ run leaves the old one complete until the new manifest replaces the old. Then th
 deleted. Only one process at a time saves in a directory (see places.py).
 """
 
-import json
-import os
 import secrets
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,29 +20,25 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from cacheprobe.core.files import fsync
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks import example_from_record, example_record
-from cacheprobe.trace.checked_files import CheckedFiles, checksums_of, damaged_files
+from cacheprobe.trace.checked_files import CheckedFiles, damaged_files
 from cacheprobe.trace.data import TraceData
 from cacheprobe.trace.manifest import (
     FORMAT_VERSION,
-    MANIFEST,
     TraceError,
     read_manifest,
     require_whole,
-    sha256_of_manifest,
 )
 from cacheprobe.trace.migrate import migrated_events, migrated_readings, migrated_rows, renamed_status
 from cacheprobe.trace.places import saving
+from cacheprobe.trace.run_files import ROW_GROUP, RunFiles
 from cacheprobe.trace.state_store import ShardStore, header_of, read_tensor, tensor_key
 
 SHARD_BYTES = 10**9
-ROW_GROUP = 2**14
-"""Lines of a Parquet row group. Reading one request of a long run then reads little more than its own lines."""
-_TABLES = {
+TABLES = {
     "rows": "row_table",
     "hypotheses": "stored_readings",
     "events": "event_table",
@@ -94,21 +87,13 @@ def migrate_run(directory: Path) -> int:
 
 def _write_run(trace: TraceData, directory: Path, staging: Path, run_id: str) -> None:
     """Writes the files of a run into `directory`, the manifest last. staging: a folder for files that are not whole."""
-    files: dict[str, int] = {}
-    sha256: dict[str, str] = {}
-    blocks: dict[str, str] = {}
-
-    def write(name: str, fill: Callable[[Path], object]) -> None:
-        """Writes one file of the run and records its size and checksums."""
-        _write_whole(directory / name, fill, staging)
-        files[name], sha256[name], blocks[name] = checksums_of(directory / name)
-
-    shards = _write_states(trace, directory, run_id, write)
+    files = RunFiles(directory, staging, run_id)
+    shards = _write_states(trace, files)
     assert trace.token_texts  # builds the table of tokens if the run has none
-    for name, attribute in _TABLES.items():
+    for name, attribute in TABLES.items():
         table = getattr(trace, attribute)
         if table is not None:
-            write(
+            files.write(
                 f"{name}-{run_id}.parquet",
                 lambda path, table=table: table.to_parquet(path, index=False, row_group_size=ROW_GROUP),
             )
@@ -116,25 +101,18 @@ def _write_run(trace: TraceData, directory: Path, staging: Path, run_id: str) ->
         from safetensors.torch import save_file
 
         states = {"states": trace.thought_states.contiguous()}
-        write(_THOUGHT_STATES.format(run_id), lambda path: save_file(states, path))
-    manifest = {
-        "format": "cacheprobe trace",
-        "format_version": FORMAT_VERSION,
-        "run_id": run_id,
-        "files": files,
-        "sha256": sha256,
-        "blocks": blocks,
-        "shards": shards,
-        "sites": list(trace.store.sites),
-        "heads": list(trace.store.heads),
-        "layers": list(trace.store.layers),
-        "requests": [_request_to_json(trace, request) for request in trace.requests],
-        "meta": trace.meta,
-    }
-    manifest = json.loads(json.dumps(manifest))  # as it will be read: tuples become lists
-    manifest["manifest_sha256"] = sha256_of_manifest(manifest)
-    text = json.dumps(manifest, indent=1, ensure_ascii=False)
-    _write_whole(directory / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"), staging)
+        files.write(_THOUGHT_STATES.format(run_id), lambda path: save_file(states, path))
+    requests = [
+        {
+            **request_record(r),
+            "committed_token_ids": list(trace.tokens[r.request_id]),
+            "text": trace.texts[r.request_id],
+        }
+        for r in trace.requests
+    ]
+    store = trace.store
+    sites = {"sites": list(store.sites), "heads": list(store.heads), "layers": list(store.layers)}
+    files.write_manifest(shards, sites, requests, trace.meta)
 
 
 def load_fields(directory: Path, model: CachedLM | None) -> dict[str, Any]:
@@ -148,10 +126,10 @@ def load_fields(directory: Path, model: CachedLM | None) -> dict[str, Any]:
     files, run_id = CheckedFiles(directory, manifest), manifest["run_id"]
     fields: dict[str, pd.DataFrame | None] = {
         attribute: files.table(file).to_pandas() if (file := f"{name}-{run_id}.parquet") in files.sizes else None
-        for name, attribute in _TABLES.items()
+        for name, attribute in TABLES.items()
     }
     fields["event_table"] = migrated_events(fields["event_table"])
-    requests = tuple(_request_from_json(item) for item in manifest["requests"])
+    requests = tuple(request_from_record(item) for item in manifest["requests"])
     if fields["token_table"] is None:
         lengths = {request.request_id: request.num_prompt_tokens for request in requests}
         fields["row_table"] = migrated_rows(fields["row_table"], fields["event_table"], lengths)
@@ -181,20 +159,19 @@ def _thought_states(files: CheckedFiles, name: str) -> Tensor | None:
         return read_tensor(files, name, header_of(files, name)["states"])
 
 
-def _write_states(
-    trace: TraceData, directory: Path, run_id: str, write: Callable[[str, Callable[[Path], object]], None]
-) -> list[str]:
-    """Writes the captured states as safetensors files through `write(name, fill)`; returns a list of the file names.
+def _write_states(trace: TraceData, files: RunFiles) -> list[str]:
+    """Writes the captured states as safetensors files; returns a list of the file names.
 
-    States that were read from `directory` itself are compared with their checksums, and their files get new names.
+    States that were read from the same directory are compared with their checksums, and their files get new names.
     """
     from safetensors.torch import save_file
 
-    if isinstance(store := trace.store, ShardStore) and store.files.directory.resolve() == directory.resolve():
-        names = {shard: f"states-{run_id}-{number:05d}.safetensors" for number, shard in enumerate(store.shards)}
-        for shard, name in names.items():
-            write(name, lambda path, shard=shard: store.files.copy(shard, path))
-        return list(names.values())
+    name_of = f"states-{files.run_id}-{{:05d}}.safetensors".format
+    if isinstance(store := trace.store, ShardStore) and store.files.directory.resolve() == files.directory.resolve():
+        return [
+            files.write(name_of(number), lambda path, shard=shard: store.files.copy(shard, path))
+            for number, shard in enumerate(store.shards)
+        ]
     shards: list[str] = []
     batch: dict[str, Tensor] = {}
     batch_bytes = 0
@@ -203,9 +180,7 @@ def _write_states(
         """Writes the collected tensors as one safetensors file, if there are any."""
         nonlocal batch, batch_bytes
         if batch:
-            name = f"states-{run_id}-{len(shards):05d}.safetensors"
-            write(name, lambda path, tensors=batch: save_file(tensors, path))
-            shards.append(name)
+            shards.append(files.write(name_of(len(shards)), lambda path, tensors=batch: save_file(tensors, path)))
             batch, batch_bytes = {}, 0
 
     for site in (*trace.store.sites, *trace.store.heads):
@@ -219,17 +194,8 @@ def _write_states(
     return shards
 
 
-def _write_whole(path: Path, fill: Callable[[Path], object], staging: Path) -> None:
-    """Calls `fill` on a path in the folder `staging`, flushes that file to the disk, and renames it to `path`."""
-    temporary = staging / path.name
-    fill(temporary)
-    fsync(temporary)
-    os.replace(temporary, path)
-    fsync(path.parent)
-
-
-def _request_to_json(trace: TraceData, request: Request) -> JsonDict:
-    """Returns a request and its committed tokens as a JSON object, for the manifest."""
+def request_record(request: Request) -> JsonDict:
+    """Returns a request as a JSON object, without what it generated."""
     example = request.example
     return {
         "request_id": request.request_id,
@@ -240,12 +206,10 @@ def _request_to_json(trace: TraceData, request: Request) -> JsonDict:
         "arrival_step": request.arrival_step,
         "sample_of": request.sample_of,
         "example": example_record(example) if example is not None else None,
-        "committed_token_ids": list(trace.tokens[request.request_id]),
-        "text": trace.texts[request.request_id],
     }
 
 
-def _request_from_json(item: JsonDict) -> Request:
+def request_from_record(item: JsonDict) -> Request:
     """Builds a Request from its JSON object in the manifest."""
     prompt = item["prompt"] if isinstance(item["prompt"], str) else tuple(item["prompt"])
     sampling = item["sampling"]

@@ -12,6 +12,9 @@ from torch import Tensor
 from cacheprobe.core.hook_names import HEAD_SITES
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.data import TraceData
+from cacheprobe.trace.manifest import MANIFEST
+from cacheprobe.trace.parts.growing import GrowingRun
+from cacheprobe.trace.parts.journal import read_journal
 from cacheprobe.trace.self_checks import self_checks_text
 from cacheprobe.trace.storage import load_fields, save_trace
 from cacheprobe.trace.tables.hypotheses import hypotheses_of
@@ -61,7 +64,8 @@ class Trace(TraceData):
         if drafted := self.num_drafted:
             accepted = 100 * (drafted - self.num_rolled_back) / drafted
             text += f"; accepted {accepted:.0f} %, rolled back {self.num_rolled_back} tokens"
-        return text + self_checks_text(self.meta) + ")"
+        growing = "; not finished" if "growing" in self.meta else ""
+        return text + self_checks_text(self.meta) + growing + ")"
 
     def committed(self, request_id: SupportsIndex) -> list[int]:
         """Returns the token ids that a request generated (its committed tokens), without its prompt."""
@@ -193,8 +197,13 @@ class Trace(TraceData):
 def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
     """Opens a saved run and returns its Trace. Reads the tables now, and the states at their first use.
 
+    Of a run that is being recorded, or was not finished, returns what its journal has.
+
     model: needed only to compute more from the states; it is not checked here.
     Raises: TraceError for a directory without a readable manifest, for an unknown version, and for a file that is
     missing or has another size.
     """
-    return Trace(**load_fields(Path(directory), model))
+    directory = Path(directory)
+    if not (directory / MANIFEST).exists() and (journal := read_journal(directory)) is not None:
+        return Trace(**GrowingRun(journal).fields(model))
+    return Trace(**load_fields(directory, model))

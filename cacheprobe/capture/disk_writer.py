@@ -1,0 +1,196 @@
+"""Writes a run to disk while it goes on: the recorder's rows, states and readings, part by part, with a journal.
+
+A part is written if the recorder holds `part_bytes`, or after a time that grows with the run. It is named in the
+journal at the end of a round of the main loop only: then every admitted request has read its prompt, so that a run can
+be continued there. `trace/parts/growing.py` reads the parts.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from cacheprobe.capture.lens_reader import Queued
+from cacheprobe.capture.recorder import Recorder
+from cacheprobe.core.records import Finished, Observer, StepRecord
+from cacheprobe.core.values import JsonDict
+from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.trace.parts.journal import Journal, append_part, last_step, next_number, waiting_file
+from cacheprobe.trace.places import Recording, saying_why
+from cacheprobe.trace.run_files import RunFiles
+from cacheprobe.trace.state_store import tensor_key
+from cacheprobe.trace.tables import build as tables
+
+PART_BYTES = 2**26
+"""Most bytes that the recorder holds before a part is written, by default: 64 MiB."""
+SECONDS, _SHARE = 2.0, 0.01
+"""A part is written after this many seconds, or after this share of the run's time if that is longer: a run of hours
+has some hundred parts."""
+_COPIES = 3
+"""A part is in memory three times while it is written: as recorded, joined, and as bytes of a file."""
+
+
+def part_bytes_of(budget: int) -> int:
+    """Returns the number of bytes that a recorder may hold, for a memory budget in bytes of recorder and writer."""
+    return max(min(PART_BYTES, budget // _COPIES), 1)
+
+
+class DiskWriter(Observer):
+    """Writes the parts of one run. Must receive the events of the run after its recorder."""
+
+    def __init__(self, recorder: Recorder, place: Recording, part_bytes: int, journal: Journal) -> None:
+        """Prepares a writer for the run of `recorder`, into the directory of `place`.
+
+        part_bytes: see `part_bytes_of`.  journal: the run's journal so far.
+        """
+        self.recorder, self.place, self.part_bytes = recorder, place, part_bytes
+        self._files = RunFiles(place.directory, place.staging, place.run_id)
+        self._number = next_number(journal)
+        self._tokens = journal.tokens
+        self._names: dict[str, list[str]] = {}
+        """Names of the files, by kind, that the journal does not name yet."""
+        self._labelled: list[list[object]] = []
+        self._committed: dict[int, list[int]] = {}
+        self._roles: dict[int, list[str]] = {}
+        self._finished: dict[int, Finished] = {}
+        self._num_masses = len(recorder.answer_mass)
+        self._seen_tokens = {token_id for part in journal.parts for token_id, _ in part["token_texts"]}
+        self._new_tokens: set[int] = set()
+        self._step = last_step(journal)
+        self._waiting = waiting_file(journal)
+        """Name of the file of waiting rows that the newest line of the journal names; None without one."""
+        self._began = self._last = time.monotonic()
+
+    # -- events
+
+    def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
+        """Keeps committed tokens and their roles for the journal."""
+        self._committed.setdefault(request_id, []).extend(token_ids)
+        self._tokens[request_id].extend(token_ids)
+        self._roles.setdefault(request_id, []).extend(roles)
+
+    def on_finish(self, finished: Finished) -> None:
+        """Keeps how a request ended for the journal."""
+        self._finished[finished.request_id] = finished
+
+    def on_step(self, record: StepRecord) -> None:
+        """Writes the files of a part if the recorder holds as much as it may."""
+        self._step = record.step
+        if self.recorder.num_bytes >= self.part_bytes:
+            self._write()
+
+    def label_undecided(self, rows: Sequence[int], status: str) -> None:
+        """Gives rows of earlier parts this role and status, with the next part."""
+        self._labelled += [[row, status, status] for row in rows]
+
+    def end_round(self, states: Sequence[SequenceState], *, is_last: bool = False) -> None:
+        """Names the written files in the journal, with what the recorder holds now, if a part is due.
+
+        states: of all requests.  is_last: a part is due in any case.
+        Raises: TraceError for an error of the file system, such as a full disk; the parts in the journal stay.
+        """
+        now = time.monotonic()
+        is_due = self._names or now - self._last >= max(SECONDS, _SHARE * (now - self._began))
+        if not (is_last or is_due):
+            return
+        self._write()
+        before = self._waiting
+        with saying_why(self.place.directory):
+            append_part(self.place.directory, self._part({str(s.request_id): s.error for s in states if s.error}))
+            if before is not None:
+                (self.place.directory / before).unlink(missing_ok=True)
+        self._last = time.monotonic()
+        self._names, self._labelled, self._committed, self._roles, self._finished = {}, [], {}, {}, {}
+        self._seen_tokens |= self._new_tokens
+        self._new_tokens = set()
+        self._files.sizes, self._files.sha256, self._files.blocks = {}, {}, {}
+
+    # -- files
+
+    def _write(self) -> None:
+        """Writes what the recorder holds as files that the journal does not name yet."""
+        part, texts_of = self.recorder.take(), self.recorder.model.token_texts
+        self._labelled += [[number, row.role, row.status] for number, row in part.labelled]
+        if part.thoughts:
+            raise ValueError("thoughts of a Thinking States model cannot be recorded to disk; run it without out=")
+        rows = tables.rows_table(part.rows, texts_of)
+        rows["row"] += part.first_row
+        events = tables.events_table(part.steps)
+        tokens = tables.tokens_table(rows, self._committed, events, part.columns, texts_of).token_id
+        self._new_tokens |= {*tokens.tolist()} - self._seen_tokens
+        with saying_why(self.place.directory):
+            for kind, table in (("rows", rows), ("events", events), ("ledger", tables.ledger_table(part.ledger))):
+                if len(table):
+                    self._write_table(kind, table)
+            states = {tensor_key(*place): tensor.contiguous() for place, tensor in part.states.items()}
+            for kind, tensors in (("states", states), ("readings", part.columns)):
+                if any(tensor.numel() for tensor in tensors.values()):
+                    self._write_tensors(kind, tensors)
+        self._number += 1
+
+    def _write_table(self, kind: str, table: pd.DataFrame) -> None:
+        name = f"{kind}-{self.place.run_id}-{self._number:05d}.parquet"
+        self._files.write(name, lambda path: table.to_parquet(path, index=False))
+        self._names.setdefault(kind, []).append(name)
+
+    def _write_tensors(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
+        from safetensors.torch import save_file
+
+        name = f"{kind}-{self.place.run_id}-{self._number:05d}.safetensors"
+        self._files.write(name, lambda path: save_file(dict(tensors), path))
+        self._names.setdefault(kind, []).append(name)
+
+    def _part(self, errors: Mapping[str, str]) -> JsonDict:
+        """Returns the line of the journal for what was written since the last one."""
+        recorder, reader, new = self.recorder, self.recorder.reader, sorted(self._new_tokens)
+        masses = dict(list(recorder.answer_mass.items())[self._num_masses :])
+        self._num_masses = len(recorder.answer_mass)
+        texts = {number: recorder.model.decode(self._tokens[number]) for number in self._committed}
+        return {
+            "step": self._step,
+            "num_rows": recorder.num_taken,
+            "num_states": recorder.blocks.num_rows,
+            "names": self._names,
+            "files": self._files.sizes,
+            "sha256": self._files.sha256,
+            "blocks": self._files.blocks,
+            "labelled": self._labelled,
+            "committed": _by_text(self._committed),
+            "roles": _by_text(self._roles),
+            "texts": _by_text(texts),
+            "token_texts": list(zip(new, recorder.model.token_texts(new), strict=True)),
+            "finish": _by_text({number: finished.reason for number, finished in self._finished.items()}),
+            "errors": dict(errors),
+            "answer_mass": _by_text(masses),
+            "waiting": self._write_waiting([] if reader is None else reader.waiting),
+            "lens_errors": {} if reader is None else _by_text(reader.errors),
+            "preemptions": recorder.preemptions,
+            "self_checks": {"compared": recorder.num_compared, "differences": recorder.differences},
+            "checks": [asdict(check) for check in (recorder.residual_check, recorder.lens_check) if check.num_rows],
+        }
+
+    def _write_waiting(self, waiting: Sequence[Queued]) -> JsonDict | None:
+        """Writes the rows that wait for their next token; returns the file's name and checksums, None without rows."""
+        self._waiting = None
+        if not waiting:
+            return None
+        from safetensors.torch import save_file
+
+        places = [[q.row, q.position, q.request_id, q.step, len(q.layers)] for q in waiting]
+        tensors = {
+            "places": torch.tensor(places),
+            "states": torch.cat([q.states for q in waiting]).cpu(),
+            "layers": torch.cat([q.layers for q in waiting]).cpu(),
+        }
+        name = f"waiting-{self.place.run_id}-{self._number:05d}.safetensors"
+        files = RunFiles(self.place.directory, self.place.staging, self.place.run_id)
+        self._waiting = files.write(name, lambda path: save_file(tensors, path))
+        return {"name": name, "files": files.sizes, "sha256": files.sha256, "blocks": files.blocks}
+
+
+def _by_text(values: Mapping[int, object]) -> JsonDict:
+    """Returns the dict with request ids as texts, as JSON has them."""
+    return {str(request_id): value for request_id, value in values.items()}

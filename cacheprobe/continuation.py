@@ -1,0 +1,77 @@
+"""Makes the plan and the requests of a run that was recorded to disk and not finished, from its journal."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from cacheprobe.capture.later import LATER
+from cacheprobe.capture.restore import restore_states
+from cacheprobe.core.config import CaptureConfig, EngineConfig
+from cacheprobe.core.values import JsonDict
+from cacheprobe.drafters.base import Drafter
+from cacheprobe.engine.fingerprint import require_same
+from cacheprobe.interventions.base import Intervention
+from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.lenses.base import Lens
+from cacheprobe.models.base import CachedLM
+from cacheprobe.plan import RunPlan
+from cacheprobe.trace.manifest import MANIFEST, TraceError
+from cacheprobe.trace.parts.journal import Journal, read_journal
+from cacheprobe.trace.storage import request_from_record
+
+
+def unfinished_run(directory: Path) -> Journal:
+    """Returns the journal of the unfinished run in a directory. Raises: TraceError if there is none, or if it is
+    damaged."""
+    journal = read_journal(directory)
+    if journal is None:
+        found = "holds a finished run" if (directory / MANIFEST).exists() else "holds no run that was recorded to disk"
+        raise TraceError(f"{directory} {found}; there is nothing to continue")
+    return journal
+
+
+def plan_again(
+    journal: Journal,
+    model: CachedLM,
+    drafter: Drafter | None,
+    lens: Lens | None,
+    interventions: "Intervention | Iterable[Any]",
+) -> tuple[RunPlan, list[SequenceState]]:
+    """Returns (the plan of the run of a journal, the state of each request at the journal's end).
+
+    Raises: ValueError, FingerprintMismatch as `cacheprobe.resume`.
+    """
+    meta = journal.header["meta"]
+    if meta["drafter"] != (given := repr(drafter) if drafter else None):
+        raise ValueError(f"the run in {journal.directory} had the drafter {meta['drafter']}, given is {given}")
+    if started := journal.header["from_snapshots"]:
+        raise ValueError(f"request {started[0]} began from a KVSnapshot, which is not stored; run it again")
+    capture = meta["capture"]
+    plan = RunPlan(
+        model,
+        [request_from_record(item) for item in journal.header["requests"]],
+        EngineConfig(**meta["config"]),
+        capture=CaptureConfig(**{**capture, "layers": tuple(capture["layers"]) if capture["sites"] else None}),
+        lens=LATER if meta.get("is_lens_later") else lens,
+        path=meta["fingerprint"].get("path", "auto"),
+        interventions=interventions,
+    )
+    if plan.lens.name != meta["lens"]:
+        raise ValueError(f"the run in {journal.directory} read the lens {meta['lens']}, given is {plan.lens.name}")
+    for made, stored in zip(plan.requests, journal.header["requests"], strict=True):
+        if list(made.prompt_token_ids) != stored["prompt_token_ids"]:
+            raise ValueError(
+                f"request {made.request_id}: the model's tokenizer gives its prompt other tokens than the run had"
+            )
+    states = plan.states(drafter)
+    _require_same_interventions(plan, meta)
+    require_same(meta["fingerprint"], plan.fingerprint(), "the unfinished run and its continuation")
+    restore_states(states, journal)
+    return plan, states
+
+
+def _require_same_interventions(plan: RunPlan, meta: JsonDict) -> None:
+    """Raises: ValueError if the plan's interventions are not described as those of the run."""
+    given = None if plan.editor is None else plan.editor.record()
+    if given != meta.get("interventions"):
+        raise ValueError(f"the run had the interventions {meta.get('interventions')}, given are {given}")

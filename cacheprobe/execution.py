@@ -1,0 +1,92 @@
+"""Executes a RunPlan: runs the main loop under the run's hooks, and records it in memory or to disk."""
+
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from typing import Any
+
+from cacheprobe.capture.assemble import assemble, meta_before
+from cacheprobe.capture.disk_writer import DiskWriter
+from cacheprobe.capture.observers import Tee
+from cacheprobe.capture.to_disk import ToDisk, assemble_on_disk
+from cacheprobe.core.records import Observer
+from cacheprobe.engine.fingerprint import RunGuard
+from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.models.turns import hold_model
+from cacheprobe.plan import BoundLoop, RunPlan
+from cacheprobe.trace.trace import Trace
+
+
+class Execution:
+    """Holds one run of a plan: its requests' states, its recorder, and the writer if it is recorded to disk."""
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        loop: BoundLoop,
+        states: Sequence[SequenceState],
+        observers: Sequence[Observer] = (),
+        disk: ToDisk | None = None,
+        **meta: Any,
+    ) -> None:
+        """Prepares the run, whose first pass runs later. loop: from `plan.bind_loop`.  meta: entries of the Trace's
+        metadata.  disk: where the run is recorded; None for the memory. States that have ended are not run."""
+        self.plan, self.states, self.disk, self._meta = plan, states, disk, plan.meta(meta)
+        self.recorder = plan.recorder()
+        self._guard = RunGuard(plan.model, plan.fingerprint)
+        self.writer: DiskWriter | None = None
+        if disk is not None:
+            with hold_model(plan.model):
+                settings = (self._guard.fingerprint, plan.config, plan.capture, self._meta)
+                known = meta_before(self.recorder, *settings)
+            self.writer = disk.begin(self.recorder, plan.requests, states, known)
+        self._steps = self._rounds(loop, observers)
+
+    def run(self) -> Trace:
+        """Runs every request to its end and returns the recorded Trace. Runs in other threads wait meanwhile."""
+        with closing(self._steps), self._guard.holding(self.plan.hooks(self.recorder)):
+            for _ in self._steps:
+                pass
+        self._guard.require_unchanged(had_pauses=False)
+        return self._trace()
+
+    def steps(self) -> Generator[int, None, Trace]:
+        """Runs the requests and yields the step number after each round. The generator's return value is the Trace.
+
+        While the generator waits, the run's hooks are not on the model, and other runs may use the model.
+        """
+        with closing(self._steps):
+            while True:
+                with self._guard.holding(self.plan.hooks(self.recorder)):
+                    step = next(self._steps, None)
+                if step is None:
+                    break
+                yield step
+        self._guard.require_unchanged(had_pauses=True)
+        return self._trace()
+
+    def _rounds(self, loop: BoundLoop, observers: Sequence[Observer]) -> Generator[int, None, None]:
+        """Runs the loop over the requests that have not ended, and lets the writer end each round."""
+        ahead = [state for state in self.states if not state.is_ended]
+        if self.states and not ahead:
+            return
+        writers = () if self.writer is None else (self.writer,)
+        with closing(loop(ahead, Tee(self.recorder, *writers, *observers))) as steps:
+            for step in steps:
+                if self.writer is not None:
+                    self.writer.end_round(self.states)
+                yield step
+
+    def _trace(self) -> Trace:
+        """Returns the Trace of a finished run, with its metadata, errors, interventions and kept KVSnapshots."""
+        plan, states = self.plan, self.states
+        errors = {str(state.request_id): state.error for state in states if state.error}
+        meta = {**self._meta, "errors": errors, "missing": plan.missing_answers()}
+        settings = (self._guard.fingerprint, plan.config, plan.capture, meta)
+        with hold_model(plan.model):
+            if self.disk is None or self.writer is None:
+                trace = assemble(self.recorder, plan.requests, *settings)
+            else:
+                trace = assemble_on_disk(self.disk, self.writer, plan.requests, states, *settings)
+        trace.interventions = plan.interventions
+        trace.kept_rows = {s.request_id: s.kept_rows for s in states if s.kept_rows is not None}
+        return trace

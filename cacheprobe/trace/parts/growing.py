@@ -1,0 +1,199 @@
+"""Reads a run that is being recorded to disk, or that was not finished, from its parts; and finishes it.
+
+    run/
+      journal.jsonl                     names the parts below: see journal.py
+      states-<id>-00000.safetensors     states of one part; the finished run keeps these files
+      readings-<id>-00000.safetensors   lens readings, one tensor for each column of `LensReader.take`
+      rows-<id>-00000.parquet, events-<id>-00000.parquet, ledger-<id>-00000.parquet
+      waiting-<id>-00000.safetensors    states of the rows that wait for their next token, of the newest part alone
+
+A run is finished by one table of each kind in place of those of the parts, and a manifest (see storage.py).
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from cacheprobe.core.token_text import visible
+from cacheprobe.core.values import JsonDict
+from cacheprobe.models.base import CachedLM
+from cacheprobe.trace.checked_files import CheckedFiles
+from cacheprobe.trace.parts.journal import JOURNAL, Journal
+from cacheprobe.trace.run_files import ROW_GROUP, RunFiles
+from cacheprobe.trace.state_store import ShardStore, header_of, read_tensor
+from cacheprobe.trace.storage import request_from_record
+from cacheprobe.trace.tables import build as tables
+
+UNDECIDED = "given_up"
+"""Role and status of a row whose draft token has no verdict in the journal."""
+UNFINISHED = "unfinished"
+"""Entry of `trace.meta["finish"]` for a request that has not ended."""
+_READINGS_AT_ONCE = 300_000
+"""Number of lens readings that are in memory together while a run is finished."""
+
+
+class GrowingRun:
+    """Reads the parts of a run that its journal names."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.files = CheckedFiles(journal.directory, journal.checksums)
+        self.token_texts: dict[int, str] = {
+            token_id: text for part in journal.parts for token_id, text in part["token_texts"]
+        }
+
+    def table(self, kind: str) -> pd.DataFrame:
+        """Returns the table of one kind, "rows", "events" or "ledger", joined over the parts."""
+        parts = [self.files.table(name).to_pandas() for name in self.journal.names(kind)]
+        empty = {"rows": tables.rows_table([], self.texts_of), "events": tables.events_table([])}
+        return pd.concat(parts, ignore_index=True) if parts else empty.get(kind, tables.ledger_table([]))
+
+    def rows(self) -> pd.DataFrame:
+        """Returns the rows table, with the roles and statuses that later parts gave to rows of earlier ones."""
+        rows = self.table("rows")
+        labelled = [line for part in self.journal.parts for line in part["labelled"]]
+        for name, values in zip(("role", "status"), ([line[i] for line in labelled] for i in (1, 2)), strict=True):
+            rows[name] = rows[name].to_numpy(copy=True)
+            rows.loc[[line[0] for line in labelled], name] = values
+        rows.loc[rows.role == "", ["role", "status"]] = UNDECIDED
+        return rows
+
+    def undecided(self) -> list[int]:
+        """Returns the numbers of the rows whose draft token has no verdict in the journal."""
+        labelled = {line[0] for part in self.journal.parts for line in part["labelled"]}
+        rows = self.table("rows")
+        return sorted({*rows[rows.role == ""].row.tolist()} - labelled)
+
+    def texts_of(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the text of each token id."""
+        return [self.token_texts[token_id] for token_id in token_ids]
+
+    def columns(self, rows: "pd.Series | None" = None) -> dict[str, Tensor]:
+        """Returns the lens readings as columns, as from `LensReader.take`; {} if there are none.
+
+        rows: numbers of the rows whose readings are returned; None for all.
+        """
+        parts = []
+        for name in self.journal.names("readings"):
+            part = {key: read_tensor(self.files, name, entry) for key, entry in header_of(self.files, name).items()}
+            if rows is not None:
+                chosen = torch.isin(part["row"], torch.tensor(rows.to_numpy()))
+                part = {key: column[chosen] for key, column in part.items()}
+            parts.append(part)
+        columns = {key: torch.cat([part[key] for part in parts]) for key in parts[0]} if parts else {}
+        return columns if columns and len(columns["row"]) else {}
+
+    def readings(self, rows: pd.DataFrame) -> Iterator[pd.DataFrame]:
+        """Yields the table of lens readings in pieces that are sorted like the whole: requests in order. rows: from
+        `rows`. Requests on which the lens failed have none."""
+        failed = {int(request_id) for request_id in self.journal.gathered("lens_errors")}
+        rows = rows[~rows.request_id.isin(failed)]
+        layers = max(len(self.journal.header["layers"]), 1)
+        counts = rows.groupby("request_id").size().mul(layers)
+        for _, numbers in counts.groupby(counts.cumsum() // _READINGS_AT_ONCE):
+            own = rows[rows.request_id.isin(numbers.index)]
+            if columns := self.columns(own.row):
+                lens = self.journal.header["meta"]["lens"]
+                yield tables.hypotheses_table(columns, own, lens, self.texts_of)
+
+    @property
+    def store(self) -> ShardStore:
+        """The captured states of all parts."""
+        header = self.journal.header
+        shards = self.journal.names("states")
+        return ShardStore(self.files, shards, header["sites"], header["layers"], header["heads"])
+
+    @property
+    def meta(self) -> JsonDict:
+        """Metadata of the run so far, as in `Trace.meta`; "growing" says how many parts it has."""
+        last = self.journal.parts[-1] if self.journal.parts else {}
+        ends = {str(request["request_id"]): UNFINISHED for request in self.journal.header["requests"]}
+        return {
+            **self.journal.header["meta"],
+            **{name: last[name] for name in ("checks", "preemptions", "self_checks") if name in last},
+            "finish": ends | self.journal.gathered("finish"),
+            "errors": self.journal.gathered("errors"),
+            "growing": {"parts": len(self.journal.parts)},
+        }
+
+    @property
+    def texts(self) -> dict[int, str]:
+        """Text of each request so far."""
+        texts = dict.fromkeys((request["request_id"] for request in self.journal.header["requests"]), "")
+        return texts | {int(request_id): text for request_id, text in self.journal.gathered("texts").items()}
+
+    @property
+    def token_table(self) -> pd.DataFrame:
+        """The tokens table, as from `tables.tokens_table`."""
+        ids = sorted(self.token_texts)
+        return pd.DataFrame({"token_id": ids, "token": [visible(self.token_texts[token_id]) for token_id in ids]})
+
+    def fields(self, model: CachedLM | None) -> dict[str, Any]:
+        """Returns the fields of the run so far as a dict by name: the keyword arguments of `Trace`."""
+        rows = self.rows()
+        readings = list(self.readings(rows))
+        return dict(
+            requests=tuple(request_from_record(item) for item in self.journal.header["requests"]),
+            tokens=self.journal.tokens,
+            texts=self.texts,
+            row_table=rows,
+            stored_readings=pd.concat(readings, ignore_index=True) if readings else None,
+            event_table=self.table("events"),
+            ledger_table=self.table("ledger"),
+            token_table=self.token_table,
+            store=self.store,
+            meta=self.meta,
+            model=model,
+        )
+
+    def finish(self, files: RunFiles, meta: JsonDict) -> list[str]:
+        """Writes one table of each kind and the manifest, which makes the directory a finished run. Returns the names
+        of the files that the finished run no longer needs, the journal last.
+
+        files: of the same directory and run.  meta: of the whole run.
+        """
+        rows, run_id = self.rows(), files.run_id
+        written = {
+            "rows": rows,
+            "events": self.table("events"),
+            "ledger": self.table("ledger"),
+            "tokens": self.token_table,
+        }
+        for name, table in written.items():
+            files.write(
+                f"{name}-{run_id}.parquet",
+                lambda path, table=table: table.to_parquet(path, index=False, row_group_size=ROW_GROUP),
+            )
+        pieces = self.readings(rows)
+        if (first := next(pieces, None)) is not None:
+            files.write(f"hypotheses-{run_id}.parquet", lambda path: _write_pieces(path, first, pieces))
+        sums, shards = self.journal.checksums, self.journal.names("states")
+        for kept, of_files in ((files.sizes, "files"), (files.sha256, "sha256"), (files.blocks, "blocks")):
+            kept |= {name: sums[of_files][name] for name in shards}
+        tokens, texts = self.journal.tokens, self.texts
+        requests = [
+            {**request, "committed_token_ids": tokens[request["request_id"]], "text": texts[request["request_id"]]}
+            for request in self.journal.header["requests"]
+        ]
+        sites = {name: self.journal.header[name] for name in ("sites", "heads", "layers")}
+        files.write_manifest(shards, sites, requests, meta)
+        return [*(name for name in sums["files"] if name not in files.sizes), JOURNAL]
+
+
+def _write_pieces(path: Path, first: pd.DataFrame, others: Iterator[pd.DataFrame]) -> None:
+    """Writes pieces of one table, one after the other, as one Parquet file."""
+    table = pa.Table.from_pandas(first, preserve_index=False)
+    text = {"committed_token": pa.string()}  # a piece may hold nulls alone
+    schema = pa.schema(
+        [field.with_type(text.get(field.name, field.type)) for field in table.schema], table.schema.metadata
+    )
+    with pq.ParquetWriter(path, schema) as writer:
+        writer.write_table(table.cast(schema), row_group_size=ROW_GROUP)
+        for piece in others:
+            writer.write_table(pa.Table.from_pandas(piece, schema, preserve_index=False), row_group_size=ROW_GROUP)

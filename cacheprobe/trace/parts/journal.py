@@ -1,0 +1,138 @@
+"""Reads and writes the journal of a run that is recorded to disk: a list of its whole files. Does not import torch.
+
+The first line describes the run. Each later line describes a part: its files with their checksums, and what the run had
+done at its end. A line begins with a checksum of itself, and is on the disk before the next part is written. So after a
+kill all lines but perhaps the last are whole, and so is every file that a whole line names.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from cacheprobe.core.files import fsync
+from cacheprobe.core.values import JsonDict
+from cacheprobe.trace.manifest import TraceError
+
+JOURNAL = "journal.jsonl"
+_FORMAT, _VERSION = "cacheprobe journal", 1
+
+
+@dataclass(frozen=True)
+class Journal:
+    """Holds the whole lines of a run's journal."""
+
+    directory: Path
+    header: JsonDict
+    """run_id, requests, meta, and the lists sites, heads and layers."""
+    parts: tuple[JsonDict, ...]
+    num_bytes: int
+    """Bytes of the whole lines; later ones are of a line that was not written to its end."""
+
+    @property
+    def run_id(self) -> str:
+        """Id of the run, which its file names hold."""
+        return self.header["run_id"]
+
+    @property
+    def checksums(self) -> JsonDict:
+        """Sizes and checksums of the files of all parts, as in a manifest."""
+        named = {name: {} for name in ("files", "sha256", "blocks")}
+        for part in self.parts:
+            for name, of_files in named.items():
+                of_files |= part[name]
+        return named
+
+    def names(self, kind: str) -> list[str]:
+        """Returns the names of the files of one kind, such as "rows", in the order of the parts."""
+        return [name for part in self.parts for name in part["names"].get(kind, ())]
+
+    def gathered(self, key: str) -> JsonDict:
+        """Returns a dict of an entry of the parts that has new values by request id; a later part replaces the value
+        of an earlier one."""
+        return {request_id: value for part in self.parts for request_id, value in part[key].items()}
+
+    @property
+    def tokens(self) -> dict[int, list[int]]:
+        """Committed token ids by request id."""
+        tokens: dict[int, list[int]] = {request["request_id"]: [] for request in self.header["requests"]}
+        for part in self.parts:
+            for request_id, token_ids in part["committed"].items():
+                tokens[int(request_id)] += token_ids
+        return tokens
+
+
+def next_number(journal: Journal) -> int:
+    """Returns the number, in file names, of the part that follows."""
+    sizes = [*journal.checksums["files"]] + [name for name in (waiting_file(journal),) if name is not None]
+    return max((int(name.split("-")[2].split(".")[0]) for name in sizes), default=-1) + 1
+
+
+def last_step(journal: Journal) -> int:
+    """Returns the number of the last step that the journal has; -1 without one."""
+    return journal.parts[-1]["step"] if journal.parts else -1
+
+
+def waiting_file(journal: Journal) -> str | None:
+    """Returns the name of the file with the rows that wait for their next token; None if no row waits."""
+    waiting = journal.parts[-1]["waiting"] if journal.parts else None
+    return waiting["name"] if waiting else None
+
+
+def begin_journal(directory: Path, header: JsonDict) -> None:
+    """Writes a new journal with its first line. header: see `Journal.header`."""
+    temporary = directory / f"{JOURNAL}.tmp"
+    temporary.write_bytes(_line({"format": _FORMAT, "version": _VERSION, **header}))
+    fsync(temporary)
+    os.replace(temporary, directory / JOURNAL)
+    fsync(directory)
+
+
+def append_part(directory: Path, part: JsonDict) -> None:
+    """Appends one line to the journal, and waits until it is on the disk."""
+    with (directory / JOURNAL).open("ab") as file:
+        file.write(_line(part))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_journal(directory: Path) -> Journal | None:
+    """Returns the journal of the run in a directory; None if there is none. Raises: TraceError if it is damaged, or of
+    another program or version."""
+    path = directory / JOURNAL
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    lines = data.splitlines(keepends=True)
+    contents = [_content(line) for line in lines]
+    whole = next((i for i, content in enumerate(contents) if content is None), len(lines))
+    if any(content is not None for content in contents[whole:]) or not whole:
+        raise TraceError(f"{path}: line {whole + 1} was changed after it was written; restore the file")
+    header = contents[0]
+    assert header is not None
+    if header.get("format") != _FORMAT or header.get("version") != _VERSION:
+        raise TraceError(f"{path} is of another program or version; this cacheprobe reads version {_VERSION}")
+    parts = tuple(content for content in contents[1:whole] if content is not None)
+    return Journal(directory, header, parts, sum(map(len, lines[:whole])))
+
+
+def cut_journal(journal: Journal) -> None:
+    """Removes from the file what follows the whole lines."""
+    with (journal.directory / JOURNAL).open("r+b") as file:
+        file.truncate(journal.num_bytes)
+        os.fsync(file.fileno())
+
+
+def _line(content: JsonDict) -> bytes:
+    text = json.dumps(content, ensure_ascii=False).encode()
+    return f"{xxhash.xxh3_128_hexdigest(text)} ".encode() + text + b"\n"
+
+
+def _content(line: bytes) -> JsonDict | None:
+    """Returns the object of a line; None if the line is not whole or was changed."""
+    sums, _, text = line.removesuffix(b"\n").partition(b" ")
+    is_whole = line.endswith(b"\n") and xxhash.xxh3_128_hexdigest(text).encode() == sums
+    return json.loads(text) if is_whole else None

@@ -1,0 +1,65 @@
+"""Writes the files of one run: each is whole on the disk before it has its name, and its checksums are kept."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cacheprobe.core.files import fsync
+from cacheprobe.core.values import JsonDict
+from cacheprobe.trace.checked_files import checksums_of
+from cacheprobe.trace.manifest import FORMAT_VERSION, MANIFEST, sha256_of_manifest
+
+ROW_GROUP = 2**14
+"""Lines of a Parquet row group. Reading one request of a long run then reads little more than its own lines."""
+
+
+class RunFiles:
+    """Writes files of one run into a directory, and holds their sizes and checksums by name.
+
+    staging: an empty folder on the same file system, for files that are not whole yet.
+    """
+
+    def __init__(self, directory: Path, staging: Path, run_id: str) -> None:
+        self.directory, self.staging, self.run_id = directory, staging, run_id
+        self.sizes: dict[str, int] = {}
+        self.sha256: dict[str, str] = {}
+        self.blocks: dict[str, str] = {}
+
+    def write(self, name: str, fill: Callable[[Path], object]) -> str:
+        """Calls `fill` on a path of its own, flushes that file to the disk, gives it its name, and returns the name."""
+        self._write_whole(name, fill)
+        self.sizes[name], self.sha256[name], self.blocks[name] = checksums_of(self.directory / name)
+        return name
+
+    def write_manifest(
+        self, shards: Sequence[str], sites: dict[str, Sequence[object]], requests: Sequence[JsonDict], meta: JsonDict
+    ) -> None:
+        """Writes manifest.json, which makes these files the run of the directory.
+
+        shards: names of the files of states, in their order.  sites: the lists `sites`, `heads` and `layers` of the
+        store.  requests: as from `storage.request_record`, with the committed tokens and the text.
+        """
+        manifest = {
+            "format": "cacheprobe trace",
+            "format_version": FORMAT_VERSION,
+            "run_id": self.run_id,
+            "files": self.sizes,
+            "sha256": self.sha256,
+            "blocks": self.blocks,
+            "shards": list(shards),
+            **sites,
+            "requests": list(requests),
+            "meta": meta,
+        }
+        manifest = json.loads(json.dumps(manifest))  # as it will be read: tuples become lists
+        manifest["manifest_sha256"] = sha256_of_manifest(manifest)
+        text = json.dumps(manifest, indent=1, ensure_ascii=False)
+        self._write_whole(MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
+
+    def _write_whole(self, name: str, fill: Callable[[Path], object]) -> None:
+        temporary = self.staging / name
+        fill(temporary)
+        fsync(temporary)
+        os.replace(temporary, self.directory / name)
+        fsync(self.directory)

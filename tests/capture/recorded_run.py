@@ -1,0 +1,25 @@
+"""A run that is recorded to disk, as a process of its own that a test kills: python -m tests.capture.recorded_run DIR."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import cacheprobe as cp
+from cacheprobe.capture import disk_writer
+from tests.tiny import PROMPTS, SMALL, loaded
+
+LONG: dict[str, Any] = {**SMALL, "max_new_tokens": 48, "capacity": 128, "deterministic": [0, 1, 3], "seed": 5}
+LONG["sampling"] = cp.SamplingParams(temperature=1.0)
+DRAFTERS = {"none": lambda: None, "n-gram": cp.drafters.NGram, "early exit": lambda: cp.drafters.EarlyExit(layer=1)}
+
+
+def recorded(directory: Path, drafter: str) -> cp.Trace:
+    """Records the run, one part in each round."""
+    disk_writer.SECONDS = disk_writer._SHARE = 0.0
+    return cp.run(loaded(), PROMPTS, **LONG, drafter=DRAFTERS[drafter](), out=directory)
+
+
+if __name__ == "__main__":
+    loaded()
+    print("begun", flush=True)
+    recorded(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,202 @@
+"""Runs that are recorded to disk: equal to runs in memory, readable while they grow, and continued after a kill."""
+
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import cacheprobe as cp
+from cacheprobe.capture import disk_writer
+from cacheprobe.ops.equality import bitwise
+from cacheprobe.trace.manifest import TraceError
+from cacheprobe.trace.parts.journal import JOURNAL, read_journal
+from tests.capture.recorded_run import DRAFTERS, LONG, recorded
+from tests.tiny import PROMPTS, SMALL, loaded
+
+TABLES = ("row_table", "hypothesis_table", "event_table", "ledger_table", "token_table")
+
+
+@pytest.fixture(autouse=True)
+def _part_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_writer, "SECONDS", 0.0)
+    monkeypatch.setattr(disk_writer, "_SHARE", 0.0)
+
+
+def require_equal(a: cp.Trace, b: cp.Trace) -> None:
+    """Tables, tokens, texts, metadata and states of two runs."""
+    for name in TABLES:
+        ours, theirs = getattr(a, name), getattr(b, name)
+        assert (ours is None) == (theirs is None), name
+        if ours is not None:
+            ours, theirs = (t.drop(columns="seconds", errors="ignore") for t in (ours, theirs))
+            pd.testing.assert_frame_equal(ours, theirs, check_dtype=False, obj=name)
+    assert a.tokens == b.tokens and dict(a.texts) == dict(b.texts)
+    assert (a.store.sites, a.store.heads, a.store.layers) == (b.store.sites, b.store.heads, b.store.layers)
+    for site in (*a.store.sites, *a.store.heads):
+        for layer in a.store.layers:
+            assert bitwise(a.store.all_of(site, layer), b.store.all_of(site, layer))
+    assert json.loads(json.dumps(a.meta)) == json.loads(json.dumps(b.meta))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(deterministic=True),
+        dict(deterministic=[1], drafter=cp.drafters.NGram()),
+        dict(drafter=cp.drafters.EarlyExit(layer=1), capture=cp.CaptureConfig("STCZ", heads=("q", "pattern"))),
+        dict(capture="Z", prompts=[cp.Request(PROMPTS[0], sampling=cp.SamplingParams(n=3, temperature=1.0))]),
+        dict(capture=cp.CaptureConfig("S", positions=[3], dtype="float32"), max_kv_tokens=70),
+        dict(capture=None),
+        dict(lens="later"),
+    ],
+    ids=str,
+)
+def test_a_run_on_disk_is_the_run_in_memory(settings: dict[str, Any], tmp_path: Path) -> None:
+    prompts = settings.pop("prompts", PROMPTS)
+    settings = {**SMALL, **settings}
+    in_memory = cp.run(loaded(), prompts, **settings)
+    on_disk = cp.run(loaded(), prompts, **settings, out=tmp_path / "run")
+    require_equal(on_disk, in_memory)
+    require_equal(cp.load_trace(tmp_path / "run", loaded()), in_memory)
+    assert not {path.name for path in (tmp_path / "run").iterdir()} - {
+        "manifest.json",
+        *json.loads((tmp_path / "run" / "manifest.json").read_text())["files"],
+    }
+
+
+def test_parts_are_written_before_the_recorder_holds_more_than_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = []
+    write = disk_writer.DiskWriter._write
+    monkeypatch.setattr(
+        disk_writer.DiskWriter, "_write", lambda self: (held.append(self.recorder.num_bytes), write(self))[1]
+    )
+    monkeypatch.setattr(disk_writer, "SECONDS", 1e9)
+    cp.run(loaded(), PROMPTS, **{**SMALL, "max_new_tokens": 40}, out=tmp_path, memory_budget="300kB")
+    assert len(held) > 4 and max(held) < 2 * 100_000  # a pass more than a third of the budget
+
+
+def test_a_stream_is_recorded_and_read_while_it_grows(tmp_path: Path) -> None:
+    of, settings = loaded(), {k: v for k, v in LONG.items() if k != "progress"}
+    whole = cp.run(of, PROMPTS, **LONG, drafter=cp.drafters.NGram())
+    stream = cp.stream(of, PROMPTS, **settings, drafter=cp.drafters.NGram(), capture="STCZ", out=tmp_path / "run")
+    given: dict[int, list[int]] = {i: [] for i in range(5)}
+    for piece in stream:
+        given[piece.request_id] += piece.token_ids
+        if read_journal(tmp_path / "run") is None:
+            continue
+        growing = cp.load_trace(tmp_path / "run", of)
+        assert growing.meta["growing"]["parts"] > 0 and "not finished" in repr(growing)
+        for i in range(5):
+            so_far = growing.committed(i)
+            assert so_far == whole.committed(i)[: len(so_far)] and len(given[i]) <= len(so_far)
+        rows = growing.rows(0, "committed")
+        if len(rows):
+            assert torch.equal(growing.vectors("S", 1, rows), whole.vectors("S", 1, whole.rows(0, "committed"))[: len(rows)])
+    require_equal(stream.trace(), whole)
+
+
+def require_continued(directory: Path, drafter: str, whole: cp.Trace) -> None:
+    """Continues the run and compares it with one that was not interrupted."""
+    if read_journal(directory) is None:  # killed before the journal began, or after the manifest
+        if not (directory / "manifest.json").exists():
+            return
+        again = cp.load_trace(directory, loaded())
+    else:
+        growing = cp.load_trace(directory, loaded())
+        for i in range(5):
+            so_far = growing.committed(i)
+            assert i not in LONG["deterministic"] or so_far == whole.committed(i)[: len(so_far)]
+        again = cp.resume(directory, loaded(), drafter=DRAFTERS[drafter](), progress=False)
+    for i in range(5):
+        rows = again.rows(i, "committed")
+        assert rows.position.is_unique and len(rows) == len(PROMPTS[i]) + len(again.committed(i)) - 1
+        if i in LONG["deterministic"]:
+            assert again.committed(i) == whole.committed(i) and again.digest(i) == whole.digest(i)
+            assert again.text(i) == whole.text(i)
+            ours, theirs = (
+                t.hypotheses().query(f"request_id == {i} and status == 'committed'").sort_values(["position", "layer"])
+                for t in (again, whole)
+            )
+            for name in ("position", "layer", "top_token_ids", "logprob_nats", "rank", "committed_token_id"):
+                np.testing.assert_array_equal(
+                    np.stack(ours[name].to_numpy()) if name == "top_token_ids" else ours[name].to_numpy(),
+                    np.stack(theirs[name].to_numpy()) if name == "top_token_ids" else theirs[name].to_numpy(),
+                )
+    assert not again.row_table.status.eq("").any() and set(again.meta["finish"].values()) == {"length"}
+    events = again.events()
+    assert sum(len(ids) for ids in events.committed_token_ids) == sum(len(again.committed(i)) for i in range(5))
+    assert cp.verify(again, loaded(), progress=False).is_equal
+    assert not list(directory.glob("readings-*")) and not (directory / JOURNAL).exists()
+
+
+class _Stopped(BaseException):
+    """Stands for a kill: no handler of the program catches it."""
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_run_goes_on_wherever_it_stopped(drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk fails at the n-th write, for several n: the parts before stay, and the run is continued."""
+    whole = cp.run(loaded(), PROMPTS, **LONG, drafter=DRAFTERS[drafter]())
+    write = disk_writer.RunFiles._write_whole
+    for number in (0, 3, 17, 40, 77):
+        count = iter(range(10**6))
+
+        def fail(*given: Any, number: int = number, count: Any = count) -> None:
+            if next(count) >= number:
+                raise _Stopped
+            write(*given)
+
+        directory = tmp_path / str(number)
+        with monkeypatch.context() as patched:
+            patched.setattr(disk_writer.RunFiles, "_write_whole", fail)
+            with pytest.raises(_Stopped):
+                recorded(directory, drafter)
+        require_continued(directory, drafter, whole)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_runs_go_on(seed: int, tmp_path: Path) -> None:
+    """kill -9 at random times: 10, or 90 more in `make test-all`."""
+    draw = random.Random(seed)
+    wholes = {name: cp.run(loaded(), PROMPTS, **LONG, drafter=make()) for name, make in DRAFTERS.items()}
+    for number in range(10 if seed == 0 else 90):
+        directory, drafter = tmp_path / str(number), draw.choice([*DRAFTERS])
+        command = [sys.executable, "-m", "tests.capture.recorded_run", str(directory), drafter]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None and process.stdout.readline() == b"begun\n"
+            while not (directory / JOURNAL).exists() and process.poll() is None:
+                time.sleep(0.001)
+            time.sleep(draw.uniform(0, 1.5))
+            process.kill()
+        require_continued(directory, drafter, wholes[drafter])
+
+
+def test_a_run_is_continued_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TraceError, match="nothing to continue"):
+        cp.resume(tmp_path, loaded())
+    settings = {k: v for k, v in LONG.items() if k != "progress"}
+    stream = cp.stream(loaded(), PROMPTS, **settings, out=tmp_path / "run", capture="S")
+    next(stream)
+    with pytest.raises(TraceError, match="is being written by process"):
+        cp.resume(tmp_path / "run", loaded())
+    stream.close()
+    with pytest.raises(TraceError, match="cacheprobe resume"):
+        cp.run(loaded(), PROMPTS, **SMALL, out=tmp_path / "run")
+    with pytest.raises(ValueError, match="had the drafter None, given is NGram"):
+        cp.resume(tmp_path / "run", loaded(), drafter=cp.drafters.NGram())
+    with pytest.raises(ValueError, match="interventions"):
+        cp.resume(tmp_path / "run", loaded(), interventions=cp.interventions.zero(site="S", layer=1, positions=[2], request_id=0))
+    with pytest.raises(ValueError, match="schedule"):
+        cp.resume(tmp_path / "run", loaded("gpt2"))
+    cp.run(loaded(), PROMPTS[:1], **SMALL, out=tmp_path / "run", overwrite=True)
+    assert len(cp.load_trace(tmp_path / "run").requests) == 1
