@@ -38,6 +38,7 @@ for name, text in {
     "doctor": "Say what of this machine cacheprobe uses, and what is missing.",
 }.items():
     app.command(f"cacheprobe.cli.look:{name}", name=name, help=text)
+app.command("cacheprobe.cli.resume:resume", name="resume", help="Continue a run that was killed.")
 app.command("cacheprobe.cli.imports:imports", name="import", help="Make a run of what another program kept.")
 app.command("cacheprobe.cli.bench:bench", name="bench", help="Measure, list or compare benchmarks.")
 app.command("cacheprobe.cli.sweep:sweep", name="sweep", help="Run every combination that a file names.")
@@ -120,20 +121,11 @@ def verify(
         return 0
     import cacheprobe as cp
     from cacheprobe.analysis.replay import require_run
-    from cacheprobe.models.loaders import products_of
+    from cacheprobe.cli.resume import model_of
 
     trace = cp.load_trace(run)
     require_run(trace)
-    settings = trace.fingerprint
-    loaded = cp.load_model(
-        model or settings["model"],
-        dtype=settings["dtype"],
-        device=settings["device"],
-        adapter=adapter or settings.get("adapter"),
-        products=products_of(settings.get("readings", "torch")),
-        think_while_decoding=settings.get("think_while_decoding"),
-        progress=progress,
-    )
+    loaded = model_of(trace.fingerprint, model, adapter, progress)
     result = cp.verify(trace, loaded, progress=progress)
     print(result)
     return 0 if result.is_equal else 1

@@ -11,6 +11,7 @@ from cacheprobe.core.values import JsonDict
 
 if TYPE_CHECKING:
     from cacheprobe.capture.interrupts import Interrupted
+    from cacheprobe.capture.to_disk import OutputOptions
     from cacheprobe.drafters.base import Drafter
 
 SHAPES = ("window", "group", "capacity", "max_batch", "max_kv_tokens", "determinism")
@@ -24,6 +25,7 @@ def run(
     out: Path | None = None,
     dry_run: bool = False,
     overwrite: bool = False,
+    memory_budget: str | None = None,
     config: Path | None = None,
     model: ModelFlags,
     prompts: PromptFlags,
@@ -32,7 +34,8 @@ def run(
 ) -> int:
     """Generate from prompts or a task's examples, and save the trace; with --dry-run, estimate what that takes.
 
-    Ctrl-C saves what is finished and exits with 130; pressed again, it ends at once.
+    The trace is written while the run goes on, unless it replaces another one; `cacheprobe resume DIR` continues a run
+    that was killed. Ctrl-C saves what is finished and exits with 130; pressed again, it ends at once.
 
     Parameters
     ----------
@@ -42,6 +45,8 @@ def run(
         Print an estimate of passes, memory, disk space and time instead, and run nothing.
     overwrite
         Replace the run that --out holds, and remove its report.html. The old run stays until the new one is complete.
+    memory_budget
+        Most memory for what is not written yet, such as 2GB; by default a quarter of what is free.
     config
         A YAML file of settings, named as these flags are; flags override them.
     progress
@@ -53,6 +58,7 @@ def run(
     import cacheprobe as cp
     from cacheprobe.analysis.summary import closing
     from cacheprobe.core.records import SamplingParams
+    from cacheprobe.trace.manifest import MANIFEST
     from cacheprobe.trace.places import require_free
 
     prompts.require_one_source()
@@ -76,19 +82,21 @@ def run(
         print(estimate)
         estimate.require_disk(out or Path())
         return 0
-    stopped = None
-    try:
-        trace = cp.run(loaded, to_read, progress=progress, **arguments)
-    except cp.Interrupted as interrupted:
-        trace, stopped = interrupted.trace, interrupted
-    trace.meta["command"] = {
+    command = {
         "name": "run",
         "config": config.name if config else None,
         "settings": _given(model) | _given(prompts) | _given(settings),
     }
-    if stopped is not None:
-        return _save_stopped(stopped, out)
-    trace.save(out, overwrite=overwrite)
+    is_replacing = (out / MANIFEST).exists()
+    to: OutputOptions = {"command": command}
+    if not is_replacing:
+        to |= {"out": out, "overwrite": overwrite, "memory_budget": memory_budget}
+    try:
+        trace = cp.run(loaded, to_read, progress=progress, **arguments, **to)
+    except cp.Interrupted as stopped:
+        return _save_stopped(stopped, out if is_replacing else None, out)
+    if is_replacing:
+        trace.save(out, overwrite=overwrite)
     print(closing(trace, is_behaviour_printed=progress))
     print(f"run: {out}")
     return 0
@@ -122,12 +130,13 @@ def _drafter_and_prompts(
     return drafter, to_read
 
 
-def _save_stopped(stopped: "Interrupted", out: Path) -> int:
-    """Saves the trace of a run that Ctrl-C stopped in a free folder, unless it has no events, and returns 130."""
+def _save_stopped(stopped: "Interrupted", replaced: Path | None, out: Path) -> int:
+    """Says how far a run came that Ctrl-C stopped, and returns 130. Saves it in a free folder if it was to replace the
+    run in `replaced`, unless it has no events; else it is in `out`."""
     from cacheprobe.trace.places import free_beside
 
     trace = stopped.trace
-    if not len(trace.event_table):
+    if not len(trace.event_table) and replaced is not None:
         print("stopped by Ctrl-C before anything was computed; nothing is saved", file=sys.stderr)
         return 130
     finished = len(trace.requests) - stopped.num_cancelled
@@ -136,7 +145,7 @@ def _save_stopped(stopped: "Interrupted", out: Path) -> int:
         "as cancelled",
         file=sys.stderr,
     )
-    print(f"run: {trace.save(free_beside(out))}")
+    print(f"run: {out if replaced is None else trace.save(free_beside(replaced))}")
     return 130
 
 

@@ -35,7 +35,8 @@ class TraceData:
     texts: Mapping[int, str]
     row_table: pd.DataFrame = field(repr=False)
     stored_readings: pd.DataFrame | None = field(repr=False)
-    """Lens readings, without verdicts; None if the run has none, or if they were not read yet (`is_unread`)."""
+    """Lens readings, without verdicts; None if the run has none, or if they were not read yet (`is_unread`). May be
+    given as a function that returns them, which is called at the first use."""
     event_table: pd.DataFrame = field(repr=False)
     ledger_table: pd.DataFrame = field(repr=False)
     store: StateStore = field(repr=False)
@@ -247,3 +248,24 @@ class TraceData:
         """
         if reason := self.missing.get(what):
             raise ValueError(f"this trace has no {what}: {reason}")
+
+
+class _Deferred:
+    """Describes an attribute that may be set to a function: the first use calls it, and keeps what it returns."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, instance: object, owner: type | None = None) -> object:
+        value = instance.__dict__[self._name]
+        if callable(value):
+            value = instance.__dict__[self._name] = value()
+        return value
+
+    def __set__(self, instance: object, value: object) -> None:
+        instance.__dict__[self._name] = value
+
+
+_readings = _Deferred()
+_readings.__set_name__(TraceData, "stored_readings")
+TraceData.stored_readings = _readings  # pyright: ignore[reportAttributeAccessIssue]  # set here: a field has no descriptor

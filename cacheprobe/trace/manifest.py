@@ -13,7 +13,7 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.migrate import FIRST_WITH_BLOCKS, FIRST_WITH_CHECKSUMS, NEWEST, OLDEST, migrated
 
 FORMAT_VERSION = NEWEST
-MANIFEST = "manifest.json"
+MANIFEST, JOURNAL = "manifest.json", "journal.jsonl"
 BLOCK_BYTES, BLOCK_HEX = 2**20, 32
 """Bytes of a file that have one checksum in the manifest, and its number of hexadecimal digits."""
 _TYPES = {str: "a text", int: "a whole number", bool: "true or false", dict: "an object", list: "a list"}
@@ -66,6 +66,11 @@ def stored_manifest(directory: Path) -> tuple[JsonDict, str | None]:
         if runs := runs_in(directory):
             raise TraceError(
                 f"{directory} holds runs: {_listed(runs)}; give one of them, such as {directory / runs[0]}"
+            )
+        if (directory / JOURNAL).exists():
+            raise TraceError(
+                f"{directory} holds a run that is not finished: cp.load_trace reads it, and `cacheprobe resume "
+                f"{directory}` continues it if no process does"
             )
         raise TraceError(f"{directory} has no {MANIFEST}: the run was not saved to its end; run it again")
     try:

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from cacheprobe.core.files import Locked, only_writer
 from cacheprobe.core.values import JsonDict
-from cacheprobe.trace.manifest import MANIFEST, TraceError
-from cacheprobe.trace.parts.journal import JOURNAL, read_journal
+from cacheprobe.trace.manifest import JOURNAL, MANIFEST, TraceError
+from cacheprobe.trace.parts.journal import read_journal
 
 KINDS = ("states", "rows", "hypotheses", "events", "ledger", "thoughts", "tokens", "readings", "waiting")
 """First part of the names of a run's data files."""

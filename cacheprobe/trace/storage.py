@@ -116,29 +116,34 @@ def _write_run(trace: TraceData, directory: Path, staging: Path, run_id: str) ->
 
 
 def load_fields(directory: Path, model: CachedLM | None) -> dict[str, Any]:
-    """Returns the fields of a saved trace as a dict by name: the keyword arguments of `Trace`. States are read at their
-    first use.
+    """Returns the fields of a saved trace as a dict by name: the keyword arguments of `Trace`. States and lens readings
+    are read at their first use.
 
     Raises: TraceError, as `load_trace`.
     """
     manifest = read_manifest(directory)
     require_whole(directory, manifest)
     files, run_id = CheckedFiles(directory, manifest), manifest["run_id"]
-    fields: dict[str, pd.DataFrame | None] = {
-        attribute: files.table(file).to_pandas() if (file := f"{name}-{run_id}.parquet") in files.sizes else None
-        for name, attribute in TABLES.items()
-    }
-    fields["event_table"] = migrated_events(fields["event_table"])
     requests = tuple(request_from_record(item) for item in manifest["requests"])
-    if fields["token_table"] is None:
-        lengths = {request.request_id: request.num_prompt_tokens for request in requests}
-        fields["row_table"] = migrated_rows(fields["row_table"], fields["event_table"], lengths)
-        for name in ("stored_readings", "thought_table"):
-            if (table := fields[name]) is not None:
-                fields[name] = migrated_readings(table, fields["row_table"])
-    for name in ("row_table", "stored_readings", "thought_table"):
-        if (table := fields[name]) is not None:
-            fields[name] = renamed_status(table, manifest["stored_version"])
+    lengths = {request.request_id: request.num_prompt_tokens for request in requests}
+
+    def stored(name: str) -> pd.DataFrame | None:
+        """Returns a table of the run as it is stored; None if the run has no such table."""
+        file = f"{name}-{run_id}.parquet"
+        return files.table(file).to_pandas() if file in files.sizes else None
+
+    events, tokens, rows = migrated_events(stored("events")), stored("tokens"), stored("rows")
+    if tokens is None:
+        rows = migrated_rows(rows, events, lengths)
+    rows = renamed_status(rows, manifest["stored_version"])
+
+    def read(name: str) -> pd.DataFrame | None:
+        """Returns a table of readings or thoughts in today's format; None if the run has no such table."""
+        table = stored(name)
+        if table is not None and tokens is None:
+            table = migrated_readings(table, rows)
+        return None if table is None else renamed_status(table, manifest["stored_version"])
+
     return dict(
         requests=requests,
         tokens={item["request_id"]: item["committed_token_ids"] for item in manifest["requests"]},
@@ -147,7 +152,12 @@ def load_fields(directory: Path, model: CachedLM | None) -> dict[str, Any]:
         meta=manifest["meta"],
         model=model,
         thought_states=_thought_states(files, _THOUGHT_STATES.format(run_id)),
-        **fields,
+        row_table=rows,
+        event_table=events,
+        token_table=tokens,
+        ledger_table=stored("ledger"),
+        thought_table=read("thoughts"),
+        stored_readings=lambda: read("hypotheses"),
     )
 
 

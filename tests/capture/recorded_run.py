@@ -1,4 +1,4 @@
-"""A run that is recorded to disk, as a process of its own that a test kills: python -m tests.capture.recorded_run DIR."""
+"""A run that is recorded to disk, as a process that a test kills: python -m tests.capture.recorded_run DIR DRAFTER."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ import cacheprobe as cp
 from cacheprobe.capture import disk_writer
 from tests.tiny import PROMPTS, SMALL, loaded
 
-LONG: dict[str, Any] = {**SMALL, "max_new_tokens": 48, "capacity": 128, "deterministic": [0, 1, 3], "seed": 5}
+LONG: dict[str, Any] = {**SMALL, "max_new_tokens": 32, "capacity": 128, "deterministic": [0, 1, 3], "seed": 5}
 LONG["sampling"] = cp.SamplingParams(temperature=1.0)
 DRAFTERS = {"none": lambda: None, "n-gram": cp.drafters.NGram, "early exit": lambda: cp.drafters.EarlyExit(layer=1)}
 

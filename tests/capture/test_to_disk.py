@@ -16,8 +16,8 @@ import torch
 import cacheprobe as cp
 from cacheprobe.capture import disk_writer
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.trace.manifest import TraceError
-from cacheprobe.trace.parts.journal import JOURNAL, read_journal
+from cacheprobe.trace.manifest import JOURNAL, TraceError
+from cacheprobe.trace.parts.journal import read_journal
 from tests.capture.recorded_run import DRAFTERS, LONG, recorded
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -101,7 +101,9 @@ def test_a_stream_is_recorded_and_read_while_it_grows(tmp_path: Path) -> None:
             assert so_far == whole.committed(i)[: len(so_far)] and len(given[i]) <= len(so_far)
         rows = growing.rows(0, "committed")
         if len(rows):
-            assert torch.equal(growing.vectors("S", 1, rows), whole.vectors("S", 1, whole.rows(0, "committed"))[: len(rows)])
+            assert torch.equal(
+                growing.vectors("S", 1, rows), whole.vectors("S", 1, whole.rows(0, "committed"))[: len(rows)]
+            )
     require_equal(stream.trace(), whole)
 
 
@@ -195,7 +197,11 @@ def test_a_run_is_continued_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ValueError, match="had the drafter None, given is NGram"):
         cp.resume(tmp_path / "run", loaded(), drafter=cp.drafters.NGram())
     with pytest.raises(ValueError, match="interventions"):
-        cp.resume(tmp_path / "run", loaded(), interventions=cp.interventions.zero(site="S", layer=1, positions=[2], request_id=0))
+        cp.resume(
+            tmp_path / "run",
+            loaded(),
+            interventions=cp.interventions.zero(site="S", layer=1, positions=[2], request_id=0),
+        )
     with pytest.raises(ValueError, match="schedule"):
         cp.resume(tmp_path / "run", loaded("gpt2"))
     cp.run(loaded(), PROMPTS[:1], **SMALL, out=tmp_path / "run", overwrite=True)

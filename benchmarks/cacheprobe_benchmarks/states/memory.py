@@ -49,16 +49,17 @@ def child(requests: int, new_tokens: int) -> None:
     model = cp.load_model("smollm2-135m", dtype="bfloat16")
     with open("/proc/self/clear_refs", "w") as file:  # the peak is counted from here: loading a model has its own
         file.write("5")
-    model_mb = _resident_mb("VmRSS")
+    model_mb = resident_mb("VmRSS")
     sampling = cp.SamplingParams(stop_token_ids=(), max_new_tokens=new_tokens)
     trace = cp.run(model, prompts, sampling=sampling, progress=False, **SHAPE)
     held = [trace.store.all_of(site, layer) for site in trace.store.sites for layer in trace.store.layers]
     trace_mb = sum(tensor.numel() * tensor.element_size() for tensor in held) / MEGABYTE
-    beyond = _resident_mb("VmHWM") - model_mb
+    beyond = resident_mb("VmHWM") - model_mb
     figures = {"model_mb": model_mb, "beyond_model_mb": beyond, "trace_mb": trace_mb}
     print(json.dumps({**figures, "beyond_trace_mb": beyond - trace_mb}))
 
 
-def _resident_mb(field: str) -> float:
+def resident_mb(field: str) -> float:
+    """Returns a field of /proc/self/status, such as VmHWM (the peak), in megabytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024 / MEGABYTE

@@ -24,7 +24,8 @@ from cacheprobe.core.token_text import visible
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.checked_files import CheckedFiles
-from cacheprobe.trace.parts.journal import JOURNAL, Journal
+from cacheprobe.trace.manifest import JOURNAL
+from cacheprobe.trace.parts.journal import Journal
 from cacheprobe.trace.run_files import ROW_GROUP, RunFiles
 from cacheprobe.trace.state_store import ShardStore, header_of, read_tensor
 from cacheprobe.trace.storage import request_from_record
@@ -34,7 +35,7 @@ UNDECIDED = "given_up"
 """Role and status of a row whose draft token has no verdict in the journal."""
 UNFINISHED = "unfinished"
 """Entry of `trace.meta["finish"]` for a request that has not ended."""
-_READINGS_AT_ONCE = 300_000
+_READINGS_AT_ONCE = 60_000
 """Number of lens readings that are in memory together while a run is finished."""
 
 
@@ -137,13 +138,18 @@ class GrowingRun:
     def fields(self, model: CachedLM | None) -> dict[str, Any]:
         """Returns the fields of the run so far as a dict by name: the keyword arguments of `Trace`."""
         rows = self.rows()
-        readings = list(self.readings(rows))
+
+        def read() -> pd.DataFrame | None:
+            """Returns the lens readings; None if there are none."""
+            readings = list(self.readings(rows))
+            return pd.concat(readings, ignore_index=True) if readings else None
+
         return dict(
             requests=tuple(request_from_record(item) for item in self.journal.header["requests"]),
             tokens=self.journal.tokens,
             texts=self.texts,
             row_table=rows,
-            stored_readings=pd.concat(readings, ignore_index=True) if readings else None,
+            stored_readings=read,
             event_table=self.table("events"),
             ledger_table=self.table("ledger"),
             token_table=self.token_table,

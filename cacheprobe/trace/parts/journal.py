@@ -14,9 +14,8 @@ import xxhash
 
 from cacheprobe.core.files import fsync
 from cacheprobe.core.values import JsonDict
-from cacheprobe.trace.manifest import TraceError
+from cacheprobe.trace.manifest import JOURNAL, TraceError
 
-JOURNAL = "journal.jsonl"
 _FORMAT, _VERSION = "cacheprobe journal", 1
 
 

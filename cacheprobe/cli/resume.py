@@ -1,0 +1,73 @@
+"""Implements `cacheprobe resume`: continues a run that was recorded to disk and not finished."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cacheprobe.core.values import JsonDict
+
+if TYPE_CHECKING:
+    from cacheprobe.models.base import CachedLM
+
+
+def resume(
+    run: Path,
+    *,
+    model: str | None = None,
+    adapter: str | None = None,
+    memory_budget: str | None = None,
+    progress: bool = True,
+) -> int:
+    """Continue a run that `cacheprobe run` began and that was killed, after its last part that is whole.
+
+    Deterministic requests get the tokens and states of a run that was not interrupted, bit for bit.
+
+    Parameters
+    ----------
+    run
+        Directory of the unfinished run.
+    model
+        Name or directory of the model, if not the one that the run names.
+    adapter
+        Name or directory of the adapter, if not the one that the run names.
+    memory_budget
+        Most memory for what is not written yet, such as 2GB; by default a quarter of what is free.
+    progress
+        Show progress bars.
+    """
+    import cacheprobe as cp
+    from cacheprobe.analysis.summary import closing
+    from cacheprobe.continuation import unfinished_run
+    from cacheprobe.core.registry import make
+
+    meta = unfinished_run(run).header["meta"]
+    settings = meta.get("command", {}).get("settings")
+    if settings is None and (meta["drafter"] or meta.get("interventions")):
+        raise ValueError(f"{run} was begun in Python, with a drafter or interventions; use cp.resume there")
+    drafter = make("drafters", settings["drafter"]) if settings and settings.get("drafter") else None
+    loaded = model_of(meta["fingerprint"], model, adapter, progress)
+    try:
+        trace = cp.resume(run, loaded, drafter=drafter, memory_budget=memory_budget, progress=progress)
+    except cp.Interrupted as stopped:
+        print(f"{stopped}", file=sys.stderr)
+        print(f"run: {run}")
+        return 130
+    print(closing(trace, is_behaviour_printed=progress))
+    print(f"run: {run}")
+    return 0
+
+
+def model_of(fingerprint: JsonDict, model: str | None, adapter: str | None, progress: bool) -> "CachedLM":
+    """Loads the model of a stored run, as its fingerprint says. model, adapter: in place of those that it names."""
+    import cacheprobe as cp
+    from cacheprobe.models.loaders import products_of
+
+    return cp.load_model(
+        model or fingerprint["model"],
+        dtype=fingerprint["dtype"],
+        device=fingerprint["device"],
+        adapter=adapter or fingerprint.get("adapter"),
+        products=products_of(fingerprint.get("readings", "torch")),
+        think_while_decoding=fingerprint.get("think_while_decoding"),
+        progress=progress,
+    )
