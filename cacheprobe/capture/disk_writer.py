@@ -114,8 +114,6 @@ class DiskWriter(Observer):
         """Writes what the recorder holds as files that the journal does not name yet."""
         part, texts_of = self.recorder.take(), self.recorder.model.token_texts
         self._labelled += [[number, row.role, row.status] for number, row in part.labelled]
-        if part.thoughts:
-            raise ValueError("thoughts of a Thinking States model cannot be recorded to disk; run it without out=")
         rows = tables.rows_table(part.rows, texts_of)
         rows["row"] += part.first_row
         events = tables.events_table(part.steps)

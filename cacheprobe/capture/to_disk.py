@@ -17,6 +17,7 @@ from cacheprobe.core.records import Request
 from cacheprobe.core.values import JsonDict, num_bytes
 from cacheprobe.engine.sizes import available_bytes
 from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.parts.growing import UNDECIDED, GrowingRun
 from cacheprobe.trace.parts.journal import Journal, begin_journal, cut_journal, read_journal
 from cacheprobe.trace.places import Recording, recording, saying_why
@@ -39,8 +40,11 @@ class ToDisk:
         """Returns the writer of a run that begins, or that goes on where the journal ends.
 
         meta: metadata of the run that is known before its first pass.  states: of all requests, restored if it goes on.
+        Raises: ValueError as `reason_against`.
         """
         directory, journal = self.place.directory, self.journal
+        if reason := reason_against(recorder.model):
+            raise ValueError(reason)
         with saying_why(directory):
             if journal is None:
                 sites, heads = list(recorder.config.state_sites), list(recorder.config.heads)
@@ -64,6 +68,13 @@ class ToDisk:
 
     def _files(self) -> RunFiles:
         return RunFiles(self.place.directory, self.place.staging, self.place.run_id)
+
+
+def reason_against(model: CachedLM) -> str:
+    """Returns why runs of a model cannot be recorded to disk; "" if they can."""
+    if getattr(getattr(model, "config", None), "l_out", None) is None:
+        return ""
+    return f"thoughts of {model.name}, a Thinking States model, cannot be recorded to disk; leave out= away and save the trace"
 
 
 def assemble_on_disk(

@@ -34,8 +34,8 @@ def run(
 ) -> int:
     """Generate from prompts or a task's examples, and save the trace; with --dry-run, estimate what that takes.
 
-    The trace is written while the run goes on, unless it replaces another one; `cacheprobe resume DIR` continues a run
-    that was killed. Ctrl-C saves what is finished and exits with 130; pressed again, it ends at once.
+    The trace is written while the run goes on, unless it replaces another one or has thoughts; `cacheprobe resume DIR`
+    continues a run that was killed. Ctrl-C saves what is finished and exits with 130; pressed again, it ends at once.
 
     Parameters
     ----------
@@ -57,6 +57,7 @@ def run(
     require_known(model.model)  # before torch is imported, which takes seconds
     import cacheprobe as cp
     from cacheprobe.analysis.summary import closing
+    from cacheprobe.capture.to_disk import reason_against
     from cacheprobe.core.records import SamplingParams
     from cacheprobe.trace.manifest import MANIFEST
     from cacheprobe.trace.places import require_free
@@ -87,15 +88,15 @@ def run(
         "config": config.name if config else None,
         "settings": _given(model) | _given(prompts) | _given(settings),
     }
-    is_replacing = (out / MANIFEST).exists()
+    is_saved_at_end = (out / MANIFEST).exists() or bool(reason_against(loaded))
     to: OutputOptions = {"command": command}
-    if not is_replacing:
+    if not is_saved_at_end:
         to |= {"out": out, "overwrite": overwrite, "memory_budget": memory_budget}
     try:
         trace = cp.run(loaded, to_read, progress=progress, **arguments, **to)
     except cp.Interrupted as stopped:
-        return _save_stopped(stopped, out if is_replacing else None, out)
-    if is_replacing:
+        return _save_stopped(stopped, out if is_saved_at_end else None, out)
+    if is_saved_at_end:
         trace.save(out, overwrite=overwrite)
     print(closing(trace, is_behaviour_printed=progress))
     print(f"run: {out}")

@@ -35,8 +35,8 @@ class TraceData:
     texts: Mapping[int, str]
     row_table: pd.DataFrame = field(repr=False)
     stored_readings: pd.DataFrame | None = field(repr=False)
-    """Lens readings, without verdicts; None if the run has none, or if they were not read yet (`is_unread`). May be
-    given as a function that returns them, which is called at the first use."""
+    """Lens readings, without verdicts; None if the run has none, if the lens has not read them yet (`is_unread`), or if
+    they are on the disk alone. Use `recorded_readings`."""
     event_table: pd.DataFrame = field(repr=False)
     ledger_table: pd.DataFrame = field(repr=False)
     store: StateStore = field(repr=False)
@@ -58,6 +58,8 @@ class TraceData:
     """Function (trace) -> DataFrame that reads the captured states with the logit lens; set for imports only."""
     reading_later: "Callable[[TraceData], None] | None" = field(default=None, repr=False, compare=False)
     """Function (trace) that reads Z from the stored S and adds it to the trace; set for runs with lens="later" only."""
+    readings_on_disk: "Callable[[], pd.DataFrame | None] | None" = field(default=None, repr=False, compare=False)
+    """Function that reads the lens readings from the disk; None if they are in `stored_readings`."""
     lookup: dict[str, Lookup] = field(
         default_factory=lambda: {name: Lookup() for name in ("rows", "events", "ledger")},
         init=False, repr=False, compare=False,
@@ -77,12 +79,20 @@ class TraceData:
         none. If they were not read yet (`is_unread`), reads them now, or returns None if the trace has no model."""
         if self.is_unread and self.reading_later is not None and self.model is not None:
             self.reading_later(self)
+        return self.recorded_readings
+
+    @property
+    def recorded_readings(self) -> pd.DataFrame | None:
+        """Lens readings that were recorded, as a DataFrame; None if there are none. Of a saved run, reads them from the
+        disk at the first use."""
+        if self.readings_on_disk is not None:
+            self.stored_readings, self.readings_on_disk = self.readings_on_disk(), None
         return self.stored_readings
 
     @hypothesis_table.setter
     def hypothesis_table(self, readings: pd.DataFrame | None) -> None:
         """Replaces the lens readings; the run then counts as read."""
-        self.stored_readings = readings
+        self.stored_readings, self.readings_on_disk = readings, None
         self.meta.pop("is_lens_later", None)
 
     @property
@@ -118,7 +128,7 @@ class TraceData:
         the trace.
         """
         if self.token_table is None:
-            self.token_table = token_texts_of(self.row_table, self.stored_readings)
+            self.token_table = token_texts_of(self.row_table, self.recorded_readings)
         return dict(zip(self.token_table.token_id.tolist(), self.token_table.token.tolist(), strict=True))
 
     def rows(self, request_id: SupportsIndex | None = None, status: str | None = None) -> pd.DataFrame:
@@ -248,24 +258,3 @@ class TraceData:
         """
         if reason := self.missing.get(what):
             raise ValueError(f"this trace has no {what}: {reason}")
-
-
-class _Deferred:
-    """Describes an attribute that may be set to a function: the first use calls it, and keeps what it returns."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = f"_{name}"
-
-    def __get__(self, instance: object, owner: type | None = None) -> object:
-        value = instance.__dict__[self._name]
-        if callable(value):
-            value = instance.__dict__[self._name] = value()
-        return value
-
-    def __set__(self, instance: object, value: object) -> None:
-        instance.__dict__[self._name] = value
-
-
-_readings = _Deferred()
-_readings.__set_name__(TraceData, "stored_readings")
-TraceData.stored_readings = _readings  # pyright: ignore[reportAttributeAccessIssue]  # set here: a field has no descriptor

@@ -40,7 +40,7 @@ from cacheprobe.trace.state_store import ShardStore, header_of, read_tensor, ten
 SHARD_BYTES = 10**9
 TABLES = {
     "rows": "row_table",
-    "hypotheses": "stored_readings",
+    "hypotheses": "recorded_readings",
     "events": "event_table",
     "ledger": "ledger_table",
     "thoughts": "thought_table",
@@ -157,7 +157,8 @@ def load_fields(directory: Path, model: CachedLM | None) -> dict[str, Any]:
         token_table=tokens,
         ledger_table=stored("ledger"),
         thought_table=read("thoughts"),
-        stored_readings=lambda: read("hypotheses"),
+        stored_readings=None,
+        readings_on_disk=lambda: read("hypotheses"),
     )
 
 

@@ -16,6 +16,7 @@ from cacheprobe.core.records import ForwardRecord, RowSlot
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.ops.equality import bitwise
+from cacheprobe.trace.state_store import MemoryStore
 from tests.engine.test_engine_errors import BAD, indigestible
 from tests.tiny import SMALL, VOCAB, loaded
 
@@ -119,5 +120,5 @@ def test_values_outside_of_a_pass_are_nobody_s() -> None:
     hear(7.0)
     recorder.on_failure(2)
     hear(7.0)
-    held = recorder.store()
+    held = MemoryStore(recorder.take().states)
     assert all(not held.all_of(site, layer).eq(7).any() for site in (*held.sites, *held.heads) for layer in range(3))

@@ -40,7 +40,7 @@ RUNS: dict[str, dict[str, Any]] = {
 def both(model: CachedLM, prompts: Any, **settings: Any) -> tuple[cp.Trace, cp.Trace]:
     """The same run twice: Z read during it, and Z left for later."""
     now, later = (cp.run(model, prompts, **settings, lens=lens) for lens in (None, "later"))
-    assert later.is_unread and later.stored_readings is None and not now.is_unread
+    assert later.is_unread and later.recorded_readings is None and not now.is_unread
     return now, later
 
 

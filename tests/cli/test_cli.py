@@ -185,11 +185,16 @@ cli.main()
 """
 
 
-def test_a_killed_run_leaves_nothing_half_visible(model_directory: Path, tmp_path: Path) -> None:
+def test_a_killed_run_is_continued(model_directory: Path, tmp_path: Path) -> None:
     """Killed in the middle of a generation, at the same token on every machine."""
     out = tmp_path / "run"
     command = [sys.executable, "-c", KILLED, "run", "--out", str(out), "--model", str(model_directory)]
     done = subprocess.run([*command, "--prompt", "heads", "--max-new-tokens", "40"], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL and "killed after" in done.stdout, done.stderr
-    with pytest.raises(ValueError, match="run it again|not a directory"):
-        cp.load_trace(out)
+    assert "not finished" in repr(cp.load_trace(out))
+    with pytest.raises(ValueError, match="cacheprobe resume"):
+        command("run", "--out", str(out), "--model", str(model_directory), "--prompt", "heads")
+    command("resume", str(out), "--no-progress")
+    assert len(cp.load_trace(out).committed(0)) == 40
+    with pytest.raises(ValueError, match="holds a finished run; there is nothing to continue"):
+        command("resume", str(out))

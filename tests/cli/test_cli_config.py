@@ -59,7 +59,7 @@ def test_flags_win_over_the_file_and_the_run_keeps_both(tmp_path: Path) -> None:
     [
         ("modle: x", "unknown setting 'modle' in .*; did you mean model?"),
         ("max_new_token: 3", "did you mean max_new_tokens?"),
-        ("qqqq: 3", "unknown setting 'qqqq' in .*; there are out, dry_run, overwrite, model, dtype"),
+        ("qqqq: 3", "unknown setting 'qqqq' in .*; there are out, dry_run, overwrite, memory_budget, model, dtype"),
         ("config: other.yaml", "unknown setting 'config'"),
         ("7: 3", "unknown setting '7'"),
         ("seed: 1\nseed: 2", "seed is given twice"),

@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def everything(directory: Path) -> list[bytes]:
     """Every table, text and state of a run as bytes, read in both ways."""
     trace, stored = cp.load_trace(directory), StoredRun(directory)
-    tables = (trace.row_table, trace.stored_readings, trace.event_table, trace.ledger_table, trace.token_table)
+    tables = (trace.row_table, trace.recorded_readings, trace.event_table, trace.ledger_table, trace.token_table)
     readings = [stored.readings(request_id) for request_id in range(len(stored.requests))]
     lazily = (stored.rows, stored.events, stored.ledger, *readings)
     states = [trace.store.all_of(site, layer) for site in trace.store.sites for layer in trace.store.layers]
@@ -216,7 +216,9 @@ def test_a_run_without_checksums_raises_no_error_of_a_library(
     (copy / "manifest.json").write_text(json.dumps({**old, "format_version": 3}), encoding="utf-8")
     where = copy if "holds no states" in said else path
     with pytest.raises(TraceError, match=f"{where}.*{said}"):
-        cp.load_trace(copy).states("S", 1, 0)
+        trace = cp.load_trace(copy)
+        assert trace.recorded_readings is not None
+        trace.states("S", 1, 0)
     if name != "states":
         with pytest.raises(TraceError, match=f"{path}.*{said}"):
             stored = StoredRun(copy)

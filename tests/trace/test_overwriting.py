@@ -123,4 +123,4 @@ def test_what_an_unfinished_save_left_is_free(trace: cp.Trace, saved: Path) -> N
 
 
 def test_the_names_of_all_tables_are_known() -> None:
-    assert set(storage._TABLES) | {"states"} == set(KINDS)
+    assert set(storage.TABLES) | {"states", "readings", "waiting"} == set(KINDS)

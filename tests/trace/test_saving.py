@@ -236,7 +236,7 @@ for number in range(1, 400):
 
 def tables(directory: Path) -> list[pd.DataFrame]:
     trace = cp.load_trace(directory)
-    kept = (trace.row_table, trace.stored_readings, trace.event_table, trace.ledger_table)
+    kept = (trace.row_table, trace.recorded_readings, trace.event_table, trace.ledger_table)
     return [table.map(as_list) for table in kept if table is not None]
 
 

@@ -15,8 +15,8 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.trace import storage
 from cacheprobe.trace.manifest import FORMAT_VERSION, TraceError
+from cacheprobe.trace.run_files import RunFiles
 from tests.tiny import PROMPTS, SMALL, loaded
 
 EXAMPLE = cp.tasks.CoinFlip(people=2, shots=1).examples(1, seed=4)[0]
@@ -129,24 +129,24 @@ def test_saving_over_a_run_replaces_it_whole(trace: cp.Trace, saved: Path) -> No
 
 def test_a_failed_save_leaves_the_earlier_run(trace: cp.Trace, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk at every single file: the directory holds the same files as before, and nothing of the new run."""
-    whole, before = storage._write_whole, sorted(saved.iterdir())
+    whole, before = RunFiles._write_whole, sorted(saved.iterdir())
     other = cp.run(loaded(), PROMPTS[:2], **SMALL)
     for fail_at in range(len(before)):
         count = 0
 
-        def full_disk(path: Path, fill, staging: Path, fail_at: int = fail_at) -> None:
+        def full_disk(self: RunFiles, name: str, fill, fail_at: int = fail_at) -> None:
             nonlocal count
             count += 1
             if count > fail_at:
-                (staging / ".tmpA1b2C3").write_bytes(b"half")
+                (self.staging / ".tmpA1b2C3").write_bytes(b"half")
                 raise OSError(errno.ENOSPC, "No space left on device")
-            whole(path, fill, staging)
+            whole(self, name, fill)
 
-        monkeypatch.setattr(storage, "_write_whole", full_disk)
+        monkeypatch.setattr(RunFiles, "_write_whole", full_disk)
         with pytest.raises(TraceError, match="cannot be saved in .*run: No space left.*is unchanged"):
             other.save(saved, overwrite=True)
         assert sorted(saved.iterdir()) == before and cp.load_trace(saved).digest(0) == trace.digest(0)
-    monkeypatch.setattr(storage, "_write_whole", whole)
+    monkeypatch.setattr(RunFiles, "_write_whole", whole)
     other.save(saved, overwrite=True)
     assert len(cp.load_trace(saved).requests) == 2 and not [*saved.glob(".*")]
 
