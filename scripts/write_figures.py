@@ -55,6 +55,7 @@ GAINED = {
     "coin_over_greedy": "`coin` over Hugging Face",
     "batch8_over_greedy": "`batch8` over Hugging Face",
     "repeat_over_undrafted": "`repeat` over our loop without drafts",
+    "batch8_over_undrafted": "`batch8` over our loop without drafts",
     "coin_over_best_hf": "`coin` over Hugging Face, with or without prompt lookup",
     "repeat_over_best_hf": "`repeat` over Hugging Face, with or without prompt lookup",
 }

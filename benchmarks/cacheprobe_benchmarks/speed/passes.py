@@ -5,7 +5,6 @@ median over neighbouring pairs; above 1.0 the optimisation saves time. Attention
 passes of deterministic requests.
 
     modules     the forward calls functions, not the modules of transformers
-    attention   few tokens of each request attend in a compiled loop, not in torch's scaled_dot_product_attention
     products    matrix products run in loops compiled for this processor, where they are faster than torch's
     readings    states of 30 layers are read without storing their logits, not as torch's product and statistics
 """
@@ -23,7 +22,6 @@ import cacheprobe as cp
 from cacheprobe.capture.lens_reader import LENS_TILE
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.paths import choose_path
-from cacheprobe.ops.attention import by_request
 from cacheprobe.ops.attention.by_request import Reach, reach_of_positions
 from cacheprobe.ops.readout import read_logits
 from cacheprobe_benchmarks.shared.machine import machine, measuring
@@ -42,7 +40,6 @@ NOT_HERE = "not used on this processor"
 
 WITHOUT: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "modules": lambda: patch.object(HookedHF, "_functional_forward", lambda *asked: None),
-    "attention": lambda: patch.object(by_request, "serves", lambda q: False),
 }
 """By optimisation: switches it off."""
 
