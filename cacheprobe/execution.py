@@ -39,13 +39,16 @@ class Execution:
                 settings = (self._guard.fingerprint, plan.config, plan.capture, self._meta)
                 known = meta_before(self.recorder, *settings)
             self.writer = disk.begin(self.recorder, plan.requests, states, known)
-        self._steps = self._rounds(loop, observers)
+        writers = () if self.writer is None else (self.writer,)
+        ahead = [state for state in states if not state.is_ended]
+        observer = Tee(self.recorder, *writers, *observers)
+        self._rounds = loop(ahead, observer) if ahead or not states else nothing_to_run()
 
     def run(self) -> Trace:
         """Runs every request to its end and returns the recorded Trace. Runs in other threads wait meanwhile."""
-        with closing(self._steps), self._guard.holding(self.plan.hooks(self.recorder)):
-            for _ in self._steps:
-                pass
+        with closing(self._rounds), self._guard.holding(self.plan.hooks(self.recorder)):
+            for _ in self._rounds:
+                self._end_round()
         self._guard.require_unchanged(had_pauses=False)
         return self._trace()
 
@@ -54,27 +57,21 @@ class Execution:
 
         While the generator waits, the run's hooks are not on the model, and other runs may use the model.
         """
-        with closing(self._steps):
+        with closing(self._rounds):
             while True:
                 with self._guard.holding(self.plan.hooks(self.recorder)):
-                    step = next(self._steps, None)
+                    step = next(self._rounds, None)
                 if step is None:
                     break
+                self._end_round()
                 yield step
         self._guard.require_unchanged(had_pauses=True)
         return self._trace()
 
-    def _rounds(self, loop: BoundLoop, observers: Sequence[Observer]) -> Generator[int, None, None]:
-        """Runs the loop over the requests that have not ended, and lets the writer end each round."""
-        ahead = [state for state in self.states if not state.is_ended]
-        if self.states and not ahead:
-            return
-        writers = () if self.writer is None else (self.writer,)
-        with closing(loop(ahead, Tee(self.recorder, *writers, *observers))) as steps:
-            for step in steps:
-                if self.writer is not None:
-                    self.writer.end_round(self.states)
-                yield step
+    def _end_round(self) -> None:
+        """Lets the writer, if there is one, name in the journal what it has written."""
+        if self.writer is not None:
+            self.writer.end_round(self.states)
 
     def _trace(self) -> Trace:
         """Returns the Trace of a finished run, with its metadata, errors, interventions and kept KVSnapshots."""
@@ -90,3 +87,8 @@ class Execution:
         trace.interventions = plan.interventions
         trace.kept_rows = {s.request_id: s.kept_rows for s in states if s.kept_rows is not None}
         return trace
+
+
+def nothing_to_run() -> Generator[int, None, None]:
+    """Returns a generator without a step, for a run whose requests have all ended."""
+    yield from ()

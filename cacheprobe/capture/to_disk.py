@@ -74,7 +74,10 @@ def reason_against(model: CachedLM) -> str:
     """Returns why runs of a model cannot be recorded to disk; "" if they can."""
     if getattr(getattr(model, "config", None), "l_out", None) is None:
         return ""
-    return f"thoughts of {model.name}, a Thinking States model, cannot be recorded to disk; leave out= away and save the trace"
+    return (
+        f"thoughts of {model.name}, a Thinking States model, cannot be recorded to disk; leave out= away and save the "
+        "trace"
+    )
 
 
 def assemble_on_disk(

@@ -178,9 +178,11 @@ def _write_states(trace: TraceData, files: RunFiles) -> list[str]:
     from safetensors.torch import save_file
 
     name_of = f"states-{files.run_id}-{{:05d}}.safetensors".format
-    if isinstance(store := trace.store, ShardStore) and store.files.directory.resolve() == files.directory.resolve():
+    store = trace.store
+    if isinstance(store, ShardStore) and store.files.directory.resolve() == files.directory.resolve():
+        copied = store.files
         return [
-            files.write(name_of(number), lambda path, shard=shard: store.files.copy(shard, path))
+            files.write(name_of(number), lambda path, shard=shard: copied.copy(shard, path))
             for number, shard in enumerate(store.shards)
         ]
     shards: list[str] = []

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.capture.to_disk import ToDisk
 from cacheprobe.estimates.result import Bounds
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops.compiled import choice
@@ -25,7 +26,7 @@ from cacheprobe_benchmarks.catalogue import questions, small
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 from cacheprobe_benchmarks.shared.workload import Run, Timing
 from cacheprobe_benchmarks.speed import determinism, passes, products, speculation, torch_compile
-from cacheprobe_benchmarks.states import field, lens, main_job, memory, patching, trace, tuned_lens
+from cacheprobe_benchmarks.states import field, lens, main_job, memory, patching, to_disk, trace, tuned_lens
 from cacheprobe_benchmarks.sweeps import sweep, sweep_backends, sweep_faults
 from cacheprobe_benchmarks.sweeps.struck import FaultOutcome
 from tests.planted_costs import HOUR, LAYERS, Clock, write_small_smollm2
@@ -310,6 +311,14 @@ def of_trace(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     written = trace._written
     monkeypatch.setattr(trace, "_written", lambda *args: written(*args) + HOUR)
     return {"raw_over_save": 0.5}
+
+
+def of_to_disk(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """The save at the end over a run that is recorded to disk, and the raw write over the parts."""
+    clock.plant(ToDisk, "finish", 1)
+    clock.plant(Trace, "save", 2)
+    monkeypatch.setattr(to_disk, "_raw_over_parts", lambda *given: 0.25)
+    return {"saved_over_disk": 2.0, "write_over_raw": 0.25}
 
 
 def of_tuned_lens(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:

@@ -4,10 +4,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.cli.app import app
 from tests.command import cacheprobe
 from tests.tiny import hf_model
 
@@ -185,16 +187,19 @@ cli.main()
 """
 
 
+PLAIN: Any = dict(result_action="return_value", exit_on_error=False, print_error=False)
+
+
 def test_a_killed_run_is_continued(model_directory: Path, tmp_path: Path) -> None:
     """Killed in the middle of a generation, at the same token on every machine."""
     out = tmp_path / "run"
-    command = [sys.executable, "-c", KILLED, "run", "--out", str(out), "--model", str(model_directory)]
-    done = subprocess.run([*command, "--prompt", "heads", "--max-new-tokens", "40"], capture_output=True, text=True)
+    killed = [sys.executable, "-c", KILLED, "run", "--out", str(out), "--model", str(model_directory)]
+    done = subprocess.run([*killed, "--prompt", "heads", "--max-new-tokens", "40"], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL and "killed after" in done.stdout, done.stderr
     assert "not finished" in repr(cp.load_trace(out))
     with pytest.raises(ValueError, match="cacheprobe resume"):
-        command("run", "--out", str(out), "--model", str(model_directory), "--prompt", "heads")
-    command("resume", str(out), "--no-progress")
+        app(["run", "--out", str(out), "--model", str(model_directory), "--prompt", "heads"], **PLAIN)
+    app(["resume", str(out), "--no-progress"], **PLAIN)
     assert len(cp.load_trace(out).committed(0)) == 40
     with pytest.raises(ValueError, match="holds a finished run; there is nothing to continue"):
-        command("resume", str(out))
+        app(["resume", str(out)], **PLAIN)

@@ -25,6 +25,7 @@ LAYERS = (  # imports point to a line above; what shares a line stays apart
     ("capture",),
     ("analysis", "training"),
     ("plan", "probes"),
+    ("execution", "continuation"),
     ("estimates",),
     ("api", "plots"),
     ("sweeps",),

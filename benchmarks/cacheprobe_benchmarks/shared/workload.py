@@ -14,6 +14,7 @@ from cacheprobe.capture.observers import StepLog
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.shapes import choose_shapes
+from cacheprobe.execution import Execution
 from cacheprobe.models.base import CachedLM
 from cacheprobe.plan import RunPlan
 
@@ -95,7 +96,7 @@ class Run:
         self._rounds = (
             loop(self.states, self.log)
             if capture is None
-            else setup.recorded(loop, self.states, self.log, kind="run", drafter=None)
+            else Execution(setup, loop, self.states, [self.log], kind="run", drafter=None).steps()
         )
 
     def steps(self) -> Iterator[float]:
