@@ -70,7 +70,7 @@ class Stream(HintsAtNewNames):
     ) -> None:
         self._states = {state.request_id: state for state in states}
         self._decode = decode
-        self._window = TextWindow(lambda token_ids: self._decode(token_ids))
+        self._window = TextWindow(decode)
         self._texts = {request_id: _Text() for request_id in self._states}
         self._trace: Trace | None = None
         self._ready: deque[Piece] = deque()

@@ -90,9 +90,9 @@ def test_a_stream_is_recorded_and_read_while_it_grows(tmp_path: Path) -> None:
     whole = cp.run(of, PROMPTS, **LONG, drafter=cp.drafters.NGram())
     stream = cp.stream(of, PROMPTS, **settings, drafter=cp.drafters.NGram(), capture="STCZ", out=tmp_path / "run")
     given: dict[int, list[int]] = {i: [] for i in range(5)}
-    for piece in stream:
+    for number, piece in enumerate(stream):
         given[piece.request_id] += piece.token_ids
-        if read_journal(tmp_path / "run") is None:
+        if number % 10 or read_journal(tmp_path / "run") is None:
             continue
         growing = cp.load_trace(tmp_path / "run", of)
         assert growing.meta["growing"]["parts"] > 0 and "not finished" in repr(growing)
@@ -107,8 +107,9 @@ def test_a_stream_is_recorded_and_read_while_it_grows(tmp_path: Path) -> None:
     require_equal(stream.trace(), whole)
 
 
-def require_continued(directory: Path, drafter: str, whole: cp.Trace) -> None:
-    """Continues the run and compares it with one that was not interrupted."""
+def require_continued(directory: Path, drafter: str, whole: cp.Trace, is_verified: bool) -> None:
+    """Continues the run and compares it with one that was not interrupted, and with the slow reference if
+    `is_verified`."""
     if read_journal(directory) is None:  # killed before the journal began, or after the manifest
         if not (directory / "manifest.json").exists():
             return
@@ -137,7 +138,7 @@ def require_continued(directory: Path, drafter: str, whole: cp.Trace) -> None:
     assert not again.row_table.status.eq("").any() and set(again.meta["finish"].values()) == {"length"}
     events = again.events()
     assert sum(len(ids) for ids in events.committed_token_ids) == sum(len(again.committed(i)) for i in range(5))
-    assert cp.verify(again, loaded(), progress=False).is_equal
+    assert not is_verified or cp.verify(again, loaded(), progress=False).is_equal
     assert not list(directory.glob("readings-*")) and not (directory / JOURNAL).exists()
 
 
@@ -150,7 +151,7 @@ def test_a_run_goes_on_wherever_it_stopped(drafter: str, tmp_path: Path, monkeyp
     """The disk fails at the n-th write, for several n: the parts before stay, and the run is continued."""
     whole = cp.run(loaded(), PROMPTS, **LONG, drafter=DRAFTERS[drafter]())
     write = disk_writer.RunFiles._write_whole
-    for number in (0, 3, 17, 40, 77):
+    for number in (2, 17, 50):
         count = iter(range(10**6))
 
         def fail(*given: Any, number: int = number, count: Any = count) -> None:
@@ -163,7 +164,7 @@ def test_a_run_goes_on_wherever_it_stopped(drafter: str, tmp_path: Path, monkeyp
             patched.setattr(disk_writer.RunFiles, "_write_whole", fail)
             with pytest.raises(_Stopped):
                 recorded(directory, drafter)
-        require_continued(directory, drafter, whole)
+        require_continued(directory, drafter, whole, is_verified=number == 17)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -178,9 +179,9 @@ def test_killed_runs_go_on(seed: int, tmp_path: Path) -> None:
             assert process.stdout is not None and process.stdout.readline() == b"begun\n"
             while not (directory / JOURNAL).exists() and process.poll() is None:
                 time.sleep(0.001)
-            time.sleep(draw.uniform(0, 1.5))
+            time.sleep(draw.uniform(0, 1.2))
             process.kill()
-        require_continued(directory, drafter, wholes[drafter])
+        require_continued(directory, drafter, wholes[drafter], is_verified=number % 10 == 0)
 
 
 def test_a_run_is_continued_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
