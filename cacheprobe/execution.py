@@ -30,13 +30,13 @@ class Execution:
     ) -> None:
         """Prepares the run, whose first pass runs later. loop: from `plan.bind_loop`.  meta: entries of the Trace's
         metadata.  disk: where the run is recorded; None for the memory. States that have ended are not run."""
-        self.plan, self.states, self.disk, self._meta = plan, states, disk, plan.meta(meta)
+        self.plan, self.states, self.disk, self._meta = plan, states, disk, meta
         self.recorder = plan.recorder()
         self._guard = RunGuard(plan.model, plan.fingerprint)
         self.writer: DiskWriter | None = None
         if disk is not None:
             with hold_model(plan.model):
-                settings = (self._guard.fingerprint, plan.config, plan.capture, self._meta)
+                settings = (self._guard.fingerprint, plan.config, plan.capture, plan.meta(meta))
                 known = meta_before(self.recorder, *settings)
             self.writer = disk.begin(self.recorder, plan.requests, states, known)
         writers = () if self.writer is None else (self.writer,)
@@ -77,7 +77,7 @@ class Execution:
         """Returns the Trace of a finished run, with its metadata, errors, interventions and kept KVSnapshots."""
         plan, states = self.plan, self.states
         errors = {str(state.request_id): state.error for state in states if state.error}
-        meta = {**self._meta, "errors": errors, "missing": plan.missing_answers()}
+        meta = {**plan.meta(self._meta), "errors": errors, "missing": plan.missing_answers()}
         settings = (self._guard.fingerprint, plan.config, plan.capture, meta)
         with hold_model(plan.model):
             if self.disk is None or self.writer is None:

@@ -72,14 +72,14 @@ def test_a_second_ctrl_c_ends_at_once(press_at: Any) -> None:
 
 
 def test_ctrl_c_before_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheprobe import plan as arguments
+    from cacheprobe import execution
 
-    class Guard(arguments.RunGuard):
+    class Guard(execution.RunGuard):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(arguments, "RunGuard", Guard)
+    monkeypatch.setattr(execution, "RunGuard", Guard)
     with pytest.raises(cp.Interrupted, match="0 of 5 requests finished, 5 cancelled") as caught:
         cp.run(loaded(), requests(), **SHAPES)
     assert not len(caught.value.trace.rows(0)) and not len(caught.value.trace.events())

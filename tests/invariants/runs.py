@@ -12,6 +12,7 @@ from cacheprobe.capture.observers import StepLog
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Observer, Request, SamplingParams
 from cacheprobe.engine.consistency import narrow_widths, serving_config
+from cacheprobe.execution import Execution
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
@@ -78,7 +79,8 @@ class Watched:
         meta = {"kind": "run", "drafter": repr(drafter) if drafter else None}
         for observer in observers:
             observer.run = self
-        self._steps = self.setup.recorded(self.setup.bind_loop(drafter), self.states, self.log, *observers, **meta)
+        loop = self.setup.bind_loop(drafter)
+        self._steps = Execution(self.setup, loop, self.states, [self.log, *observers], **meta).steps()
 
     def __iter__(self) -> Iterator[int]:
         while True:
