@@ -17,7 +17,7 @@ from cacheprobe.capture.to_disk import OutputOptions, to_disk
 from cacheprobe.continuation import plan_again, unfinished_run
 from cacheprobe.core.config import CaptureConfig, EngineConfig, EngineOptions
 from cacheprobe.core.records import Observer, SamplingParams
-from cacheprobe.core.values import require_known_options
+from cacheprobe.core.values import JsonDict, require_known_options
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.reference import read_rows, run_reference
 from cacheprobe.engine.shapes import choose_shapes
@@ -221,12 +221,12 @@ def estimate(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> 
     return estimate_plan(_plan(model, prompts, drafter, settings), drafter)
 
 
-def _output_of(options: Any) -> dict[str, Any]:
+def _output_of(options: JsonDict) -> JsonDict:
     """Removes the fields of OutputOptions from the options of a call, and returns them."""
     return {name: options.pop(name) for name in OutputOptions.__annotations__ if name in options}
 
 
-def _command_of(to: dict[str, Any]) -> dict[str, Any]:
+def _command_of(to: JsonDict) -> JsonDict:
     """Removes "command" from output options; returns it as a dict, {} without one."""
     return {"command": to.pop("command")} if "command" in to else {}
 

@@ -47,11 +47,12 @@ def plan_again(
     if started := journal.header["from_snapshots"]:
         raise ValueError(f"request {started[0]} began from a KVSnapshot, which is not stored; run it again")
     capture = meta["capture"]
+    layers = tuple(capture["layers"]) if capture["sites"] or capture["heads"] else None
     plan = RunPlan(
         model,
         [request_from_record(item) for item in journal.header["requests"]],
         EngineConfig(**meta["config"]),
-        capture=CaptureConfig(**{**capture, "layers": tuple(capture["layers"]) if capture["sites"] else None}),
+        capture=CaptureConfig(**{**capture, "layers": layers}),
         lens=LATER if meta.get("is_lens_later") else lens,
         path=meta["fingerprint"].get("path", "auto"),
         interventions=interventions,

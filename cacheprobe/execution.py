@@ -2,7 +2,6 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from typing import Any
 
 from cacheprobe.capture.assemble import assemble, meta_before
 from cacheprobe.capture.disk_writer import DiskWriter
@@ -26,7 +25,7 @@ class Execution:
         states: Sequence[SequenceState],
         observers: Sequence[Observer] = (),
         disk: ToDisk | None = None,
-        **meta: Any,
+        **meta: object,
     ) -> None:
         """Prepares the run, whose first pass runs later. loop: from `plan.bind_loop`.  meta: entries of the Trace's
         metadata.  disk: where the run is recorded; None for the memory. States that have ended are not run."""

@@ -1,7 +1,7 @@
 """Defines RunPlan: checks and completes the arguments of a run before the first pass. execution.py executes it."""
 
 import threading
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -15,7 +15,7 @@ from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.config import CaptureConfig, EngineConfig, captured_layers, pick_deterministic
 from cacheprobe.core.noise import derive_seed
 from cacheprobe.core.records import Observer, Request, SamplingParams
-from cacheprobe.core.values import whole_number
+from cacheprobe.core.values import JsonDict, whole_number
 from cacheprobe.drafters.base import Drafter, drafted_layers, require_drafter
 from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.engine.consistency import Hooked, proven_shapes
@@ -292,7 +292,7 @@ class RunPlan:
         the text is "" without an error."""
         return {request.request_id: answer_ids_of(request, self.model) for request in self.requests}
 
-    def meta(self, meta: dict[str, Any]) -> dict[str, Any]:
+    def meta(self, meta: Mapping[str, object]) -> JsonDict:
         """Returns entries of the metadata with those that this plan adds before the first pass."""
         interventions = {} if self.editor is None else {"interventions": self.editor.record()}
         return {**meta, "path_reason": self.path_reason, **interventions}

@@ -18,6 +18,7 @@ from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.records import Finished, Observer, StepRecord
 from cacheprobe.core.values import JsonDict
 from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.trace.parts.growing import GrowingRun
 from cacheprobe.trace.parts.journal import Journal, append_part, last_step, next_number, waiting_file
 from cacheprobe.trace.places import Recording, saying_why
 from cacheprobe.trace.run_files import RunFiles
@@ -49,7 +50,7 @@ class DiskWriter(Observer):
         self.recorder, self.place, self.part_bytes = recorder, place, part_bytes
         self._files = RunFiles(place.directory, place.staging, place.run_id)
         self._number = next_number(journal)
-        self._tokens = journal.tokens
+        self._tokens, self._texts = journal.tokens, GrowingRun(journal).texts
         self._names: dict[str, list[str]] = {}
         """Names of the files, by kind, that the journal does not name yet."""
         self._labelled: list[list[object]] = []
@@ -98,7 +99,7 @@ class DiskWriter(Observer):
             return
         self._write()
         before = self._waiting
-        with saying_why(self.place.directory):
+        with saying_why(self.place.directory, self._kept):
             append_part(self.place.directory, self._part({str(s.request_id): s.error for s in states if s.error}))
             if before is not None:
                 (self.place.directory / before).unlink(missing_ok=True)
@@ -119,7 +120,7 @@ class DiskWriter(Observer):
         events = tables.events_table(part.steps)
         tokens = tables.tokens_table(rows, self._committed, events, part.columns, texts_of).token_id
         self._new_tokens |= {*tokens.tolist()} - self._seen_tokens
-        with saying_why(self.place.directory):
+        with saying_why(self.place.directory, self._kept):
             for kind, table in (("rows", rows), ("events", events), ("ledger", tables.ledger_table(part.ledger))):
                 if len(table):
                     self._write_table(kind, table)
@@ -128,6 +129,11 @@ class DiskWriter(Observer):
                 if any(tensor.numel() for tensor in tensors.values()):
                     self._write_tensors(kind, tensors)
         self._number += 1
+
+    @property
+    def _kept(self) -> str:
+        """Says, in an error of the file system, what is left and how the run goes on."""
+        return f"its whole parts stay; when the fault is gone, `cacheprobe resume {self.place.directory}` continues it"
 
     def _write_table(self, kind: str, table: pd.DataFrame) -> None:
         name = f"{kind}-{self.place.run_id}-{self._number:05d}.parquet"
@@ -146,7 +152,7 @@ class DiskWriter(Observer):
         recorder, reader, new = self.recorder, self.recorder.reader, sorted(self._new_tokens)
         masses = dict(list(recorder.answer_mass.items())[self._num_masses :])
         self._num_masses = len(recorder.answer_mass)
-        texts = {number: recorder.model.decode(self._tokens[number]) for number in self._committed}
+        texts = {number: self._new_text(number) for number in self._committed}
         return {
             "step": self._step,
             "num_rows": recorder.num_taken,
@@ -169,6 +175,16 @@ class DiskWriter(Observer):
             "self_checks": {"compared": recorder.num_compared, "differences": recorder.differences},
             "checks": [asdict(check) for check in (recorder.residual_check, recorder.lens_check) if check.num_rows],
         }
+
+    def _new_text(self, request_id: int) -> tuple[int, str]:
+        """Returns (number of characters of the request's earlier text that stay, the text after them). A new token may
+        change an incomplete character before it."""
+        earlier, now = self._texts[request_id], self.recorder.model.decode(self._tokens[request_id])
+        self._texts[request_id] = now
+        shorter = min(len(earlier), len(now))
+        is_longer = now.startswith(earlier)
+        num_kept = shorter if is_longer else next((i for i in range(shorter) if earlier[i] != now[i]), shorter)
+        return num_kept, now[num_kept:]
 
     def _write_waiting(self, waiting: Sequence[Queued]) -> JsonDict | None:
         """Writes the rows that wait for their next token; returns the file's name and checksums, None without rows."""

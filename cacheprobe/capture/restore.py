@@ -60,7 +60,7 @@ def restore_recorder(recorder: Recorder, states: Sequence[SequenceState], journa
     _restore_readings(recorder, journal)
     in_use = rows_in_use(run.table("ledger")).groupby("request_id").rows.last().to_dict()
     for state in states:
-        if state.status is Status.PREEMPTED:
+        if state.status is Status.PREEMPTED and in_use[state.request_id]:  # else it was preempted before the kill
             recorder.on_ledger(state.request_id, step, 0, in_use[state.request_id], "free")
             recorder.on_preempt(state.request_id, step)
 

@@ -89,6 +89,9 @@ def run(
         "settings": _given(model) | _given(prompts) | _given(settings),
     }
     is_saved_at_end = (out / MANIFEST).exists() or bool(reason_against(loaded))
+    if memory_budget is not None and is_saved_at_end:
+        why = reason_against(loaded) or "a run that replaces another one is written at its end"
+        raise ValueError(f"--memory-budget cannot be kept: {why}")
     to: OutputOptions = {"command": command}
     if not is_saved_at_end:
         to |= {"out": out, "overwrite": overwrite, "memory_budget": memory_budget}

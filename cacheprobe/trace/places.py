@@ -164,9 +164,9 @@ def _unfinished_in(directory: Path) -> list[str]:
 
 
 @contextmanager
-def saying_why(directory: Path) -> Iterator[None]:
+def saying_why(directory: Path, kept: str = "a run that was there is unchanged") -> Iterator[None]:
     """Turns an error of the file system, or of a lock, inside the `with` into a TraceError with the directory and the
-    reason."""
+    reason. kept: what the message says about the files that are there."""
     from safetensors import SafetensorError
 
     try:
@@ -177,9 +177,7 @@ def saying_why(directory: Path) -> Iterator[None]:
         ) from None
     except (OSError, SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise TraceError(
-            f"the run cannot be saved in {directory}: {reason}; a run that was there is unchanged"
-        ) from error
+        raise TraceError(f"the run cannot be saved in {directory}: {reason}; {kept}") from error
 
 
 def _require_writable(directory: Path) -> None:

@@ -1,5 +1,6 @@
 """Runs that are recorded to disk: equal to runs in memory, readable while they grow, and continued after a kill."""
 
+import errno
 import json
 import random
 import subprocess
@@ -182,6 +183,39 @@ def test_killed_runs_go_on(seed: int, tmp_path: Path) -> None:
             time.sleep(draw.uniform(0, 1.2))
             process.kill()
         require_continued(directory, drafter, wholes[drafter], is_verified=number % 10 == 0)
+
+
+def test_a_full_disk_leaves_the_parts_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, count = cp.run(loaded(), PROMPTS, **LONG), iter(range(10**6))
+    write = disk_writer.RunFiles._write_whole
+
+    def full(*given: Any) -> None:
+        if next(count) >= 40:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(disk_writer.RunFiles, "_write_whole", full)
+        with pytest.raises(TraceError, match="No space left.*its whole parts stay.*cacheprobe resume"):
+            recorded(tmp_path / "run", "none")
+    assert any(cp.load_trace(tmp_path / "run").tokens.values())
+    require_continued(tmp_path / "run", "none", whole, is_verified=True)
+
+
+def test_a_run_with_preempted_requests_goes_on(tmp_path: Path) -> None:
+    settings = {k: v for k, v in LONG.items() if k != "progress"} | {"max_kv_tokens": 90, "capture": "STCZ"}
+    whole = cp.run(loaded(), PROMPTS, **settings, progress=False)
+    stream = cp.stream(loaded(), PROMPTS, **settings, out=tmp_path / "run")
+    while not any(line["preemptions"] for line in parts_in(tmp_path / "run")):
+        next(stream)
+    stream.close()
+    require_continued(tmp_path / "run", "none", whole, is_verified=True)
+
+
+def parts_in(directory: Path) -> tuple[dict[str, Any], ...]:
+    """The parts in a run's journal so far."""
+    journal = read_journal(directory)
+    return journal.parts if journal is not None else ()
 
 
 def test_a_run_is_continued_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

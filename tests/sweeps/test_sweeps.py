@@ -16,6 +16,7 @@ import cacheprobe as cp
 from cacheprobe.core.registry import names as plug_in_names
 from cacheprobe.models.hf.adapters import adapter_directory
 from cacheprobe.ops.compiled.choice import choose
+from cacheprobe.sweeps import code
 from cacheprobe.sweeps.cells import Cell, combinations, distinguishing_labels
 from cacheprobe.sweeps.dry_run import dry_run
 from cacheprobe.sweeps.engine import COMPLETE, FAILED, PARTIAL, sweep
@@ -114,6 +115,16 @@ def test_the_index_is_made_up_from_the_manifests(serial: Path) -> None:
     )
     (serial / INDEX).write_bytes(b"cut short")
     assert len(cp.load_sweep(serial)) == 3
+
+
+def test_all_code_that_makes_a_shard_is_hashed() -> None:
+    """Each part of the package that a run goes through is hashed, or is named here because it makes no bit of one."""
+    others = {"sweeps", "cli", "dashboard", "doctor", "stress", "plots", "patching", "probes", "training"}
+    others |= {"estimates", "continuation.py", "__init__.py", "__main__.py", "__pycache__", "py.typed"}
+    others |= {
+        path.name for path in code._PACKAGE.iterdir() if not path.name.endswith(".py") and not any(path.rglob("*.py"))
+    }
+    assert {path.name for path in code._PACKAGE.iterdir()} - others == {p for p in code._PARTS if "/" not in p}
 
 
 def test_another_code_version_is_kept_apart(serial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ A run is finished by one table of each kind in place of those of the parts, and 
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -127,7 +126,10 @@ class GrowingRun:
     def texts(self) -> dict[int, str]:
         """Text of each request so far."""
         texts = dict.fromkeys((request["request_id"] for request in self.journal.header["requests"]), "")
-        return texts | {int(request_id): text for request_id, text in self.journal.gathered("texts").items()}
+        for part in self.journal.parts:
+            for request_id, (num_kept, added) in part["texts"].items():
+                texts[int(request_id)] = texts[int(request_id)][:num_kept] + added
+        return texts
 
     @property
     def token_table(self) -> pd.DataFrame:
@@ -135,7 +137,7 @@ class GrowingRun:
         ids = sorted(self.token_texts)
         return pd.DataFrame({"token_id": ids, "token": [visible(self.token_texts[token_id]) for token_id in ids]})
 
-    def fields(self, model: CachedLM | None) -> dict[str, Any]:
+    def fields(self, model: CachedLM | None) -> JsonDict:
         """Returns the fields of the run so far as a dict by name: the keyword arguments of `Trace`."""
         rows = self.rows()
 
