@@ -221,7 +221,7 @@ def estimate(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> 
     return estimate_plan(_plan(model, prompts, drafter, settings), drafter)
 
 
-def _output_of(options: JsonDict) -> JsonDict:
+def _output_of(options: Any) -> JsonDict:
     """Removes the fields of OutputOptions from the options of a call, and returns them."""
     return {name: options.pop(name) for name in OutputOptions.__annotations__ if name in options}
 
