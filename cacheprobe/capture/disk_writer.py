@@ -83,10 +83,6 @@ class DiskWriter(Observer):
         if self.recorder.num_bytes >= self.part_bytes:
             self._write()
 
-    def label_undecided(self, rows: Sequence[int], status: str) -> None:
-        """Gives rows of earlier parts this role and status, with the next part."""
-        self._labelled += [[row, status, status] for row in rows]
-
     def end_round(self, states: Sequence[SequenceState], *, is_last: bool = False) -> None:
         """Names the written files in the journal, with what the recorder holds now, if a part is due.
 

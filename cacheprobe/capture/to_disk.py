@@ -18,7 +18,7 @@ from cacheprobe.core.values import JsonDict, num_bytes
 from cacheprobe.engine.sizes import available_bytes
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
-from cacheprobe.trace.parts.growing import UNDECIDED, GrowingRun
+from cacheprobe.trace.parts.growing import GrowingRun
 from cacheprobe.trace.parts.journal import Journal, begin_journal, cut_journal, read_journal
 from cacheprobe.trace.places import Recording, recording, saying_why
 from cacheprobe.trace.run_files import RunFiles
@@ -58,9 +58,7 @@ class ToDisk:
                 cut_journal(journal)
                 _delete_unnamed(journal)
         restore_recorder(recorder, states, journal)
-        writer = DiskWriter(recorder, self.place, self.part_bytes, journal)
-        writer.label_undecided(GrowingRun(journal).undecided(), UNDECIDED)
-        return writer
+        return DiskWriter(recorder, self.place, self.part_bytes, journal)
 
     def finish(self, meta: JsonDict) -> None:
         """Writes one table of each kind, and the manifest. meta: of the whole run."""

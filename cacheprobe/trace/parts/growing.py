@@ -64,12 +64,6 @@ class GrowingRun:
         rows.loc[rows.role == "", ["role", "status"]] = UNDECIDED
         return rows
 
-    def undecided(self) -> list[int]:
-        """Returns the numbers of the rows whose draft token has no verdict in the journal."""
-        labelled = {line[0] for part in self.journal.parts for line in part["labelled"]}
-        rows = self.table("rows")
-        return sorted({*rows[rows.role == ""].row.tolist()} - labelled)
-
     def texts_of(self, token_ids: Sequence[int]) -> list[str]:
         """Returns the text of each token id."""
         return [self.token_texts[token_id] for token_id in token_ids]
