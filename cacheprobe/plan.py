@@ -22,7 +22,8 @@ from cacheprobe.engine.consistency import Hooked, proven_shapes
 from cacheprobe.engine.fingerprint import Fingerprint, require_ready, schedule_fingerprint
 from cacheprobe.engine.loop import rounds
 from cacheprobe.engine.model_runner import ModelRunner
-from cacheprobe.engine.sizes import require_cache_fits, require_records_fit
+from cacheprobe.engine.shapes import with_capacity
+from cacheprobe.engine.sizes import require_cache_fits, require_records_fit, require_room
 from cacheprobe.engine.watch import Watch
 from cacheprobe.interventions.base import Intervention, as_interventions
 from cacheprobe.interventions.checks import Drafting
@@ -68,7 +69,8 @@ class RunPlan:
         """Checks the arguments, but not yet whether interventions can act. Raises: ValueError for arguments that do not
         fit the model, or if the run is estimated not to fit in memory.
 
-        open_shapes: which of "window" and "group" `states` may replace if passes of the shape depend on the batch.
+        open_shapes: which settings the caller did not give: the capacity is chosen by the longest request; `states` may
+            replace window and group if passes of the shape depend on the batch.
         max_in_flight: maximum number of requests with a cache row; config.max_batch if None.
         """
         if not hasattr(model, "new_cache"):
@@ -97,6 +99,11 @@ class RunPlan:
         chosen = pick_deterministic(deterministic, len(listed))
         self._check_sizes([self._size(item) for item in listed], max_in_flight)
         tokenized = [self._request(item, i, i in chosen) for i, item in enumerate(listed)]
+        if "capacity" in open_shapes:
+            needed = [(r.num_prompt_tokens, self._size(r)[1], r.num_cached) for r in tokenized]
+            self.config = with_capacity(config, needed, model.n_ctx, "window" in open_shapes)
+        for request in tokenized:
+            require_room(self.config, request, self._size(request)[1])
         self._check_sizes([(r.num_prompt_tokens, *self._size(r)[1:]) for r in tokenized], max_in_flight)
         requests: list[Request] = []
         for request in tokenized:
@@ -115,8 +122,11 @@ class RunPlan:
     def _check_sizes(self, requests: list[tuple[int, int, int]], max_in_flight: int | None) -> None:
         """Raises: ValueError if the estimated memory of the run's KV cache, or of its records, is not available.
         requests: (prompt tokens, new tokens, samples) of each prompt."""
-        in_flight = min(sum(n for _, _, n in requests), max_in_flight or self.config.max_batch)
-        require_cache_fits(self.model, self.config, in_flight, max(prompt + new for prompt, new, _ in requests))
+        config = replace(self.config, max_batch=max_in_flight or self.config.max_batch)
+        slots = [
+            config.slots_needed(prompt, new) for prompt, new, n in requests for _ in range(min(n, config.max_batch))
+        ]
+        require_cache_fits(self.model, config, slots)
         require_records_fit(self.model, self.recorded_capture, self.layers, requests)
 
     def _samples(self, request: Request, first: int, run_seed: int) -> tuple[Request, ...]:
@@ -158,7 +168,7 @@ class RunPlan:
         return request
 
     def _check_fit(self, request: Request) -> None:
-        """Raises: ValueError if prompt and new tokens exceed the model's context, or the limits of `_require_room`."""
+        """Raises: ValueError if prompt and new tokens exceed the model's context."""
         assert request.sampling is not None and request.sampling.max_new_tokens is not None
         prompt, new, n_ctx = request.num_prompt_tokens, request.sampling.max_new_tokens, self.model.n_ctx
         if prompt + new > n_ctx:
@@ -166,7 +176,6 @@ class RunPlan:
                 f"request {request.request_id}: prompt of {prompt} + {new} new tokens exceed the model's context of "
                 f"{n_ctx}; shorten the prompt or set max_new_tokens={max(n_ctx - prompt, 0)} or less"
             )
-        _require_room(self.config, request, new)
 
     def _check_positions(self) -> None:
         """Raises: ValueError if the largest of capture.positions is beyond the last position of every request."""
@@ -240,7 +249,7 @@ class RunPlan:
         self.model.check_settings(config.window)
         for request in self.requests:
             sampling = (request.sampling or self.fallback).over(self.fallback)
-            _require_room(config, request, sampling.max_new_tokens or 1)
+            require_room(config, request, sampling.max_new_tokens or 1)
 
     def _editor(self, drafter: Drafter | None, states: Sequence[SequenceState], is_all_verified: bool) -> Editor | None:
         """Returns the Editor of the run's interventions; None without interventions."""
@@ -315,23 +324,6 @@ class RunPlan:
                 sink = of_this_thread(self.watch.listening(recorder.on_state))
                 stack.enter_context(self.model.capturing(recorder.wanted(), sink))
             yield
-
-
-def _require_room(config: EngineConfig, request: Request, new: int) -> None:
-    """Raises: ValueError if a prompt, `new` new tokens and the window exceed the cache's capacity or max_kv_tokens."""
-    prompt, window = request.num_prompt_tokens, config.window
-    needed = config.slots_needed(prompt, new, request.num_cached)
-    if needed > config.capacity:
-        raise ValueError(
-            f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {window} need {needed} "
-            f"cache slots, capacity is {config.capacity}; set capacity={needed} or more"
-        )
-    if config.max_kv_tokens is not None and prompt + new + window > config.max_kv_tokens:
-        raise ValueError(
-            f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {window} exceed "
-            f"max_kv_tokens={config.max_kv_tokens} even when it runs alone; set max_kv_tokens={prompt + new + window} "
-            "or more"
-        )
 
 
 def of_this_thread(sink: StateSink) -> StateSink:

@@ -27,8 +27,10 @@ class EngineOptions(TypedDict, total=False):
     group: int | None
     """Requests of a verify pass (G). By default the first number for which every batch index gives the same bits on
     this machine."""
-    capacity: int
-    """Cache slots of each request, part of the schedule fingerprint; prompt + max_new_tokens + window must fit."""
+    capacity: int | None
+    """Cache slots of each request; prompt + max_new_tokens + window must fit. By default 512, or the first of 1,024,
+    2,048, ... that the longest request fits. Part of the schedule fingerprint, unless attention runs request by
+    request: the bits are then the same for every multiple of 64."""
     prefill_chunk: int | None
     """Prompt tokens fed at once for verified requests; by default 128, or 32 if prompts are padded."""
     prefill_group: int | None

@@ -254,17 +254,32 @@ _LATER_FIELDS = {
 """Fields that fingerprints of earlier runs lack, with the defaults that those runs are assumed to have used."""
 
 
+CAPACITY_STEP = 64
+"""Cache slots. Attention that runs request by request covers a multiple of this number of slots, so its bits are the
+same for every capacity that is a multiple."""
+ANY_CAPACITY = f"any multiple of {CAPACITY_STEP}"
+"""Entry of a schedule fingerprint in place of the capacity, where bits do not depend on it."""
+
+
 def fingerprint_differences(a: Mapping[str, object], b: Mapping[str, object]) -> list[tuple[str, object, object]]:
     """Returns (field, value in a, value in b) for every field in which two schedule fingerprints differ, sorted by
     field.
 
     A value is None if the fingerprint lacks the field. A field that an earlier version did not record is compared by
     its default; its value is then a text that says so (for pad_prefill, True). Names of model and adapter are not
-    compared, because the weights are.
+    compared, because the weights are. A capacity in slots equals ANY_CAPACITY if it is such a multiple.
     """
     keys = sorted({*a, *b} - {"model", "adapter"})
-    differing = [key for key in keys if _field(a, key) != _field(b, key)]
+    differing = [key for key in keys if _field(a, key) != _field(b, key) and not _fit_any_capacity(key, a, b)]
     return [(key, _value_or_note(a, key), _value_or_note(b, key)) for key in differing]
+
+
+def _fit_any_capacity(key: str, a: Mapping[str, object], b: Mapping[str, object]) -> bool:
+    """Returns True if one fingerprint holds for any multiple of CAPACITY_STEP slots and the other has such a number."""
+    if key != "capacity" or ANY_CAPACITY not in (a.get(key), b.get(key)):
+        return False
+    (slots,) = {a.get(key), b.get(key)} - {ANY_CAPACITY}
+    return isinstance(slots, int) and slots % CAPACITY_STEP == 0
 
 
 def _field(fingerprint: Mapping[str, object], key: str) -> object:

@@ -94,8 +94,8 @@ class RunFlags:
     """Largest number of tokens to generate for a prompt."""
     seed: int = 0
     """Seed of the task's examples and of the sampling noise."""
-    capacity: int = EngineConfig.capacity
-    """Cache slots of each request; prompt, new tokens and window must fit."""
+    capacity: int | None = None
+    """Cache slots of each request; by default what the longest request needs."""
     max_batch: int = EngineConfig.max_batch
     """Requests in flight at once; the others wait."""
     max_kv_tokens: int | None = EngineConfig.max_kv_tokens

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
+from cacheprobe.engine.shapes import config_to_try
 from cacheprobe.engine.trial import Cycle, num_cycles
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.fast.operations import Operations
@@ -117,11 +118,17 @@ def proven_shapes(
 
     Arguments and errors: see `serving_config`; with determinism="invariant", see `invariant_widths`.
     """
+    tried = config_to_try(config, model.attends_by_request)
     if config.is_invariant:
-        _require_prefill(model, config, hooked)
-        return config, invariant_widths(model, config, hooked, num_requests)
-    config = serving_config(model, config, open_shapes, hooked, is_any_deterministic, require_fit)
-    return config, narrow_widths(model, config, hooked)
+        _require_prefill(model, tried, hooked)
+        return config, invariant_widths(model, tried, hooked, num_requests)
+
+    def fits(other: EngineConfig) -> None:
+        """Calls `require_fit` with the run's capacity."""
+        require_fit(replace(other, capacity=config.capacity))
+
+    tried = serving_config(model, tried, open_shapes, hooked, is_any_deterministic, fits)
+    return replace(tried, capacity=config.capacity), narrow_widths(model, tried, hooked)
 
 
 def invariant_widths(

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Request, fingerprint_differences
+from cacheprobe.engine.shapes import shared_capacity
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.interventions.editor import intervention_entries
 from cacheprobe.models.base import CachedLM
@@ -33,17 +34,17 @@ def schedule_fingerprint(
 
     lens_tile: number of vectors that a lens reads in one pass. `max_batch`, the drafter and the prompts are left out.
     """
+    facts = model.fingerprint()
     shapes = {
         "window": config.window,
         "group": config.group,
-        "capacity": config.capacity,
+        "capacity": shared_capacity(facts.get("attention"), config.capacity),
         "prefill_chunk": config.prefill_chunk,
         "prefill_group": config.prefill_group,
         "lens_tile": lens_tile,
         "determinism": config.determinism,
         **({} if config.pad_prefill else {"pad_prefill": False}),
     }
-    facts = model.fingerprint()
     snapshots = [f"request {r.request_id}: {r.cached.digest()}" for r in requests if r.cached is not None]
     cached = {"cached": "; ".join(snapshots)} if snapshots else {}
     return {**facts, **shapes, **intervention_entries(interventions, facts), **cached}

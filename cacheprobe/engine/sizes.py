@@ -18,12 +18,16 @@
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from cacheprobe.core.config import CaptureConfig, EngineConfig
+from cacheprobe.core.records import CAPACITY_STEP, Request
+from cacheprobe.engine.shapes import config_to_try
+from cacheprobe.kvcache.storage import is_mapped
 from cacheprobe.models.base import CachedLM
 
 TOKEN_BYTES = 2_300
@@ -69,41 +73,83 @@ def _from_cgroup(path: Path) -> int | None:
 # -- the cache, which one allocation takes
 
 
-def require_cache_fits(model: CachedLM, config: EngineConfig, in_flight: int, num_needed: int = 1) -> None:
+def require_room(config: EngineConfig, request: Request, new: int) -> None:
+    """Raises: ValueError if a prompt, `new` new tokens and the window exceed the cache's capacity or max_kv_tokens."""
+    prompt, window = request.num_prompt_tokens, config.window
+    needed = config.slots_needed(prompt, new, request.num_cached)
+    if needed > config.capacity:
+        raise ValueError(
+            f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {window} need {needed} "
+            f"cache slots, capacity is {config.capacity}; set capacity={needed} or more"
+        )
+    if config.max_kv_tokens is not None and prompt + new + window > config.max_kv_tokens:
+        raise ValueError(
+            f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {window} exceed "
+            f"max_kv_tokens={config.max_kv_tokens} even when it runs alone; set max_kv_tokens={prompt + new + window} "
+            "or more"
+        )
+
+
+def cache_slots(config: EngineConfig, slots: Sequence[int], device: torch.device) -> int:
+    """Returns the number of cache slots that take memory on a device: those of the requests in flight and of a dummy.
+
+    slots: what each request needs, see `EngineConfig.slots_needed`.
+    """
+    in_flight = sorted(slots, reverse=True)[: config.max_batch]
+    if not is_mapped(device):
+        return (len(in_flight) + 1) * config.capacity
+    of_rows = (-(-count // CAPACITY_STEP) * CAPACITY_STEP for count in (*in_flight, config.window))
+    return sum(min(of_row, config.capacity) for of_row in of_rows)
+
+
+def require_cache_fits(model: CachedLM, config: EngineConfig, slots: Sequence[int]) -> None:
     """Checks the memory before a run. Raises: ValueError if the KV cache and the logits of one verify pass exceed a
     device's available memory; nothing is checked if that is unknown.
 
-    The message names the largest sizes that fit, if it is enough to lower one of them.
-    in_flight: maximum number of requests with a cache row.  num_needed: slots that the longest request needs.
+    The message names the largest sizes that fit, if it is enough to lower one of them. slots: as for `cache_slots`.
     """
     probe = model.new_cache(1, 1)
     per_slot: Counter[torch.device] = Counter()
     for tensor in (*probe.keys, *probe.values):
         per_slot[tensor.device] += tensor.numel() * tensor.element_size()
-    group, window = config.group or 1, config.window or 1
-    spare = max(group, config.prefill_group or 1)
-    widest = "group" if spare == group else "prefill_group"
+    widest = "group" if config.group >= config.prefill_group else "prefill_group"
+    least = {widest: 1, "capacity": max([config.window, *slots]), "max_batch": 1}
     for device, slot_bytes in per_slot.items():
         available = available_bytes(device)
-        per_place = window * model.d_vocab * model.dtype.itemsize if device == model.device else 0
-        row_bytes = config.capacity * slot_bytes
-        needed = (in_flight + spare) * row_bytes + group * per_place
-        if available is None or needed <= available:
+
+        def needed(config: EngineConfig, slot_bytes: int = slot_bytes, device: torch.device = device) -> int:
+            """Returns the bytes that a run with this config needs on the device."""
+            rows, spare = min(len(slots), config.max_batch) + 1, max(config.group, config.prefill_group)
+            trial = spare * config_to_try(config, model.attends_by_request).capacity
+            longest = rows * config.capacity // (2 * model.n_layers)  # Linux maps no tensor larger than the memory
+            at_once = max(cache_slots(config, slots, device), trial, longest)
+            logits = config.group * config.window * model.d_vocab * model.dtype.itemsize
+            return at_once * slot_bytes + logits * (device == model.device)
+
+        if available is None or needed(config) <= available:
             continue
-        largest = {
-            widest: (available - in_flight * row_bytes) // (row_bytes + per_place),
-            "capacity": (available - group * per_place) // ((in_flight + spare) * slot_bytes),
-            "max_batch": (available - group * per_place) // row_bytes - spare,
-        }
-        least = {widest: 1, "capacity": max(num_needed, window), "max_batch": 1}
-        given = {widest: spare, "capacity": config.capacity, "max_batch": in_flight}
-        fits = [f"{name}={value}" for name, value in largest.items() if least[name] <= value < given[name]]
+        fits = [
+            f"{name}={value}" for name in least if (value := _largest(needed, config, name, available, least[name]))
+        ]
         remedy = f"largest that fits: {' or '.join(fits)}" if fits else "lower several of them together"
         raise ValueError(
-            f"a cache of {in_flight + spare} sequences ({in_flight} requests at once + {spare} of {widest}) x capacity "
-            f"{config.capacity}, and the logits of {group} x {window} tokens, need {bytes_text(needed)} on {device}; "
-            f"{bytes_text(available)} are available; {remedy}"
+            f"a cache for {min(len(slots), config.max_batch)} requests at once, for passes of "
+            f"{widest}={getattr(config, widest)}, with capacity {config.capacity}, and the logits of {config.group} x "
+            f"{config.window} tokens, need {bytes_text(needed(config))} on {device}; {bytes_text(available)} are "
+            f"available; {remedy}"
         )
+
+
+def _largest(
+    needed: Callable[[EngineConfig], int], config: EngineConfig, name: str, available: int, least: int
+) -> int | None:
+    """Returns the largest value of a setting, from `least` up to that of the config, with which a run needs no more
+    than the available bytes; None if there is none."""
+    low, high = least - 1, getattr(config, name)
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if needed(replace(config, **{name: middle})) <= available else (low, middle)
+    return low if low >= least else None
 
 
 # -- the records, which grow with every token

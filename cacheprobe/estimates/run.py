@@ -10,7 +10,7 @@ from cacheprobe.drafters.early_exit import EarlyExit
 from cacheprobe.drafters.fast_path import FastPath
 from cacheprobe.drafters.model import DraftModel
 from cacheprobe.engine.drafting import is_own
-from cacheprobe.engine.sizes import READING_BYTES, TOKEN_BYTES, available_bytes, state_bytes, state_dtype
+from cacheprobe.engine.sizes import READING_BYTES, TOKEN_BYTES, available_bytes, cache_slots, state_bytes, state_dtype
 from cacheprobe.estimates.assumed import ALL_ACCEPTED, ALL_REJECTED
 from cacheprobe.estimates.counting import count
 from cacheprobe.estimates.result import Bounds, Estimate, PassCost
@@ -56,7 +56,8 @@ def estimate_plan(plan: RunPlan, drafter: Drafter | None) -> Estimate:
     in_flight = min(len(plan.requests), plan.config.max_batch)
     slot_bytes = plan.model.new_cache(1, 1).cache_bytes
     sizes = [_sizes(plan, tally, tables) for tally in tallies]
-    cache_bytes = slot_bytes * (in_flight + 1) * plan.config.capacity
+    needed = [plan.config.slots_needed(r.num_prompt_tokens, new_tokens(r)) for r in plan.requests]
+    cache_bytes = slot_bytes * cache_slots(plan.config, needed, plan.model.device)
     kept_kv = sum(_num_positions(request) for request in plan.requests if request.keep_kv) * slot_bytes
     beside = cache_bytes + kept_kv + _draft_cache_bytes(plan, drafter, in_flight) + _logit_bytes(plan, least)
     seconds, costs = _seconds(plan, drafter, tallies, tables, in_flight)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cacheprobe.kvcache.head_masks import HeadMasks
 from cacheprobe.kvcache.ledger import CacheIntegrityError, Ledger
+from cacheprobe.kvcache.storage import zero_slots
 from cacheprobe.kvcache.thought import RowThought
 from cacheprobe.ops.attention.by_request import Reach
 from cacheprobe.ops.equality import bitwise
@@ -26,9 +27,6 @@ from cacheprobe.ops.equality import bitwise
 _SPAN_STEP = 32
 """Step in slots by which attention's span grows: fewer spans mean fewer tensor shapes."""
 
-_ALIGNED_SLOTS = 64
-"""Each cache row occupies a multiple of this number of slots in memory. Every row and head then begins at a multiple of
-64 bytes; the sums of some libraries depend on this alignment."""
 
 StoreSlots = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """Function (k, v, keys, values, rows, starts) that writes new keys and values, as `ops.cache_rows.store_kv` does."""
@@ -89,8 +87,8 @@ class KVCache:
         self.rows, self.capacity = rows, capacity
         devices = [device] * len(layer_shapes) if isinstance(device, str | torch.device) else device
         layers = list(zip(layer_shapes, devices, strict=True))
-        self.keys = [_slots(rows, h, capacity, dk, dtype, at) for (h, dk, _), at in layers]
-        self.values = [_slots(rows, h, capacity, dv, dtype, at) for (h, _, dv), at in layers]
+        self.keys = [zero_slots(rows, h, capacity, dk, dtype, at) for (h, dk, _), at in layers]
+        self.values = [zero_slots(rows, h, capacity, dv, dtype, at) for (h, _, dv), at in layers]
         self.span = capacity
         """Number of slots that attention runs over: all if results must be batch-invariant, fewer if later slots are
         unused."""
@@ -389,9 +387,3 @@ class KVCache:
 def _is_finite(values: Tensor) -> bool:
     """Returns True if every number of a tensor is finite."""
     return bool(torch.isfinite(values.sum(dtype=torch.float32))) or bool(torch.isfinite(values).all())
-
-
-def _slots(rows: int, heads: int, capacity: int, width: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Returns a zero tensor [rows, heads, capacity, width] whose rows and heads begin at multiples of 64 bytes."""
-    allocated = -(-capacity // _ALIGNED_SLOTS) * _ALIGNED_SLOTS
-    return torch.zeros(rows, heads, allocated, width, dtype=dtype, device=device)[:, :, :capacity]

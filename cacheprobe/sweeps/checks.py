@@ -64,7 +64,7 @@ def complaint(axes: JsonDict, run: SweepRunSettings, known: dict[PromptKey, tupl
             needed = config.slots_needed(tokens, run.max_new_tokens)
             if tokens + run.max_new_tokens > facts.n_ctx:
                 return f"prompt of {tokens} + {run.max_new_tokens} new tokens exceed the context of {facts.n_ctx}"
-            if needed > run.capacity:
+            if run.capacity is not None and needed > run.capacity:
                 return (
                     f"{needed} cache slots are needed, capacity is {run.capacity}; set run.capacity: {needed} or more"
                 )

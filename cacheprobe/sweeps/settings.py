@@ -116,9 +116,9 @@ class SweepRunSettings(_Strict):
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     """cpu, cuda or cuda:1. A Ray actor sees the GPUs that `resources.num_gpus` gives it, counted from 0."""
     max_new_tokens: Count = RunFlags.max_new_tokens
-    capacity: Count = RunFlags.capacity
+    capacity: Count | None = RunFlags.capacity
     group: Count | None = RunFlags.group
-    """None: `cp.run` chooses. The same holds for `prefill_chunk`, `prefill_group` and `pad_prefill`."""
+    """None: `cp.run` chooses. The same holds for `capacity`, `prefill_chunk`, `prefill_group` and `pad_prefill`."""
     prefill_chunk: Count | None = None
     prefill_group: Count | None = None
     pad_prefill: Annotated[bool, Field(strict=True)] | None = None

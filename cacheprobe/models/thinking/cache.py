@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.storage import zeros
 from cacheprobe.kvcache.thought import RowThought as RowThought
 from cacheprobe.models.thinking.blocks import Memory, Remembered, attention_bias
 from cacheprobe.models.thinking.config import ThinkingConfig
@@ -33,8 +34,8 @@ class ThinkingCache(KVCache):
         chunk: int,
     ) -> None:
         super().__init__(rows, capacity, layer_shapes, dtype, device)
-        self.layer_outputs = torch.zeros(rows, capacity, d_model, dtype=dtype, device=device)
-        self.chunk_states = torch.zeros(rows, capacity + chunk, d_model, dtype=dtype, device=device)
+        self.layer_outputs = zeros((rows, capacity, d_model), dtype, device)
+        self.chunk_states = zeros((rows, capacity + chunk, d_model), dtype, device)
         """Chunk state to add at each position. A state belongs to the chunk after its thought, which may lie beyond the
         capacity, so there are `chunk` more positions."""
         self._thoughts: list[RowThought] = []

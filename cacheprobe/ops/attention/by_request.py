@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from cacheprobe.core.records import CAPACITY_STEP
 from cacheprobe.ops.compiled.attention import decode_attention, serves
 from cacheprobe.ops.compiled.basics import COMPILER
 
-SPAN_STEP = 64
+SPAN_STEP = CAPACITY_STEP
 """Step in slots by which attention spans grow: the token at position p attends over the first ceil((p + 1) / 64) * 64
 slots."""
 
