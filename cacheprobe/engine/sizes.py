@@ -134,7 +134,7 @@ def require_cache_fits(model: CachedLM, config: EngineConfig, slots: Sequence[in
         remedy = f"largest that fits: {' or '.join(fits)}" if fits else "lower several of them together"
         raise ValueError(
             f"a cache for {min(len(slots), config.max_batch)} requests at once, for passes of "
-            f"{widest}={getattr(config, widest)}, with capacity {config.capacity}, and the logits of {config.group} x "
+            f"{getattr(config, widest)} ({widest}), with capacity {config.capacity}, and logits of {config.group} x "
             f"{config.window} tokens, need {bytes_text(needed(config))} on {device}; {bytes_text(available)} are "
             f"available; {remedy}"
         )

@@ -184,9 +184,12 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"group": 10**6}, ["a cache for 1 requests at once", "group=1000000", "largest that fits: group="]),
-        ({"capacity": 10**9}, ["for passes of group=2", "capacity 1000000000", "largest that fits: capacity="]),
-        ({"prefill_group": 10**6}, ["prefill_group=1000000", "largest that fits: prefill_group="]),
+        (
+            {"group": 10**6},
+            ["a cache for 1 requests at once", "passes of 1000000 (group)", "largest that fits: group="],
+        ),
+        ({"capacity": 10**9}, ["passes of 2 (group)", "capacity 1000000000", "largest that fits: capacity="]),
+        ({"prefill_group": 10**6}, ["passes of 1000000 (prefill_group)", "largest that fits: prefill_group="]),
         ({"sampling": cp.SamplingParams(n=10**5)}, ["100000 requests", "n=", "max_new_tokens=", "capture less"]),
         ({"sampling": cp.SamplingParams(n=10**12), "capture": None}, ["1000000000000 requests", "n="]),
     ],
