@@ -3,7 +3,8 @@
     run/
       manifest.json                  written last: names the files of the run, with sizes and checksums
       states-<id>-00000.safetensors  one tensor [n, m] for each (site, layer), shards of about 1 GB; of attention heads
-                                     [n, h, d], and of patterns one flat tensor (see StateStore.heads)
+                                     [n, h, d], and of patterns one flat tensor (see StateStore.heads). int8: 4 numbers
+                                     more in each vector, the bytes of its scale (see state_codec.py)
       rows-<id>.parquet, hypotheses-<id>.parquet, events-<id>.parquet, ledger-<id>.parquet, tokens-<id>.parquet
       thoughts-<id>.parquet and .safetensors  of a Thinking States model
 
@@ -198,7 +199,7 @@ def _write_states(trace: TraceData, files: RunFiles) -> list[str]:
 
     for site in (*trace.store.sites, *trace.store.heads):
         for layer in trace.store.layers:
-            tensor = trace.store.all_of(site, layer).contiguous()
+            tensor = trace.store.stored(site, layer).contiguous()
             batch[tensor_key(site, layer)] = tensor
             batch_bytes += tensor.numel() * tensor.element_size()
             if batch_bytes >= SHARD_BYTES:

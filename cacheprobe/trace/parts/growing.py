@@ -55,12 +55,14 @@ class GrowingRun:
         return pd.concat(parts, ignore_index=True) if parts else empty.get(kind, tables.ledger_table([]))
 
     def rows(self) -> pd.DataFrame:
-        """Returns the rows table, with the roles and statuses that later parts gave to rows of earlier ones."""
+        """Returns the rows table, with what later parts gave to rows of earlier ones: role, status, and state_index,
+        which a journal of version 1 does not repeat."""
         rows = self.table("rows")
         labelled = [line for part in self.journal.parts for line in part["labelled"]]
-        for name, values in zip(("role", "status"), ([line[i] for line in labelled] for i in (1, 2)), strict=True):
+        for i, name in enumerate(("role", "status", "state_index"), 1):
+            values = {line[0]: line[i] for line in labelled if len(line) > i}
             rows[name] = rows[name].to_numpy(copy=True)
-            rows.loc[[line[0] for line in labelled], name] = values
+            rows.loc[list(values), name] = list(values.values())
         rows.loc[rows.role == "", ["role", "status"]] = UNDECIDED
         return rows
 
