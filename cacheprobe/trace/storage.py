@@ -35,7 +35,7 @@ from cacheprobe.trace.manifest import (
 )
 from cacheprobe.trace.migrate import migrated_events, migrated_readings, migrated_rows, renamed_status
 from cacheprobe.trace.places import saving
-from cacheprobe.trace.run_files import ROW_GROUP, RunFiles
+from cacheprobe.trace.run_files import RunFiles, write_parquet
 from cacheprobe.trace.state_store import ShardStore, header_of, read_tensor, tensor_key
 
 SHARD_BYTES = 10**9
@@ -96,7 +96,7 @@ def _write_run(trace: TraceData, directory: Path, staging: Path, run_id: str) ->
         if table is not None:
             files.write(
                 f"{name}-{run_id}.parquet",
-                lambda path, table=table: table.to_parquet(path, index=False, row_group_size=ROW_GROUP),
+                lambda path, table=table: write_parquet(table, path),
             )
     if trace.thought_states is not None:
         from safetensors.torch import save_file
