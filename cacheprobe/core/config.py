@@ -164,9 +164,9 @@ class CaptureConfig(HintsAtNewArguments):
     """Layers to keep; None for those of the run's argument `layers`, which by default are all."""
     positions: Sequence[int] | None = None
     """Absolute positions to keep; None for all."""
-    phases: tuple[str, ...] | None = None
+    phases: Sequence[str] | None = None
     """Phases to keep: one or more of prefill, decode, verify; None for all."""
-    statuses: tuple[str, ...] | None = None
+    statuses: Sequence[str] | None = None
     """Statuses of the rows to keep, such as rolled_back (rejected draft tokens): one or more of committed, superseded,
     rolled_back, given_up; None for all. States of a draft token are dropped at its verdict."""
     every: int = 1

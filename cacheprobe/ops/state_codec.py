@@ -26,6 +26,8 @@ def encode(states: Tensor) -> Tensor:
     Symmetric: scale = max|x| / 127, at least 2**-126; code = round(x / scale), halves to even. A zero vector keeps its
     zeros. A vector with NaN or infinity gets the scale NaN: all of it is NaN when it is read, because no scale fits it.
     """
+    if not states.numel():
+        return torch.zeros(*states.shape[:-1], states.shape[-1] + SCALE_BYTES, dtype=torch.int8)
     values = states.to(torch.promote_types(states.dtype, torch.float32))
     scale = (values.abs().amax(-1, keepdim=True) / _LARGEST_CODE).float().clamp(min=_SMALLEST_SCALE)
     scale = torch.where((scale * _LARGEST_CODE).isfinite(), scale, torch.nan)
@@ -42,5 +44,5 @@ def decode(stored: Tensor) -> Tensor:
     if stored.dtype != torch.int8:
         return stored
     if not stored.numel():
-        return stored.float()
+        return stored[..., :-SCALE_BYTES].float()
     return stored[..., :-SCALE_BYTES] * stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import pandas as pd
 import pyarrow as pa
@@ -38,8 +39,8 @@ def parquet_options(schema: pa.Schema) -> JsonDict:
     }
 
 
-def write_parquet(table: pd.DataFrame, path: Path) -> None:
-    """Writes a table of a run as one Parquet file."""
+def write_parquet(table: pd.DataFrame, path: "Path | BinaryIO") -> None:
+    """Writes a table of a run as one Parquet file. path: or an open file."""
     arrow = pa.Table.from_pandas(table, preserve_index=False)
     pq.write_table(arrow, path, row_group_size=ROW_GROUP, **parquet_options(arrow.schema))
 
