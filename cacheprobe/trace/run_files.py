@@ -3,8 +3,8 @@
 import json
 import os
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
 
 import pandas as pd
 import pyarrow as pa
@@ -39,7 +39,7 @@ def parquet_options(schema: pa.Schema) -> JsonDict:
     }
 
 
-def write_parquet(table: pd.DataFrame, path: "Path | BinaryIO") -> None:
+def write_parquet(table: pd.DataFrame, path: "Path | BytesIO") -> None:
     """Writes a table of a run as one Parquet file. path: or an open file."""
     arrow = pa.Table.from_pandas(table, preserve_index=False)
     pq.write_table(arrow, path, row_group_size=ROW_GROUP, **parquet_options(arrow.schema))
