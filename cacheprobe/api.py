@@ -2,7 +2,7 @@
 load_trace, import_generate and import_vllm."""
 
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Unpack
@@ -15,7 +15,7 @@ from cacheprobe.capture.observers import ProgressBar
 from cacheprobe.capture.stream import Stream
 from cacheprobe.capture.to_disk import OutputOptions, to_disk
 from cacheprobe.continuation import plan_again, unfinished_run
-from cacheprobe.core.config import CaptureConfig, EngineConfig, EngineOptions
+from cacheprobe.core.config import CaptureConfig, EngineConfig, EngineOptions, TokenRow
 from cacheprobe.core.records import Observer, SamplingParams
 from cacheprobe.core.values import JsonDict, require_known_options
 from cacheprobe.drafters.base import Drafter
@@ -177,6 +177,7 @@ def resume(
     drafter: Drafter | None = None,
     lens: Lens | None = None,
     interventions: "Intervention | Iterable[Any]" = (),
+    keep: "Callable[[TokenRow], bool] | None" = None,
     memory_budget: "int | str | None" = None,
     progress: bool = True,
 ) -> Trace:
@@ -184,16 +185,16 @@ def resume(
 
     Begins after the last part that is whole. Each request goes on with its committed tokens; their keys and values are
     computed again. Tokens and states of deterministic requests have the bits of a run that was not interrupted.
-    model, drafter, lens, interventions: those of the run; the lens only if it is not the logit lens. The other settings
-    are stored with the run.
+    model, drafter, lens, interventions, keep (of CaptureConfig): those of the run; the lens only if it is not the logit
+    lens. The other settings are stored with the run.
     Raises: TraceError without an unfinished run in the directory, and if another process records it; ValueError if
-    drafter, lens or interventions are not those of the run, and for requests that began from a KVSnapshot;
-    FingerprintMismatch if this machine or model has another schedule fingerprint.
+    drafter, lens, interventions or the name of `keep` are not those of the run, and for requests that began from a
+    KVSnapshot; FingerprintMismatch if this machine or model has another schedule fingerprint.
     """
     if clean_finished(Path(directory)):
         return load_trace(directory, model)
     journal = unfinished_run(Path(directory))
-    plan, states = plan_again(journal, model, drafter, lens, interventions)
+    plan, states = plan_again(journal, model, drafter, lens, interventions, keep)
     stored = journal.header["meta"]
     meta = {name: stored[name] for name in ("kind", "drafter", "command") if name in stored}
     loop = plan.bind_loop(drafter, last_step(journal))

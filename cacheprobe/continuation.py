@@ -1,12 +1,12 @@
 """Makes the plan and the requests of a run that was recorded to disk and not finished, from its journal."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from cacheprobe.capture.later import LATER
 from cacheprobe.capture.restore import restore_states
-from cacheprobe.core.config import CaptureConfig, EngineConfig
+from cacheprobe.core.config import CaptureConfig, EngineConfig, TokenRow
 from cacheprobe.core.values import JsonDict
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.fingerprint import require_same
@@ -36,6 +36,7 @@ def plan_again(
     drafter: Drafter | None,
     lens: Lens | None,
     interventions: "Intervention | Iterable[Any]",
+    keep: "Callable[[TokenRow], bool] | None" = None,
 ) -> tuple[RunPlan, list[SequenceState]]:
     """Returns (the plan of the run of a journal, the state of each request at the journal's end).
 
@@ -47,12 +48,18 @@ def plan_again(
     if started := journal.header["from_snapshots"]:
         raise ValueError(f"request {started[0]} began from a KVSnapshot, which is not stored; run it again")
     capture = meta["capture"]
+    kept_by = CaptureConfig(keep=keep).keep_name
+    if kept_by != capture.get("keep"):
+        raise ValueError(
+            f"the run in {journal.directory} chose the rows to keep with the predicate keep={capture.get('keep')}, "
+            f"which is not stored; given is {kept_by}; give cp.resume the same one"
+        )
     layers = tuple(capture["layers"]) if capture["sites"] or capture["heads"] else None
     plan = RunPlan(
         model,
         [request_from_record(item) for item in journal.header["requests"]],
         EngineConfig(**meta["config"]),
-        capture=CaptureConfig(**{**capture, "layers": layers}),
+        capture=CaptureConfig(**{**capture, "layers": layers, "keep": keep}),
         lens=LATER if meta.get("is_lens_later") else lens,
         path=meta["fingerprint"].get("path", "auto"),
         interventions=interventions,

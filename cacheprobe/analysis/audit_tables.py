@@ -137,6 +137,9 @@ def _missing_readings(trace: Trace, table: pd.DataFrame) -> Iterator[str]:
     for name in ("positions", "phases"):
         if capture[name] is not None:
             is_read &= rows[name[:-1]].isin(list(capture[name]))
+    if capture.get("statuses") or capture.get("keep"):  # a verdict that a kill took away is in no table
+        is_read &= rows.state_index >= 0
+    is_read &= rows.position % capture.get("every", 1) == 0
     layers = np.asarray(capture["layers"])
     expected = {int(r.row): int((layers < r.num_layers).sum()) for r in rows[is_read].itertuples()}
     counts = Counter(table.row.tolist())

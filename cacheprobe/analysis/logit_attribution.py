@@ -16,6 +16,7 @@ from cacheprobe.models.feeding import feed
 from cacheprobe.models.hf.frozen_norm import FrozenNorm
 from cacheprobe.models.output_parts import HeadWriter, OutputParts
 from cacheprobe.ops.sampling import lowest_argmax
+from cacheprobe.ops.state_codec import INT8
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
@@ -114,6 +115,11 @@ def _parts(trace: "Trace", model: CachedLM, row_info: pd.Series, by_head: bool) 
         raise ValueError(
             f"a logit falls into S, T and C of all layers; this run kept {', '.join(trace.store.sites) or 'no states'} "
             f"of layers {list(trace.store.layers)}, and not {min(lacking)}; run it with capture='STC' and all layers"
+        )
+    if trace.meta["capture"]["dtype"] == INT8:
+        raise ValueError(
+            "a logit falls into parts of exact states, and this run rounded them to int8; run it with another dtype in "
+            "CaptureConfig"
         )
 
     def state(site: str, layer: int) -> Tensor:

@@ -21,6 +21,7 @@ from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import PATHS, choose_path
 from cacheprobe.ops.equality import bitwise
+from cacheprobe.ops.state_codec import INT8
 from cacheprobe.trace.checked_files import damaged_files
 from cacheprobe.trace.state_store import ShardStore
 from cacheprobe.trace.trace import Trace
@@ -250,6 +251,8 @@ def _not_compared(trace: Trace, requests: Sequence[Request], has_readings: bool,
     others = int(((rows.status != "committed") & rows.request_id.isin(deterministic)).sum())
     if others:
         yield f"states and readings of {others} rows that are not committed: the fast path or a drafter computed them"
+    if trace.meta["capture"]["dtype"] == INT8 and (trace.store.sites or trace.store.heads):
+        yield "states before they were rounded to int8: the reference's states are rounded likewise, then compared"
     if trace.hypothesis_table is not None and not has_readings:
         yield f"readings of the lens {trace.meta['lens']}: the oracle reads with the logit lens alone"
     if not trace.store.sites and not trace.store.heads:

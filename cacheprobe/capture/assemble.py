@@ -75,7 +75,7 @@ def meta_before(
         **{name: value for name, value in meta.items() if name not in ("missing", "errors")},
         "fingerprint": dict(fingerprint),
         "config": asdict(config),
-        "capture": {**asdict(capture), "layers": list(recorder.layers)},
+        "capture": {**capture.record(), "layers": list(recorder.layers)},
         "lens": recorder.lens.name,
         **({"is_lens_later": True} if capture.reads_lens and recorder.reader is None else {}),
         "weights_note": model.weights_note,

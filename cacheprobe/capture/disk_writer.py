@@ -60,6 +60,7 @@ class DiskWriter(Observer):
         self._num_masses = len(recorder.answer_mass)
         self._seen_tokens = {token_id for part in journal.parts for token_id, _ in part["token_texts"]}
         self._new_tokens: set[int] = set()
+        self._has_states = bool(journal.names("states"))
         self._step = last_step(journal)
         self._waiting = waiting_file(journal)
         """Name of the file of waiting rows that the newest line of the journal names; None without one."""
@@ -110,7 +111,7 @@ class DiskWriter(Observer):
     def _write(self) -> None:
         """Writes what the recorder holds as files that the journal does not name yet."""
         part, texts_of = self.recorder.take(), self.recorder.model.token_texts
-        self._labelled += [[number, row.role, row.status] for number, row in part.labelled]
+        self._labelled += [[number, row.role, row.status, row.state_index] for number, row in part.labelled]
         rows = tables.rows_table(part.rows, texts_of)
         rows["row"] += part.first_row
         events = tables.events_table(part.steps)
@@ -122,8 +123,11 @@ class DiskWriter(Observer):
                     self._write_table(kind, table)
             states = {tensor_key(*place): tensor.contiguous() for place, tensor in part.states.items()}
             for kind, tensors in (("states", states), ("readings", part.columns)):
-                if any(tensor.numel() for tensor in tensors.values()):
+                # a run that keeps no row has a file of states too, with empty tensors
+                is_first = kind == "states" and tensors and not self._has_states
+                if is_first or any(tensor.numel() for tensor in tensors.values()):
                     self._write_tensors(kind, tensors)
+                    self._has_states |= kind == "states"
         self._number += 1
 
     @property

@@ -82,10 +82,11 @@ class OpenPass:
             self.kept_states = kept_states
             self.states = {s: torch.full_like(kept, torch.nan, device=device) for s, kept in kept_states.items()}
 
-    def finish(self) -> None:
-        """Copies the states of the pass to the CPU's memory, if they are elsewhere."""
+    def finish(self) -> dict[str, Tensor]:
+        """Returns the states of the pass by site, [layers, n, m], copied to the CPU's memory if they are elsewhere."""
         for site, kept in self.kept_states.items():
             kept.copy_(self.states[site])
+        return self.kept_states or self.states
 
     def take(self, site: str, layer: int, value: Tensor, device: torch.device) -> None:
         """Copies from a hook's tensor the rows to keep, to read through the lens (site S), and to self-check.

@@ -41,9 +41,7 @@ class Unconfirmed:
     first_thought: int = 0
     """Number of confirmed thoughts in `Recorder.thoughts`."""
     num_blocks: int = 0
-    """Number of unconfirmed passes that opened tensors for states (`Blocks.open`)."""
-    num_head_blocks: int = 0
-    """The same for head activations (`HeadBlocks.open`); one less if memory ran out between the two."""
+    """Number of unconfirmed passes whose states were appended (`KeptStates.add`)."""
     reads: list[tuple[RowRecord, Queued]] = field(default_factory=list)
     """Rows, and their states for the lens, to queue once the step is confirmed."""
     masses: dict[int, tuple[float, ...]] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from cacheprobe.capture.kept_states import KeptStates, is_kept, status_of
 from cacheprobe.capture.lens_reader import LensReader, Queued
 from cacheprobe.capture.open_pass import OpenPass
 from cacheprobe.capture.part import Part, Unconfirmed
@@ -20,9 +21,7 @@ from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.kernel_set import DTYPES, KernelSet
 from cacheprobe.trace import self_checks as checks
-from cacheprobe.trace.head_blocks import HeadBlocks
 from cacheprobe.trace.rows import LedgerChange, RowRecord
-from cacheprobe.trace.state_store import Blocks
 
 CHECK_EVERY = 16
 """A pass is checked if its step is a multiple of this number; the first pass of each phase is checked too."""
@@ -62,12 +61,11 @@ class Recorder(Observer):
     """One text for each of these passes whose two computations differed."""
 
     def __post_init__(self) -> None:
-        dtype = getattr(torch, self.config.dtype) if self.config.dtype else self.model.dtype
-        self.blocks = Blocks(self.config.state_sites, self.layers, dtype)
-        self.head_blocks = HeadBlocks(self.config.heads, self.layers, dtype) if self.config.heads else None
+        self.kept = KeptStates(self.config, self.layers, self.model.dtype)
+        self.blocks, self.head_blocks = self.kept.blocks, self.kept.heads
         self.reader = LensReader(self.model, self.lens, self.config.top_k) if self.config.reads_lens else None
         operations = getattr(self.model, "operations", None)
-        self._pack = operations.pack if isinstance(operations, KernelSet) and dtype in DTYPES else None
+        self._pack = operations.pack if isinstance(operations, KernelSet) and self.kept.dtype in DTYPES else None
         self.residual_check = checks.residual_check(self.model.dtype)
         self.lens_check = checks.lens_check(self.model.dtype)
         self._roles: dict[int, dict[int, str]] = {
@@ -75,6 +73,8 @@ class Recorder(Observer):
         }
         self._undecided: dict[int, list[RowRecord]] = {request_id: [] for request_id in self.prompts}
         self._unconfirmed = Unconfirmed()
+        self._undecided_reads: list[tuple[RowRecord, Queued]] = []
+        """Rows without a status and their states, which the lens reads only if the status is one to keep."""
         self._late: list[tuple[int, RowRecord]] = []
         """Rows without a status, with their numbers, that `take` has returned."""
         self._prompt_rows: dict[int, list[tuple[int, RowRecord]]] = {}
@@ -102,23 +102,20 @@ class Recorder(Observer):
     def num_bytes(self) -> int:
         """Estimated bytes of what the next call of `take` returns."""
         readings = 0 if self.reader is None else self.reader.num_held * (_READING_BYTES + 12 * self.config.top_k)
-        heads = 0 if self.head_blocks is None else self.head_blocks.num_bytes
-        return self.blocks.num_bytes + heads + readings + len(self.rows) * _ROW_BYTES
+        return self.kept.num_bytes + readings + len(self.rows) * _ROW_BYTES
 
     def take(self) -> Part:
         """Returns what was recorded since the last call, and forgets it. Call it after `on_step` and before the next
         pass, so that no row is unconfirmed; or after `on_finish` of the last request."""
         assert self._unconfirmed.first_row == len(self.rows), "a pass is not confirmed yet"
+        self._apply_statuses()
         first, rows, self.rows = self.num_taken, self.rows, []
         labelled = [(number, row) for number, row in self._late if row.role]
         self._late = [(number, row) for number, row in self._late if not row.role]
         self._late += [(number, row) for number, row in enumerate(rows, first) if not row.role]
         self.num_taken += len(rows)
-        heads = self.head_blocks.joined() if self.head_blocks is not None else {}
         columns = self.reader.take() if self.reader is not None else {}
-        part = Part(
-            first, rows, labelled, {**self.blocks.joined(), **heads}, columns, self.steps, self.ledger, self.thoughts
-        )
+        part = Part(first, rows, labelled, self.kept.joined(), columns, self.steps, self.ledger, self.thoughts)
         self.steps, self.ledger, self.thoughts = [], [], []
         self._unconfirmed = Unconfirmed()
         return part
@@ -134,20 +131,19 @@ class Recorder(Observer):
         """Chooses which rows of the coming pass to keep, to read through the lens and to self-check, and allocates the
         tensors for their states."""
         device, width = self.model.device, self.model.d_model
-        kept = [self.config.keeps_row(phase, row.position) for row in rows]
+        lengths = [len(self.prompts[row.request_id]) for row in rows]
+        kept = [is_kept(self.config, row, step, phase, length) for row, length in zip(rows, lengths, strict=True)]
         reads = [
-            is_kept and self.config.reads_row(row.position, len(self.prompts[row.request_id]))
-            for row, is_kept in zip(rows, kept, strict=True)
+            wanted and self.config.reads_row(row.position, length)
+            for row, wanted, length in zip(rows, kept, lengths, strict=True)
         ]
         now = self._now = OpenPass.of(rows, shape[1], kept, reads, self.blocks.layer_index, device)
         now.pack = self._pack
         if any(kept):
             now.open_states(self.blocks.open(len(now.keep_index), width), device)
-            self._unconfirmed.num_blocks += 1
             if self.head_blocks is not None:
-                positions = [row.position for row, is_kept in zip(rows, kept, strict=True) if is_kept]
+                positions = [row.position for row, wanted in zip(rows, kept, strict=True) if wanted]
                 now.heads = self.head_blocks.open(now.keep_index, positions)
-                self._unconfirmed.num_head_blocks += 1
         if any(reads):
             size = (len(self.layers), len(now.lens_index), width)
             now.lens_block = torch.empty(size, dtype=self.model.dtype, device=device)
@@ -169,30 +165,23 @@ class Recorder(Observer):
         ran = self.model.n_layers if record.num_layers is None else record.num_layers
         now, self._now = self._now, None
         assert now is not None
-        now.finish()
-        next_index = self.blocks.num_rows - sum(now.kept)
+        states = now.finish()
+        kept_rows: list[RowRecord] = []
         lens_column = 0
-        for slot, is_kept, is_read in zip(record.rows, now.kept, now.lens_rows, strict=True):
-            row = RowRecord(
-                slot.request_id,
-                record.step,
-                record.phase,
-                slot.position,
-                slot.token_id,
-                ran,
-                next_index if is_kept else -1,
-            )
-            next_index += is_kept
+        for slot, wanted, is_read in zip(record.rows, now.kept, now.lens_rows, strict=True):
+            row = RowRecord(slot.request_id, record.step, record.phase, slot.position, slot.token_id, ran)
+            if wanted:
+                kept_rows.append(row)
             if slot.is_draft:
                 self._undecided[slot.request_id].append(row)
             else:
-                status = "committed" if slot.is_canonical else "superseded"
-                self._label_row(row, self._roles[slot.request_id][slot.position], status)
+                self._label_row(row, self._roles[slot.request_id][slot.position], status_of(slot))
             self.rows.append(row)
             if is_read:
                 assert now.lens_block is not None
                 self._queue(row, now.lens_block[:, lens_column], ran)
                 lens_column += 1
+        self._unconfirmed.num_blocks += self.kept.add(kept_rows, states, now.heads)
         if now.watched is not None:
             self._check(record, now, now.watched, ran)
 
@@ -240,22 +229,31 @@ class Recorder(Observer):
         for row, queued in self._unconfirmed.reads:
             if row.role == "prompt":
                 self._prompt_reads.setdefault(row.request_id, {})[queued.row] = replace(queued)
-            self._queue_reading(row, queued)
+            self._undecided_reads.append((row, queued))
         for thought in self.thoughts[self._unconfirmed.first_thought :]:
             if thought.end < len(self.prompts[thought.request_id]):
                 self._prompt_thoughts.setdefault(thought.request_id, []).append(thought)
         self.answer_mass |= self._unconfirmed.masses
         self._unconfirmed = Unconfirmed(len(self.rows), len(self.thoughts))
+        self._apply_statuses()
+
+    def _apply_statuses(self) -> None:
+        """Drops the states of rows whose status is known now and not one to keep; queues the others for the lens."""
+        if self._unconfirmed.num_blocks:  # of a pass that may still be discarded
+            return
+        self.kept.apply_statuses()
+        reads, self._undecided_reads = self._undecided_reads, []
+        for row, queued in reads:
+            if not row.role and self.config.statuses is not None:
+                self._undecided_reads.append((row, queued))
+            elif self.config.keeps_status(row.status):
+                self._queue_reading(row, queued)
 
     def on_failure(self, step: int) -> None:
         """Discards the rows, thoughts and states of all unconfirmed passes, because their step failed."""
         first_row, first_thought = self._unconfirmed.first_row, self._unconfirmed.first_thought
-        for _ in range(self._unconfirmed.num_blocks):
-            self.blocks.drop_last()
-        if self.head_blocks is not None:
-            for _ in range(self._unconfirmed.num_head_blocks):
-                self.head_blocks.drop_last()
         lost = {id(row) for row in self.rows[first_row:]}
+        self.kept.drop_last(self._unconfirmed.num_blocks, lost)
         for request_id in {row.request_id for row in self.rows[first_row:]}:
             self._undecided[request_id] = [row for row in self._undecided[request_id] if id(row) not in lost]
         del self.rows[first_row:], self.thoughts[first_thought:]
@@ -329,6 +327,7 @@ class Recorder(Observer):
                 status = "committed" if row.phase == "verify" else "superseded"
                 self._label_row(row, self._roles[request_id][row.position], status)
         self._undecided[request_id] = []
+        self._apply_statuses()
         if self.reader is not None:
             self.reader.resolve(request_id, start, tuple(token_ids))
 
@@ -351,6 +350,7 @@ class Recorder(Observer):
     def on_finish(self, finished: Finished) -> None:
         """Stores how a request ended, and queues its waiting rows for the lens; these rows get no target."""
         self.finished[finished.request_id] = finished
+        self._apply_statuses()
         if self.reader is not None:
             end = len(self.prompts[finished.request_id]) + len(finished.committed)
             self.reader.resolve(finished.request_id, end, (), is_over=True)

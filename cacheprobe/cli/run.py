@@ -71,7 +71,13 @@ def run(
     sampling = SamplingParams(
         temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, stop=settings.stop
     )
-    capture = cp.CaptureConfig(settings.capture, heads=settings.heads)
+    capture = cp.CaptureConfig(
+        settings.capture,
+        heads=settings.heads,
+        statuses=settings.statuses or None,
+        every=settings.every,
+        dtype=settings.capture_dtype,
+    )
     drafter, to_read = _drafter_and_prompts(model, prompts, settings)
     loaded = cp.load_model(**asdict(model), progress=progress)
     passed_on = {name: getattr(settings, name) for name in PASSED_ON}

@@ -1,18 +1,35 @@
 """Defines the settings of a run (`EngineConfig`, `CaptureConfig`) as frozen dataclasses that check their own values."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypedDict
 
 from cacheprobe.core.hook_names import HEAD_SITES, SITES
-from cacheprobe.core.values import HintsAtNewArguments, flag, is_flag, whole_number
+from cacheprobe.core.values import HintsAtNewArguments, JsonDict, flag, is_flag, whole_number
 
 ACCEPTANCES = ("equality", "rejection")
 DETERMINISMS = ("verify", "invariant")
 RUN_DTYPES = ("float32", "bfloat16", "float16")
-DTYPES = (*RUN_DTYPES, "float64")
+DTYPES = (*RUN_DTYPES, "float64", "int8")
 """dtypes of kept states. float64 serves as the reference that shows how exact the other dtypes are; it takes twice the
-bytes of float32."""
+bytes of float32. int8 rounds each vector with a scale of its own (`ops.state_codec`) and takes m + 4 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """Describes one token of one pass, before the pass runs, to a predicate `CaptureConfig.keep`."""
+
+    request_id: int
+    step: int
+    phase: str
+    """prefill, decode or verify."""
+    position: int
+    """Absolute position of the token."""
+    token_id: int
+    is_draft: bool
+    """Whether the token is a draft token without a verdict."""
+    num_prompt_tokens: int
+    """Number of tokens of the request's prompt: positions below it are the prompt's."""
 
 
 class EngineOptions(TypedDict, total=False):
@@ -134,8 +151,10 @@ class EngineConfig(HintsAtNewArguments):
 
 @dataclass(frozen=True)
 class CaptureConfig(HintsAtNewArguments):
-    """Holds which states the recorder keeps of a run: sites, heads, layers, positions, phases and dtype.
+    """Holds which states the recorder keeps of a run: their sites, heads and layers, of which rows, and in which dtype.
 
+    A row (one token of one pass) keeps states if positions, every, phases, statuses and keep all allow it. Only kept
+    rows are read by the lens. The tables of rows, events and ledger have every row.
     Raises: ValueError for an unknown, empty or out-of-range value; TypeError for an unknown setting.
     """
 
@@ -147,17 +166,27 @@ class CaptureConfig(HintsAtNewArguments):
     """Layers to keep; None for those of the run's argument `layers`, which by default are all."""
     positions: Sequence[int] | None = None
     """Absolute positions to keep; None for all."""
-    phases: tuple[str, ...] | None = None
+    phases: Sequence[str] | None = None
     """Phases to keep: one or more of prefill, decode, verify; None for all."""
+    statuses: Sequence[str] | None = None
+    """Statuses of the rows to keep, such as rolled_back (rejected draft tokens): one or more of committed, superseded,
+    rolled_back, given_up; None for all. States of a draft token are dropped at its verdict."""
+    every: int = 1
+    """Keep absolute positions that are multiples of this number. A draft token and the token committed in its place are
+    then both kept, or neither."""
+    keep: "Callable[[TokenRow], bool] | None" = None
+    """Predicate that says whether to keep a row, called before its pass, once for each row that the other settings
+    allow. An error in it ends the run. Metadata store only its name."""
     dtype: str | None = None
-    """dtype of kept states; None for the model's own."""
+    """dtype of kept states; None for the model's own. "int8" rounds each vector after the pass and the lens reading;
+    states are then read as float32."""
     prompt_hypotheses: bool = False
     """Whether Z also reads the prompt's positions before the last one."""
     top_k: int = 5
     """Tokens in a lens reading."""
 
     def __post_init__(self) -> None:
-        from cacheprobe.core.records import PHASES
+        from cacheprobe.core.records import PHASES, STATUSES
 
         sites = "" if self.sites is None else _joined_sites(self.sites)
         if self.sites is not None and not sites:
@@ -171,11 +200,12 @@ class CaptureConfig(HintsAtNewArguments):
         object.__setattr__(self, "heads", tuple(site for site in HEAD_SITES if site in heads))
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r} for captured states; choose one of {', '.join(DTYPES)}")
-        if self.phases is not None:
-            object.__setattr__(self, "phases", _listed("capture phases", self.phases, "names of phases"))
-        for phase in self.phases or ():
-            if phase not in PHASES:
-                raise ValueError(f"unknown phase {phase!r}; phases are {', '.join(PHASES)}")
+        for one, name, known in (("phase", "phases", PHASES), ("status", "statuses", STATUSES)):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _listed(f"capture {name}", getattr(self, name), f"names of {name}"))
+            for item in getattr(self, name) or ():
+                if item not in known:
+                    raise ValueError(f"unknown {one} {item!r}; {name} are {', '.join(known)}")
         for name in ("layers", "positions"):
             if getattr(self, name) is not None:
                 items = _listed(f"capture {name}", getattr(self, name), "whole numbers")
@@ -184,10 +214,13 @@ class CaptureConfig(HintsAtNewArguments):
         if min(self.positions or (0,)) < 0:
             raise ValueError(f"capture position {min(self.positions or ())} is negative; positions count from 0")
         object.__setattr__(self, "prompt_hypotheses", flag("prompt_hypotheses", self.prompt_hypotheses))
-        object.__setattr__(self, "top_k", whole_number("top_k", self.top_k))
-        if self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        for name in ("layers", "positions", "phases"):
+        for name in ("top_k", "every"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not (self.keep is None or callable(self.keep)):
+            raise ValueError(f"capture keep must be a function of a TokenRow, or None, got {self.keep!r:.60}")
+        for name in ("layers", "positions", "phases", "statuses"):
             if getattr(self, name) is not None and not getattr(self, name):
                 raise ValueError(f"capture {name} is empty: nothing would be kept; use None for all")
 
@@ -207,12 +240,29 @@ class CaptureConfig(HintsAtNewArguments):
         return "Z" in (self.sites or "")
 
     def keeps_row(self, phase: str, position: int) -> bool:
-        """Returns True if the states of a row of this phase and position are kept."""
+        """Returns True if the states of a row of this phase and position are kept, as far as these two decide."""
         return (
             self.keeps_states
             and (self.phases is None or phase in self.phases)
             and (self.positions is None or position in self.positions)
+            and position % self.every == 0
         )
+
+    def keeps_status(self, status: str) -> bool:
+        """Returns True if the states of a row of this status are kept, as far as `statuses` says."""
+        return self.statuses is None or status in self.statuses
+
+    @property
+    def keep_name(self) -> str | None:
+        """Name of the predicate `keep`, such as "probes.is_name"; None without one."""
+        if self.keep is None:
+            return None
+        named = self.keep if hasattr(self.keep, "__qualname__") else type(self.keep)
+        return f"{named.__module__}.{named.__qualname__}"
+
+    def record(self) -> JsonDict:
+        """Returns the settings as a dict to store with the run; of `keep`, its name."""
+        return {item.name: getattr(self, item.name) for item in fields(self)} | {"keep": self.keep_name}
 
     def reads_row(self, position: int, num_prompt_tokens: int) -> bool:
         """Returns True if a lens reads a kept row at this position: the row predicts a generated token, or readings of

@@ -292,6 +292,10 @@ def _value_or_note(fingerprint: Mapping[str, object], key: str) -> object:
     return f"not recorded, so taken as {_LATER_FIELDS[key]!r}" if is_assumed else _field(fingerprint, key)
 
 
+class ObserverError(RuntimeError):
+    """Raised by an observer to end the run, such as after a failed self-check. No step is tried again."""
+
+
 class Observer:
     """Receives the engine's events, in order, and ignores them; a subclass overrides the methods that it needs. An
     observer must not change the tensors."""

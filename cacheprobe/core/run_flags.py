@@ -82,6 +82,13 @@ class RunFlags:
     """Head activations to keep: one or more of q, k, v, z and pattern."""
     layers: tuple[int, ...] = ()
     """Layers to keep, such as 0 15 29; all by default."""
+    statuses: tuple[str, ...] = ()
+    """Statuses of the rows whose states are kept: one or more of committed, superseded, rolled_back (rejected draft
+    tokens), given_up; all by default."""
+    every: int = CaptureConfig.every
+    """Keep states of positions that are multiples of this number."""
+    capture_dtype: str | None = None
+    """dtype of kept states: float32, bfloat16, float16, float64 or int8; the model's by default."""
     temperature: float = 0.0
     """0 is greedy."""
     top_k: int = 0

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cacheprobe.core.records import ObserverError
 from cacheprobe.core.values import whole_number
 from cacheprobe.drafters.base import DraftContext, Drafter, deadline_seconds
 from cacheprobe.drafters.scripted import Scripted
@@ -71,7 +72,7 @@ class DrafterCalls:
                 lambda usable: _checked(drafter.extend(usable, states), states, max_tokens, step, drafter.name),
                 context,
             )
-        except EngineError:
+        except (EngineError, ObserverError):
             raise
         except _OutOfTimeError as error:
             raise EngineError(f"{where} {error}") from error

@@ -29,6 +29,7 @@ from cacheprobe.core.records import CAPACITY_STEP, Request
 from cacheprobe.engine.shapes import config_to_try
 from cacheprobe.kvcache.storage import is_mapped
 from cacheprobe.models.base import CachedLM
+from cacheprobe.ops.state_codec import INT8, SCALE_BYTES, kept_dtype
 
 TOKEN_BYTES = 2_300
 """Bytes of the records of one generated token (rows, events, ledger) in Python and pandas, without states. Measured:
@@ -173,8 +174,9 @@ def require_records_fit(
     phases = set(capture.phases or ("prefill", "decode", "verify"))
     of_prompt = states if "prefill" in phases else 0
     of_token = TOKEN_BYTES + (states if phases & {"decode", "verify"} else 0) + reading
-    if capture.positions is not None:  # few states are kept, so none are counted
-        of_prompt, of_token = 0, TOKEN_BYTES
+    of_prompt, of_token = of_prompt // capture.every, TOKEN_BYTES + (of_token - TOKEN_BYTES) // capture.every
+    if capture.positions is not None or capture.keep is not None or not capture.keeps_status("committed"):
+        of_prompt, of_token = 0, TOKEN_BYTES  # few states are kept, so none are counted
     of_prompts = sum(prompt * of_prompt for prompt, _, _ in requests)
     of_tokens = sum(new * of_token * n for _, new, n in requests)
     needed, available = of_prompts + of_tokens, available_bytes()
@@ -211,16 +213,19 @@ def state_bytes(model: CachedLM, capture: CaptureConfig, layers: Sequence[int]) 
     token's position."""
     heads, width = model.head_shape
     probe = model.new_cache(1, 1)
-    numbers = len(capture.state_sites) * model.d_model * len(layers)
-    numbers += heads * width * sum(site in ("q", "z") for site in capture.heads) * len(layers)
+    vectors, numbers = len(capture.state_sites) * len(layers), len(capture.state_sites) * model.d_model * len(layers)
+    of_queries = heads * sum(site in ("q", "z") for site in capture.heads) * len(layers)
+    vectors, numbers = vectors + of_queries, numbers + of_queries * width
     for site, tensors in (("k", probe.keys), ("v", probe.values)):
-        numbers += sum(tensors[layer].numel() for layer in layers) if site in capture.heads else 0
-    return numbers * state_dtype(model, capture).itemsize
+        for layer in layers if site in capture.heads else ():
+            vectors, numbers = vectors + tensors[layer].shape[1], numbers + tensors[layer].numel()
+    return numbers + vectors * SCALE_BYTES if capture.dtype == INT8 else numbers * state_dtype(model, capture).itemsize
 
 
 def state_dtype(model: CachedLM, capture: CaptureConfig) -> torch.dtype:
-    """Returns the dtype of kept states: that of the capture settings, or the model's."""
-    return getattr(torch, capture.dtype) if capture.dtype else model.dtype
+    """Returns the dtype of kept states, before they are rounded to int8: that of the capture settings, or the
+    model's."""
+    return kept_dtype(capture.dtype, model.dtype)
 
 
 def bytes_text(count: int) -> str:

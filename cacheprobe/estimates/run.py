@@ -182,6 +182,10 @@ def _assumptions(
         said.append(f"accepted draft tokens: {trial}; in brackets, the numbers if every one is, and if none is")
         if not (drafter is None or isinstance(drafter, FastPath | DraftModel | EarlyExit)):
             said.append(f"the drafter {drafter.name} itself takes no time")
+    if plan.capture.keep is not None:
+        said.append("the predicate keep of CaptureConfig keeps every row")
+    if plan.capture.statuses is not None and tally.draft_tokens:
+        said.append("every draft token has a status to keep")
     if plan.interventions:
         said.append("interventions take no time")
     return tuple(said)

@@ -24,7 +24,7 @@ from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.ops.readout import Readout
 from cacheprobe.plan import RunPlan
 from cacheprobe.trace.manifest import MANIFEST
-from cacheprobe.trace.run_files import ROW_GROUP
+from cacheprobe.trace.run_files import write_parquet
 from cacheprobe.trace.tables.build import hypotheses_table
 from cacheprobe.trace.trace import Trace
 
@@ -117,7 +117,7 @@ def _on_disk(table: pd.DataFrame) -> PerLine:
 def _parquet_bytes(table: pd.DataFrame) -> int:
     """Returns the size of a table as a Parquet file in bytes, as a saved run holds it."""
     file = io.BytesIO()
-    table.to_parquet(file, index=False, row_group_size=ROW_GROUP)
+    write_parquet(table, file)
     return file.getbuffer().nbytes
 
 

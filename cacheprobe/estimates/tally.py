@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from cacheprobe.capture.kept_states import status_of
 from cacheprobe.core.records import ForwardRecord, Observer, Request, StepRecord
 from cacheprobe.plan import RunPlan
 
@@ -77,6 +78,7 @@ class RunTally(Observer):
         for row in record.rows:
             length = self._lengths[row.request_id]
             is_kept = capture.keeps_row(record.phase, row.position)
+            is_kept = is_kept and (row.is_draft or capture.keeps_status(status_of(row)))
             readings = num_layers if is_kept and capture.reads_row(row.position, length) else 0
             self.kept_rows += is_kept
             self.pattern_weights += (row.position + 1) if is_kept and "pattern" in capture.heads else 0

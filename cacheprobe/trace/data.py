@@ -15,6 +15,7 @@ from cacheprobe.core.values import JsonDict, hint
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.models.base import CachedLM
+from cacheprobe.ops.state_codec import decode
 from cacheprobe.trace.lookup import Lookup
 from cacheprobe.trace.state_store import StateStore, layer_number
 from cacheprobe.trace.tables.token_history import token_texts_of
@@ -161,6 +162,7 @@ class TraceData:
 
     def vectors(self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> Tensor:
         """Returns the captured states [n, m] of n given rows at one site and layer; [n, h, d] at sites q, k, v and z.
+        Of a run with the capture dtype int8, float32 (`ops.state_codec` says how exact).
 
         layer: negative numbers count from the last.  rows: a table from `rows()`, or row numbers.
         Raises: ValueError for states that were not captured or not computed, and for patterns, whose length differs
@@ -169,11 +171,11 @@ class TraceData:
         if site == PATTERN:
             raise ValueError("patterns differ in length from row to row; ask for them with pattern_rows(layer, rows)")
         stored, indices = self._stored(site, layer, rows)
-        return stored[indices]
+        return decode(stored[indices])
 
     def _stored(self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> tuple[Tensor, Tensor]:
-        """Returns (every stored state of a site and layer in one tensor, the index [n] into that tensor of each of the
-        n given rows)."""
+        """Returns (every state of a site and layer as it is stored, in one tensor; the index [n] into that tensor of
+        each of the n given rows)."""
         layer = layer_number(layer, self.row_table)
         self._require_site(site, layer)
         row_numbers = rows["row"].tolist() if isinstance(rows, pd.DataFrame) else [int(row) for row in rows]
@@ -184,7 +186,7 @@ class TraceData:
             row = table.iloc[places[is_dropped.argmax()]]
             raise ValueError(
                 f"request {row.request_id}: the state at position {row.position} ({row.phase}) was not kept; capture "
-                f"filters were positions={self.meta['capture']['positions']}, phases={self.meta['capture']['phases']}"
+                f"filters were {self._filters()}"
             )
         if (is_shallow := num_layers <= layer).any():
             row = table.iloc[places[is_shallow.argmax()]]
@@ -192,7 +194,14 @@ class TraceData:
                 f"request {row.request_id} step {row.step}: the drafter stopped after layer {row.num_layers - 1}, so "
                 f"there is no state at layer {layer}"
             )
-        return self.store.all_of(site, layer), torch.tensor(state_index)
+        return self.store.stored(site, layer), torch.tensor(state_index)
+
+    def _filters(self) -> str:
+        """Returns the settings that chose the rows whose states were kept, as text."""
+        capture = self.meta["capture"]
+        others = {"statuses": None, "every": 1, "keep": None}
+        set_ones = [f"{name}={capture[name]}" for name, unset in others.items() if capture.get(name, unset) != unset]
+        return ", ".join([*(f"{name}={capture[name]}" for name in ("positions", "phases")), *set_ones])
 
     def pattern_rows(self, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> list[Tensor]:
         """Returns a list of attention patterns, one tensor [h, p + 1] for each given row at position p: weights on
@@ -202,6 +211,8 @@ class TraceData:
         draft, not to the tokens committed in the draft's place.
         """
         flat, indices = self._stored(PATTERN, layer, rows)
+        if not len(indices):
+            return []
         starts, heads = self.lookup["rows"].pattern_starts(self.row_table, flat.numel())
         return [flat[starts[i] : starts[i + 1]].view(heads, -1) for i in indices.tolist()]
 

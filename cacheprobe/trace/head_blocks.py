@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import PATTERN
+from cacheprobe.ops.state_codec import SCALE_BYTES, encode
 
 
 @dataclass
@@ -21,6 +22,9 @@ class HeadBlock:
     """[n]: for each kept row, batch index x width + token slot, with width the number of token slots of the pass."""
     positions: Tensor
     """[n] absolute positions of the kept rows."""
+    is_int8: bool = False
+    """Whether activations are rounded to int8, one scale for each head, except patterns, whose weights are mostly near
+    zero."""
     activations: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def size(self, site: str) -> int:
@@ -40,14 +44,31 @@ class HeadBlock:
             kept = weights.masked_select(is_seen[:, None])  # in order of row, then head
         else:
             kept = value.flatten(0, 1)[self.index]
-        self.activations[site, layer] = kept.to("cpu", self.dtype)
+        kept = kept.to("cpu", self.dtype)
+        self.activations[site, layer] = encode(kept) if self.is_int8 and site != PATTERN else kept
+
+    def part(self, chosen: Sequence[int]) -> "HeadBlock":
+        """Returns a copy of the activations of some rows. chosen: indices of kept rows."""
+        index = torch.tensor(chosen, dtype=torch.long)
+        part = HeadBlock(self.dtype, self.index[index], self.positions[index], self.is_int8)
+        for (site, layer), kept in self.activations.items():
+            if site == PATTERN:
+                starts, _ = ragged_starts(self.positions.cpu(), len(kept))
+                part.activations[site, layer] = torch.cat(
+                    [kept[:0], *(kept[starts[i] : starts[i + 1]] for i in chosen)]
+                )
+            else:
+                part.activations[site, layer] = kept[index]
+        return part
 
 
 class HeadBlocks:
     """Collects the activations of attention heads of a run, pass by pass: q, k, v and z as [n, h, d], patterns flat."""
 
-    def __init__(self, sites: Sequence[str], layers: Sequence[int], dtype: torch.dtype) -> None:
-        self.sites, self.layers, self.dtype = tuple(sites), tuple(layers), dtype
+    def __init__(
+        self, sites: Sequence[str], layers: Sequence[int], dtype: torch.dtype, *, is_int8: bool = False
+    ) -> None:
+        self.sites, self.layers, self.dtype, self.is_int8 = tuple(sites), tuple(layers), dtype, is_int8
         self._passes: list[HeadBlock] = []
         self.shapes: dict[tuple[str, int], tuple[tuple[int, ...], int]] = {}
         """By (site, layer), from a pass that reached the layer: the shape of a row's activations, and the number of
@@ -60,15 +81,18 @@ class HeadBlocks:
         return sum(tensor.nbytes for block in self._passes for tensor in block.activations.values())
 
     def open(self, index: Tensor, positions: Sequence[int]) -> HeadBlock:
-        """Adds a new, empty HeadBlock for the pass that begins, and returns that block.
+        """Returns a new, empty HeadBlock for the pass that begins.
 
         index: batch index x width + slot of each kept row, ascending.  positions: absolute positions of these rows.
         """
-        self._passes.append(HeadBlock(self.dtype, index, torch.tensor(positions, device=index.device)))
-        return self._passes[-1]
+        return HeadBlock(self.dtype, index, torch.tensor(positions, device=index.device), self.is_int8)
+
+    def append(self, block: HeadBlock) -> None:
+        """Adds the activations of some rows of a pass."""
+        self._passes.append(block)
 
     def drop_last(self) -> None:
-        """Discards the head activations of the newest pass, because that pass failed."""
+        """Discards the head activations that were appended last, because their pass failed."""
         self._passes.pop()
 
     def joined(self) -> dict[tuple[str, int], Tensor]:
@@ -95,6 +119,8 @@ class HeadBlocks:
 
         def absent(block: HeadBlock) -> Tensor:
             """Returns NaN in the shape of one pass's head activations, for a pass that did not reach the layer."""
+            if self.is_int8 and site != PATTERN:
+                return encode(torch.full((block.size(site), *shape[:-1], shape[-1] - SCALE_BYTES), torch.nan))
             return torch.full((heads * block.size(site), *shape), torch.nan, dtype=self.dtype)
 
         return torch.cat([absent(block) if tensor is None else tensor for block, tensor in by_pass])

@@ -12,6 +12,7 @@ Each version, and what it added or renamed:
     7   the status superseded, named candidate before; the path "fast", named "twin" before
     8   a checksum of each block of 1 MiB of every file
     9   states of one site and layer in several files, in the order of `shards`
+    10  states rounded to int8; the capture settings statuses, every and keep
 
 Reading changes no file on the disk; `cacheprobe migrate` rewrites a run in the newest format.
 `meta["missing"]` lists the data that an older version did not record, so asking for the data raises an error instead of
@@ -82,6 +83,11 @@ def _from_8(old: Manifest) -> Manifest:
     return {**old, "format_version": 9}
 
 
+def _from_9(old: Manifest) -> Manifest:
+    """Returns a manifest of trace format 9 as format 10, which differs only in the version number."""
+    return {**old, "format_version": 10}
+
+
 _STEPS: dict[int, Callable[[Manifest], Manifest]] = {
     1: _from_1,
     2: _from_2,
@@ -91,6 +97,7 @@ _STEPS: dict[int, Callable[[Manifest], Manifest]] = {
     6: _from_6,
     7: _from_7,
     8: _from_8,
+    9: _from_9,
 }
 
 OLDEST, NEWEST = min(_STEPS), max(_STEPS) + 1

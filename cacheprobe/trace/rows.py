@@ -13,8 +13,8 @@ class RowRecord:
     position: int
     token_id: int
     num_layers: int
-    state_index: int
-    """Index among the stored vectors; -1 if a capture filter dropped the row."""
+    state_index: int = -1
+    """Index among the stored vectors; -1 if a capture filter dropped the row, or may still drop it."""
     role: str = ""
     status: str = ""
 

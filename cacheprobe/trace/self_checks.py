@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cacheprobe.core.records import ObserverError
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.settings import product_dtype
 
 
-class CaptureError(RuntimeError):
+class CaptureError(ObserverError):
     """Raised if captured states contradict the model. Do not trust any reading from such a run."""
 
 

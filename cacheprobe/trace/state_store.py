@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cacheprobe.core.hook_names import HEAD_SITES, SITES
 from cacheprobe.core.values import JsonDict
+from cacheprobe.ops.state_codec import decode
 from cacheprobe.trace.checked_files import CheckedFiles
 from cacheprobe.trace.manifest import TraceError
 
@@ -28,9 +29,13 @@ class StateStore(Protocol):
     """Sites of attention heads: [n, h, d] each. A pattern is flat: row by row, the weights [h, p + 1] of position p."""
     layers: tuple[int, ...]
 
+    def stored(self, site: str, layer: int) -> Tensor:
+        """Returns every vector of one site and layer as it is stored; see `state_codec.encode` for int8."""
+        ...
+
     def all_of(self, site: str, layer: int) -> Tensor:
         """Returns every stored vector of one site and layer: [n, m]; [n, h, d] at sites q, k, v and z; a pattern flat,
-        as in `StateStore.heads`."""
+        as in `StateStore.heads`. Floats: of a run whose states are int8, float32."""
         ...
 
 
@@ -44,10 +49,13 @@ class MemoryStore:
         self.heads = tuple(site for site in HEAD_SITES if site in captured)
         self.layers = tuple(sorted({layer for _, layer in states}))
 
-    def all_of(self, site: str, layer: int) -> Tensor:
-        """Returns every stored vector of one site and layer: [n, m]; [n, h, d] at sites q, k, v and z; a pattern flat,
-        as in `StateStore.heads`."""
+    def stored(self, site: str, layer: int) -> Tensor:
+        """Returns every vector of one site and layer as it is stored."""
         return self._states[site, layer]
+
+    def all_of(self, site: str, layer: int) -> Tensor:
+        """Returns every stored vector of one site and layer as floats; shapes as in `StateStore.all_of`."""
+        return decode(self.stored(site, layer))
 
 
 class ShardStore:
@@ -75,9 +83,14 @@ class ShardStore:
         return places
 
     def all_of(self, site: str, layer: int) -> Tensor:
-        """Returns every stored vector of one site and layer: [n, m]; [n, h, d] at sites q, k, v and z; a pattern flat.
-        Reads the file at the first call, and keeps the tensor in memory. Raises: TraceError if the bytes of the tensor,
-        or of the file's header, differ from their checksums."""
+        """Returns every stored vector of one site and layer as floats; shapes as in `StateStore.all_of`. Raises:
+        TraceError as `stored`."""
+        return decode(self.stored(site, layer))
+
+    def stored(self, site: str, layer: int) -> Tensor:
+        """Returns every vector of one site and layer as it is stored. Reads the file at the first call, and keeps the
+        tensor in memory. Raises: TraceError if the bytes of the tensor, or of the file's header, differ from their
+        checksums."""
         key = tensor_key(site, layer)
         if key not in self._loaded:
             if key not in self._places:
@@ -141,25 +154,25 @@ class Blocks:
         self.sites, self.layers, self.dtype = tuple(sites), tuple(layers), dtype
         self.layer_index = {layer: i for i, layer in enumerate(layers)}
         self.num_rows = 0
-        self._opened: list[int] = []
+        self._counts: list[int] = []
+        """Number of rows of each appended block."""
         self._blocks: dict[str, list[Tensor]] = {site: [] for site in sites}
 
     def open(self, num_rows: int, width: int) -> dict[str, Tensor]:
-        """Returns a dict site -> new tensor [layers, num_rows, width] for the pass that begins, filled with NaN; keeps
-        the tensors.
+        """Returns a dict site -> new tensor [layers, num_rows, width] for the pass that begins, filled with NaN: a
+        layer that does not run in this pass stays NaN."""
+        return {s: torch.full((len(self.layers), num_rows, width), torch.nan, dtype=self.dtype) for s in self.sites}
 
-        A layer that does not run in this pass stays NaN.
-        """
-        new = {s: torch.full((len(self.layers), num_rows, width), torch.nan, dtype=self.dtype) for s in self.sites}
-        for site, block in new.items():
+    def append(self, num_rows: int, states: Mapping[str, Tensor]) -> None:
+        """Adds the states of `num_rows` rows, by site: [layers, num_rows, m], or as from `state_codec.encode`."""
+        for site, block in states.items():
             self._blocks[site].append(block)
-        self._opened.append(num_rows)
+        self._counts.append(num_rows)
         self.num_rows += num_rows
-        return new
 
     def drop_last(self) -> None:
-        """Discards the states of the newest pass, because that pass failed."""
-        self.num_rows -= self._opened.pop()
+        """Discards the states that were appended last, because their pass failed."""
+        self.num_rows -= self._counts.pop()
         for blocks in self._blocks.values():
             blocks.pop()
 
@@ -172,7 +185,7 @@ class Blocks:
         """Returns a dict (site, layer) -> states of all passes since the last call as one tensor [n, m], and forgets
         them. The memory of each site is freed after joining."""
         states: dict[tuple[str, int], Tensor] = {}
-        self._opened.clear()
+        self._counts.clear()
         for site in self.sites:
             blocks, self._blocks[site] = self._blocks[site], []
             for layer, i in self.layer_index.items():

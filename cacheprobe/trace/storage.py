@@ -3,7 +3,8 @@
     run/
       manifest.json                  written last: names the files of the run, with sizes and checksums
       states-<id>-00000.safetensors  one tensor [n, m] for each (site, layer), shards of about 1 GB; of attention heads
-                                     [n, h, d], and of patterns one flat tensor (see StateStore.heads)
+                                     [n, h, d], and of patterns one flat tensor (see StateStore.heads). int8: 4 numbers
+                                     more in each vector, the bytes of its scale (see state_codec.py)
       rows-<id>.parquet, hypotheses-<id>.parquet, events-<id>.parquet, ledger-<id>.parquet, tokens-<id>.parquet
       thoughts-<id>.parquet and .safetensors  of a Thinking States model
 
@@ -34,7 +35,7 @@ from cacheprobe.trace.manifest import (
 )
 from cacheprobe.trace.migrate import migrated_events, migrated_readings, migrated_rows, renamed_status
 from cacheprobe.trace.places import saving
-from cacheprobe.trace.run_files import ROW_GROUP, RunFiles
+from cacheprobe.trace.run_files import RunFiles, write_parquet
 from cacheprobe.trace.state_store import ShardStore, header_of, read_tensor, tensor_key
 
 SHARD_BYTES = 10**9
@@ -95,7 +96,7 @@ def _write_run(trace: TraceData, directory: Path, staging: Path, run_id: str) ->
         if table is not None:
             files.write(
                 f"{name}-{run_id}.parquet",
-                lambda path, table=table: table.to_parquet(path, index=False, row_group_size=ROW_GROUP),
+                lambda path, table=table: write_parquet(table, path),
             )
     if trace.thought_states is not None:
         from safetensors.torch import save_file
@@ -198,7 +199,7 @@ def _write_states(trace: TraceData, files: RunFiles) -> list[str]:
 
     for site in (*trace.store.sites, *trace.store.heads):
         for layer in trace.store.layers:
-            tensor = trace.store.all_of(site, layer).contiguous()
+            tensor = trace.store.stored(site, layer).contiguous()
             batch[tensor_key(site, layer)] = tensor
             batch_bytes += tensor.numel() * tensor.element_size()
             if batch_bytes >= SHARD_BYTES:

@@ -321,6 +321,12 @@ def of_to_disk(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float
     return {"saved_over_disk": 2.0, "write_over_raw": 0.25}
 
 
+def of_kept(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """A run that keeps nothing takes two hours; one more with each site, and with heads."""
+    clock.plant(cp, "run", lambda *args, capture, **settings: 2 + len(capture.sites) + bool(capture.heads))
+    return {"over_nothing S": 1.5, "over_nothing S, T, C": 2.5, "over_nothing S, T, C, Z": 3, "over_nothing nothing": 1}
+
+
 def of_tuned_lens(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """The tuned lens is better by these divergences; they replace those of the training."""
     train = tuned_lens.train_tuned_lens

@@ -25,7 +25,7 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.checked_files import CheckedFiles
 from cacheprobe.trace.manifest import JOURNAL
 from cacheprobe.trace.parts.journal import Journal
-from cacheprobe.trace.run_files import ROW_GROUP, RunFiles
+from cacheprobe.trace.run_files import ROW_GROUP, RunFiles, parquet_options, write_parquet
 from cacheprobe.trace.state_store import ShardStore, header_of, read_tensor
 from cacheprobe.trace.storage import request_from_record
 from cacheprobe.trace.tables import build as tables
@@ -55,12 +55,14 @@ class GrowingRun:
         return pd.concat(parts, ignore_index=True) if parts else empty.get(kind, tables.ledger_table([]))
 
     def rows(self) -> pd.DataFrame:
-        """Returns the rows table, with the roles and statuses that later parts gave to rows of earlier ones."""
+        """Returns the rows table, with what later parts gave to rows of earlier ones: role, status, and state_index,
+        which a journal of version 1 does not repeat."""
         rows = self.table("rows")
         labelled = [line for part in self.journal.parts for line in part["labelled"]]
-        for name, values in zip(("role", "status"), ([line[i] for line in labelled] for i in (1, 2)), strict=True):
+        for i, name in enumerate(("role", "status", "state_index"), 1):
+            values = {line[0]: line[i] for line in labelled if len(line) > i}
             rows[name] = rows[name].to_numpy(copy=True)
-            rows.loc[[line[0] for line in labelled], name] = values
+            rows.loc[list(values), name] = list(values.values())
         rows.loc[rows.role == "", ["role", "status"]] = UNDECIDED
         return rows
 
@@ -169,10 +171,7 @@ class GrowingRun:
             "tokens": self.token_table,
         }
         for name, table in written.items():
-            files.write(
-                f"{name}-{run_id}.parquet",
-                lambda path, table=table: table.to_parquet(path, index=False, row_group_size=ROW_GROUP),
-            )
+            files.write(f"{name}-{run_id}.parquet", lambda path, table=table: write_parquet(table, path))
         pieces = self.readings(rows)
         if (first := next(pieces, None)) is not None:
             files.write(f"hypotheses-{run_id}.parquet", lambda path: _write_pieces(path, first, pieces))
@@ -196,7 +195,7 @@ def _write_pieces(path: Path, first: pd.DataFrame, others: Iterator[pd.DataFrame
     schema = pa.schema(
         [field.with_type(text.get(field.name, field.type)) for field in table.schema], table.schema.metadata
     )
-    with pq.ParquetWriter(path, schema) as writer:
+    with pq.ParquetWriter(path, schema, **parquet_options(schema)) as writer:
         writer.write_table(table.cast(schema), row_group_size=ROW_GROUP)
         for piece in others:
             writer.write_table(pa.Table.from_pandas(piece, schema, preserve_index=False), row_group_size=ROW_GROUP)

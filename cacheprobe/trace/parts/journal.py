@@ -16,7 +16,8 @@ from cacheprobe.core.files import fsync
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.manifest import JOURNAL, TraceError
 
-_FORMAT, _VERSION = "cacheprobe journal", 1
+_FORMAT, _VERSION, _READ = "cacheprobe journal", 2, (1, 2)
+"""Version 2: states as int8; the state_index of rows in `labelled`."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ def read_journal(directory: Path) -> Journal | None:
         raise TraceError(f"{path}: line {whole + 1} was changed after it was written; restore the file")
     header = contents[0]
     assert header is not None
-    if header.get("format") != _FORMAT or header.get("version") != _VERSION:
-        raise TraceError(f"{path} is of another program or version; this cacheprobe reads version {_VERSION}")
+    if header.get("format") != _FORMAT or header.get("version") not in _READ:
+        raise TraceError(f"{path} is of another program or version; this cacheprobe reads versions 1 to {_VERSION}")
     parts = tuple(content for content in contents[1:whole] if content is not None)
     return Journal(directory, header, parts, sum(map(len, lines[:whole])))
 
