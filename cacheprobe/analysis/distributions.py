@@ -48,7 +48,6 @@ def divergences(
         trace.vectors("S", layer, table[table.num_layers > layer])  # raises an error that names what was not kept
     last = model.n_layers - 1
     needed = [*chosen, last] if last in trace.store.layers and last not in chosen else chosen
-    kept = {layer: trace.store.all_of("S", layer) for layer in needed}
     parts = []
     for num_layers, group in table.groupby("num_layers"):
         ran = [layer for layer in needed if layer < num_layers]
@@ -56,7 +55,9 @@ def divergences(
         for start in range(0, len(group) if ran else 0, height):
             some = group.iloc[start : start + height]
             index = torch.tensor(some.state_index.to_numpy())
-            states = torch.stack([kept[layer][index] for layer in ran]).to(model.device, model.dtype)
+            states = torch.stack([trace.store.some_of("S", layer, index) for layer in ran]).to(
+                model.device, model.dtype
+            )
             parts.append(_divergences_of(model, lens, states, ran, some, last))
     if not parts:
         raise ValueError("there is nothing to read: no layer, or no row, was asked for")

@@ -23,7 +23,7 @@ from cacheprobe.models.paths import PATHS, choose_path
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.ops.state_codec import INT8
 from cacheprobe.trace.checked_files import damaged_files
-from cacheprobe.trace.state_store import ShardStore
+from cacheprobe.trace.parts.shards import ShardStore
 from cacheprobe.trace.trace import Trace
 
 _SHAPES = ("window", "group", "capacity", "prefill_chunk", "prefill_group", "pad_prefill", "determinism")

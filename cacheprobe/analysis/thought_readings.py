@@ -55,7 +55,7 @@ def read_thoughts(trace: "Trace", layers: Iterable[int] | None = None, model: Ca
     ]
     if not read_by:
         raise ValueError("there is no thought to read: no layer was asked for, or no chunk's states were kept")
-    chunks = torch.stack([trace.store.all_of("S", layer)[index] for _, layer, index in read_by])
+    chunks = torch.stack([trace.store.some_of("S", layer, torch.tensor(index)) for _, layer, index in read_by])
     read = lens.read(lm, chunks.to(lm.device, lm.dtype))
     logprobs = read.first_logits.double().log_softmax(-1)
     entropy = -(logprobs.exp() * logprobs.clamp(min=-1e6)).sum(-1)

@@ -12,7 +12,7 @@ from cacheprobe.kvcache.status import STATUS_OF_REASON, Status
 from cacheprobe.trace.checked_files import CheckedFiles
 from cacheprobe.trace.parts.growing import GrowingRun
 from cacheprobe.trace.parts.journal import Journal, last_step
-from cacheprobe.trace.state_store import header_of, read_tensor
+from cacheprobe.trace.parts.shards import header_of, read_tensor
 from cacheprobe.trace.tables.ledgers import rows_in_use
 
 

@@ -34,11 +34,10 @@ def read_rows(
     """
     reader = LensReader(model, lens, trace.meta["capture"]["top_k"])
     ordered = sorted(layers)  # so that the layers that ran are the first ones, for every row
-    kept = [trace.store.all_of(site, layer) for layer in ordered]
     following = committed_after(trace, rows) if targets is None else targets
     for _, near in rows.groupby([rows.request_id, rows.position // _POSITIONS_AT_ONCE], sort=False):
         index = torch.tensor(near.state_index.to_numpy())
-        states = torch.stack([of_layer[index] for of_layer in kept], 1)
+        states = torch.stack([trace.store.some_of(site, layer, index) for layer in ordered], 1)
         queued = []
         for row, own in zip(near.itertuples(), states, strict=True):
             ran = torch.tensor([layer for layer in ordered if layer < row.num_layers], dtype=torch.long)

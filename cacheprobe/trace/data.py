@@ -15,7 +15,6 @@ from cacheprobe.core.values import JsonDict, hint
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.models.base import CachedLM
-from cacheprobe.ops.state_codec import decode
 from cacheprobe.trace.lookup import Lookup
 from cacheprobe.trace.state_store import StateStore, layer_number
 from cacheprobe.trace.tables.token_history import token_texts_of
@@ -170,12 +169,10 @@ class TraceData:
         """
         if site == PATTERN:
             raise ValueError("patterns differ in length from row to row; ask for them with pattern_rows(layer, rows)")
-        stored, indices = self._stored(site, layer, rows)
-        return decode(stored[indices])
+        return self.store.some_of(site, *self._stored(site, layer, rows))
 
-    def _stored(self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> tuple[Tensor, Tensor]:
-        """Returns (every state of a site and layer as it is stored, in one tensor; the index [n] into that tensor of
-        each of the n given rows)."""
+    def _stored(self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> tuple[int, Tensor]:
+        """Returns (the layer counted from 0, the index [n] of the stored state of each of the n given rows)."""
         layer = layer_number(layer, self.row_table)
         self._require_site(site, layer)
         row_numbers = rows["row"].tolist() if isinstance(rows, pd.DataFrame) else [int(row) for row in rows]
@@ -194,7 +191,7 @@ class TraceData:
                 f"request {row.request_id} step {row.step}: the drafter stopped after layer {row.num_layers - 1}, so "
                 f"there is no state at layer {layer}"
             )
-        return self.store.stored(site, layer), torch.tensor(state_index)
+        return layer, torch.tensor(state_index)
 
     def _filters(self) -> str:
         """Returns the settings that chose the rows whose states were kept, as text."""
@@ -210,9 +207,10 @@ class TraceData:
         Rows of any status are allowed. A rolled-back row attended to the tokens committed before its draft and to the
         draft, not to the tokens committed in the draft's place.
         """
-        flat, indices = self._stored(PATTERN, layer, rows)
+        number, indices = self._stored(PATTERN, layer, rows)
         if not len(indices):
             return []
+        flat = self.store.all_of(PATTERN, number)
         starts, heads = self.lookup["rows"].pattern_starts(self.row_table, flat.numel())
         return [flat[starts[i] : starts[i + 1]].view(heads, -1) for i in indices.tolist()]
 

@@ -1,8 +1,6 @@
-"""Stores captured state vectors by (site, layer): in memory, or in safetensors files that are opened when needed."""
+"""Stores captured state vectors by (site, layer) in memory. `parts/shards.py` reads those of a saved run."""
 
-import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from operator import index
 from typing import Protocol, SupportsIndex, runtime_checkable
 
@@ -11,10 +9,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import HEAD_SITES, SITES
-from cacheprobe.core.values import JsonDict
 from cacheprobe.ops.state_codec import decode
-from cacheprobe.trace.checked_files import CheckedFiles
-from cacheprobe.trace.manifest import TraceError
 
 
 @runtime_checkable
@@ -38,6 +33,15 @@ class StateStore(Protocol):
         as in `StateStore.heads`. Floats: of a run whose states are int8, float32."""
         ...
 
+    def some_of(self, site: str, layer: int, indices: Tensor) -> Tensor:
+        """Returns the stored vectors at `indices` [n] of `all_of`; not for patterns."""
+        ...
+
+    @property
+    def num_rows(self) -> int:
+        """Number n of stored vectors of a site and layer; 0 without sites."""
+        ...
+
 
 class MemoryStore:
     """Holds the captured states of a run in memory: by (site, layer), one tensor with the states of all kept rows."""
@@ -57,75 +61,14 @@ class MemoryStore:
         """Returns every stored vector of one site and layer as floats; shapes as in `StateStore.all_of`."""
         return decode(self.stored(site, layer))
 
+    def some_of(self, site: str, layer: int, indices: Tensor) -> Tensor:
+        """Returns the stored vectors at `indices` [n] of `all_of`; not for patterns."""
+        return decode(self.stored(site, layer)[indices])
 
-class ShardStore:
-    """Reads the captured states of a saved run from its safetensors files (shards), each tensor at its first use."""
-
-    def __init__(
-        self,
-        files: CheckedFiles,
-        shards: Sequence[str],
-        sites: Sequence[str],
-        layers: Sequence[int],
-        heads: Sequence[str] = (),
-    ) -> None:
-        self.sites, self.layers, self.heads = tuple(sites), tuple(layers), tuple(heads)
-        self.files, self.shards = files, tuple(shards)
-        self._loaded: dict[str, Tensor] = {}
-
-    @cached_property
-    def _places(self) -> dict[str, list[tuple[str, JsonDict]]]:
-        """By name of a tensor: each file that holds a part of the tensor, with the file's entry of the part."""
-        places: dict[str, list[tuple[str, JsonDict]]] = {}
-        for shard in self.shards:
-            for key, entry in header_of(self.files, shard).items():
-                places.setdefault(key, []).append((shard, entry))
-        return places
-
-    def all_of(self, site: str, layer: int) -> Tensor:
-        """Returns every stored vector of one site and layer as floats; shapes as in `StateStore.all_of`. Raises:
-        TraceError as `stored`."""
-        return decode(self.stored(site, layer))
-
-    def stored(self, site: str, layer: int) -> Tensor:
-        """Returns every vector of one site and layer as it is stored. Reads the file at the first call, and keeps the
-        tensor in memory. Raises: TraceError if the bytes of the tensor, or of the file's header, differ from their
-        checksums."""
-        key = tensor_key(site, layer)
-        if key not in self._loaded:
-            if key not in self._places:
-                raise TraceError(f"{self.files.directory} holds no states of site {site}, layer {layer}; run it again")
-            parts = [read_tensor(self.files, *place) for place in self._places[key]]
-            parts = [part for part in parts if part.numel()] or parts[:1]
-            self._loaded[key] = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self._loaded[key]
-
-
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16} | {
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool
-}  # fmt: skip
-"""Dtypes by their names in a safetensors file."""
-
-
-def header_of(files: CheckedFiles, name: str) -> dict[str, JsonDict]:
-    """Returns the entries (dtype, shape, data_offsets) of the tensors of a safetensors file, by name; data_offsets
-    count from the beginning of the file. Raises: TraceError if the file is damaged."""
-    with files.naming(name):
-        length = 8 + int.from_bytes(files.read(name, 0, min(8, files.sizes[name])).tobytes(), "little")
-        if not 8 < length <= files.sizes[name]:
-            raise ValueError(f"its header would be {length - 8} bytes long")
-        entries = json.loads(files.read(name, 8, length).tobytes())
-        for entry in entries.values():
-            entry["data_offsets"] = [length + offset for offset in entry["data_offsets"]]
-        return entries
-
-
-def read_tensor(files: CheckedFiles, name: str, entry: JsonDict) -> Tensor:
-    """Reads one tensor of a safetensors file. entry: as from `header_of`. Raises: TraceError if the bytes of the tensor
-    differ from their checksums."""
-    with files.naming(name):
-        data = torch.from_numpy(files.read(name, *entry["data_offsets"]))
-        return data.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    @property
+    def num_rows(self) -> int:
+        """Number n of stored vectors of a site and layer; 0 without sites."""
+        return len(self.stored(self.sites[0], self.layers[0])) if self.sites else 0
 
 
 def tensor_key(site: str, layer: int) -> str:

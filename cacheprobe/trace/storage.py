@@ -34,9 +34,10 @@ from cacheprobe.trace.manifest import (
     require_whole,
 )
 from cacheprobe.trace.migrate import migrated_events, migrated_readings, migrated_rows, renamed_status
+from cacheprobe.trace.parts.shards import ShardStore, header_of, read_tensor
 from cacheprobe.trace.places import saving
 from cacheprobe.trace.run_files import RunFiles, write_parquet
-from cacheprobe.trace.state_store import ShardStore, header_of, read_tensor, tensor_key
+from cacheprobe.trace.state_store import tensor_key
 
 SHARD_BYTES = 10**9
 TABLES = {

@@ -25,8 +25,8 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.checked_files import CheckedFiles
 from cacheprobe.trace.manifest import JOURNAL
 from cacheprobe.trace.parts.journal import Journal
+from cacheprobe.trace.parts.shards import ShardStore, header_of, read_tensor
 from cacheprobe.trace.run_files import ROW_GROUP, RunFiles, parquet_options, write_parquet
-from cacheprobe.trace.state_store import ShardStore, header_of, read_tensor
 from cacheprobe.trace.storage import request_from_record
 from cacheprobe.trace.tables import build as tables
 
