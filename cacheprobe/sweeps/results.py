@@ -2,9 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -13,6 +11,7 @@ import pyarrow as pa
 from cacheprobe.core.values import JsonDict
 from cacheprobe.sweeps.index import AXIS_COLUMNS, refresh
 from cacheprobe.sweeps.storage.store import PLAN, SHARDS, SweepStore
+from cacheprobe.trace.parts.relations import duckdb
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
@@ -153,11 +152,3 @@ def load_sweep(url: "str | Path", *, all_versions: bool = False) -> Sweep:
     if plan["format_version"] != 1:
         raise ValueError(f"{url} is of sweep format {plan['format_version']}, this cacheprobe reads 1")
     return Sweep(store, refresh(store), plan, all_versions)
-
-
-def duckdb() -> ModuleType:
-    """Imports and returns the module duckdb. Raises: ValueError if it is not installed."""
-    try:
-        return import_module("duckdb")
-    except ModuleNotFoundError:
-        raise ValueError("a query needs duckdb: pip install 'cacheprobe[sweep]'") from None

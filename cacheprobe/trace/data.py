@@ -60,6 +60,8 @@ class TraceData:
     """Function (trace) that reads Z from the stored S and adds it to the trace; set for runs with lens="later" only."""
     readings_on_disk: "Callable[[], pd.DataFrame | None] | None" = field(default=None, repr=False, compare=False)
     """Function that reads the lens readings from the disk; None if they are in `stored_readings`."""
+    table_files: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Names of the Parquet files of a saved run by table, if they are in today's format."""
     lookup: dict[str, Lookup] = field(
         default_factory=lambda: {name: Lookup() for name in ("rows", "events", "ledger")},
         init=False, repr=False, compare=False,
@@ -93,6 +95,7 @@ class TraceData:
     def hypothesis_table(self, readings: pd.DataFrame | None) -> None:
         """Replaces the lens readings; the run then counts as read."""
         self.stored_readings, self.readings_on_disk = readings, None
+        self.table_files.pop("hypotheses", None)
         self.meta.pop("is_lens_later", None)
 
     @property

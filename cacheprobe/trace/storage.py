@@ -139,6 +139,9 @@ def load_fields(directory: Path, model: CachedLM | None) -> dict[str, Any]:
         rows = migrated_rows(rows, events, lengths)
     rows = renamed_status(rows, manifest["stored_version"])
 
+    of_today = TABLES if manifest["stored_version"] == FORMAT_VERSION else ()
+    table_files = {name: file for name in of_today if (file := f"{name}-{run_id}.parquet") in files.sizes}
+
     def read(name: str) -> pd.DataFrame | None:
         """Returns a table of readings or thoughts in today's format; None if the run has no such table."""
         table = stored(name)
@@ -161,6 +164,7 @@ def load_fields(directory: Path, model: CachedLM | None) -> dict[str, Any]:
         thought_table=read("thoughts"),
         stored_readings=None,
         readings_on_disk=lambda: read("hypotheses"),
+        table_files=table_files,
     )
 
 

@@ -15,10 +15,14 @@ from cacheprobe.trace.data import TraceData
 from cacheprobe.trace.manifest import MANIFEST
 from cacheprobe.trace.parts.growing import GrowingRun
 from cacheprobe.trace.parts.journal import read_journal
+from cacheprobe.trace.parts.relations import relation_of
 from cacheprobe.trace.self_checks import self_checks_text
 from cacheprobe.trace.storage import load_fields, save_trace
 from cacheprobe.trace.tables.hypotheses import hypotheses_of
 from cacheprobe.trace.tables.ledgers import ledger_at
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyRelation
 
 MOVED = {
     "read": "read_states",
@@ -123,6 +127,16 @@ class Trace(TraceData):
         read yet and the trace was loaded without its model.
         """
         return hypotheses_of(self, include_rolled_back)
+
+    def table(self, name: str) -> "DuckDBPyRelation":
+        """Returns a table as a DuckDB relation: `trace.table("hypotheses").filter("layer = 12 and rank = 0").df()`.
+
+        Of a saved run, a query reads the columns and lines that it needs, so the table may be larger than the memory.
+        name: rows, hypotheses, events, ledger, thoughts or tokens, with the stored columns: `hypotheses()` adds the
+        drafts' verdicts. Raises: ValueError for another name, for a table that the run does not have, and if duckdb is
+        not installed; TraceError for a damaged file.
+        """
+        return relation_of(self, name)
 
     def states(self, site: str, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
         """Returns the states [n, m] of a request at one site and layer, one for each of its n rows of status

@@ -179,3 +179,53 @@ def test_killed_while_saving_again_and_again(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     assert cp.load_trace(target).digest(0) == digest
+
+
+# -- lazy relations
+
+
+@pytest.mark.parametrize("name", ["rows", "hypotheses", "events", "ledger", "tokens"])
+def test_a_relation_has_the_lines_of_the_table(name: str, tmp_path: Path) -> None:
+    """Of a run in memory, a saved one, and one that is recorded to disk."""
+    trace = cp.run(loaded(), PROMPTS, drafter=cp.drafters.NGram(), **SMALL)
+    trace.save(tmp_path / "saved")
+    recorded = cp.run(loaded(), PROMPTS, drafter=cp.drafters.NGram(), **SMALL, out=tmp_path / "recorded")
+    whole = trace.table(name).df()
+    assert len(whole) and len(whole) == {"rows": len(trace.rows()), "events": len(trace.events())}.get(name, len(whole))
+    left_out = ["seconds"] if name == "events" else []
+    for other in (cp.load_trace(tmp_path / "saved"), recorded):
+        assert other.table_files[name].startswith(name)
+        pd.testing.assert_frame_equal(other.table(name).df().drop(columns=left_out), whole.drop(columns=left_out))
+
+
+def test_a_query_reads_no_whole_table(tmp_path: Path) -> None:
+    trace = cp.run(loaded(), PROMPTS, **SMALL)
+    trace.save(tmp_path)
+    opened = cp.load_trace(tmp_path)
+    found = opened.table("hypotheses").filter("layer = 1 and rank = 0").project("request_id, position, token").df()
+    expected = trace.recorded_readings.query("layer == 1 and rank == 0")
+    assert found.token.tolist() == expected.token.tolist() and found.position.tolist() == expected.position.tolist()
+    assert opened.readings_on_disk is not None  # DuckDB alone has read them
+
+
+def test_a_relation_is_of_the_trace_as_it_is_now(tmp_path: Path) -> None:
+    cp.run(loaded(), PROMPTS, **SMALL).save(tmp_path)
+    opened = cp.load_trace(tmp_path)
+    opened.hypothesis_table = opened.recorded_readings.head(3)
+    assert len(opened.table("hypotheses").df()) == 3
+
+
+def test_what_a_relation_cannot_be_of_is_refused(tmp_path: Path) -> None:
+    trace = cp.run(loaded(), PROMPTS, capture=None, **SMALL)
+    with pytest.raises(ValueError, match="unknown table 'row'; tables are rows, .*did you mean"):
+        trace.table("row")
+    with pytest.raises(ValueError, match="this run has no table of hypotheses"):
+        trace.table("hypotheses")
+    trace.save(tmp_path)
+    opened = cp.load_trace(tmp_path)
+    path = next(tmp_path.glob("rows-*.parquet"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(TraceError, match=rf"{path.name} was changed after the run was saved"):
+        opened.table("rows")
