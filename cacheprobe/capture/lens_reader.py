@@ -279,7 +279,7 @@ class LensReader:
     def _read_states(self, states: Tensor, layers: Tensor, targets: Tensor) -> Readout | None:
         """Returns the Readout of a tile without storing its logits; None if the lens or the model cannot do that."""
         read_tokens = getattr(self.model, "read_tokens", None)
-        if self._to_residual is None or read_tokens is None:
+        if self._to_residual is None or read_tokens is None or getattr(self.model, "operations", None) is None:
             return None
         return read_tokens(self._to_residual(states, layers), targets, self.top_k)
 
