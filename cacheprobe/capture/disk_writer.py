@@ -155,6 +155,7 @@ class DiskWriter(Observer):
         texts = {number: self._new_text(number) for number in self._committed}
         return {
             "step": self._step,
+            "seconds": time.monotonic() - self._last,  # since the part before, or since this process began to record
             "num_rows": recorder.num_taken,
             "num_states": recorder.blocks.num_rows,
             "names": self._names,

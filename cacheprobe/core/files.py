@@ -77,6 +77,10 @@ class WriterLock:
         self.path.write_text(json.dumps({**content, **own}), encoding="utf-8")
 
 
+_MOMENT = 0.2
+"""Seconds to wait for a lock, in which `writer_of` may be looking at it."""
+
+
 @contextmanager
 def only_writer(path: Path) -> Iterator[WriterLock]:
     """Locks the lock file `path` for the time of a `with` block, and deletes the file at its end.
@@ -86,7 +90,7 @@ def only_writer(path: Path) -> Iterator[WriterLock]:
     """
     from filelock import FileLock, Timeout
 
-    lock = FileLock(path, timeout=0)
+    lock = FileLock(path, timeout=_MOMENT)
     try:
         lock.acquire()
     except Timeout:
@@ -98,6 +102,21 @@ def only_writer(path: Path) -> Iterator[WriterLock]:
     finally:
         path.unlink(missing_ok=True)
         lock.release()
+
+
+def writer_of(path: Path) -> str:
+    """Returns the name of the process that has locked the lock file `path`, such as "process 123 on HOST"; "" if none
+    has. Changes nothing: the lock of a process that ended is nobody's, and its file stays."""
+    import fcntl
+
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file gives it back
+    except BlockingIOError:
+        return _holder(path)
+    except OSError:
+        return ""
+    return ""
 
 
 def _holder(path: Path) -> str:

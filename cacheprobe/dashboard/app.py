@@ -42,6 +42,7 @@ def make_app(shelf: Shelf) -> Dash:
 def _views(shelf: Shelf, reader: RunReader) -> Views:
     return {
         "facts": partial(facts.run_facts, shelf, reader),
+        "growth": partial(facts.growth, shelf),
         "story": partial(facts.request_story, shelf),
         "timeline": partial(timeline.view, shelf),
         "decode": partial(decode.view, shelf),

@@ -93,6 +93,7 @@ class Book:
     def warm(self) -> None:
         """Computes and caches the tables and texts that the first page needs, so that the page loads faster."""
         _ = self.opening, self.verified, self.finding, self._slots_by_step, self.run.token_texts
+        _ = self._by_request, self._rows_by_request, self._ledger_by_request
 
     def prompt_length(self, request_id: int) -> int:
         """Returns the number of prompt tokens of a request."""

@@ -14,7 +14,8 @@ MOST_LETTERS = 44
 def run_facts(shelf: Shelf, reader: RunReader, question: PageQuestion) -> JsonDict:
     """Returns a dict on a run, from which the page fills its controls. Keys: name, says (sentences on the run),
     requests (their labels), first and last (steps), opening (request and step to show first), layers, sites, lenses
-    (options of the menu), why_not (the reason why states cannot be read, or ""), has_readings."""
+    (options of the menu), why_not (the reason why states cannot be read, or ""), has_readings; of a run that was
+    recorded to disk while the dashboard ran also version, of the tables that all this is of."""
     book = shelf.book(question["run"])
     run = book.run
     return {
@@ -22,14 +23,32 @@ def run_facts(shelf: Shelf, reader: RunReader, question: PageQuestion) -> JsonDi
         "says": run_summary(book),
         "requests": [_request_label(r) for r in run.requests],
         "first": book.steps.start,
-        "last": book.steps.stop - 1,
+        "last": max(book.steps.stop - 1, book.steps.start),
         "opening": book.opening,
         "layers": list(run.layers) or run.meta["capture"]["layers"],
         "sites": [site for site in "STC" if site in run.sites or site == "S"],
         "lenses": reader.menu(book),
         "why_not": reader.why_not(book),
         "has_readings": run.has_readings,
+        "is_empty": not len(book.steps),
+        **({"version": run.version} if shelf.follower(question["run"]) is not None else {}),
     }
+
+
+def growth(shelf: Shelf, question: PageQuestion) -> JsonDict:
+    """Reads on in the run that the page shows. Returns a dict: now, what the page says of that run (`Follower.says`;
+    None for a run that was finished when it was opened); labels, a list of [run number, label] for the menu of runs;
+    goes_on, whether the page should ask again."""
+    shown, lines = shelf.follower(question["run"]), []
+    if shown is not None:
+        shown.look()
+    followed = [(i, entry) for i, entry in enumerate(shelf.entries) if entry.follower is not None]
+    for number, entry in followed:
+        assert entry.follower is not None
+        entry.follower.peek()
+        lines.append([number, entry.label])
+    goes_on = any(entry.follower is not None and not entry.follower.is_finished for _, entry in followed)
+    return {"now": None if shown is None else shown.says(), "labels": lines, "goes_on": goes_on}
 
 
 def request_story(shelf: Shelf, question: PageQuestion) -> JsonDict:

@@ -13,6 +13,7 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.shelf import CannotShow, Shelf
 from cacheprobe.models.known import shipped_folder
+from cacheprobe.trace.stored import StoredRun
 
 if TYPE_CHECKING:
     from cacheprobe.lenses.base import Lens
@@ -29,15 +30,16 @@ class RunReader:
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
         self._lock = Lock()
-        self._traces: dict[int, tuple[Trace, CachedLM]] = {}
-        self._refused: dict[int, str] = {}
+        self._traces: dict[Path, tuple[StoredRun, Trace, CachedLM]] = {}
+        """By directory: the run that was read, its trace and its model."""
+        self._refused: dict[Path, str] = {}
         self._read: dict[tuple, pd.DataFrame] = {}
 
     def why_not(self, book: Book) -> str:
         """Returns the reason why states of this run cannot be read on this machine, as text; "" if no reason is known.
         Loads no model."""
-        if id(book) in self._refused:
-            return self._refused[id(book)]
+        if book.run.directory in self._refused:
+            return self._refused[book.run.directory]
         if not set(book.run.sites) & set("STC"):
             return "this run kept no states; run it with S, T or C in capture="
         name = self._shelf.model or book.run.fingerprint["model"]
@@ -65,7 +67,7 @@ class RunReader:
 
         Raises: CannotShow, with the reason, if the states cannot be read.
         """
-        key = (id(book), lens, site, tuple(rows.row))
+        key = (book.run.directory, book.run.version, lens, site, tuple(rows.row))
         with self._lock:
             if key not in self._read:
                 trace, model = self._trace(book)
@@ -93,36 +95,48 @@ class RunReader:
     def token_texts(self, book: Book, token_ids: set[int]) -> dict[int, str]:
         """Returns a dict from token id to text, made by the tokenizer of the run's model; {} if that model has not been
         loaded yet."""
-        loaded = self._traces.get(id(book))
+        loaded = self._traces.get(book.run.directory)
         if loaded is None or not token_ids:
             return {}
         ids = sorted(token_ids)
-        return dict(zip(ids, loaded[1].token_texts(ids), strict=True))
+        return dict(zip(ids, loaded[2].token_texts(ids), strict=True))
 
     def _trace(self, book: Book) -> "tuple[Trace, CachedLM]":
         """Returns (trace, model) of the run, both loaded at the first use. Raises: CannotShow if the run kept no
         states, or if its model cannot be loaded."""
         if reason := self.why_not(book):
             raise CannotShow(reason)
-        if id(book) not in self._traces:
-            from cacheprobe.api import load_model, load_trace
+        run, directory = book.run, book.run.directory
+        earlier = self._traces.get(directory)
+        if earlier is not None and earlier[0].run_id != run.run_id:
+            earlier = None
+        if earlier is None or earlier[0].version != run.version:
+            from cacheprobe.api import load_trace
 
-            fingerprint = book.run.fingerprint
             try:
-                model = load_model(
-                    self._shelf.model or fingerprint["model"], dtype=fingerprint["dtype"],
-                    adapter=fingerprint.get("adapter"), progress=False,
-                )  # fmt: skip
-                weights = model.fingerprint()["weights_sha256"]
-                if weights != fingerprint["weights_sha256"]:
-                    raise ValueError(
-                        f"{model.name} has other weights ({weights}) than the run ({fingerprint['weights_sha256']})"
-                    )
-                self._traces[id(book)] = load_trace(book.run.directory, model), model
+                model = self._model(book) if earlier is None else earlier[2]
+                self._traces[directory] = run, load_trace(directory, model), model
             except (ValueError, OSError, RuntimeError, ImportError) as error:
-                self._refused[id(book)] = str(error)
+                if earlier is None:
+                    self._refused[directory] = str(error)
                 raise CannotShow(str(error)) from error
-        return self._traces[id(book)]
+        return self._traces[directory][1:]
+
+    def _model(self, book: Book) -> "CachedLM":
+        """Loads the model of a run. Raises: ValueError if it has other weights than the run's."""
+        from cacheprobe.api import load_model
+
+        fingerprint = book.run.fingerprint
+        model = load_model(
+            self._shelf.model or fingerprint["model"], dtype=fingerprint["dtype"],
+            adapter=fingerprint.get("adapter"), progress=False,
+        )  # fmt: skip
+        weights = model.fingerprint()["weights_sha256"]
+        if weights != fingerprint["weights_sha256"]:
+            raise ValueError(
+                f"{model.name} has other weights ({weights}) than the run ({fingerprint['weights_sha256']})"
+            )
+        return model
 
     def _lens(self, name: str, model: "CachedLM") -> "Lens":
         from cacheprobe.lenses import LogitLens, TunedLens

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.book import Book
+from cacheprobe.dashboard.growth import Follower
 from cacheprobe.sweeps.storage.store import PLAN, SHARDS
-from cacheprobe.trace.manifest import MANIFEST, TraceError
+from cacheprobe.trace.manifest import JOURNAL, MANIFEST, TraceError
 from cacheprobe.trace.stored import StoredRun
 
 MOST_CELLS = 200
@@ -26,8 +27,24 @@ class OpenRun:
     cannot be opened."""
 
     name: str
-    book: Book | None
+    stored: Book | None
     reason: str = ""
+    follower: Follower | None = None
+    """Reads a run that was not finished when the dashboard opened it; None for any other."""
+
+    @property
+    def book(self) -> Book | None:
+        """Newest tables of the run; None if it cannot be opened."""
+        return self.stored if self.follower is None else self.follower.book
+
+    @property
+    def label(self) -> str:
+        """Name of the run in the menu of runs, and whether it grows, was interrupted or cannot be opened."""
+        if self.book is None:
+            return f"{self.name} (cannot be opened)"
+        if self.follower is None or self.follower.is_finished:
+            return self.name
+        return f"{self.name} ({'growing' if self.follower.writer else 'interrupted'})"
 
 
 @dataclass(frozen=True)
@@ -74,6 +91,11 @@ class Shelf:
         book = self.book(question["run"])
         return book, whole(question["request"], "request", len(book.run.requests))
 
+    def follower(self, number: object) -> Follower | None:
+        """Returns what reads the run with this number on; None for a run that was finished when it was opened."""
+        index = whole(number, "run", len(self.entries) + len(self.more))
+        return self.entries[index].follower if index < len(self.entries) else None
+
     def numbers(self) -> dict[str, int]:
         """Returns a dict from the name of a run's directory to the run's number; of runs with equal names, the last
         counts."""
@@ -100,20 +122,24 @@ def _sort_in(path: Path, entries: list[OpenRun], results: list[Path], more: list
     if path.is_file() and path.suffix == ".json":
         results.append(path)
         return
-    content = sorted(path.iterdir()) if path.is_dir() and not (path / MANIFEST).exists() else []
+    content = sorted(path.iterdir()) if path.is_dir() and not _is_run(path) else []
     if (path / PLAN).exists():  # a sweep: its results in one tab, its first cells among the runs
         results.append(path / PLAN)
         shards = [manifest.parent for manifest in sorted((path / SHARDS).glob(f"*/{MANIFEST}"))]
         entries += [_open(shard) for shard in shards[:MOST_CELLS]]
         more += shards[MOST_CELLS:]
         return
-    runs = [p for p in content if p.is_dir() and ((p / MANIFEST).exists() or any(p.glob("rows-*.parquet")))]
+    runs = [p for p in content if p.is_dir() and (_is_run(p) or any(p.glob("rows-*.parquet")))]
     files = [p for p in content if p.is_file() and p.suffix == ".json"]
     results += files
     if runs or files:
         entries += [_open(p) for p in runs]
     else:
         entries.append(_open(path))
+
+
+def _is_run(path: Path) -> bool:
+    return (path / MANIFEST).exists() or (path / JOURNAL).exists()
 
 
 @lru_cache(maxsize=32)
@@ -124,6 +150,8 @@ def _open_cached(path: Path) -> OpenRun:
 def _open(path: Path) -> OpenRun:
     """Returns an `OpenRun` of a run's directory, with the reason if the run cannot be opened."""
     try:
+        if (path / JOURNAL).exists() and not (path / MANIFEST).exists():
+            return OpenRun(path.name, None, follower=Follower(path))
         return OpenRun(path.name, Book(StoredRun(path)))
     except (TraceError, OSError, KeyError, TypeError) as error:
         reason = f"its manifest lacks {error}" if isinstance(error, KeyError) else str(error)

@@ -30,6 +30,7 @@ def index(shelf: Shelf) -> str:
     """Returns the HTML document that Dash fills. Its body lists the runs and results as JSON, so that the page's script
     knows them before its first question."""
     content = {"first": shelf.first, "runs": _runs(shelf), "results": [kind_of(path) for path in shelf.results]}
+    content["grows"] = any(entry.follower is not None for entry in shelf.entries)
     content_json = markup(json.dumps(content)).replace("{%", "&#123;%")
     return (
         '<!DOCTYPE html><html lang="en"><head>{%metas%}<title>{%title%}</title>{%favicon%}'
@@ -41,14 +42,7 @@ def index(shelf: Shelf) -> str:
 
 def _runs(shelf: Shelf) -> list[dict[str, object]]:
     """Returns the options of the menu of runs as a list of dicts: label, value, and whether the option is disabled."""
-    return [
-        {
-            "label": entry.name if entry.book else f"{entry.name} (cannot be opened)",
-            "value": i,
-            "disabled": not entry.book,
-        }
-        for i, entry in enumerate(shelf.entries)
-    ]
+    return [{"label": entry.label, "value": i, "disabled": not entry.book} for i, entry in enumerate(shelf.entries)]
 
 
 def layout(shelf: Shelf) -> Element:
@@ -57,6 +51,7 @@ def layout(shelf: Shelf) -> Element:
         [
             _header(shelf),
             _failed_runs(shelf),
+            _growth(),
             html.Div(id="notice", role="status", hidden=True),
             _transport(),
             _tabs(),
@@ -96,6 +91,18 @@ def _failed_runs(shelf: Shelf) -> Element:
         return None
     items = [html.Li([html.B(entry.name), f": {entry.reason}"]) for entry in failed]
     return html.Div([f"{len(failed)} of {len(shelf.entries)} could not be opened.", html.Ul(items)], className="broken")
+
+
+def _growth() -> Element:
+    """Returns a component that says how far a run is that is recorded to disk."""
+    follow = html.Button("Follow", className="plain", title="stay at the newest step", **{"data-intent": "follow"})
+    says = html.P([html.Span(id="growth-says"), " ", html.Code(id="growth-command")])
+    return html.Section(
+        [says, follow, html.Div(html.Div(id="growth-share"), className="share")],
+        id="growth",
+        hidden=True,
+        **{"aria-label": "growth of the run"},
+    )
 
 
 def _transport() -> Element:

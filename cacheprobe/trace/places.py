@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 
-from cacheprobe.core.files import Locked, only_writer
+from cacheprobe.core.files import Locked, only_writer, writer_of
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.manifest import JOURNAL, MANIFEST, TraceError
 from cacheprobe.trace.parts.journal import read_journal
@@ -136,6 +136,11 @@ def recording(directory: Path, run_id: str, *, overwrite: bool = False) -> Itera
             yield place
         finally:
             shutil.rmtree(place.staging, ignore_errors=True)
+
+
+def recorded_by(directory: Path) -> str:
+    """Returns the name of the process that saves or records a run in a directory now; "" if none does."""
+    return writer_of(directory / LOCK)
 
 
 def clean_finished(directory: Path) -> bool:

@@ -14,7 +14,7 @@ from cacheprobe.trace.manifest import UNREAD, TraceError, read_manifest, require
 from cacheprobe.trace.migrate import migrated_events, migrated_readings, migrated_rows, renamed_status
 from cacheprobe.trace.tables.draft_verdicts import with_read_tokens, with_verdicts
 
-_REQUESTS_IN_MEMORY = 8
+REQUESTS_IN_MEMORY = 8
 """Number of requests whose readings stay in memory, in Arrow's compact form."""
 
 
@@ -36,10 +36,20 @@ class StoredRun:
         text, example and others."""
         self.sites = tuple(self._manifest["sites"])
         self.layers = tuple(self._manifest["layers"])
-        self._request_readings = lru_cache(maxsize=_REQUESTS_IN_MEMORY)(self._read_readings)
+        self._request_readings = lru_cache(maxsize=REQUESTS_IN_MEMORY)(self._read_readings)
 
     def __repr__(self) -> str:
         return f"StoredRun({self.directory.name}: {len(self.requests)} requests of {self.fingerprint['model']})"
+
+    @property
+    def run_id(self) -> str:
+        """Id of the run, which its file names hold."""
+        return self._manifest["run_id"]
+
+    @property
+    def version(self) -> str:
+        """Names what was read: the run's id; of a run that is recorded also its number of parts."""
+        return self.run_id
 
     @property
     def fingerprint(self) -> JsonDict:

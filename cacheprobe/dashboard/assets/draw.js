@@ -8,14 +8,41 @@
 
   const width = (name) => place(name + "-card").clientWidth - 36;
 
+  const drawn = {};  // by view: the server's markup, as it was put into the page
+
+  // Makes `live` what the newer markup says, and touches only what differs from the markup before: what is scrolled to,
+  // hovered or marked stays as it is. before, after: the two markups of `live`.
+  function mend(live, before, after) {
+    if (before.isEqualNode(after)) return;
+    if (before.nodeName !== after.nodeName) {
+      live.replaceWith(after.cloneNode(true));
+      return;
+    }
+    if (after.nodeType === Node.TEXT_NODE) {
+      if (after.data.startsWith(before.data)) live.appendData(after.data.slice(before.data.length));
+      else live.data = after.data;
+      return;
+    }
+    for (const {name, value} of after.attributes || []) {
+      if (before.getAttribute(name) !== value) live.setAttribute(name, value);
+    }
+    for (const {name} of before.attributes || []) if (!after.hasAttribute(name)) live.removeAttribute(name);
+    const [lives, olds, news] = [live, before, after].map((node) => [...node.childNodes]);
+    news.forEach((node, i) => {
+      if (i < olds.length) mend(lives[i], olds[i], node);
+      else live.append(node.cloneNode(true));
+    });
+    lives.slice(news.length).forEach((node) => node.remove());
+  }
+
   // Markup comes from the server, which escapes every text of a run.
   function answer(name, question, {html, graphs, more}) {
-    const view = place(name + "-view"), side = view.querySelector(".scroll,.ladder,.wide");
-    const left = side ? side.scrollLeft : 0;
-    view.innerHTML = html;
+    const view = place(name + "-view"), content = document.createElement("template");
+    content.innerHTML = html;
+    if (drawn[name]) mend(view, drawn[name], content.content);
+    else view.replaceChildren(content.content.cloneNode(true));
+    drawn[name] = content.content;
     view.dataset.answer = JSON.stringify(question);
-    const again = view.querySelector(".scroll,.ladder,.wide");
-    if (again) again.scrollLeft = left;
     const figure = place(name + "-place");
     if (figure) {
       figure.hidden = !graphs;
@@ -31,7 +58,24 @@
     place("gave-box").hidden = !at.gave || names.includes("gave");
   }
 
-  function state(at, facts, story, trouble) {
+  function write(id, text) {
+    if (place(id).textContent !== text) place(id).textContent = text;
+  }
+
+  // How far a run is that is recorded meanwhile.
+  function growth(at, now) {
+    const box = place("growth"), follow = box.querySelector("button");
+    box.hidden = !now;
+    if (!now) return;
+    box.dataset.state = now.state;
+    write("growth-says", now.says);
+    write("growth-command", now.command);
+    place("growth-share").style.width = 100 * now.share + "%";
+    follow.hidden = now.state !== "growing";
+    follow.setAttribute("aria-pressed", !!at.follow);
+  }
+
+  function state(at, facts, story, trouble, grown) {
     const {SHELVED, link, mine, known} = window.cacheprobe;
     current = at;
     document.documentElement.dataset.theme = at.theme;
@@ -49,7 +93,7 @@
     const said = [...at.said, trouble, facts?.run === at.run && facts.error, story?.run === at.run && story.error];
     notice(said.filter(Boolean));
     if (mine(at, facts)) {
-      place("says").textContent = facts.says;
+      write("says", facts.says);
       place("page").dataset.last = facts.last;
       const why = place("lens-why");
       why.hidden = !facts.why_not;
@@ -57,6 +101,7 @@
     }
     if (mine(at, facts) && known(at, story)) now(at, facts, story);
     frames(at);
+    growth(at, grown);
     place("page").dataset.at = JSON.stringify(at);
   }
 
@@ -82,7 +127,8 @@
     const number = document.createElement("b"), about = document.createElement("span");
     number.textContent = `step ${at.step}`;
     about.textContent = `request ${at.request}: ${words}`;
-    place("now").replaceChildren(number, ` of ${facts.last} `, about);
+    const said = [number, ` of ${facts.last} `, about], text = said.map((one) => one.textContent ?? one).join("");
+    if (place("now").textContent !== text) place("now").replaceChildren(...said);
   }
 
   // What is chosen is framed in pictures that stay as they are.

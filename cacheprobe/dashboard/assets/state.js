@@ -2,12 +2,12 @@
 (function () {
   "use strict";
   const LINKED = ["run", "request", "step", "position", "row", "layer", "tab", "site", "lens", "colour", "rows",
-    "against", "result", "theme", "facet"];
+    "against", "result", "theme", "facet", "follow"];
   const NUMBERS = new Set(["run", "request", "step", "position", "row", "layer", "against", "result"]);
   const SHELVED = ["patching", "surgery", "probes", "sweep", "results"];  // tabs of stored results, each of one kind
   const WORDS = {
     tab: ["replay", "thoughts", "compare", ...SHELVED], site: ["S", "T", "C"], colour: ["logprob", "entropy", "rank"],
-    rows: ["committed", "all"], theme: ["light", "dark"],
+    rows: ["committed", "all"], theme: ["light", "dark"], follow: ["newest"],
   };
   const REQUESTS_A_PAGE = 8;
 
@@ -41,11 +41,11 @@
   // What a change of one thing makes of the others: a step or a request leads to another position.
   const CHANGES = {
     run: (at) => {
-      at.request = at.step = at.position = at.row = at.layer = at.gave = null;
+      at.request = at.step = at.position = at.row = at.layer = at.gave = at.follow = null;
       if (at.against === at.run) at.against = null;
     },
     request: (at) => { at.position = at.row = null; },
-    step: (at) => { at.position = at.row = null; },
+    step: (at) => { at.position = at.row = at.follow = null; },
     site: (at) => { if (at.site !== "S" && at.lens === "recorded") at.lens = "logit"; },
     lens: (at) => { if (at.lens === "recorded" || at.lens.startsWith("tuned")) at.site = "S"; },
   };
@@ -69,6 +69,7 @@
     theme: (at) => { at.theme = at.theme === "dark" ? "light" : "dark"; at.themed = true; },
     result: (at, what) => { at.result = Number(what.result); },
     open: (at, what) => { set(at, "run", Number(what.run)); at.tab = "replay"; },
+    follow: (at) => { at.follow = at.follow ? null : "newest"; },
     gave: (at) => { at.gave = at.gave ? null : true; },
     pick: (at, what) => {
       if (what.request !== undefined) set(at, "request", Number(what.request));
@@ -77,9 +78,10 @@
       if (what.position !== undefined) {
         at.position = Number(what.position);
         at.row = what.row === undefined ? null : Number(what.row);
+        at.follow = null;
       }
       if (what.place !== undefined) {
-        at.row = at.position = null;
+        at.row = at.position = at.follow = null;
         at.place = Number(what.place);
       }
     },
@@ -105,6 +107,10 @@
       at.request = facts.opening.request;
     }
     if (at.step === undefined || at.step === null) at.step = facts.opening.step;
+    if (at.follow && at.step !== facts.last) {  // the newest step, and the place where it is about
+      at.step = facts.last;
+      at.position = at.row = null;
+    }
     at.step = clamp(at.step, facts.first, facts.last);
     if (at.layer === undefined || at.layer === null) at.layer = facts.layers[facts.layers.length - 1];
     if (!facts.layers.includes(at.layer)) {
@@ -154,15 +160,18 @@
 
   // Questions by view, the first to be answered first. width: of a card, in pixels; nothing is drawn before there are
   // cards. drawn: the lens grid that is there, {for: its question, first, last: its positions}; it serves for every
-  // position that it holds.
+  // position that it holds. A question of a run that grows names the version of the facts, and is asked again with the
+  // next one.
   function questions(at, facts, story, width, drawn) {
-    const {run, request, step, position, row = null, site, lens, theme} = at, wanted = {};
+    const {run, request, step, position, row = null, site, lens, theme} = at, wanted = {}, version = facts?.version;
+    const is_told = story && story.run === run && story.request === request && story.version === version;
     if (run !== null && (facts === null || facts.run !== run)) wanted.facts = {run};
-    else if (mine(at, facts) && !(story && story.run === run && story.request === request)) wanted.story = {run, request};
+    else if (mine(at, facts) && facts.newest !== version) wanted.facts = {run, version: facts.newest};
+    else if (mine(at, facts) && !is_told) wanted.story = {run, request, version};
     if (width && SHELVED.includes(at.tab) && at.result !== null) wanted.result = {result: at.result, theme, ...(at.facet ? {facet: at.facet} : {})};
-    if (!width || !mine(at, facts) || !known(at, story)) return wanted;
-    if (at.tab === "compare") wanted.compare = {run, against: at.against, request};
-    if (at.tab === "thoughts") wanted.thoughts = {run, request, position, step};
+    if (!width || !mine(at, facts) || !known(at, story) || facts.is_empty) return wanted;
+    if (at.tab === "compare") wanted.compare = {run, against: at.against, request, version};
+    if (at.tab === "thoughts") wanted.thoughts = {run, request, position, step, version};
     if (at.tab !== "replay") return wanted;
     const wide = width("timeline"), steps = clamp(Math.floor((wide - 92) / 18), 8, 80);
     const tokens = clamp(Math.floor((width("decode") - 92) / 56), 3, 40), place = position + 1 - story.prompt;
@@ -170,16 +179,16 @@
     const top = REQUESTS_A_PAGE * Math.floor(request / REQUESTS_A_PAGE);
     const left = tokens * Math.floor(Math.max(place, 0) / tokens);
     const requests = [top, Math.min(top + REQUESTS_A_PAGE, facts.requests.length)];
-    wanted.insight = {run, request, position, row};
-    wanted.timeline = {run, requests, steps: [first, Math.min(first + steps, facts.last + 1)], width: wide};
-    wanted.cache = {run, request, step};
-    wanted.card = {run, request, position, row, site, lens};
-    wanted.decode = {run, request, requests, places: [left, left + tokens], place, step};
-    const grid = {run, request, site, lens, colour: at.colour, rows: at.rows, width: width("lens"), position};
+    wanted.insight = {run, request, position, row, version};
+    wanted.timeline = {run, requests, steps: [first, Math.min(first + steps, facts.last + 1)], width: wide, version};
+    wanted.cache = {run, request, step, version};
+    wanted.card = {run, request, position, row, site, lens, version};
+    wanted.decode = {run, request, requests, places: [left, left + tokens], place, step, version};
+    const grid = {run, request, site, lens, colour: at.colour, rows: at.rows, width: width("lens"), position, version};
     const holds = drawn && drawn.first <= position && position <= drawn.last;
     wanted.grid = holds && same({...drawn.for, position}, grid) ? drawn.for : grid;
-    wanted.window = {run, request, step};
-    wanted.prompt = {run, request};
+    wanted.window = {run, request, step, version};
+    wanted.prompt = {run, request, version};
     if (at.gave) wanted.gave = {run, request, position, row, theme};
     if (lens !== "recorded") ["card", "grid"].forEach((name) => last(wanted, name));
     return wanted;

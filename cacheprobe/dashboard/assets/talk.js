@@ -23,53 +23,96 @@
     shelve(at, shelf.results);
     if (!known(at, story) && stories.has(at.request)) story = stories.get(at.request);
     if (mine(at, facts) && known(at, story)) follow(at, story);
-    if (is_ready) draw.state(at, facts, story, trouble);
+    if (is_ready) draw.state(at, facts, story, trouble, growths.get(at.run));
     const lacking = ask();
     if (!is_ready) return;
     draw.waiting(lacking, at);
     show();
   }
 
+  // A run that is recorded meanwhile: every second the page asks how far it is, and for new facts if it has a new part.
+  const growths = new Map();  // by run
+  const WATCH = 1000;  // milliseconds
+
+  async function watch() {
+    let goes_on = true;
+    if (!document.hidden) {
+      const {run} = at;
+      try {
+        await lines_of(JSON.stringify({growth: {run}}), null, ({now, labels, ...answer}) => {
+          if (answer.error) return;
+          goes_on = answer.goes_on;
+          if (now) growths.set(run, now);
+          relabel(labels);
+          if (run !== at.run || !now || !mine(at, facts)) return;
+          facts.newest = now.version;
+          settled();
+        });
+        if (is_lost) trouble = "";
+        is_lost = false;
+      } catch (error) {
+        is_lost = true;
+        trouble = `the server does not answer (${error.message})`;
+      }
+      if (is_ready) draw.state(at, facts, story, trouble, growths.get(at.run));
+    }
+    if (goes_on) setTimeout(watch, WATCH);
+  }
+
+  let is_lost = false;
+
+  function relabel(labels) {
+    const by_run = new Map(labels), label_of = ({value, label}) => by_run.get(value) || label;
+    if (shelf.runs.every((one) => one.label === label_of(one))) return;
+    shelf.runs = shelf.runs.map((one) => ({...one, label: label_of(one)}));
+    for (const name of ["run", "against"]) offer(name, options(name));
+  }
+
   const told = {
     facts: (answer, {run}) => {
-      facts = {...answer, run};
+      facts = {...answer, run, newest: answer.version};
       stories.clear();
     },
-    story: (answer, {run, request}) => {
-      story = {...answer, run, request};
+    story: (answer, {run, request, version}) => {
+      story = {...answer, run, request, version};
       if (!answer.error) stories.set(request, story);
+      if (at.follow) at.position = at.row = null;
     },
   };
 
-  // Sends what is not yet answered. Returns the names of those views.
+  // A question without what grows with the run: a view that is asked for the same of a newer part is not waited for.
+  const same_place = (question) => (question || "").replace(/,"version":"[^"]*"|(?<="steps":\[\d+),\d+/g, "");
+
+  // Sends what is not yet answered. Returns the names of those views that show something else until then.
   function ask() {
     const wanted = questions(at, facts, story, is_ready && draw.width, draw.grid());
     const lacking = Object.keys(wanted).filter((name) => have[name] !== JSON.stringify(wanted[name]));
+    const missing = lacking.filter((name) => same_place(have[name]) !== same_place(JSON.stringify(wanted[name])));
     const on_its_way = (name) => flight && flight.asked[name] === JSON.stringify(wanted[name]);
     clearTimeout(later);
     if (ahead) ahead.abort();
     ahead = null;
     if (is_ready && !lacking.length && !flight) later = setTimeout(look_ahead, IDLE);
-    if (lacking.length && lacking.every(on_its_way)) return lacking;
+    if (lacking.length && lacking.every(on_its_way)) return missing;
     const age = flight && lacking.length ? performance.now() - flight.began : PATIENCE;
     if (age < PATIENCE) {
       later = setTimeout(settled, PATIENCE - age);
-      return lacking;
+      return missing;
     }
     if (flight) flight.abort.abort();
     flight = null;
-    if (!lacking.length) return lacking;
+    if (!lacking.length) return missing;
     flight = {abort: new AbortController(), began: performance.now(), asked: {}};
     for (const name of lacking) flight.asked[name] = JSON.stringify(wanted[name]);
     fly(flight);
-    return lacking;
+    return missing;
   }
 
   // Stories of the other requests in the timeline, one after the other: a click on one of those is then answered without
   // a question before its questions. With each goes what the server reads a request's tables for; it keeps them.
   async function look_ahead() {
     const {timeline} = questions(at, facts, story, draw.width, draw.grid());
-    if (!timeline) return;
+    if (!timeline || facts.version) return;  // of a run that grows they would be old at the next part
     const {run, requests: [first, end]} = timeline, own = ahead = new AbortController();
     for (let request = first; request < end; request++) {
       if (stories.has(request)) continue;
@@ -109,7 +152,7 @@
       flight = null;
       trouble = error.cause ? error.message : `the server does not answer (${error.message})`;
       if (!is_ready) return;
-      draw.state(at, facts, story, trouble);
+      draw.state(at, facts, story, trouble, growths.get(at.run));
       draw.waiting([], at);
     }
   }
@@ -128,7 +171,7 @@
     }
     if (!Object.keys(own.asked).length) flight = null;
     if (told[view] || flight === null) settled();
-    else draw.waiting(Object.keys(own.asked), at);
+    else draw.waiting(Object.keys(own.asked).filter((name) => same_place(have[name]) !== same_place(own.asked[name])), at);
   }
 
   // Menus and slider are Dash's: they hear of the state, and what they say while that is on its way is an echo.
@@ -147,7 +190,6 @@
   }
 
   function show() {
-    const {set_props} = window.dash_clientside;
     const new_facts = mine(at, facts) && shown !== facts;
     for (const name of CONTROLS) {
       const props = new_facts ? options(name) : {};
@@ -156,9 +198,19 @@
       if (value !== undefined && value !== null && value !== held[name] && !(name in echoes)) {
         props.value = held[name] = echoes[name] = value;
       }
-      if (Object.keys(props).length) set_props(name, props);
+      offer(name, props);
     }
     if (new_facts) shown = facts;
+  }
+
+  // Sets properties of a menu, but no list of options that it has: that would draw it again.
+  const offered = {};
+
+  function offer(name, {options: list, ...props}) {
+    const text = list && JSON.stringify(list);
+    if (list && offered[name] !== text) props.options = list;
+    if (list) offered[name] = text;
+    if (Object.keys(props).length) window.dash_clientside.set_props(name, props);
   }
 
   function options(name) {
@@ -180,6 +232,7 @@
       is_ready = true;
       draw.start(change, settled);
       settled();
+      if (shelf.grows) watch();
       return;
     }
     const fired = window.dash_clientside.callback_context.triggered.map((one) => one.prop_id);

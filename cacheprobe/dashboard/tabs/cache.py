@@ -53,6 +53,8 @@ def window_view(shelf: Shelf, question: PageQuestion) -> str:
     events, texts = book.run.events, book.run.token_texts
     if window is not None:
         ledgers = [book.ledger(request, step) for step in window.ledger_steps]
+        if ledgers[-1].empty:
+            return _preempted(request, window.step)
         is_deterministic = bool(book.run.request(request)["is_deterministic"])
         panels = side_by_side(window_phases(window, events, ledgers, texts, is_deterministic=is_deterministic))
         return TitledPicture(window_finding(window), "", panels).html
@@ -60,10 +62,17 @@ def window_view(shelf: Shelf, question: PageQuestion) -> str:
     prefills = of_request[of_request.phase == "prefill"]
     if book.verified[request] or not prefills.committed_token_ids.map(len).any():
         return f"<h2>No verify window of request {request} at or after this step</h2>"
-    ledgers = [book.ledger(request, int(prefills.step.max())), book.ledger(request, int(of_request.step.max()))]
+    last = int(of_request.step.max())
+    ledgers = [book.ledger(request, int(prefills.step.max())), book.ledger(request, last)]
+    if ledgers[-1].empty:
+        return _preempted(request, last)
     return TitledPicture(
         decoded_finding(of_request), "", side_by_side(decoded_phases(request, events, ledgers, texts))
     ).html
+
+
+def _preempted(request: int, step: int) -> str:
+    return f"<h2>Request {request} was preempted in step {step}, and freed its cache slots</h2>"
 
 
 def _window(book: Book, request: int, step: int) -> Window | None:

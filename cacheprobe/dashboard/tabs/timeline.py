@@ -12,8 +12,11 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
     requests = [r for r in span(question["requests"], "requests", MOST_REQUESTS) if r in all_requests]
     steps = span(question["steps"], "steps", MOST_STEPS)
     steps = range(steps.start, min(steps.stop, book.steps.stop))
+    width = (
+        0 if "growing" in book.run.meta else number(question["width"], "width")
+    )  # steps of one width, however many there are
     piece = timeline_piece(
         book.events_of_all(requests), requests, steps, all_requests, book.steps, book.finding,
-        width=number(question["width"], "width"), note=" A cell is one pass of one request; click one.",
+        width=width, note=" A cell is one pass of one request; click one.",
     )  # fmt: skip
     return piece.html

@@ -104,7 +104,8 @@ def decode_piece(
     if num_drafts := int(state_counts.get("draft", 0)):
         parts.append(f"{num_drafts} draft token{'s' * (num_drafts != 1)} without a verdict")
     # counted in the history: `standing` shows the recovered token in place of the first rejected one
-    lost = history.request_id.isin(counted) & (history.decided_step == step) & (history.outcome == "rolled_back")
+    is_lost = (history.outcome == "rolled_back").fillna(False)
+    lost = history.request_id.isin(counted) & (history.decided_step == step).fillna(False) & is_lost
     if lost.any():
         parts.append(f"{lost.sum()} rolled back now")
     subject = f"{len(requests)} requests have" if chosen is None and len(requests) != 1 else f"request {counted[0]} has"

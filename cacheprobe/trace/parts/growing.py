@@ -48,20 +48,29 @@ class GrowingRun:
             token_id: text for part in journal.parts for token_id, text in part["token_texts"]
         }
 
-    def table(self, kind: str) -> pd.DataFrame:
-        """Returns the table of one kind, "rows", "events" or "ledger", joined over the parts."""
-        parts = [self.files.table(name).to_pandas() for name in self.journal.names(kind)]
+    def table(self, kind: str, before: pd.DataFrame | None = None, since: int = 0) -> pd.DataFrame:
+        """Returns the table of one kind, "rows", "events" or "ledger", joined over the parts.
+
+        before: the table up to part number `since`; only later parts are then read.
+        """
+        names = [name for part in self.journal.parts[since:] for name in part["names"].get(kind, ())]
+        if before is not None and not names:
+            return before
+        parts = [self.files.table(name).to_pandas() for name in names]
+        if before is not None and len(before):
+            parts.insert(0, before)
         empty = {"rows": tables.rows_table([], self.texts_of), "events": tables.events_table([])}
         return pd.concat(parts, ignore_index=True) if parts else empty.get(kind, tables.ledger_table([]))
 
-    def rows(self) -> pd.DataFrame:
+    def rows(self, before: pd.DataFrame | None = None, since: int = 0) -> pd.DataFrame:
         """Returns the rows table, with what later parts gave to rows of earlier ones: role, status, and state_index,
-        which a journal of version 1 does not repeat."""
-        rows = self.table("rows")
-        labelled = [line for part in self.journal.parts for line in part["labelled"]]
-        for i, name in enumerate(("role", "status", "state_index"), 1):
+        which a journal of version 1 does not repeat. before, since: as in `table`; `before` is unchanged."""
+        rows = self.table("rows", before, since)
+        names = ("role", "status", "state_index")
+        rows = rows.assign(**{name: rows[name].to_numpy(copy=True) for name in names})
+        labelled = [line for part in self.journal.parts[since:] for line in part["labelled"]]
+        for i, name in enumerate(names, 1):
             values = {line[0]: line[i] for line in labelled if len(line) > i}
-            rows[name] = rows[name].to_numpy(copy=True)
             rows.loc[list(values), name] = list(values.values())
         rows.loc[rows.role == "", ["role", "status"]] = UNDECIDED
         return rows

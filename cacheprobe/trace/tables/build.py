@@ -62,7 +62,7 @@ def hypotheses_table(
             "logprob_nats": columns["top_logprob_nats"][:, 0].numpy(),
             "entropy_nats": columns["entropy_nats"].numpy(),
             "committed_token_id": pd.array(np.where(has_target, target, 0), dtype="Int64"),
-            "committed_token": texts_of(np.where(has_target, target, 0), token_texts),
+            "committed_token": texts_of(np.where(has_target, target, top[:, 0]), token_texts),  # of known tokens alone
             "rank": pd.array(columns["target_rank"].numpy(), dtype="Int64"),
             "committed_logprob_nats": columns["target_logprob_nats"].numpy(),
             "agrees": pd.array(top[:, 0] == target, dtype="boolean"),
