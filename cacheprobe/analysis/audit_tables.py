@@ -84,7 +84,7 @@ def numbering_faults(trace: Trace) -> Iterator[str]:
         yield "are not numbered from 0 without gaps: a row is missing or stands twice"
     indices = np.unique(rows.state_index[rows.state_index >= 0].to_numpy())
     store = trace.store
-    num_stored = store.num_rows if store.sites else len(indices)
+    num_stored = store.num_rows() if store.sites else len(indices)
     if indices.tolist() != list(range(num_stored)):
         yield f"name {len(indices)} stored vectors, there are {num_stored}: a row is missing, or a state_index is wrong"
     full_passes = rows[rows.phase != "decode"]

@@ -37,7 +37,6 @@ class StateStore(Protocol):
         """Returns the stored vectors at `indices` [n] of `all_of`; not for patterns."""
         ...
 
-    @property
     def num_rows(self) -> int:
         """Number n of stored vectors of a site and layer; 0 without sites."""
         ...
@@ -65,7 +64,6 @@ class MemoryStore:
         """Returns the stored vectors at `indices` [n] of `all_of`; not for patterns."""
         return decode(self.stored(site, layer)[indices])
 
-    @property
     def num_rows(self) -> int:
         """Number n of stored vectors of a site and layer; 0 without sites."""
         return len(self.stored(self.sites[0], self.layers[0])) if self.sites else 0

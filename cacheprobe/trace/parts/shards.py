@@ -54,7 +54,6 @@ class ShardStore:
             raise TraceError(f"{self.files.directory} holds no states of site {site}, layer {layer}; run it again")
         return self._places[key]
 
-    @property
     def num_rows(self) -> int:
         """Number n of stored vectors of a site and layer; 0 without sites."""
         key = tensor_key(self.sites[0], self.layers[0]) if self.sites else ""
