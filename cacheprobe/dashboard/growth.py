@@ -27,7 +27,7 @@ RATE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Progress:
+class TokensSoFar:
     """Counts the tokens of a run that is recorded to disk."""
 
     num_tokens: int
@@ -46,8 +46,8 @@ class Progress:
         return (self.most_tokens - self.num_tokens) / rate if rate else None
 
 
-def progress_of(journal: "Journal") -> Progress:
-    """Returns the Progress of a run from its journal."""
+def progress_of(journal: "Journal") -> TokensSoFar:
+    """Returns the TokensSoFar of a run from its journal."""
     counts = {request_id: len(token_ids) for request_id, token_ids in journal.tokens.items()}
     ended = {int(request_id) for request_id in journal.gathered("finish")}
     open_requests = [request for request in journal.header["requests"] if request["request_id"] not in ended]
@@ -60,7 +60,7 @@ def progress_of(journal: "Journal") -> Progress:
         seconds += part["seconds"]
         tokens += sum(map(len, part["committed"].values()))
     total = sum(counts.values())
-    return Progress(total, total + left, can_stop, tokens / seconds if seconds else None)
+    return TokensSoFar(total, total + left, can_stop, tokens / seconds if seconds else None)
 
 
 class Follower:
@@ -163,7 +163,7 @@ def _warmed(run: StoredRun) -> Book:
     return book
 
 
-def _growing(writer: str, at: Progress) -> str:
+def _growing(writer: str, at: TokensSoFar) -> str:
     begin = f"Recorded now by {writer}: {_tokens(at)}"
     if at.num_tokens == at.most_tokens:
         return f"{begin}; its tables are being written."
@@ -176,7 +176,7 @@ def _growing(writer: str, at: Progress) -> str:
     return f"{begin}, {rate:,.{digits}f} tokens a second, {most}{duration(at.seconds_left or 0.0)} left."
 
 
-def _tokens(at: Progress) -> str:
+def _tokens(at: TokensSoFar) -> str:
     most = f"{'at most ' if at.can_stop else ''}{at.most_tokens:,}"
     return f"{at.num_tokens:,} of {most} tokens" if at.num_tokens else f"no token of {most} is on the disk yet"
 

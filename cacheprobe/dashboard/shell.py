@@ -95,7 +95,7 @@ def _failed_runs(shelf: Shelf) -> Element:
 
 def _growth() -> Element:
     """Returns a component that says how far a run is that is recorded to disk."""
-    follow = html.Button("Follow", className="plain", title="stay at the newest step", **{"data-intent": "follow"})
+    follow = html.Button("Follow the newest step", className="plain", **{"data-intent": "follow"})
     says = html.P([html.Span(id="growth-says"), " ", html.Code(id="growth-command")])
     return html.Section(
         [says, follow, html.Div(html.Div(id="growth-share"), className="share")],

@@ -19,20 +19,35 @@
       return;
     }
     if (after.nodeType === Node.TEXT_NODE) {
-      if (after.data.startsWith(before.data)) live.appendData(after.data.slice(before.data.length));
-      else live.data = after.data;
+      let same = 0;  // characters at the beginning; a mark in these stays
+      while (same < before.length && before.data[same] === after.data[same]) same++;
+      live.replaceData(same, before.length - same, after.data.slice(same));
       return;
     }
     for (const {name, value} of after.attributes || []) {
       if (before.getAttribute(name) !== value) live.setAttribute(name, value);
     }
     for (const {name} of before.attributes || []) if (!after.hasAttribute(name)) live.removeAttribute(name);
+    mend_children(live, before, after);
+  }
+
+  // Children that stay are kept in their order; between them one that differs is mended, inserted or removed.
+  function mend_children(live, before, after) {
     const [lives, olds, news] = [live, before, after].map((node) => [...node.childNodes]);
+    const is_kept = (old, node) => old.isEqualNode(node);
+    while (olds.length && news.length && is_kept(olds.at(-1), news.at(-1))) [olds, news].forEach((nodes) => nodes.pop());
+    let next = 0;
     news.forEach((node, i) => {
-      if (i < olds.length) mend(lives[i], olds[i], node);
-      else live.append(node.cloneNode(true));
+      const same = olds.findIndex((old, k) => k >= next && is_kept(old, node));
+      const is_new = next === olds.length || olds[next].nodeName !== node.nodeName;
+      if (same >= 0) {
+        lives.slice(next, same).forEach((one) => one.remove());
+        next = same + 1;
+      } else if (is_new || news.some((later, k) => k > i && is_kept(olds[next], later))) {
+        live.insertBefore(node.cloneNode(true), lives[next] || null);
+      } else mend(lives[next], olds[next++], node);
     });
-    lives.slice(news.length).forEach((node) => node.remove());
+    lives.slice(next, olds.length).forEach((one) => one.remove());
   }
 
   // Markup comes from the server, which escapes every text of a run.

@@ -180,13 +180,9 @@
 
   // A cell that the menu of runs does not hold: its option comes with its facts, and the value with the option.
   const is_late = (run) => run !== null && !shelf.runs.some((one) => one.value === run);
-  let was_late = false;
 
   function runs() {
-    const late = is_late(at.run);
-    if (!late && !was_late) return {};
-    was_late = late;
-    return {options: late ? [...shelf.runs, {value: at.run, label: facts.name}] : shelf.runs};
+    return {options: is_late(at.run) ? [...shelf.runs, {value: at.run, label: facts.name}] : shelf.runs};
   }
 
   function show() {
@@ -204,7 +200,7 @@
   }
 
   // Sets properties of a menu, but no list of options that it has: that would draw it again.
-  const offered = {};
+  const offered = {run: JSON.stringify(shelf.runs)};
 
   function offer(name, {options: list, ...props}) {
     const text = list && JSON.stringify(list);
