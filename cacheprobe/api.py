@@ -248,7 +248,7 @@ def kv_snapshot(
     model: CachedLM,
     prompt: Any,
     *,
-    capacity: int = 512,
+    capacity: int | None = None,
     prefill_chunk: int | None = None,
     pad_prefill: bool | None = None,
     path: str = "auto",

@@ -184,7 +184,7 @@ MUTATIONS = [
     bug(
         "the cache begins as NaN",
         ("02", "05"),
-        "cacheprobe.kvcache.cache:_slots",
+        "cacheprobe.kvcache.cache:zero_slots",
         lambda real: lambda *given: real(*given).fill_(torch.nan),
     ),
     bug(
