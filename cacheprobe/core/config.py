@@ -10,7 +10,9 @@ from cacheprobe.core.values import HintsAtNewArguments, JsonDict, flag, is_flag,
 ACCEPTANCES = ("equality", "rejection")
 DETERMINISMS = ("verify", "invariant")
 RUN_DTYPES = ("float32", "bfloat16", "float16")
-DTYPES = (*RUN_DTYPES, "float64", "int8")
+DTYPES = (*RUN_DTYPES, "float64")
+"""dtypes of a model's weights."""
+KEPT_DTYPES = (*DTYPES, "int8")
 """dtypes of kept states. float64 serves as the reference that shows how exact the other dtypes are; it takes twice the
 bytes of float32. int8 rounds each vector with a scale of its own (`ops.state_codec`) and takes m + 4 bytes."""
 
@@ -198,8 +200,10 @@ class CaptureConfig(HintsAtNewArguments):
         if strange := sorted({str(site) for site in heads} - set(HEAD_SITES)):
             raise ValueError(f"unknown site {strange[0]!r} in heads={heads!r}; sites are {', '.join(HEAD_SITES)}")
         object.__setattr__(self, "heads", tuple(site for site in HEAD_SITES if site in heads))
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"unknown dtype {self.dtype!r} for captured states; choose one of {', '.join(DTYPES)}")
+        if self.dtype is not None and self.dtype not in KEPT_DTYPES:
+            raise ValueError(
+                f"unknown dtype {self.dtype!r} for captured states; choose one of {', '.join(KEPT_DTYPES)}"
+            )
         for one, name, known in (("phase", "phases", PHASES), ("status", "statuses", STATUSES)):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _listed(f"capture {name}", getattr(self, name), f"names of {name}"))

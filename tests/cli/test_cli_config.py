@@ -171,7 +171,7 @@ def test_the_flags_of_a_run_are_settings_of_the_calls() -> None:
     assert set(flags) - renamed <= set(defaults) | set(EngineOptions.__annotations__) | sampling
     differ = {name for name, value in flags.items() if name in defaults and defaults[name] != value}
     # what a call leaves open, or decides elsewhere
-    assert differ == {"dtype", "window", "group", "max_new_tokens", "lens"}
+    assert differ == {"dtype", "window", "group", "capacity", "max_new_tokens", "lens"}
     shared = {**Axes.model_fields, **SweepRun.model_fields}
     known = {**flags, **{field.name: field.default for field in fields(PromptFlags)}}
     assert set(shared) - set(known) == {"intervention", "prefill_chunk", "prefill_group", "pad_prefill"}

@@ -35,7 +35,10 @@ def decode_plainly(
     fingerprint: gives the fixed shapes, which decide the bits. The guess for the next tokens is the newest token, again
     and again: often wrong, so that many are rejected, and what they wrote is written over.
     """
-    window, group, capacity = (int(fingerprint[name]) for name in ("window", "group", "capacity"))
+    window, group = (int(fingerprint[name]) for name in ("window", "group"))
+    capacity = fingerprint["capacity"]
+    if capacity == "any multiple of 64":  # the smallest one; the engine may have taken another
+        capacity = -(-(len(prompt) + num_new + window) // 64) * 64
     chunk, is_padded = int(fingerprint["prefill_chunk"]), bool(fingerprint.get("pad_prefill", True))
     cache, decoded = model.new_cache(2, capacity), Decoded()
     assert cache.allocate() == 0  # row 1 stays free: it takes what placeholders write
