@@ -266,8 +266,8 @@ class Spans(Spy):
 
 
 def test_invariant_09_fixed_shape() -> None:
-    """Every verify pass is G x W, or G x 2 if all feed 1 or 2 tokens and the trial found independent rows; every verified
-    prompt's pass is 1 x chunk."""
+    """Every verify pass is G x W, or G x 2 if all feed 1 or 2 tokens and the trial allows it; every verified prompt's
+    pass is 1 x chunk."""
     for settings in (dict(), dict(max_batch=2), dict(draft_length=1), dict(drafter=wrong_at_random())):
         spy = Spans(tiny())
         run = Watched(spy, PROMPTS, sampling=HOT, deterministic=True, **settings).finished()
