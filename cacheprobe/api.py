@@ -112,7 +112,7 @@ def run(
         capture=capture, deterministic=deterministic, lens=lens, sampling=sampling, max_new_tokens=max_new_tokens,
         seed=seed, interventions=interventions, **options,
     )  # fmt: skip
-    plan = _plan(model, prompts, drafter, given)
+    plan = _plan(model, prompts, drafter, given, is_on_disk=to.get("out") is not None)
     states = plan.states(drafter)
     meta = {"kind": "run", "drafter": repr(drafter) if drafter else None, **_command_of(to)}
     with to_disk(**to) as disk, _progress_bar(plan, progress) as bar, cancelling(states, progress) as stop:
@@ -131,7 +131,7 @@ def stream(model: CachedLM, prompts: Any, **settings: Unpack[StreamSettings]) ->
     """
     drafter, to = settings.pop("drafter", None), _output_of(settings)
     given: dict[str, Any] = {"capture": None, **settings}
-    plan = _plan(model, prompts, drafter, given)
+    plan = _plan(model, prompts, drafter, given, is_on_disk=to.get("out") is not None)
     states = plan.states(drafter)
     loop = plan.bind_loop(drafter)
     meta = {"kind": "run", "drafter": repr(drafter) if drafter else None, **_command_of(to)}
@@ -233,7 +233,12 @@ def _command_of(to: JsonDict) -> JsonDict:
 
 
 def _plan(
-    model: CachedLM, prompts: Any, drafter: Drafter | None, given: Mapping[str, Any], max_in_flight: int | None = None
+    model: CachedLM,
+    prompts: Any,
+    drafter: Drafter | None,
+    given: Mapping[str, Any],
+    max_in_flight: int | None = None,
+    is_on_disk: bool = False,
 ) -> RunPlan:
     """Returns the RunPlan of a call, with the EngineConfig fields that were not given filled in. Raises: TypeError for
     an unknown option; ValueError for settings that do not fit the model or its memory."""
@@ -241,7 +246,7 @@ def _plan(
     settings = dict(given)
     shapes = {field.name: settings.pop(field.name) for field in fields(EngineConfig) if field.name in settings}
     config = choose_shapes(model, drafter is not None, shapes)
-    return RunPlan(model, prompts, *config, **settings, max_in_flight=max_in_flight)
+    return RunPlan(model, prompts, *config, **settings, max_in_flight=max_in_flight, is_on_disk=is_on_disk)
 
 
 def kv_snapshot(

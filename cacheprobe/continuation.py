@@ -63,6 +63,7 @@ def plan_again(
         lens=LATER if meta.get("is_lens_later") else lens,
         path=meta["fingerprint"].get("path", "auto"),
         interventions=interventions,
+        is_on_disk=True,
     )
     if plan.lens.name != meta["lens"]:
         raise ValueError(f"the run in {journal.directory} read the lens {meta['lens']}, given is {plan.lens.name}")

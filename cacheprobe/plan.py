@@ -65,6 +65,7 @@ class RunPlan:
         path: str = "auto",
         interventions: "Intervention | Iterable[Any]" = (),
         max_in_flight: int | None = None,
+        is_on_disk: bool = False,
     ) -> None:
         """Checks the arguments, but not yet whether interventions can act. Raises: ValueError for arguments that do not
         fit the model, or if the run is estimated not to fit in memory.
@@ -72,6 +73,7 @@ class RunPlan:
         open_shapes: which settings the caller did not give: the capacity is chosen by the longest request; `states` may
             replace window and group if passes of the shape depend on the batch.
         max_in_flight: maximum number of requests with a cache row; config.max_batch if None.
+        is_on_disk: the run is recorded to disk, so that states and readings need no memory.
         """
         if not hasattr(model, "new_cache"):
             raise ValueError(f"a run needs a model from cp.load_model(...), got a {type(model).__name__}")
@@ -79,7 +81,7 @@ class RunPlan:
         self.capture = capture if isinstance(capture, CaptureConfig) else CaptureConfig(sites=capture)
         self.model, self.path_reason = choose_path(model, path, self.capture.heads)
         self.model.check_settings(config.window)
-        self.config, self.open_shapes = config, open_shapes
+        self.config, self.open_shapes, self._is_on_disk = config, open_shapes, is_on_disk
         self.layers = captured_layers(self.capture, layers, model.n_layers)
         if self.capture.heads:
             require_heads(self.model, self.capture.heads, self.layers)
@@ -127,7 +129,8 @@ class RunPlan:
             config.slots_needed(prompt, new) for prompt, new, n in requests for _ in range(min(n, config.max_batch))
         ]
         require_cache_fits(self.model, config, slots)
-        require_records_fit(self.model, self.recorded_capture, self.layers, requests)
+        in_memory = CaptureConfig(None) if self._is_on_disk else self.recorded_capture
+        require_records_fit(self.model, in_memory, self.layers, requests)
 
     def _samples(self, request: Request, first: int, run_seed: int) -> tuple[Request, ...]:
         """Returns one Request for each of the n samples of a request, with ids from `first` on and different seeds."""

@@ -45,7 +45,7 @@ def divergences(
     require_readable(lens, model, "S", chosen)
     table = predicting_rows(trace) if rows is None else rows
     for layer in chosen:
-        trace.vectors("S", layer, table[table.num_layers > layer])  # raises an error that names what was not kept
+        trace.state_indices("S", layer, table[table.num_layers > layer])  # raises an error that names what was not kept
     last = model.n_layers - 1
     needed = [*chosen, last] if last in trace.store.layers and last not in chosen else chosen
     parts = []

@@ -43,7 +43,7 @@ def read_thoughts(trace: "Trace", layers: Iterable[int] | None = None, model: Ca
     if unknown := [layer for layer in chosen if not 0 <= layer < lm.n_layers]:
         raise LensError(f"unknown layer {unknown[0]}; {lm.name} has layers 0 to {lm.n_layers - 1}")
     for layer in chosen:
-        trace.vectors("S", layer, [])  # raises an error that names what was not kept
+        trace.state_indices("S", layer, [])  # raises an error that names what was not kept
     read_by = [
         (thought, layer, rows.state_index.tolist())
         for thought in thoughts.itertuples()

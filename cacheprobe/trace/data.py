@@ -172,10 +172,13 @@ class TraceData:
         """
         if site == PATTERN:
             raise ValueError("patterns differ in length from row to row; ask for them with pattern_rows(layer, rows)")
-        return self.store.some_of(site, *self._stored(site, layer, rows))
+        return self.store.some_of(site, *self.state_indices(site, layer, rows))
 
-    def _stored(self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]") -> tuple[int, Tensor]:
-        """Returns (the layer counted from 0, the index [n] of the stored state of each of the n given rows)."""
+    def state_indices(
+        self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]"
+    ) -> tuple[int, Tensor]:
+        """Returns (the layer counted from 0, the index [n] of the stored state of each of the n given rows). Reads no
+        state. Raises: as `vectors`."""
         layer = layer_number(layer, self.row_table)
         self._require_site(site, layer)
         row_numbers = rows["row"].tolist() if isinstance(rows, pd.DataFrame) else [int(row) for row in rows]
@@ -194,7 +197,7 @@ class TraceData:
                 f"request {row.request_id} step {row.step}: the drafter stopped after layer {row.num_layers - 1}, so "
                 f"there is no state at layer {layer}"
             )
-        return layer, torch.tensor(state_index)
+        return layer, torch.tensor(state_index, dtype=torch.long)
 
     def _filters(self) -> str:
         """Returns the settings that chose the rows whose states were kept, as text."""
@@ -210,7 +213,7 @@ class TraceData:
         Rows of any status are allowed. A rolled-back row attended to the tokens committed before its draft and to the
         draft, not to the tokens committed in the draft's place.
         """
-        number, indices = self._stored(PATTERN, layer, rows)
+        number, indices = self.state_indices(PATTERN, layer, rows)
         if not len(indices):
             return []
         flat = self.store.all_of(PATTERN, number)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 import cacheprobe as cp
 from cacheprobe.core.files import Locked, only_writer, writer_of
@@ -17,7 +18,8 @@ from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.trace.manifest import JOURNAL, TraceError
 from cacheprobe.trace.parts.following import FollowedRun
 from cacheprobe.trace.parts.journal import read_journal, read_on
-from tests.dashboard.growing_run import SETTINGS, begun, go_on
+from cacheprobe.trace.tables.build import hypotheses_table
+from tests.dashboard.growing_run import MOST, SETTINGS, begun, go_on, part_each_round
 from tests.tiny import PROMPTS
 
 
@@ -26,9 +28,10 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An interrupted run whose requests were preempted."""
     directory = tmp_path_factory.mktemp("runs") / "run"
     with pytest.MonkeyPatch.context() as patch:
+        part_each_round(patch)
         patch.setitem(SETTINGS, "max_kv_tokens", 70)
         stream = begun(directory)
-        go_on(stream, directory, 40)
+        go_on(stream, directory, 30)
         stream.close()
     return directory
 
@@ -88,6 +91,19 @@ def test_every_view_answers_at_every_part(stopped: Path, tmp_path: Path) -> None
                     assert not said or "has no row" in said or "has no reading" in said, (name, request, said)
 
 
+def test_a_reading_without_a_next_token_asks_for_no_text_of_token_0(stopped: Path) -> None:
+    """A growing run knows the texts of the tokens that occurred. A reading without a committed next token asked for
+    that of token 0, and the run could not be read."""
+    followed = FollowedRun(stopped)
+    row = followed.rows[followed.rows.request_id == 0].iloc[:1]
+    one = {name: torch.tensor([-1]) for name in ("target", "target_rank")}
+    one |= {"row": torch.tensor(row.row.to_numpy()), "layer": torch.tensor([0]), "entropy_nats": torch.tensor([0.1])}
+    one |= {"top_token_ids": torch.tensor([[7]]), "top_logprob_nats": torch.tensor([[-0.5]])}
+    one |= {"target_logprob_nats": torch.tensor([torch.nan])}
+    readings = hypotheses_table(one, row, "logit", lambda ids: [{7: "seven"}[i] for i in ids])
+    assert readings.token.tolist() == ["seven"] and readings.committed_token.isna().all()
+
+
 def test_a_journal_that_is_of_another_run_or_shorter_is_read_anew(stopped: Path, tmp_path: Path) -> None:
     journal = read_journal(stopped)
     assert journal is not None
@@ -124,7 +140,7 @@ def test_progress_counts_what_is_left(stopped: Path) -> None:
     assert journal is not None
     at = progress_of(journal)
     tokens = sum(map(len, journal.tokens.values()))
-    assert (at.num_tokens, at.most_tokens, at.can_stop) == (tokens, 24 * len(PROMPTS), False)
+    assert (at.num_tokens, at.most_tokens, at.can_stop) == (tokens, MOST, False)
     seconds = sum(part["seconds"] for part in journal.parts)
     assert at.tokens_per_second == pytest.approx(tokens / seconds) or seconds > 10
     assert TokensSoFar(10, 30, True, 4.0).seconds_left == 5.0 and TokensSoFar(0, 30, True, None).seconds_left is None

@@ -241,3 +241,18 @@ def test_a_run_is_continued_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
         cp.resume(tmp_path / "run", loaded("gpt2"))
     cp.run(loaded(), PROMPTS[:1], **SMALL, out=tmp_path / "run", overwrite=True)
     assert len(cp.load_trace(tmp_path / "run").requests) == 1
+
+
+def test_a_run_on_disk_may_be_longer_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States and readings that do not fit into memory are refused there, and recorded to disk. Tables must fit."""
+    prompts, settings = [[1, 2, 3]] * 4, {**SMALL, "max_new_tokens": 60}
+    assert loaded().layer_shapes
+    monkeypatch.setattr("cacheprobe.engine.sizes.available_bytes", lambda device=None: 1_000_000)
+    with pytest.raises(ValueError, match=r"need [\d,]+ bytes .* for what is kept of them"):
+        cp.run(loaded(), prompts, **settings)
+    trace = cp.run(loaded(), prompts, **settings, out=tmp_path / "run")
+    assert len(trace.hypotheses()) and trace.states("C", 2, 3).shape[0] == 62
+    with pytest.raises(ValueError, match="240 new tokens in all need"):
+        monkeypatch.setattr("cacheprobe.engine.sizes.available_bytes", lambda device=None: 400_000)
+        cp.run(loaded(), prompts, **settings, out=tmp_path / "none")
+    assert not (tmp_path / "none").exists()

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import cacheprobe as cp
 from cacheprobe.capture import disk_writer
 from cacheprobe.capture.stream import Stream
@@ -18,15 +20,20 @@ from cacheprobe.trace.parts.journal import read_journal
 from tests.tiny import PROMPTS, SMALL, loaded
 
 SETTINGS: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "progress"}
-SETTINGS |= dict(max_new_tokens=24, deterministic=[1], capture="SZ", drafter=cp.drafters.EarlyExit(layer=1))
-MOST = 24 * len(PROMPTS)
+SETTINGS |= dict(max_new_tokens=16, deterministic=[1], capture="SZ", drafter=cp.drafters.EarlyExit(layer=1))
+MOST = 16 * len(PROMPTS)
 """Tokens of the whole run."""
 
 
 def begun(directory: Path) -> Stream:
-    """The stream of a run that is recorded, one part in each round."""
-    disk_writer.SECONDS = disk_writer._SHARE = 0.0
+    """The stream of a run that is recorded."""
     return cp.stream(loaded(), PROMPTS, **SETTINGS, out=directory)
+
+
+def part_each_round(patch: pytest.MonkeyPatch) -> None:
+    """Writes parts in this process as soon as they can be written."""
+    patch.setattr(disk_writer, "SECONDS", 0.0)
+    patch.setattr(disk_writer, "_SHARE", 0.0)
 
 
 def go_on(stream: Stream, directory: Path, parts: int) -> None:
@@ -68,6 +75,7 @@ def recording(directory: Path) -> Iterator[Recording]:
 
 if __name__ == "__main__":
     out = Path(sys.argv[1])
+    part_each_round(pytest.MonkeyPatch())
     stream = begun(out)
     for line in sys.stdin:
         if line.strip():

@@ -15,7 +15,7 @@ from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.trace.manifest import JOURNAL
 from tests.chromium import PICTURES, chromium
 from tests.dash_page import answered, at, opened, served, until
-from tests.dashboard.growing_run import MOST, SETTINGS, begun, go_on, recording
+from tests.dashboard.growing_run import MOST, SETTINGS, begun, go_on, part_each_round, recording
 from tests.tiny import PROMPTS, loaded
 
 SAYS = "document.getElementById('growth').innerText"
@@ -46,9 +46,11 @@ def browser() -> Iterator[Browser]:
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that stopped after some parts."""
     directory = tmp_path_factory.mktemp("runs") / "stopped"
-    stream = begun(directory)
-    go_on(stream, directory, 6)
-    stream.close()
+    with pytest.MonkeyPatch.context() as patch:
+        part_each_round(patch)
+        stream = begun(directory)
+        go_on(stream, directory, 6)
+        stream.close()
     return directory
 
 
@@ -62,7 +64,7 @@ def picture(page: Page, name: str) -> None:
 
 def test_a_page_follows_a_run_that_another_process_records(browser: Browser, tmp_path: Path) -> None:
     with recording(tmp_path / "long") as run:
-        assert run.go_on(8) >= 8
+        assert run.go_on(6) >= 6
         with served(Shelf.of([tmp_path])) as url, opened(browser, f"{url}?run=0&request=1&step=5&rows=all") as page:
             for name in ("timeline", "prompt", "card", "grid"):
                 answered(page, name, run=0)
@@ -79,7 +81,7 @@ def test_a_page_follows_a_run_that_another_process_records(browser: Browser, tmp
             page.evaluate(MARK)
             before, chosen, num_cells = page.evaluate(MARKS), at(page), page.evaluate(NUMBER)
             assert before[:3] == [num_cells, True, True] and before[3] == "Request" and before[4] > 0 and not before[5]
-            run.go_on(8)
+            run.go_on(6)
             until(page, f"{NUMBER} > {num_cells} && {SAYS} !== {says!r}")
             version = page.evaluate("JSON.parse(document.getElementById('timeline-view').dataset.answer).version")
             for name in ("prompt", "card", "grid", "insight"):
@@ -88,7 +90,7 @@ def test_a_page_follows_a_run_that_another_process_records(browser: Browser, tmp
             page.get_by_role("button", name="Follow the newest step").click()
             until(page, "JSON.parse(document.getElementById('page').dataset.at).step > 5")
             followed = at(page)["step"]
-            run.go_on(4)
+            run.go_on(3)
             until(page, f"JSON.parse(document.getElementById('page').dataset.at).step > {followed}")
             assert "follow=newest" in page.url
             picture(page, "growing")
@@ -96,7 +98,7 @@ def test_a_page_follows_a_run_that_another_process_records(browser: Browser, tmp
             until(page, f"/has finished, with {MOST} tokens/.test({SAYS})")
             until(page, "!/growing/.test(document.querySelector('.menu-run').innerText)")
             text = answered(page, "prompt", version=next((tmp_path / "long").glob("rows-*")).stem.split("-")[1])
-            assert "and answered in 24" in text and page.locator(".refused:visible").count() == 0
+            assert "and answered in 16" in text and page.locator(".refused:visible").count() == 0
             assert not page.is_visible("#notice")
 
 
@@ -125,6 +127,7 @@ def test_an_interrupted_run_says_how_it_goes_on(browser: Browser, interrupted: P
 
 def test_nothing_is_read_where_nothing_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look reads the files of new parts alone, and each once; without a new part it opens the journal alone."""
+    part_each_round(monkeypatch)
     directory = tmp_path / "run"
     stream = begun(directory)
     go_on(stream, directory, 3)

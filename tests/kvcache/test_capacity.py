@@ -113,6 +113,13 @@ def test_the_trial_of_shapes_is_as_short_as_before(monkeypatch: pytest.MonkeyPat
     assert {*tried} == {512}
 
 
+def test_a_snapshot_of_a_long_prompt_has_room() -> None:
+    snapshot = cp.kv_snapshot(loaded(), LONG)
+    assert len(snapshot) == len(LONG) - 1
+    with pytest.raises(ValueError, match="capacity is 512; set capacity="):
+        cp.kv_snapshot(loaded(), LONG, capacity=512)
+
+
 # -- memory
 
 

@@ -68,6 +68,9 @@ def test_one_vector_reads_its_own_bytes(tmp_path: Path, bytes_read: list[int]) -
     assert sum(bytes_read) == WIDTH * 4
     store.some_of("S", 4, torch.tensor([10, 12, 5_000]))  # the first two lie in one block
     assert bytes_read[1:] == [3 * WIDTH * 4, WIDTH * 4]
+    del bytes_read[:]
+    store.some_of("S", 0, torch.tensor([], dtype=torch.long))
+    assert sum(bytes_read) == 0
 
 
 def test_a_tensor_that_is_read_again_and_again_is_kept(tmp_path: Path, bytes_read: list[int]) -> None:

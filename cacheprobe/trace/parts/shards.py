@@ -86,8 +86,10 @@ class ShardStore:
         key = tensor_key(site, layer)
         places = self._places_of(key)
         size = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for _, entry in places)
-        if key in self._kept or self._bytes_read[key] >= size or not len(indices):
+        if key in self._kept or self._bytes_read[key] >= size:
             return decode(self.stored(site, layer)[indices])
+        if not len(indices):
+            return decode(torch.empty(0, *places[0][1]["shape"][1:], dtype=_DTYPES[places[0][1]["dtype"]]))
         distinct, of_index = indices.unique(return_inverse=True)
         vectors, first = [], 0
         for shard, entry in places:
