@@ -1,0 +1,23 @@
+"""In tests every call is checked against its annotations: shapes by jaxtyping, other types by beartype."""
+
+import jaxtyping
+import pytest
+import torch
+from beartype.roar import BeartypeCallHintViolation
+
+from cacheprobe.ops.acceptance import StopRule, num_accepted
+from cacheprobe.ops.plain import rms_norm
+
+
+def test_shapes_agree_between_arguments() -> None:
+    values = torch.ones(2, 4)
+    assert rms_norm(values, torch.ones(4), 1e-5).shape == (2, 4)
+    with pytest.raises(jaxtyping.TypeCheckError, match="weight"):
+        rms_norm(values, torch.ones(3), 1e-5)
+
+
+def test_types_of_functions_and_fields() -> None:
+    with pytest.raises(BeartypeCallHintViolation, match="draft_token_ids"):
+        num_accepted({1: 2}, [1])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(BeartypeCallHintViolation, match="token_ids"):
+        StopRule([1], (), str)  # pyright: ignore[reportArgumentType]
