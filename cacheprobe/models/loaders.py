@@ -131,6 +131,7 @@ def load_model(
 def _set_operations(model: "BridgeLM", products: str) -> None:
     """Sets the operations of a checked model, as `products` of `load_model` says. Raises: ModelError if kernels are
     required and cannot be used."""
+    from cacheprobe.models.output_parts import arrange_weights
     from cacheprobe.ops.compiled.choice import choose
     from cacheprobe.ops.kernel_set import choose_kernels
 
@@ -145,6 +146,7 @@ def _set_operations(model: "BridgeLM", products: str) -> None:
         model.operations = choose_kernels(model.dtype, model.device).kernels
     elif products == "auto" and is_on_one:
         model.operations = choose(model.dtype, model.device).operations
+    arrange_weights(model.bridge, by_output=model.operations is not None)
 
 
 def products_of(readings: str) -> str:

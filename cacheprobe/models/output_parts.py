@@ -39,7 +39,30 @@ def head_weights(module: LiveModule, heads: int) -> Tensor:
 
 
 def output_rows(module: LiveModule) -> Tensor:
-    """Returns the weight of a linear module as [outputs, inputs]. For GPT-2's Conv1D, which stores [inputs, outputs],
-    returns the transpose."""
+    """Returns the weight of a linear module as [outputs, inputs]."""
     weight = module.weight.detach()
-    return weight.T if type(module).__name__ == "Conv1D" else weight
+    return weight.T if is_conv(module) else weight
+
+
+def is_conv(module: nn.Module) -> bool:
+    """Returns True for GPT-2's linear layer (Conv1D), which holds its weight as [inputs, outputs]."""
+    return type(module).__name__ == "Conv1D"
+
+
+def arrange_weights(model: nn.Module, by_output: bool) -> None:
+    """Changes in place the order in memory of the weights of GPT-2's linear layers. by_output: the weights of each
+    output lie side by side, as the compiled loops and the kernels read them; otherwise those of each input do, as
+    torch does by itself. Shapes and values stay, and so does the memory that other parameters of `model` share with
+    these weights, such as a bridge's query, key and value projections."""
+    sharing: dict[int, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        sharing.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+    for weight in [module.get_parameter("weight") for module in model.modules() if is_conv(module)]:
+        if weight.is_contiguous() != by_output:
+            continue
+        moved = weight.data.T.contiguous().T if by_output else weight.data.contiguous()
+        old, new, start = max(weight.stride()), max(moved.stride()), weight.storage_offset()
+        for parameter in sharing[weight.untyped_storage().data_ptr()]:
+            across, along = divmod(parameter.storage_offset() - start, old)
+            strides = [{old: 1, 1: new}.get(stride, 1) for stride in parameter.stride()]
+            parameter.data = moved.as_strided(parameter.shape, strides, along * new + across)

@@ -234,7 +234,7 @@ def test_a_fault_in_one_height_or_width_alone_is_found() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_with_products_of_torch_every_height_is_tried(family: str) -> None:
-    """Those of GPT-2 are torch's in part, whatever was asked for."""
+    """The norms of GPT-2 are always torch's."""
     by_torch = cp.load_model(hf_model("llama"), products="torch")
     of = choose_path(by_torch, "fast")[0] if family == "llama" else model(family=family)
     seen = _WithFault(of, None, None)

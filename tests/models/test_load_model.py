@@ -1,5 +1,6 @@
 """Every way to hand over a model, and every model that is refused by name."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ import cacheprobe as cp
 from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.models import checks
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.output_parts import arrange_weights, is_conv
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
 
@@ -202,3 +205,33 @@ def test_context_is_the_models() -> None:
     assert len(long.committed(0)) == 28  # pads lie beyond the learned positions, and do not matter
     with pytest.raises(ValueError, match="exceed the model's context of 128.*max_new_tokens=28"):
         cp.run(loaded("gpt2"), [[1] * 100], **{**SMALL, "capacity": 256, "max_new_tokens": 29})
+
+
+@pytest.mark.parametrize("by_output", [True, False])
+def test_weights_of_gpt2_lie_as_its_products_read_them(by_output: bool, tmp_path: Path) -> None:
+    """Values, shared memory and saved files stay, in either order."""
+    live = copy.deepcopy(hf_model("gpt2", torch.bfloat16))
+    before = {name: value.clone() for name, value in live.state_dict().items()}
+    model = cp.load_model(live)
+    fast = HookedHF(model)
+    for order in (not by_output, by_output):
+        arrange_weights(model.bridge, order)
+    weights = [module.weight for module in fast.model.modules() if is_conv(module)]
+    assert len(weights) == 12 and {weight.T.is_contiguous() for weight in weights} == {by_output}
+    held = fast.model.state_dict()  # with the zeros that the bridge adds as a bias of the logits
+    assert all(torch.equal(held[name], value) for name, value in before.items())
+    assert fast.weights.kept_apart() == []
+    block = "transformer.h.0._original_component.attn"
+    joint = fast.model.transformer.h[0].attn.c_attn.weight
+    for part, expected in zip("qkv", joint.chunk(3, 1), strict=True):
+        assert torch.equal(model.bridge.get_parameter(f"{block}.{part}._original_component.weight").T, expected)
+    fast.model.save_pretrained(tmp_path)
+    again = type(fast.model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in before.items())
+
+
+def test_loading_arranges_the_weights() -> None:
+    for products in ("auto", "torch"):
+        model = cp.load_model(copy.deepcopy(hf_model("gpt2", torch.bfloat16)), products=products)
+        [weight, *_] = [module.weight for module in model.bridge.modules() if is_conv(module)]
+        assert weight.T.is_contiguous() == (model.operations is not None)

@@ -18,6 +18,7 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.fast.operations import Affine, Operations, Rotation
 from cacheprobe.models.hf.attention import ATTENTION
 from cacheprobe.models.hf.rms_norms import Norm
+from cacheprobe.models.output_parts import is_conv
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -164,7 +165,7 @@ class FunctionalLlama(FunctionalForward):
 
 def affine(module: LiveModule) -> Affine:
     """Returns the present tensors of a linear layer."""
-    return Affine(module.weight, module.bias)
+    return Affine(module.weight.T if is_conv(module) else module.weight, module.bias)
 
 
 def _rotation(cos: Tensor, sin: Tensor) -> Rotation:

@@ -30,8 +30,8 @@ class _GPTBlock(NamedTuple):
 
 
 class FunctionalGPT(FunctionalForward):
-    """Computes the forward of GPT-2 and GPT-NeoX models without calling their modules. Norms, rotations, and the linear
-    layers inside GPT-2 are computed by torch."""
+    """Computes the forward of GPT-2 and GPT-NeoX models without calling their modules. Norms and rotations are computed
+    by torch."""
 
     def __init__(self, model: LiveModule, operations: Operations) -> None:
         """Takes the tensors of `model` without copying. operations: compute each operation at once."""
@@ -49,7 +49,7 @@ class FunctionalGPT(FunctionalForward):
             decoder = model.transformer
             self.is_parallel = False
             self.embedding, self.positions, self.rotary = decoder.wte, decoder.wpe, None
-            self.blocks = [_gpt2_block(layer) for layer in decoder.h]
+            self.blocks = [_gpt2_block(layer, operations) for layer in decoder.h]
             self._last_norm = _norm(decoder.ln_f)
         self.kinds = ["full_attention"] * len(self.blocks)
 
@@ -102,43 +102,36 @@ class FunctionalGPT(FunctionalForward):
 def _neox_block(layer: LiveModule, operations: Operations) -> _GPTBlock:
     """Returns the functions and the attention scale of one GPT-NeoX layer as a _GPTBlock."""
     attention, mlp = layer.attention, layer.mlp
-
-    def linear(module: LiveModule) -> _Function:
-        layers = (affine(module),)
-        return lambda values: operations.products(values, layers)[0]
-
     return _GPTBlock(
         before_attention=_norm(layer.input_layernorm),
-        joint=linear(attention.query_key_value),
-        out=linear(attention.dense),
+        joint=_linear(attention.query_key_value, operations),
+        out=_linear(attention.dense, operations),
         before_mlp=_norm(layer.post_attention_layernorm),
-        up=linear(mlp.dense_h_to_4h),
-        down=linear(mlp.dense_4h_to_h),
+        up=_linear(mlp.dense_h_to_4h, operations),
+        down=_linear(mlp.dense_4h_to_h, operations),
         activation=mlp.act,
         scale=float(attention.scaling),
     )
 
 
-def _gpt2_block(layer: LiveModule) -> _GPTBlock:
+def _gpt2_block(layer: LiveModule, operations: Operations) -> _GPTBlock:
     """Returns the functions and the attention scale of one GPT-2 layer as a _GPTBlock."""
     attention, mlp = layer.attn, layer.mlp
     return _GPTBlock(
         before_attention=_norm(layer.ln_1),
-        joint=_conv(attention.c_attn),
-        out=_conv(attention.c_proj),
+        joint=_linear(attention.c_attn, operations),
+        out=_linear(attention.c_proj, operations),
         before_mlp=_norm(layer.ln_2),
-        up=_conv(mlp.c_fc),
-        down=_conv(mlp.c_proj),
+        up=_linear(mlp.c_fc, operations),
+        down=_linear(mlp.c_proj, operations),
         activation=mlp.act,
         scale=float(attention.scaling),
     )
 
 
-def _conv(module: LiveModule) -> _Function:
-    """Returns GPT-2's linear layer (Conv1D) as a function of its input; its weights are stored [inputs, outputs]."""
-    return lambda values: torch.addmm(module.bias, values.view(-1, values.shape[-1]), module.weight).view(
-        *values.shape[:-1], -1
-    )
+def _linear(module: LiveModule, operations: Operations) -> _Function:
+    """Returns a linear layer as a function of its input."""
+    return lambda values: operations.products(values, (affine(module),))[0]
 
 
 def _norm(module: LiveModule) -> _Function:

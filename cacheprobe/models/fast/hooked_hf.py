@@ -16,7 +16,7 @@ from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.fast.bridge_members import BridgeMembers
-from cacheprobe.models.fast.functional import FunctionalForward, FunctionalLlama
+from cacheprobe.models.fast.functional import FunctionalForward, FunctionalLlama, affine
 from cacheprobe.models.fast.functional_gpt import FunctionalGPT
 from cacheprobe.models.fast.kernel_operations import KernelOperations
 from cacheprobe.models.fast.module_hooks import change, listen
@@ -28,6 +28,7 @@ from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.hf.cache import ForwardInputs, staged
 from cacheprobe.models.hf.float64 import keeping_float64
 from cacheprobe.models.hf.shared import SharedWeights, empty_model
+from cacheprobe.models.output_parts import is_conv
 from cacheprobe.models.turns import computing, one_at_a_time
 from cacheprobe.ops.attention.by_request import BY_REQUEST
 from cacheprobe.ops.compiled.choice import TORCH, CompiledOperations
@@ -74,7 +75,7 @@ class HookedHF(BridgeMembers):
         if faster is None:
             return Operations()
         for module in self.model.modules():
-            if type(module) is nn.Linear:
+            if type(module) is nn.Linear or is_conv(module):
                 vars(module)["forward"] = partial(_linear_by, faster.product, module)
         if isinstance(faster, KernelSet) and self._functional_class is not None:
             operations = KernelOperations(faster, self.model.config, self.n_layers)
@@ -233,8 +234,8 @@ class _Stopped(Exception):
         self.residual = residual
 
 
-def _linear_by(product: Product, module: nn.Linear, values: Tensor) -> Tensor:
-    return product(values, module.weight, module.bias)
+def _linear_by(product: Product, module: LiveModule, values: Tensor) -> Tensor:
+    return product(values, *affine(module))
 
 
 def _pass_cut(listener: Callable[[Tensor], object], cut: Cut, value: Tensor) -> None:
