@@ -63,6 +63,6 @@ def arrange_weights(model: nn.Module, by_output: bool) -> None:
         moved = weight.data.T.contiguous().T if by_output else weight.data.contiguous()
         old, new, start = max(weight.stride()), max(moved.stride()), weight.storage_offset()
         for parameter in sharing[weight.untyped_storage().data_ptr()]:
-            across, along = divmod(parameter.storage_offset() - start, old)
+            across, along = divmod(int(parameter.storage_offset()) - int(start), int(old))
             strides = [{old: 1, 1: new}.get(stride, 1) for stride in parameter.stride()]
             parameter.data = moved.as_strided(parameter.shape, strides, along * new + across)
