@@ -6,7 +6,7 @@ from typing import Annotated
 from cacheprobe.cli.config import SEVERAL
 
 
-def show(run: Path, *, request: int | None = None) -> None:
+def show(run: Path, *, request: int | None = None, rejected: bool = False) -> None:
     """List a stored run: settings, requests, verdicts, and how often each layer's first choice is the committed token.
 
     Parameters
@@ -15,12 +15,19 @@ def show(run: Path, *, request: int | None = None) -> None:
         Directory of a saved run.
     request
         Show this request in detail instead.
+    rejected
+        List the rejected drafts instead, of the run or of the request: what was drafted and what was committed, from
+        which layer the lens has the committed token first, and by what margin.
     """
     import cacheprobe as cp
     from cacheprobe.core import terminal
     from cacheprobe.plots.report.listings import request_listings, run_listings
+    from cacheprobe.plots.report.rejections import rejections_listing
 
     trace = cp.load_trace(run)
+    if rejected:
+        terminal.show([rejections_listing(trace, request)])
+        return
     terminal.show(run_listings(trace) if request is None else request_listings(trace, request))
 
 

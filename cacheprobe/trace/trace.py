@@ -20,6 +20,7 @@ from cacheprobe.trace.self_checks import self_checks_text
 from cacheprobe.trace.storage import load_fields, save_trace
 from cacheprobe.trace.tables.hypotheses import hypotheses_of
 from cacheprobe.trace.tables.ledgers import ledger_at
+from cacheprobe.trace.tables.rejected import rejected_of
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyRelation
@@ -127,6 +128,21 @@ class Trace(TraceData):
         read yet and the trace was loaded without its model.
         """
         return hypotheses_of(self, include_rolled_back)
+
+    def rejected(self) -> pd.DataFrame:
+        """Returns a DataFrame with one line for each rejected draft, by request and step. Needs no model.
+
+        A draft is rejected at its first token that the verifier did not choose. Columns: request_id; step, of the
+        verify pass; position, drafted_token_id and drafted_token of that token; committed_token_id and committed_token,
+        null if the request ended before; num_rolled_back, this and the later tokens of the draft; drafted_step;
+        drafter_layer, the last layer of the pass that drafted it, null if that pass ran all layers or there was none;
+        flip_layer, the layer from which the committed token stays the lens's first choice, null if it is not the last
+        layer's; margin_nats, by how much the last layer read gives the committed token a larger log-probability, null
+        if the draft token is not among the top tokens read; margin_at_least_nats, the same or, then, the margin to
+        the last of the top tokens; text_before, of the 8 tokens before. Without lens readings, flip_layer and the
+        margins are null.
+        """
+        return rejected_of(self)
 
     def table(self, name: str) -> "DuckDBPyRelation":
         """Returns a table as a DuckDB relation: `trace.table("hypotheses").filter("layer = 12 and rank = 0").df()`.

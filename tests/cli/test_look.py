@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from cacheprobe.core import terminal
 from cacheprobe.core.export import write_table
 from cacheprobe.core.terminal import Listing
 from cacheprobe.plots.report.listings import request_listings, run_listings
+from cacheprobe.plots.report.rejections import rejections_listing, rejections_section
 from tests.tiny import PROMPTS, SMALL, loaded
 
 
@@ -51,6 +53,24 @@ def test_show_says_what_the_run_holds(trace: cp.Trace, stored: Path, capsys: pyt
     assert [row[0] for row in layers.rows] == ["0", "1", "2"]
     accepted = layers.columns.index("accepted")
     assert [float(row[accepted]) for row in layers.rows] == cp.analysis.agreement(trace)["accepted"].round(2).tolist()
+
+
+def test_show_rejected_drafts(trace: cp.Trace, stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = trace.rejected()
+    cli_look.show(stored, rejected=True)
+    said = capsys.readouterr().out.splitlines()
+    assert len(found) > 1 and [line.split()[:3] for line in said[2:-1]] == [
+        [str(value) for value in line] for line in found[["request_id", "step", "position"]].to_numpy().tolist()
+    ]
+    assert f"“{found.drafted_token[0]}”" in said[2] and f"{found.margin_nats.dropna().iloc[0]:.2f}" in "".join(said)
+    with pytest.raises(KeyError, match="no request 99"):
+        rejections_listing(trace, 99)
+    page = rejections_section(trace)
+    assert page.count("<tr>") == 1 + len(found) and f"“{escape(found.drafted_token[0])}”" in page
+    [of_one] = {line[0] for line in rejections_listing(trace, int(found.request_id[0])).rows}
+    assert of_one == str(found.request_id[0])
+    undrafted = cp.run(loaded(), PROMPTS[:1], **SMALL, capture=None)
+    assert rejections_listing(undrafted).note == "no draft was rejected"
 
 
 def test_show_a_request_in_detail(trace: cp.Trace, stored: Path, capsys: pytest.CaptureFixture[str]) -> None:

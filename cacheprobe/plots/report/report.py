@@ -14,6 +14,7 @@ from cacheprobe.plots.report.insight import first_insight
 from cacheprobe.plots.report.page import block, figure_block, page, table
 from cacheprobe.plots.report.prompt_block import prompt_block
 from cacheprobe.plots.report.prose import behaviour_sentences, run_sentence
+from cacheprobe.plots.report.rejections import rejections_section
 from cacheprobe.plots.text import markup, token_texts
 from cacheprobe.plots.thoughts.columns import story_of
 from cacheprobe.plots.thoughts.finding import finding as thoughts_finding
@@ -50,6 +51,7 @@ def report_html(trace: "Trace", request_id: int, *, progress: bool = False) -> s
         lambda: _head(trace, request_id, texts),
         lambda: _prompt(trace, request_id, texts),
         lambda: _windows(trace, request_id, texts),
+        lambda: rejections_section(trace),
         *([lambda: _thoughts(trace, request_id, texts)] if has_thoughts else []),
         lambda: _lens(trace, request_id) if has_lens else _no_lens(trace),
         lambda: _controls(trace),
