@@ -13,7 +13,7 @@ from typing import Any
 import jaxtyping
 from beartype import BeartypeConf, beartype
 
-checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
+checked = beartype(conf=BeartypeConf(is_pep484_tower=True, violation_type=TypeError))
 with_shapes = jaxtyping.jaxtyped
 
 

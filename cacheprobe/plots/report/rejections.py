@@ -30,7 +30,7 @@ def rejections(table: pd.DataFrame) -> list[list[object]]:
         cells: list[object] = [line.request_id, line.step, line.position, shorten(before[::-1], _WIDTH)[::-1]]
         cells += [_quoted(line.drafted_token), _quoted(line.committed_token)]
         cells += [line.num_rolled_back, line.drafted_step]
-        cells += ["—" if pd.isna(layer) else layer for layer in (line.drafter_layer, line.flip_layer)]
+        cells += ["—" if pd.isna(layer) else int(layer) for layer in (line.drafter_layer, line.flip_layer)]
         cells.append(_margin(line))
         lines.append(cells)
     return lines
@@ -56,8 +56,8 @@ def rejections_section(trace: "Trace") -> str:
     note = (
         "<p class='note'>Each line is the first token of a draft that the verifier did not choose. It flips at the "
         "layer from which the committed token stays the lens's first choice. The margin is how much more "
-        "log-probability the last layer gives to the committed token. “—”: not known, or a draft of all layers or of "
-        f"none.{more}</p>"
+        "log-probability the last layer gives to the committed token; “&gt;” says that the draft token is not among "
+        f"the top tokens read. “—”: not known, or a draft of all layers or of none.{more}</p>"
     )
     summary = f"{len(found):,} rejected draft{'s' * (len(found) != 1)} in {found.request_id.nunique()} requests"
     lines = table(list(_HEADINGS), rejections(found.iloc[:_MOST]))

@@ -51,8 +51,8 @@ def report_html(trace: "Trace", request_id: int, *, progress: bool = False) -> s
         lambda: _head(trace, request_id, texts),
         lambda: _prompt(trace, request_id, texts),
         lambda: _windows(trace, request_id, texts),
-        lambda: rejections_section(trace),
         *([lambda: _thoughts(trace, request_id, texts)] if has_thoughts else []),
+        lambda: rejections_section(trace),
         lambda: _lens(trace, request_id) if has_lens else _no_lens(trace),
         lambda: _controls(trace),
     ]
