@@ -13,20 +13,23 @@ from cacheprobe.models.turns import hold_model
 from cacheprobe.ops.acceptance import StopRule
 from cacheprobe.plan import RunPlan
 
-TRIAL_SECONDS, TRIAL_DRAFTS = 1.5, 3
+TRIAL_SECONDS, TRIAL_DRAFTS, TRIAL_REQUESTS = 1.5, 3, 16
 """A trial ends after this time, but not before this number of verdicts on drafts of each request: the first drafts of a
-text are accepted less often than later ones."""
+text are accepted less often than later ones. It runs this number of requests: some texts are drafted far better than
+others."""
 
 
 def try_out(plan: RunPlan, drafter: Drafter | None, states: Sequence[SequenceState]) -> list[tuple[int, int]]:
-    """Runs some verified requests with their drafter for a short time, without recording states. Returns
+    """Runs some verified requests of a run with their drafter for a short time, without recording states. Returns
     (length, number of accepted tokens) of each draft, with WHOLE for a draft that was accepted in full; [] if none got
     a verdict.
 
-    states: from `plan.states`, as many as share a verify pass are run; they are changed.
+    states: from `plan.states`; those that are run, evenly spaced, are changed.
     """
     log = StepLog()
-    tried = [state for state in states if state.is_verified and state.request.cached is None][: plan.config.group]
+    could = [state for state in states if state.is_verified and state.request.cached is None]
+    num_tried = min(TRIAL_REQUESTS, len(could))
+    tried = [could[i * len(could) // num_tried] for i in range(num_tried)]
     if not tried:
         return []
     for state in tried:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.estimates import result, run, tables, timing
+from cacheprobe.estimates import result, run, tables, timing, trial
 from cacheprobe.estimates.result import Bounds, Estimate
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.fast.hooked_hf import HookedHF
@@ -242,6 +242,27 @@ def test_the_measured_passes_have_the_shapes_of_the_run(
         assert sum(c.num_passes for c in estimate.costs) == sum(computed.values())
     assert {c.phase for c in estimate.costs if c.is_measured} == set(phases(trace))
     assert all(c.seconds > 0 for c in estimate.costs)
+
+
+def test_the_trial_of_a_drafter_takes_requests_from_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some texts are drafted far better than others: the first few requests would not speak for the run."""
+    tried: list[int] = []
+    tell = trial.rounds
+    monkeypatch.setattr(
+        trial,
+        "rounds",
+        lambda model, states, *more, **by: (
+            tried.extend(s.request_id for s in states),
+            tell(model, states, *more, **by),
+        )[1],
+    )
+    outcomes: list[tuple[int, int]] = []
+    found = run.try_out
+    monkeypatch.setattr(run, "try_out", lambda *given: outcomes.extend(found(*given)) or outcomes)
+    prompts = PROMPTS * 8
+    cp.estimate(loaded(), prompts, **SETTINGS, drafter=cp.drafters.EarlyExit(layer=1))
+    assert tried == [number * len(prompts) // 16 for number in range(16)] and tried[-1] > len(prompts) * 0.9
+    assert len(outcomes) >= 3 * 16
 
 
 def test_time_is_what_was_measured_times_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
