@@ -14,9 +14,9 @@ from cacheprobe.ops.acceptance import StopRule
 from cacheprobe.plan import RunPlan
 
 TRIAL_SECONDS, TRIAL_DRAFTS, TRIAL_REQUESTS = 1.5, 3, 16
-"""A trial ends after this time, but not before this number of verdicts on drafts of each request: the first drafts of a
-text are accepted less often than later ones. It runs this number of requests: some texts are drafted far better than
-others."""
+"""A trial ends after this time, but not before this number of verdicts for each of its requests: the first drafts of a
+text are accepted less often than later ones. It runs at most this number of requests, and no more than fit into a
+batch: some texts are drafted far better than others."""
 
 
 def try_out(plan: RunPlan, drafter: Drafter | None, states: Sequence[SequenceState]) -> list[tuple[int, int]]:
@@ -28,7 +28,7 @@ def try_out(plan: RunPlan, drafter: Drafter | None, states: Sequence[SequenceSta
     """
     log = StepLog()
     could = [state for state in states if state.is_verified and state.request.cached is None]
-    num_tried = min(TRIAL_REQUESTS, len(could))
+    num_tried = min(TRIAL_REQUESTS, plan.config.max_batch, len(could))
     tried = [could[i * len(could) // num_tried] for i in range(num_tried)]
     if not tried:
         return []

@@ -53,7 +53,7 @@ def arrange_weights(model: nn.Module, by_output: bool) -> None:
     """Changes in place the order in memory of the weights of GPT-2's linear layers. by_output: the weights of each
     output lie side by side, as the compiled loops and the kernels read them; otherwise those of each input do, as
     torch does by itself. Shapes and values stay, and so does the memory that other parameters of `model` share with
-    these weights, such as a bridge's query, key and value projections."""
+    these weights, such as a bridge's query, key and value projections. Torch's products may round otherwise then."""
     sharing: dict[int, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         sharing.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
@@ -61,8 +61,11 @@ def arrange_weights(model: nn.Module, by_output: bool) -> None:
         if weight.is_contiguous() != by_output:
             continue
         moved = weight.data.T.contiguous().T if by_output else weight.data.contiguous()
-        old, new, start = max(weight.stride()), max(moved.stride()), weight.storage_offset()
+        old, new, start = max(weight.stride()), max(moved.stride()), int(weight.storage_offset())
+        end = start + weight.numel()
         for parameter in sharing[weight.untyped_storage().data_ptr()]:
-            across, along = divmod(int(parameter.storage_offset()) - int(start), int(old))
+            if not start <= parameter.storage_offset() < end:  # another weight in the same memory
+                continue
+            across, along = divmod(int(parameter.storage_offset()) - start, int(old))
             strides = [{old: 1, 1: new}.get(stride, 1) for stride in parameter.stride()]
             parameter.data = moved.as_strided(parameter.shape, strides, along * new + across)

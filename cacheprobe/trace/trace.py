@@ -130,7 +130,8 @@ class Trace(TraceData):
         return hypotheses_of(self, include_rolled_back)
 
     def rejected(self) -> pd.DataFrame:
-        """Returns a DataFrame with one line for each rejected draft, by request and step. Needs no model.
+        """Returns a DataFrame with one line for each rejected draft, by request and step. Needs no model,
+        unless Z is not read yet.
 
         A draft is rejected at its first token that the verifier did not choose. Columns: request_id; step, of the
         verify pass; position, drafted_token_id and drafted_token of that token; committed_token_id and committed_token,

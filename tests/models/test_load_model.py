@@ -235,3 +235,13 @@ def test_loading_arranges_the_weights() -> None:
         model = cp.load_model(copy.deepcopy(hf_model("gpt2", torch.bfloat16)), products=products)
         [weight, *_] = [module.weight for module in model.bridge.modules() if is_conv(module)]
         assert weight.T.is_contiguous() == (model.operations is not None)
+
+
+def test_weights_that_share_one_memory_are_arranged_each_by_itself() -> None:
+    live = copy.deepcopy(hf_model("gpt2"))
+    parameters = list(live.parameters())
+    torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(parameters).detach(), parameters)
+    before = {name: value.clone() for name, value in live.state_dict().items()}
+    for by_output in (True, False):
+        arrange_weights(live, by_output)
+        assert all(torch.equal(value, before[name]) for name, value in live.state_dict().items())

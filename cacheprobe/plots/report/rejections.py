@@ -57,9 +57,12 @@ def rejections_section(trace: "Trace") -> str:
         "<p class='note'>Each line is the first token of a draft that the verifier did not choose. It flips at the "
         "layer from which the committed token stays the lens's first choice. The margin is how much more "
         "log-probability the last layer gives to the committed token; “&gt;” says that the draft token is not among "
-        f"the top tokens read. “—”: not known, or a draft of all layers or of none.{more}</p>"
+        f"the top tokens read. “—”: not known, not so, or a draft of all layers or of none.{more}</p>"
     )
-    summary = f"{len(found):,} rejected draft{'s' * (len(found) != 1)} in {found.request_id.nunique()} requests"
+    num_requests = found.request_id.nunique()
+    summary = (
+        f"{len(found):,} rejected draft{'s' * (len(found) != 1)} in {num_requests} request{'s' * (num_requests != 1)}"
+    )
     lines = table(list(_HEADINGS), rejections(found.iloc[:_MOST]))
     return f"{head}{note}<details open><summary>{summary}</summary>{lines}</details>"
 

@@ -28,7 +28,7 @@ REJECTED_COLUMNS = [
 def rejected_of(trace: "TraceData") -> pd.DataFrame:
     """Returns the table of `Trace.rejected`: a DataFrame with one line for each rejected draft, by request and step.
 
-    Needs no model. A run without lens readings has no flip_layer and no margins.
+    Needs no model, unless Z is not read yet. A run without lens readings has no flip_layer and no margins.
     Twin: tests.twins.rejected_slowly, ==.
     """
     drafts = drafts_table(trace.event_table)
@@ -48,8 +48,9 @@ def rejected_of(trace: "TraceData") -> pd.DataFrame:
     )
     events = trace.event_table[["request_id", "step", "num_rolled_back"]]
     table = table.merge(events, on=["request_id", "step"], how="left", validate="one_to_one")
-    texts, tokens = trace.token_texts, [_tokens_of(trace, request_id) for request_id in table.request_id]
-    places = list(zip(tokens, table.position, strict=True))
+    texts = trace.token_texts
+    tokens = {request_id: _tokens_of(trace, request_id) for request_id in table.request_id.unique().tolist()}
+    places = [(tokens[request_id], at) for request_id, at in zip(table.request_id, table.position, strict=True)]
     committed = [ids[at] if at < len(ids) else None for ids, at in places]
     table["drafted_token"] = [texts.get(token, f"<{token}>") for token in table.drafted_token_id]
     table["committed_token_id"] = pd.array(committed, dtype="Int64")
