@@ -56,7 +56,7 @@ def run(rounds: int, *, requests: int = 52, tokens: int = 1_000, hidden: int = 2
 
 
 def _record(out: Path, requests: int, tokens: int, hidden: int) -> None:
-    """Records a run with S, T, C and Z of all tokens."""
+    """Records a run with S, T and C of all tokens, and Z of the generated ones."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.set_num_threads(2)
