@@ -26,7 +26,17 @@ from cacheprobe_benchmarks.catalogue import questions, small
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 from cacheprobe_benchmarks.shared.workload import Run, Timing
 from cacheprobe_benchmarks.speed import determinism, passes, products, speculation, torch_compile
-from cacheprobe_benchmarks.states import field, lens, main_job, memory, patching, to_disk, trace, tuned_lens
+from cacheprobe_benchmarks.states import (
+    field,
+    large_trace,
+    lens,
+    main_job,
+    memory,
+    patching,
+    to_disk,
+    trace,
+    tuned_lens,
+)
 from cacheprobe_benchmarks.sweeps import sweep, sweep_backends, sweep_faults
 from cacheprobe_benchmarks.sweeps.struck import FaultOutcome
 from tests.planted_costs import HOUR, LAYERS, Clock, write_small_smollm2
@@ -123,6 +133,16 @@ def of_field(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     }  # fmt: skip
 
 
+def of_large_trace(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """In each measured process an hour for opening the run, two for the states and three for a card."""
+    costs = "import pytest, cacheprobe as cp; from cacheprobe.trace.trace import Trace; "
+    costs += "from cacheprobe.dashboard.tabs import card; from tests.planted_costs import Clock; "
+    costs += "clock = Clock(pytest.MonkeyPatch()); clock.plant(cp, 'load_trace', 1); "
+    costs += "clock.plant(Trace, 'states', 2); clock.plant(card, 'view', 3); "
+    monkeypatch.setattr(large_trace, "subprocess", _costly_children(costs))
+    return {"open_s": HOUR, "states_s": 2 * HOUR, "first_card_s": 3 * HOUR, "card_s": 3 * HOUR}
+
+
 def of_lens(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """The reading over the fastest product: of the ways, the one that asks for the unembedding is slower."""
     monkeypatch.setattr(choice, "choose", lambda *of: choice.LoopChoice(None, "a test"))
@@ -144,11 +164,15 @@ def of_memory(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]
     hold = "import torch, cacheprobe as cp; kept, run = [], cp.run; "
     hold += "cp.run = lambda *a, **s: (kept.append(torch.ones(10**9)), run(*a, **s))[1]; "
     without = small("memory")(1)["beyond_trace_mb"]
-    costly = SimpleNamespace(
-        run=lambda command, **settings: subprocess.run([*command[:-1], hold + command[-1]], **settings)
-    )
-    monkeypatch.setattr(memory, "subprocess", costly)
+    monkeypatch.setattr(memory, "subprocess", _costly_children(hold))
     return {"beyond_trace_mb": without + 4000}
+
+
+def _costly_children(code: str) -> Any:
+    """Returns a module `subprocess` whose processes run this code before their own."""
+    return SimpleNamespace(
+        run=lambda command, **settings: subprocess.run([*command[:-1], code + command[-1]], **settings)
+    )
 
 
 def of_patching(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:

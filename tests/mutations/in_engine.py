@@ -1,8 +1,8 @@
 """Bugs of the loop: verdicts, windows, shapes, prefill, preemption, failures."""
 
+import copy
 from contextlib import ExitStack
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -41,6 +41,12 @@ def _verify_pass(change: Any) -> Any:
         return run
 
     return make
+
+
+def _where_taken_is_free(cache: Any) -> Any:
+    other = copy.copy(cache)
+    other.is_free = lambda row: not cache.is_free(row)
+    return other
 
 
 def _without_bonus(real: Any) -> Any:
@@ -243,11 +249,7 @@ MUTATIONS = [
         "dummies are put into rows that are taken",
         ("05",),
         "cacheprobe.engine.model_runner:place_rows",
-        lambda real: (
-            lambda taken, size, cache: real(
-                taken, size, SimpleNamespace(rows=cache.rows, is_free=lambda row: not cache.is_free(row))
-            )
-        ),
+        lambda real: lambda taken, size, cache: real(taken, size, _where_taken_is_free(cache)),
     ),
     # -- prefill
     bug(
@@ -287,7 +289,7 @@ MUTATIONS = [
         "rows are shared with a request that is not verified",
         ("22",),
         "cacheprobe.engine.step:_prompt_key",
-        instead(lambda state: state.request.prompt_token_ids),
+        instead(lambda state: (state.request.prompt_token_ids, True, -1)),
     ),
     # -- preemption
     bug("a preempted request is read back in one piece", ("23",), f"{PREFILL}.rebuild", _rebuilt_as_plain),

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -74,7 +73,8 @@ def _rolled(axis: int) -> Any:
 
     def make(real: Any) -> Any:
         def cell(donor: Any, *place: Any) -> Any:
-            return real(SimpleNamespace(at=lambda site, layer: donor.at(site, layer).roll(1, axis)), *place)
+            rolled = {key: states.roll(1, axis) for key, states in donor.states.items()}
+            return real(replace(donor, states=rolled), *place)
 
         return cell
 
