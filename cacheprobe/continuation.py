@@ -14,6 +14,7 @@ from cacheprobe.interventions.base import Intervention
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.paths import PATHS
 from cacheprobe.plan import RunPlan
 from cacheprobe.trace.manifest import MANIFEST, TraceError
 from cacheprobe.trace.parts.journal import Journal, read_journal
@@ -54,14 +55,15 @@ def plan_again(
             f"the run in {journal.directory} chose the rows to keep with the predicate keep={capture.get('keep')}, "
             f"which is not stored; given is {kept_by}; give cp.resume the same one"
         )
+    path = meta["fingerprint"].get("path")
     layers = tuple(capture["layers"]) if capture["sites"] or capture["heads"] else None
     plan = RunPlan(
         model,
         [request_from_record(item) for item in journal.header["requests"]],
         EngineConfig(**meta["config"]),
-        capture=CaptureConfig(**{**capture, "layers": layers, "keep": keep}),
+        capture=CaptureConfig(**{**capture, "sites": capture["sites"] or None, "layers": layers, "keep": keep}),
         lens=LATER if meta.get("is_lens_later") else lens,
-        path=meta["fingerprint"].get("path", "auto"),
+        path=path if path in PATHS else "auto",  # a Thinking States model has one path, which is not asked for
         interventions=interventions,
         is_on_disk=True,
     )

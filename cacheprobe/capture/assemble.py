@@ -12,7 +12,7 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks import accuracy
 from cacheprobe.trace.state_store import MemoryStore
 from cacheprobe.trace.tables import build as tables
-from cacheprobe.trace.tables.thoughts import thought_states, thoughts_table
+from cacheprobe.trace.tables.thoughts import first_logits, thought_lines, thought_states, thoughts_table
 from cacheprobe.trace.trace import Trace
 
 
@@ -40,10 +40,13 @@ def assemble(
     thoughts, events = part.thoughts, tables.events_table(part.steps)
     is_later = capture.reads_lens and recorder.reader is None
     whole = {
-        **meta_before(recorder, fingerprint, config, capture, meta),
-        "thinking": _thinking(model) if thoughts else None,
+        **meta_before(recorder, fingerprint, config, capture, meta, has_thoughts=bool(thoughts)),
         **meta_after(recorder, requests, texts, bool(columns), meta),
     }
+    thought_table = None
+    if thoughts:
+        lines = thought_lines(thoughts, requests, model)
+        thought_table = thoughts_table(lines, first_logits(thoughts), rows, tokens)
     return Trace(
         requests=tuple(requests),
         tokens=tokens,
@@ -54,7 +57,7 @@ def assemble(
         token_table=tables.tokens_table(rows, tokens, events, columns, model.token_texts),
         ledger_table=tables.ledger_table(part.ledger),
         store=MemoryStore(part.states),
-        thought_table=thoughts_table(thoughts, rows, requests, tokens, model) if thoughts else None,
+        thought_table=thought_table,
         thought_states=thought_states(thoughts) if thoughts else None,
         meta=whole,
         model=model,
@@ -68,8 +71,10 @@ def meta_before(
     config: EngineConfig,
     capture: CaptureConfig,
     meta: JsonDict,
+    has_thoughts: bool = True,
 ) -> JsonDict:
-    """Returns the entries of trace.meta that are known before the first pass. meta: more entries."""
+    """Returns the entries of trace.meta that are known before the first pass. meta: more entries.  has_thoughts: False
+    if the model wrote none."""
     model = recorder.model
     return {
         **{name: value for name, value in meta.items() if name not in ("missing", "errors")},
@@ -81,7 +86,7 @@ def meta_before(
         "weights_note": model.weights_note,
         "cache_row_bytes": model.new_cache(1, 1).cache_bytes,
         "thought_layer": getattr(getattr(model, "config", None), "l_out", None),
-        "thinking": None,
+        "thinking": _thinking(model) if has_thoughts else None,
     }
 
 
@@ -103,10 +108,12 @@ def meta_after(
     }
 
 
-def _thinking(model: CachedLM) -> dict[str, object]:
+def _thinking(model: CachedLM) -> dict[str, object] | None:
     """Returns a dict of the settings of a Thinking States model that pictures of its thoughts need: l_in, l_out,
-    feeds_back and learned_first_state."""
+    feeds_back and learned_first_state; None for another model."""
     config = getattr(model, "config", None)
+    if getattr(config, "l_out", None) is None:
+        return None
     return {
         "l_in": getattr(config, "l_in", None),
         "l_out": getattr(config, "l_out", None),

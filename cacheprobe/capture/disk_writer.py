@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cacheprobe.capture.lens_reader import Queued
 from cacheprobe.capture.recorder import Recorder
-from cacheprobe.core.records import Finished, Observer, StepRecord
+from cacheprobe.core.records import Finished, Observer, Request, StepRecord
 from cacheprobe.core.values import JsonDict
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.trace.parts.growing import GrowingRun
@@ -24,6 +24,7 @@ from cacheprobe.trace.places import Recording, saying_why
 from cacheprobe.trace.run_files import RunFiles
 from cacheprobe.trace.state_store import tensor_key
 from cacheprobe.trace.tables import build as tables
+from cacheprobe.trace.tables.thoughts import first_logits, thought_lines, thought_states
 
 PART_BYTES = 2**26
 """Most bytes that the recorder holds before a part is written, by default: 64 MiB."""
@@ -42,12 +43,14 @@ def part_bytes_of(budget: int) -> int:
 class DiskWriter(Observer):
     """Writes the parts of one run. Must receive the events of the run after its recorder."""
 
-    def __init__(self, recorder: Recorder, place: Recording, part_bytes: int, journal: Journal) -> None:
+    def __init__(
+        self, recorder: Recorder, place: Recording, part_bytes: int, journal: Journal, requests: Sequence[Request]
+    ) -> None:
         """Prepares a writer for the run of `recorder`, into the directory of `place`.
 
-        part_bytes: see `part_bytes_of`.  journal: the run's journal so far.
+        part_bytes: see `part_bytes_of`.  journal: the run's journal so far.  requests: all of the run.
         """
-        self.recorder, self.place, self.part_bytes = recorder, place, part_bytes
+        self.recorder, self.place, self.part_bytes, self.requests = recorder, place, part_bytes, requests
         self._files = RunFiles(place.directory, place.staging, place.run_id)
         self._number = next_number(journal)
         self._tokens, self._texts = journal.tokens, GrowingRun(journal).texts
@@ -121,6 +124,10 @@ class DiskWriter(Observer):
             for kind, table in (("rows", rows), ("events", events), ("ledger", tables.ledger_table(part.ledger))):
                 if len(table):
                     self._write_table(kind, table)
+            if part.thoughts:
+                self._write_table("thoughts", thought_lines(part.thoughts, self.requests, self.recorder.model))
+                logits = first_logits(part.thoughts)
+                self._write_tensors("thoughts", {"states": thought_states(part.thoughts), "first_logits": logits})
             states = {tensor_key(*place): tensor.contiguous() for place, tensor in part.states.items()}
             for kind, tensors in (("states", states), ("readings", part.columns)):
                 # a run that keeps no row has a file of states too, with empty tensors
@@ -141,10 +148,7 @@ class DiskWriter(Observer):
         self._names.setdefault(kind, []).append(name)
 
     def _write_tensors(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
-        from safetensors.torch import save_file
-
-        name = f"{kind}-{self.place.run_id}-{self._number:05d}.safetensors"
-        self._files.write(name, lambda path: save_file(dict(tensors), path))
+        name = self._files.write_tensors(f"{kind}-{self.place.run_id}-{self._number:05d}.safetensors", tensors)
         self._names.setdefault(kind, []).append(name)
 
     def _part(self, errors: Mapping[str, str]) -> JsonDict:
@@ -192,8 +196,6 @@ class DiskWriter(Observer):
         self._waiting = None
         if not waiting:
             return None
-        from safetensors.torch import save_file
-
         places = [[q.row, q.position, q.request_id, q.step, len(q.layers)] for q in waiting]
         tensors = {
             "places": torch.tensor(places),
@@ -202,7 +204,7 @@ class DiskWriter(Observer):
         }
         name = f"waiting-{self.place.run_id}-{self._number:05d}.safetensors"
         files = RunFiles(self.place.directory, self.place.staging, self.place.run_id)
-        self._waiting = files.write(name, lambda path: save_file(tensors, path))
+        self._waiting = files.write_tensors(name, tensors)
         return {"name": name, "files": files.sizes, "sha256": files.sha256, "blocks": files.blocks}
 
 

@@ -17,7 +17,6 @@ from cacheprobe.core.records import Request
 from cacheprobe.core.values import JsonDict, num_bytes
 from cacheprobe.engine.sizes import available_bytes
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.parts.growing import GrowingRun
 from cacheprobe.trace.parts.journal import Journal, begin_journal, cut_journal, read_journal
 from cacheprobe.trace.places import Recording, recording, saying_why
@@ -40,11 +39,8 @@ class ToDisk:
         """Returns the writer of a run that begins, or that goes on where the journal ends.
 
         meta: metadata of the run that is known before its first pass.  states: of all requests, restored if it goes on.
-        Raises: ValueError as `reason_against`.
         """
         directory, journal = self.place.directory, self.journal
-        if reason := reason_against(recorder.model):
-            raise ValueError(reason)
         with saying_why(directory):
             if journal is None:
                 sites, heads = list(recorder.config.state_sites), list(recorder.config.heads)
@@ -58,7 +54,7 @@ class ToDisk:
                 cut_journal(journal)
                 _delete_unnamed(journal)
         restore_recorder(recorder, states, journal)
-        return DiskWriter(recorder, self.place, self.part_bytes, journal)
+        return DiskWriter(recorder, self.place, self.part_bytes, journal, requests)
 
     def finish(self, meta: JsonDict) -> None:
         """Writes one table of each kind, and the manifest. meta: of the whole run."""
@@ -66,16 +62,6 @@ class ToDisk:
 
     def _files(self) -> RunFiles:
         return RunFiles(self.place.directory, self.place.staging, self.place.run_id)
-
-
-def reason_against(model: CachedLM) -> str:
-    """Returns why runs of a model cannot be recorded to disk; "" if they can."""
-    if getattr(getattr(model, "config", None), "l_out", None) is None:
-        return ""
-    return (
-        f"thoughts of {model.name}, a Thinking States model, cannot be recorded to disk; leave out= away and save the "
-        "trace"
-    )
 
 
 def assemble_on_disk(
@@ -97,8 +83,8 @@ def assemble_on_disk(
         recorder.reader.require_ended()
     writer.end_round(states, is_last=True)
     run = GrowingRun(_journal_in(directory))
-    has_readings = bool(run.journal.names("readings"))
-    before = meta_before(recorder, fingerprint, config, capture, meta)
+    has_readings, has_thoughts = (bool(run.journal.names(kind)) for kind in ("readings", "thoughts"))
+    before = meta_before(recorder, fingerprint, config, capture, meta, has_thoughts)
     disk.finish({**before, **meta_after(recorder, requests, run.texts, has_readings, meta)})
     trace = load_trace(directory, recorder.model)
     trace.reading_later = read_now if trace.is_unread else None

@@ -57,7 +57,6 @@ def run(
     require_known(model.model)  # before torch is imported, which takes seconds
     import cacheprobe as cp
     from cacheprobe.analysis.summary import closing
-    from cacheprobe.capture.to_disk import reason_against
     from cacheprobe.core.records import SamplingParams
     from cacheprobe.trace.manifest import MANIFEST
     from cacheprobe.trace.places import require_free
@@ -94,10 +93,9 @@ def run(
         "config": config.name if config else None,
         "settings": _given(model) | _given(prompts) | _given(settings),
     }
-    is_saved_at_end = (out / MANIFEST).exists() or bool(reason_against(loaded))
+    is_saved_at_end = (out / MANIFEST).exists()
     if memory_budget is not None and is_saved_at_end:
-        why = reason_against(loaded) or "a run that replaces another one is written at its end"
-        raise ValueError(f"--memory-budget cannot be kept: {why}")
+        raise ValueError("--memory-budget cannot be kept: a run that replaces another one is written at its end")
     to: OutputOptions = {"command": command}
     if not is_saved_at_end:
         to |= {"out": out, "overwrite": overwrite, "memory_budget": memory_budget}

@@ -2,9 +2,10 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import pyarrow as pa
@@ -14,6 +15,9 @@ from cacheprobe.core.files import fsync
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.checked_files import checksums_of
 from cacheprobe.trace.manifest import FORMAT_VERSION, MANIFEST, sha256_of_manifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROW_GROUP = 2**14
 """Lines of a Parquet row group. Reading one request of a long run then reads little more than its own lines."""
@@ -62,6 +66,12 @@ class RunFiles:
         self._write_whole(name, fill)
         self.sizes[name], self.sha256[name], self.blocks[name] = checksums_of(self.directory / name)
         return name
+
+    def write_tensors(self, name: str, tensors: "Mapping[str, Tensor]") -> str:
+        """Writes tensors as one safetensors file, and returns its name."""
+        from safetensors.torch import save_file
+
+        return self.write(name, lambda path: save_file(dict(tensors), path))
 
     def write_manifest(
         self, shards: Sequence[str], sites: dict[str, Sequence[object]], requests: Sequence[JsonDict], meta: JsonDict

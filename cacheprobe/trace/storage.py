@@ -100,10 +100,7 @@ def _write_run(trace: TraceData, directory: Path, staging: Path, run_id: str) ->
                 lambda path, table=table: write_parquet(table, path),
             )
     if trace.thought_states is not None:
-        from safetensors.torch import save_file
-
-        states = {"states": trace.thought_states.contiguous()}
-        files.write(_THOUGHT_STATES.format(run_id), lambda path: save_file(states, path))
+        files.write_tensors(_THOUGHT_STATES.format(run_id), {"states": trace.thought_states.contiguous()})
     requests = [
         {
             **request_record(r),
@@ -181,8 +178,6 @@ def _write_states(trace: TraceData, files: RunFiles) -> list[str]:
 
     States that were read from the same directory are compared with their checksums, and their files get new names.
     """
-    from safetensors.torch import save_file
-
     name_of = f"states-{files.run_id}-{{:05d}}.safetensors".format
     store = trace.store
     if isinstance(store, ShardStore) and store.files.directory.resolve() == files.directory.resolve():
@@ -199,7 +194,7 @@ def _write_states(trace: TraceData, files: RunFiles) -> list[str]:
         """Writes the collected tensors as one safetensors file, if there are any."""
         nonlocal batch, batch_bytes
         if batch:
-            shards.append(files.write(name_of(len(shards)), lambda path, tensors=batch: save_file(tensors, path)))
+            shards.append(files.write_tensors(name_of(len(shards)), batch))
             batch, batch_bytes = {}, 0
 
     for site in (*trace.store.sites, *trace.store.heads):

@@ -212,6 +212,16 @@ def test_a_run_with_preempted_requests_goes_on(tmp_path: Path) -> None:
     require_continued(tmp_path / "run", "none", whole, is_verified=True)
 
 
+def test_a_run_that_keeps_no_state_goes_on(tmp_path: Path) -> None:
+    settings = {k: v for k, v in LONG.items() if k != "progress"}
+    whole = cp.run(loaded(), PROMPTS, **LONG, capture=None)
+    stream = cp.stream(loaded(), PROMPTS, **settings, out=tmp_path / "run")
+    next(stream)
+    stream.close()
+    again = cp.resume(tmp_path / "run", loaded(), progress=False)
+    assert all(again.committed(i) == whole.committed(i) for i in LONG["deterministic"])
+
+
 def parts_in(directory: Path) -> tuple[dict[str, Any], ...]:
     """The parts in a run's journal so far."""
     journal = read_journal(directory)

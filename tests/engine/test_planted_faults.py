@@ -113,17 +113,17 @@ def test_the_fault_that_was_seen_changes_no_request_that_thinks(
 
 
 def test_without_guards_the_fault_that_was_seen_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In attention from position 20 on: of ten cases, those with an odd window and several rows."""
+    """In attention from position 20 on: of six cases, those with an odd window and several rows."""
     without(monkeypatch, "trial", "check while it runs", "attention by request")
     kinds = {}
-    for window in (2, 3, 4, 5, 7):
+    for window in (2, 3, 7):
         for dtype in FLOATS:
             fault = Planted("attention", lambda at: as_seen_on_amd(at) & (at.position >= 20))
             kinds[window, dtype] = ends(
                 fresh(dtype=dtype), fault, PROMPTS, window=window, group=4, **{**RUN, "max_new_tokens": 7}
             ).kind
-    assert [kind for (window, _), kind in kinds.items() if window % 2] == ["different"] * 6
-    assert [kind for (window, _), kind in kinds.items() if not window % 2] == ["right"] * 4
+    assert [kind for (window, _), kind in kinds.items() if window % 2] == ["different"] * 4
+    assert [kind for (window, _), kind in kinds.items() if not window % 2] == ["right"] * 2
 
 
 # -- each operation, by what it depends on
@@ -141,7 +141,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("operation", "name", "family", "dtype", "window", "group"), CASES)
+FEWER_BY_DEFAULT = [
+    case if i % 7 in (0, 2, 4) else pytest.param(*case, marks=pytest.mark.slow) for i, case in enumerate(CASES)
+]
+"""Every family, dtype, window and group is among them: 7 has no factor in common with their numbers."""
+
+
+@pytest.mark.parametrize(("operation", "name", "family", "dtype", "window", "group"), FEWER_BY_DEFAULT)
 def test_no_fault_is_silent(
     operation: str, name: str, family: str, dtype: torch.dtype, window: int, group: int | None
 ) -> None:

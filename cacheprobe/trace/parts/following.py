@@ -53,7 +53,7 @@ class FollowedRun(StoredRun):
         self.rows = growing.rows(before and before.rows, since)
         self.events = growing.table("events", before and before.events, since)
         self.ledger = growing.table("ledger", before and before.ledger, since)
-        self._texts, self.thoughts = growing.token_texts, None  # a run with thoughts is not recorded part by part
+        self._texts = growing.token_texts
 
     def read_on(self) -> "FollowedRun | None":
         """Returns the run with the parts that were written since; itself if there are none. Reads the new parts alone.
@@ -64,6 +64,11 @@ class FollowedRun(StoredRun):
         run = FollowedRun.__new__(FollowedRun)
         run._open(journal, self)
         return run
+
+    @cached_property
+    def thoughts(self) -> pd.DataFrame | None:
+        """Thoughts table of the run so far; None without thoughts."""
+        return GrowingRun(self.journal).thoughts(self.rows)
 
     @property
     def run_id(self) -> str:

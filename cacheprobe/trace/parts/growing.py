@@ -5,6 +5,8 @@
       states-<id>-00000.safetensors     states of one part; the finished run keeps these files
       readings-<id>-00000.safetensors   lens readings, one tensor for each column of `LensReader.take`
       rows-<id>-00000.parquet, events-<id>-00000.parquet, ledger-<id>-00000.parquet
+      thoughts-<id>-00000.parquet and .safetensors  of a Thinking States model: chunk states, and the logits of the
+                                        first word
       waiting-<id>-00000.safetensors    states of the rows that wait for their next token, of the newest part alone
 
 A run is finished by one table of each kind in place of those of the parts, and a manifest (see storage.py).
@@ -29,6 +31,7 @@ from cacheprobe.trace.parts.shards import ShardStore, header_of, read_tensor
 from cacheprobe.trace.run_files import ROW_GROUP, RunFiles, parquet_options, write_parquet
 from cacheprobe.trace.storage import request_from_record
 from cacheprobe.trace.tables import build as tables
+from cacheprobe.trace.tables.thoughts import thoughts_table
 
 UNDECIDED = "given_up"
 """Role and status of a row whose draft token has no verdict in the journal."""
@@ -107,6 +110,26 @@ class GrowingRun:
                 lens = self.journal.header["meta"]["lens"]
                 yield tables.hypotheses_table(columns, own, lens, self.texts_of)
 
+    def thoughts(self, rows: pd.DataFrame) -> pd.DataFrame | None:
+        """Returns the table of thoughts, as from `tables.thoughts.thoughts_table`; None without thoughts. rows: from
+        `rows`."""
+        names = self.journal.names("thoughts")
+        if not names:
+            return None
+        parts = [self.files.table(name).to_pandas() for name in names if name.endswith(".parquet")]
+        lines = pd.concat(parts, ignore_index=True).astype({"true_state": "string", "agrees": "boolean"})
+        return thoughts_table(lines, self._of_thoughts("first_logits"), rows, self.journal.tokens)
+
+    @property
+    def thought_states(self) -> Tensor | None:
+        """The chunk states [n, c, m] of n thoughts; None without thoughts."""
+        return self._of_thoughts("states") if self.journal.names("thoughts") else None
+
+    def _of_thoughts(self, key: str) -> Tensor:
+        """Returns one of the tensors that the parts hold of all thoughts."""
+        names = [name for name in self.journal.names("thoughts") if name.endswith(".safetensors")]
+        return torch.cat([read_tensor(self.files, name, header_of(self.files, name)[key]) for name in names])
+
     @property
     def store(self) -> ShardStore:
         """The captured states of all parts."""
@@ -161,6 +184,8 @@ class GrowingRun:
             event_table=self.table("events"),
             ledger_table=self.table("ledger"),
             token_table=self.token_table,
+            thought_table=self.thoughts(rows),
+            thought_states=self.thought_states,
             store=self.store,
             meta=self.meta,
             model=model,
@@ -181,6 +206,9 @@ class GrowingRun:
         }
         for name, table in written.items():
             files.write(f"{name}-{run_id}.parquet", lambda path, table=table: write_parquet(table, path))
+        if (states := self.thought_states) is not None:
+            files.write(f"thoughts-{run_id}.parquet", lambda path: write_parquet(self.thoughts(rows), path))
+            files.write_tensors(f"thoughts-{run_id}.safetensors", {"states": states})
         pieces = self.readings(rows)
         if (first := next(pieces, None)) is not None:
             files.write(f"hypotheses-{run_id}.parquet", lambda path: _write_pieces(path, first, pieces))

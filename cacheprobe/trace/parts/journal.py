@@ -16,8 +16,8 @@ from cacheprobe.core.files import fsync
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.manifest import JOURNAL, TraceError
 
-_FORMAT, _VERSION, _READ = "cacheprobe journal", 2, (1, 2)
-"""Version 2: states as int8; the state_index of rows in `labelled`."""
+_FORMAT, _VERSION, _READ = "cacheprobe journal", 3, (1, 2, 3)
+"""Version 2: states as int8; the state_index of rows in `labelled`. Version 3: thoughts."""
 _SUM = 32
 """Length of a line's checksum."""
 

@@ -5,6 +5,7 @@ from typing import SupportsInt
 
 import pandas as pd
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from cacheprobe.core.records import Request, Thought
@@ -13,51 +14,30 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks.base import Example
 
 THOUGHT_LENS = "thinking block"
+_COLUMNS = [
+    "thought", "request_id", "step", "phase", "role", "status", "row", "chunk", "start", "end", "token_ids", "tokens",
+    "text", "has_ended", "said", "logprobs_nats", "first_token_id", "first_logprob_nats", "entropy_nats",
+    "committed_token_id", "rank", "committed_logprob_nats", "true_state", "agrees", "state_norm",
+]  # fmt: skip
 
 
-def thoughts_table(
-    thoughts: Sequence[Thought],
-    rows: pd.DataFrame,
-    requests: Sequence[Request],
-    tokens: Mapping[int, Sequence[int]],
-    model: CachedLM,
-) -> pd.DataFrame:
-    """Returns a DataFrame with one line for each thought that a Thinking States model wrote after a whole chunk of
-    tokens.
-
-    A chunk that several passes computed has several lines.
-    thought (its number, and its index among the chunk states), request_id, step, phase, role, status and row (those of
-    the chunk's last token: a thought of a rolled-back token is rolled back), chunk, start, end (absolute positions of
-    the chunk's first and last token), token_ids, tokens (their texts), text, has_ended (False: cut at the limit), said
-    (its words without the end token, "" if it has none), logprobs_nats;
-    first_token_id, first_logprob_nats, entropy_nats of the choice of its first token; committed_token_id, the first
-    token that the request generated, whether right or wrong, with its rank and committed_logprob_nats in that choice;
-    true_state: the task's state after the chunk, null for a prompt without a task;
-    agrees: whether its last words are that state, or the task's own thought for it; null if either is missing;
-    state_norm: Euclidean norm of all c x m numbers of the chunk state, which is added to the next chunk.
-    """
-    about = rows.set_index(["request_id", "step", "position"])
+def thought_lines(thoughts: Sequence[Thought], requests: Sequence[Request], model: CachedLM) -> pd.DataFrame:
+    """Returns a DataFrame with one line for each thought, with the columns of `thoughts_table` that are known as soon
+    as the thought is written."""
     by_request = {request.request_id: request for request in requests}
-    truth = {request.request_id: _true_states(request, model) for request in requests}
+    truth = {number: _true_states(by_request[number], model) for number in {t.request_id for t in thoughts}}
     records = []
-    for number, thought in enumerate(thoughts):
-        row = about.loc[(thought.request_id, thought.step, thought.end)]
-        logits = thought.first_logits.double()
-        logprobs = logits.log_softmax(-1)
-        answer = tokens[thought.request_id][0] if len(tokens[thought.request_id]) else None
+    for thought in thoughts:
+        logprobs = thought.first_logits.double().log_softmax(-1)
         states = truth[thought.request_id]
         true_state = states[thought.end] if thought.end < len(states) else None
         texts = model.token_texts(thought.token_ids)
         said = model.decode(thought.token_ids[: len(thought.token_ids) - thought.has_ended]).strip()
         records.append(
             {
-                "thought": number,
                 "request_id": thought.request_id,
                 "step": thought.step,
                 "phase": thought.phase,
-                "role": row.role,
-                "status": row.status,
-                "row": int(row.row),
                 "chunk": thought.chunk,
                 "start": thought.end + 1 - len(thought.state),
                 "end": thought.end,
@@ -70,21 +50,58 @@ def thoughts_table(
                 "first_token_id": thought.token_ids[0],
                 "first_logprob_nats": float(logprobs[thought.token_ids[0]]),
                 "entropy_nats": float(-(logprobs.exp() * logprobs.clamp(min=-1e6)).sum()),
-                "committed_token_id": answer,
-                "rank": None if answer is None else _rank(logits, answer),
-                "committed_logprob_nats": None if answer is None else float(logprobs[answer]),
                 "true_state": true_state,
                 "agrees": says_state(said, true_state, by_request[thought.request_id].example),
                 "state_norm": float(thought.state.double().norm()),
             }
         )
-    table = pd.DataFrame(records)
-    return table.astype({"committed_token_id": "Int64", "rank": "Int64", "true_state": "string", "agrees": "boolean"})
+    return pd.DataFrame(records).astype({"true_state": "string", "agrees": "boolean"})
+
+
+def thoughts_table(
+    lines: pd.DataFrame, first_logits: Float[Tensor, "n v"], rows: pd.DataFrame, tokens: Mapping[int, Sequence[int]]
+) -> pd.DataFrame:
+    """Returns a DataFrame with one line for each thought that a Thinking States model wrote after a whole chunk of
+    tokens.
+
+    lines: from `thought_lines`.  first_logits: those from which each thought's first token was chosen.  rows: the rows
+    table.
+    A chunk that several passes computed has several lines.
+    thought (its number, and its index among the chunk states), request_id, step, phase, role, status and row (those of
+    the chunk's last token: a thought of a rolled-back token is rolled back), chunk, start, end (absolute positions of
+    the chunk's first and last token), token_ids, tokens (their texts), text, has_ended (False: cut at the limit), said
+    (its words without the end token, "" if it has none), logprobs_nats;
+    first_token_id, first_logprob_nats, entropy_nats of the choice of its first token; committed_token_id, the first
+    token that the request generated, whether right or wrong, with its rank and committed_logprob_nats in that choice;
+    true_state: the task's state after the chunk, null for a prompt without a task;
+    agrees: whether its last words are that state, or the task's own thought for it; null if either is missing;
+    state_norm: Euclidean norm of all c x m numbers of the chunk state, which is added to the next chunk.
+    """
+    places = pd.MultiIndex.from_frame(lines[["request_id", "step", "end"]])
+    about = rows.set_index(["request_id", "step", "position"])[["role", "status", "row"]].loc[places]
+    answers = [next(iter(tokens[number]), None) for number in lines.request_id.tolist()]
+    ranks, logprobs = [], []
+    for logits, answer in zip(first_logits, answers, strict=True):
+        ranks.append(None if answer is None else _rank(logits.double(), answer))
+        logprobs.append(None if answer is None else float(logits.double().log_softmax(-1)[answer]))
+    table = lines.assign(
+        thought=range(len(lines)),
+        **{name: about[name].to_numpy() for name in about},
+        committed_token_id=pd.array(answers, dtype="Int64"),
+        rank=pd.array(ranks, dtype="Int64"),
+        committed_logprob_nats=logprobs,
+    )
+    return table[_COLUMNS]
 
 
 def thought_states(thoughts: Sequence[Thought]) -> Tensor:
     """Returns a copy of the chunk states [n, c, m] of n thoughts; each is added to the next chunk's c tokens."""
     return torch.stack([thought.state for thought in thoughts]).clone()
+
+
+def first_logits(thoughts: Sequence[Thought]) -> Tensor:
+    """Returns the logits [n, v] from which the first token of each of n thoughts was chosen."""
+    return torch.stack([thought.first_logits for thought in thoughts])
 
 
 def as_hypotheses(thoughts: pd.DataFrame, layer: int, token_texts: Mapping[int, str]) -> pd.DataFrame:

@@ -1,0 +1,103 @@
+"""Runs of Thinking States models that are recorded to disk: their thoughts are those of a run in memory."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import cacheprobe as cp
+from cacheprobe.capture import disk_writer
+from cacheprobe.ops.equality import bitwise
+from cacheprobe.trace.parts.following import FollowedRun
+from tests.capture.test_to_disk import _part_each_round, _Stopped, require_equal  # noqa: F401  (a fixture)
+from tests.thinking.test_thinking_engine import FREE, PROMPTS, RUN, lm
+
+EARLY = cp.drafters.EarlyExit(layer=1)
+LONG: dict[str, Any] = {**RUN, "max_new_tokens": 16, "sampling": FREE, "deterministic": [0, 1, 3]}
+
+
+def require_equal_thoughts(a: cp.Trace, b: cp.Trace) -> None:
+    pd.testing.assert_frame_equal(a.thoughts(), b.thoughts())
+    assert a.thought_states is not None and b.thought_states is not None
+    assert bitwise(a.thought_states, b.thought_states)
+    pd.testing.assert_frame_equal(a.hypotheses(), b.hypotheses(), check_dtype=False)
+
+
+@cache
+def of_coin_flips() -> tuple[Any, list[Any]]:
+    """A trained model, and examples of its task, whose states after each token are known."""
+    return cp.load_model("coinflip-thinking"), cp.tasks.CoinFlip(people=6).examples(3, seed=1)
+
+
+CASES = {
+    "drafts": lambda: (lm(True), PROMPTS, dict(deterministic=True, drafter=EARLY, sampling=FREE)),
+    "preemptions": lambda: (lm(True), PROMPTS, dict(deterministic=[1], max_kv_tokens=64, sampling=FREE)),
+    "one prompt": lambda: (lm(), [cp.Request(PROMPTS[1], sampling=cp.SamplingParams(n=3, temperature=1.0))], {}),
+    "a task": lambda: (*of_coin_flips(), dict(deterministic=True, capture="S")),
+    "no thought": lambda: (lm(), [[5]], dict(max_new_tokens=1)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_thoughts_on_disk_are_those_in_memory(name: str, tmp_path: Path) -> None:
+    model, prompts, settings = CASES[name]()
+    settings = RUN | settings
+    in_memory = cp.run(model, prompts, **settings)
+    on_disk = cp.run(model, prompts, **settings, out=tmp_path / "run")
+    assert (in_memory.thought_table is None) == (name == "no thought")
+    for trace in (on_disk, cp.load_trace(tmp_path / "run", model)):
+        require_equal(trace, in_memory)
+        if in_memory.thought_table is None:
+            assert trace.thought_table is None and trace.meta["thinking"] is None
+        else:
+            require_equal_thoughts(trace, in_memory)
+
+
+def test_thoughts_are_read_while_they_grow(tmp_path: Path) -> None:
+    settings = {name: value for name, value in LONG.items() if name != "progress"}
+    stream = cp.stream(lm(True), PROMPTS, **settings, drafter=EARLY, out=tmp_path / "run")
+    counts = []
+    for number, _ in enumerate(stream):
+        if number % 8 == 0 and (tmp_path / "run" / "journal.jsonl").exists():
+            growing, followed = cp.load_trace(tmp_path / "run"), FollowedRun(tmp_path / "run")
+            if growing.thought_table is not None:
+                pd.testing.assert_frame_equal(growing.thoughts(), followed.thoughts)
+                rows = growing.row_table.set_index("row").loc[growing.thoughts().row]
+                assert rows.position.tolist() == growing.thoughts().end.tolist()
+                counts.append(len(growing.thoughts()))
+    assert len({*counts}) > 1
+    require_equal_thoughts(stream.trace(), cp.run(lm(True), PROMPTS, **LONG, drafter=EARLY, capture=None))
+
+
+def committed_thoughts(trace: cp.Trace, request_id: int) -> pd.DataFrame:
+    """One line for each chunk: a run that was continued computes some chunks once more."""
+    table = trace.thoughts()
+    own = table[(table.request_id == request_id) & (table.status == "committed")]
+    own = own.sort_values(["chunk", "thought"]).drop_duplicates("chunk")
+    return own.drop(columns=["thought", "row", "step", "phase", "role"]).reset_index(drop=True)
+
+
+@pytest.mark.parametrize(("drafter", "number"), [(None, 40), (EARLY, 9)], ids=str)
+def test_a_run_with_thoughts_goes_on_wherever_it_stopped(
+    drafter: Any, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fails at the n-th write."""
+    whole, count = cp.run(lm(True), PROMPTS, **LONG, drafter=drafter), iter(range(10**6))
+    write = disk_writer.RunFiles._write_whole
+
+    def fail(*given: Any) -> None:
+        if next(count) >= number:
+            raise _Stopped
+        write(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(disk_writer.RunFiles, "_write_whole", fail)
+        with pytest.raises(_Stopped):
+            cp.run(lm(True), PROMPTS, **LONG, drafter=drafter, out=tmp_path / "run")
+    again = cp.resume(tmp_path / "run", lm(True), drafter=drafter, progress=False)
+    for request_id in LONG["deterministic"]:
+        assert again.committed(request_id) == whole.committed(request_id)
+        assert again.digest(request_id) == whole.digest(request_id)
+        pd.testing.assert_frame_equal(committed_thoughts(again, request_id), committed_thoughts(whole, request_id))
