@@ -1,4 +1,4 @@
-"""Compares two runs from their tables alone, and finds where they first differ. Does not import torch."""
+"""Compares two runs from their tables and settings, and finds where they first differ. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,8 +6,23 @@ from typing import Any, TypeAlias
 
 import pandas as pd
 
+from cacheprobe.core.values import JsonDict
+
 StoredRequest: TypeAlias = Mapping[str, Any]
 """A request of `StoredRun.requests`: its fields as JSON."""
+
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_k": "top k",
+    "top_p": "top p",
+    "min_p": "min p",
+    "repetition_penalty": "repetition penalty",
+    "seed": "seed",
+    "max_new_tokens": "most new tokens",
+    "stop": "stop texts",
+    "stop_token_ids": "stop tokens",
+}
+"""Settings of a request's sampling, in words."""
 
 _READING = ["token_id", "logprob_nats", "entropy_nats", "rank", "committed_logprob_nats"]
 
@@ -90,3 +105,43 @@ def _logprobs(events: pd.DataFrame) -> dict[int, list[float]]:
     for request_id, nats in zip(events.request_id, events.committed_logprobs_nats, strict=True):
         by_request.setdefault(int(request_id), []).extend(float(x) for x in nats)
     return by_request
+
+
+def setting_differences(
+    ours: JsonDict, theirs: JsonDict, our_requests: Sequence[JsonDict], their_requests: Sequence[JsonDict]
+) -> list[tuple[str, str, str]]:
+    """Returns (setting in words, value of ours, value of theirs) for each setting that a user chooses and in which two
+    runs differ. The other fields of the schedule fingerprint are in `fingerprint_differences`.
+
+    ours, theirs: metadata of the runs.  our_requests, their_requests: as `StoredRun.requests`.
+    """
+    pair = _in_words(ours, our_requests), _in_words(theirs, their_requests)
+    return [(name, *values) for name in pair[0] if (values := (pair[0][name], pair[1][name]))[0] != values[1]]
+
+
+def _in_words(meta: JsonDict, requests: Sequence[JsonDict]) -> dict[str, str]:
+    fingerprint, capture = meta.get("fingerprint", {}), meta.get("capture", {})
+    changes = [", ".join(f"{k} {v}" for k, v in one.items()) for one in meta.get("interventions") or ()]
+    sampled = [request.get("sampling") or {} for request in requests]
+    return {
+        "model": str(fingerprint.get("model")),
+        "weights": str(fingerprint.get("weights_sha256")),
+        "adapter": str(fingerprint.get("adapter") or "none"),
+        "dtype": str(fingerprint.get("dtype")),
+        "device": str(fingerprint.get("device")),
+        "drafter": str(meta.get("drafter") or "none"),
+        "interventions": "; ".join(changes) or "none",
+        "lens": str(meta.get("lens")),
+        "requests": str(len(requests)),
+        "deterministic requests": str(sum(bool(request.get("is_deterministic")) for request in requests)),
+        **{words: _values([of.get(name) for of in sampled]) for name, words in _SAMPLING.items()},
+        "window": str(fingerprint.get("window")),
+        "captured": ", ".join([*(capture.get("sites") or ""), *(capture.get("heads") or ())]) or "no states",
+        "captured layers": _values([capture.get("layers")]),
+    }
+
+
+def _values(values: Sequence[object]) -> str:
+    """Returns the value that all requests have, or the different ones in their order."""
+    texts = ["not set" if value is None else str(value) for value in values]
+    return texts[0] if len({*texts}) == 1 else ", ".join(texts)

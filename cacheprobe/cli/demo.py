@@ -12,14 +12,15 @@ if TYPE_CHECKING:
 
 
 def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
-    """Run SmolLM2 on coin-flip prompts with an early-exit drafter, then a Thinking States model.
+    """Run SmolLM2 on coin-flip prompts with two drafters, then a Thinking States model.
 
     If SmolLM2 is not installed, a shipped model is used; nothing is downloaded. Saves each run and its report.
 
     Parameters
     ----------
     out
-        Directory for the first run and its report.html; the second run goes to OUT-thinking. Earlier runs are replaced.
+        Directory for the first run and its report.html; the runs of the second drafter and of the Thinking States model
+        go to OUT-n-gram and OUT-thinking. Earlier runs are replaced.
     progress
         Show progress bars.
     """
@@ -30,15 +31,17 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     from cacheprobe.plots.report.insight import first_insight
     from cacheprobe.trace.places import require_free
 
-    thinking_out = out.with_name(f"{out.name}-thinking")
-    for directory in (out, thinking_out):
+    other_out, thinking_out = (out.with_name(f"{out.name}-{end}") for end in ("n-gram", "thinking"))
+    for directory in (out, other_out, thinking_out):
         require_free(directory, overwrite=True)
-    trace = _first_run(progress)
+    trace, other = _two_runs(progress)
     trace.save(out, overwrite=True)
+    other.save(other_out, overwrite=True)
     rows, readings = trace.rows(), lens_readings(trace)
     insight = first_insight(readings, rows, trace.events(), token_texts(rows, readings))
     print(closing(trace, is_behaviour_printed=progress))
     print(f"run: {out}\nreport: {write_report(trace, out / 'report.html', progress=progress)}")
+    print(f"the same prompts under another drafter: {other_out}")
 
     thinker = cast("ThinkingLM", cp.load_model(THINKING))
 
@@ -50,11 +53,15 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     print(thoughts_text(trace, 0))
     print(f"run: {thinking_out}\nreport: {write_report(trace, thinking_out / 'report.html')}")
     print(f"\none thing to see: {insight}" if insight else "")
-    print(f"to look at it, and at every layer at every token, in a browser: {_program()} dash {out} {thinking_out}")
+    print(
+        "to look at it, at every layer at every token, and to compare both drafters, in a browser: "
+        f"{_program()} dash {out} {other_out} {thinking_out}"
+    )
 
 
-def _first_run(progress: bool) -> "Trace":
-    """Runs SmolLM2, or a shipped model at temperature 1 if SmolLM2 is not installed, and returns the trace."""
+def _two_runs(progress: bool) -> "tuple[Trace, Trace]":
+    """Runs SmolLM2, or a shipped model at temperature 1 if SmolLM2 is not installed, with an early-exit drafter and
+    with an n-gram drafter. Returns both traces."""
     import cacheprobe as cp
     from cacheprobe.models.inventory import PLAIN, SMOLLM2, smollm2_state
     from cacheprobe.models.smollm2 import INSTALL
@@ -67,17 +74,22 @@ def _first_run(progress: bool) -> "Trace":
         task, layer, temperature, capacity = cp.tasks.CoinFlip(people=5), 0, 1.0, 128
         print(f"SmolLM2-135M is not here ({INSTALL}), so this is {model.name}, which is shipped:")
         print(f"{model.n_layers} layers of width {model.d_model}, {model.weights_note}", flush=True)
-    return cp.run(
-        model,
-        task.examples(n=6, seed=0),
-        drafter=cp.drafters.EarlyExit(layer=layer),
-        window=4,
-        deterministic=0.5,
-        capacity=capacity,
-        max_new_tokens=12,
-        sampling=cp.SamplingParams(stop_token_ids=(), temperature=temperature),
-        progress=progress,
+    examples = task.examples(n=6, seed=0)
+    first, second = (
+        cp.run(
+            model,
+            examples,
+            drafter=drafter,
+            window=4,
+            deterministic=0.5,
+            capacity=capacity,
+            max_new_tokens=12,
+            sampling=cp.SamplingParams(stop_token_ids=(), temperature=temperature),
+            progress=progress,
+        )
+        for drafter in (cp.drafters.EarlyExit(layer=layer), cp.drafters.NGram())
     )
+    return first, second
 
 
 def _program() -> str:

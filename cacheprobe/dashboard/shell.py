@@ -59,9 +59,7 @@ def layout(shelf: Shelf) -> Element:
                 [
                     _tab_panel("replay", _replay_cards()),
                     _tab_panel("thoughts", [_card("thoughts")]),
-                    _tab_panel(
-                        "compare", [html.Div(_menu("against", "compare with"), className="menus"), _card("compare")]
-                    ),
+                    _tab_panel("compare", _comparison()),
                     _tab_panel("results", _results(shelf)),
                 ]
             ),
@@ -152,6 +150,13 @@ def _tab_panel(name: str, children: list[Element]) -> Element:
 def _card(name: str, classes: str = "", below: Sequence[Element] = ()) -> Element:
     content = [html.Div(className="waiting"), html.Div(id=f"{name}-view"), *below]
     return html.Section(content, className=f"card {classes}", id=f"{name}-card")
+
+
+def _comparison() -> list[Element]:
+    """Returns the menu of the other run, and the card of the comparison."""
+    content = [html.Div(className="waiting"), *_figure_places("compare")]
+    menu = html.Div(_menu("against", "compare with"), className="menus")
+    return [menu, html.Section(content, className="card", id="compare-card")]
 
 
 def _attribution_button() -> Element:

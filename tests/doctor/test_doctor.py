@@ -69,7 +69,7 @@ def test_the_demo_says_which_model_it_runs_on(tmp_path: Path, capsys: pytest.Cap
     assert 0 < trace.num_rolled_back < trace.num_drafted
     *_, seen, look = said.splitlines()
     assert seen.startswith("one thing to see: request ") and "rolled back in step" in seen
-    assert look.endswith(f" dash {tmp_path / 'demo'} {tmp_path / 'demo-thinking'}")
+    assert look.endswith(f" dash {tmp_path / 'demo'} {tmp_path / 'demo-n-gram'} {tmp_path / 'demo-thinking'}")
     assert (tmp_path / "demo" / "report.html").exists() and (tmp_path / "demo-thinking" / "report.html").exists()
 
 

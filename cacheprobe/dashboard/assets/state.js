@@ -170,7 +170,7 @@
     else if (mine(at, facts) && !is_told) wanted.story = {run, request, version};
     if (width && SHELVED.includes(at.tab) && at.result !== null) wanted.result = {result: at.result, theme, ...(at.facet ? {facet: at.facet} : {})};
     if (!width || !mine(at, facts) || !known(at, story) || facts.is_empty) return wanted;
-    if (at.tab === "compare") wanted.compare = {run, against: at.against, request, version};
+    if (at.tab === "compare") wanted.compare = {run, against: at.against, request, theme, version};
     if (at.tab === "thoughts") wanted.thoughts = {run, request, position, step, version};
     if (at.tab !== "replay") return wanted;
     const wide = width("timeline"), steps = clamp(Math.floor((wide - 92) / 18), 8, 80);

@@ -1,24 +1,31 @@
 """Compares two runs in the dashboard."""
 
-from cacheprobe.analysis.comparison import compare_requests, first_reading_difference
+import pandas as pd
+
+from cacheprobe.analysis.comparison import compare_requests, first_reading_difference, setting_differences
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.dashboard.book import Book
-from cacheprobe.dashboard.questions import PageQuestion, whole
+from cacheprobe.dashboard.figures import graphs
+from cacheprobe.dashboard.questions import PageAnswer, PageQuestion, whole
 from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.plots.report.lens_difference import lens_difference
 from cacheprobe.plots.report.run_comparison import (
     about_request,
     comparison_title,
+    counts_block,
     fingerprint_block,
     request_list,
+    settings_block,
     token_columns,
 )
 from cacheprobe.plots.text import markup
+from cacheprobe.trace.tables.draft_verdicts import draft_counts, drafts_table, rejected_drafts
 
 
-def view(shelf: Shelf, question: PageQuestion) -> str:
-    """Returns HTML that compares the runs `run` and `against` of the page's question: which requests differ, the tokens
-    that both runs generated for one request, whether its lens readings are equal, and the schedule fingerprints.
-    Returns a note if fewer than two runs are open."""
+def view(shelf: Shelf, question: PageQuestion) -> str | PageAnswer:
+    """Returns what compares the runs `run` and `against` of the page's question: the settings that differ, what each
+    run drafted, which requests differ, the tokens and rejected drafts of one request, and its lens readings with their
+    difference. Returns a note if fewer than two runs are open."""
     if sum(entry.book is not None for entry in shelf.entries) < 2:
         return (
             "<h2>One run is open</h2><p class='note'>Name two or more to compare them: "
@@ -27,31 +34,60 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
     ours, theirs = shelf.book(question["run"]), shelf.book(question["against"])
     names = (ours.name, theirs.name)
     differences = compare_requests(ours.run.requests, theirs.run.requests, ours.run.events, theirs.run.events)
+    settings = setting_differences(ours.run.meta, theirs.run.meta, ours.run.requests, theirs.run.requests)
+    counts = draft_counts(ours.run.events), draft_counts(theirs.run.events)
     schedules = fingerprint_block(fingerprint_differences(ours.run.fingerprint, theirs.run.fingerprint), names)
     request = whole(question["request"], "request", len(ours.run.requests))
     one = differences[request]
-    parts = [
-        f"<h2>{markup(comparison_title(differences))}</h2>{request_list(differences, request)}",
-        f"<h3>{about_request(one)}</h3>",
-    ]
-    if one.what not in ("prompt", "missing"):
-        pair = [book.run.request(request)["committed_token_ids"] for book in (ours, theirs)]
-        place = one.place if one.what == "tokens" else None
-        texts = [book.run.token_texts for book in (ours, theirs)]
-        parts.append(token_columns(pair, place, names, texts, f"request {request}", ours.prompt_length(request)))
-        parts.append(_readings(ours, theirs, request))
-    return f"{''.join(parts)}<h3>Schedule fingerprints</h3>{schedules}"
+    head = (
+        f"<h2>{markup(comparison_title(differences))}</h2>"
+        f"<h3>Settings that differ</h3>{settings_block(settings, names)}"
+        f"<h3>What was drafted</h3>{counts_block(counts, names)}"
+        f"<h3>{about_request(one)}</h3>{request_list(differences, request)}"
+    )
+    after = f"<h3>Schedule fingerprints</h3>{schedules}"
+    if one.what in ("prompt", "missing"):
+        return head + after
+    place = one.place if one.what == "tokens" else None
+    head += _tokens(ours, theirs, request, place)
+    why_not = _why_not_compared(ours, theirs)
+    if why_not:
+        return f"{head}<p class='note'>{why_not}</p>{after}"
+    pair = ours.run.readings(request), theirs.run.readings(request)  # all positions: too large to cache
+    html = head + _readings(*pair)
+    try:
+        figure = lens_difference(*pair, names)
+    except ValueError:  # no place in common, as the sentence above says
+        return html + after
+    dark = question.get("theme") == "dark"
+    title = f"<h3>{markup(str(figure.layout.title.text))}</h3>"
+    return {"html": html + title, "graphs": graphs("compare", [figure], dark=dark), "more": after}
 
 
-def _readings(ours: Book, theirs: Book, request: int) -> str:
-    """Returns HTML: a sentence on the first lens reading of a committed row that differs between two runs, or on why
-    readings are not compared."""
+def _tokens(ours: Book, theirs: Book, request: int, place: int | None) -> str:
+    """Returns HTML of the tokens of one request in two runs, with the rejected drafts. place: the first that
+    differs."""
+    books = ours, theirs
+    committed = [book.run.request(request)["committed_token_ids"] for book in books]
+    rejected = [rejected_drafts(drafts_table(book.events_of(request))) for book in books]
+    texts = [book.run.token_texts for book in books]
+    start, names = ours.prompt_length(request), (ours.name, theirs.name)
+    return token_columns(committed, place, names, texts, f"request {request}", start, rejected)
+
+
+def _why_not_compared(ours: Book, theirs: Book) -> str:
+    """Returns a sentence on why the lens readings of two runs are not compared; "" if they can be."""
     if not (ours.run.has_readings and theirs.run.has_readings):
-        return "<p class='note'>Lens readings are not compared: one of the runs recorded none.</p>"
+        return "Lens readings are not compared: one of the runs recorded none."
     if ours.run.meta["lens"] != theirs.run.meta["lens"]:
-        return "<p class='note'>Lens readings are not compared: the runs were read through different lenses.</p>"
-    readings = [book.run.readings(request) for book in (ours, theirs)]  # all positions: too large to cache
-    our_lines, their_lines = (table[table.status == "committed"] for table in readings)
+        return "Lens readings are not compared: the runs were read through different lenses."
+    return ""
+
+
+def _readings(ours: pd.DataFrame, theirs: pd.DataFrame) -> str:
+    """Returns HTML: a sentence on the first lens reading of a committed row that differs between two runs. ours,
+    theirs: readings of one request."""
+    our_lines, their_lines = (table[table.status == "committed"] for table in (ours, theirs))
     shared = our_lines.merge(their_lines[["position", "layer"]], on=["position", "layer"])
     if shared.empty:
         return "<p class='note'>Lens readings are not compared: the runs recorded none of the same places.</p>"

@@ -58,6 +58,11 @@ CARD_CSS = f"""
   font-family:{MONO};font-size:12px}}
 .cp .tok.first{{background:var(--red);border:2px solid var(--red-edge);font-weight:700}}
 .cp .tok.after{{opacity:.62}}
+.cp del.tok{{color:var(--red-edge);border-style:dashed}}
+.cp .aligned td{{vertical-align:bottom;padding:2px;border:0;text-align:left}}
+.cp .aligned td .tok{{display:block;white-space:pre;margin-top:2px}}
+.cp .aligned th{{position:sticky;left:0;background:var(--paper);vertical-align:bottom;padding:4px 10px 4px 0;
+  white-space:nowrap}}
 .cp .sites{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(240px,100%),1fr));gap:12px}}
 .cp .sites section{{border:1px solid var(--line);border-radius:8px;padding:8px 12px;background:var(--card)}}
 .cp .sites h4{{margin:0 0 4px;font-size:15px}}

@@ -9,11 +9,14 @@ from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.core.values import JsonDict
 from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 from cacheprobe.plots.report.page import table
-from cacheprobe.plots.text import markup, text_of, visible
+from cacheprobe.plots.text import markup, shorten, text_of, visible
 from cacheprobe.plots.text import token_texts as known_texts
 
 _AROUND = 24
 """Number of tokens shown before and after the first difference."""
+
+_VALUE = 160
+"""Most columns of a setting's value."""
 
 UNCOMPARED = "log-probabilities are not compared: a run recorded none"
 
@@ -140,6 +143,29 @@ def request_list(differences: Sequence[RequestDifference], chosen: int, *, tag: 
     return f'<div class="verdicts">{"".join(items)}</div>'
 
 
+def settings_block(differences: Sequence[tuple[str, str, str]], names: tuple[str, str]) -> str:
+    """Returns HTML: a table of the chosen settings in which two runs differ, or a note that there is none.
+    differences: from `analysis.comparison.setting_differences`."""
+    if not differences:
+        return "<p class='note'>Both runs have the same settings.</p>"
+    lines: list[list[object]] = [[name, *(shorten(value, _VALUE) for value in pair)] for name, *pair in differences]
+    return f"<div class='scroll'>{table(['setting', *names], lines)}</div>"
+
+
+def counts_block(counts: tuple[Mapping[str, int], Mapping[str, int]], names: tuple[str, str]) -> str:
+    """Returns HTML: a table of what two runs drafted and committed. counts: from `draft_verdicts.draft_counts`."""
+    lines: list[list[object]] = [
+        [words, *(f"{of[words]:,}{_share(of, words)}" for of in counts)] for words in counts[0]
+    ]
+    return f"<div class='scroll'>{table(['', *names], lines)}</div>"
+
+
+def _share(counts: Mapping[str, int], words: str) -> str:
+    """Returns text such as " (75 %)" for the accepted ones of the judged draft tokens, else ""."""
+    judged = counts["draft tokens judged"]
+    return f" ({counts[words] / judged:.0%})" if words == "of these accepted" and judged else ""
+
+
 def token_columns(
     pair: Sequence[Sequence[int]],
     place: int | None,
@@ -147,27 +173,40 @@ def token_columns(
     token_texts: Sequence[Mapping[int, str]],
     whose: str,
     start: int,
+    rejected: Sequence[Mapping[int, Sequence[tuple[int, int]]]] = ({}, {}),
 ) -> str:
-    """Returns HTML of the tokens that two runs generated for one request, side by side: at most 48, from 24 before the
-    first differing token on, which is framed. Tokens carry data-place, the index of the generated token.
+    """Returns HTML of the tokens that two runs generated for one request, a column for each place: at most 48, from 24
+    before the first differing token on, which is framed. Rejected drafts stand above the token that was committed in
+    their place. Tokens carry data-place, the index of the generated token.
 
     place: index of the first token that differs, or None.  whose: the request's name, for the hover texts.
-    start: position of the first generated token.
+    start: position of the first generated token.  rejected: for each run, from `draft_verdicts.rejected_drafts`.
     """
     longest = max(len(ids) for ids in pair)
     first = max(0, (place or 0) - _AROUND)
     last = min(longest, first + 2 * _AROUND)
-    columns = []
-    for ids, name, texts in zip(pair, names, token_texts, strict=True):
-        tokens = []
-        for i in range(first, min(last, len(ids))):
+    lines = []
+    for ids, name, texts, drafts in zip(pair, names, token_texts, rejected, strict=True):
+        cells = []
+        for i in range(first, last):
             css_class = "" if place is None or i < place else " first" if i == place else " after"
-            text = markup(visible(text_of(texts, ids[i])))
             tip = f"{whose}, generated token {i + 1}, position {start + i}"
-            tokens.append(f'<span class="pick tok{css_class}" data-place="{i}" title="{tip}">{text}</span>')
-        if place is not None and len(ids) <= place:
-            tokens.append('<span class="tok first">∅ ends here</span>')
-        columns.append(f"<section><h4>{markup(name)}</h4><p class='tokens'>{' '.join(tokens)}</p></section>")
+            tokens = [
+                f'<del class="pick tok" data-place="{i}" title="{tip}: rejected at step {step}">'
+                f"{markup(visible(text_of(texts, token)))}</del>"
+                for token, step in drafts.get(i, ())
+            ]
+            if i < len(ids):
+                text = markup(visible(text_of(texts, ids[i])))
+                tokens.append(f'<span class="pick tok{css_class}" data-place="{i}" title="{tip}">{text}</span>')
+            elif i in (place, len(ids)):
+                tokens.append('<span class="tok first">∅ ends here</span>')
+            cells.append(f"<td>{''.join(tokens)}</td>")
+        lines.append(f"<tr><th>{markup(name)}</th>{''.join(cells)}</tr>")
     which_tokens = f"Tokens {first + 1} to {last} of {longest}. " if last - first < longest else ""
-    legend = "" if place is None else "Framed: the first that differs; paler: what followed it."
-    return f'<div class="two">{"".join(columns)}</div><p class="note">{which_tokens}{legend}</p>'
+    legend = "" if place is None else "Framed: the first that differs; paler: what followed it. "
+    struck = "Struck out: rejected drafts, above what was committed." if any(rejected) else ""
+    return (
+        f'<div class="scroll"><table class="aligned">{"".join(lines)}</table></div>'
+        f'<p class="note">{which_tokens}{legend}{struck}</p>'
+    )
