@@ -19,8 +19,7 @@ if TYPE_CHECKING:
         to_activation_cache,
     )
     from cacheprobe.analysis.reading import read_states
-    from cacheprobe.analysis.thought_hooks import thought_activations
-    from cacheprobe.analysis.thought_readings import read_thoughts
+    from cacheprobe.analysis.thought_readings import read_thoughts, thought_activations
 
 _HOMES = {
     "agreement": "of_trace",
@@ -36,7 +35,7 @@ _HOMES = {
     "read_thoughts": "thought_readings",
     "rejected_tokens": "distributions",
     "saturation": "of_trace",
-    "thought_activations": "thought_hooks",
+    "thought_activations": "thought_readings",
     "to_activation_cache": "of_trace",
 }
 
