@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cacheprobe.analysis.distributions import divergences, rejected_tokens
+    from cacheprobe.analysis.flips import flip
     from cacheprobe.analysis.forks import fork, kv_snapshot
     from cacheprobe.analysis.logit_attribution import attribution
     from cacheprobe.analysis.of_trace import (
@@ -28,6 +29,7 @@ _HOMES = {
     "commitment": "of_trace",
     "divergences": "distributions",
     "draft_agreement": "of_trace",
+    "flip": "flips",
     "fork": "forks",
     "lens_readings": "of_trace",
     "prediction_depth": "of_trace",
@@ -45,6 +47,7 @@ __all__ = [
     "commitment",
     "divergences",
     "draft_agreement",
+    "flip",
     "fork",
     "kv_snapshot",
     "lens_readings",
