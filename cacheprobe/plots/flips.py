@@ -80,7 +80,7 @@ def _hovers(table: pd.DataFrame) -> list[str]:
     return [
         f"request {one.request_id} · step {one.step} · judged position {one.position - 1}<br>"
         f"{one.edit} at {one.site} of layer {one.layer}"
-        + ("" if pd.isna(one.from_layer) or one.from_layer == one.layer else f", states of layer {one.from_layer}")
+        + ("" if pd.isna(one.from_layer) or one.from_layer == one.layer else f", states of layer {int(one.from_layer)}")
         + f"<br>change {one.change_nats:+.3f} nats, then {one.difference_nats:+.3f}<br>"
         f"the verifier chooses <b>{_token(one.token)}</b>{', the drafted token' * bool(one.flips)}"
         for one in table.itertuples()
