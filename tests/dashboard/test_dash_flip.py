@@ -15,6 +15,9 @@ from cacheprobe.dashboard.questions import CannotShow, answered
 from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs import card, flip
+from tests.chromium import PICTURES, chromium
+from tests.dash_page import answered as shown
+from tests.dash_page import opened, served, until
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
 MOST_SECONDS = 300
@@ -116,3 +119,23 @@ def test_what_cannot_run_is_said(trace: cp.Trace, shelf: Shelf, monkeypatch: pyt
     monkeypatch.setattr("cacheprobe.dashboard.flip_jobs.WORKER", ("sh", "-c", "echo '<b>no' >&2; exit 3"))
     *_, said = followed(shelf, FlipJobs(), asked)
     assert "ended with code 3" in said["error"] and "<b>" not in said["html"]
+
+
+def test_the_button_shows_progress_cancels_and_draws(trace: cp.Trace, shelf: Shelf) -> None:
+    """A click elsewhere takes the figure away: it is of the card's token."""
+    line = trace.rejected().iloc[0]
+    place = f"?run=0&request={line.request_id}&step={line.step}&position={line.position - 1}"
+    with served(shelf) as address, chromium() as browser, opened(browser, address + place) as page:
+        shown(page, "card", position=int(line.position) - 1)
+        button = page.locator("#card-view").get_by_text(flip.BUTTON)
+        button.click()
+        page.locator("#flip-view [data-flip-do=cancel]").click()
+        until(page, "document.getElementById('flip-view').innerText.includes('Cancelled')")
+        button.click()
+        page.wait_for_selector("#flip-box #flip-0 .main-svg", timeout=1000 * MOST_SECONDS)
+        assert "edits make the verifier choose" in page.inner_text("#flip-view")
+        page.get_by_text("The code of this picture").click()
+        assert f"cp.analysis.flip(trace, {line.request_id}, {line.step})" in page.inner_text("#flip-more")
+        page.locator("#card-card").screenshot(path=PICTURES / "flip.png")
+        page.locator("#grid-view .column .pick[data-layer='1']").first.click()
+        until(page, "document.getElementById('flip-box').hidden")
