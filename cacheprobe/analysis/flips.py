@@ -20,12 +20,10 @@ from cacheprobe.patching.cells import Edit, PatchingCell, cell
 from cacheprobe.patching.grid import difference
 from cacheprobe.patching.parts import CellStore
 from cacheprobe.patching.runs import AnswerLogits, Run, read, run_once
-from cacheprobe.patching.sweep import Group, Index, Watch, sweep
+from cacheprobe.patching.sweep import CellProgress, Group, Index, sweep
 from cacheprobe.trace.tables.draft_verdicts import drafts_table
 
 if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
     from cacheprobe.trace.trace import Trace
 
 EDITS = ("zero", "mean", "drafter", "drafted")
@@ -68,9 +66,9 @@ class Flips:
             f"instead of {at['committed_token']!r} after {self.table.flips.sum()} of {len(self.table)} edits)"
         )
 
-    def plot(self) -> "Figure":
+    def plot(self) -> object:
         """Returns `cp.plots.flip_grid` of this result: a plotly figure, layers upwards, sites and edits across."""
-        draw: Callable[[pd.DataFrame], Figure] = import_module("cacheprobe.plots").flip_grid  # it stands above us
+        draw: Callable[[pd.DataFrame], object] = import_module("cacheprobe.plots").flip_grid  # plots import analyses
         return draw(self.table)
 
 
@@ -97,7 +95,7 @@ def flip(
     model: CachedLM | None = None,
     sites: str = "STC",
     edits: Iterable[str] | None = None,
-    progress: "bool | Watch" = True,
+    progress: "bool | CellProgress" = True,
 ) -> Flips:
     """Edits one state at a time where a draft token was rejected, and returns which edits make the verifier choose the
     draft token, as Flips.

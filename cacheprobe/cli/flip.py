@@ -57,7 +57,7 @@ def flip(
     found = cp.analysis.flip(trace, request, step, sites=sites, progress=progress)
     terminal.show([flips_listing(found)])
     if out is not None:
-        found.plot().write_html(out)
+        cp.plots.flip_grid(found.table).write_html(out)
         print(out)
 
 

@@ -14,7 +14,7 @@ from cacheprobe.patching.runs import AnswerLogits, Run, read
 
 Index = tuple[int, ...]
 """The index of a cell in the table, such as (layer, position)."""
-Watch = Callable[[int, int], None]
+CellProgress = Callable[[int, int], None]
 """Function that is called with (number of finished cells, number of all cells) after each group."""
 
 
@@ -37,7 +37,7 @@ def sweep(
     groups: Sequence[Group],
     answer: tuple[int, int],
     store: CellStore,
-    progress: "bool | Watch",
+    progress: "bool | CellProgress",
     choose: Callable[[Tensor], int] | None = None,
 ) -> dict[Index, AnswerLogits]:
     """Runs the cells of a patching grid, or reads finished groups from `store`; returns a dict of AnswerLogits by

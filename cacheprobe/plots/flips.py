@@ -65,7 +65,7 @@ def flip_grid(table: pd.DataFrame) -> go.Figure:
         )
     figure.update_layout(
         template=layout_template(), title=_finding(table), height=max(150 + 16 * len(layers), _LOWEST), dragmode=False,
-        margin=dict(l=48, r=12, t=84, b=64),
+        margin=dict(l=48, r=12, t=104, b=64),
     )  # fmt: skip
     sites = [site for _, site in columns]
     figure.update_xaxes(
@@ -76,7 +76,7 @@ def flip_grid(table: pd.DataFrame) -> go.Figure:
         figure.add_annotation(
             text=edit, x=(own[0] + own[-1]) / 2, y=0, yref="paper", yshift=-34, showarrow=False, font=dict(size=12)
         )
-    figure.update_yaxes(title="layer", showgrid=False, **layer_ticks(layers))
+    figure.update_yaxes(title="layer", showgrid=False, range=[layers[0] - 0.5, layers[-1] + 0.5], **layer_ticks(layers))
     for x in (i for i in range(1, len(columns)) if columns[i][0] != columns[i - 1][0]):
         figure.add_vline(x=x - 0.5, line_width=1.5, line_color=STATUS_STYLES["given_up"]["color"])
     return figure

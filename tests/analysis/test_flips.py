@@ -96,7 +96,7 @@ def test_progress_is_told_and_only_what_was_wanted_is_computed() -> None:
     assert told == [(3, 12), (6, 12), (9, 12), (12, 12)]
     assert set(found.table.site) == {"S", "C"} and set(found.table.edit) == {"zero", "mean"}
     assert f"of {len(found.table)} edits" in repr(found) and "step" in repr(found)
-    assert found.plot().data[0].z[0][0] == found.table.change_nats[0]
+    assert found.plot() == cp.plots.flip_grid(found.table)
 
 
 def test_a_loaded_run_needs_a_model_and_gives_the_same(tmp_path: Path) -> None:
