@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cacheprobe.analysis.distributions import divergences, rejected_tokens
+    from cacheprobe.analysis.flips import flip
     from cacheprobe.analysis.forks import fork, kv_snapshot
     from cacheprobe.analysis.logit_attribution import attribution
     from cacheprobe.analysis.of_trace import (
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
         to_activation_cache,
     )
     from cacheprobe.analysis.reading import read_states
-    from cacheprobe.analysis.thought_hooks import thought_activations
-    from cacheprobe.analysis.thought_readings import read_thoughts
+    from cacheprobe.analysis.thought_readings import read_thoughts, thought_activations
 
 _HOMES = {
     "agreement": "of_trace",
@@ -29,6 +29,7 @@ _HOMES = {
     "commitment": "of_trace",
     "divergences": "distributions",
     "draft_agreement": "of_trace",
+    "flip": "flips",
     "fork": "forks",
     "lens_readings": "of_trace",
     "prediction_depth": "of_trace",
@@ -36,7 +37,7 @@ _HOMES = {
     "read_thoughts": "thought_readings",
     "rejected_tokens": "distributions",
     "saturation": "of_trace",
-    "thought_activations": "thought_hooks",
+    "thought_activations": "thought_readings",
     "to_activation_cache": "of_trace",
 }
 
@@ -46,6 +47,7 @@ __all__ = [
     "commitment",
     "divergences",
     "draft_agreement",
+    "flip",
     "fork",
     "kv_snapshot",
     "lens_readings",

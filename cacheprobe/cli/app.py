@@ -38,6 +38,11 @@ for name, text in {
     "doctor": "Say what of this machine cacheprobe uses, and what is missing.",
 }.items():
     app.command(f"cacheprobe.cli.look:{name}", name=name, help=text)
+app.command(
+    "cacheprobe.cli.flip:flip",
+    name="flip",
+    help="List the edits that would have flipped a rejected draft's verdict.",
+)
 app.command("cacheprobe.cli.resume:resume", name="resume", help="Continue a run that was killed.")
 app.command("cacheprobe.cli.imports:imports", name="import", help="Make a run of what another program kept.")
 app.command("cacheprobe.cli.bench:bench", name="bench", help="Measure, list or compare benchmarks.")

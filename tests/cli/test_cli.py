@@ -99,6 +99,20 @@ def test_stored_run_verifies(stored: Path) -> None:
     assert "equal to the oracle: 32 tokens of 4 requests" in done.stdout
 
 
+def test_the_edits_that_flip_a_verdict_are_listed_and_drawn(stored: Path, tmp_path: Path) -> None:
+    line = cp.load_trace(stored).rejected().iloc[0]
+    words, place = ("flip", str(stored), "--request", str(line.request_id)), ("--step", str(line.step))
+    done = cacheprobe(*words, *place, "--sites", "S", "--out", str(tmp_path / "flips.html"))
+    assert done.returncode == 0, done.stderr
+    title, names, *layers, note, _, written = done.stdout.splitlines()
+    assert f"request {line.request_id}, step {line.step}: drafted “" in title
+    assert names.split()[:5] == ["layer", "zero", "S", "mean", "S"] and "of 12 edits flip" in note
+    assert [row.split()[0] for row in layers] == ["2", "1", "0"] and "*" in layers[0]
+    assert "plotly" in Path(written).read_text(encoding="utf-8")
+    assert "ending in .html" in cacheprobe(*words, *place, "--out", "x.pdf").stderr
+    assert "step 0: expected a step that rejected" in cacheprobe(*words, "--step", "0").stderr
+
+
 def test_verify_exits_1_with_the_first_difference(stored: Path, tmp_path: Path) -> None:
     """A forged token in the stored run is found, with its place."""
     trace = cp.load_trace(stored)

@@ -70,6 +70,18 @@ def cells() -> pd.DataFrame:
     )
 
 
+def edited() -> pd.DataFrame:
+    """Of a rejection: two of its edits flip the verdict."""
+    about = dict(request_id=0, step=7, position=5, drafted_token=" a", committed_token=" b", token_id=3, token=" c")
+    return pd.DataFrame(
+        [
+            dict(**about, edit=edit, site="S", layer=layer, from_layer=layer, flips=flips, difference_nats=nats - 1,
+                 change_nats=nats)
+            for edit, layer, flips, nats in (("zero", 0, False, 0.2), ("zero", 1, True, 1.5), ("mean", 1, True, 1.2))
+        ]
+    )  # fmt: skip
+
+
 def swept() -> pd.DataFrame:
     """Of a sweep, by layer."""
     return pd.DataFrame(
@@ -104,6 +116,7 @@ SAMPLES: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]
     ),
     "draft_verdicts": lambda: ((t := trace().hypotheses()), t.assign(layer=2 - t.layer), {}),
     "final_choice_figure": lambda: ((t := by_layer(kind="answer", chance=0.1, rows=9)), t.assign(share=0.1), {}),
+    "flip_grid": lambda: ((t := edited()), t.assign(flips=False), {}),
     "rollback_prediction_figure": lambda: (predictions(0.1), predictions(-0.1), {}),
     "patching_grid": lambda: ((t := cells()), swapped(t, "nld"), {}),
     "probe_figure": lambda: (probes().assign(examples=40, groups=20), probes(False), {}),
@@ -168,6 +181,7 @@ NAMED: dict[str, Callable[[pd.DataFrame, pd.DataFrame], tuple[str, str]]] = {
     "disagreement_figure": lambda t, o: ("the rejected token likelier: ngram until layer 1", "committed token leads"),
     "draft_verdicts": lambda t, o: ("committed token leads from layer 2", "draft leads up to the last layer"),
     "final_choice_figure": lambda t, o: ("answer from layer 1", "No layer has half"),
+    "flip_grid": lambda t, o: ("2 of 3 edits make the verifier choose", "closest: zero at S of layer 1 (+0.50 nats)"),
     "rollback_prediction_figure": lambda t, o: ("margin for ngram", "for no drafter here"),
     "patching_grid": lambda t, o: ("0.38, at layer 1, position 1", "0.38, at layer 0, position 0"),
     "probe_figure": lambda t, o: ("At 1 of 3 places", "At 0 of 3 places"),
@@ -247,7 +261,7 @@ def test_an_empty_table_is_refused(name: str) -> None:
         FIGURES[name](table.iloc[:0], **beside)
 
 
-FREE = {"token", "committed_token", "path", "drafter", "place", "at", "where", "way", "kind"}
+FREE = {"token", "committed_token", "drafted_token", "path", "drafter", "place", "at", "where", "way", "kind"}
 """Columns of texts that anybody may have written; what the others say is one of a few words of ours."""
 
 

@@ -6,6 +6,7 @@ from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.dashboard.questions import CannotShow, PageQuestion, number, one_of
 from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.dashboard.tabs.flip import buttons
 from cacheprobe.dashboard.tabs.lens import chosen_row, readings_of
 from cacheprobe.dashboard.tokenizers import texts_of
 from cacheprobe.plots.diagrams.token_card import card_parts
@@ -32,11 +33,13 @@ def view(shelf: Shelf, reader: RunReader, question: PageQuestion) -> str:
     missing = shown_ids - set(known_texts)
     texts = {**texts_of(book.run.fingerprint["model"], missing), **reader.token_texts(book, missing), **known_texts}
     generated_index = position + 1 - book.prompt_length(request)
-    outcomes = outcomes_at(book.history_of(request), generated_index)
+    history = book.history_of(request)
+    outcomes = outcomes_at(history, generated_index)
     if question.get("row") is not None:
         outcomes = outcomes_of_row(outcomes, int(row.step))
     title, body = card_parts(table, prediction_depth_of(table).iloc[0].to_dict(), outcomes, texts, row.token)
-    return f"<h3>{markup(title)}</h3>{body}"
+    flips = "" if row.status in DISCARDED_DRAFT else buttons(question, history, generated_index, outcomes)
+    return f"<h3>{markup(title)}</h3>{body}{flips}"
 
 
 def sentence(shelf: Shelf, question: PageQuestion) -> str:

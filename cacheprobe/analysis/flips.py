@@ -1,0 +1,331 @@
+"""Finds which edits of the verifier's states would have made it choose a rejected draft token."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, TypedDict
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from cacheprobe.capture.stored_states import require_model
+from cacheprobe.core.token_text import visible
+from cacheprobe.models.base import CachedLM
+from cacheprobe.models.paths import PATHS
+from cacheprobe.ops.sampling import choose_token
+from cacheprobe.patching.arguments import check_site, usable
+from cacheprobe.patching.cells import Edit, PatchingCell, cell
+from cacheprobe.patching.grid import difference
+from cacheprobe.patching.parts import CellStore
+from cacheprobe.patching.runs import AnswerLogits, Run, read, run_once
+from cacheprobe.patching.sweep import CellProgress, Group, Index, sweep
+from cacheprobe.trace.tables.draft_verdicts import drafts_table
+
+if TYPE_CHECKING:
+    from cacheprobe.trace.trace import Trace
+
+EDITS = ("zero", "mean", "drafter", "drafted")
+"""Kinds of edit; `flip` says what each writes."""
+RECORDED_EDITS = ("drafter", "drafted")
+"""Edits that write states which the trace must hold."""
+
+
+class FlipMeta(TypedDict):
+    """Lists the metadata of `Flips`: the rejection, the model, and the result without an edit."""
+
+    request_id: int
+    step: int
+    position: int
+    """Position of the rejected token. The edited states stand one position earlier."""
+    drafted_token_id: int
+    drafted_token: str
+    committed_token_id: int
+    """The token that the verifier chose instead."""
+    committed_token: str
+    difference_nats: float
+    """Log-probability of the drafted token minus that of the committed one, without an edit."""
+    model: str
+    left_out: list[str]
+    """One sentence for each kind of edit, or site, that the table lacks, with the reason."""
+
+
+@dataclass(frozen=True, eq=False)
+class Flips:
+    """Holds the result of `flip`: a table with one line for each edit, and metadata."""
+
+    table: pd.DataFrame = field(repr=False)
+    """One line for each edit; `flip` lists the columns."""
+    meta: FlipMeta = field(repr=False)
+
+    def __repr__(self) -> str:
+        at = self.meta
+        return (
+            f"Flips(request {at['request_id']}, step {at['step']}, position {at['position']}: {at['drafted_token']!r} "
+            f"instead of {at['committed_token']!r} after {self.table.flips.sum()} of {len(self.table)} edits)"
+        )
+
+    def plot(self) -> object:
+        """Returns `cp.plots.flip_grid` of this result: a plotly figure, layers upwards, sites and edits across."""
+        draw: Callable[[pd.DataFrame], object] = import_module("cacheprobe.plots").flip_grid  # plots import analyses
+        return draw(self.table)
+
+
+class Rejection(NamedTuple):
+    """Holds one rejected draft token: where it stood, what the verifier chose instead, and the text before it."""
+
+    request_id: int
+    step: int
+    position: int
+    drafted_token_id: int
+    committed_token_id: int
+    drafted_step: int
+    """The step that drafted the token."""
+    token_ids: tuple[int, ...]
+    """Token ids of the text before the drafted token, its prompt included; `position` tokens."""
+
+
+@torch.inference_mode()
+def flip(
+    trace: "Trace",
+    request_id: SupportsIndex,
+    step: SupportsIndex,
+    *,
+    model: CachedLM | None = None,
+    sites: str = "STC",
+    edits: Iterable[str] | None = None,
+    progress: "bool | CellProgress" = True,
+) -> Flips:
+    """Edits one state at a time where a draft token was rejected, and returns which edits make the verifier choose the
+    draft token, as Flips.
+
+    The judged position is the one before the rejected token: its logits judged the draft. For each edit, the committed
+    text up to there is run with one state of that position replaced, at one layer and site; earlier positions keep
+    their keys and values. The verifier's choice follows the request's sampling settings and noise.
+
+    step: the verify step that rejected the draft, as in `Trace.rejected`.  model: by default the trace's own.
+    sites: S (residual stream after the layer), T (attention output), C (MLP output).
+    edits: kinds of edit; by default all that the trace has states for:
+    - zero: zeros.  mean: the mean of the same layer and site over the request's earlier positions, without position 0
+      (its states are far larger in many models) unless it is the only one.
+    - drafter: the drafter's states at the judged position when it proposed the token. A drafter that stopped at an
+      early layer has its last S in the layers above, as if these were skipped. Needs a drafter that runs this model.
+    - drafted: the states of the drafted token's own row, one position later, from the verify pass that rejected it.
+    progress: whether to draw a bar; or a function that is called with (finished edits, all edits) instead.
+    The table has request_id, step, position, drafted_token, committed_token; edit, site, layer, from_layer (the layer
+    whose state was written; null for zero); token_id and token (the choice after the edit), flips (whether it is the
+    drafted token), difference_nats (log-probability of the drafted minus the committed token), and change_nats
+    (difference_nats minus that without an edit).
+    Raises: KeyError for an unknown request; ValueError if the step rejected no draft of the request, if `edits` names
+    states that the trace lacks, if it kept no states at `sites`, for a run that plain text does not reproduce
+    (interventions, cached keys and values, acceptance="rejection" with sampling), and if the model has other weights or
+    chooses another token than the verifier; ModelError for a model without `editing`.
+    Source: zero and mean ablation as in Wang et al. 2022 (arXiv 2211.00593); states of another run, Vig et al. 2020
+    (arXiv 2004.12265).
+    Twin: tests.twins.flip_slowly.flip_slowly: one plain forward for each edit, close(1e-4) in float32.
+    """
+    one = rejection_of(trace, int(request_id), int(step))
+    _require_reproducible(trace, one)
+    for site in sites:
+        check_site(site, ("S", "T", "C"))
+    lm = usable(require_model(trace, model), _path_of(trace))
+    base = run_once(lm, one.token_ids, sites)
+    choose = _chooser(trace, one)
+    _require_same_choice(lm, one, base, choose)
+    states, left_out = _states_to_write(trace, one, base, sites, edits)
+    answer = (one.drafted_token_id, one.committed_token_id)
+    results = sweep(lm, _groups(base, states), answer, CellStore(None, {}), progress, choose)
+    unedited = difference(read(base.logits[None], answer)[0])
+    drafted, committed = (visible(text) for text in lm.token_texts(answer))
+    meta: FlipMeta = {
+        "request_id": one.request_id, "step": one.step, "position": one.position,
+        "drafted_token_id": answer[0], "drafted_token": drafted,
+        "committed_token_id": answer[1], "committed_token": committed,
+        "difference_nats": unedited, "model": lm.name, "left_out": left_out,
+    }  # fmt: skip
+    return Flips(_table(meta, lm, states, [results[i,] for i in range(len(states))]), meta)
+
+
+def rejection_of(trace: "Trace", request_id: int, step: int) -> Rejection:
+    """Returns the Rejection of a draft of this request in this step. Raises: KeyError for an unknown request;
+    ValueError if the step rejected no draft of the request."""
+    trace.committed(request_id)  # raises an error for an unknown request
+    drafts = drafts_table(trace.event_table)
+    rejected = drafts[(drafts.request_id == request_id) & (drafts.verdict == "rejected")]
+    found = rejected[rejected.judged == step]
+    if found.empty:
+        steps = ", ".join(map(str, sorted(rejected.judged))) or "none"
+        raise ValueError(
+            f"request {request_id} step {step}: expected a step that rejected a draft of the request, got one that "
+            f"rejected none; those of this request are: {steps}; trace.rejected() lists all"
+        )
+    line = found.iloc[0]
+    events = trace.event_table
+    event = events[(events.request_id == request_id) & (events.step == step)].iloc[0]
+    position = trace.requests[request_id].num_prompt_tokens + int(line.place)
+    text = (*trace.requests[request_id].prompt_token_ids, *trace.committed(request_id))[:position]
+    chosen = int(event.target_token_ids[int(event.num_accepted)])
+    return Rejection(request_id, step, position, int(line.drafted_token_id), chosen, int(line.born), text)
+
+
+def _require_reproducible(trace: "Trace", one: Rejection) -> None:
+    """Raises: ValueError if the run of a rejection did more than to read the request's text."""
+    request, about = trace.requests[one.request_id], f"request {one.request_id} step {one.step}"
+    if trace.meta.get("interventions"):
+        raise ValueError(
+            f"{about}: expected a run without interventions, got one that they changed; run it again without them"
+        )
+    if request.cached is not None or "cached" in trace.fingerprint:
+        raise ValueError(
+            f"{about}: expected a run that read its prompts, got one that went on from cached keys and values; run the "
+            "whole prompt"
+        )
+    sampling = request.sampling
+    is_sampled = sampling is not None and not sampling.is_greedy and not request.is_deterministic
+    if is_sampled and trace.meta["config"]["acceptance"] == "rejection":
+        raise ValueError(
+            f"{about}: expected a verdict by equality of tokens, got one by acceptance='rejection', which depends on "
+            "the drafter's probabilities, which are not stored; run it with acceptance='equality'"
+        )
+
+
+def _path_of(trace: "Trace") -> str:
+    """Returns the path that the run took, "fast" or "bridge"; "auto" for another one."""
+    path = str(trace.fingerprint.get("path"))
+    return path if path in PATHS else "auto"
+
+
+def _chooser(trace: "Trace", one: Rejection) -> Callable[[Tensor], int]:
+    """Returns a function from logits [v] to the token id that the request chooses for the rejected position."""
+    sampling = trace.requests[one.request_id].sampling
+    assert sampling is not None
+    return lambda logits: choose_token(logits, sampling, one.token_ids, one.position)
+
+
+def _require_same_choice(model: CachedLM, one: Rejection, base: Run, choose: Callable[[Tensor], int]) -> None:
+    """Raises: ValueError if the run without an edit chooses another token than the verifier did."""
+    if (got := choose(base.logits)) != one.committed_token_id:
+        expected_text, got_text = (visible(text) for text in model.token_texts([one.committed_token_id, got]))
+        logits = base.logits.double()
+        raise ValueError(
+            f"request {one.request_id} step {one.step}: expected {expected_text!r}, the verifier's choice, of a run "
+            f"without an edit, got {got_text!r}, {float(logits[got] - logits[one.committed_token_id]):.3g} nats "
+            "likelier: rounding decided this verdict, or the run had hooks; choose another step, or run in float32"
+        )
+
+
+class _Written(NamedTuple):
+    """Holds one edit: its kind, site and layer, the layer whose state it writes (None for zeros), and the state."""
+
+    edit: str
+    site: str
+    layer: int
+    from_layer: int | None
+    state: Tensor
+    """[m]"""
+
+
+def _states_to_write(
+    trace: "Trace", one: Rejection, base: Run, sites: str, edits: Iterable[str] | None
+) -> tuple[list[_Written], list[str]]:
+    """Returns (list of edits, list of sentences on what was left out), ordered by kind, site and layer.
+
+    Raises: ValueError for an unknown kind of edit, and for states that `edits` names and the trace lacks.
+    """
+    kinds = EDITS if edits is None else tuple(dict.fromkeys(edits))
+    unknown = [kind for kind in kinds if kind not in EDITS] if kinds else [""]
+    if unknown:
+        raise ValueError(f"unknown edit {unknown[0]!r}; edits are {', '.join(EDITS)}")
+    about = f"request {one.request_id} step {one.step}"
+    written: list[_Written] = []
+    left_out: list[str] = []
+    for kind in kinds:
+        if kind not in RECORDED_EDITS:
+            written += _computed_states(base, kind, sites)
+            continue
+        found, reasons = _recorded_states(trace, one, base, kind, sites)
+        if not found and (edits is not None or not set(sites) & set(trace.store.sites)):
+            raise ValueError(
+                f"{about}: expected states for the edit {kind!r}, got none: {'; '.join(reasons)}; choose "
+                "edits=('zero', 'mean'), or run it again with capture='STCZ'"
+            )
+        written += found
+        left_out += [f"{kind}: {reason}" for reason in reasons]
+    return written, left_out
+
+
+def _computed_states(base: Run, kind: str, sites: str) -> list[_Written]:
+    """Returns the edits of the kind "zero" or "mean" at these sites, of all layers."""
+    written = []
+    for site in sites:
+        for layer in range(sum(name == "S" for name, _ in base.states)):
+            states = base.at(site, layer)
+            earlier = states[1:-1] if len(states) > 2 else states[:1]
+            state = torch.zeros_like(states[0]) if kind == "zero" else earlier.double().mean(0).to(states.dtype)
+            written.append(_Written(kind, site, layer, None if kind == "zero" else layer, state))
+    return written
+
+
+def _recorded_states(
+    trace: "Trace", one: Rejection, base: Run, kind: str, sites: str
+) -> tuple[list[_Written], list[str]]:
+    """Returns (edits of the kind "drafter" or "drafted", reasons why sites or all of them are missing)."""
+    table = trace.rows(one.request_id)
+    if kind == "drafter":
+        rows = table[(table.step == one.drafted_step) & (table.position == one.position - 1)]
+        rows = rows[rows.phase == "decode"]
+        missing = "the drafter ran no pass of this model at the judged position"
+    else:
+        rows = table[(table.step == one.step) & (table.position == one.position)]
+        missing = "the verify pass was not fed the drafted token"
+    if rows.empty:
+        return [], [missing]
+    if int(rows.iloc[-1].state_index) < 0:
+        return [], ["the capture filters kept no states of that row"]
+    row, num_layers = rows.iloc[[-1]], int(rows.iloc[-1].num_layers)
+    reasons = [f"site {site} was not captured" for site in sites if site not in trace.store.sites]
+    all_layers = range(sum(name == "S" for name, _ in base.states))
+    written = []
+    for site in (site for site in sites if site in trace.store.sites):
+        for layer in all_layers:
+            source = min(layer, num_layers - 1) if site == "S" else layer
+            if source < num_layers and source in trace.store.layers:
+                like = base.at(site, layer)
+                state = trace.vectors(site, source, row)[0].to(like.device, like.dtype)
+                written.append(_Written(kind, site, layer, source, state))
+    return written, reasons
+
+
+def _groups(base: Run, states: Sequence[_Written]) -> list[Group]:
+    """Returns the groups of patched runs, one for each kind and site of edit. Cell i writes states[i]."""
+    by_kind: dict[tuple[str, str], list[Index]] = {}
+    for i, written in enumerate(states):
+        by_kind.setdefault((written.edit, written.site), []).append((i,))
+    return [
+        Group(f"{edit}-{site}", len(indices), lambda: base, partial(_cells, base, states, indices), indices)
+        for (edit, site), indices in by_kind.items()
+    ]
+
+
+def _cells(base: Run, states: Sequence[_Written], indices: Sequence[Index]) -> Mapping[Index, PatchingCell]:
+    """Returns a dict of PatchingCells by index; each writes one state at the last position of the run `base`."""
+    last = (len(base.token_ids) - 1,)
+    chosen = [(index, states[index[0]]) for index in indices]
+    return {index: cell([Edit((one.site, one.layer), last, one.state[None])]) for index, one in chosen}
+
+
+def _table(
+    meta: FlipMeta, model: CachedLM, states: Sequence[_Written], results: Sequence[AnswerLogits]
+) -> pd.DataFrame:
+    """Returns the table of `Flips`, a DataFrame with one line for each edit."""
+    table = pd.DataFrame([one[:4] for one in states], columns=["edit", "site", "layer", "from_layer"])
+    for i, name in enumerate(("request_id", "step", "position", "drafted_token", "committed_token")):
+        table.insert(i, name, meta[name])
+    table["from_layer"] = table.from_layer.astype("Int64")
+    table["token_id"] = [one.top for one in results]
+    table["token"] = [visible(text) for text in model.token_texts([one.top for one in results])]
+    table["flips"] = table.token_id == meta["drafted_token_id"]
+    table["difference_nats"] = [difference(one) for one in results]
+    table["change_nats"] = table.difference_nats - meta["difference_nats"]
+    return table

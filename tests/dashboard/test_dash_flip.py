@@ -1,0 +1,141 @@
+"""What would have changed the verdict: the button of a rejected draft, its background process, and what it refuses."""
+
+import json
+import time
+from collections.abc import Iterator
+from html import unescape
+from re import findall
+from typing import Any
+
+import pytest
+
+import cacheprobe as cp
+from cacheprobe.dashboard.flip_jobs import FlipJobs
+from cacheprobe.dashboard.questions import CannotShow, answered
+from cacheprobe.dashboard.reader import RunReader
+from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.dashboard.tabs import card, flip
+from tests.chromium import PICTURES, chromium
+from tests.dash_page import answered as shown
+from tests.dash_page import opened, served, until
+from tests.tiny import PROMPTS, SMALL, hf_model, loaded
+
+MOST_SECONDS = 300
+"""A process imports torch, which takes half a minute on a machine with much else to do."""
+
+
+@pytest.fixture(scope="module")
+def trace() -> cp.Trace:
+    settings = dict(drafter=cp.drafters.EarlyExit(layer=1), deterministic=True, capture="STCZ")
+    return cp.run(loaded(), PROMPTS[:2], **SMALL, **settings)
+
+
+@pytest.fixture(scope="module")
+def shelf(trace: cp.Trace, tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    folder = tmp_path_factory.mktemp("flip")
+    hf_model().save_pretrained(folder / "model")
+    return Shelf.of([trace.save(folder / "run")], str(folder / "model"))
+
+
+def question(trace: cp.Trace, do: str) -> dict[str, Any]:
+    line = trace.rejected().iloc[0]
+    return {"run": 0, "request": int(line.request_id), "step": int(line.step), "do": do, "theme": "dark"}
+
+
+def followed(shelf: Shelf, jobs: FlipJobs, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every answer until the last one."""
+    end = time.monotonic() + MOST_SECONDS
+    answer = answered(lambda q: flip.view(shelf, jobs, q), asked)
+    while answer.get("goes_on"):
+        yield answer
+        assert time.monotonic() < end
+        time.sleep(0.05)
+        answer = answered(lambda q: flip.view(shelf, jobs, q), {**asked, "do": "look"})
+    yield answer
+
+
+def test_every_rejected_draft_has_a_button_and_no_other_token(trace: cp.Trace, shelf: Shelf) -> None:
+    """A token after a rejected one was rolled back too, and nothing judged it."""
+    found, reader = set(), RunReader(shelf)
+    book = shelf.book(0)
+    for request in range(2):
+        first, end = book.prompt_length(request) - 1, book.prompt_length(request) + len(trace.committed(request)) - 2
+        for position in range(first, end + 1):
+            about = dict(run=0, request=request, position=position, row=None, site="S", lens="recorded")
+            for place in findall('data-flip="(.*?)"', card.view(shelf, reader, about)):
+                at = json.loads(unescape(place))
+                assert at["run"] == 0
+                found.add((at["request"], at["step"], position + 1))
+    rejected = trace.rejected()
+    assert found == set(zip(rejected.request_id, rejected.step, rejected.position, strict=True)) and found
+    assert trace.num_rolled_back >= len(found)
+
+
+def test_a_process_tells_how_far_it_is_and_gives_the_figure(trace: cp.Trace, shelf: Shelf) -> None:
+    jobs, asked = FlipJobs(), question(trace, "start")
+    *before, result = followed(shelf, jobs, asked)
+    assert "error" not in result, result
+    said = "".join(answer["html"] for answer in before)
+    assert "loading the model" in said and before[0]["html"].count("data-flip-do='cancel'") == 1
+    wanted = cp.analysis.flip(trace, asked["request"], asked["step"], progress=False)
+    [figure] = findall(r'"z": ?(\[\[.*?\]\])', json.dumps(result["graphs"])) or [None]
+    assert figure is not None and len(json.loads(figure)) == 3
+    job = jobs.look((shelf.book(0).run.directory, shelf.book(0).run.version, asked["request"], asked["step"]))
+    assert job is not None and job.table is not None and job.process is not None
+    assert job.table.change_nats.to_numpy() == pytest.approx(wanted.table.change_nats.to_numpy(), abs=1e-5)
+    assert job.table.flips.tolist() == wanted.table.flips.tolist() and job.done == job.total == len(wanted.table)
+    assert "edits make the verifier choose" in result["html"] and "cp.analysis.flip(trace" in unescape(result["more"])
+    assert flip.view(shelf, jobs, asked)["more"] == result["more"]  # kept: no second process
+    assert jobs.look(next(iter(jobs._jobs))) is job and job.process.wait(60) == 0
+
+
+def test_a_process_can_be_cancelled_and_another_one_ends_it(trace: cp.Trace, shelf: Shelf) -> None:
+    jobs, asked = FlipJobs(), question(trace, "start")
+    assert flip.view(shelf, jobs, asked)["goes_on"]
+    [first] = jobs._jobs.values()
+    assert flip.view(shelf, jobs, {**asked, "do": "cancel"}) == {
+        "html": "<p class='note'>Cancelled.</p>", "goes_on": False,
+    }  # fmt: skip
+    assert first.process is not None and first.process.wait(60) < 0
+    assert flip.view(shelf, jobs, asked)["goes_on"]  # begins again
+    [second] = jobs._jobs.values()
+    other = jobs.start("another", {**second.question, "step": 0})
+    assert second.process is not None and second.process.wait(60) < 0 and second.is_cancelled
+    end = time.monotonic() + MOST_SECONDS
+    while other.is_running:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert "step 0: expected a step that rejected a draft" in other.error
+
+
+def test_what_cannot_run_is_said(trace: cp.Trace, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, elsewhere = question(trace, "start"), Shelf(shelf.entries, model=None)
+    with pytest.raises(CannotShow, match="the model LlamaForCausalLM is not on this machine; give .* --model"):
+        flip.view(elsewhere, FlipJobs(), asked)
+    with pytest.raises(CannotShow, match=f"step {asked['step']}: nothing runs for it; press"):
+        flip.view(shelf, FlipJobs(), {**asked, "do": "look"})
+    with pytest.raises(CannotShow, match="do is start or look or cancel"):
+        flip.view(shelf, FlipJobs(), {**asked, "do": "dance"})
+    monkeypatch.setattr("cacheprobe.dashboard.flip_jobs.WORKER", ("sh", "-c", "echo '<b>no' >&2; exit 3"))
+    *_, said = followed(shelf, FlipJobs(), asked)
+    assert "ended with code 3" in said["error"] and "<b>" not in said["html"]
+
+
+def test_the_button_shows_progress_cancels_and_draws(trace: cp.Trace, shelf: Shelf) -> None:
+    """A click elsewhere takes the figure away: it is of the card's token."""
+    line = trace.rejected().iloc[0]
+    place = f"?run=0&request={line.request_id}&step={line.step}&position={line.position - 1}"
+    with served(shelf) as address, chromium() as browser, opened(browser, address + place) as page:
+        shown(page, "card", position=int(line.position) - 1)
+        button = page.locator("#card-view").get_by_text(flip.BUTTON)
+        button.click()
+        page.locator("#flip-view [data-flip-do=cancel]").click()
+        until(page, "document.getElementById('flip-view').innerText.includes('Cancelled')")
+        button.click()
+        page.wait_for_selector("#flip-box #flip-0 .main-svg", timeout=1000 * MOST_SECONDS)
+        assert "edits make the verifier choose" in page.inner_text("#flip-view")
+        page.get_by_text("The code of this picture").click()
+        assert f"cp.analysis.flip(trace, {line.request_id}, {line.step})" in page.inner_text("#flip-more")
+        page.locator("#card-card").screenshot(path=PICTURES / "flip.png")
+        page.locator("#grid-view .column .pick[data-layer='1']").first.click()
+        until(page, "document.getElementById('flip-box').hidden")
