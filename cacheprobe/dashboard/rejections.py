@@ -33,7 +33,7 @@ SORTS = {
     "margin": "margin_at_least_nats",
 }
 """Column that the list is sorted by, by its name in the page's address."""
-_LINES_AT_ONCE = 256
+_LINES_AT_ONCE = 128
 """Lines whose readings are read together; between them other threads may read."""
 
 Decision = tuple[object, object, object]
@@ -133,7 +133,7 @@ class Rejections:
     def _order(self, lines: np.ndarray, sort: str) -> np.ndarray:
         """Returns the order of lines, as places among them; unknown values come last."""
         column = SORTS[sort.removeprefix("-")]
-        table = self.table(lines) if column in DECIDED_COLUMNS else self.drafts.iloc[lines]
+        table = self.table(lines.tolist()) if column in DECIDED_COLUMNS else self.drafts.iloc[lines]
         values = table[column].reset_index(drop=True)
         if column.endswith("token"):
             values = values.map(_searchable, na_action="ignore")

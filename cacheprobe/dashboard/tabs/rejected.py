@@ -15,7 +15,7 @@ from cacheprobe.trace.tables.rejected import TOKENS_AROUND
 
 MOST_LETTERS = 200
 """Largest length of a searched text."""
-_WIDTH = 36
+_WIDTH = 28
 """Largest width of the text on one side of a token, in columns of a monospaced font."""
 _HEADS = {
     "drafted": "drafted",
@@ -39,12 +39,12 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
     rejections = book.rejections
     if rejections.drafts.empty:
         return _without_rejections(book)
-    rejections.read_ahead()
     lines = rejections.lines(selection)
     last_page = max(math.ceil(len(lines) / LINES_A_PAGE) - 1, 0)
     page = 0 if question.get("page") is None else min(max(number(question["page"], "page"), 0), last_page)
     shown = rejections.table(lines[page * LINES_A_PAGE : (page + 1) * LINES_A_PAGE])
     body = "".join(_line(book, line) for line in shown.itertuples())
+    rejections.read_ahead()
     return (
         f"<h2>{markup(_finding(rejections.drafts))}</h2><p class='note'>{_note(book)}</p>"
         f"{_finder(selection)}{_pages(len(lines), page, last_page)}"
@@ -104,9 +104,7 @@ def _without_rejections(book: Book) -> str:
     """Returns HTML that says why a run has no rejected draft."""
     count = int(book.run.events.draft_token_ids.map(len).sum())
     if "growing" in book.run.meta:
-        why = (
-            "The run is recorded still, or was interrupted; a rejected draft comes into this list when it is recorded."
-        )
+        why = "The run is not finished; a rejected draft is listed here as soon as it is recorded."
     elif count:
         why = f"The verifier accepted all {count:,} draft tokens that it judged."
     else:
@@ -117,15 +115,12 @@ def _without_rejections(book: Book) -> str:
 
 def _note(book: Book) -> str:
     """Returns HTML: what a line is, and what the run lacks."""
-    said = (
-        "A line is the first token of a draft that the verifier did not choose; a click or Enter opens it. "
-        "<kbd>n</kbd> and <kbd>p</kbd> lead to the next and the previous one, in the order of this list. "
-    )
+    said = "A line is the first token of a draft that the verifier did not choose; a click or Enter opens it. "
     if book.run.has_readings:
         return said + (
             "It flips at the layer from which the committed token stays the lens’s first choice. The margin is how "
-            "much more log-probability the last layer gives to the committed token; “&gt;”: the drafted token is not "
-            "among the top tokens read. “—”: not so, not known, or a draft of all layers or of none."
+            "much more log-probability the last layer gives to the committed token (“&gt;”: the drafted token is not "
+            "among the top tokens read)."
         )
     why = 'read no lens yet (<code>lens="later"</code>)' if book.run.is_unread else "recorded no lens readings (Z)"
     return said + f"This run {why}: the layer at which a token flips and its margin are not known."
@@ -138,8 +133,8 @@ def _nothing_found(selection: Selection) -> str:
 
 
 def _finder(selection: Selection) -> str:
-    """Returns HTML of the search box and the filter. The box has no value: the page's script sets it, and an answer does
-    not change what is typed meanwhile."""
+    """Returns HTML of the search box and the filter. The box has no value: the page's script sets it, so an answer
+    does not change what is typed meanwhile."""
     pressed = "false" if selection.request is None else "true"
     return (
         "<div class='finder'><input type='search' id='rejected-search' maxlength='"
