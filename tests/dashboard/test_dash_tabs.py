@@ -26,7 +26,8 @@ PLANTED = "document.querySelectorAll('#page :is(img,script,b[onerror],pad)').len
 VIEWS = {
     "replay": ("insight", "timeline", "decode", "cache", "window", "card", "prompt", "grid"),
     "rejected": ("rejected",), "thoughts": ("thoughts",), "compare": ("compare",),
-    "patching": ("result",), "surgery": ("result",), "probes": ("result",), "sweep": ("result",), "results": ("result",),
+    "patching": ("result",), "surgery": ("result",), "probes": ("result",), "sweep": ("result",),
+    "results": ("result",),
 }  # fmt: skip
 """By tab: the views that it asks for."""
 

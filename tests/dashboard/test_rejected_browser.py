@@ -94,7 +94,7 @@ def test_a_click_and_enter_open_the_place(browser: Browser, address: str, lines:
 
 
 def test_the_list_is_sorted_and_paged_by_mouse(browser: Browser, address: str, lines: list) -> None:
-    with opened(browser, f"{address}?run=0&tab=rejected") as page:
+    with opened(browser, f"{address}?run=0&tab=rejected&request=0&step=3") as page:
         assert page.locator(LINE).count() in (0, 50)
         answered(page, "rejected", page=0)
         page.get_by_title("next page").click()
