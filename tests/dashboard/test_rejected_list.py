@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.dashboard import facts
 from cacheprobe.dashboard.growth import Follower
 from cacheprobe.dashboard.questions import CannotShow, PageQuestion
 from cacheprobe.dashboard.rejections import LINES_A_PAGE, SORTS, Rejections, Selection
@@ -119,6 +120,8 @@ def walked(shelf: Shelf, place: tuple[int, int, int], by: int, **more: object) -
     if "says" in found:
         assert "no rejected draft" in found["says"]
         return None
+    story = facts.request_story(shelf, {"run": 0, "request": found["request"]})
+    assert found.get("story") == (story if found["request"] != place[0] else None)
     return found["request"], found["step"], found["position"]
 
 

@@ -20,8 +20,12 @@
   }
 
   // The rejected draft that a key asked for. A press that came meanwhile is asked for from there.
-  function walked({error, says, ...place}, question) {
+  function walked({error, says, story: next, ...place}, question) {
+    const {run, version} = question, {request} = place;
     delete have.walk;
+    if (next && mine(at, facts) && run === at.run && facts.version === version) {
+      stories.set(request, {...next, run, request, version});
+    }
     if (["run", "request", "step", "position"].some((name) => question[name] !== at[name])) return;
     at.walk = error || says ? null : at.walk - question.by;
     if (error || says) at.said = [error || says];

@@ -6,6 +6,7 @@ import pandas as pd
 
 from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.dashboard.book import Book
+from cacheprobe.dashboard.facts import request_story
 from cacheprobe.dashboard.questions import CannotShow, PageQuestion, number, whole
 from cacheprobe.dashboard.rejections import LINES_A_PAGE, SORTS, Selection
 from cacheprobe.dashboard.shelf import Shelf
@@ -55,7 +56,8 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
 
 def walk(shelf: Shelf, question: PageQuestion) -> JsonDict:
     """Returns the rejected draft that is question["by"] lines on in the list from a place, as a dict: request, step,
-    position (of the row that predicts the drafted token), and page of the list. If there is none: says, a sentence.
+    position (of the row that predicts the drafted token), page of the list, and for another request story, what
+    `facts.request_story` returns of it, which the page needs next. If there is none: says, a sentence.
 
     question: request, step and position of the place, which a row predicts; and what the list holds, as for `view`.
     """
@@ -73,11 +75,13 @@ def walk(shelf: Shelf, question: PageQuestion) -> JsonDict:
         limits = " in the list as it is searched, sorted or filtered" if selection != Selection() else ""
         return {"says": f"there is no rejected draft {'after' if by > 0 else 'before'} this place{limits}"}
     line = book.rejections.drafts.iloc[book.rejections.lines(selection)[target]]
+    found = int(line.request_id)
     return {
-        "request": int(line.request_id),
+        "request": found,
         "step": int(line.step),
         "position": int(line.position) - 1,
         "page": target // LINES_A_PAGE,
+        **({} if found == request else {"story": request_story(shelf, {"run": question["run"], "request": found})}),
     }
 
 
