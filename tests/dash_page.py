@@ -95,7 +95,7 @@ def at(page: Page) -> dict[str, Any]:
     return json.loads(page.get_attribute("#page", "data-at") or "{}")
 
 
-def answered(page: Page, name: str, **asked: Any) -> str:
+def answered(page: Page, name: str, /, **asked: Any) -> str:
     """Wait until a view has answered a question with these parts; its text."""
     parts = json.dumps(asked)
     until(

@@ -13,7 +13,7 @@ from cacheprobe.dashboard.flip_jobs import FlipJobs
 from cacheprobe.dashboard.questions import PageAnswer, PageQuestion, answered
 from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
-from cacheprobe.dashboard.tabs import cache, card, compare, decode, flip, lens, results, thoughts, timeline
+from cacheprobe.dashboard.tabs import cache, card, compare, decode, flip, lens, rejected, results, thoughts, timeline
 
 CONTROLS = ("run", "request", "step", "site", "lens", "colour", "rows", "against")
 """Ids of the menus and the slider, in the order of assets/talk.js."""
@@ -53,6 +53,8 @@ def _views(shelf: Shelf, reader: RunReader) -> Views:
         "insight": partial(card.sentence, shelf),
         "thoughts": partial(thoughts.view, shelf),
         "compare": partial(compare.view, shelf),
+        "rejected": partial(rejected.view, shelf),
+        "walk": partial(rejected.walk, shelf),
         "prompt": partial(facts.prompt_view, shelf),
         "grid": partial(lens.grid, shelf, reader),
         "gave": partial(lens.contributions, shelf, reader),

@@ -6,6 +6,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 import pandas as pd
 
+from cacheprobe.dashboard.rejections import Rejections
 from cacheprobe.plots.diagrams.timeline import step_words, timeline_finding
 from cacheprobe.plots.diagrams.windows import Window, find_windows, verified_requests
 from cacheprobe.plots.report.insight import opening
@@ -18,8 +19,10 @@ class Book:
     """Holds one stored run, and returns lines of the run's tables by request or step, and the range of positions on a
     page of the lens grid. Readings, windows, token histories and the tables split by request are cached."""
 
-    def __init__(self, run: StoredRun) -> None:
+    def __init__(self, run: StoredRun, before: "Book | None" = None) -> None:
+        """before: the Book of the same run up to an earlier part."""
         self.run = run
+        self.rejections = Rejections(run, None if before is None else before.rejections)
         self.name = run.directory.name
         self.readings = lru_cache(maxsize=32)(run.readings)
         self.steps_in_words = lru_cache(maxsize=64)(self._steps_in_words)

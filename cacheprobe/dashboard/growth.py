@@ -110,13 +110,13 @@ class Follower:
         self.writer = recorded_by(self.directory)  # before the files: if it is gone, they are as it left them
         if (self.directory / MANIFEST).exists():
             stored = StoredRun(self.directory)
-            self._book, self.is_finished, run_id = _warmed(stored), True, stored.run_id
+            self._book, self.is_finished, run_id = _warmed(stored, self._book), True, stored.run_id
         else:
             run = self._run.read_on() or _followed(self.directory)
             if run is self._run:
                 return
             run_id = run.run_id
-            self._run, self._book = run, _warmed(run)
+            self._run, self._book = run, _warmed(run, self._book)
         if run_id != self._run_id:
             self._replaced = f"Another run is in {self.directory} in place of the one that was shown. "
             self._run_id = run_id
@@ -156,9 +156,10 @@ def _followed(directory: Path) -> "FollowedRun":
     return FollowedRun(directory)
 
 
-def _warmed(run: StoredRun) -> Book:
-    """Returns the Book of a run, with what every page needs of the whole run: so `look` counts the time of it."""
-    book = Book(run)
+def _warmed(run: StoredRun, before: Book | None = None) -> Book:
+    """Returns the Book of a run, with what every page needs of the whole run: so `look` counts the time of it. before:
+    the Book up to an earlier part."""
+    book = Book(run, before)
     book.warm()
     return book
 

@@ -43,6 +43,7 @@ def _warm(book: Book) -> None:
     """Computes a run's derived tables while the browser opens, and ignores errors."""
     with suppress(Exception):
         book.warm()
+        _ = book.rejections.drafts
 
 
 class _Quiet(WSGIRequestHandler):

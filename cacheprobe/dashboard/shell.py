@@ -20,10 +20,25 @@ Element: TypeAlias = object
 
 TABS = (
     ("replay", "Replay"),
+    ("rejected", "Rejected drafts"),
     ("thoughts", "Thoughts"),
     ("compare", "Compare"),
     *((kind, name) for kind, name, *_ in KINDS),
 )
+
+
+KEYS = (
+    ("← →", "one step back, one step on"),
+    ("n, p", "next, previous rejected draft, in the order of their list"),
+    ("Enter", "in the list: open the rejected draft"),
+    ("↑ ↓", "in the list: the line above, the line below"),
+    ("/", "search the rejected drafts"),
+    ("g", "go to the lens grid"),
+    ("← → ↑ ↓", "in the lens grid: another row, another layer"),
+    ("Home, End", "first, last token of the request; in the list: first, last line"),
+    ("?", "show or hide this list"),
+)
+"""Keys of the page, and what each does."""
 
 
 def index(shelf: Shelf) -> str:
@@ -58,12 +73,14 @@ def layout(shelf: Shelf) -> Element:
             html.Main(
                 [
                     _tab_panel("replay", _replay_cards()),
+                    _tab_panel("rejected", [_card("rejected")]),
                     _tab_panel("thoughts", [_card("thoughts")]),
                     _tab_panel("compare", _comparison()),
                     _tab_panel("results", _results(shelf)),
                 ]
             ),
             html.Div(id="tip", hidden=True),
+            _keys(),
         ],
         id="page",
         className="cp dash",
@@ -76,10 +93,18 @@ def _header(shelf: Shelf) -> Element:
             html.Div([html.Span("cacheprobe", className="brand"), html.Span(id="says")], className="title"),
             _menu("run", "run", _runs(shelf)),
             _menu("request", "request"),
+            html.Button("?", id="keys-open", className="icon", title="list of keys"),
             html.Button("◐", id="theme", className="icon", title="light or dark", **{"data-intent": "theme"}),
         ],
         className="top",
     )
+
+
+def _keys() -> Element:
+    """Returns a dialog with the list of keys; assets/keys.js opens it."""
+    lines = [html.Tr([html.Th(html.Kbd(keys)), html.Td(what)]) for keys, what in KEYS]
+    content = [html.H2("Keys"), html.Table(html.Tbody(lines)), html.Button("Close", className="plain")]
+    return html.Dialog(content, id="keys", **{"aria-label": "keys"})
 
 
 def _failed_runs(shelf: Shelf) -> Element:

@@ -6,6 +6,7 @@ Texts come from users: callers pass each through `markup` before it becomes part
 import unicodedata
 from collections.abc import Mapping
 from html import escape
+from itertools import accumulate
 
 import pandas as pd
 
@@ -30,12 +31,8 @@ def shorten(text: str, width: int) -> str:
     """Returns the text, cut to at most `width` columns of a monospaced font; a cut text ends with an ellipsis."""
     if columns_of(text) <= width:
         return text
-    kept = ""
-    for c in text:
-        if columns_of(kept + c) > width - 1:
-            break
-        kept += c
-    return kept + "…"
+    num_kept = sum(columns < width for columns in accumulate(map(columns_of, text)))
+    return text[:num_kept] + "…"
 
 
 def token_label(text: str, width: int) -> str:

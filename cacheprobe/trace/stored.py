@@ -1,8 +1,10 @@
 """Reads the tables of a saved run one by one, without torch and without the states."""
 
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -127,6 +129,31 @@ class StoredRun:
         readings = with_verdicts(readings, events, self._prompt_lengths, self.token_texts)
         return with_read_tokens(readings, self.rows)
 
+    def readings_of_rows(self, rows: Sequence[int], columns: Sequence[str]) -> pd.DataFrame:
+        """Returns some columns of the lens readings of some rows, as a DataFrame with one line for each row and layer.
+        Reads only those parts of the file that hold one of the rows.
+
+        rows: row numbers.  columns: numbers and lists of numbers alone.
+        Raises: ValueError if the run has no lens readings.
+        """
+        self._require_readings()
+        name, wanted = self._file("hypotheses"), np.unique(np.asarray(rows, dtype=np.int64))
+        file, found = self._files.parquet(name), []
+        column = file.schema_arrow.get_field_index("row")
+        with self._files.naming(name):
+            for number in range(file.num_row_groups):
+                statistics = file.metadata.row_group(number).column(column).statistics
+                if statistics is not None:
+                    low, high = np.searchsorted(wanted, [statistics.min, statistics.max + 1])
+                    if low == high:
+                        continue
+                is_wanted = pc.is_in(file.read_row_group(number, ["row"])["row"], value_set=pa.array(wanted))
+                if pc.any(is_wanted).as_py():
+                    found.append(file.read_row_group(number, list(columns)).filter(is_wanted))
+            if not found:
+                found = [file.schema_arrow.empty_table().select(list(columns))]
+            return pa.concat_tables(found).to_pandas()
+
     @property
     def _prompt_lengths(self) -> dict[int, int]:
         """Number of prompt tokens of each request, by request id."""
@@ -152,8 +179,7 @@ class StoredRun:
 
     def _read_readings(self, request_id: int) -> pa.Table:
         """Returns the stored lens readings of one request as a pyarrow Table. Raises: ValueError if there are none."""
-        if not self._has_table("hypotheses"):
-            raise ValueError(UNREAD if self.is_unread else "this run read no lens; run it with 'Z' in capture=")
+        self._require_readings()
         name = self._file("hypotheses")
         file = self._files.parquet(name)
         column = file.schema_arrow.get_field_index("request_id")
@@ -165,6 +191,11 @@ class StoredRun:
         with self._files.naming(name):
             table = file.read_row_groups(groups)
         return table.filter(pc.equal(table["request_id"], request_id))
+
+    def _require_readings(self) -> None:
+        """Raises: ValueError if the run has no lens readings, with the reason."""
+        if not self.has_readings:
+            raise ValueError(UNREAD if self.is_unread else "this run read no lens; run it with 'Z' in capture=")
 
     def _file(self, name: str) -> str:
         """Returns the name of a table's Parquet file."""

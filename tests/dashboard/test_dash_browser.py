@@ -242,7 +242,9 @@ def test_compares_two_runs(browser: Browser, address: str, runs: Path) -> None:
     with opened(browser, f"{address}?run=0&against=1&tab=compare&request=0") as page:
         said = answered(page, "compare", run=0, against=1)
         apart = sum(ours.committed(i) != theirs.committed(i) for i in range(len(PROMPTS)))
-        assert f"{apart} committed other tokens" in said and "weights_sha256" in said
+        assert f"{apart} committed other tokens" in said and "Settings that differ" in said
+        assert "weights_sha256" in page.inner_text("#compare-more")
+        page.wait_for_selector("#compare-place .js-plotly-plot")
         request = next(i for i in range(len(PROMPTS)) if ours.committed(i) != theirs.committed(i))
         page.locator(f"#compare-view button[data-request='{request}']").click()
         answered(page, "compare", request=request)

@@ -24,9 +24,10 @@ NAME = "<img src=x onerror=window.hacked=2>'\"&lt;"
 PLANTED = "document.querySelectorAll('#page :is(img,script,b[onerror],pad)').length"
 """Elements that an attack would leave behind, run or not."""
 VIEWS = {
-    "replay": ("insight", "timeline", "decode", "cache", "window", "card", "prompt", "grid"), "thoughts": ("thoughts",),
-    "compare": ("compare",), "patching": ("result",), "surgery": ("result",), "probes": ("result",),
-    "sweep": ("result",), "results": ("result",),
+    "replay": ("insight", "timeline", "decode", "cache", "window", "card", "prompt", "grid"),
+    "rejected": ("rejected",), "thoughts": ("thoughts",), "compare": ("compare",),
+    "patching": ("result",), "surgery": ("result",), "probes": ("result",), "sweep": ("result",),
+    "results": ("result",),
 }  # fmt: skip
 """By tab: the views that it asks for."""
 
@@ -290,7 +291,7 @@ def _attacked(held: object) -> object:
 def test_no_attack_is_run_in_any_tab(browser: Browser, attacked: str, width: int) -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
     with opened(browser, f"{attacked}?run=0", width=width) as page:
-        for tab, run in (("replay", 0), ("thoughts", 2), ("compare", 0)):
+        for tab, run in (("replay", 0), ("rejected", 0), ("thoughts", 2), ("compare", 0)):
             page.goto(f"{attacked}?run={run}&tab={tab}")
             for name in VIEWS[tab]:
                 answered(page, name, run=run)

@@ -2,7 +2,6 @@
 (function () {
   "use strict";
   const place = (name) => document.getElementById(name);
-  const TAKES_ARROWS = "input:not(.dash-dropdown-focus-target),textarea,[role=slider],[role=listbox],[role=option]";
   const CARDS = {grid: "lens", gave: "card"};
   let current = null, playing = null, change = null;
 
@@ -102,7 +101,8 @@
     document.querySelectorAll("[data-kind]").forEach((one) => { one.hidden = one.dataset.kind !== at.tab; });
     document.querySelectorAll("#result-list button").forEach((button) =>
       button.classList.toggle("chosen", Number(button.dataset.result) === at.result));
-    place("transport").hidden = at.tab === "compare" || SHELVED.includes(at.tab);  // nothing there has a step
+    const stepless = ["compare", "rejected", ...SHELVED];  // tabs where nothing has a step
+    place("transport").hidden = stepless.includes(at.tab);
     place("insight-view").hidden = at.tab !== "replay";  // it is of the token chosen there
     place("result-card").hidden = at.result === null || at.result === undefined;
     const said = [...at.said, trouble, facts?.run === at.run && facts.error, story?.run === at.run && story.error];
@@ -157,8 +157,10 @@
       frame.style.display = inside ? "" : "none";
       if (inside) frame.setAttribute("x", Number(left) + (at.step - Number(first)) * Number(pitch) - 2);
     }
+    list(at);
     const grid = document.querySelector("#grid-view svg.readings");
     if (grid) {
+      grid.setAttribute("tabindex", "0");
       const where = at.row === null || at.row === undefined ? `position="${at.position}"` : `row="${at.row}"`;
       const column = grid.querySelector(`.column[data-${where}]`);
       const layer = JSON.parse(grid.dataset.layers).indexOf(at.layer);
@@ -179,6 +181,26 @@
       }
     }
   }
+
+  // The list of rejected drafts: the chosen line, the line that Tab leads to, and what is searched for.
+  function list(at) {
+    const lines = [...document.querySelectorAll("#rejected-view tr[data-intent]")], search = place("rejected-search");
+    const chosen = lines.find(({dataset}) =>
+      Number(dataset.request) === at.request && Number(dataset.position) === at.position);
+    for (const line of lines) {
+      line.classList.toggle("chosen", line === chosen);
+      line.tabIndex = line === (chosen || lines[0]) ? 0 : -1;
+    }
+    if (search && search !== document.activeElement) search.value = at.find || "";
+    const where = chosen && `${chosen.dataset.request} ${chosen.dataset.position}`;
+    if (chosen && at.tab === "rejected" && where !== seen) {
+      if (document.activeElement.closest("#rejected-view tr")) chosen.focus({preventScroll: true});
+      chosen.scrollIntoView({block: "nearest"});
+    }
+    if (at.tab === "rejected") seen = where;
+  }
+
+  let seen = null;  // the chosen line that was scrolled to
 
   // The lens grid that is drawn: its question, and the first and last position of its page.
   function grid() {
@@ -225,13 +247,6 @@
       else if (picked && picked.closest("#page")) {
         change({...picked.parentNode.closest(".column")?.dataset, ...picked.dataset, intent: "pick"});
       }
-    });
-    document.addEventListener("keydown", (event) => {
-      const by = {ArrowLeft: -1, ArrowRight: 1}[event.key];
-      if (!by || event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
-      if (event.target.closest(TAKES_ARROWS)) return;
-      event.preventDefault();
-      change({intent: "step", by});
     });
     place("grid-view").addEventListener("pointerover", tell);
     place("grid-view").addEventListener("pointerleave", () => { place("tip").hidden = true; });

@@ -2,12 +2,16 @@
 (function () {
   "use strict";
   const LINKED = ["run", "request", "step", "position", "row", "layer", "tab", "site", "lens", "colour", "rows",
-    "against", "result", "theme", "facet", "follow"];
-  const NUMBERS = new Set(["run", "request", "step", "position", "row", "layer", "against", "result"]);
+    "against", "result", "theme", "facet", "follow", "find", "sort", "among", "page"];
+  const NUMBERS = new Set(["run", "request", "step", "position", "row", "layer", "against", "result", "page"]);
   const SHELVED = ["patching", "surgery", "probes", "sweep", "results"];  // tabs of stored results, each of one kind
+  const SORTS = ["drafted", "committed", "request", "step", "position", "drafter", "flip", "margin"];
+  const MOST_LETTERS = 200;  // of a searched text
   const WORDS = {
-    tab: ["replay", "thoughts", "compare", ...SHELVED], site: ["S", "T", "C"], colour: ["logprob", "entropy", "rank"],
+    tab: ["replay", "rejected", "thoughts", "compare", ...SHELVED], site: ["S", "T", "C"],
+    colour: ["logprob", "entropy", "rank"],
     rows: ["committed", "all"], theme: ["light", "dark"], follow: ["newest"],
+    among: ["request"], sort: SORTS.flatMap((name) => [name, "-" + name]),
   };
   const REQUESTS_A_PAGE = 8;
 
@@ -24,6 +28,7 @@
       } else if (!WORDS[name] || WORDS[name].includes(text)) at[name] = text;
       else at.said.push(`the link's ${name} is none of ${WORDS[name].join(", ")}`);
     }
+    if (at.find) at.find = at.find.slice(0, MOST_LETTERS);
     at.themed = "theme" in at;
     at.theme = at.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
     return at;
@@ -41,7 +46,7 @@
   // What a change of one thing makes of the others: a step or a request leads to another position.
   const CHANGES = {
     run: (at) => {
-      at.request = at.step = at.position = at.row = at.layer = at.gave = at.follow = null;
+      at.request = at.step = at.position = at.row = at.layer = at.gave = at.follow = at.page = at.walk = null;
       if (at.against === at.run) at.against = null;
     },
     request: (at) => { at.position = at.row = null; },
@@ -70,6 +75,33 @@
     result: (at, what) => { at.result = Number(what.result); },
     open: (at, what) => { set(at, "run", Number(what.run)); at.tab = "replay"; },
     follow: (at) => { at.follow = at.follow ? null : "newest"; },
+    find: (at, what) => { at.find = what.find || null; at.page = null; },
+    among: (at) => { at.among = at.among ? null : "request"; at.page = null; },
+    page: (at, what) => { at.page = Number(what.page); },
+    sort: (at, what) => {  // rising, falling, and as it was
+      at.sort = at.sort === what.sort ? "-" + what.sort : at.sort === "-" + what.sort ? null : what.sort;
+      at.page = null;
+    },
+    draft: (at, what) => {
+      set(at, "request", Number(what.request));
+      set(at, "step", Number(what.step));
+      at.position = Number(what.position);
+      at.row = at.follow = null;
+      if (what.page !== undefined) at.page = Number(what.page);
+      if (at.tab !== "rejected" || what.page === undefined) INTENTS.tab(at, {tab: "replay"});
+    },
+    walk: (at, what, facts) => { if (mine(at, facts)) at.walk = (at.walk || 0) + what.by; },
+    layer: (at, what, facts) => {
+      if (!mine(at, facts)) return;
+      const next = facts.layers.indexOf(at.layer) + what.by;
+      if (facts.layers[next] !== undefined) at.layer = facts.layers[next];
+    },
+    position: (at, what, facts, story) => {
+      if (!known(at, story)) return;
+      const [low, high] = ends(story);
+      at.position = clamp(what.to === "first" ? low : what.to === "last" ? high : at.position + what.by, low, high);
+      at.row = at.follow = null;
+    },
     gave: (at) => { at.gave = at.gave ? null : true; },
     pick: (at, what) => {
       if (what.request !== undefined) set(at, "request", Number(what.request));
@@ -92,9 +124,9 @@
   const known = (at, story) => story && !story.error && story.run === at.run && story.request === at.request;
 
   // What was said stands until something is chosen.
-  function act(at, what, facts) {
+  function act(at, what, facts, story) {
     const {said, ...before} = at;
-    INTENTS[what.intent](at, what, facts);
+    INTENTS[what.intent](at, what, facts, story);
     const {said: _, ...after} = at;
     at.said = same(before, after) ? said : [];
   }
@@ -138,9 +170,15 @@
     at.result = kinds.includes(at.tab) ? kinds.indexOf(at.tab) : null;
   }
 
+  // Positions of the first and the last row that predicts a token of the request.
+  function ends(story) {
+    const low = story.prompt - 1;
+    return [low, Math.max(low, story.prompt + story.tokens - 2)];
+  }
+
   // Without a position of its own, the state is where the request's newest step is about.
   function follow(at, story) {
-    const low = story.prompt - 1, high = Math.max(low, story.prompt + story.tokens - 2);
+    const [low, high] = ends(story);
     if (at.place !== undefined) {
       at.position = clamp(story.prompt - 1 + at.place, low, high);
       delete at.place;
@@ -170,6 +208,9 @@
     else if (mine(at, facts) && !is_told) wanted.story = {run, request, version};
     if (width && SHELVED.includes(at.tab) && at.result !== null) wanted.result = {result: at.result, theme, ...(at.facet ? {facet: at.facet} : {})};
     if (!width || !mine(at, facts) || !known(at, story) || facts.is_empty) return wanted;
+    const {find = "", sort = "", among, page} = at, list = {find: find || "", sort: sort || "", version};
+    if (at.walk) wanted.walk = {run, request, step, position, by: at.walk, among: among ? request : null, ...list};
+    if (at.tab === "rejected") wanted.rejected = {run, request: among ? request : null, page: page || 0, ...list};
     if (at.tab === "compare") wanted.compare = {run, against: at.against, request, theme, version};
     if (at.tab === "thoughts") wanted.thoughts = {run, request, position, step, version};
     if (at.tab !== "replay") return wanted;

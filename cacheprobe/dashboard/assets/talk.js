@@ -1,7 +1,7 @@
 // Keeps the state, asks the server for what it lacks, and hears the menus. One request at a time, the newest next.
 (function () {
   "use strict";
-  const {draw, parse, act, mine, known, settle, shelve, follow, questions} = window.cacheprobe;
+  const {draw, keys, parse, act, mine, known, settle, shelve, follow, questions} = window.cacheprobe;
   const CONTROLS = ["run", "request", "step", "site", "lens", "colour", "rows", "against"];
   const FREE = ["run", "colour", "rows"];
   const IDLE = 400;  // milliseconds without a question until what may be clicked next is asked for
@@ -14,8 +14,22 @@
   let flight = null, later = null, ahead = null;
 
   function change(what) {
-    act(at, what, facts);
+    act(at, what, facts, story);
     settled();
+    if (what.intent === "draft") scrollTo(0, 0);  // it was opened from its list
+  }
+
+  // The rejected draft that a key asked for. A press that came meanwhile is asked for from there.
+  function walked({error, says, story: next, ...place}, question) {
+    const {run, version} = question, {request} = place;
+    delete have.walk;
+    if (next && mine(at, facts) && run === at.run && facts.version === version) {
+      stories.set(request, {...next, run, request, version});
+    }
+    if (["run", "request", "step", "position"].some((name) => question[name] !== at[name])) return;
+    at.walk = error || says ? null : at.walk - question.by;
+    if (error || says) at.said = [error || says];
+    else act(at, {intent: "draft", ...place}, facts, story);
   }
 
   function settled() {
@@ -78,6 +92,7 @@
       if (!answer.error) stories.set(request, story);
       if (at.follow) at.position = at.row = null;
     },
+    walk: walked,
   };
 
   // A question without what grows with the run: a view that is asked for the same of a newer part is not waited for.
@@ -227,6 +242,7 @@
       CONTROLS.forEach((name, i) => { held[name] = values[i]; });
       is_ready = true;
       draw.start(change, settled);
+      keys.start(change, () => at);
       settled();
       if (shelf.grows) watch();
       return;

@@ -28,10 +28,10 @@ def rejections(table: pd.DataFrame) -> list[list[object]]:
     for line in table.itertuples():
         before = plain(line.text_before)
         cells: list[object] = [line.request_id, line.step, line.position, shorten(before[::-1], _WIDTH)[::-1]]
-        cells += [_quoted(line.drafted_token), _quoted(line.committed_token)]
+        cells += [quoted(line.drafted_token), quoted(line.committed_token)]
         cells += [line.num_rolled_back, line.drafted_step]
         cells += ["—" if pd.isna(layer) else int(layer) for layer in (line.drafter_layer, line.flip_layer)]
-        cells.append(_margin(line))
+        cells.append(margin_of(line))
         lines.append(cells)
     return lines
 
@@ -67,12 +67,13 @@ def rejections_section(trace: "Trace") -> str:
     return f"{head}{note}<details open><summary>{summary}</summary>{lines}</details>"
 
 
-def _margin(line: TableLine) -> str:
+def margin_of(line: TableLine) -> str:
     """Returns the margin, or what it is more than, in nats with two digits; "—" without lens readings."""
     if pd.isna(line.margin_at_least_nats):
         return "—"
     return f"{'> ' * bool(pd.isna(line.margin_nats))}{line.margin_at_least_nats:.2f}"
 
 
-def _quoted(token: str | None) -> str:
+def quoted(token: str | None) -> str:
+    """Returns a token's text in quotation marks, cut to a width; "—" for None."""
     return "—" if token is None else f"“{shorten(visible(token), _WIDTH)}”"

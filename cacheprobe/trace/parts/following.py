@@ -14,7 +14,7 @@ from torch import Tensor
 from cacheprobe.core.token_text import visible
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.checked_files import CheckedFiles
-from cacheprobe.trace.manifest import JOURNAL, UNREAD, TraceError
+from cacheprobe.trace.manifest import JOURNAL, TraceError
 from cacheprobe.trace.parts.growing import GrowingRun
 from cacheprobe.trace.parts.journal import Journal, read_journal, read_on
 from cacheprobe.trace.parts.shards import header_of, read_tensor
@@ -93,8 +93,7 @@ class FollowedRun(StoredRun):
     def readings(self, request_id: int, positions: range | None = None) -> pd.DataFrame:
         """Returns the lens readings of one request so far, as `StoredRun.readings`; a row whose next token is open has
         none yet."""
-        if not self.has_readings:
-            raise ValueError(UNREAD if self.is_unread else "this run reads no lens; run it with 'Z' in capture=")
+        self._require_readings()
         own = self.rows[self.rows.request_id == request_id]
         if positions is not None:
             own = own[own.position.isin(positions)]
@@ -103,6 +102,13 @@ class FollowedRun(StoredRun):
         events = self.events[self.events.request_id == request_id]
         table = with_verdicts(table, events, self._prompt_lengths, self.token_texts)
         return with_read_tokens(table, own)
+
+    def readings_of_rows(self, rows: Sequence[int], columns: Sequence[str]) -> pd.DataFrame:
+        """Returns some columns of the lens readings of some rows, as `StoredRun.readings_of_rows`."""
+        self._require_readings()
+        own = self.rows[self.rows.row.isin(rows)]
+        found = self._readings.of_rows(self, own.row.to_numpy())
+        return tables.hypotheses_table(found, own, self.meta["lens"], self._texts_of)[list(columns)]
 
     def _texts_of(self, token_ids: Sequence[int]) -> list[str]:
         return [self._texts[token_id] for token_id in token_ids]
@@ -116,6 +122,8 @@ class _PartReadings:
         self._lock = Lock()
         self._requests_in: list[set[int]] = []
         """Requests that have readings in each file, for the files looked into so far."""
+        self._rows_in: list[tuple[int, int]] = []
+        """Smallest and largest row number in each of these files."""
         self._held: OrderedDict[int, tuple[int, list[dict[str, Tensor]]]] = OrderedDict()
         """By request: number of files read, and the request's readings in each."""
 
@@ -124,9 +132,7 @@ class _PartReadings:
         names, files = run.journal.names("readings"), CheckedFiles(run.directory, run.journal.checksums)
         owners = run.rows.request_id.to_numpy()
         with self._lock:
-            for name in names[len(self._requests_in) :]:
-                row = read_tensor(files, name, header_of(files, name)["row"])
-                self._requests_in.append({*np.unique(owners[row.numpy()]).tolist()})
+            self._look_into(names, files, owners)
             count, pieces = self._held.pop(request_id, (0, []))
             for number in range(count, len(names)):
                 if request_id in self._requests_in[number]:
@@ -143,6 +149,31 @@ class _PartReadings:
         columns = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
         chosen = torch.isin(columns["row"], torch.tensor(rows))
         return {key: column[chosen] for key, column in columns.items()}
+
+    def of_rows(self, run: FollowedRun, rows: np.ndarray) -> dict[str, Tensor]:
+        """Returns the columns, as from `LensReader.take`, of readings of these rows of any requests. Reads the files
+        that can hold one of them, and keeps nothing."""
+        names, files = run.journal.names("readings"), CheckedFiles(run.directory, run.journal.checksums)
+        wanted = torch.tensor(rows)
+        with self._lock:
+            self._look_into(names, files, run.rows.request_id.to_numpy())
+            bounds = self._rows_in[: len(names)]
+        parts = []
+        for name, (low, high) in zip(names, bounds, strict=True):
+            if ((wanted >= low) & (wanted <= high)).any():
+                part = {key: read_tensor(files, name, entry) for key, entry in header_of(files, name).items()}
+                chosen = torch.isin(part["row"], wanted)
+                parts.append({key: column[chosen] for key, column in part.items()})
+        if not parts:
+            return dict(_NO_READINGS)
+        return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+    def _look_into(self, names: Sequence[str], files: CheckedFiles, owners: np.ndarray) -> None:
+        """Notes the requests and the rows of each new file. owners: request of each row."""
+        for name in names[len(self._requests_in) :]:
+            row = read_tensor(files, name, header_of(files, name)["row"]).numpy()
+            self._requests_in.append({*np.unique(owners[row]).tolist()})
+            self._rows_in.append((int(row.min()), int(row.max())) if len(row) else (0, -1))
 
 
 _NO_READINGS = {

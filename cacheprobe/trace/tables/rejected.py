@@ -1,5 +1,6 @@
 """Lists every rejected draft of a run: what was drafted, what was committed instead, and which layers decided."""
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -17,12 +18,17 @@ _TYPES = {
     **dict.fromkeys(("committed_token_id", "drafter_layer", "flip_layer"), "Int64"),
     **dict.fromkeys(("margin_nats", "margin_at_least_nats"), "Float64"),
 }
-"""Type of each column of `rejected_of`."""
+"""Type of each column of `Trace.rejected`."""
+DECIDED_COLUMNS = ["flip_layer", "margin_nats", "margin_at_least_nats"]
+"""Columns that need lens readings."""
 REJECTED_COLUMNS = [
     "request_id", "step", "position", "drafted_token_id", "drafted_token", "committed_token_id", "committed_token",
     "num_rolled_back", "drafted_step", "drafter_layer", "flip_layer", "margin_nats", "margin_at_least_nats",
     "text_before",
 ]  # fmt: skip
+DECIDING_COLUMNS = ["row", "request_id", "step", "position", "layer", "token_id", "committed_token_id",
+                    "committed_logprob_nats", "top_token_ids", "top_logprob_nats"]  # fmt: skip
+"""Columns of the lens readings that `layers_that_decided` needs."""
 
 
 def rejected_of(trace: "TraceData") -> pd.DataFrame:
@@ -31,45 +37,74 @@ def rejected_of(trace: "TraceData") -> pd.DataFrame:
     Needs no model, unless Z is not read yet. A run without lens readings has no flip_layer and no margins.
     Twin: tests.twins.rejected_slowly, ==.
     """
-    drafts = drafts_table(trace.event_table)
+    prompts = {request.request_id: request.prompt_token_ids for request in trace.requests}
+    table = rejected_drafts(trace.event_table, trace.row_table, prompts, trace.tokens, trace.token_texts)
+    readings = None if table.empty else trace.hypothesis_table
+    return with_layers(table, None if readings is None else layers_that_decided(table, readings))
+
+
+def rejected_drafts(
+    events: pd.DataFrame,
+    rows: pd.DataFrame,
+    prompts: Mapping[int, Sequence[int]],
+    tokens: Mapping[int, Sequence[int]],
+    texts: Mapping[int, str],
+) -> pd.DataFrame:
+    """Returns the columns of `Trace.rejected` that need no lens readings: a DataFrame with one line for each rejected
+    draft, by request and step.
+
+    events, rows: as in `Trace.events` and `Trace.rows`.  prompts, tokens: token ids by request, of its prompt and of
+    what it committed.  texts: by token id.
+    """
+    drafts = drafts_table(events)
     drafts = drafts[drafts.verdict == "rejected"]
+    names = [name for name in REJECTED_COLUMNS if name not in DECIDED_COLUMNS]
+    types = {name: _TYPES[name] for name in names}
     if drafts.empty:
-        return pd.DataFrame(columns=REJECTED_COLUMNS).astype(_TYPES)
-    lengths = {request.request_id: request.num_prompt_tokens for request in trace.requests}
-    position = drafts.request_id.map(lengths) + drafts.place
+        return pd.DataFrame(columns=names).astype(types)
+    lengths = {request_id: len(prompts[request_id]) for request_id in drafts.request_id.unique().tolist()}
     table = pd.DataFrame(
         {
             "request_id": drafts.request_id,
             "step": drafts.judged.astype("int64"),
-            "position": position,
+            "position": drafts.request_id.map(lengths) + drafts.place,
             "drafted_token_id": drafts.drafted_token_id,
             "drafted_step": drafts.born,
         }
     )
-    events = trace.event_table[["request_id", "step", "num_rolled_back"]]
-    table = table.merge(events, on=["request_id", "step"], how="left", validate="one_to_one")
-    texts = trace.token_texts
-    tokens = {request_id: _tokens_of(trace, request_id) for request_id in table.request_id.unique().tolist()}
-    places = [(tokens[request_id], at) for request_id, at in zip(table.request_id, table.position, strict=True)]
+    lost = events[["request_id", "step", "num_rolled_back"]]
+    table = table.merge(lost, on=["request_id", "step"], how="left", validate="one_to_one")
+    whole = {request_id: [*prompts[request_id], *tokens[request_id]] for request_id in lengths}
+    places = [(whole[request_id], at) for request_id, at in zip(table.request_id, table.position, strict=True)]
     committed = [ids[at] if at < len(ids) else None for ids, at in places]
     table["drafted_token"] = [texts.get(token, f"<{token}>") for token in table.drafted_token_id]
     table["committed_token_id"] = pd.array(committed, dtype="Int64")
     table["committed_token"] = [None if token is None else texts.get(token, f"<{token}>") for token in committed]
     before = [ids[max(at - TOKENS_AROUND, 0) : at] for ids, at in places]
     table["text_before"] = ["".join(texts.get(token, f"<{token}>") for token in ids) for ids in before]
-    table["drafter_layer"] = _drafter_layers(trace, table)
-    table = table.join(_layers_that_decided(trace, table))
-    return table.sort_values(["request_id", "step"], ignore_index=True)[REJECTED_COLUMNS].astype(_TYPES)
+    table["drafter_layer"] = _drafter_layers(rows, table)
+    return table.sort_values(["request_id", "step"], ignore_index=True)[names].astype(types)
 
 
-def _tokens_of(trace: "TraceData", request_id: int) -> list[int]:
-    """Returns the token ids of a request: its prompt, and what it committed."""
-    return [*trace.requests[request_id].prompt_token_ids, *trace.tokens[request_id]]
+def with_layers(table: pd.DataFrame, decided: pd.DataFrame | None) -> pd.DataFrame:
+    """Returns all columns of `Trace.rejected`. table: from `rejected_drafts`.  decided: from `layers_that_decided`; if
+    None, these columns are null."""
+    if decided is None:
+        decided = pd.DataFrame(dict.fromkeys(DECIDED_COLUMNS, pd.NA), index=table.index)
+    return table.join(decided)[REJECTED_COLUMNS].astype(_TYPES)
 
 
-def _drafter_layers(trace: "TraceData", table: pd.DataFrame) -> pd.api.extensions.ExtensionArray:
+def judging_rows(table: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:
+    """Returns the number of the row that judged each rejected draft: of the verify pass, one position before the draft.
+    A Series of Int64 with the index of `table`, from `rejected_drafts`; null if there is no such row."""
+    keys = ["request_id", "step", "position"]
+    wanted = table[keys].assign(position=table.position - 1)
+    found = wanted.merge(rows[[*keys, "row"]].drop_duplicates(keys), on=keys, how="left")
+    return pd.Series(pd.array(found.row, dtype="Int64"), index=table.index)
+
+
+def _drafter_layers(rows: pd.DataFrame, table: pd.DataFrame) -> pd.api.extensions.ExtensionArray:
     """Returns the last layer of the pass that drafted each token; null for a draft of all layers or of no pass."""
-    rows = trace.row_table
     early = rows[rows.num_layers < rows.num_layers.max()]
     predicting = early.assign(position=early.position + 1, drafted_step=early.step, drafter_layer=early.num_layers - 1)
     keys = ["request_id", "drafted_step", "position"]
@@ -77,13 +112,13 @@ def _drafter_layers(trace: "TraceData", table: pd.DataFrame) -> pd.api.extension
     return pd.array(found.drafter_layer, dtype="Int64")
 
 
-def _layers_that_decided(trace: "TraceData", table: pd.DataFrame) -> pd.DataFrame:
-    """Returns flip_layer and both margins of each line, from the readings of the verify row that judged the draft."""
-    names = ("flip_layer", "margin_nats", "margin_at_least_nats")
-    nothing = pd.DataFrame(dict.fromkeys(names, pd.NA), index=table.index)
-    readings = trace.hypothesis_table
-    if readings is None:
-        return nothing
+def layers_that_decided(table: pd.DataFrame, readings: pd.DataFrame) -> pd.DataFrame:
+    """Returns flip_layer and both margins of each line, from the readings of the verify row that judged the draft: a
+    DataFrame with the index of `table`, null for a line whose row has no reading.
+
+    table: from `rejected_drafts`.  readings: with `DECIDING_COLUMNS`.
+    """
+    nothing = pd.DataFrame(dict.fromkeys(DECIDED_COLUMNS, pd.NA), index=table.index)
     judging = pd.DataFrame(
         {
             "line": table.index,
@@ -105,5 +140,5 @@ def _layers_that_decided(trace: "TraceData", table: pd.DataFrame) -> pd.DataFram
     ]
     largest = [nats[-1] if known is None else known for known, nats in zip(drafted, last.top_logprob_nats, strict=True)]
     margins = [last.committed_logprob_nats - pd.array(of, dtype="Float64") for of in (drafted, largest)]
-    found = dict(zip(names, (flips, *margins), strict=True))
+    found = dict(zip(DECIDED_COLUMNS, (flips, *margins), strict=True))
     return pd.DataFrame(found, index=table.index)

@@ -1,0 +1,118 @@
+// The page's keys. What each does is listed in the dialog that "?" shows; see KEYS in shell.py.
+(function () {
+  "use strict";
+  const place = (name) => document.getElementById(name);
+  const TYPES = "input:not(.dash-dropdown-focus-target),textarea,select,[role=listbox],[role=option],[role=menu]";
+  const SLIDES = "[role=slider]";  // takes arrows, Home and End
+  const LINES = "#rejected-view tr[data-intent]", GRID = "#grid-view svg.readings";
+  const ARROWS = {ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1]};
+  let change = null, current = null, searches = false;
+
+  // Focuses the search box as soon as the list is drawn.
+  function search() {
+    searches = true;
+    if (current().tab !== "rejected") change({intent: "tab", tab: "rejected"});
+    focus_search();
+  }
+
+  function focus_search() {
+    const box = place("rejected-search");
+    if (current().tab !== "rejected") searches = false;
+    if (!searches || !box || !box.checkVisibility()) return;
+    searches = false;
+    box.focus();
+    box.select();
+  }
+
+  function help() {
+    const dialog = place("keys");
+    if (dialog.open) dialog.close();
+    else dialog.showModal();
+  }
+
+  // Moves the focus among the lines of the list. Returns whether the key is one of the list's.
+  function in_list(line, key) {
+    const lines = [...document.querySelectorAll(LINES)], here = lines.indexOf(line);
+    const to = {ArrowUp: here - 1, ArrowDown: here + 1, Home: 0, End: lines.length - 1}[key];
+    if (key === "Enter") change({...line.dataset});
+    else if (to === undefined) return false;
+    else if (lines[to]) lines[to].focus();
+    else if (to < 0) place("rejected-search").focus();
+    return true;
+  }
+
+  // Moves the chosen cell of the lens grid: across the rows that are drawn, on to the next page, or to another layer.
+  function in_grid(grid, [across, up]) {
+    if (up) change({intent: "layer", by: up});
+    if (!across) return;
+    const {position, row} = current(), columns = [...grid.querySelectorAll(".column")];
+    const is_chosen = ({dataset}) => row === null || row === undefined
+      ? Number(dataset.position) === position : Number(dataset.row) === row;
+    const here = columns.findIndex(is_chosen), next = here < 0 ? null : columns[here + across];
+    if (!next) {
+      change({intent: "position", by: across});
+      return;
+    }
+    change({...next.dataset, intent: "pick"});
+    const scroll = grid.closest(".scroll"), [{left, right}, box] = [next, scroll].map((one) => one.getBoundingClientRect());
+    if (left < box.left || right > box.right) scroll.scrollLeft += left - box.left - box.width / 2;
+  }
+
+  function go_to_grid() {
+    const grid = document.querySelector(GRID);
+    if (current().tab !== "replay") change({intent: "tab", tab: "replay"});
+    if (!grid) return;
+    grid.focus({preventScroll: true});
+    grid.scrollIntoView({block: "center"});
+  }
+
+  // Keys that do the same wherever the focus is. Returns whether the key is one of them.
+  function anywhere(key) {
+    const acts = {n: () => change({intent: "walk", by: 1}), p: () => change({intent: "walk", by: -1}), "/": search,
+      "?": help, g: go_to_grid};
+    if (acts[key]) acts[key]();
+    return !!acts[key];
+  }
+
+  // Keys that move the step or the chosen token, where these are shown. Returns whether the key is one of them.
+  function in_request(key, is_shifted) {
+    if (is_shifted || place("transport").hidden) return false;
+    const to = {Home: "first", End: "last"}[key], by = (ARROWS[key] || [0])[0];
+    if (to) change({intent: "position", to});
+    else if (by) change({intent: "step", by});
+    return !!(to || by);
+  }
+
+  function takes(event) {
+    const {key, target, shiftKey} = event, line = target.closest(LINES), grid = target.closest(GRID);
+    if (target.id === "rejected-search" && ["Enter", "ArrowDown"].includes(key)) {
+      const first = document.querySelector(LINES);
+      if (first) first.focus();
+      return true;
+    }
+    if (target.closest(TYPES)) return false;
+    if (place("keys").open) return key === "?" && anywhere(key);
+    if (line && in_list(line, key)) return true;
+    if (grid && ARROWS[key] && !shiftKey) {
+      in_grid(grid, ARROWS[key]);
+      return true;
+    }
+    return anywhere(key) || (!target.closest(SLIDES) && in_request(key, shiftKey));
+  }
+
+  function start(changes, at) {
+    [change, current] = [changes, at];
+    document.addEventListener("keydown", (event) => {
+      if (event.altKey || event.ctrlKey || event.metaKey || event.isComposing) return;
+      if (takes(event)) event.preventDefault();
+    });
+    document.addEventListener("input", ({target}) => {
+      if (target.id === "rejected-search") change({intent: "find", find: target.value});
+    });
+    place("keys-open").addEventListener("click", help);
+    place("keys").addEventListener("click", ({target}) => { if (target.matches("button,dialog")) place("keys").close(); });
+    new MutationObserver(focus_search).observe(place("rejected-view"), {childList: true, subtree: true});
+  }
+
+  window.cacheprobe = {...window.cacheprobe, keys: {start}};
+})();

@@ -1,0 +1,210 @@
+"""Lists the rejected drafts of a run, and finds the next or previous one from a chosen place."""
+
+import math
+
+import pandas as pd
+
+from cacheprobe.core.values import JsonDict, TableLine
+from cacheprobe.dashboard.book import Book
+from cacheprobe.dashboard.facts import request_story
+from cacheprobe.dashboard.questions import CannotShow, PageQuestion, number, whole
+from cacheprobe.dashboard.rejections import LINES_A_PAGE, SORTS, Selection
+from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.plots.report.rejections import margin_of, quoted
+from cacheprobe.plots.text import markup, plain, shorten, text_of
+from cacheprobe.trace.tables.rejected import TOKENS_AROUND
+
+MOST_LETTERS = 200
+"""Largest length of a searched text."""
+_WIDTH = 28
+"""Largest width of the text on one side of a token, in columns of a monospaced font."""
+_HEADS = {
+    "drafted": "drafted",
+    "committed": "committed",
+    "request": "request",
+    "step": "step",
+    "position": "position",
+    "drafter": "drafter’s layer",
+    "flip": "flips at layer",
+    "margin": "margin, nats",
+}
+"""Heads of the columns, by the key in SORTS."""
+_NUMBERS = ("request", "step", "position", "drafter", "flip", "margin")
+
+
+def view(shelf: Shelf, question: PageQuestion) -> str:
+    """Returns HTML: one page of the list of rejected drafts, with the search, the filter and the pages. A line carries
+    data-request, data-step and data-position: those of the row that predicts the drafted token. A sentence, if no draft
+    was rejected."""
+    book, selection = _selection(shelf, question)
+    rejections = book.rejections
+    if rejections.drafts.empty:
+        return _without_rejections(book)
+    lines = rejections.lines(selection)
+    last_page = max(math.ceil(len(lines) / LINES_A_PAGE) - 1, 0)
+    page = 0 if question.get("page") is None else min(max(number(question["page"], "page"), 0), last_page)
+    shown = rejections.table(lines[page * LINES_A_PAGE : (page + 1) * LINES_A_PAGE])
+    body = "".join(_line(book, line) for line in shown.itertuples())
+    rejections.read_ahead()
+    return (
+        f"<h2>{markup(_finding(rejections.drafts))}</h2><p class='note'>{_note(book)}</p>"
+        f"{_finder(selection)}{_pages(len(lines), page, last_page)}"
+        + (f"<div class='scroll'><table class='rejected'>{_head(selection.sort)}<tbody>{body}</tbody></table></div>"
+           if len(lines) else f"<p class='refused'>{markup(_nothing_found(selection))}</p>")
+    )  # fmt: skip
+
+
+def walk(shelf: Shelf, question: PageQuestion) -> JsonDict:
+    """Returns the rejected draft that is question["by"] lines on in the list from a place, as a dict: request, step,
+    position (of the row that predicts the drafted token), page of the list, and for another request story, what
+    `facts.request_story` returns of it, which the page needs next. If there is none: says, a sentence.
+
+    question: request, step and position of the place, which a row predicts; and what the list holds, as for `view`.
+    """
+    among = {**question, "request": question.get("among")}
+    book, selection = _selection(shelf, among)
+    by, step = number(question["by"], "by"), number(question["step"], "step")
+    if not by:
+        raise CannotShow("by is a number other than 0")
+    request = whole(question["request"], "request", len(book.run.requests))
+    place = (request, step, number(question["position"], "position") + 1)
+    target = book.rejections.walk(selection, place, by)
+    if target is None:
+        if book.rejections.drafts.empty:
+            return {"says": "no draft of this run was rejected"}
+        limits = " in the list as it is searched, sorted or filtered" if selection != Selection() else ""
+        return {"says": f"there is no rejected draft {'after' if by > 0 else 'before'} this place{limits}"}
+    line = book.rejections.drafts.iloc[book.rejections.lines(selection)[target]]
+    found = int(line.request_id)
+    return {
+        "request": found,
+        "step": int(line.step),
+        "position": int(line.position) - 1,
+        "page": target // LINES_A_PAGE,
+        **({} if found == request else {"story": request_story(shelf, {"run": question["run"], "request": found})}),
+    }
+
+
+def _selection(shelf: Shelf, question: PageQuestion) -> tuple[Book, Selection]:
+    """Returns (Book of the run, Selection) that a question names. Raises: CannotShow for values of other kinds."""
+    book = shelf.book(question["run"])
+    find, sort, request = (question.get(name) for name in ("find", "sort", "request"))
+    if not isinstance(find or "", str) or len(find or "") > MOST_LETTERS:
+        raise CannotShow(f"a searched text has at most {MOST_LETTERS} letters")
+    if sort and (not isinstance(sort, str) or sort.removeprefix("-") not in SORTS):
+        raise CannotShow(f"the list is sorted by {', '.join(SORTS)}, got {sort!r:.40}")
+    if request is not None:
+        request = whole(request, "request", len(book.run.requests))
+    return book, Selection(find or "", sort or "", request)
+
+
+def _finding(drafts: pd.DataFrame) -> str:
+    count, num_requests = len(drafts), drafts.request_id.nunique()
+    of_requests = f"in {num_requests:,} request{'s' * (num_requests != 1)}"
+    return f"{count:,} draft{'s were' if count != 1 else ' was'} rejected, {of_requests}"
+
+
+def _without_rejections(book: Book) -> str:
+    """Returns HTML that says why a run has no rejected draft."""
+    count = int(book.run.events.draft_token_ids.map(len).sum())
+    if "growing" in book.run.meta:
+        why = "The run is not finished; a rejected draft is listed here as soon as it is recorded."
+    elif count:
+        why = f"The verifier accepted all {count:,} draft tokens that it judged."
+    else:
+        why = "No draft token was verified: name a drafter (<code>cacheprobe run --drafter</code>) to record some."
+    so_far = " so far" if "growing" in book.run.meta else ""
+    return f"<h2>No draft of {markup(book.name)} was rejected{so_far}</h2><p class='note'>{why}</p>"
+
+
+def _note(book: Book) -> str:
+    """Returns HTML: what a line is, and what the run lacks."""
+    said = "A line is the first token of a draft that the verifier did not choose; a click or Enter opens it. "
+    if book.run.has_readings:
+        return said + (
+            "It flips at the layer from which the committed token stays the lens’s first choice. The margin is how "
+            "much more log-probability the last layer gives to the committed token (“&gt;”: the drafted token is not "
+            "among the top tokens read)."
+        )
+    why = 'read no lens yet (<code>lens="later"</code>)' if book.run.is_unread else "recorded no lens readings (Z)"
+    return said + f"This run {why}: the layer at which a token flips and its margin are not known."
+
+
+def _nothing_found(selection: Selection) -> str:
+    of_request = "" if selection.request is None else f" of request {selection.request}"
+    having = f" has “{shorten(plain(selection.find), 60)}” in it or before it" if selection.find else " is there"
+    return f"No rejected draft{of_request}{having}."
+
+
+def _finder(selection: Selection) -> str:
+    """Returns HTML of the search box and the filter. The box has no value: the page's script sets it, so an answer
+    does not change what is typed meanwhile."""
+    pressed = "false" if selection.request is None else "true"
+    return (
+        "<div class='finder'><input type='search' id='rejected-search' maxlength='"
+        f"{MOST_LETTERS}' placeholder='search tokens and text  ( / )' aria-label='search rejected drafts' "
+        "autocomplete='off' spellcheck='false'>"
+        f"<button class='plain' data-intent='among' aria-pressed='{pressed}'>only the chosen request</button></div>"
+    )
+
+
+def _pages(count: int, page: int, last_page: int) -> str:
+    """Returns HTML: which lines are shown, and buttons to the other pages."""
+    first, last = page * LINES_A_PAGE + 1, min((page + 1) * LINES_A_PAGE, count)
+    says = f"{first:,} to {last:,} of {count:,}" if count > 1 else f"{count} line"
+
+    def button(name: str, sign: str, to: int) -> str:
+        """Returns a button to a page; one that cannot be used if it is no other page."""
+        unusable = "" if 0 <= to <= last_page and to != page else " disabled"
+        return f"<button class='icon' title='{name}' data-intent='page' data-page='{to}'{unusable}>{sign}</button>"
+
+    buttons = [button("first page", "«", 0), button("previous page", "‹", page - 1)]
+    buttons += [button("next page", "›", page + 1), button("last page", "»", last_page)]
+    shown = "".join(buttons) if last_page else ""
+    return f"<div class='pages'><span role='status'>{says}</span>{shown}</div>"
+
+
+def _head(sort: str) -> str:
+    """Returns HTML of the line of heads, which sort the list."""
+    cells = []
+    for key, name in _HEADS.items():
+        is_sorted, side = sort.removeprefix("-") == key, " class='number'" if key in _NUMBERS else ""
+        order = f" aria-sort='{'descending' if sort.startswith('-') else 'ascending'}'" if is_sorted else ""
+        sign = (" ▼" if sort.startswith("-") else " ▲") if is_sorted else ""
+        cells.append(f"<th{side}{order}><button data-intent='sort' data-sort='{key}'>{name}{sign}</button></th>")
+    return f"<thead><tr>{''.join(cells)}<th>text around</th></tr></thead>"
+
+
+def _line(book: Book, line: TableLine) -> str:
+    """Returns HTML of one line of the list."""
+    numbers = {"request": line.request_id, "step": line.step, "position": line.position}
+    layers = {"drafter": line.drafter_layer, "flip": line.flip_layer}
+    cells: dict[str, object] = {**numbers, **{k: "—" if pd.isna(v) else int(v) for k, v in layers.items()}}
+    cells["margin"] = margin_of(line)
+    shown = [
+        f"<td class='drafted'>{markup(quoted(line.drafted_token))}</td>",
+        f"<td class='committed'>{markup(quoted(line.committed_token))}</td>",
+        *(f"<td class='number' data-name='{_HEADS[key]}'>{markup(str(cells[key]))}</td>" for key in _NUMBERS),
+        f"<td class='around'>{_text_around(book, line)}</td>",
+    ]
+    about = f"data-request='{line.request_id}' data-step='{line.step}' data-position='{line.position - 1}'"
+    return f"<tr data-intent='draft' tabindex='-1' {about}>{''.join(shown)}</tr>"
+
+
+def _text_around(book: Book, line: TableLine) -> str:
+    """Returns HTML: the text before a rejected draft token, the token, the committed one, and the text after."""
+    request = book.run.request(line.request_id)
+    start = line.position + 1 - len(request["prompt_token_ids"])
+    ids = request["committed_token_ids"][start : start + TOKENS_AROUND]
+    after = "".join(text_of(book.run.token_texts, token) for token in ids)
+    before = _cut(line.text_before, keeps_end=True)
+    return f"{before}<del>{_cut(line.drafted_token)}</del><ins>{_cut(line.committed_token)}</ins>{_cut(after)}"
+
+
+def _cut(text: str | None, *, keeps_end: bool = False) -> str:
+    """Returns a text with visible control characters, cut to a width at its end or at its beginning, and escaped; ""
+    for None."""
+    if not text:
+        return ""
+    shown = plain(text)
+    return markup(shorten(shown[::-1], _WIDTH)[::-1] if keeps_end else shorten(shown, _WIDTH))
