@@ -3,6 +3,7 @@
 import copy
 from functools import cache
 
+import pytest
 import torch
 
 import cacheprobe as cp
@@ -10,7 +11,7 @@ from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.hf.tiny import FAMILIES, SLIDING, VOCAB
 from cacheprobe.models.hf.tiny import tiny_model as hf_model
 
-__all__ = ["FAMILIES", "PROMPTS", "SLIDING", "SMALL", "VOCAB", "hf_model", "loaded", "perturbed"]
+__all__ = ["FAMILIES", "PROMPTS", "QUICK_FAMILIES", "SLIDING", "SMALL", "VOCAB", "hf_model", "loaded", "perturbed"]
 
 
 @cache
@@ -27,6 +28,11 @@ def perturbed(model: BridgeLM, scale: float, seed: int = 1) -> BridgeLM:
         for weight in live.parameters():
             weight += scale * torch.randn(weight.shape, generator=generator, dtype=torch.float32).to(weight.dtype)
     return cp.load_model(live)
+
+
+QUICK = ("llama", "gpt2", "gpt-neox", "gemma3")
+"""Families that differ most. A slow test of every family takes these in `make test`, and all in `make test-all`."""
+QUICK_FAMILIES = [pytest.param(f, marks=[] if f in QUICK else [pytest.mark.slow]) for f in FAMILIES]
 
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [3] * 40, [11, 12], [50, 51, 52, 53, 54, 55, 56]]

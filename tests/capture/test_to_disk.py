@@ -152,7 +152,7 @@ def test_a_run_goes_on_wherever_it_stopped(drafter: str, tmp_path: Path, monkeyp
     """The disk fails at the n-th write, for several n: the parts before stay, and the run is continued."""
     whole = cp.run(loaded(), PROMPTS, **LONG, drafter=DRAFTERS[drafter]())
     write = disk_writer.RunFiles._write_whole
-    for number in (2, 17, 50):
+    for number in (2, 30):
         count = iter(range(10**6))
 
         def fail(*given: Any, number: int = number, count: Any = count) -> None:
@@ -165,7 +165,7 @@ def test_a_run_goes_on_wherever_it_stopped(drafter: str, tmp_path: Path, monkeyp
             patched.setattr(disk_writer.RunFiles, "_write_whole", fail)
             with pytest.raises(_Stopped):
                 recorded(directory, drafter)
-        require_continued(directory, drafter, whole, is_verified=number == 17)
+        require_continued(directory, drafter, whole, is_verified=number == 30)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])

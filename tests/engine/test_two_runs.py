@@ -15,7 +15,7 @@ from cacheprobe.interventions import zero
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.paths import choose_path, user_hooks
-from tests.tiny import FAMILIES, PROMPTS, SMALL, hf_model, loaded
+from tests.tiny import PROMPTS, QUICK_FAMILIES, SMALL, hf_model, loaded
 
 LIGHT = dict(SMALL, deterministic=True, max_new_tokens=8)
 LIGHT.pop("progress")
@@ -179,7 +179,7 @@ def test_a_stream_that_is_left_blocks_nobody(leave: str) -> None:
     assert digests(cp.run(model, FEW, **LIGHT, capture=HEADS, progress=False)) == want
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_a_live_model_is_loaded_twice(family: str) -> None:
     """The second wrapping ended with a KeyError."""
     one = cp.load_model(live := hf_model(family))

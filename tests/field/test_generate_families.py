@@ -42,8 +42,8 @@ MAY_STAY_UNTRIED = frozenset("dots3_note gemma3n gemma4_assistant gemma4_unified
 other two are tried under their own names."""
 
 QUICK = frozenset(
-    "bitnet cohere deepseek_v3 gemma2 gemma3_text gpt2 gpt_bigcode gpt_neox gptj granite llama mistral mixtral mpt "
-    "olmo2 phi phi3 qwen2 qwen3 qwen3_moe bart bert bloom blt exaone4 falcon gpt_neo gpt_oss lfm2 llama4_text mamba "
+    "bitnet deepseek_v3 gemma2 gemma3_text gpt2 gpt_neox gptj llama mixtral mpt "
+    "olmo2 phi qwen2 qwen3 qwen3_moe bart bert bloom blt exaone4 falcon gpt_neo gpt_oss lfm2 llama4_text mamba "
     "opt qwen3_5_text rwkv".split()
 )
 """Tried by `make test`: the families that other tests use, and at least one of each other kind. The rest are slow."""
