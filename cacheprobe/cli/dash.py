@@ -7,6 +7,7 @@ from typing import Annotated
 from cyclopts import App
 
 from cacheprobe.cli.config import SEVERAL, fill
+from cacheprobe.core.terminal import DASH_PORT
 
 dash = App(
     name="dash", help="Look at stored runs in a browser, with linked views.", help_format="plaintext", config=fill
@@ -17,7 +18,7 @@ dash = App(
 def open_runs(
     *runs: Path,
     config: Path | None = None,
-    port: int = 8050,
+    port: int = DASH_PORT,
     host: str = "127.0.0.1",
     model: str | None = None,
     lens: Annotated[tuple[Path, ...], SEVERAL] = (),

@@ -4,6 +4,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+DASH_PORT = 8050
+"""Port at which `cacheprobe dash` listens by default. It prints its address."""
+
 
 class Listing(NamedTuple):
     """Holds a small table for a terminal: a title, columns, lines of text cells, and a note. No text in it may have a

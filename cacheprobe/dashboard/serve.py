@@ -7,12 +7,13 @@ from threading import Thread
 
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
+from cacheprobe.core.terminal import DASH_PORT
 from cacheprobe.dashboard.app import guard, make_app
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.shelf import Shelf
 
 
-def listen(shelf: Shelf, host: str = "127.0.0.1", port: int = 8050) -> BaseWSGIServer:
+def listen(shelf: Shelf, host: str = "127.0.0.1", port: int = DASH_PORT) -> BaseWSGIServer:
     """Returns a web server of the dashboard that is bound to its address; it answers once the caller calls
     `serve_forever()`. Starts a thread that computes the tables of the first run that can be opened.
 

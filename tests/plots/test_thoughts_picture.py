@@ -314,7 +314,7 @@ def test_every_thought_can_be_chosen_and_the_committed_one_is_shown_first(trace:
 
 def test_the_report_shows_thoughts_after_the_windows(trace: cp.Trace) -> None:
     html = report_html(trace, 0)
-    heads = re.findall(r"<h2>(.*?)</h2>", html)
+    heads = re.findall(r"<h2[^>]*>(.*?)</h2>", html)
     assert heads.index("What was thought of every chunk") == heads.index("From draft to commit") + 1
     assert html.count('<figure class="thoughts">') == 1 and "The same in numbers" in html
     title = re.search(r'<figure class="thoughts"><h3>(.*?)</h3>', html)

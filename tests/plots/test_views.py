@@ -236,3 +236,12 @@ def test_failed_write_leaves_the_old_report(trace: cp.Trace, tmp_path: Path, mon
     with pytest.raises(OSError, match="disk full"):
         cp.plots.write_report(trace, path)
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["report.html"]
+
+
+def test_the_contents_name_every_section_once_and_lead_to_it(trace: cp.Trace) -> None:
+    html = report_html(trace, 0)
+    sections = re.findall(r'<h2 id="(.*?)">(.*?)</h2>', html)
+    links = re.findall(r'<li><a href="#(.*?)">(.*?)</a></li>', html)
+    assert links == sections and html.count("<h2") == len(sections) == len({*sections}) >= 5
+    assert "Every rejected draft" in dict(sections).values()
+    assert 'href="http://127.0.0.1:8050/?run=0&amp;request=0"' in html

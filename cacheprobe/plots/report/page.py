@@ -2,6 +2,7 @@
 scheme."""
 
 import json
+from collections.abc import Sequence
 
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
@@ -39,6 +40,8 @@ table.wide{{min-width:620px}}
 th,td{{text-align:left;padding:6px 14px 6px 0;border-bottom:1px solid var(--line);vertical-align:top}}
 td{{overflow-wrap:break-word;max-width:60ch}}
 td.number,th.number{{text-align:right;font-variant-numeric:tabular-nums}}
+.contents ol{{margin:8px 0;padding-left:1.4em;columns:2 300px;font-size:14px}}
+.contents a{{color:inherit}}
 details{{margin-top:24px;border:1px solid var(--line);border-radius:10px;padding:10px 16px}}
 summary{{cursor:pointer;font-weight:600}}
 #tip{{position:fixed;z-index:9;max-width:min(420px,90vw);box-sizing:border-box;padding:6px 10px;font-size:13px;
@@ -83,6 +86,17 @@ def page(title: str, body: str) -> str:
         f'<script>{get_plotlyjs()}</script></head>\n<body class="cp">{svg.TEXTURES}<main>{body}</main>\n'
         f"<div id='tip' hidden></div><script>{_THEME_SCRIPT.replace('TEMPLATES', templates)}</script></body></html>\n"
     )
+
+
+def with_contents(head: str, sections: Sequence[str]) -> str:
+    """Returns HTML: `head`, a list of links to the sections by their headings, and the sections. Each begins with an
+    <h2>, which gets an id."""
+    links, bodies = [], []
+    for number, section in enumerate(sections, start=1):
+        title = section[len("<h2>") : section.index("</h2>")]
+        links.append(f'<li><a href="#section-{number}">{title}</a></li>')
+        bodies.append(section.replace("<h2>", f'<h2 id="section-{number}">', 1))
+    return f'{head}<nav class="contents" aria-label="Contents"><ol>{"".join(links)}</ol></nav>' + "\n".join(bodies)
 
 
 def block(name: str, title: str, note: str, picture: str) -> str:

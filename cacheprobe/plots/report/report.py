@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 from cacheprobe.analysis.of_trace import lens_readings
 from cacheprobe.core.files import write_whole
 from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import DASH_PORT
 from cacheprobe.plots.diagrams.diagram import legend, side_by_side
 from cacheprobe.plots.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
 from cacheprobe.plots.lens_table import BELOW
 from cacheprobe.plots.report.figures import report_figures, report_grids, report_panels, shown_positions
 from cacheprobe.plots.report.insight import first_insight
-from cacheprobe.plots.report.page import block, figure_block, page, table
+from cacheprobe.plots.report.page import block, figure_block, page, table, with_contents
 from cacheprobe.plots.report.prompt_block import prompt_block
 from cacheprobe.plots.report.prose import behaviour_sentences, run_sentence
 from cacheprobe.plots.report.rejections import rejections_section
@@ -61,7 +62,7 @@ def report_html(trace: "Trace", request_id: int, *, progress: bool = False) -> s
         for section in sections:
             parts.append(section())
             bar.advance()
-    return page(f"cacheprobe: request {request_id} of {len(trace.requests)}", "\n".join(parts))
+    return page(f"cacheprobe: request {request_id} of {len(trace.requests)}", with_contents(parts[0], parts[1:]))
 
 
 def _head(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
@@ -69,7 +70,18 @@ def _head(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     if to_see := _first_thing_to_see(trace, request_id, texts):
         lead.append(f"<strong>One thing to see:</strong> {markup(to_see)}{'' if to_see.endswith('…') else '.'}")
     paragraphs = "".join(f"<p class='lead'>{sentence}</p>" for sentence in lead)
+    paragraphs += _to_the_dashboard(request_id)
     return f"<h1>What the model believed before it committed</h1>{paragraphs}"
+
+
+def _to_the_dashboard(request_id: int) -> str:
+    """Returns HTML: how to open the request in the dashboard. A report does not know its own directory, nor whether a
+    dashboard runs."""
+    address = f"http://127.0.0.1:{DASH_PORT}/?run=0&amp;request={request_id}"
+    return (
+        "<p class='note'>In the dashboard every token can be chosen: start <code>cacheprobe dash RUN</code> with the "
+        f'directory of this run, then open <a href="{address}">{address}</a>.</p>'
+    )
 
 
 def _first_thing_to_see(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
