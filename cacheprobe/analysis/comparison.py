@@ -1,11 +1,13 @@
 """Compares two runs from their tables and settings, and finds where they first differ. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import pandas as pd
 
+from cacheprobe.core.config import CaptureConfig, EngineConfig
+from cacheprobe.core.sampling_params import SamplingParams
 from cacheprobe.core.values import JsonDict
 
 StoredRequest: TypeAlias = Mapping[str, Any]
@@ -107,6 +109,12 @@ def _logprobs(events: pd.DataFrame) -> dict[int, list[float]]:
     return by_request
 
 
+_CAPTURED = ("layers", "positions", "phases", "statuses", "every", "keep", "dtype", "prompt_hypotheses", "top_k")
+"""Settings of `CaptureConfig` beside sites and heads."""
+_MOST_VALUES = 8
+"""Most values of one setting that are listed."""
+
+
 def setting_differences(
     ours: JsonDict, theirs: JsonDict, our_requests: Sequence[JsonDict], their_requests: Sequence[JsonDict]
 ) -> list[tuple[str, str, str]]:
@@ -116,13 +124,15 @@ def setting_differences(
     ours, theirs: metadata of the runs.  our_requests, their_requests: as `StoredRun.requests`.
     """
     pair = _in_words(ours, our_requests), _in_words(theirs, their_requests)
-    return [(name, *values) for name in pair[0] if (values := (pair[0][name], pair[1][name]))[0] != values[1]]
+    return [(name, *_listed(mine, pair[1][name])) for name, mine in pair[0].items() if mine != pair[1][name]]
 
 
 def _in_words(meta: JsonDict, requests: Sequence[JsonDict]) -> dict[str, str]:
-    fingerprint, capture = meta.get("fingerprint", {}), meta.get("capture", {})
+    """Returns each setting by its name in words. What an older run did not record has the default."""
+    fingerprint, capture = meta.get("fingerprint", {}), {**CaptureConfig().record(), **meta.get("capture", {})}
+    config = {**asdict(EngineConfig()), **meta.get("config", {})}
     changes = [", ".join(f"{k} {v}" for k, v in one.items()) for one in meta.get("interventions") or ()]
-    sampled = [request.get("sampling") or {} for request in requests]
+    sampled = [{**asdict(SamplingParams()), **(request.get("sampling") or {})} for request in requests]
     return {
         "model": str(fingerprint.get("model")),
         "weights": str(fingerprint.get("weights_sha256")),
@@ -134,14 +144,29 @@ def _in_words(meta: JsonDict, requests: Sequence[JsonDict]) -> dict[str, str]:
         "lens": str(meta.get("lens")),
         "requests": str(len(requests)),
         "deterministic requests": str(sum(bool(request.get("is_deterministic")) for request in requests)),
-        **{words: _values([of.get(name) for of in sampled]) for name, words in _SAMPLING.items()},
-        "window": str(fingerprint.get("window")),
-        "captured": ", ".join([*(capture.get("sites") or ""), *(capture.get("heads") or ())]) or "no states",
-        "captured layers": _values([capture.get("layers")]),
+        **{words: _values([_plain(of[name]) for of in sampled]) for name, words in _SAMPLING.items()},
+        **{name.replace("_", " "): _values([_plain(value)]) for name, value in config.items()},
+        "captured": ", ".join([*(capture["sites"] or ""), *capture["heads"]]) or "no states",
+        **{f"captured {name}": _values([_plain(capture[name])]) for name in _CAPTURED},
     }
+
+
+def _plain(value: object) -> object:
+    """Returns a tuple as a list, as a file holds it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _values(values: Sequence[object]) -> str:
     """Returns the value that all requests have, or the different ones in their order."""
     texts = ["not set" if value is None else str(value) for value in values]
     return texts[0] if len({*texts}) == 1 else ", ".join(texts)
+
+
+def _listed(ours: str, theirs: str) -> tuple[str, str]:
+    """Returns two values of a setting; of long lists the part from the first entry that differs."""
+    pair = ours.split(", "), theirs.split(", ")
+    start = next((i for i, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), 0)
+    if max(map(len, pair)) <= _MOST_VALUES:
+        return ours, theirs
+    shown = [", ".join(texts[start : start + _MOST_VALUES]) for texts in pair]
+    return f"from request {start} on: {shown[0]}, …", f"from request {start} on: {shown[1]}, …"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.capture.stored_states import require_model
+from cacheprobe.core.sampling_params import SamplingParams
 from cacheprobe.core.token_text import visible
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import PATHS
@@ -117,16 +118,15 @@ def flip(
     whose state was written; null for zero); token_id and token (the choice after the edit), flips (whether it is the
     drafted token), difference_nats (log-probability of the drafted minus the committed token), and change_nats
     (difference_nats minus that without an edit).
-    Raises: KeyError for an unknown request; ValueError if the step rejected no draft of the request, if `edits` names
-    states that the trace lacks, if it kept no states at `sites`, for a run that plain text does not reproduce
-    (interventions, cached keys and values, acceptance="rejection" with sampling), and if the model has other weights or
-    chooses another token than the verifier; ModelError for a model without `editing`.
+    Raises: KeyError for an unknown request; ValueError if the step rejected no draft of the request; if `edits` names
+    states that the trace lacks; as `require_reproducible`; if the model has other weights, or chooses another token
+    than the verifier. ModelError for a model without `editing`.
     Source: zero and mean ablation as in Wang et al. 2022 (arXiv 2211.00593); states of another run, Vig et al. 2020
     (arXiv 2004.12265).
     Twin: tests.twins.flip_slowly.flip_slowly: one plain forward for each edit, close(1e-4) in float32.
     """
     one = rejection_of(trace, int(request_id), int(step))
-    _require_reproducible(trace, one)
+    require_reproducible(trace, one)
     for site in sites:
         check_site(site, ("S", "T", "C"))
     lm = usable(require_model(trace, model), _path_of(trace))
@@ -169,9 +169,16 @@ def rejection_of(trace: "Trace", request_id: int, step: int) -> Rejection:
     return Rejection(request_id, step, position, int(line.drafted_token_id), chosen, int(line.born), text)
 
 
-def _require_reproducible(trace: "Trace", one: Rejection) -> None:
-    """Raises: ValueError if the run of a rejection did more than to read the request's text."""
+def require_reproducible(trace: "Trace", one: Rejection) -> None:
+    """Raises: ValueError if computing the request's text again would not give the run's verdict: the run had
+    interventions, or began with cached keys and values, or its verdict depends on probabilities that are not stored;
+    and for a Thinking States model, whose states are not edited."""
     request, about = trace.requests[one.request_id], f"request {one.request_id} step {one.step}"
+    if trace.fingerprint.get("path") == "thinking":
+        raise ValueError(
+            f"{about}: expected a run of a decoder, got one of {trace.fingerprint.get('model')}, a Thinking States "
+            "model; its states are not edited; choose another run"
+        )
     if trace.meta.get("interventions"):
         raise ValueError(
             f"{about}: expected a run without interventions, got one that they changed; run it again without them"
@@ -183,7 +190,7 @@ def _require_reproducible(trace: "Trace", one: Rejection) -> None:
         )
     sampling = request.sampling
     is_sampled = sampling is not None and not sampling.is_greedy and not request.is_deterministic
-    if is_sampled and trace.meta["config"]["acceptance"] == "rejection":
+    if is_sampled and trace.meta["config"].get("acceptance", "equality") == "rejection":
         raise ValueError(
             f"{about}: expected a verdict by equality of tokens, got one by acceptance='rejection', which depends on "
             "the drafter's probabilities, which are not stored; run it with acceptance='equality'"
@@ -198,8 +205,7 @@ def _path_of(trace: "Trace") -> str:
 
 def _chooser(trace: "Trace", one: Rejection) -> Callable[[Tensor], int]:
     """Returns a function from logits [v] to the token id that the request chooses for the rejected position."""
-    sampling = trace.requests[one.request_id].sampling
-    assert sampling is not None
+    sampling = trace.requests[one.request_id].sampling or SamplingParams()
     return lambda logits: choose_token(logits, sampling, one.token_ids, one.position)
 
 
@@ -210,8 +216,8 @@ def _require_same_choice(model: CachedLM, one: Rejection, base: Run, choose: Cal
         logits = base.logits.double()
         raise ValueError(
             f"request {one.request_id} step {one.step}: expected {expected_text!r}, the verifier's choice, of a run "
-            f"without an edit, got {got_text!r}, {float(logits[got] - logits[one.committed_token_id]):.3g} nats "
-            "likelier: rounding decided this verdict, or the run had hooks; choose another step, or run in float32"
+            f"without an edit, got {got_text!r}, {float(logits[got] - logits[one.committed_token_id]):+.3g} nats "
+            "apart: rounding decided this verdict, or the run had hooks; choose another step, or run in float32"
         )
 
 
@@ -245,7 +251,7 @@ def _states_to_write(
             written += _computed_states(base, kind, sites)
             continue
         found, reasons = _recorded_states(trace, one, base, kind, sites)
-        if not found and (edits is not None or not set(sites) & set(trace.store.sites)):
+        if not found and edits is not None:
             raise ValueError(
                 f"{about}: expected states for the edit {kind!r}, got none: {'; '.join(reasons)}; choose "
                 "edits=('zero', 'mean'), or run it again with capture='STCZ'"
@@ -261,7 +267,9 @@ def _computed_states(base: Run, kind: str, sites: str) -> list[_Written]:
     for site in sites:
         for layer in range(sum(name == "S" for name, _ in base.states)):
             states = base.at(site, layer)
-            earlier = states[1:-1] if len(states) > 2 else states[:1]
+            earlier = states[1:-1] if len(states) > 2 else states[:-1]
+            if kind == "mean" and not len(earlier):  # a text of one token
+                continue
             state = torch.zeros_like(states[0]) if kind == "zero" else earlier.double().mean(0).to(states.dtype)
             written.append(_Written(kind, site, layer, None if kind == "zero" else layer, state))
     return written
@@ -286,6 +294,9 @@ def _recorded_states(
     row, num_layers = rows.iloc[[-1]], int(rows.iloc[-1].num_layers)
     reasons = [f"site {site} was not captured" for site in sites if site not in trace.store.sites]
     all_layers = range(sum(name == "S" for name, _ in base.states))
+    absent = [str(layer) for layer in all_layers if layer not in trace.store.layers]
+    if absent:
+        reasons.append(f"layers {', '.join(absent)} were not captured")
     written = []
     for site in (site for site in sites if site in trace.store.sites):
         for layer in all_layers:

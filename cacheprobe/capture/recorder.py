@@ -102,7 +102,8 @@ class Recorder(Observer):
     def num_bytes(self) -> int:
         """Estimated bytes of what the next call of `take` returns."""
         readings = 0 if self.reader is None else self.reader.num_held * (_READING_BYTES + 12 * self.config.top_k)
-        return self.kept.num_bytes + readings + len(self.rows) * _ROW_BYTES
+        thoughts = sum(thought.state.nbytes + thought.first_logits.nbytes for thought in self.thoughts)
+        return self.kept.num_bytes + readings + thoughts + len(self.rows) * _ROW_BYTES
 
     def take(self) -> Part:
         """Returns what was recorded since the last call, and forgets it. Call it after `on_step` and before the next

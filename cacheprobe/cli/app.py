@@ -126,11 +126,11 @@ def verify(
         return 0
     import cacheprobe as cp
     from cacheprobe.analysis.replay import require_run
-    from cacheprobe.cli.resume import model_of
+    from cacheprobe.models.loaders import model_of_run
 
     trace = cp.load_trace(run)
     require_run(trace)
-    loaded = model_of(trace.fingerprint, model, adapter, progress)
+    loaded = model_of_run(trace.fingerprint, model, adapter, progress=progress)
     result = cp.verify(trace, loaded, progress=progress)
     print(result)
     return 0 if result.is_equal else 1

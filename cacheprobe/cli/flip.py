@@ -47,13 +47,13 @@ def flip(
     if out is not None and out.suffix != ".html":
         raise ValueError(f"--out is an HTML file, ending in .html, got {out}")
     import cacheprobe as cp
-    from cacheprobe.analysis.flips import rejection_of
-    from cacheprobe.cli.resume import model_of
+    from cacheprobe.analysis.flips import rejection_of, require_reproducible
     from cacheprobe.core import terminal
+    from cacheprobe.models.loaders import model_of_run
 
     trace = cp.load_trace(run)
-    rejection_of(trace, request, step)  # before the model is loaded
-    trace.model = model_of(trace.fingerprint, model, adapter, progress)
+    require_reproducible(trace, rejection_of(trace, request, step))  # before the model is loaded
+    trace.model = model_of_run(trace.fingerprint, model, adapter, progress=progress)
     found = cp.analysis.flip(trace, request, step, sites=sites, progress=progress)
     terminal.show([flips_listing(found)])
     if out is not None:

@@ -2,12 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from cacheprobe.core.values import JsonDict
-
-if TYPE_CHECKING:
-    from cacheprobe.models.base import CachedLM
 
 
 def resume(
@@ -39,13 +33,14 @@ def resume(
     from cacheprobe.analysis.summary import closing
     from cacheprobe.continuation import unfinished_run
     from cacheprobe.core.registry import make
+    from cacheprobe.models.loaders import model_of_run
 
     meta = unfinished_run(run).header["meta"]
     settings = meta.get("command", {}).get("settings")
     if settings is None and (meta["drafter"] or meta.get("interventions")):
         raise ValueError(f"{run} was begun in Python, with a drafter or interventions; use cp.resume there")
     drafter = make("drafters", settings["drafter"]) if settings and settings.get("drafter") else None
-    loaded = model_of(meta["fingerprint"], model, adapter, progress)
+    loaded = model_of_run(meta["fingerprint"], model, adapter, progress=progress)
     try:
         trace = cp.resume(run, loaded, drafter=drafter, memory_budget=memory_budget, progress=progress)
     except cp.Interrupted as stopped:
@@ -55,19 +50,3 @@ def resume(
     print(closing(trace, is_behaviour_printed=progress))
     print(f"run: {run}")
     return 0
-
-
-def model_of(fingerprint: JsonDict, model: str | None, adapter: str | None, progress: bool) -> "CachedLM":
-    """Loads the model of a stored run, as its fingerprint says. model, adapter: in place of those that it names."""
-    import cacheprobe as cp
-    from cacheprobe.models.loaders import products_of
-
-    return cp.load_model(
-        model or fingerprint["model"],
-        dtype=fingerprint["dtype"],
-        device=fingerprint["device"],
-        adapter=adapter or fingerprint.get("adapter"),
-        products=products_of(fingerprint.get("readings", "torch")),
-        think_while_decoding=fingerprint.get("think_while_decoding"),
-        progress=progress,
-    )

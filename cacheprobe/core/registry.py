@@ -4,13 +4,18 @@ A kind of plug-in is a folder of cacheprobe, such as drafters, or a separate pac
 function with `@register("drafters", "early_exit")`. The folder's files are imported when a name of that kind is first
 looked up. The folder's package may define a mapping INSTEAD, from a name used elsewhere to the name here, for error
 messages.
+
+An installed package adds plug-ins by entry points of the group "cacheprobe.KIND", such as
+[project.entry-points."cacheprobe.drafters"] repeat_last = "my_package:RepeatLast".
 """
 
 import importlib
 import inspect
 import pkgutil
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
@@ -149,6 +154,22 @@ def _scan(kind: str) -> None:
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package_name}.{module.name}")
     _scanned.add(kind)
+    for entry in entry_points(group=f"cacheprobe.{kind}"):
+        _load(kind, entry)
+
+
+def _load(kind: str, entry: EntryPoint) -> None:
+    """Registers a plug-in of an installed package. One that cannot be loaded is left out with a warning, so that the
+    others work."""
+    try:
+        register(kind, entry.name)(entry.load())
+    except Exception as error:  # code of another package
+        source = entry.dist.name if entry.dist is not None else entry.value
+        warnings.warn(
+            f"the plug-in {entry.name!r} among {kind}, of the package {source}, is left out: "
+            f"{type(error).__name__}: {error!s:.200}; mend or uninstall that package",
+            stacklevel=2,
+        )
 
 
 def _package(kind: str) -> str:

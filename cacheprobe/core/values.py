@@ -204,3 +204,10 @@ class HintsAtNewArguments(HintsAtNewNames):
         """Creates the object. Raises: TypeError for an unknown keyword argument."""
         require_known_options(settings, cls.__dataclass_fields__)
         return object.__new__(cls)
+
+
+def repr_of_settings(plugin: object) -> str:
+    """Returns text such as "RepeatLast(length=3)": the class, and the attributes that the object was given, without
+    those that begin with an underscore."""
+    given = ", ".join(f"{name}={value!r}" for name, value in vars(plugin).items() if not name.startswith("_"))
+    return f"{type(plugin).__name__}({given})"

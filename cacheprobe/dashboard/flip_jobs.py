@@ -11,14 +11,15 @@ import pandas as pd
 
 from cacheprobe.core.values import JsonDict
 
-WORKER = (sys.executable, "-m", "cacheprobe.dashboard.flip_worker")
+WORKER = (sys.executable, "-P", "-m", "cacheprobe.dashboard.flip_worker")
+"""-P: modules of the current directory are not imported."""
 MOST_KEPT = 16
 """Number of finished jobs that are kept."""
 
 
 @dataclass
 class FlipJob:
-    """Holds a background process and what it has told so far."""
+    """Holds a background process and what it has written so far."""
 
     question: JsonDict
     """As `flip_worker` reads it."""
@@ -37,11 +38,20 @@ class FlipJob:
         return self.table is None and not self.error and not self.is_cancelled
 
     def start(self) -> None:
-        """Starts the process, and a thread that hears it."""
-        self.process = subprocess.Popen(
-            WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        Thread(target=self._hear, args=(self.process,), daemon=True).start()
+        """Starts the process, and a thread that reads its output. Keeps the reason if it cannot be started."""
+        try:
+            self.process = subprocess.Popen(
+                WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        except OSError as error:
+            self.error = f"the background process cannot be started: {error}; {self._remedy}"
+            return
+        Thread(target=self._read, args=(self.process,), daemon=True).start()
+
+    @property
+    def _remedy(self) -> str:
+        asked = self.question
+        return f"run `cacheprobe flip {asked['run']} --request {asked['request']} --step {asked['step']}` in a terminal"
 
     def cancel(self) -> None:
         """Ends the process, if it runs."""
@@ -50,27 +60,33 @@ class FlipJob:
             if self.process is not None:
                 self.process.kill()
 
-    def _hear(self, process: "subprocess.Popen[str]") -> None:
-        """Sends the question, and takes what the process tells until it ends. Keeps the reason if it fails."""
+    def _read(self, process: "subprocess.Popen[str]") -> None:
+        """Sends the question, and keeps what the process writes until it ends. Keeps the reason if it fails."""
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         last = [""]
         errors = Thread(target=_keep_last, args=(process.stderr, last), daemon=True)
         errors.start()
-        try:
-            with process:
+        with process:
+            try:
                 process.stdin.write(json.dumps(self.question) + "\n")
                 process.stdin.flush()
                 for line in process.stdout:
                     self._take(json.loads(line))
-        except (OSError, ValueError) as error:  # such as a broken pipe: the process ended before it heard the question
-            last[0] = last[0] or str(error)
-        code = process.wait()
-        errors.join(1.0)
+            except (
+                OSError,
+                ValueError,
+            ) as error:  # such as a broken pipe: the process ended early
+                last[0] = last[0] or str(error)
+                process.kill()
+            code = process.wait()
+            errors.join(1.0)
         if self.is_running:
-            self.error = f"the background process ended with code {code} and no result; {last[0]}"
+            memory = "; code -9 mostly means too little memory" if code == -9 else ""
+            reason = f": {last[0]}" if last[0] else ""
+            self.error = f"the background process ended with code {code} and no result{reason}{memory}; {self._remedy}"
 
     def _take(self, told: JsonDict) -> None:
-        """Keeps what one line of the process tells."""
+        """Keeps the content of one line of the process."""
         if "table" in told:
             self.meta, self.table = told["meta"], pd.DataFrame(**told["table"])
         self.says, self.error = told.get("says", self.says), told.get("error", self.error)

@@ -8,8 +8,10 @@ meta of the result, or error. Ends when stdin is closed, so that it does not out
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from cacheprobe.core.values import JsonDict
 
@@ -20,45 +22,37 @@ if TYPE_CHECKING:
 def main() -> None:
     """Answers the question on stdin, as the module's docstring says."""
     question = json.loads(sys.stdin.readline())
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
+    tell = partial(_tell, answers)
     Thread(target=_end_with_stdin, daemon=True).start()
     try:
-        found = _found(question)
+        found = _found(question, tell)
         table = json.loads(found.table.to_json(orient="split", index=False, double_precision=15))
         tell(table={name: table[name] for name in ("columns", "data")}, meta=found.meta)
     except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
         tell(error=str(error.args[0] if isinstance(error, KeyError) and error.args else error))
 
 
-def tell(**what: object) -> None:
-    """Writes one line of JSON to stdout."""
-    print(json.dumps(what), flush=True)
+def _tell(answers: TextIO, **what: object) -> None:
+    """Writes one line of JSON."""
+    print(json.dumps(what), file=answers, flush=True)
 
 
-def _found(question: JsonDict) -> "Flips":
-    """Loads the run and its model, and returns the result of `cp.analysis.flip`. A run without states is edited with
-    zeros and means only."""
+def _found(question: JsonDict, tell: Callable[..., None]) -> "Flips":
+    """Loads the run and its model, and returns the result of `cp.analysis.flip`."""
     tell(says="opening the run")
-    from cacheprobe.analysis.flips import EDITS, RECORDED_EDITS, flip, rejection_of
-    from cacheprobe.models.loaders import load_model, products_of
+    from cacheprobe.analysis.flips import flip, rejection_of, require_reproducible
+    from cacheprobe.models.loaders import model_of_run
     from cacheprobe.trace.trace import load_trace
 
     trace = load_trace(question["run"])
-    rejection_of(trace, question["request"], question["step"])  # before the model is loaded
-    tell(says="loading the model")
-    fingerprint = trace.fingerprint
-    model = load_model(
-        question["model"] or fingerprint["model"], dtype=fingerprint["dtype"], device=fingerprint["device"],
-        adapter=fingerprint.get("adapter"), products=products_of(fingerprint.get("readings", "torch")), progress=False,
-    )  # fmt: skip
-    computed = [kind for kind in EDITS if kind not in RECORDED_EDITS]
-    edits = None if set(trace.store.sites) & set("STC") else computed
-    tell(says="reading the text")
     request, step = question["request"], question["step"]
-    return flip(trace, request, step, model=model, edits=edits, progress=_tell_progress)
-
-
-def _tell_progress(done: int, total: int) -> None:
-    tell(done=done, total=total)
+    require_reproducible(trace, rejection_of(trace, request, step))  # before the model is loaded
+    tell(says="loading the model")
+    model = model_of_run(trace.fingerprint, question["model"], progress=False)
+    tell(says="reading the text")
+    return flip(trace, request, step, model=model, progress=lambda done, total: tell(done=done, total=total))
 
 
 def _end_with_stdin() -> None:

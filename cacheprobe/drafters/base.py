@@ -2,27 +2,20 @@
 
 To add a drafter, write one file in this folder, such as repeat_last.py, which drafts the newest token three times:
 
-    from dataclasses import dataclass
-    from typing import ClassVar
-
     from cacheprobe.core.registry import register
+    from cacheprobe.drafters.base import Drafter
 
 
     @register("drafters", "repeat_last")
-    @dataclass(frozen=True)  # its repr names the drafter and the settings
-    class RepeatLast:
-        name: ClassVar[str] = "repeat_last"  # equal to the registered name
-        drafted_layers: ClassVar[int] = 0  # runs no block of the verified model
-
-        def check(self, model): ...
-
-        def release(self, state): ...
+    class RepeatLast(Drafter):
+        name = "repeat_last"  # equal to the registered name
+        drafted_layers = 0  # runs no block of the verified model
 
         def extend(self, context, states):
             return [[] if state.draft else [state.token_ids[-1]] * 3 for state in states]
 
-- Every drafter has `name`, `check`, `extend` and `release`; class Drafter below says what each does. Two further
-  attributes are optional: `drafted_layers` and `deadline_seconds`.
+- Class Drafter below says what each method does. `check`, `release` and the repr have working defaults; a frozen
+  dataclass has settings too. Two attributes are optional: `drafted_layers` and `deadline_seconds`.
 - `extend` is called again and again for one draft. `state.draft` holds the tokens of the earlier calls. The draft goes
   to the verifier when it is full (at most window - 1 tokens), or when `extend` returns an empty list for its request.
 - The registry imports every file of this folder, so that `--drafter repeat_last` works at once. Add the class to
@@ -38,7 +31,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from cacheprobe.core.values import number
+from cacheprobe.core.values import number, repr_of_settings
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 
@@ -71,7 +64,8 @@ class DraftContext(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes draft tokens. The verifier (passes of the whole model) decides which ones are committed.
+    """Proposes draft tokens. The verifier (passes of the whole model) decides which ones are committed. A class that is
+    derived from this one must define `name` and `extend` alone.
 
     drafted_layers (optional attribute): how many layers of the verified model a draft runs; all if absent.
     deadline_seconds (optional attribute): limit of one call, see the function `deadline_seconds`. A request ends with
@@ -90,13 +84,15 @@ class Drafter(Protocol):
     def release(self, state: SequenceState) -> None:
         """Deletes what the drafter stored for a request. Called when the request ends, and when it is preempted.
 
-        A preempted request returns later. The request may never have drafted.
+        A preempted request returns later. The request may never have drafted. By default nothing is stored.
         """
-        ...
 
     def check(self, model: CachedLM) -> None:
-        """Raises: ValueError if this drafter cannot draft for this model."""
-        ...
+        """Raises: ValueError if this drafter cannot draft for this model. By default it can for every model."""
+
+    def __repr__(self) -> str:
+        """Returns the name of the class and its settings, as a run stores them."""
+        return repr_of_settings(self)
 
 
 def drafted_layers(drafter: Drafter, model: CachedLM) -> int:

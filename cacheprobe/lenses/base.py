@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import SITES
+from cacheprobe.core.values import repr_of_settings
 from cacheprobe.models.base import CachedLM
 
 
@@ -17,20 +18,24 @@ class LensError(ValueError):
 
 @runtime_checkable
 class Lens(Protocol):
-    """Maps states [n, m], each from any layer, to logits [n, v] over the vocabulary."""
+    """Maps states [n, m], each from any layer, to logits [n, v] over the vocabulary. A class that is derived from this
+    one must define `name` and `logits` alone."""
 
     name: ClassVar[str]
-    sites: ClassVar[tuple[str, ...]]
+    sites: ClassVar[tuple[str, ...]] = ("S",)
     """The sites that the lens can read: one or more of S, T and C."""
 
     @classmethod
     def fresh(cls, model: CachedLM) -> "Lens":
         """Returns an untrained lens of this kind for this model."""
-        ...
+        return cls()
 
     def check(self, model: CachedLM) -> None:
-        """Raises: LensError if this lens was made for another model."""
-        ...
+        """Raises: LensError if this lens was made for another model. By default it reads every model."""
+
+    def __repr__(self) -> str:
+        """Returns the name of the class and its settings, as a run stores them."""
+        return repr_of_settings(self)
 
     def logits(self, model: CachedLM, states: Tensor, layers: Tensor) -> Tensor:
         """Returns logits [n, v] of states [n, m], one for each state. layers: [n], the layer that each state is from.

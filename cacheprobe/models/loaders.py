@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from cacheprobe.core.config import DTYPES
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
+from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.devices import Device, DeviceMap, placement, require_placed
 from cacheprobe.models.hf.masks import sliding_window
@@ -152,6 +153,21 @@ def _set_operations(model: "BridgeLM", products: str) -> None:
 def products_of(readings: str) -> str:
     """Returns the value of `products` with which a model computes as the field "readings" of a fingerprint says."""
     return "torch" if readings == "torch" else "kernels" if readings.startswith("Triton") else "auto"
+
+
+def model_of_run(
+    fingerprint: JsonDict, model: str | None = None, adapter: str | None = None, *, progress: bool = True
+) -> CachedLM:
+    """Loads the model of a stored run, as its fingerprint says. model, adapter: in place of those that it names."""
+    return load_model(
+        model or fingerprint["model"],
+        dtype=fingerprint["dtype"],
+        device=fingerprint["device"],
+        adapter=adapter or fingerprint.get("adapter"),
+        products=products_of(fingerprint.get("readings", "torch")),
+        think_while_decoding=fingerprint.get("think_while_decoding"),
+        progress=progress,
+    )
 
 
 def _refuse_thoughts(think_while_decoding: bool | None, what: object) -> None:

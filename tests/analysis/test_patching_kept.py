@@ -24,11 +24,11 @@ def run_counted(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None) 
     ran: list[str] = []
     real = sweep._run_group
 
-    def counted(model, group, answer):
+    def counted(model, group, *given):
         if len(ran) == stop_after:
             raise KeyboardInterrupt
         ran.append(group.name)
-        return real(model, group, answer)
+        return real(model, group, *given)
 
     monkeypatch.setattr(sweep, "_run_group", counted)
     return ran

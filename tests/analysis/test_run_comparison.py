@@ -14,7 +14,7 @@ from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs import compare
 from cacheprobe.plots.report.lens_difference import lens_difference
 from cacheprobe.trace.stored import StoredRun
-from cacheprobe.trace.tables.draft_verdicts import draft_counts, drafts_table, rejected_drafts
+from cacheprobe.trace.tables.draft_verdicts import draft_counts, drafts_table, rejected_by_place
 from tests.tiny import PROMPTS, SMALL, loaded
 
 
@@ -47,16 +47,57 @@ def test_settings_that_differ_are_named(tmp_path: Path) -> None:
     assert not setting_differences(stored[0].meta, stored[0].meta, stored[0].requests, stored[0].requests)
 
 
+@pytest.mark.parametrize(
+    ("setting", "ours", "theirs"),
+    [
+        ("draft_length", 1, 3),
+        ("acceptance", "equality", "rejection"),
+        ("max_batch", 2, 3),
+        ("capture", cp.CaptureConfig("S", every=2), cp.CaptureConfig("S", every=3)),
+        ("capture", cp.CaptureConfig("S", positions=[1]), cp.CaptureConfig("S", positions=[2])),
+    ],
+)
+def test_no_setting_is_forgotten(setting: str, ours: object, theirs: object, tmp_path: Path) -> None:
+    stored = []
+    for i, value in enumerate((ours, theirs)):
+        settings = {**SMALL, "drafter": cp.drafters.NGram(), "capture": None, "max_new_tokens": 2, setting: value}
+        stored.append(StoredRun(cp.run(loaded(), PROMPTS[:2], **settings).save(tmp_path / str(i))))
+    assert len(setting_differences(stored[0].meta, stored[1].meta, stored[0].requests, stored[1].requests)) == 1
+
+
+def test_what_an_older_run_did_not_record_has_the_default() -> None:
+    fixtures = Path(__file__).parents[1] / "fixtures"
+    old, new = (StoredRun(next(fixtures.glob(f"**/trace-v{version}"))) for version in (1, 6))
+    found = {name for name, *_ in setting_differences(old.meta, new.meta, old.requests, new.requests)}
+    assert not found & {"top k", "top p", "min p", "repetition penalty", "stop texts", "acceptance"}
+
+
+def test_of_a_long_list_the_part_that_differs_is_named() -> None:
+    requests = [[{"sampling": {"seed": seed}} for seed in (*range(40), last)] for last in (50, 60)]
+    [(name, *values)] = setting_differences({}, {}, *requests)
+    assert (name, values) == ("seed", ["from request 40 on: 50, …", "from request 40 on: 60, …"])
+
+
+def test_runs_that_part_at_the_first_token_are_not_the_same() -> None:
+    requests = [[cp.Request(PROMPTS[0], cp.SamplingParams(temperature=2.0, seed=seed))] for seed in (1, 2)]
+    traces = [cp.run(loaded(), of, **SMALL) for of in requests]
+    assert traces[0].committed(0)[0] != traces[1].committed(0)[0]
+    title = lens_difference(*[trace.hypotheses() for trace in traces]).layout.title.text
+    assert "go on with other tokens" in title
+
+
 def test_counts_are_those_of_the_verdicts() -> None:
     for trace in pair():
         counts = draft_counts(trace.events())
         lines = trace.events().to_dict("records")
         judged = [line for line in lines if line["phase"] == "verify" and line["draft_token_ids"]]
-        assert counts["draft tokens judged"] == sum(len(line["draft_token_ids"]) for line in judged)
+        assert counts["draft tokens in verify passes"] == sum(len(line["draft_token_ids"]) for line in judged)
         assert counts["of these accepted"] == sum(line["num_accepted"] for line in judged)
         lost = [line for line in judged if line["num_accepted"] < len(line["draft_token_ids"])]
         assert counts["of these rejected"] == len(lost) > 0
-        assert counts["rolled back in all"] == sum(len(x["draft_token_ids"]) - x["num_accepted"] for x in lost)
+        assert counts["rolled back: these and what followed them"] == sum(
+            len(x["draft_token_ids"]) - x["num_accepted"] for x in lost
+        )
         assert counts["committed tokens"] == sum(len(trace.committed(i)) for i in range(3))
         for phase in ("prefill", "decode", "verify"):
             assert counts[f"{phase} passes"] == len({line["step"] for line in lines if line["phase"] == phase})
@@ -67,7 +108,7 @@ def test_rejected_drafts_are_those_of_the_list() -> None:
     for i in range(3):
         own = trace.rejected().query(f"request_id == {i}")
         listed = zip(own.position - len(PROMPTS[i]), own.drafted_token_id, own.step, strict=True)
-        found = rejected_drafts(drafts_table(trace.events().query(f"request_id == {i}")))
+        found = rejected_by_place(drafts_table(trace.events().query(f"request_id == {i}")))
         assert sorted((at, *one) for at, many in found.items() for one in many) == sorted(listed)
 
 
@@ -87,7 +128,8 @@ def test_the_difference_is_that_of_the_readings() -> None:
             for layer in range(loaded().n_layers):
                 a, b = ours[at, layer], theirs[at, layer]
                 shown = [float(grid[layer][column]) for grid in grids]
-                assert shown[:2] == [a.committed_logprob_nats, b.committed_logprob_nats] or at == positions[-1]
+                nats = [a.committed_logprob_nats, b.committed_logprob_nats]
+                assert [x for x in shown[:2] if not math.isnan(x)] == [x for x in nats if not pd.isna(x)]
                 if at == last or pd.isna(a.committed_token_id):
                     assert math.isnan(shown[2])
                 else:

@@ -108,3 +108,18 @@ def test_importing_the_registry_is_cheap():
     )
     done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_installed_packages_add_plug_ins(gadgets, tmp_path, monkeypatch):
+    """By entry points; one that cannot be loaded is left out with a warning."""
+    (tmp_path / "their_package.py").write_text("class Lever: ...\n")
+    about = tmp_path / "their_package-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(
+        "[cacheprobe.gadgets]\nlever = their_package:Lever\nbroken = their_package:Nothing\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.warns(UserWarning, match="'broken' among gadgets, of the package their-package, is left out"):
+        assert "lever" in registry.names("gadgets")
+    assert registry.find("gadgets", "lever").__name__ == "Lever" and "broken" not in registry.names("gadgets")

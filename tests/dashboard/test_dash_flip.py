@@ -1,16 +1,18 @@
 """What would have changed the verdict: the button of a rejected draft, its background process, and what it refuses."""
 
 import json
+import subprocess
 import time
 from collections.abc import Iterator
 from html import unescape
+from pathlib import Path
 from re import findall
 from typing import Any
 
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.dashboard.flip_jobs import FlipJobs
+from cacheprobe.dashboard.flip_jobs import WORKER, FlipJob, FlipJobs
 from cacheprobe.dashboard.questions import CannotShow, answered
 from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
@@ -80,7 +82,7 @@ def test_a_process_tells_how_far_it_is_and_gives_the_figure(trace: cp.Trace, she
     wanted = cp.analysis.flip(trace, asked["request"], asked["step"], progress=False)
     [figure] = findall(r'"z": ?(\[\[.*?\]\])', json.dumps(result["graphs"])) or [None]
     assert figure is not None and len(json.loads(figure)) == 3
-    job = jobs.look((shelf.book(0).run.directory, shelf.book(0).run.version, asked["request"], asked["step"]))
+    job = jobs.look((shelf.book(0).run.directory, shelf.book(0).run.run_id, asked["request"], asked["step"]))
     assert job is not None and job.table is not None and job.process is not None
     assert job.table.change_nats.to_numpy() == pytest.approx(wanted.table.change_nats.to_numpy(), abs=1e-5)
     assert job.table.flips.tolist() == wanted.table.flips.tolist() and job.done == job.total == len(wanted.table)
@@ -118,7 +120,33 @@ def test_what_cannot_run_is_said(trace: cp.Trace, shelf: Shelf, monkeypatch: pyt
         flip.view(shelf, FlipJobs(), {**asked, "do": "dance"})
     monkeypatch.setattr("cacheprobe.dashboard.flip_jobs.WORKER", ("sh", "-c", "echo '<b>no' >&2; exit 3"))
     *_, said = followed(shelf, FlipJobs(), asked)
-    assert "ended with code 3" in said["error"] and "<b>" not in said["html"]
+    assert "ended with code 3 and no result: <b>no; run `cacheprobe flip" in said["error"]
+    assert "<b>" not in said["html"]
+    monkeypatch.setattr("cacheprobe.dashboard.flip_jobs.WORKER", ("sh", "-c", "read x; echo hello; sleep 60"))
+    *_, said = followed(shelf, FlipJobs(), asked)
+    assert "no result" in said["error"] and "cacheprobe flip" in said["error"]
+    monkeypatch.setattr("cacheprobe.dashboard.flip_jobs.WORKER", ("/nowhere/at-all",))
+    jobs = FlipJobs()
+    for _ in range(2):
+        with pytest.raises(CannotShow, match="cannot be started: .*; run `cacheprobe flip"):
+            flip.view(shelf, jobs, asked)
+
+
+def test_the_process_imports_nothing_from_the_folder_that_it_runs_in(tmp_path: Path) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('imported')")
+    asked = json.dumps({"run": str(tmp_path / "none"), "request": 0, "step": 0, "model": None})
+    done = subprocess.run(WORKER, cwd=tmp_path, input=asked + "\n", capture_output=True, text=True)
+    assert "imported" not in done.stderr + done.stdout and "says" in done.stdout
+
+
+def test_a_run_that_grows_keeps_the_job_of_a_verdict(trace: cp.Trace, shelf: Shelf, tmp_path: Path) -> None:
+    """Each part of a run that is recorded has a version of its own; a verdict stays what it is."""
+    run = shelf.book(0).run
+    jobs, asked = FlipJobs(), question(trace, "look")
+    jobs._jobs[run.directory, run.run_id, asked["request"], asked["step"]] = FlipJob({}, says="still at it")
+    with pytest.MonkeyPatch.context() as growing:
+        growing.setattr(type(run), "version", "of the next part")
+        assert "still at it" in flip.view(shelf, jobs, asked)["html"]
 
 
 def test_the_button_shows_progress_cancels_and_draws(trace: cp.Trace, shelf: Shelf) -> None:

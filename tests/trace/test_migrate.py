@@ -95,10 +95,11 @@ def test_a_comparison_claims_nothing_of_log_probabilities_that_were_not_recorded
     """The dashboard called those of an old run different from those of a new one, and equal to its own."""
     shelf = Shelf.of([FIRST, new.save(tmp_path / "new")])
     for run, against in ((0, 1), (1, 0), (0, 0)):
-        said = compare.view(shelf, {"run": run, "against": against, "request": 0})
+        told = compare.view(shelf, {"run": run, "against": against, "request": 0})
+        said = told if isinstance(told, str) else told["html"]
         assert "All 2 requests committed the same tokens; log-probabilities are not compared" in said
         assert "Request 0 committed the same tokens in both; log-probabilities are not compared" in said
-    assert "log-probabilities included" in compare.view(shelf, {"run": 1, "against": 1, "request": 0})
+    assert "log-probabilities included" in compare.view(shelf, {"run": 1, "against": 1, "request": 0})["html"]
 
 
 def test_saved_again_it_is_of_todays_version(old: cp.Trace, tmp_path: Path) -> None:

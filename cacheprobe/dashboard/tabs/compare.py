@@ -8,7 +8,7 @@ from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.figures import graphs
 from cacheprobe.dashboard.questions import PageAnswer, PageQuestion, whole
 from cacheprobe.dashboard.shelf import Shelf
-from cacheprobe.plots.report.lens_difference import lens_difference
+from cacheprobe.plots.report.lens_difference import NothingToCompare, lens_difference
 from cacheprobe.plots.report.run_comparison import (
     about_request,
     comparison_title,
@@ -19,7 +19,7 @@ from cacheprobe.plots.report.run_comparison import (
     token_columns,
 )
 from cacheprobe.plots.text import markup
-from cacheprobe.trace.tables.draft_verdicts import draft_counts, drafts_table, rejected_drafts
+from cacheprobe.trace.tables.draft_verdicts import draft_counts, drafts_table, rejected_by_place
 
 
 def view(shelf: Shelf, question: PageQuestion) -> str | PageAnswer:
@@ -57,7 +57,7 @@ def view(shelf: Shelf, question: PageQuestion) -> str | PageAnswer:
     html = head + _readings(*pair)
     try:
         figure = lens_difference(*pair, names)
-    except ValueError:  # no place in common, as the sentence above says
+    except NothingToCompare:  # no place in common, as the sentence above says
         return html + after
     dark = question.get("theme") == "dark"
     title = f"<h3>{markup(str(figure.layout.title.text))}</h3>"
@@ -69,7 +69,7 @@ def _tokens(ours: Book, theirs: Book, request: int, place: int | None) -> str:
     differs."""
     books = ours, theirs
     committed = [book.run.request(request)["committed_token_ids"] for book in books]
-    rejected = [rejected_drafts(drafts_table(book.events_of(request))) for book in books]
+    rejected = [rejected_by_place(drafts_table(book.events_of(request))) for book in books]
     texts = [book.run.token_texts for book in books]
     start, names = ours.prompt_length(request), (ours.name, theirs.name)
     return token_columns(committed, place, names, texts, f"request {request}", start, rejected)
@@ -78,7 +78,7 @@ def _tokens(ours: Book, theirs: Book, request: int, place: int | None) -> str:
 def _why_not_compared(ours: Book, theirs: Book) -> str:
     """Returns a sentence on why the lens readings of two runs are not compared; "" if they can be."""
     if not (ours.run.has_readings and theirs.run.has_readings):
-        return "Lens readings are not compared: one of the runs recorded none."
+        return "Lens readings are not compared: one of the runs recorded none, or none were read yet."
     if ours.run.meta["lens"] != theirs.run.meta["lens"]:
         return "Lens readings are not compared: the runs were read through different lenses."
     return ""

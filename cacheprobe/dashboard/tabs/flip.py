@@ -1,6 +1,7 @@
 """Shows, below the card of a row, which edits would have made the verifier choose a rejected draft token."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def view(shelf: Shelf, jobs: FlipJobs, question: PageQuestion) -> PageAnswer:
     """
     book, request = shelf.book_and_request(question)
     step, act = number(question["step"], "step"), one_of(question["do"], "do", ACTS)
-    key = (book.run.directory, book.run.version, request, step)
+    key = (book.run.directory, book.run.run_id, request, step)  # a verdict stays, while a run that is recorded grows
     if act == "start":
         name = shelf.model or book.run.fingerprint["model"]
         if not is_on_this_machine(name):
@@ -100,14 +101,18 @@ def _code(book: Book, shelf: Shelf, job: FlipJob) -> str:
     fingerprint: JsonDict = book.run.fingerprint
     adapter = f", adapter={fingerprint['adapter']!r}" if fingerprint.get("adapter") else ""
     request, step = job.meta["request_id"], job.meta["step"]
+    words = ["cacheprobe", "flip", str(book.run.directory), "--request", str(request), "--step", str(step)]
+    words += ["--out", "flips.html", *(["--model", shelf.model] if shelf.model else [])]
+    command = shlex.join(words)
     return "\n".join(
         [
             "import cacheprobe as cp",
             "",
-            f"model = cp.load_model({shelf.model or fingerprint['model']!r}, dtype={fingerprint['dtype']!r}{adapter})",
+            f"model = cp.load_model({shelf.model or fingerprint['model']!r}, dtype={fingerprint['dtype']!r}, "
+            f"device={fingerprint['device']!r}{adapter})",
             f"trace = cp.load_trace({str(book.run.directory)!r}, model)",
             f"cp.analysis.flip(trace, {request}, {step}).plot()  # cacheprobe/analysis/flips.py",
             "",
-            f"# or: cacheprobe flip {book.run.directory} --request {request} --step {step} --out flips.html",
+            f"# or: {command}",
         ]
     )

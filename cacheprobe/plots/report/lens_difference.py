@@ -16,6 +16,10 @@ _READ = ["token", "logprob_nats", "committed_token", "committed_logprob_nats"]
 _NATS = ["committed_logprob_nats", "committed_logprob_nats_theirs"]
 
 
+class NothingToCompare(ValueError):
+    """Raised if two runs have no lens reading of the same place."""
+
+
 def lens_difference(ours: pd.DataFrame, theirs: pd.DataFrame, names: tuple[str, str] = ("ours", "theirs")) -> go.Figure:
     """Returns a plotly figure of three heat maps with one cursor: by layer and position, the log-probability in nats of
     the token that was committed next, in ours and in theirs, and ours minus theirs. Hover texts have both runs' first
@@ -24,7 +28,7 @@ def lens_difference(ours: pd.DataFrame, theirs: pd.DataFrame, names: tuple[str, 
     Only positions before the first committed token that differs are drawn, at most the last 60 of these: after it the
     runs read other texts. A place whose next tokens differ is blank in the difference.
     ours, theirs: readings of one request and site, as in `Trace.hypotheses`; only committed rows are used.
-    Raises: ValueError if no place was read in both runs before the first token that differs.
+    Raises: NothingToCompare if no place was read in both runs before the first token that differs.
     """
     keys = ["position", "layer"]
     pair = [table[table.status == "committed"][[*keys, *_READ, "committed_token_id"]] for table in (ours, theirs)]
@@ -33,7 +37,7 @@ def lens_difference(ours: pd.DataFrame, theirs: pd.DataFrame, names: tuple[str, 
     if is_other.any():
         both = both[both.position <= both.position[is_other].min()]
     if both.empty:
-        raise ValueError("the runs read no place in common before the first token that differs")
+        raise NothingToCompare("the runs read no place in common before the first token that differs")
     both = both[both.position.isin(sorted(both.position.unique())[-_MOST:])]
     is_same = (both.committed_token_id == both.committed_token_id_theirs).fillna(False)
     difference = (both[_NATS[0]] - both[_NATS[1]]).where(is_same)
@@ -65,6 +69,8 @@ def _figure(both: pd.DataFrame, names: tuple[str, str]) -> go.Figure:
     figure.update_xaxes(title="position, and the token committed next", row=3, col=1)
     largest = float(both.difference.abs().fillna(0).max())
     apart = f"at most {largest:.2g} nats apart" if largest else "the same in both"
+    if both.difference.isna().all():
+        apart = "the runs go on with other tokens"
     figure.update_layout(
         title=f"Log-probability of the next committed token: {apart}",
         template=layout_template(), hovermode="closest", height=260 + 3 * max(8 * both.layer.nunique(), 110),

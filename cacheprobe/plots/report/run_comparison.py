@@ -162,7 +162,7 @@ def counts_block(counts: tuple[Mapping[str, int], Mapping[str, int]], names: tup
 
 def _share(counts: Mapping[str, int], words: str) -> str:
     """Returns text such as " (75 %)" for the accepted ones of the judged draft tokens, else ""."""
-    judged = counts["draft tokens judged"]
+    judged = counts["draft tokens in verify passes"]
     return f" ({counts[words] / judged:.0%})" if words == "of these accepted" and judged else ""
 
 
@@ -180,7 +180,7 @@ def token_columns(
     their place. Tokens carry data-place, the index of the generated token.
 
     place: index of the first token that differs, or None.  whose: the request's name, for the hover texts.
-    start: position of the first generated token.  rejected: for each run, from `draft_verdicts.rejected_drafts`.
+    start: position of the first generated token.  rejected: for each run, from `draft_verdicts.rejected_by_place`.
     """
     longest = max(len(ids) for ids in pair)
     first = max(0, (place or 0) - _AROUND)
@@ -200,12 +200,13 @@ def token_columns(
                 text = markup(visible(text_of(texts, ids[i])))
                 tokens.append(f'<span class="pick tok{css_class}" data-place="{i}" title="{tip}">{text}</span>')
             elif i in (place, len(ids)):
-                tokens.append('<span class="tok first">∅ ends here</span>')
+                tokens.append(f'<span class="tok{css_class}">∅ ends here</span>')
             cells.append(f"<td>{''.join(tokens)}</td>")
         lines.append(f"<tr><th>{markup(name)}</th>{''.join(cells)}</tr>")
     which_tokens = f"Tokens {first + 1} to {last} of {longest}. " if last - first < longest else ""
     legend = "" if place is None else "Framed: the first that differs; paler: what followed it. "
-    struck = "Struck out: rejected drafts, above what was committed." if any(rejected) else ""
+    is_struck = any(first <= i < last for drafts in rejected for i in drafts)
+    struck = "Struck out: rejected drafts, above what was committed." if is_struck else ""
     return (
         f'<div class="scroll"><table class="aligned">{"".join(lines)}</table></div>'
         f'<p class="note">{which_tokens}{legend}{struck}</p>'

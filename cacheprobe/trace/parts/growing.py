@@ -114,21 +114,23 @@ class GrowingRun:
         """Returns the table of thoughts, as from `tables.thoughts.thoughts_table`; None without thoughts. rows: from
         `rows`."""
         names = self.journal.names("thoughts")
-        if not names:
+        parts: list[pd.DataFrame] = []
+        # the logits of one part at a time
+        for of_lines, of_tensors in zip(names[::2], names[1::2], strict=True):
+            lines = self.files.table(of_lines).to_pandas().astype({"true_state": "string", "agrees": "boolean"})
+            logits = read_tensor(self.files, of_tensors, header_of(self.files, of_tensors)["first_logits"])
+            parts.append(thoughts_table(lines, logits, rows, self.journal.tokens))
+        if not parts:
             return None
-        parts = [self.files.table(name).to_pandas() for name in names if name.endswith(".parquet")]
-        lines = pd.concat(parts, ignore_index=True).astype({"true_state": "string", "agrees": "boolean"})
-        return thoughts_table(lines, self._of_thoughts("first_logits"), rows, self.journal.tokens)
+        table = pd.concat(parts, ignore_index=True)
+        return table.assign(thought=range(len(table)))
 
     @property
     def thought_states(self) -> Tensor | None:
         """The chunk states [n, c, m] of n thoughts; None without thoughts."""
-        return self._of_thoughts("states") if self.journal.names("thoughts") else None
-
-    def _of_thoughts(self, key: str) -> Tensor:
-        """Returns one of the tensors that the parts hold of all thoughts."""
-        names = [name for name in self.journal.names("thoughts") if name.endswith(".safetensors")]
-        return torch.cat([read_tensor(self.files, name, header_of(self.files, name)[key]) for name in names])
+        names = self.journal.names("thoughts")[1::2]
+        parts = [read_tensor(self.files, name, header_of(self.files, name)["states"]) for name in names]
+        return torch.cat(parts) if parts else None
 
     @property
     def store(self) -> ShardStore:

@@ -46,24 +46,24 @@ def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
 
 
 def draft_counts(events: pd.DataFrame) -> dict[str, int]:
-    """Returns what a run did, by words: committed tokens, passes of each kind, and draft tokens that were judged,
-    accepted, and rejected or rolled back after a rejected one.
+    """Returns what a run did, by words: committed tokens, passes of each kind, and draft tokens that verify passes
+    read, accepted, and rejected or rolled back after a rejected one.
 
     events: as in `Trace.events`.
     """
-    judged = events.draft_token_ids.map(len).sum()
+    drafted = events.draft_token_ids.map(len).sum()
     passes = events.drop_duplicates("step").phase.value_counts()
     return {
         "committed tokens": int(events.committed_token_ids.map(len).sum()),
         **{f"{phase} passes": int(passes.get(phase, 0)) for phase in ("prefill", "decode", "verify")},
-        "draft tokens judged": int(judged),
+        "draft tokens in verify passes": int(drafted),
         "of these accepted": int(events.num_accepted.fillna(0).sum()),
         "of these rejected": int((events.num_rolled_back.fillna(0) > 0).sum()),
-        "rolled back in all": int(events.num_rolled_back.fillna(0).sum()),
+        "rolled back: these and what followed them": int(events.num_rolled_back.fillna(0).sum()),
     }
 
 
-def rejected_drafts(drafts: pd.DataFrame) -> Mapping[int, list[tuple[int, int]]]:
+def rejected_by_place(drafts: pd.DataFrame) -> Mapping[int, list[tuple[int, int]]]:
     """Returns by index of a generated token the (token id, step) of each draft that was rejected there. drafts: of one
     request, as from `drafts_table`."""
     found: dict[int, list[tuple[int, int]]] = {}
