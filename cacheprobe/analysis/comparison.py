@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from cacheprobe.core.config import CaptureConfig, EngineConfig
-from cacheprobe.core.sampling_params import SamplingParams
 from cacheprobe.core.values import JsonDict
 
 StoredRequest: TypeAlias = Mapping[str, Any]
@@ -109,6 +108,8 @@ def _logprobs(events: pd.DataFrame) -> dict[int, list[float]]:
     return by_request
 
 
+_AT_FIRST = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "stop": []}
+"""Sampling settings that the first format did not store, because there was one choice."""
 _CAPTURED = ("layers", "positions", "phases", "statuses", "every", "keep", "dtype", "prompt_hypotheses", "top_k")
 """Settings of `CaptureConfig` beside sites and heads."""
 _MOST_VALUES = 8
@@ -130,9 +131,9 @@ def setting_differences(
 def _in_words(meta: JsonDict, requests: Sequence[JsonDict]) -> dict[str, str]:
     """Returns each setting by its name in words. What an older run did not record has the default."""
     fingerprint, capture = meta.get("fingerprint", {}), {**CaptureConfig().record(), **meta.get("capture", {})}
-    config = {**asdict(EngineConfig()), **meta.get("config", {})}
+    config = {**asdict(EngineConfig()), "pad_prefill": True, **meta.get("config", {})}  # the first format padded
     changes = [", ".join(f"{k} {v}" for k, v in one.items()) for one in meta.get("interventions") or ()]
-    sampled = [{**asdict(SamplingParams()), **(request.get("sampling") or {})} for request in requests]
+    sampled = [{**dict.fromkeys(_SAMPLING), **_AT_FIRST, **(request.get("sampling") or {})} for request in requests]
     return {
         "model": str(fingerprint.get("model")),
         "weights": str(fingerprint.get("weights_sha256")),

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Hashable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock, Thread
 
@@ -63,25 +64,24 @@ class FlipJob:
     def _read(self, process: "subprocess.Popen[str]") -> None:
         """Sends the question, and keeps what the process writes until it ends. Keeps the reason if it fails."""
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        last = [""]
+        last, is_cut = [""], False
         errors = Thread(target=_keep_last, args=(process.stderr, last), daemon=True)
         errors.start()
-        with process:
+        with suppress(OSError), process:  # closing its stdin fails if it ended before it read the question
             try:
                 process.stdin.write(json.dumps(self.question) + "\n")
                 process.stdin.flush()
                 for line in process.stdout:
                     self._take(json.loads(line))
-            except (
-                OSError,
-                ValueError,
-            ) as error:  # such as a broken pipe: the process ended early
+            except (OSError, ValueError) as error:  # a broken pipe, or a line that is no JSON
                 last[0] = last[0] or str(error)
+                is_cut = True
                 process.kill()
-            code = process.wait()
+            process.wait()
             errors.join(1.0)
+        code = process.wait()
         if self.is_running:
-            memory = "; code -9 mostly means too little memory" if code == -9 else ""
+            memory = "; code -9 mostly means too little memory" if code == -9 and not is_cut else ""
             reason = f": {last[0]}" if last[0] else ""
             self.error = f"the background process ended with code {code} and no result{reason}{memory}; {self._remedy}"
 

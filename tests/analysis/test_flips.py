@@ -138,9 +138,13 @@ def moved(trace: cp.Trace) -> cp.Trace:
         (lambda: run("llama"), dict(edits=["one"]), "unknown edit 'one'; edits are zero, mean"),
         (lambda: run("llama"), dict(edits=[]), "unknown edit ''"),
         (lambda: run("llama"), dict(model=loaded("gpt2")), "the trace is of weights"),
-        (without_states, {}, r"request \d step \d+: expected states for the edit 'drafter', got none.*'mean'\)"),
+        (
+            without_states,
+            dict(edits=["drafter"]),
+            r"request \d step \d+: expected states for the edit 'drafter', got none.*'mean'\)",
+        ),
         (lambda: changed(interventions=["x"]), {}, "expected a run without interventions, got one"),
-        (lambda: moved(run("llama")), {}, r"step \d+: expected '<0>', the verifier's choice.*got .*nats likelier"),
+        (lambda: moved(run("llama")), {}, r"step \d+: expected '<0>', the verifier's choice.*got .*nats apart"),
     ],
 )
 def test_what_cannot_be_edited_is_refused(of: Any, settings: dict[str, Any], message: str) -> None:
@@ -153,3 +157,5 @@ def test_zero_and_mean_need_no_states() -> None:
     found = cp.analysis.flip(without_states(), *rejection("llama"), edits=("zero", "mean"), progress=False)
     whole = cp.analysis.flip(run("llama"), *rejection("llama"), edits=("zero", "mean"), progress=False)
     assert found.table.equals(whole.table)
+    by_default = cp.analysis.flip(without_states(), *rejection("llama"), progress=False)
+    assert by_default.table.equals(whole.table) and len(by_default.meta["left_out"]) == 2

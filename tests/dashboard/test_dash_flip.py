@@ -135,8 +135,14 @@ def test_what_cannot_run_is_said(trace: cp.Trace, shelf: Shelf, monkeypatch: pyt
 def test_the_process_imports_nothing_from_the_folder_that_it_runs_in(tmp_path: Path) -> None:
     (tmp_path / "queue.py").write_text("raise SystemExit('imported')")
     asked = json.dumps({"run": str(tmp_path / "none"), "request": 0, "step": 0, "model": None})
-    done = subprocess.run(WORKER, cwd=tmp_path, input=asked + "\n", capture_output=True, text=True)
-    assert "imported" not in done.stderr + done.stdout and "says" in done.stdout
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen(WORKER, cwd=tmp_path, text=True, **pipes) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stdin.write(asked + "\n")
+        process.stdin.flush()
+        answers = process.stdout.read()
+        assert "is not a directory" in answers or "holds no" in answers or "error" in answers, answers
+        assert "imported" not in answers + process.stderr.read()
 
 
 def test_a_run_that_grows_keeps_the_job_of_a_verdict(trace: cp.Trace, shelf: Shelf, tmp_path: Path) -> None:
