@@ -131,7 +131,10 @@ def setting_differences(
 def _in_words(meta: JsonDict, requests: Sequence[JsonDict]) -> dict[str, str]:
     """Returns each setting by its name in words. What an older run did not record has the default."""
     fingerprint, capture = meta.get("fingerprint", {}), {**CaptureConfig().record(), **meta.get("capture", {})}
-    config = {**asdict(EngineConfig()), "pad_prefill": True, **meta.get("config", {})}  # the first format padded
+    defaults = {**asdict(EngineConfig()), "pad_prefill": True}  # the first format padded
+    if meta.get("kind") == "import":  # another engine's settings are not recorded
+        defaults = dict.fromkeys(defaults, "not known")
+    config = {**defaults, **meta.get("config", {})}
     changes = [", ".join(f"{k} {v}" for k, v in one.items()) for one in meta.get("interventions") or ()]
     sampled = [{**dict.fromkeys(_SAMPLING), **_AT_FIRST, **(request.get("sampling") or {})} for request in requests]
     return {

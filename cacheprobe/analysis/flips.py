@@ -172,12 +172,12 @@ def rejection_of(trace: "Trace", request_id: int, step: int) -> Rejection:
 def require_reproducible(trace: "Trace", one: Rejection) -> None:
     """Raises: ValueError if computing the request's text again would not give the run's verdict: the run had
     interventions, or began with cached keys and values, or its verdict depends on probabilities that are not stored;
-    and for a Thinking States model, whose states are not edited."""
+    and for a model of `ThinkingLM`, whose states are not edited."""
     request, about = trace.requests[one.request_id], f"request {one.request_id} step {one.step}"
     if trace.fingerprint.get("path") == "thinking":
         raise ValueError(
-            f"{about}: expected a run of a decoder, got one of {trace.fingerprint.get('model')}, a Thinking States "
-            "model; its states are not edited; choose another run"
+            f"{about}: expected a run of a Hugging Face model, got one of {trace.fingerprint.get('model')}, which is "
+            "built here, with or without thoughts; its states are not edited; choose another run"
         )
     if trace.meta.get("interventions"):
         raise ValueError(
@@ -247,14 +247,15 @@ def _states_to_write(
     written: list[_Written] = []
     left_out: list[str] = []
     for kind in kinds:
-        if kind not in RECORDED_EDITS:
-            written += _computed_states(base, kind, sites)
-            continue
-        found, reasons = _recorded_states(trace, one, base, kind, sites)
+        if kind in RECORDED_EDITS:
+            found, reasons = _recorded_states(trace, one, base, kind, sites)
+        else:
+            found = _computed_states(base, kind, sites)
+            reasons = [] if found else ["the text before the drafted token has one token, so none is earlier"]
         if not found and edits is not None:
             raise ValueError(
-                f"{about}: expected states for the edit {kind!r}, got none: {'; '.join(reasons)}; choose "
-                "edits=('zero', 'mean'), or run it again with capture='STCZ'"
+                f"{about}: expected states for the edit {kind!r}, got none: {'; '.join(reasons)}; leave "
+                "the edit out, or run it again with capture='STCZ'"
             )
         written += found
         left_out += [f"{kind}: {reason}" for reason in reasons]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.analysis.flips import EDITS, _cells, _Written
+from cacheprobe.analysis.flips import EDITS, Rejection, _cells, _states_to_write, _Written
 from cacheprobe.ops.equality import close
 from cacheprobe.patching.cells import run_cells
 from cacheprobe.patching.runs import run_once
@@ -141,7 +141,7 @@ def moved(trace: cp.Trace) -> cp.Trace:
         (
             without_states,
             dict(edits=["drafter"]),
-            r"request \d step \d+: expected states for the edit 'drafter', got none.*'mean'\)",
+            r"request \d step \d+: expected states for the edit 'drafter', got none.*leave the edit out",
         ),
         (lambda: changed(interventions=["x"]), {}, "expected a run without interventions, got one"),
         (lambda: moved(run("llama")), {}, r"step \d+: expected '<0>', the verifier's choice.*got .*nats apart"),
@@ -159,3 +159,12 @@ def test_zero_and_mean_need_no_states() -> None:
     assert found.table.equals(whole.table)
     by_default = cp.analysis.flip(without_states(), *rejection("llama"), progress=False)
     assert by_default.table.equals(whole.table) and len(by_default.meta["left_out"]) == 2
+
+
+def test_a_text_of_one_token_has_no_mean() -> None:
+    base, trace = run_once(loaded(), (5,), "STC"), run("llama")
+    one = Rejection(0, 3, 1, 7, 8, 2, (5,))
+    written, left_out = _states_to_write(trace, one, base, "STC", None)
+    assert "mean" not in {edit.edit for edit in written} and any(why.startswith("mean: ") for why in left_out)
+    with pytest.raises(ValueError, match="for the edit 'mean', got none: .*has one token"):
+        _states_to_write(trace, one, base, "STC", ["mean"])

@@ -72,6 +72,12 @@ def test_what_an_older_run_did_not_record_has_the_default() -> None:
     assert not found & {"top k", "top p", "min p", "repetition penalty", "stop texts", "acceptance"}
 
 
+def test_settings_of_another_engine_are_not_known() -> None:
+    imported = {"fingerprint": {"path": "imported from vLLM"}, "kind": "import", "config": {"capacity": 64}}
+    found = {name: values for name, *values in setting_differences(imported, {}, [], [])}
+    assert found["window"][0] == found["max batch"][0] == "not known" and found["capacity"][0] == "64"
+
+
 def test_of_a_long_list_the_part_that_differs_is_named() -> None:
     requests = [[{"sampling": {"seed": seed}} for seed in (*range(40), last)] for last in (50, 60)]
     [(name, *values)] = setting_differences({}, {}, *requests)

@@ -5,6 +5,7 @@
   const place = (name) => document.getElementById(name);
   let shown = null;  // the data-flip of the button whose answer is shown, as text
   let last = "";  // the html that is shown
+  let turn = 0;  // number of the newest loop that follows a process; an older one ends
 
   async function ask(what) {
     const question = {...JSON.parse(shown), do: what, theme: document.documentElement.dataset.theme};
@@ -24,19 +25,19 @@
   }
 
   async function follow(what) {
-    const own = shown;
+    const own = ++turn;
     try {
       for (;;) {
         const answer = await ask(what);
-        if (own !== shown) return;
+        if (own !== turn) return;
         draw(answer);
         if (!answer.goes_on) return;
         what = "look";
         await new Promise((next) => setTimeout(next, WAIT));
-        if (own !== shown) return;
+        if (own !== turn) return;
       }
     } catch (error) {
-      if (own !== shown) return;
+      if (own !== turn) return;
       draw({html: ""});
       place("flip-view").textContent = last = `The server does not answer (${error.message}).`;
     }
@@ -44,6 +45,7 @@
 
   function hide() {
     shown = null;
+    turn++;
     last = "";
     place("flip-box").hidden = true;
   }
@@ -59,7 +61,7 @@
     if (button) {
       shown = button.dataset.flip;
       follow("start");
-    } else if (act && shown !== null) ask(act.dataset.flipDo).then(draw, () => {});
+    } else if (act && shown !== null) follow(act.dataset.flipDo);
   });
 
   const began = setInterval(() => {  // Dash draws the page later than it loads this

@@ -38,7 +38,8 @@ def view(shelf: Shelf, reader: RunReader, question: PageQuestion) -> str:
     if question.get("row") is not None:
         outcomes = outcomes_of_row(outcomes, int(row.step))
     title, body = card_parts(table, prediction_depth_of(table).iloc[0].to_dict(), outcomes, texts, row.token)
-    flips = "" if row.status in DISCARDED_DRAFT else buttons(question, history, generated_index, outcomes)
+    is_edited = row.status not in DISCARDED_DRAFT and book.run.fingerprint.get("path") != "thinking"
+    flips = buttons(question, history, generated_index, outcomes) if is_edited else ""
     return f"<h3>{markup(title)}</h3>{body}{flips}"
 
 

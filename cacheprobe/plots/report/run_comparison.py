@@ -161,9 +161,9 @@ def counts_block(counts: tuple[Mapping[str, int], Mapping[str, int]], names: tup
 
 
 def _share(counts: Mapping[str, int], words: str) -> str:
-    """Returns text such as " (75 %)" for the accepted ones of the judged draft tokens, else ""."""
-    judged = counts["draft tokens in verify passes"]
-    return f" ({counts[words] / judged:.0%})" if words == "of these accepted" and judged else ""
+    """Returns text such as " (75%)" for the accepted ones of the draft tokens that verify passes read, else ""."""
+    read = counts["draft tokens in verify passes"]
+    return f" ({counts[words] / read:.0%})" if words == "of these accepted" and read else ""
 
 
 def token_columns(
