@@ -58,7 +58,7 @@ def run(
     import cacheprobe as cp
     from cacheprobe.analysis.summary import closing
     from cacheprobe.core.records import SamplingParams
-    from cacheprobe.trace.manifest import MANIFEST
+    from cacheprobe.trace.manifest import JOURNAL, MANIFEST
     from cacheprobe.trace.places import require_free
 
     prompts.require_one_source()
@@ -103,6 +103,10 @@ def run(
         trace = cp.run(loaded, to_read, progress=progress, **arguments, **to)
     except cp.Interrupted as stopped:
         return _save_stopped(stopped, out if is_saved_at_end else None, out)
+    except KeyboardInterrupt:
+        if not is_saved_at_end and (out / JOURNAL).exists():
+            print(f"stopped at once; to continue what is on the disk: cacheprobe resume {out}", file=sys.stderr)
+        raise
     if is_saved_at_end:
         trace.save(out, overwrite=overwrite)
     print(closing(trace, is_behaviour_printed=progress))

@@ -15,7 +15,7 @@ import pkgutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
@@ -155,18 +155,17 @@ def _scan(kind: str) -> None:
         importlib.import_module(f"{package_name}.{module.name}")
     _scanned.add(kind)
     for entry in entry_points(group=f"cacheprobe.{kind}"):
-        _load(kind, entry)
+        _load(kind, entry.name, entry.load, entry.dist.name if entry.dist is not None else entry.value)
 
 
-def _load(kind: str, entry: EntryPoint) -> None:
-    """Registers a plug-in of an installed package. One that cannot be loaded is left out with a warning, so that the
-    others work."""
+def _load(kind: str, name: str, load: Callable[[], Plugin], package: str) -> None:
+    """Registers what `load` returns, a plug-in of an installed package. One that cannot be loaded is left out with a
+    warning, so that the others work."""
     try:
-        register(kind, entry.name)(entry.load())
+        register(kind, name)(load())
     except Exception as error:  # code of another package
-        source = entry.dist.name if entry.dist is not None else entry.value
         warnings.warn(
-            f"the plug-in {entry.name!r} among {kind}, of the package {source}, is left out: "
+            f"the plug-in {name!r} among {kind}, of the package {package}, is left out: "
             f"{type(error).__name__}: {error!s:.200}; mend or uninstall that package",
             stacklevel=2,
         )

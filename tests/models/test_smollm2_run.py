@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
+from cacheprobe.core.terminal import DASH_PORT
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 
@@ -113,5 +114,5 @@ def test_the_report_of_the_real_model_is_small_and_whole(drafted: cp.Trace, tmp_
     """As in the demo: all layers of a dozen tokens. Nothing is fetched, by tag or by style."""
     path = cp.plots.write_report(drafted, tmp_path / "report.html")
     assert path.stat().st_size < 8_000_000
-    own = path.read_text().split("</head>")[1]
+    own = path.read_text().split("</head>")[1].replace(f'<a href="http://127.0.0.1:{DASH_PORT}/', "")
     assert "lens-grid-all" in own and re.findall(r"(?:src|href|action)=.?https?:|url\(.?https?:|@import", own) == []
