@@ -11,7 +11,18 @@ from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.hf.tiny import FAMILIES, SLIDING, VOCAB
 from cacheprobe.models.hf.tiny import tiny_model as hf_model
 
-__all__ = ["FAMILIES", "PROMPTS", "QUICK_FAMILIES", "SLIDING", "SMALL", "VOCAB", "hf_model", "loaded", "perturbed"]
+__all__ = [
+    "FAMILIES",
+    "PROMPTS",
+    "QUICK",
+    "QUICK_FAMILIES",
+    "SLIDING",
+    "SMALL",
+    "VOCAB",
+    "hf_model",
+    "loaded",
+    "perturbed",
+]
 
 
 @cache

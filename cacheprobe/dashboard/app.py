@@ -13,9 +13,21 @@ from cacheprobe.dashboard.flip_jobs import FlipJobs
 from cacheprobe.dashboard.questions import PageAnswer, PageQuestion, answered
 from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
-from cacheprobe.dashboard.tabs import cache, card, compare, decode, flip, lens, rejected, results, thoughts, timeline
+from cacheprobe.dashboard.tabs import (
+    cache,
+    card,
+    compare,
+    decode,
+    flip,
+    lens,
+    rejected,
+    results,
+    text,
+    thoughts,
+    timeline,
+)
 
-CONTROLS = ("run", "request", "step", "site", "lens", "colour", "rows", "against")
+CONTROLS = ("run", "request", "step", "site", "lens", "colour", "rows", "against", "measure")
 """Ids of the menus and the slider, in the order of assets/talk.js."""
 MOST_BYTES = 16 * 2**10
 """Largest size of the page's questions in one request, in bytes."""
@@ -45,6 +57,7 @@ def _views(shelf: Shelf, reader: RunReader) -> Views:
         "facts": partial(facts.run_facts, shelf, reader),
         "growth": partial(facts.growth, shelf),
         "story": partial(facts.request_story, shelf),
+        "overview": partial(timeline.overview, shelf),
         "timeline": partial(timeline.view, shelf),
         "decode": partial(decode.view, shelf),
         "cache": partial(cache.view, shelf),
@@ -55,7 +68,8 @@ def _views(shelf: Shelf, reader: RunReader) -> Views:
         "compare": partial(compare.view, shelf),
         "rejected": partial(rejected.view, shelf),
         "walk": partial(rejected.walk, shelf),
-        "prompt": partial(facts.prompt_view, shelf),
+        "text": partial(text.view, shelf),
+        "range": partial(text.range_view, shelf),
         "grid": partial(lens.grid, shelf, reader),
         "gave": partial(lens.contributions, shelf, reader),
         "flip": partial(flip.view, shelf, FlipJobs()),

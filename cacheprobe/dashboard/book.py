@@ -10,6 +10,8 @@ from cacheprobe.dashboard.rejections import Rejections
 from cacheprobe.plots.diagrams.timeline import step_words, timeline_finding
 from cacheprobe.plots.diagrams.windows import Window, find_windows, verified_requests
 from cacheprobe.plots.report.insight import opening
+from cacheprobe.plots.report.request_text import TextParts, text_parts
+from cacheprobe.plots.text import text_of
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.ledgers import ledger_at, rows_in_use
 from cacheprobe.trace.tables.token_history import standing_at, token_history
@@ -28,6 +30,7 @@ class Book:
         self.steps_in_words = lru_cache(maxsize=64)(self._steps_in_words)
         self.windows = lru_cache(maxsize=64)(self._windows)
         self.history_of = lru_cache(maxsize=256)(self._history_of)
+        self.text_parts = lru_cache(maxsize=64)(self._text_parts)
 
     @cached_property
     def steps(self) -> range:
@@ -65,6 +68,13 @@ class Book:
         tables = rows_in_use(self.run.ledger).groupby("request_id")
         last = self.run.events.groupby("request_id").step.max()
         return [(int(last[r]), table.step.to_numpy(), table.rows.to_numpy()) for r, table in tables]
+
+    @cached_property
+    def by_losses(self) -> list[int]:
+        """Ids of all requests, those with the most rolled-back draft tokens first; equal ones in order of their ids."""
+        lost = self.run.events.groupby("request_id").num_rolled_back.sum()
+        ids = [request["request_id"] for request in self.run.requests]
+        return sorted(ids, key=lambda request_id: (-int(lost.get(request_id, 0)), request_id))
 
     def events_of(self, request_id: int) -> pd.DataFrame:
         """Returns a DataFrame: the lines of the events table of one request; empty for an unknown request."""
@@ -108,7 +118,7 @@ class Book:
         rows = self.rows_of(request_id)
         return rows[rows.position >= self.prompt_length(request_id) - 1]
 
-    def tokens_after(self, requests: range, step: int) -> pd.DataFrame:
+    def tokens_after(self, requests: Sequence[int], step: int) -> pd.DataFrame:
         """Returns a DataFrame of the token at each place of each request after a step, as `token_history.standing_at`
         does: committed tokens, draft tokens without a verdict, and tokens that this step rolled back. requests: at
         least one."""
@@ -116,6 +126,14 @@ class Book:
 
     def _history_of(self, request_id: int) -> pd.DataFrame:
         return token_history(self.events_of(request_id))
+
+    def _text_parts(self, request_id: int) -> TextParts:
+        thoughts = self.run.thoughts
+        own_thoughts = None if thoughts is None else thoughts[thoughts.request_id == request_id]
+        prompt = self.run.request(request_id)["prompt_token_ids"]
+        texts = tuple(text_of(self.run.token_texts, int(token_id)) for token_id in prompt)
+        readings = self.readings(request_id) if self.run.has_readings else None
+        return text_parts(request_id, texts, len(prompt), self.events_of(request_id), readings, own_thoughts)
 
     def _windows(self, request_id: int) -> tuple[Window, ...]:
         events = self.events_of(request_id)

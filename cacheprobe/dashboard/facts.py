@@ -5,7 +5,6 @@ from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.questions import PageQuestion
 from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
-from cacheprobe.plots.report.prompt_block import prompt_block
 
 MOST_LETTERS = 44
 """Number of letters of a prompt's end in the menu of requests."""
@@ -13,15 +12,17 @@ MOST_LETTERS = 44
 
 def run_facts(shelf: Shelf, reader: RunReader, question: PageQuestion) -> JsonDict:
     """Returns a dict on a run, from which the page fills its controls. Keys: name, says (sentences on the run),
-    requests (their labels), first and last (steps), opening (request and step to show first), layers, sites, lenses
-    (options of the menu), why_not (the reason why states cannot be read, or ""), has_readings; of a run that was
-    recorded to disk while the dashboard ran also version, of the tables that all this is of."""
+    requests (their labels), by_losses (their ids, those with most rolled-back tokens first), first and last (steps),
+    opening (request and step to show first), layers, sites, lenses (options of the menu), why_not (the reason why
+    states cannot be read, or ""), has_readings; of a run that was recorded to disk while the dashboard ran also
+    version, of the tables that all this is of."""
     book = shelf.book(question["run"])
     run = book.run
     return {
         "name": book.name,
         "says": run_summary(book),
         "requests": [_request_label(r) for r in run.requests],
+        "by_losses": book.by_losses,
         "first": book.steps.start,
         "last": max(book.steps.stop - 1, book.steps.start),
         "opening": book.opening,
@@ -61,18 +62,6 @@ def request_story(shelf: Shelf, question: PageQuestion) -> JsonDict:
         "prompt": len(request["prompt_token_ids"]),
         "tokens": len(request["committed_token_ids"]),
     }
-
-
-def prompt_view(shelf: Shelf, question: PageQuestion) -> str:
-    """Returns HTML: a title with token counts, and a request's prompt, followed by the generated text, marked."""
-    book, request_id = shelf.book_and_request(question)
-    request = book.run.request(request_id)
-    num_prompt_tokens, num_generated = len(request["prompt_token_ids"]), len(request["committed_token_ids"])
-    return (
-        f"<h2>Request {request['request_id']} was asked in {num_prompt_tokens} tokens "
-        f"and answered in {num_generated}</h2>"
-        f"{prompt_block(request, book.run.token_texts)}"
-    )
 
 
 def run_summary(book: Book) -> str:

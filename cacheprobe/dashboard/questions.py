@@ -1,7 +1,7 @@
 """Checks the values in the page's questions, and turns the errors of a view into HTML that the page shows instead."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from pyarrow import ArrowException
@@ -61,6 +61,14 @@ def span(value: object, what: str, most: int) -> range:
     return range(*value)
 
 
+def requests_of(question: PageQuestion, by_losses: Sequence[int], most: int) -> list[int]:
+    """Returns the ids of the requests on a page: places [first, end] of all requests, in order of their ids, or of
+    `by_losses` if the question's order is "losses"."""
+    places = span(question["requests"], "requests", most)
+    order = by_losses if question.get("order") == "losses" else range(len(by_losses))
+    return list(order)[max(places.start, 0) : places.stop]
+
+
 def number(value: object, what: str) -> int:
     """Returns the value if it is a whole number. what: the name of the value in the error. Raises: CannotShow for
     anything else."""
@@ -86,6 +94,7 @@ __all__ = [
     "one_of",
     "reason",
     "refusal",
+    "requests_of",
     "span",
     "whole",
 ]

@@ -148,6 +148,7 @@ def _transport() -> Element:
                            allow_direct_input=False, tooltip={"placement": "bottom", "always_visible": False}),
                 className="slide",
             ),
+            html.Div(id="overview-view"),
             html.Div(id="now", role="status"),
             html.Div(id="insight-view", role="status"),
         ],
@@ -199,11 +200,32 @@ def _flip_box() -> Element:
 
 def _replay_cards() -> list[Element]:
     return [
-        html.Div([_card("timeline", "wide"), _card("decode"), _card("cache", "side")], className="grid"),
-        html.Div([_lens_card(), _card("card", "side", [_flip_box(), _attribution_button()])], className="grid"),
+        html.Div(
+            [
+                html.Div([_text_card(), _lens_card()], className="column"),
+                _card("card", "side", [_flip_box(), _attribution_button()]),
+            ],
+            className="grid",
+        ),
+        html.Div([_timeline_card(), _card("decode"), _card("cache", "side")], className="grid"),
         _card("window"),
-        _card("prompt"),
     ]
+
+
+def _text_card() -> Element:
+    """Returns the card of the request's text, with the menu of measures that colour it, and a place for the numbers of
+    a range."""
+    measures = [
+        ("verdict", "verdict"), ("depth", "prediction depth"), ("entropy", "entropy"), ("logprob", "log-probability"),
+    ]  # fmt: skip
+    menu = _menu("measure", "colour of the text", [{"value": value, "label": label} for value, label in measures])
+    below = [html.Div(id="range-view", role="status"), html.Div(menu, className="menus")]
+    return _card("text", below=below)
+
+
+def _timeline_card() -> Element:
+    sort = html.Button("Most rejected first", id="timeline-order", className="plain", **{"data-intent": "order"})
+    return _card("timeline", "wide", [sort])
 
 
 def _lens_card() -> Element:

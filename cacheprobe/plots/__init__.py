@@ -21,6 +21,7 @@ from cacheprobe.plots.patching import patching_grid
 from cacheprobe.plots.probes import probe_figure, rollback_prediction_figure
 from cacheprobe.plots.report.figures import write_figures
 from cacheprobe.plots.report.report import write_report
+from cacheprobe.plots.report.request_text import request_text
 from cacheprobe.plots.report.run_comparison import comparison
 from cacheprobe.plots.state_algorithm import state_algorithm_figure
 from cacheprobe.plots.sweep_grid import sweep_grid
@@ -48,6 +49,7 @@ __all__ = [
     "patching_grid",
     "prediction_depth_figure",
     "probe_figure",
+    "request_text",
     "rollback_prediction_figure",
     "rolled_back",
     "state_algorithm_figure",

@@ -5,7 +5,7 @@ from cacheprobe.tasks.boxes import Boxes
 from cacheprobe.tasks.coin_flip import CoinFlip, answer_token_ids, coin_question
 from cacheprobe.tasks.coin_flip_sparse import CoinFlipSparse
 from cacheprobe.tasks.coin_flip_wei import CoinFlipWei
-from cacheprobe.tasks.drawing import Task, mixed
+from cacheprobe.tasks.drawing import ListedTask, Task, mixed
 from cacheprobe.tasks.exchange import from_dataset, to_dataset
 from cacheprobe.tasks.files import example_from_record, example_record, load_examples, save_examples
 from cacheprobe.tasks.people import HELD_OUT_NAMES, NAMES, TRAIN_NAMES
@@ -32,6 +32,7 @@ __all__ = [
     "CoinFlipSparse",
     "CoinFlipWei",
     "Example",
+    "ListedTask",
     "Permutations",
     "Question",
     "Rendering",

@@ -39,7 +39,7 @@ class Question:
 
     text: what the model reads, up to the answer.  answer: the right continuation, including its leading space.
     answers: all possible answers, including `answer`.  events: one for each operation, in the task's own format.
-    states: the true state after 0, 1, ... operations.
+    states: the true state after 0, 1, ... operations; () with `events` and `spans` () if no state is known.
     spans: characters (start, end) of the words that set each of `states`: the statement of the initial state, then the
     operations. The state changes at the last character of its span.
     thoughts: for each of `states`, the text that a Thinking States model should write once the state holds, such as the
@@ -55,7 +55,8 @@ class Question:
     thoughts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not len(self.states) == len(self.spans) == len(self.events) + 1:
+        is_stateless = not (self.states or self.spans or self.events)
+        if not is_stateless and not len(self.states) == len(self.spans) == len(self.events) + 1:
             raise ValueError(
                 f"{self.text!r}: {len(self.events)} events need one state and one span more, "
                 f"got {len(self.states)} states and {len(self.spans)} spans"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,8 @@ from numbers import Integral, Real
 from random import Random
 from typing import ClassVar, TypeVar
 
-from cacheprobe.tasks.base import Example
+from cacheprobe.tasks.base import Example, Question
+from cacheprobe.tasks.words import MARKS, vocabulary_of
 
 T = TypeVar("T", bound="CountedTask")
 
@@ -71,6 +73,78 @@ class CountedTask(Task):
     def with_operations(self: T, count: int) -> T:
         """Returns a copy of the task with `count` operations in each question."""
         return replace(self, **{self.counted: count})
+
+
+class ListedTask(Task):
+    """Asks questions that a subclass lists: `prompts`, `answers`, and optionally `states`."""
+
+    prompts: ClassVar[Sequence[str]]
+    """What the model reads, up to the answer."""
+    answers: ClassVar[Sequence[str]]
+    """The right continuation of each prompt, with its leading space."""
+    states: ClassVar[Sequence[Sequence[str | None]]] = ()
+    """For each prompt, the true state after each of its words (split at white space), None before there is one; () if
+    no state is known. A word that sets another state is an operation."""
+
+    @property
+    def num_operations(self) -> int:
+        """Number of operations in each question. Raises: ValueError if the questions differ in it."""
+        counts = {len(self.example(index).events) for index in range(len(self.prompts))}
+        if len(counts) != 1:
+            raise ValueError(f"questions of {type(self).__name__} have {min(counts)} to {max(counts)} operations")
+        return counts.pop()
+
+    def with_operations(self, count: int) -> ListedTask:
+        """Raises: ValueError, because the questions are given."""
+        raise ValueError(f"{type(self).__name__} has the questions that it lists; it makes none of {count} operations")
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of a uniform guess among the different answers, from 0 to 1."""
+        return 1 / len(set(self.answers))
+
+    def vocabulary(self) -> tuple[str, ...]:
+        """Returns the sorted tuple of all words and punctuation marks of prompts, answers and states."""
+        states = (state for listed in self.states for state in listed if state)
+        return vocabulary_of((*self.prompts, *self.answers, *states))
+
+    def example(self, index: int, seed: int = 0) -> Example:
+        """Returns question number `index` of the list, or of the list in a random order if `seed` is not 0. Raises:
+        ValueError if there are fewer questions, or lists of other lengths."""
+        check_count("index", index, at_least=0)
+        check_count("seed", seed)
+        name, count = type(self).__name__, len(self.prompts)
+        if not len(self.answers) == count == len(self.states or self.prompts):
+            lengths = f"{count} prompts, {len(self.answers)} answers and {len(self.states)} lists of states"
+            raise ValueError(f"{name} has {lengths}; give one of each for each question")
+        if index >= count:
+            raise ValueError(f"{name} has {count} questions, 0 to {count - 1}, and no question {index}")
+        order = range(count)
+        if seed:
+            order = sorted(order, key=lambda i: Random(f"listed/{seed}/{i}").random())
+        prompt, answer = self.prompts[order[index]], self.answers[order[index]]
+        answers = tuple(sorted(set(self.answers)))
+        changes = _changes(prompt, self.states[order[index]]) if self.states else []
+        events = tuple(prompt[start:end] for (start, end), _ in changes[1:])
+        spans, states = tuple(span for span, _ in changes), tuple(state for _, state in changes)
+        return Example(Question(prompt, answer, answers, events, states, spans))
+
+
+def _changes(prompt: str, listed: Sequence[str | None]) -> list[tuple[tuple[int, int], str]]:
+    """Returns ((start, end), state) of each word of a prompt that sets a state other than the one before. Raises:
+    ValueError without one state for each word, and for None after a state."""
+    words = [match.span(1) for match in re.finditer(rf"(\S+?)[{MARKS}]*(?=\s|$)", prompt)]  # without marks at the end
+    if len(words) != len(listed):
+        raise ValueError(f"{prompt!r} has {len(words)} words, and {len(listed)} states are listed; give one for each")
+    changes: list[tuple[tuple[int, int], str]] = []
+    for span, state in zip(words, listed, strict=True):
+        if state is None and changes:
+            raise ValueError(
+                f"{prompt!r}: no state is listed after {prompt[: span[1]]!r}; a state holds until the next"
+            )
+        if state is not None and (not changes or changes[-1][1] != state):
+            changes.append((span, state))
+    return changes
 
 
 def mixed(task: Task, operations: Iterable[int] = range(1, 11), *, n: int, seed: int = 0) -> list[Example]:

@@ -90,7 +90,10 @@ def _is_coin_flip(question: Question) -> bool:
     """Returns True if `coin_question` makes an equal question from the initial state and the events."""
     if not all(len(event) == 2 and [type(part) for part in event] == [str, bool] for event in question.events):
         return False
-    return question.states[0] in ("heads", "tails") and coin_question(question.states[0], question.events) == question
+    return (
+        question.states[:1] in (("heads",), ("tails",))
+        and coin_question(question.states[0], question.events) == question
+    )
 
 
 def _coin_question_of(record: Unchecked) -> Question:

@@ -312,7 +312,9 @@ def test_every_benchmark_has_a_planted_cost() -> None:
     assert set(PLANTED) == set(questions())
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if i % 2 else []) for i, name in enumerate(PLANTED)]
+)
 def test_a_planted_cost_shows_as_the_ratio(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = PLANTED[name](Clock(monkeypatch), monkeypatch)
     told = small(name)(1)
@@ -330,6 +332,7 @@ def _at(told: dict[str, Any], key: str) -> Any:
     raise KeyError(key)
 
 
+@pytest.mark.slow
 def test_a_real_wait_shows_in_the_main_job() -> None:
     """With the machine's own clock: every ratio is larger if we wait before each run than if Hugging Face does."""
     ratios = []

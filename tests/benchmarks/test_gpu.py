@@ -42,6 +42,7 @@ def test_a_wrong_product_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "kernels: rms_norm is wrong" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_states_that_are_too_far_away_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: sums do differ, by less than the bound."""
     monkeypatch.setattr(checks, "MOST_APART", 1e-9)

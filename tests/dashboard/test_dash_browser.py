@@ -39,7 +39,7 @@ def address(runs: Path) -> Iterator[str]:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_opens_and_fits(browser: Browser, address: str, width: int, theme: str) -> None:
     with opened(browser, address, width=width, color_scheme=theme) as page:
-        for name in ("timeline", "decode", "cache", "window", "card", "prompt", "grid"):
+        for name in ("timeline", "decode", "cache", "window", "card", "text", "grid"):
             answered(page, name, run=0)
         assert "e-broken" in page.inner_text(".broken") and "not saved to its end" in page.inner_text(".broken")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -322,9 +322,9 @@ def test_a_wrong_link_is_said(browser: Browser, address: str) -> None:
 
 def test_nothing_of_a_run_is_run(browser: Browser, address: str) -> None:
     with opened(browser, f"{address}?run=3") as page:
-        for name in ("timeline", "decode", "cache", "window", "card", "prompt", "grid"):
+        for name in ("timeline", "decode", "cache", "window", "card", "text", "grid"):
             answered(page, name, run=3)
-        assert "<script>window.hacked" in page.inner_text("#prompt-view")
+        assert "<script>window.hacked" in page.inner_text("#text-view")
         page.click("#tab-compare")
         answered(page, "compare", run=3)
         assert page.evaluate("window.hacked") is None

@@ -21,7 +21,7 @@ from tests.chromium import chromium
 from tests.dash_page import answered, served
 from tests.large_run import save_large_run
 
-VIEWS = ("insight", "timeline", "decode", "cache", "card", "grid", "window", "prompt")
+VIEWS = ("insight", "timeline", "decode", "cache", "card", "grid", "window", "text", "overview")
 """All that the replay shows."""
 CLICK_QUESTIONS, CLICK_BYTES = 2, 700_000
 """At most, for a click, however long the run is: questions to the server, and bytes of its answers."""

@@ -24,7 +24,7 @@ NAME = "<img src=x onerror=window.hacked=2>'\"&lt;"
 PLANTED = "document.querySelectorAll('#page :is(img,script,b[onerror],pad)').length"
 """Elements that an attack would leave behind, run or not."""
 VIEWS = {
-    "replay": ("insight", "timeline", "decode", "cache", "window", "card", "prompt", "grid"),
+    "replay": ("insight", "timeline", "decode", "cache", "window", "card", "text", "grid"),
     "rejected": ("rejected",), "thoughts": ("thoughts",), "compare": ("compare",),
     "patching": ("result",), "surgery": ("result",), "probes": ("result",), "sweep": ("result",),
     "results": ("result",),
@@ -143,13 +143,13 @@ def test_the_sweep_leads_to_a_run_and_back(browser: Browser, address: str, swept
             answered(page, name, run=run)
         assert at(page)["tab"] == "replay" and at(page)["run"] == run
         assert digest in page.inner_text(".menu-run")
-        assert f"answered in {int(cell.tokens)}" in page.inner_text("#prompt-view")
+        assert f"generated {int(cell.tokens)} token" in page.inner_text("#text-view")
         link = page.url
         page.click("#tab-sweep")
         answered(page, "result", facet="seed.drafter")
         assert at(page)["run"] == run  # the cell stays chosen
     with opened(browser, link) as page:
-        answered(page, "prompt", run=run)
+        answered(page, "text", run=run)
 
 
 def test_a_cell_that_the_menu_does_not_hold_is_opened(
@@ -175,7 +175,7 @@ def test_a_cell_that_the_menu_does_not_hold_is_opened(
             answered(page, name, run=0)
         assert shelf.entries[0].name in page.inner_text(".menu-run") and digest not in page.inner_text(".menu-run")
         with opened(browser, link) as again:
-            answered(again, "prompt", run=3)
+            answered(again, "text", run=3)
             assert digest in again.inner_text(".menu-run")
 
 

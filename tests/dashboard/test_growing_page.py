@@ -21,16 +21,16 @@ from tests.tiny import PROMPTS, loaded
 SAYS = "document.getElementById('growth').innerText"
 NUMBER = "document.querySelectorAll('#timeline-view .pick[data-step]').length"
 MARK = """() => {
-    const marked = "#timeline-view .pick[data-step], #prompt-view .prompt, #card-view table";
+    const marked = "#timeline-view .pick[data-step], #text-view .prose, #card-view table";
     document.querySelectorAll(marked).forEach((one) => { one.mark = true; });
-    getSelection().selectAllChildren(document.querySelector("#prompt-view h2"));
+    getSelection().selectAllChildren(document.querySelector("#text-view h2"));
     getSelection().collapseToStart();
     getSelection().modify("extend", "forward", "word");
     document.querySelector("#card-view .ladder").scrollTop = 1;
 }"""
 MARKS = """() => [
     [...document.querySelectorAll("#timeline-view .pick[data-step]")].filter((cell) => cell.mark).length,
-    !!document.querySelector("#prompt-view .prompt").mark, !!document.querySelector("#card-view table").mark,
+    !!document.querySelector("#text-view .prose").mark, !!document.querySelector("#card-view table").mark,
     String(getSelection()).trim(), scrollY,
     document.getElementById("tip").hidden, document.getElementById("tip").textContent, location.href,
 ]"""
@@ -66,7 +66,7 @@ def test_a_page_follows_a_run_that_another_process_records(browser: Browser, tmp
     with recording(tmp_path / "long") as run:
         assert run.go_on(6) >= 6
         with served(Shelf.of([tmp_path])) as url, opened(browser, f"{url}?run=0&request=1&step=5&rows=all") as page:
-            for name in ("timeline", "prompt", "card", "grid"):
+            for name in ("timeline", "text", "card", "grid"):
                 answered(page, name, run=0)
             until(page, f"/{MOST} tokens/.test({SAYS})")
             says = page.inner_text("#growth-says")
@@ -76,7 +76,7 @@ def test_a_page_follows_a_run_that_another_process_records(browser: Browser, tmp
                 says,
             )
             assert "long (growing)" in page.inner_text(".menu-run")
-            page.locator("#grid-view .column .pick").first.scroll_into_view_if_needed()
+            page.evaluate("scrollTo(0, 240)")
             page.locator("#grid-view .column .pick").first.hover()
             page.evaluate(MARK)
             before, chosen, num_cells = page.evaluate(MARKS), at(page), page.evaluate(NUMBER)
@@ -84,7 +84,7 @@ def test_a_page_follows_a_run_that_another_process_records(browser: Browser, tmp
             run.go_on(6)
             until(page, f"{NUMBER} > {num_cells} && {SAYS} !== {says!r}")
             version = page.evaluate("JSON.parse(document.getElementById('timeline-view').dataset.answer).version")
-            for name in ("prompt", "card", "grid", "insight"):
+            for name in ("text", "card", "grid", "insight"):
                 answered(page, name, version=version)
             assert page.evaluate(MARKS) == before and at(page) == chosen
             page.get_by_role("button", name="Follow the newest step").click()
@@ -97,8 +97,8 @@ def test_a_page_follows_a_run_that_another_process_records(browser: Browser, tmp
             run.go_on()
             until(page, f"/has finished, with {MOST} tokens/.test({SAYS})")
             until(page, "!/growing/.test(document.querySelector('.menu-run').innerText)")
-            text = answered(page, "prompt", version=next((tmp_path / "long").glob("rows-*")).stem.split("-")[1])
-            assert "and answered in 16" in text and page.locator(".refused:visible").count() == 0
+            text = answered(page, "text", version=next((tmp_path / "long").glob("rows-*")).stem.split("-")[1])
+            assert "generated 16 tokens" in text and page.locator(".refused:visible").count() == 0
             assert not page.is_visible("#notice")
 
 

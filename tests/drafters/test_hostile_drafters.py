@@ -114,8 +114,8 @@ def test_a_drafter_with_another_vocabulary_is_refused() -> None:
         cp.run(loaded(), PROMPTS, **SMALL, drafter=cp.drafters.Scripted(lambda state: [VOCAB]))
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.5])
-@pytest.mark.parametrize("seed", [0, 2**40])
+@pytest.mark.parametrize("temperature", [0.7, pytest.param(1.5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 2**40])
 def test_sampling_is_lossless(temperature: float, seed: int) -> None:
     """D3: with keyed noise every drafter gives the tokens that the verifier alone would have sampled."""
     sampling = cp.SamplingParams(temperature=temperature)
@@ -162,6 +162,7 @@ print("profiled")
 """
 
 
+@pytest.mark.slow
 def test_a_profiler_runs_beside_a_drafter_that_waits_for_ever() -> None:
     """Python 3.11 would hang, had the waiting thread been sent an exception: so in a process of its own."""
     command, root = [sys.executable, "-c", PROFILED], Path(__file__).parents[2]

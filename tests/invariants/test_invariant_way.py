@@ -44,7 +44,7 @@ def alone(of: Any, requests: list[Any], **settings: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_a_request_has_the_same_bits_beside_any_others(family: str, dtype: torch.dtype) -> None:
     """Other requests of both kinds, arrivals, limits, preemption, no drafter, a random one or early exits."""
     of, rng, seen = model(dtype, family), random.Random(5), set()

@@ -11,7 +11,7 @@ from cacheprobe.kvcache.surgery import KVSnapshot, put_snapshot, take_snapshot
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.equality import close
 from tests.thinking.test_thinking import tiny
-from tests.tiny import FAMILIES, SMALL, loaded
+from tests.tiny import QUICK_FAMILIES, SMALL, loaded
 
 SUMS = "without our cache the sums have other shapes"
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -61,7 +61,7 @@ def require_cut(lm, model, **settings) -> None:
 
 
 @pytest.mark.parametrize("path", ["fast", "bridge"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_parts_are_hidden_in_every_family(family: str, path: str) -> None:
     lm = loaded(family)
     require_cut(lm, lm.bridge, path=path)
@@ -101,7 +101,7 @@ def test_all_layers_and_heads_are_the_whole_mask() -> None:
     assert close(traces[0].states("S", 2, 0), traces[1].states("S", 2, 0), 1e-6, because="other kernels, same masks")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_neighbours_of_masked_parts_keep_their_bits_under_traffic_and_preemptions(dtype: torch.dtype) -> None:
     lm = loaded(dtype=dtype)
     rows = masked(cp.kv_snapshot(lm, PROMPT, capacity=96))

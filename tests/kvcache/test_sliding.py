@@ -16,10 +16,11 @@ from cacheprobe.models.hf import cache as hf_cache
 from cacheprobe.models.hf.masks import attention_masks, sliding_window
 from cacheprobe.ops.equality import close
 from tests.feeding import fed_in_parts, texts
-from tests.tiny import SLIDING, hf_model, loaded
+from tests.tiny import QUICK, SLIDING, hf_model, loaded
 from tests.twins.equivalence import hf_greedy
 
 WINDOW = 8
+QUICK_SLIDING = [pytest.param(f, marks=[] if f in (*QUICK, SLIDING[0]) else [pytest.mark.slow]) for f in SLIDING]
 PATHS: dict[str, Callable[..., CachedLM]] = {"bridge": lambda model: model, "fast": HookedHF}
 
 
@@ -64,7 +65,7 @@ def test_a_rollback_longer_than_the_window(family: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("family", SLIDING)
+@pytest.mark.parametrize("family", QUICK_SLIDING)
 def test_the_loop_beyond_the_window(family: str, path: str) -> None:
     model = loaded(family, window=WINDOW)
     prompts = [text.tolist() for text in texts(30, 11)]

@@ -304,7 +304,7 @@ def test_wrong_gates_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt-neox", "gpt2", "gemma2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_a_model_runs_on_them(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deterministic requests equal the reference bit for bit; the fingerprint names the loops; in float32 the states
     are torch's, to what another order of sums changes."""

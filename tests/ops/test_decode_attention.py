@@ -201,6 +201,7 @@ IN_A_PROCESS = (
 )
 
 
+@pytest.mark.slow
 def test_without_a_folder_for_the_cache_it_is_compiled_all_the_same(tmp_path: Path) -> None:
     """numba looks for a folder beside the source, then for one of the user's; neither can be written here."""
     (tmp_path / "file").touch()

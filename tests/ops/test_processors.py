@@ -189,7 +189,11 @@ def test_nothing_but_the_arguments_matters() -> None:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("settings", [dict(top_k=5, top_p=0.8), dict(min_p=0.2, repetition_penalty=1.8)], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [dict(top_k=5, top_p=0.8), pytest.param(dict(min_p=0.2, repetition_penalty=1.8), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_draws_follow_the_probabilities(settings: dict) -> None:
     """20,000 positions: Pearson's statistic stays below its 1-in-10,000 value, against plain probabilities it does
     not, and what is removed is never drawn."""

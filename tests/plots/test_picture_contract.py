@@ -97,6 +97,9 @@ SAMPLES: dict[str, Callable[[cp.Trace, cp.Trace], tuple[Given, Given]]] = {
     "lens_grid": lambda run, _: (
         ((run.hypotheses(), 0), dict(include="all")), ((run.hypotheses().assign(agrees=False), 0), {}),
     ),
+    "request_text": lambda run, _: tuple(
+        ((run.row_table, run.events(), request, run.hypotheses()), {}) for request in (0, 1)
+    ),
     "thought_card": lambda _, thoughtful: (of_chunk(thoughtful, 2), of_chunk(thoughtful, 30)),
     "thoughts_picture": lambda _, thoughtful: (of_thoughts(thoughtful, 0), of_thoughts(thoughtful, 1)),
     "timeline": lambda run, _: (
@@ -117,6 +120,7 @@ EVERY = {  # what each tip says
     "decoded_diagram": [r"request|cache slot"],
     "lens_grid": [r"request \d", r"step \d", "prefill|verify|decode", "committed|superseded|rolled back",
                   r"position \d", r"layer \d"],
+    "request_text": [r"request \d", r"step \d", r"position \d"],
     "thought_card": [r"request \d", r"step \d", r"positions \d"],
     "thoughts_picture": [r"position|chunk|block"],
     "timeline": [r"request \d", r"step \d", "prefill|decode|verify"],
@@ -238,6 +242,7 @@ REFUSED: list[tuple[str, Callable[[], Given], str]] = [
     ("decoded_diagram", lambda: ((0, trace().events(), [], {}), {}), "request 0 is verified; draw one of its windows"),
     ("lens_grid", lambda: ((drafted().hypotheses(), 9), {}), "the table has requests"),
     ("lens_grid", lambda: ((drafted().hypotheses().iloc[:0], 0), {}), r"the table has requests \[\]"),
+    ("request_text", lambda: ((trace().row_table, trace().events(), 9), {}), "there is no request 9; the tables have"),
     ("thought_card", lambda: (of_chunk(thinking(), 2)[0][:3] + (9, 2), {}), "wrote no thoughts"),
     ("thoughts_picture", lambda: (of_thoughts(thinking(), 0)[0][:4] + (9,), {}), "wrote no thoughts"),
     ("timeline", lambda: ((trace().events().iloc[:0],), {}), "empty"),

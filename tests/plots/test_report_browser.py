@@ -1,5 +1,6 @@
 """The report in a real browser, at two widths and in both colour schemes."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,19 +94,26 @@ def test_every_figure_fills_its_place(browser: Browser, report: Path, width: int
     page.close()
 
 
+def test_nothing_is_shown_twice(report: Path) -> None:
+    html = report.read_text()
+    pictures = [picture for picture in re.findall(r"<svg.*?</svg>", html, re.DOTALL) if len(picture) > 2000]
+    headings = re.findall(r"<h[23][^>]*>(.*?)</h[23]>", html, re.DOTALL)
+    assert len(pictures) > 4 and len(set(pictures)) == len(pictures)
+    assert len(headings) > 6 and len(set(headings)) == len(headings)
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_every_cell_of_a_grid_can_be_scrolled_to(browser: Browser, report: Path, width: int) -> None:
     page = browser.new_page(viewport={"width": width, "height": 900})
     page.goto(report.as_uri())
     page.evaluate("document.querySelectorAll('details').forEach(box => { box.open = true })")
-    for name in ("lens-grid", "lens-grid-all"):
-        last = page.locator(f"#{name} .column").last
-        last.scroll_into_view_if_needed()
-        box = last.bounding_box()
-        assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= width
-        cell = page.locator(f"#{name} .pick rect").first.evaluate("cell => getComputedStyle(cell).fill")
-        assert cell not in ("rgb(0, 0, 0)", "none")  # as without the rules of the shades
-        assert page.locator(f"#{name} .legend .shades").bounding_box()["width"] == 210
+    last = page.locator("#lens-grid-all .column").last
+    last.scroll_into_view_if_needed()
+    box = last.bounding_box()
+    assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= width
+    cell = page.locator("#lens-grid-all .pick rect").first.evaluate("cell => getComputedStyle(cell).fill")
+    assert cell not in ("rgb(0, 0, 0)", "none")  # as without the rules of the shades
+    assert page.locator("#lens-grid-all .legend .shades").bounding_box()["width"] == 210
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.close()
 
@@ -113,7 +121,7 @@ def test_every_cell_of_a_grid_can_be_scrolled_to(browser: Browser, report: Path,
 def test_hover_and_tap_tell_where_a_reading_comes_from(browser: Browser, report: Path) -> None:
     page = browser.new_page(viewport={"width": 390, "height": 900}, has_touch=True)
     page.goto(report.as_uri())
-    cell = page.locator("#lens-grid .pick").nth(4)
+    cell = page.locator("#lens-grid-all .pick").nth(4)
     cell.scroll_into_view_if_needed()
     told = cell.locator("title").text_content()
     assert told is not None and all(word in told for word in ("request", "layer", "entropy"))

@@ -179,3 +179,32 @@ def shares_by_verdict_slowly(table: pd.DataFrame) -> dict[tuple[int, str], tuple
         key: (rows, committed / rows, None if key[1] == "not_drafted" else drafted / rows)
         for key, (rows, committed, drafted) in counts.items()
     }
+
+
+def token_measures_slowly(
+    events: pd.DataFrame, table: pd.DataFrame | None, num_prompt_tokens: int
+) -> list[tuple[int, int, str, int | None, float | None, float | None]]:
+    """(token id, position of the row that predicts it, outcome, depth, entropy, log-probability) of each token."""
+    out = []
+    rows = {} if table is None else _rows(table[(table.status == "committed") & (table.site != "thought")])
+    by_position = {readings[0]["position"]: readings for readings in rows.values()}
+    for event in events.sort_values("step").to_dict("records"):
+        if not len(event["committed_token_ids"]):
+            continue
+        judged = not pd.isna(event["num_accepted"])
+        accepted = int(event["num_accepted"]) if judged else 0
+        is_whole = judged and accepted == len(event["draft_token_ids"])
+        for i, token_id in enumerate(event["committed_token_ids"]):
+            own = ("bonus" if is_whole else "recovered") if judged else "committed"
+            position = num_prompt_tokens - 1 + len(out)
+            readings = by_position.get(position)
+            found = (None, None, None)
+            if readings is not None:
+                depth = readings[-1]["layer"]
+                for lower in reversed(readings):
+                    if lower["token_id"] != readings[-1]["token_id"]:
+                        break
+                    depth = lower["layer"]
+                found = (depth, readings[-1]["entropy_nats"], readings[-1]["committed_logprob_nats"])
+            out.append((int(token_id), position, "accepted" if i < accepted else own, *found))
+    return out

@@ -116,6 +116,9 @@
     }
     if (mine(at, facts) && known(at, story)) now(at, facts, story);
     frames(at);
+    const order = place("timeline-order");
+    order.hidden = !mine(at, facts) || facts.requests.length < 2;
+    order.setAttribute("aria-pressed", !!at.order);
     growth(at, grown);
     place("page").dataset.at = JSON.stringify(at);
   }
@@ -155,9 +158,13 @@
         name.classList.toggle("named", Number(name.dataset.request) === at.request));
       const inside = at.step >= Number(first) && at.step <= Number(last);
       frame.style.display = inside ? "" : "none";
+      const shown = document.querySelector("#overview-view .shown");  // the steps that the timeline has
+      if (shown) shown.setAttribute("x", shown.dataset.first = first);
+      if (shown) shown.setAttribute("width", last - first + 1);
       if (inside) frame.setAttribute("x", Number(left) + (at.step - Number(first)) * Number(pitch) - 2);
     }
     list(at);
+    text(at);
     const grid = document.querySelector("#grid-view svg.readings");
     if (grid) {
       grid.setAttribute("tabindex", "0");
@@ -182,6 +189,24 @@
     }
   }
 
+  // The chosen token of the text, and those of the chosen range. One that was chosen elsewhere is scrolled to.
+  function text(at) {
+    const view = place("text-view"), from = Math.min(at.position, at.until), to = Math.max(at.position, at.until);
+    const is_range = window.cacheprobe.is_range(at), range = place("range-view");
+    view.querySelectorAll(".here, .ranged").forEach((one) => one.classList.remove("here", "ranged"));
+    for (let i = from; is_range && i <= to; i++) {
+      view.querySelectorAll(`span[data-position="${i}"]`).forEach((one) => one.classList.add("ranged"));
+    }
+    range.hidden = !is_range;
+    const here = view.querySelector(`span[data-position="${at.position}"]`), box = view.querySelector(".prose");
+    if (!here) return;
+    here.classList.add("here");
+    if (read === at.position) return;
+    read = at.position;
+    const [{top, bottom}, around] = [here, box].map((one) => one.getBoundingClientRect());
+    if (top < around.top || bottom > around.bottom) box.scrollTop += top - around.top - box.clientHeight / 2;
+  }
+
   // The list of rejected drafts: the chosen line, the line that Tab leads to, and what is searched for.
   function list(at) {
     const lines = [...document.querySelectorAll("#rejected-view tr[data-intent]")], search = place("rejected-search");
@@ -200,7 +225,7 @@
     if (at.tab === "rejected") seen = where;
   }
 
-  let seen = null;  // the chosen line that was scrolled to
+  let seen = null, read = null;  // the chosen line, and the position of the chosen token, that were scrolled to
 
   // The lens grid that is drawn: its question, and the first and last position of its page.
   function grid() {
@@ -244,12 +269,18 @@
       const button = event.target.closest("[data-intent]"), picked = event.target.closest(".pick,[data-layer]");
       if (button && button.dataset.intent === "play") play();
       else if (button) change({...button.dataset});
+      else if (picked && event.shiftKey && picked.closest("#text-view")) {
+        getSelection().removeAllRanges();
+        change({intent: "until", position: picked.dataset.position});
+      }
       else if (picked && picked.closest("#page")) {
         change({...picked.parentNode.closest(".column")?.dataset, ...picked.dataset, intent: "pick"});
       }
     });
-    place("grid-view").addEventListener("pointerover", tell);
-    place("grid-view").addEventListener("pointerleave", () => { place("tip").hidden = true; });
+    for (const view of [place("grid-view"), place("text-view")]) {
+      view.addEventListener("pointerover", tell);
+      view.addEventListener("pointerleave", () => { place("tip").hidden = true; });
+    }
     let resizing = null;
     addEventListener("resize", () => {
       clearTimeout(resizing);

@@ -2,8 +2,9 @@
 (function () {
   "use strict";
   const LINKED = ["run", "request", "step", "position", "row", "layer", "tab", "site", "lens", "colour", "rows",
-    "against", "result", "theme", "facet", "follow", "find", "sort", "among", "page"];
-  const NUMBERS = new Set(["run", "request", "step", "position", "row", "layer", "against", "result", "page"]);
+    "against", "result", "theme", "facet", "follow", "find", "sort", "among", "page", "measure", "until", "order"];
+  const NUMBERS = new Set(["run", "request", "step", "position", "row", "layer", "against", "result", "page",
+    "until"]);
   const SHELVED = ["patching", "surgery", "probes", "sweep", "results"];  // tabs of stored results, each of one kind
   const SORTS = ["drafted", "committed", "request", "step", "position", "drafter", "flip", "margin"];
   const MOST_LETTERS = 200;  // of a searched text
@@ -11,7 +12,7 @@
     tab: ["replay", "rejected", "thoughts", "compare", ...SHELVED], site: ["S", "T", "C"],
     colour: ["logprob", "entropy", "rank"],
     rows: ["committed", "all"], theme: ["light", "dark"], follow: ["newest"],
-    among: ["request"], sort: SORTS.flatMap((name) => [name, "-" + name]),
+    order: ["losses"], measure: ["verdict", "depth", "entropy", "logprob"], among: ["request"], sort: SORTS.flatMap((name) => [name, "-" + name]),
   };
   const REQUESTS_A_PAGE = 8;
 
@@ -19,7 +20,9 @@
   const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 
   function parse(search) {
-    const at = {tab: "replay", site: "S", lens: "recorded", colour: "logprob", rows: "all", said: []};
+    const at = {
+      tab: "replay", site: "S", lens: "recorded", colour: "logprob", rows: "all", measure: "verdict", said: [],
+    };
     for (const [name, text] of new URLSearchParams(search)) {
       if (!LINKED.includes(name)) continue;
       if (NUMBERS.has(name)) {
@@ -46,11 +49,11 @@
   // What a change of one thing makes of the others: a step or a request leads to another position.
   const CHANGES = {
     run: (at) => {
-      at.request = at.step = at.position = at.row = at.layer = at.gave = at.follow = at.page = at.walk = null;
+      at.request = at.step = at.position = at.row = at.layer = at.gave = at.follow = at.page = at.walk = at.until = null;
       if (at.against === at.run) at.against = null;
     },
-    request: (at) => { at.position = at.row = null; },
-    step: (at) => { at.position = at.row = at.follow = null; },
+    request: (at) => { at.position = at.row = at.until = null; },
+    step: (at) => { at.position = at.row = at.follow = at.until = null; },
     site: (at) => { if (at.site !== "S" && at.lens === "recorded") at.lens = "logit"; },
     lens: (at) => { if (at.lens === "recorded" || at.lens.startsWith("tuned")) at.site = "S"; },
   };
@@ -76,6 +79,7 @@
     open: (at, what) => { set(at, "run", Number(what.run)); at.tab = "replay"; },
     follow: (at) => { at.follow = at.follow ? null : "newest"; },
     find: (at, what) => { at.find = what.find || null; at.page = null; },
+    order: (at) => { at.order = at.order ? null : "losses"; },
     among: (at) => { at.among = at.among ? null : "request"; at.page = null; },
     page: (at, what) => { at.page = Number(what.page); },
     sort: (at, what) => {  // rising, falling, and as it was
@@ -86,7 +90,7 @@
       set(at, "request", Number(what.request));
       set(at, "step", Number(what.step));
       at.position = Number(what.position);
-      at.row = at.follow = null;
+      at.row = at.follow = at.until = null;
       if (what.page !== undefined) at.page = Number(what.page);
       if (at.tab !== "rejected" || what.page === undefined) INTENTS.tab(at, {tab: "replay"});
     },
@@ -100,8 +104,9 @@
       if (!known(at, story)) return;
       const [low, high] = ends(story);
       at.position = clamp(what.to === "first" ? low : what.to === "last" ? high : at.position + what.by, low, high);
-      at.row = at.follow = null;
+      at.row = at.follow = at.until = null;
     },
+    until: (at, what) => { at.until = Number(what.position); },
     gave: (at) => { at.gave = at.gave ? null : true; },
     pick: (at, what) => {
       if (what.request !== undefined) set(at, "request", Number(what.request));
@@ -110,10 +115,10 @@
       if (what.position !== undefined) {
         at.position = Number(what.position);
         at.row = what.row === undefined ? null : Number(what.row);
-        at.follow = null;
+        at.follow = at.until = null;
       }
       if (what.place !== undefined) {
-        at.row = at.position = at.follow = null;
+        at.row = at.position = at.follow = at.until = null;
         at.place = Number(what.place);
       }
     },
@@ -170,6 +175,8 @@
     at.result = kinds.includes(at.tab) ? kinds.indexOf(at.tab) : null;
   }
 
+  const is_range = (at) => at.until !== undefined && at.until !== null && at.until !== at.position;
+
   // Positions of the first and the last row that predicts a token of the request.
   function ends(story) {
     const low = story.prompt - 1;
@@ -217,24 +224,27 @@
     const wide = width("timeline"), steps = clamp(Math.floor((wide - 92) / 18), 8, 80);
     const tokens = clamp(Math.floor((width("decode") - 92) / 56), 3, 40), place = position + 1 - story.prompt;
     const first = facts.first + steps * Math.floor((step - facts.first) / steps);
-    const top = REQUESTS_A_PAGE * Math.floor(request / REQUESTS_A_PAGE);
+    const order = at.order || "", place_of_request = order ? facts.by_losses.indexOf(request) : request;
+    const top = REQUESTS_A_PAGE * Math.floor(place_of_request / REQUESTS_A_PAGE);
     const left = tokens * Math.floor(Math.max(place, 0) / tokens);
     const requests = [top, Math.min(top + REQUESTS_A_PAGE, facts.requests.length)];
     wanted.insight = {run, request, position, row, version};
-    wanted.timeline = {run, requests, steps: [first, Math.min(first + steps, facts.last + 1)], width: wide, version};
+    wanted.text = {run, request, measure: at.measure, place: 2000 * Math.floor(Math.max(place, 0) / 2000), version};
+    if (is_range(at)) wanted.range = {run, request, position, until: at.until, version};
+    wanted.overview = {run, version};
+    wanted.timeline = {run, requests, order, steps: [first, Math.min(first + steps, facts.last + 1)], width: wide, version};
     wanted.cache = {run, request, step, version};
     wanted.card = {run, request, position, row, site, lens, version};
-    wanted.decode = {run, request, requests, places: [left, left + tokens], place, step, version};
+    wanted.decode = {run, request, requests, order, places: [left, left + tokens], place, step, version};
     const grid = {run, request, site, lens, colour: at.colour, rows: at.rows, width: width("lens"), position, version};
     const holds = drawn && drawn.first <= position && position <= drawn.last;
     wanted.grid = holds && same({...drawn.for, position}, grid) ? drawn.for : grid;
     wanted.window = {run, request, step, version};
-    wanted.prompt = {run, request, version};
     if (at.gave) wanted.gave = {run, request, position, row, theme};
     if (lens !== "recorded") ["card", "grid"].forEach((name) => last(wanted, name));
     return wanted;
   }
 
-  const rules = {SHELVED, parse, link, act, mine, known, settle, shelve, follow, questions};
+  const rules = {SHELVED, is_range, parse, link, act, mine, known, settle, shelve, follow, questions};
   window.cacheprobe = {...window.cacheprobe, ...rules};
 })();

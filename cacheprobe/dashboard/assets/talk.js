@@ -2,8 +2,8 @@
 (function () {
   "use strict";
   const {draw, keys, parse, act, mine, known, settle, shelve, follow, questions} = window.cacheprobe;
-  const CONTROLS = ["run", "request", "step", "site", "lens", "colour", "rows", "against"];
-  const FREE = ["run", "colour", "rows"];
+  const CONTROLS = ["run", "request", "step", "site", "lens", "colour", "rows", "against", "measure"];
+  const FREE = ["run", "colour", "rows", "measure"];
   const IDLE = 400;  // milliseconds without a question until what may be clicked next is asked for
   const PATIENCE = 150;  // milliseconds until an outdated request is given up: a slider that is drawn along is followed
 
@@ -129,7 +129,8 @@
     const {timeline} = questions(at, facts, story, draw.width, draw.grid());
     if (!timeline || facts.version) return;  // of a run that grows they would be old at the next part
     const {run, requests: [first, end]} = timeline, own = ahead = new AbortController();
-    for (let request = first; request < end; request++) {
+    const order = at.order ? facts.by_losses : facts.requests.keys();
+    for (const request of [...order].slice(first, end)) {
       if (stories.has(request)) continue;
       const asked = {story: {run, request}, insight: {run, request, position: 0, row: null}, window: {run, request, step: at.step}};
       const heard = ({view, ...answer}) => {

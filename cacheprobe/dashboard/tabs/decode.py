@@ -1,6 +1,6 @@
 """Shows the grid of requests by generated tokens after the chosen step."""
 
-from cacheprobe.dashboard.questions import PageQuestion, number, span, whole
+from cacheprobe.dashboard.questions import PageQuestion, number, requests_of, span, whole
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.diagrams.decode_grid import decode_piece
 from cacheprobe.plots.diagrams.timeline import MOST_REQUESTS
@@ -12,8 +12,7 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
     """Returns HTML of a grid after one step: a line for each request, a cell for each committed or drafted token."""
     book = shelf.book(question["run"])
     count = len(book.run.requests)
-    requests = span(question["requests"], "requests", MOST_REQUESTS)
-    requests = range(requests.start, min(requests.stop, count))
+    requests = requests_of(question, book.by_losses, MOST_REQUESTS)
     places = span(question["places"], "places", MOST_TOKENS)
     step, chosen = number(question["step"], "step"), whole(question["request"], "request", count)
     piece = decode_piece(

@@ -68,5 +68,20 @@ CARD_CSS = f"""
 .cp .sites h4{{margin:0 0 4px;font-size:15px}}
 .cp .sites small{{color:var(--muted);font-weight:400}}
 .cp .sites p{{margin:0;font-size:13.5px;overflow-wrap:anywhere}}
+.cp .prose{{white-space:pre-wrap;overflow-wrap:anywhere;font-size:14.5px;line-height:1.75;unicode-bidi:isolate}}
+.cp .prose .asked{{color:var(--muted)}}
+.cp .prose span,.cp .legend i{{border-radius:3px;font-style:normal}}
+.cp .legend i{{padding:0 3px}}
+.cp :is(.prose,.legend) .accepted{{background:var(--green)}}
+.cp :is(.prose,.legend) .own{{box-shadow:inset 0 -2px var(--green-edge)}}
+.cp :is(.prose,.legend) .undrafted{{box-shadow:inset 0 -1px var(--grey-edge)}}
+.cp :is(.prose,.legend) .shade{{
+  background:color-mix(in srgb,var(--violet) calc(4% + var(--p) * 86%),var(--paper))}}
+.cp .legend .ramp i{{padding:0 6px;border-radius:0}}
+.cp .prose rt{{font-size:11.5px;line-height:1.2;text-align:center}}
+.cp .prose del,.cp .legend .gone{{color:var(--red-edge);text-decoration:line-through}}
+.cp .prose del+del{{margin-left:5px}}
+.cp .prose .thought{{ruby-position:under}}
+.cp .prose .thought>rt{{color:var(--blue-edge);font-style:italic}}
 """
 """CSS rules of pictures and cards; they also undo a notebook's own rules for tables, code and headings."""

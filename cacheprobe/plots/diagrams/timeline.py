@@ -93,8 +93,9 @@ def timeline_piece(
     follows the description.
     """
     description = f"All {len(all_requests)} requests, " if len(requests) == len(all_requests) else (
-        f"Requests {requests[0]} to {requests[-1]} of {len(all_requests)}, " if len(requests) > 1 else
-        f"Request {requests[0]} of {len(all_requests)}, "
+        f"Request {requests[0]} of {len(all_requests)}, " if len(requests) == 1 else
+        f"Requests {requests[0]} to {requests[-1]} of {len(all_requests)}, " if _is_run(requests) else
+        f"{len(requests)} of {len(all_requests)} requests, "
     )  # fmt: skip
     is_whole = steps.start <= all_steps.start and steps.stop >= all_steps.stop
     description += "all steps." if is_whole else f"steps {steps.start} to {steps.stop - 1} of {all_steps.stop - 1}."
@@ -180,6 +181,10 @@ def timeline_picture(
     drawn = svg.picture(width, height, label, [*parts, frame], style=f"width:{width}px;max-width:none")
     facts = f'data-first="{steps.start}" data-last="{steps.stop - 1}" data-pitch="{pitch:g}" data-left="{LABEL_WIDTH}"'
     return drawn.replace("<svg ", f"<svg {facts} ", 1)
+
+
+def _is_run(requests: Sequence[int]) -> bool:
+    return list(requests) == list(range(requests[0], requests[0] + len(requests)))
 
 
 def key(items: Sequence[tuple[str, str | None, str]]) -> str:

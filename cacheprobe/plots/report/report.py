@@ -13,10 +13,10 @@ from cacheprobe.plots.lens_table import BELOW
 from cacheprobe.plots.report.figures import report_figures, report_grids, report_panels, shown_positions
 from cacheprobe.plots.report.insight import first_insight
 from cacheprobe.plots.report.page import block, figure_block, page, table, with_contents
-from cacheprobe.plots.report.prompt_block import prompt_block
 from cacheprobe.plots.report.prose import behaviour_sentences, run_sentence
 from cacheprobe.plots.report.rejections import rejections_section
-from cacheprobe.plots.text import markup, token_texts
+from cacheprobe.plots.report.request_text import text_parts, text_piece
+from cacheprobe.plots.text import markup, text_of, token_texts
 from cacheprobe.plots.thoughts.columns import story_of
 from cacheprobe.plots.thoughts.finding import finding as thoughts_finding
 from cacheprobe.plots.thoughts.picture import THOUGHT_COLUMNS, thought_lines, thoughts_block
@@ -101,14 +101,17 @@ def _no_lens(trace: "Trace") -> str:
 
 
 def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
-    request = trace.requests[request_id]
-    about = {"prompt": request.prompt, "prompt_token_ids": request.prompt_token_ids, "text": trace.text(request_id)}
-    count = len(trace.committed(request_id))
-    return (
-        f"<h2>Prompt and answer of request {request_id}</h2>"
-        f"<p class='note'>{len(request.prompt_token_ids)} prompt tokens; the {count} generated ones are marked.</p>"
-        f"{prompt_block(about, texts)}"
+    request, events, table = trace.requests[request_id], trace.events(), trace.thought_table
+    own_thoughts = None if table is None else table[table.request_id == request_id]
+    prompt = tuple(text_of(texts, token_id) for token_id in request.prompt_token_ids)
+    own_events = events[events.request_id == request_id]
+    readings = None if trace.hypothesis_table is None else lens_readings(trace)
+    if readings is not None:
+        readings = readings[readings.request_id == request_id]
+    piece = text_piece(
+        text_parts(request_id, prompt, len(prompt), own_events, readings, own_thoughts), texts, "verdict"
     )
+    return piece.html
 
 
 def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
@@ -182,11 +185,12 @@ def _lens(trace: "Trace", request_id: int) -> str:
         "prediction_depth": "Whole run. Prediction depth: the layer from which the first choice no longer changes.",
     }
 
-    drawn = {name: block(name, grid.title, notes[name], grid.html) for name, grid in grids.items()}
-    no_grid = f"<p class='note'>No lens reading of request {request_id} was kept.</p>"
-    parts = ["<h2>Every layer beside what was committed</h2>", drawn.get("lens-grid", no_grid)]
-    if "lens-grid-all" in drawn:
-        parts.append(f"<details><summary>The same with the other rows</summary>{drawn['lens-grid-all']}</details>")
+    parts = ["<h2>Every layer beside what was committed</h2>"]
+    if not grids:
+        parts.append(f"<p class='note'>No lens reading of request {request_id} was kept.</p>")
+    else:  # the grid of all rows, where there are other rows, has those of the other one
+        name, note = list(grids)[-1], " ".join(notes[name] for name in grids)
+        parts.append(block(name, grids[name].title, note, grids[name].html))
     run_figures = "".join(figure_block(figure, name, notes[name]) for name, figure in figures.items())
     return "".join(parts) + f'<div class="two">{run_figures}</div>'
 

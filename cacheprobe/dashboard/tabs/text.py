@@ -1,0 +1,57 @@
+"""Shows a request as text, coloured by a measure, and a range of its tokens in numbers."""
+
+from typing import get_args
+
+import pandas as pd
+
+from cacheprobe.dashboard.book import Book
+from cacheprobe.dashboard.questions import CannotShow, PageQuestion, number, one_of
+from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.plots.report.request_text import MOST_TOKENS, TextMeasure, text_piece
+from cacheprobe.plots.text import markup, plain, text_of
+
+
+def view(shelf: Shelf, question: PageQuestion) -> str:
+    """Returns HTML: the prompt of a request and its generated tokens, the 2,000 of the page of the question's place.
+    Raises: CannotShow for a measure of readings if the run has none."""
+    book, request = shelf.book_and_request(question)
+    measure: TextMeasure = one_of(question["measure"], "measure", get_args(TextMeasure))
+    first = MOST_TOKENS * (max(number(question["place"], "place"), 0) // MOST_TOKENS)
+    try:
+        piece = text_piece(
+            book.text_parts(request), book.run.token_texts, measure, range(first, first + MOST_TOKENS), says="data-says"
+        )
+    except ValueError as error:
+        raise CannotShow(str(error)) from error
+    return piece.html
+
+
+def range_view(shelf: Shelf, question: PageQuestion) -> str:
+    """Returns HTML: what was drafted, accepted and rejected in a range of generated tokens, and the means of their
+    measures. The question's positions are those of the rows that predict the first and the last token."""
+    book, request = shelf.book_and_request(question)
+    ends = sorted((number(question["position"], "position"), number(question["until"], "until")))
+    return f"<p class='note'>{range_words(book, request, range(ends[0], ends[1] + 1))}</p>"
+
+
+def range_words(book: Book, request: int, positions: range) -> str:
+    """Returns HTML of sentences on the tokens that the rows at `positions` predict. Raises: CannotShow if there are
+    none."""
+    parts = book.text_parts(request)
+    tokens = parts.tokens[parts.tokens.position.isin(positions)]
+    if tokens.empty:
+        raise CannotShow(f"request {request} generated no token in this range; choose two of its tokens")
+    first, last = tokens.place.iloc[0], tokens.place.iloc[-1]
+    accepted = int((tokens.outcome == "accepted").sum())
+    rejected = sum(len(parts.rejected.get(place, ())) for place in tokens.place.tolist())
+    text = plain("".join(text_of(book.run.token_texts, int(t)) for t in tokens.token_id))
+    says = f"Tokens {first} to {last}, <b>{markup(text)}</b>: {len(tokens)} tokens, "
+    says += f"{accepted} of them accepted drafts; {rejected} draft{'s' * (rejected != 1)} rejected"
+    means = [
+        f"{words} {value:.2f} nats"
+        for name, words in (("logprob", "log-probability"), ("entropy", "entropy"))
+        if not pd.isna(value := tokens[name].astype("Float64").mean())
+    ]
+    if not pd.isna(depth := tokens.depth.astype("Float64").median()):
+        means.append(f"prediction depth layer {depth:g} (median)")
+    return says + (f"; means: {', '.join(means)}." if means else ".")

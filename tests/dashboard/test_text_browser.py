@@ -1,0 +1,130 @@
+"""The text of a request in a real browser: the first view of a run, and linked with the others."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+import cacheprobe as cp
+from cacheprobe.dashboard.shelf import Shelf
+from tests.chromium import PICTURES, chromium
+from tests.dash_page import answered, at, opened, save_thinking, served, until
+from tests.large_run import save_large_run
+
+TOKEN = "#text-view span.pick"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """a-long: 12 requests with rejected drafts; b-thoughts: of a Thinking States model."""
+    folder = tmp_path_factory.mktemp("runs")
+    save_large_run(folder / "a-long", requests=12, tokens=72, layers=3)
+    save_thinking(folder / "b-thoughts")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    with served(Shelf.of([folder])) as url:
+        yield url
+
+
+def token(page: Page, position: int) -> str:
+    return f'#text-view span[data-position="{position}"]'
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 1024, 390])
+def test_it_is_the_first_view_and_the_lens_grid_is_above_the_fold(
+    browser: Browser, address: str, width: int, theme: str
+) -> None:
+    with opened(browser, f"{address}?theme={theme}", width=width) as page:
+        answered(page, "grid")
+        until(page, f"document.querySelectorAll('{TOKEN}').length === 72")
+        tops = {name: page.locator(name).bounding_box() for name in ("#text-card", "#lens-card", "#insight-view")}
+        assert tops["#text-card"] is not None and tops["#text-card"]["y"] < 560
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        if width == 1440:
+            grid = page.locator("#grid-view svg.readings").bounding_box()
+            sentence = tops["#insight-view"]
+            assert grid is not None and grid["y"] + 100 < 900 and sentence is not None and sentence["y"] < 200
+        PICTURES.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=PICTURES / f"text-{width}-{theme}.png")
+
+
+def test_a_click_chooses_a_token_and_shift_a_range(browser: Browser, address: str) -> None:
+    with opened(browser, address + "?request=3") as page:
+        answered(page, "grid", request=3)
+        positions = page.eval_on_selector_all(TOKEN, "all => all.map((one) => Number(one.dataset.position))")
+        first, last = positions[10], positions[14]
+        page.hover(token(page, first))
+        assert "generated token 10" in page.inner_text("#tip") and "prediction depth: layer" in page.inner_text("#tip")
+        page.click(token(page, first))
+        answered(page, "card", request=3, position=first)
+        assert at(page)["position"] == first and page.locator(".here").count() == 1
+        page.click(token(page, last), modifiers=["Shift"])
+        answered(page, "range", position=first, until=last)
+        assert page.locator("#text-view .ranged").count() == 5 and f"until={last}" in page.url
+        assert "Tokens 10 to 14" in page.inner_text("#range-view") and "5 tokens" in page.inner_text("#range-view")
+        page.keyboard.press("Home")
+        until(page, "document.getElementById('range-view').hidden")
+        assert page.locator("#text-view .ranged").count() == 0
+    with opened(browser, f"{address}?request=3&position={first}&until={last}") as page:
+        answered(page, "range", position=first, until=last)
+
+
+def test_a_rejected_draft_opens_its_step(browser: Browser, address: str, folder: Path) -> None:
+    rejected = cp.load_trace(folder / "a-long").rejected()
+    line = rejected[rejected.request_id == 0].iloc[1]
+    with opened(browser, address + "?request=0") as page:
+        answered(page, "text", request=0)
+        page.click(f'#text-view del[data-step="{line.step}"]')
+        answered(page, "card", request=0, position=int(line.position) - 1)
+        assert at(page)["step"] == line.step
+
+
+def test_the_measure_is_in_the_address_and_colours_the_text(browser: Browser, address: str) -> None:
+    with opened(browser, address + "?measure=entropy") as page:
+        answered(page, "text", measure="entropy")
+        assert page.locator("#text-view .shade[data-position]").count() == 72
+        page.locator("#measure").click()
+        page.get_by_role("option", name="prediction depth").click()
+        answered(page, "text", measure="depth")
+        assert "measure=depth" in page.url and "layer 2" in page.inner_text("#text-view .legend")
+
+
+def test_thoughts_stand_below_the_text(browser: Browser, address: str) -> None:
+    with opened(browser, address + "?run=1") as page:
+        answered(page, "text", run=1)
+        below = page.locator("#text-view .thought").last
+        box, thought = below.bounding_box(), below.locator("rt").bounding_box()
+        assert box is not None and thought is not None and thought["y"] > box["y"]
+
+
+def test_requests_are_sorted_by_losses_and_the_strip_shows_the_whole_run(
+    browser: Browser, address: str, folder: Path
+) -> None:
+    trace = cp.load_trace(folder / "a-long")
+    lost = trace.events().groupby("request_id").num_rolled_back.sum()
+    order = sorted(lost.index, key=lambda request: (-lost[request], request))
+    names = "[...document.querySelectorAll('#timeline-view .pick:not([data-step])')].map((one) => one.dataset.request)"
+    with opened(browser, f"{address}?request={order[0]}") as page:
+        answered(page, "timeline")
+        page.get_by_text("Most rejected first").click()
+        answered(page, "timeline", order="losses")
+        assert page.evaluate(names) == [str(request) for request in order[:8]] and "order=losses" in page.url
+        steps = trace.events().step
+        box = page.get_attribute("#overview-view svg", "viewBox")
+        assert box == f"{steps.min()} 0 {steps.max() - steps.min() + 1} 10"
+        shown = page.locator("#overview-view .shown")
+        svg = page.locator("#timeline-view svg[data-first]")
+        assert shown.get_attribute("x") == svg.get_attribute("data-first")
+        page.get_by_text("Most rejected first").click()
+        answered(page, "timeline", order="")
