@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         prediction_depth,
         saturation,
         to_activation_cache,
+        tokens_at,
     )
     from cacheprobe.analysis.reading import read_states
     from cacheprobe.analysis.thought_readings import read_thoughts, thought_activations
@@ -39,6 +40,7 @@ _HOMES = {
     "saturation": "of_trace",
     "thought_activations": "thought_readings",
     "to_activation_cache": "of_trace",
+    "tokens_at": "of_trace",
 }
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "saturation",
     "thought_activations",
     "to_activation_cache",
+    "tokens_at",
 ]
 
 

@@ -7,6 +7,7 @@ import pandas as pd
 from cacheprobe.analysis import measures
 from cacheprobe.analysis.layer_choices import agreement_by_layer, prediction_depth_of
 from cacheprobe.core.hook_names import PATTERN
+from cacheprobe.trace.tables.token_history import standing_at, token_history, tokens_with_texts
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
@@ -16,6 +17,16 @@ def lens_readings(trace: "Trace", include_rolled_back: bool = False) -> pd.DataF
     """Returns the lens readings of `trace.hypotheses(include_rolled_back)` as a DataFrame, without thoughts."""
     table = trace.hypotheses(include_rolled_back)
     return table[table.site != "thought"].reset_index(drop=True) if trace.thought_table is not None else table
+
+
+def tokens_at(trace: "Trace", step: SupportsIndex) -> pd.DataFrame:
+    """Returns the generated tokens as they stand after a step: a DataFrame with one line for each request and place (0
+    is the first generated token).
+
+    Columns: request_id, place, token_id, margin_nats, born, decided_step, outcome and state, as in
+    `trace.tables.token_history.standing_at`; token, its text.
+    """
+    return tokens_with_texts(standing_at(token_history(trace.event_table), int(step)), trace.token_texts)
 
 
 def agreement(trace: "Trace") -> pd.DataFrame:

@@ -1,6 +1,6 @@
 """Lists every token that a run drafted or committed, with the steps at which it was drafted and judged."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import pandas as pd
@@ -81,6 +81,12 @@ def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
     newest = last[last.state == "committed"].groupby("request_id").place.transform("max")
     is_newest = last.place == newest.reindex(last.index)
     return last.assign(state=last.state.mask(is_newest, "pending")).drop(columns="rank").reset_index(drop=True)
+
+
+def tokens_with_texts(standing: pd.DataFrame, token_texts: Mapping[int, str]) -> pd.DataFrame:
+    """Returns the table of `standing_at` with the column token: the text of token_id, "<id>" if it is not known."""
+    texts = [token_texts.get(token, f"<{token}>") for token in standing.token_id.tolist()]
+    return standing.assign(token=pd.Series(texts, index=standing.index, dtype=object))
 
 
 def token_texts_of(rows: pd.DataFrame, hypotheses: pd.DataFrame | None) -> pd.DataFrame:
