@@ -214,10 +214,15 @@ def _flip_box() -> Element:
 
 def _replay_cards() -> list[Element]:
     return [
-        html.Div([_card("timeline", "wide"), _card("decode"), _card("cache", "side")], className="grid"),
-        html.Div([_lens_card(), _card("card", "side", [_flip_box(), _attribution_button()])], className="grid"),
+        _card("timeline"),
+        html.Div(
+            [
+                html.Div([_card("decode"), _lens_card(), _card("prompt")], className="column"),
+                html.Div([_card("cache"), _card("card", "", [_flip_box(), _attribution_button()])], className="column"),
+            ],
+            className="grid",
+        ),
         _card("window"),
-        _card("prompt"),
     ]
 
 

@@ -76,16 +76,26 @@
     return found;
   }
 
+  const measured = new Map();  // by font
+
+  function metrics(font) {
+    if (!measured.has(font)) {
+      context.font = font;
+      measured.set(font, {ascent: context.measureText("x").fontBoundingBoxAscent, space: context.measureText(" ").width});
+    }
+    return measured.get(font);
+  }
+
   function draw_text(node, page) {
     const style = getComputedStyle(node.parentNode), keeps_spaces = style.whiteSpace.startsWith("pre");
     if (!node.data.trim() && !keeps_spaces) return;
-    context.font = `${style.fontStyle} ${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
-    const ascent = context.measureText("x").fontBoundingBoxAscent, struck = node.parentNode.closest("del");
+    const {ascent, space} = metrics(`${style.fontStyle} ${style.fontWeight} ${style.fontSize} ${style.fontFamily}`);
+    const struck = node.parentNode.closest("del");
     for (const {text, rect} of lines_of(node)) {
       const shown = keeps_spaces ? text.replace(/\n/g, "") : text.replace(/\s+/g, " ").replace(/^ | $/g, "");
       if (!shown) continue;
       const starts_with_space = !keeps_spaces && /^\s/.test(text) && rect.left > page.left;
-      const x = rect.left + (starts_with_space && range_keeps(node) ? context.measureText(" ").width : 0);
+      const x = rect.left + (starts_with_space && range_keeps(node) ? space : 0);
       const made = element("text", {x: x - page.left, y: rect.top - page.top + ascent, fill: style.color,
         "font-family": style.fontFamily, "font-size": style.fontSize, "font-weight": style.fontWeight,
         "font-style": style.fontStyle, style: "white-space:pre"}, page.made);
@@ -102,6 +112,13 @@
       (before.nodeType === Node.TEXT_NODE || getComputedStyle(before).display.startsWith("inline"));
   }
 
+  function draw_outline(box, style, radius, page) {
+    const wide = parseFloat(style.outlineWidth), grown = parseFloat(style.outlineOffset) + wide / 2;
+    page.frames.push(element("rect", {x: box.left - page.left - grown, y: box.top - page.top - grown,
+      width: Math.max(box.width + 2 * grown, 0), height: Math.max(box.height + 2 * grown, 0), rx: radius, fill: "none",
+      stroke: style.outlineColor, "stroke-width": wide}));
+  }
+
   function draw_box(node, style, page) {
     const box = node.getBoundingClientRect(), radius = parseFloat(style.borderTopLeftRadius) || 0;
     if (!box.width || !box.height) return;
@@ -109,6 +126,7 @@
       width: style[`border${side}Style`] === "none" ? 0 : parseFloat(style[`border${side}Width`]),
       color: style[`border${side}Color`],
     }));
+    if (style.outlineStyle === "solid" && parseFloat(style.outlineWidth)) draw_outline(box, style, radius, page);
     const is_framed = sides.every(({width}) => width > 0), has_ground = !CLEAR.includes(style.backgroundColor);
     const [x, y] = [box.left - page.left, box.top - page.top], half = is_framed ? sides[0].width / 2 : 0;
     if (is_framed || has_ground) {
@@ -165,12 +183,13 @@
     return opened(root, () => {
       const {left, top} = root.getBoundingClientRect(), style = getComputedStyle(root);
       const page = {root, left: left - PAD + parseFloat(style.paddingLeft), top: top - PAD + parseFloat(style.paddingTop),
-        made: element("svg", {}), right: 0, bottom: 0};
+        made: element("svg", {}), frames: [], right: 0, bottom: 0};
       page.reach = (rect) => {
         page.right = Math.max(page.right, rect.right - page.left);
         page.bottom = Math.max(page.bottom, rect.bottom - page.top);
       };
       root.childNodes.forEach((child) => draw(child, page));
+      page.made.append(...page.frames);  // above all, as the page has them
       const [width, height] = [Math.ceil(page.right) + PAD, Math.ceil(page.bottom) + PAD];
       const paper = getComputedStyle(place_of("page")).backgroundColor;
       page.made.prepend(element("rect", {width, height, fill: paper}));

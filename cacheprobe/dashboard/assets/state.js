@@ -2,7 +2,7 @@
 (function () {
   "use strict";
   const LINKED = ["run", "request", "step", "position", "row", "layer", "tab", "site", "lens", "colour", "rows",
-    "against", "result", "theme", "facet", "follow", "find", "sort", "among", "page", "table", "order", "filter"];
+    "against", "result", "theme", "facet", "follow", "find", "sort", "among", "page", "table", "order", "filter", "gave"];
   const NUMBERS = new Set(["run", "request", "step", "position", "row", "layer", "against", "result", "page", "table"]);
   const SHELVED = ["patching", "surgery", "probes", "sweep", "results"];  // tabs of stored results, each of one kind
   const SORTS = ["drafted", "committed", "request", "step", "position", "drafter", "flip", "margin"];
@@ -11,7 +11,7 @@
     tab: ["replay", "rejected", "thoughts", "compare", ...SHELVED], site: ["S", "T", "C"],
     colour: ["logprob", "entropy", "rank"],
     rows: ["committed", "all"], theme: ["light", "dark"], follow: ["newest"],
-    among: ["request"], sort: SORTS.flatMap((name) => [name, "-" + name]),
+    among: ["request"], gave: ["true"], sort: SORTS.flatMap((name) => [name, "-" + name]),
   };
   const REQUESTS_A_PAGE = 8;
   const SHELF = JSON.parse(document.body.dataset.shelf);

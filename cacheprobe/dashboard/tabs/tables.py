@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
 
+from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.questions import CannotShow, PageQuestion
 from cacheprobe.plots.text import markup, plain, shorten
@@ -73,7 +74,7 @@ def sortable(
     """
     drawn, order = table.head(MOST_LINES), _text(question.get("order"), "order")
     columns = [str(name) for name in table.columns]
-    numbers = {name for name in columns if pd.api.types.is_numeric_dtype(table[name].dropna().infer_objects())}
+    numbers = {name for name in columns if _has_numbers(table[name].dropna().infer_objects())}
     lines = "".join(_line(line, columns, numbers, cells or {}) for line in drawn.to_dict("records"))
     body = f"<tbody>{lines}</tbody>"
     shown = f"<div class='scroll'><table class='sorts'>{_head(columns, numbers, order)}{body}</table></div>"
@@ -96,11 +97,16 @@ def as_text(value: object) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
 
 
+def _has_numbers(values: pd.Series) -> bool:
+    return pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values)
+
+
 def _line(line: JsonDict, columns: Sequence[str], numbers: set[str], cells: Mapping[str, Cell]) -> str:
     parts = []
     for name in columns:
         value = line[name]
-        inside = cells[name](value, line) if name in cells else markup(as_text(value))
+        text = site_label(value) if name == "site" and isinstance(value, str) else as_text(value)
+        inside = cells[name](value, line) if name in cells else markup(text)
         parts.append(f"<td{' class=number' if name in numbers else ''}>{inside}</td>")
     return f"<tr>{''.join(parts)}</tr>"
 
