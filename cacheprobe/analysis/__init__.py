@@ -14,10 +14,12 @@ if TYPE_CHECKING:
         agreement,
         commitment,
         draft_agreement,
+        generated_tokens,
         lens_readings,
         prediction_depth,
         saturation,
         to_activation_cache,
+        tokens_at,
     )
     from cacheprobe.analysis.reading import read_states
     from cacheprobe.analysis.thought_readings import read_thoughts, thought_activations
@@ -39,6 +41,8 @@ _HOMES = {
     "saturation": "of_trace",
     "thought_activations": "thought_readings",
     "to_activation_cache": "of_trace",
+    "generated_tokens": "of_trace",
+    "tokens_at": "of_trace",
 }
 
 __all__ = [
@@ -49,6 +53,7 @@ __all__ = [
     "draft_agreement",
     "flip",
     "fork",
+    "generated_tokens",
     "kv_snapshot",
     "lens_readings",
     "prediction_depth",
@@ -58,6 +63,7 @@ __all__ = [
     "saturation",
     "thought_activations",
     "to_activation_cache",
+    "tokens_at",
 ]
 
 

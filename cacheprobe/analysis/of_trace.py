@@ -7,6 +7,8 @@ import pandas as pd
 from cacheprobe.analysis import measures
 from cacheprobe.analysis.layer_choices import agreement_by_layer, prediction_depth_of
 from cacheprobe.core.hook_names import PATTERN
+from cacheprobe.trace.tables.token_history import standing_at, token_history, tokens_with_texts
+from cacheprobe.trace.tables.token_measures import token_measures
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
@@ -16,6 +18,31 @@ def lens_readings(trace: "Trace", include_rolled_back: bool = False) -> pd.DataF
     """Returns the lens readings of `trace.hypotheses(include_rolled_back)` as a DataFrame, without thoughts."""
     table = trace.hypotheses(include_rolled_back)
     return table[table.site != "thought"].reset_index(drop=True) if trace.thought_table is not None else table
+
+
+def tokens_at(trace: "Trace", step: SupportsIndex) -> pd.DataFrame:
+    """Returns the generated tokens as they stand after a step: a DataFrame with one line for each request and place (0
+    is the first generated token).
+
+    Columns: request_id, place, token_id, margin_nats, born, decided_step, outcome and state, as in
+    `trace.tables.token_history.standing_at`; token, its text.
+    """
+    return tokens_with_texts(standing_at(token_history(trace.event_table), int(step)), trace.token_texts)
+
+
+def generated_tokens(trace: "Trace", request_id: SupportsIndex) -> pd.DataFrame:
+    """Returns a DataFrame with one line for each generated token of a request: the outcome of its draft, and what the
+    recorded lens readings that predict it say.
+
+    Columns: as in `trace.tables.token_measures.token_measures`; token, its text. Raises: KeyError for a request that
+    the trace does not have.
+    """
+    number, events, table = int(request_id), trace.event_table, trace.hypothesis_table
+    trace.committed(number)
+    readings = None if table is None else table[table.request_id == number]
+    num_prompt_tokens = len(trace.requests[number].prompt_token_ids)
+    measures = token_measures(events[events.request_id == number], readings, num_prompt_tokens)
+    return tokens_with_texts(measures, trace.token_texts)
 
 
 def agreement(trace: "Trace") -> pd.DataFrame:

@@ -54,7 +54,7 @@ def hypotheses(
     layer
         Only readings of these layers, such as 20 29.
     site
-        Only readings of these sites: S, T, C, or thought.
+        Only readings of these sites: S (residual stream), T (attention output), C (MLP output), or thought.
     status
         Only rows of these statuses: committed, superseded, rolled_back or given_up. By default the last two are left
         out.

@@ -161,7 +161,8 @@ class CaptureConfig(HintsAtNewArguments):
     """
 
     sites: "str | None" = "STCZ"
-    """Sites to keep: letters of S, T, C (states) and Z (lens readings at site S); None for tokens and events alone."""
+    """Sites to keep: letters of S (residual stream), T (attention output), C (MLP output) and Z (lens readings at site
+    S); None for tokens and events alone."""
     heads: "str | Sequence[str]" = ()
     """Head activations to keep: one or more of q, k, v, z and pattern. Only the bridge gives patterns."""
     layers: tuple[int, ...] | None = None

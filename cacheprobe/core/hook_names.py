@@ -4,6 +4,9 @@ one."""
 SITES = ("S", "T", "C")
 """S: residual stream after a block; T: attention output; C: MLP output."""
 
+SITE_NAMES = {"S": "residual stream", "T": "attention output", "C": "MLP output"}
+"""Dict from site letter to name, for the three sites at which a block's states [m] are captured."""
+
 SITE_HOOKS = {"S": "hook_resid_post", "T": "hook_attn_out", "C": "hook_mlp_out"}
 RESID_PRE = "hook_resid_pre"
 HEADS = "z"
@@ -19,6 +22,12 @@ ROTATED = ("hook_rot_q", "hook_rot_k")
 
 INPUT_POINT, OUTPUT_POINT = "hook_in", "hook_out"
 """Last part of a canonical hook name of TransformerBridge: the hook is at the input or at the output of a component."""
+
+
+def site_label(site: str) -> str:
+    """Returns the name of a site as it is shown to a person, such as "T (attention output)"; other sites as they are,
+    such as "thought"."""
+    return f"{site} ({SITE_NAMES[site]})" if site in SITE_NAMES else site
 
 
 def hook_name(site: str, layer: int) -> str:

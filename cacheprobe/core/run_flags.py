@@ -74,7 +74,7 @@ class RunFlags:
     determinism: Literal["verify", "invariant"] = "verify"
     """How these get their bits: decided by a verifier, or by passes of any number of requests, if their bits allow."""
     capture: str = str(CaptureConfig.sites)
-    """Sites to keep: letters of S, T, C and Z."""
+    """Sites to keep: letters of S (residual stream), T (attention output), C (MLP output) and Z (lens readings)."""
     lens: Literal["logit", "later"] = "logit"
     """later: record S during the run; the logit lens reads Z when a table or view of the run is first made with its
     model."""

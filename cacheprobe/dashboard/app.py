@@ -9,6 +9,8 @@ from dash import ClientsideFunction, Dash, Input
 from flask import Flask, Response, abort, request
 
 from cacheprobe.dashboard import facts, shell
+from cacheprobe.dashboard.away.taken import Sources
+from cacheprobe.dashboard.away.views import take
 from cacheprobe.dashboard.flip_jobs import FlipJobs
 from cacheprobe.dashboard.questions import PageAnswer, PageQuestion, answered
 from cacheprobe.dashboard.reader import RunReader
@@ -53,6 +55,7 @@ def make_app(shelf: Shelf) -> Dash:
 
 
 def _views(shelf: Shelf, reader: RunReader) -> Views:
+    jobs = FlipJobs()
     return {
         "facts": partial(facts.run_facts, shelf, reader),
         "growth": partial(facts.growth, shelf),
@@ -72,8 +75,9 @@ def _views(shelf: Shelf, reader: RunReader) -> Views:
         "range": partial(text.range_view, shelf),
         "grid": partial(lens.grid, shelf, reader),
         "gave": partial(lens.contributions, shelf, reader),
-        "flip": partial(flip.view, shelf, FlipJobs()),
+        "flip": partial(flip.view, shelf, jobs),
         "result": partial(results.view, shelf),
+        "away": partial(take, Sources(shelf, reader, jobs)),
     }
 
 

@@ -15,7 +15,7 @@ def run_facts(shelf: Shelf, reader: RunReader, question: PageQuestion) -> JsonDi
     requests (their labels), by_losses (their ids, those with most rolled-back tokens first), first and last (steps),
     opening (request and step to show first), layers, sites, lenses (options of the menu), why_not (the reason why
     states cannot be read, or ""), has_readings; of a run that was recorded to disk while the dashboard ran also
-    version, of the tables that all this is of."""
+    version, of the tables that all this is of; absent, as `absent_tabs`."""
     book = shelf.book(question["run"])
     run = book.run
     return {
@@ -32,8 +32,21 @@ def run_facts(shelf: Shelf, reader: RunReader, question: PageQuestion) -> JsonDi
         "why_not": reader.why_not(book),
         "has_readings": run.has_readings,
         "is_empty": not len(book.steps),
+        "absent": absent_tabs(shelf, book),
         **({"version": run.version} if shelf.follower(question["run"]) is not None else {}),
     }
+
+
+def absent_tabs(shelf: Shelf, book: Book) -> dict[str, str]:
+    """Returns a dict from the key of each tab that has nothing to show for a run to a sentence that says why."""
+    absent = {}
+    if not (book.run.events.num_rolled_back.fillna(0) > 0).any():
+        absent["rejected"] = f"no draft of {book.name} was rejected, so there is no list of rejected drafts"
+    if book.run.thoughts is None:
+        absent["thoughts"] = f"{book.name} wrote no thoughts: only a Thinking States model does"
+    if sum(entry.book is not None for entry in shelf.entries) < 2:
+        absent["compare"] = "one run is open; name two or more to compare them: cacheprobe dash RUN OTHER"
+    return absent
 
 
 def growth(shelf: Shelf, question: PageQuestion) -> JsonDict:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from cacheprobe import analysis
+from cacheprobe.core.hook_names import SITE_NAMES, site_label
 from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.shelf import CannotShow, Shelf
@@ -41,7 +42,7 @@ class RunReader:
         if book.run.directory in self._refused:
             return self._refused[book.run.directory]
         if not set(book.run.sites) & set("STC"):
-            return "this run kept no states; run it with S, T or C in capture="
+            return f"this run kept no states; run it with {', '.join(map(site_label, SITE_NAMES))} in capture="
         name = self._shelf.model or book.run.fingerprint["model"]
         if not is_on_this_machine(name):
             return f"the model {name} is not on this machine; give the directory of its weights with --model"

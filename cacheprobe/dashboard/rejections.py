@@ -115,7 +115,7 @@ class Rejections:
         """What a search looks through, by line: the text before with the drafted token, and with the committed one."""
         table = self.drafts
         tokens = zip(table.text_before, table.drafted_token, table.committed_token, strict=True)
-        return [_searchable(f"{before}{drafted}\n{before}{committed or ''}") for before, drafted, committed in tokens]
+        return [searchable(f"{before}{drafted}\n{before}{committed or ''}") for before, drafted, committed in tokens]
 
     def _lines(self, selection: Selection) -> tuple[int, ...]:
         """Returns the numbers of the lines of `drafts` that the list holds, in its order. Raises: ValueError for an
@@ -124,7 +124,7 @@ class Rejections:
         if selection.request is not None:
             kept = kept[self.drafts.request_id.to_numpy() == selection.request]
         if selection.find:
-            wanted = _searchable(selection.find)
+            wanted = searchable(selection.find)
             kept = np.array([line for line in kept.tolist() if wanted in self._texts[line]], dtype=int)
         if selection.sort:
             kept = kept[self._order(kept, selection.sort)]
@@ -136,7 +136,7 @@ class Rejections:
         table = self.table(lines.tolist()) if column in DECIDED_COLUMNS else self.drafts.iloc[lines]
         values = table[column].reset_index(drop=True)
         if column.endswith("token"):
-            values = values.map(_searchable, na_action="ignore")
+            values = values.map(searchable, na_action="ignore")
         is_rising = not sort.startswith("-")
         return values.sort_values(kind="stable", na_position="last", ascending=is_rising).index.to_numpy()
 
@@ -160,6 +160,6 @@ class Rejections:
         return min(max(start + by, 0), len(lines) - 1) if 0 <= start + sign < len(lines) else None
 
 
-def _searchable(text: str) -> str:
+def searchable(text: str) -> str:
     """Returns a text as a search compares it: spaces as spaces, and in one case."""
     return plain(text).casefold()

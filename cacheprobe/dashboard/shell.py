@@ -7,6 +7,8 @@ from typing import TypeAlias
 
 from dash import dcc, html
 
+from cacheprobe.core.hook_names import SITE_NAMES, site_label
+from cacheprobe.dashboard.away.views import bar, dialog
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs.results import KINDS, kind_of
 from cacheprobe.plots.diagrams import svg
@@ -23,7 +25,7 @@ TABS = (
     ("rejected", "Rejected drafts"),
     ("thoughts", "Thoughts"),
     ("compare", "Compare"),
-    *((kind, name) for kind, name, *_ in KINDS),
+    *((kind, name) for kind, name, _ in KINDS),
 )
 
 
@@ -45,6 +47,8 @@ def index(shelf: Shelf) -> str:
     """Returns the HTML document that Dash fills. Its body lists the runs and results as JSON, so that the page's script
     knows them before its first question."""
     content = {"first": shelf.first, "runs": _runs(shelf), "results": [kind_of(path) for path in shelf.results]}
+    content["absent"] = _absent_tabs(shelf)
+    content["sites"] = {site: site_label(site) for site in SITE_NAMES}
     content["grows"] = any(entry.follower is not None for entry in shelf.entries)
     content_json = markup(json.dumps(content)).replace("{%", "&#123;%")
     return (
@@ -53,6 +57,16 @@ def index(shelf: Shelf) -> str:
         f'<body class="cp" data-shelf="{content_json}">{svg.TEXTURES}{WAITING}{{%app_entry%}}'
         "<footer>{%config%}{%scripts%}{%renderer%}</footer></body></html>"
     )
+
+
+def _absent_tabs(shelf: Shelf) -> dict[str, str]:
+    """Returns the tabs that have nothing to show, whatever run is chosen, with a sentence that says why.
+    `facts.absent_tabs` has those of a run."""
+    kinds = {kind_of(path) for path in shelf.results}
+    absent = {kind: reason for kind, _, reason in KINDS if kind not in kinds}
+    if not shelf.entries:
+        absent |= {tab: "no run was named" for tab, _ in TABS if tab not in {kind for kind, *_ in KINDS}}
+    return absent
 
 
 def _runs(shelf: Shelf) -> list[dict[str, object]]:
@@ -81,6 +95,7 @@ def layout(shelf: Shelf) -> Element:
             ),
             html.Div(id="tip", hidden=True),
             _keys(),
+            dialog(),
         ],
         id="page",
         className="cp dash",
@@ -174,7 +189,7 @@ def _tab_panel(name: str, children: list[Element]) -> Element:
 
 
 def _card(name: str, classes: str = "", below: Sequence[Element] = ()) -> Element:
-    content = [html.Div(className="waiting"), html.Div(id=f"{name}-view"), *below]
+    content = [html.Div(className="waiting"), html.Div(id=f"{name}-view"), bar(name), *below]
     return html.Section(content, className=f"card {classes}", id=f"{name}-card")
 
 
@@ -203,11 +218,12 @@ def _replay_cards() -> list[Element]:
         html.Div(
             [
                 html.Div([_text_card(), _lens_card()], className="column"),
-                _card("card", "side", [_flip_box(), _attribution_button()]),
+                html.Div([_card("card", "", [_flip_box(), _attribution_button()]), _card("cache")], className="column"),
             ],
             className="grid",
         ),
-        html.Div([_timeline_card(), _card("decode"), _card("cache", "side")], className="grid"),
+        _timeline_card(),
+        _card("decode"),
         _card("window"),
     ]
 
@@ -224,8 +240,8 @@ def _text_card() -> Element:
 
 
 def _timeline_card() -> Element:
-    sort = html.Button("Most rejected first", id="timeline-order", className="plain", **{"data-intent": "order"})
-    return _card("timeline", "wide", [sort])
+    sort = html.Button("Most rejected first", id="timeline-lost", className="plain", **{"data-intent": "lost"})
+    return _card("timeline", "", [sort])
 
 
 def _lens_card() -> Element:
@@ -245,6 +261,7 @@ def _lens_card() -> Element:
             ),
             html.P(id="lens-why", className="note", hidden=True),
             html.Div(id="grid-view"),
+            bar("grid"),
         ],
         className="card",
         id="lens-card",
@@ -261,29 +278,21 @@ def _results(shelf: Shelf) -> list[Element]:
         )
         for i, (path, kind) in enumerate(zip(shelf.results, kinds, strict=True))
     ]
-    absent_kinds = [
-        html.Section(
-            [html.H2(absent), html.P([remedy[0], html.Code(remedy[1])], className="note")],
-            className="card",
-            **{"data-kind": kind},
-        )
-        for kind, _, absent, remedy in KINDS
-        if kind not in kinds
-    ]
     content = [html.Div(className="waiting"), *_figure_places("result")]
     return [
         html.Div(buttons, className="verdicts", id="result-list"),
-        *absent_kinds,
         html.Section(content, className="card", id="result-card"),
     ]
 
 
 def _figure_places(name: str) -> list[Element]:
-    """Returns a list of three empty components: for the text above a figure, for the figure, and for the text below."""
+    """Returns a list of three empty components, for the text above a figure, for the figure, and for the text below;
+    and the bar to take them away."""
     return [
         html.Div(id=f"{name}-view"),
         html.Div(className="plot", id=f"{name}-place", hidden=True),
         html.Div(id=f"{name}-more"),
+        bar(name),
     ]
 
 

@@ -6,6 +6,7 @@ from cacheprobe.core.values import no_attribute
 from cacheprobe.plots.attribution import attribution
 from cacheprobe.plots.carried import carried_figure, ways_figure
 from cacheprobe.plots.coin_rows import coin_rows_figure
+from cacheprobe.plots.columns import column_figure
 from cacheprobe.plots.curves import draft_verdicts, prediction_depth_figure
 from cacheprobe.plots.diagrams.cache_picture import cache_picture
 from cacheprobe.plots.diagrams.decode_grid import decode_grid
@@ -37,6 +38,7 @@ __all__ = [
     "cache_picture",
     "carried_figure",
     "coin_rows_figure",
+    "column_figure",
     "comparison",
     "decode_grid",
     "decoded_diagram",

@@ -4,6 +4,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from cacheprobe.core.hook_names import site_label
 from cacheprobe.plots.style import Figure, layout_template
 from cacheprobe.plots.text import markup, visible
 
@@ -43,7 +44,9 @@ def attribution(table: pd.DataFrame) -> go.Figure:
         values = sums[site]
         layers = [int(layer) for layer in values.index]
         hover = f"{_PART_NAMES[site]} of layer %{{x}}: %{{y:+.3f}}{hover_end}"
-        bar = go.Bar(x=layers, y=values.tolist(), name=site, marker_color=_COLOURS[site], hovertemplate=hover)
+        bar = go.Bar(
+            x=layers, y=values.tolist(), name=site_label(site), marker_color=_COLOURS[site], hovertemplate=hover
+        )
         figure.add_trace(bar, row=1, col=1)
     others = parts[parts.layer.isna()]
     x_positions = _x_positions(others.site.tolist(), int(in_layers.layer.max()))

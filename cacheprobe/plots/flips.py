@@ -4,6 +4,7 @@ sites across."""
 import pandas as pd
 import plotly.graph_objects as go
 
+from cacheprobe.core.hook_names import site_label
 from cacheprobe.plots.style import STATUS_STYLES, Figure, layer_ticks, layout_template
 from cacheprobe.plots.text import markup, token_label
 
@@ -64,12 +65,17 @@ def flip_grid(table: pd.DataFrame) -> go.Figure:
             showlegend=True,
         )
     figure.update_layout(
-        template=layout_template(), title=_finding(table), height=max(150 + 16 * len(layers), _LOWEST), dragmode=False,
-        margin=dict(l=48, r=12, t=104, b=64),
+        template=layout_template(), title=_finding(table), height=max(170 + 16 * len(layers), _LOWEST), dragmode=False,
+        margin=dict(l=48, r=12, t=104, b=84),
     )  # fmt: skip
     sites = [site for _, site in columns]
     figure.update_xaxes(
-        tickmode="array", tickvals=list(range(len(columns))), ticktext=sites, tickangle=0, showgrid=False
+        tickmode="array",
+        tickvals=list(range(len(columns))),
+        ticktext=sites,
+        tickangle=0,
+        showgrid=False,
+        title=dict(text=", ".join(site_label(site) for site in dict.fromkeys(sites)), standoff=34),
     )
     for edit in dict.fromkeys(edit for edit, _ in columns):
         own = [x for x, column in enumerate(columns) if column[0] == edit]
@@ -86,7 +92,7 @@ def _hovers(table: pd.DataFrame) -> list[str]:
     """Returns the hover text of each line of the table, as escaped HTML."""
     return [
         f"request {one.request_id} · step {one.step} · judged position {one.position - 1}<br>"
-        f"{one.edit} at {one.site} of layer {one.layer}"
+        f"{one.edit} at {site_label(one.site)} of layer {one.layer}"
         + ("" if pd.isna(one.from_layer) or one.from_layer == one.layer else f", states of layer {int(one.from_layer)}")
         + f"<br>change {one.change_nats:+.3f} nats, then {one.difference_nats:+.3f}<br>"
         f"the verifier chooses <b>{_token(one.token)}</b>{', the drafted token' * bool(one.flips)}"
@@ -104,12 +110,12 @@ def _finding(table: pd.DataFrame) -> str:
         best = table.loc[table.difference_nats.idxmax()]
         return (
             f"No edit makes the verifier choose “{drafted}” instead of “{committed}”;<br>closest: {best.edit} at "
-            f"{best.site} of layer {best.layer} ({best.difference_nats:+.2f} nats)"
+            f"{site_label(best.site)} of layer {best.layer} ({best.difference_nats:+.2f} nats)"
         )
     low = flipped.loc[flipped.layer.idxmin()]
     return (
         f"{len(flipped)} of {len(table)} edits make the verifier choose “{drafted}” instead of “{committed}”;<br>"
-        f"lowest: {low.edit} at {low.site} of layer {low.layer}"
+        f"lowest: {low.edit} at {site_label(low.site)} of layer {low.layer}"
     )
 
 

@@ -4,12 +4,12 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from cacheprobe.core.hook_names import site_label
 from cacheprobe.plots.intervals import error_bars, interval_texts
 from cacheprobe.plots.style import Figure, layer_ticks, layout_template
 from cacheprobe.plots.text import markup, shorten
 
-_SITES = {"S": ("#7c5fbd", "circle", "S, residual stream"), "T": ("#2b8cbe", "diamond", "T, attention output"),
-          "C": ("#c2702b", "square", "C, MLP output")}  # fmt: skip
+_SITES = {"S": ("#7c5fbd", "circle"), "T": ("#2b8cbe", "diamond"), "C": ("#c2702b", "square")}
 _PANEL_COLUMNS = 22
 """Largest width of the name above a panel, in columns of a monospaced font."""
 _BASELINES = {"untrained": ("#7b858f", "dash"), "embedding": ("#7b858f", "dot"), "majority": ("#7b858f", "solid")}
@@ -33,7 +33,7 @@ def probe_figure(table: pd.DataFrame) -> go.Figure:
     for column, (at, place) in enumerate(places, start=1):
         of_place = table[(table["at"] == at) & (table.place == place)]
         for site in [site for site in _SITES if (of_place.site == site).any()]:
-            color, symbol, name = _SITES[site]
+            (color, symbol), name = _SITES[site], site_label(site)
             lines = of_place[of_place.site == site].sort_values("layer")
             figure.add_scatter(
                 x=lines.layer.tolist(), y=lines.accuracy.tolist(), name=name, legendgroup=site, showlegend=column == 1,

@@ -125,7 +125,7 @@ class SweepRunSettings(_Strict):
     deterministic: Annotated[float, Field(ge=0, le=1)] = RunFlags.deterministic
     determinism: Literal["verify", "invariant"] = RunFlags.determinism
     capture: str | None = "Z"
-    """Sites to keep, of S, T, C and Z."""
+    """Sites to keep, of S (residual stream), T (attention output), C (MLP output) and Z (lens readings)."""
     layers: tuple[Annotated[int, Field(strict=True)], ...] | None = None
     temperature: Annotated[float, Field(ge=0)] = RunFlags.temperature
     top_k: Annotated[int, Field(ge=0, strict=True)] = RunFlags.top_k

@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import HEAD_SITES, PATTERN
+from cacheprobe.core.hook_names import HEAD_SITES, PATTERN, SITE_NAMES, site_label
 from cacheprobe.core.records import STATUSES, Request
 from cacheprobe.core.values import JsonDict, hint
 from cacheprobe.interventions.base import Intervention
@@ -18,9 +18,6 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.lookup import Lookup
 from cacheprobe.trace.state_store import StateStore, layer_number
 from cacheprobe.trace.tables.token_history import token_texts_of
-
-SITE_NAMES = {"S": "residual stream", "T": "attention output", "C": "MLP output"}
-"""Dict from site letter to name, for the three sites at which a block's states [m] are captured."""
 
 
 @dataclass
@@ -253,7 +250,8 @@ class TraceData:
         """Raises: ValueError if states of this site or this layer were not captured, with the reason."""
         if site not in SITE_NAMES and site not in HEAD_SITES:
             raise ValueError(
-                f"unknown site {site!r}; states are kept at S, T and C, and heads at {', '.join(HEAD_SITES)}"
+                f"unknown site {site!r}; states are kept at {', '.join(map(site_label, SITE_NAMES))}, and heads at "
+                f"{', '.join(HEAD_SITES)}"
             )
         captured = (*self.store.sites, *self.store.heads)
         self.require_there(site)

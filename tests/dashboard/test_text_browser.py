@@ -119,7 +119,7 @@ def test_requests_are_sorted_by_losses_and_the_strip_shows_the_whole_run(
         answered(page, "timeline")
         page.get_by_text("Most rejected first").click()
         answered(page, "timeline", order="losses")
-        assert page.evaluate(names) == [str(request) for request in order[:8]] and "order=losses" in page.url
+        assert page.evaluate(names) == [str(request) for request in order[:8]] and "lost=first" in page.url
         steps = trace.events().step
         box = page.get_attribute("#overview-view svg", "viewBox")
         assert box == f"{steps.min()} 0 {steps.max() - steps.min() + 1} 10"

@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.plots.report.request_text import MOST_TOKENS, text_parts, text_piece, token_measures
+from cacheprobe.plots.report.request_text import MOST_TOKENS, text_parts, text_piece
+from cacheprobe.trace.tables.token_measures import token_measures
 from tests.plots.test_picture_contract import drafted, thinking
 from tests.tiny import PROMPTS, SMALL, loaded
 from tests.twins.measures_slowly import token_measures_slowly

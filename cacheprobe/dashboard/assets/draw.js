@@ -7,7 +7,7 @@
 
   const width = (name) => place(name + "-card").clientWidth - 36;
 
-  const drawn = {};  // by view: the server's markup, as it was put into the page
+  const drawn = {};  // by id of its place: the server's markup, as it was put into the page
 
   // Makes `live` what the newer markup says, and touches only what differs from the markup before: what is scrolled to,
   // hovered or marked stays as it is. before, after: the two markups of `live`.
@@ -51,19 +51,24 @@
 
   // Markup comes from the server, which escapes every text of a run.
   function answer(name, question, {html, graphs, more}) {
-    const view = place(name + "-view"), content = document.createElement("template");
-    content.innerHTML = html;
-    if (drawn[name]) mend(view, drawn[name], content.content);
-    else view.replaceChildren(content.content.cloneNode(true));
-    drawn[name] = content.content;
+    const view = place(name + "-view");
+    put(view, html);
     view.dataset.answer = JSON.stringify(question);
     const figure = place(name + "-place");
     if (figure) {
       figure.hidden = !graphs;
       if (graphs) window.dash_clientside.set_props(name + "-place", {children: graphs});
-      place(name + "-more").innerHTML = more || "";
+      put(place(name + "-more"), more || "");
     }
     frames(current);
+  }
+
+  function put(view, html) {
+    const content = document.createElement("template");
+    content.innerHTML = html;
+    if (drawn[view.id]) mend(view, drawn[view.id], content.content);
+    else view.replaceChildren(content.content.cloneNode(true));
+    drawn[view.id] = content.content;
   }
 
   function waiting(names, at) {
@@ -90,12 +95,15 @@
   }
 
   function state(at, facts, story, trouble, grown) {
-    const {SHELVED, link, mine, known} = window.cacheprobe;
+    const {SHELVED, link, mine, known, absent} = window.cacheprobe, empty = absent(facts);
     current = at;
     document.documentElement.dataset.theme = at.theme;
     if (link(at) !== location.search) history.replaceState(null, "", location.pathname + link(at));
     const panel = "panel-" + (SHELVED.includes(at.tab) ? "results" : at.tab);
-    document.querySelectorAll(".tab").forEach((tab) => tab.setAttribute("aria-selected", tab.dataset.tab === at.tab));
+    document.querySelectorAll(".tab").forEach((tab) => {
+      tab.setAttribute("aria-selected", tab.dataset.tab === at.tab);
+      tab.hidden = tab.dataset.tab in empty && tab.dataset.tab !== at.tab;
+    });
     reveal(place("tab-" + at.tab));
     document.querySelectorAll(".tabpanel").forEach((one) => { one.hidden = one.id !== panel; });
     document.querySelectorAll("[data-kind]").forEach((one) => { one.hidden = one.dataset.kind !== at.tab; });
@@ -116,9 +124,9 @@
     }
     if (mine(at, facts) && known(at, story)) now(at, facts, story);
     frames(at);
-    const order = place("timeline-order");
-    order.hidden = !mine(at, facts) || facts.requests.length < 2;
-    order.setAttribute("aria-pressed", !!at.order);
+    const lost = place("timeline-lost");
+    lost.hidden = !mine(at, facts) || facts.requests.length < 2;
+    lost.setAttribute("aria-pressed", !!at.lost);
     growth(at, grown);
     place("page").dataset.at = JSON.stringify(at);
   }
@@ -217,6 +225,8 @@
       line.tabIndex = line === (chosen || lines[0]) ? 0 : -1;
     }
     if (search && search !== document.activeElement) search.value = at.find || "";
+    const filter = place("result-filter");
+    if (filter && filter !== document.activeElement) filter.value = at.filter || "";
     const where = chosen && `${chosen.dataset.request} ${chosen.dataset.position}`;
     if (chosen && at.tab === "rejected" && where !== seen) {
       if (document.activeElement.closest("#rejected-view tr")) chosen.focus({preventScroll: true});

@@ -17,6 +17,7 @@
 
   // Markup comes from the server, which escapes every text of a run.
   function draw({html, graphs, more}) {
+    if (shown !== null) place("flip-view").dataset.answer = shown;
     if (html !== last) place("flip-view").innerHTML = last = html;
     place("flip-place").hidden = !graphs;
     if (graphs) window.dash_clientside.set_props("flip-place", {children: graphs});

@@ -91,6 +91,7 @@
       return true;
     }
     if (target.closest(TYPES)) return false;
+    if (place("away").open) return false;
     if (place("keys").open) return key === "?" && anywhere(key);
     if (line && in_list(line, key)) return true;
     if (grid && ARROWS[key] && !shiftKey) {
@@ -108,6 +109,7 @@
     });
     document.addEventListener("input", ({target}) => {
       if (target.id === "rejected-search") change({intent: "find", find: target.value});
+      if (target.id === "result-filter") change({intent: "set", name: "filter", value: target.value || null});
     });
     place("keys-open").addEventListener("click", help);
     place("keys").addEventListener("click", ({target}) => { if (target.matches("button,dialog")) place("keys").close(); });

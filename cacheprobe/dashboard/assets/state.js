@@ -2,8 +2,9 @@
 (function () {
   "use strict";
   const LINKED = ["run", "request", "step", "position", "row", "layer", "tab", "site", "lens", "colour", "rows",
-    "against", "result", "theme", "facet", "follow", "find", "sort", "among", "page", "measure", "until", "order"];
-  const NUMBERS = new Set(["run", "request", "step", "position", "row", "layer", "against", "result", "page",
+    "against", "result", "theme", "facet", "follow", "find", "sort", "among", "page", "table", "order", "filter", "gave",
+    "measure", "until", "lost"];
+  const NUMBERS = new Set(["run", "request", "step", "position", "row", "layer", "against", "result", "page", "table",
     "until"]);
   const SHELVED = ["patching", "surgery", "probes", "sweep", "results"];  // tabs of stored results, each of one kind
   const SORTS = ["drafted", "committed", "request", "step", "position", "drafter", "flip", "margin"];
@@ -12,9 +13,11 @@
     tab: ["replay", "rejected", "thoughts", "compare", ...SHELVED], site: ["S", "T", "C"],
     colour: ["logprob", "entropy", "rank"],
     rows: ["committed", "all"], theme: ["light", "dark"], follow: ["newest"],
-    order: ["losses"], measure: ["verdict", "depth", "entropy", "logprob"], among: ["request"], sort: SORTS.flatMap((name) => [name, "-" + name]),
+    lost: ["first"], measure: ["verdict", "depth", "entropy", "logprob"], among: ["request"], gave: ["true"],
+    sort: SORTS.flatMap((name) => [name, "-" + name]),
   };
   const REQUESTS_A_PAGE = 8;
+  const SHELF = JSON.parse(document.body.dataset.shelf);
 
   const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
   const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
@@ -31,7 +34,7 @@
       } else if (!WORDS[name] || WORDS[name].includes(text)) at[name] = text;
       else at.said.push(`the link's ${name} is none of ${WORDS[name].join(", ")}`);
     }
-    if (at.find) at.find = at.find.slice(0, MOST_LETTERS);
+    for (const name of ["find", "order", "filter"]) if (at[name]) at[name] = at[name].slice(0, MOST_LETTERS);
     at.themed = "theme" in at;
     at.theme = at.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
     return at;
@@ -71,15 +74,25 @@
       set(at, "step", clamp(at.step + Number(what.by), facts.first, facts.last));
     },
     tab: (at, what) => {
-      if (at.tab !== what.tab) at.result = null;
+      if (at.tab !== what.tab) at.result = at.table = at.order = at.filter = null;
       at.tab = what.tab;
     },
     theme: (at) => { at.theme = at.theme === "dark" ? "light" : "dark"; at.themed = true; },
-    result: (at, what) => { at.result = Number(what.result); },
+    result: (at, what) => {
+      at.result = Number(what.result);
+      at.table = at.order = at.filter = null;
+    },
+    table: (at, what) => {  // another table of the same file
+      at.table = Number(what.table);
+      at.order = at.filter = null;
+    },
+    order: (at, what) => {  // rising, falling, and as it was
+      at.order = at.order === what.order ? "-" + what.order : at.order === "-" + what.order ? null : what.order;
+    },
     open: (at, what) => { set(at, "run", Number(what.run)); at.tab = "replay"; },
     follow: (at) => { at.follow = at.follow ? null : "newest"; },
     find: (at, what) => { at.find = what.find || null; at.page = null; },
-    order: (at) => { at.order = at.order ? null : "losses"; },
+    lost: (at) => { at.lost = at.lost ? null : "first"; },
     among: (at) => { at.among = at.among ? null : "request"; at.page = null; },
     page: (at, what) => { at.page = Number(what.page); },
     sort: (at, what) => {  // rising, falling, and as it was
@@ -177,6 +190,21 @@
 
   const is_range = (at) => at.until !== undefined && at.until !== null && at.until !== at.position;
 
+  // Tabs that have nothing to show, with the reason; "" until it is known.
+  function absent(facts) {
+    const not_known = {rejected: "", thoughts: "", compare: ""};
+    return {...(facts && !facts.error ? facts.absent : not_known), ...SHELF.absent};
+  }
+
+  // A tab that has nothing to show is left for the first one that has, and the reason is said.
+  function leave(at, facts) {
+    const empty = absent(facts), reason = empty[at.tab], other = WORDS.tab.find((tab) => !(tab in empty));
+    if (!reason || !other) return;
+    at.said.push(reason);
+    at.tab = other;
+    shelve(at, SHELF.results);
+  }
+
   // Positions of the first and the last row that predicts a token of the request.
   function ends(story) {
     const low = story.prompt - 1;
@@ -213,7 +241,11 @@
     if (run !== null && (facts === null || facts.run !== run)) wanted.facts = {run};
     else if (mine(at, facts) && facts.newest !== version) wanted.facts = {run, version: facts.newest};
     else if (mine(at, facts) && !is_told) wanted.story = {run, request, version};
-    if (width && SHELVED.includes(at.tab) && at.result !== null) wanted.result = {result: at.result, theme, ...(at.facet ? {facet: at.facet} : {})};
+    if (width && SHELVED.includes(at.tab) && at.result !== null) {
+      const {facet, table, order, filter} = at;
+      wanted.result = {result: at.result, theme, ...Object.fromEntries(
+        Object.entries({facet, table, order, filter}).filter(([, value]) => value !== null && value !== undefined && value !== ""))};
+    }
     if (!width || !mine(at, facts) || !known(at, story) || facts.is_empty) return wanted;
     const {find = "", sort = "", among, page} = at, list = {find: find || "", sort: sort || "", version};
     if (at.walk) wanted.walk = {run, request, step, position, by: at.walk, among: among ? request : null, ...list};
@@ -224,7 +256,7 @@
     const wide = width("timeline"), steps = clamp(Math.floor((wide - 92) / 18), 8, 80);
     const tokens = clamp(Math.floor((width("decode") - 92) / 56), 3, 40), place = position + 1 - story.prompt;
     const first = facts.first + steps * Math.floor((step - facts.first) / steps);
-    const order = at.order || "", place_of_request = order ? facts.by_losses.indexOf(request) : request;
+    const order = at.lost ? "losses" : "", place_of_request = order ? facts.by_losses.indexOf(request) : request;
     const top = REQUESTS_A_PAGE * Math.floor(place_of_request / REQUESTS_A_PAGE);
     const left = tokens * Math.floor(Math.max(place, 0) / tokens);
     const requests = [top, Math.min(top + REQUESTS_A_PAGE, facts.requests.length)];
@@ -245,6 +277,6 @@
     return wanted;
   }
 
-  const rules = {SHELVED, is_range, parse, link, act, mine, known, settle, shelve, follow, questions};
+  const rules = {SHELVED, is_range, parse, link, act, mine, known, settle, shelve, leave, absent, follow, questions};
   window.cacheprobe = {...window.cacheprobe, ...rules};
 })();

@@ -1,7 +1,7 @@
 // Keeps the state, asks the server for what it lacks, and hears the menus. One request at a time, the newest next.
 (function () {
   "use strict";
-  const {draw, keys, parse, act, mine, known, settle, shelve, follow, questions} = window.cacheprobe;
+  const {draw, keys, parse, act, mine, known, settle, shelve, leave, follow, questions} = window.cacheprobe;
   const CONTROLS = ["run", "request", "step", "site", "lens", "colour", "rows", "against", "measure"];
   const FREE = ["run", "colour", "rows", "measure"];
   const IDLE = 400;  // milliseconds without a question until what may be clicked next is asked for
@@ -35,6 +35,7 @@
   function settled() {
     if (mine(at, facts)) settle(at, facts, shelf.runs);
     shelve(at, shelf.results);
+    if (at.run === null || mine(at, facts)) leave(at, facts);
     if (!known(at, story) && stories.has(at.request)) story = stories.get(at.request);
     if (mine(at, facts) && known(at, story)) follow(at, story);
     if (is_ready) draw.state(at, facts, story, trouble, growths.get(at.run));
@@ -129,7 +130,7 @@
     const {timeline} = questions(at, facts, story, draw.width, draw.grid());
     if (!timeline || facts.version) return;  // of a run that grows they would be old at the next part
     const {run, requests: [first, end]} = timeline, own = ahead = new AbortController();
-    const order = at.order ? facts.by_losses : facts.requests.keys();
+    const order = at.lost ? facts.by_losses : facts.requests.keys();
     for (const request of [...order].slice(first, end)) {
       if (stories.has(request)) continue;
       const asked = {story: {run, request}, insight: {run, request, position: 0, row: null}, window: {run, request, step: at.step}};
@@ -232,8 +233,8 @@
     if (name === "step") return {min: facts.first, max: facts.last};
     if (name === "against") return {options: shelf.runs.filter((run) => run.value !== at.run)};
     if (name !== "site") return {};
-    const sites = [["S", "stream"], ["T", "attention"], ["C", "MLP"]].map(([value, word]) => ({
-      value, label: `${value} · ${word}`, disabled: !facts.sites.includes(value) || (value !== "S" && !!facts.why_not),
+    const sites = Object.entries(shelf.sites).map(([value, label]) => ({
+      value, label, disabled: !facts.sites.includes(value) || (value !== "S" && !!facts.why_not),
     }));
     return {options: sites};
   }

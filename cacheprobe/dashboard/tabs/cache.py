@@ -33,7 +33,7 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
             f"<h2>Request {request} holds no cache slots yet</h2><p class='note'>After step {step} it has not been "
             "read; move on to a step of its own.</p>"
         )
-    window = _window(book, request, step)
+    window = window_at(book, request, step)
     truncated = window.num_truncated if window is not None and window.step == step else 0
     config = book.run.meta["config"]
     num_slots, num_requests = book.slots_in_use(step)
@@ -41,7 +41,7 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
         len(ledger), num_slots, num_requests, config["capacity"], book.run.meta.get("cache_row_bytes"),
         has_ended=step > int(of_request.step.max()),
     )  # fmt: skip
-    pending = _pending(book, request, step, int(ledger.position.max()))
+    pending = pending_position(book, request, step, int(ledger.position.max()))
     return cache_piece(ledger, memory, request_id=request, step=step, pending=pending, truncated=truncated).html
 
 
@@ -49,7 +49,7 @@ def window_view(shelf: Shelf, question: PageQuestion) -> str:
     """Returns HTML: the four panels of a verify window of the request, the first that ends at the step or later, else
     the last. For a never verified request: two panels. Without either: a title that says so."""
     book, request = shelf.book_and_request(question)
-    window = _window(book, request, number(question["step"], "step"))
+    window = window_at(book, request, number(question["step"], "step"))
     events, texts = book.run.events, book.run.token_texts
     if window is not None:
         ledgers = [book.ledger(request, step) for step in window.ledger_steps]
@@ -75,14 +75,14 @@ def _preempted(request: int, step: int) -> str:
     return f"<h2>Request {request} was preempted in step {step}, and freed its cache slots</h2>"
 
 
-def _window(book: Book, request: int, step: int) -> Window | None:
+def window_at(book: Book, request: int, step: int) -> Window | None:
     """Returns the first verify window of a request that ends at this step or later, else the last window; None without
     any."""
     windows = book.windows(request)
     return next((w for w in windows if w.step >= step), windows[-1] if windows else None)
 
 
-def _pending(book: Book, request: int, step: int, last: int) -> int | None:
+def pending_position(book: Book, request: int, step: int, last: int) -> int | None:
     """Returns the position of the newest committed token if its cache slot is the next to be written; else None. last:
     position of the last slot."""
     of_request = book.events_of(request)

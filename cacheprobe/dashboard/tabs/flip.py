@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.figures import graphs
 from cacheprobe.dashboard.flip_jobs import FlipJob, FlipJobs
@@ -41,7 +40,7 @@ def buttons(question: PageQuestion, history: pd.DataFrame, place: int, outcomes:
 
 def view(shelf: Shelf, jobs: FlipJobs, question: PageQuestion) -> PageAnswer:
     """Returns how far the background process of one rejected draft is, or its result, as a dict for the page: html,
-    graphs, more (the code), and goes_on (whether to ask again).
+    graphs, more (the command), and goes_on (whether to ask again).
 
     question: run, request and step; do: "start", "look" or "cancel".
     Raises: CannotShow for a run whose model is not on this machine, or without a process, and with the reason if the
@@ -92,27 +91,12 @@ def _result(book: Book, shelf: Shelf, job: FlipJob, *, dark: bool) -> PageAnswer
         f"closer the verifier comes to the drafted token, in nats.{left_out}"
     )
     html = f"<h3>{title}</h3><p class='note'>{note}</p>"
-    more = f"<details><summary>The code of this picture</summary><pre>{markup(_code(book, shelf, job))}</pre></details>"
+    more = f"<p class='note'>In a terminal: <code>{markup(_command(book, shelf, job))}</code></p>"
     return {"html": html, "graphs": graphs("flip", [figure], dark=dark), "more": more, "goes_on": False}
 
 
-def _code(book: Book, shelf: Shelf, job: FlipJob) -> str:
-    """Returns the lines of Python, and the command, that compute the same."""
-    fingerprint: JsonDict = book.run.fingerprint
-    adapter = f", adapter={fingerprint['adapter']!r}" if fingerprint.get("adapter") else ""
+def _command(book: Book, shelf: Shelf, job: FlipJob) -> str:
+    """Returns the command that computes the same."""
     request, step = job.meta["request_id"], job.meta["step"]
     words = ["cacheprobe", "flip", str(book.run.directory), "--request", str(request), "--step", str(step)]
-    words += ["--out", "flips.html", *(["--model", shelf.model] if shelf.model else [])]
-    command = shlex.join(words)
-    return "\n".join(
-        [
-            "import cacheprobe as cp",
-            "",
-            f"model = cp.load_model({shelf.model or fingerprint['model']!r}, dtype={fingerprint['dtype']!r}, "
-            f"device={fingerprint['device']!r}{adapter})",
-            f"trace = cp.load_trace({str(book.run.directory)!r}, model)",
-            f"cp.analysis.flip(trace, {request}, {step}).plot()  # cacheprobe/analysis/flips.py",
-            "",
-            f"# or: {command}",
-        ]
-    )
+    return shlex.join([*words, "--out", "flips.html", *(["--model", shelf.model] if shelf.model else [])])

@@ -4,13 +4,14 @@ from typing import get_args
 
 import pandas as pd
 
+from cacheprobe.core.hook_names import site_label
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.figures import graphs
 from cacheprobe.dashboard.questions import CannotShow, PageAnswer, PageQuestion, number, one_of
 from cacheprobe.dashboard.reader import RECORDED, RunReader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.attribution import attribution
-from cacheprobe.plots.diagrams.lens_grid import LABEL_WIDTH, PITCH, SITE_WORDS, grid_of
+from cacheprobe.plots.diagrams.lens_grid import LABEL_WIDTH, PITCH, grid_of
 from cacheprobe.plots.lens_table import BELOW, Include, Measure, finding, select
 from cacheprobe.plots.text import markup
 
@@ -24,11 +25,7 @@ def grid(shelf: Shelf, reader: RunReader, question: PageQuestion) -> str:
     include: Include = one_of(question["rows"], "rows", get_args(Include))
     colour: Measure = one_of(question["colour"], "colour", get_args(Measure))
     site = one_of(question["site"], "site", ("S", "T", "C"))
-    width = number(question["width"], "width")
-    columns = min(max((width - LABEL_WIDTH - 4) // PITCH, 1), MOST_COLUMNS)
-    page = book.page(request, number(question["position"], "position"), include, columns)
-    if not page:
-        raise CannotShow(f"request {request} has no row that predicts a generated token")
+    width, page = number(question["width"], "width"), page_of(book, request, question)
     table = readings_of(book, reader, question["lens"], site, request, page)
     picture = grid_of(table, request, colour=colour, include=include, positions=page, width=width, has_tips=False)
     lines_shown = select(table, request, include, page)
@@ -40,12 +37,23 @@ def grid(shelf: Shelf, reader: RunReader, question: PageQuestion) -> str:
     last_position = book.prompt_length(request) - 2 + len(book.run.request(request)["committed_token_ids"])
     first_shown, last_shown = lines_shown.position.min(), lines_shown.position.max()
     return (
-        f"<h2>{title}</h2><p class='note'>{SITE_WORDS[site]} of every layer through the "
+        f"<h2>{title}</h2><p class='note'>{site_label(site)} of every layer through the "
         f"{markup(lens)} lens, rows that read positions {first_shown} to {last_shown} of {last_position}. "
         f"A cell names the layer's first choice for the next position; click one. Below a column: {BELOW}. "
         "Underlined columns were computed in the chosen step.</p>"
         f"<div class='page' data-first='{page.start}' data-last='{page.stop - 1}'>{picture.html}</div>"
     )
+
+
+def page_of(book: Book, request: int, question: PageQuestion) -> range:
+    """Returns the positions of the page of the lens grid that a question names. Raises: CannotShow if the request has
+    no row that predicts a generated token."""
+    include: Include = one_of(question["rows"], "rows", get_args(Include))
+    columns = min(max((number(question["width"], "width") - LABEL_WIDTH - 4) // PITCH, 1), MOST_COLUMNS)
+    page = book.page(request, number(question["position"], "position"), include, columns)
+    if not page:
+        raise CannotShow(f"request {request} has no row that predicts a generated token")
+    return page
 
 
 def readings_of(
@@ -93,8 +101,8 @@ def contributions(shelf: Shelf, reader: RunReader, question: PageQuestion) -> Pa
     missing = [site for site in "STC" if site not in book.run.sites]
     if missing:
         raise CannotShow(
-            f"this run kept no {' and '.join(missing)}; record them with --capture STCZ: each logit can "
-            "then be split into the parts of attention and MLP"
+            f"this run kept no {' and '.join(map(site_label, missing))}; record them with --capture STCZ: each "
+            "logit can then be split into the parts of attention and MLP"
         )
     row = chosen_row(book, request, number(question["position"], "position"), question.get("row"))
     figure = attribution(reader.attribution(book, int(row.row)))

@@ -36,7 +36,7 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
     """Returns HTML: one page of the list of rejected drafts, with the search, the filter and the pages. A line carries
     data-request, data-step and data-position: those of the row that predicts the drafted token. A sentence, if no draft
     was rejected."""
-    book, selection = _selection(shelf, question)
+    book, selection = selected(shelf, question)
     rejections = book.rejections
     if rejections.drafts.empty:
         return _without_rejections(book)
@@ -62,7 +62,7 @@ def walk(shelf: Shelf, question: PageQuestion) -> JsonDict:
     question: request, step and position of the place, which a row predicts; and what the list holds, as for `view`.
     """
     among = {**question, "request": question.get("among")}
-    book, selection = _selection(shelf, among)
+    book, selection = selected(shelf, among)
     by, step = number(question["by"], "by"), number(question["step"], "step")
     if not by:
         raise CannotShow("by is a number other than 0")
@@ -85,7 +85,7 @@ def walk(shelf: Shelf, question: PageQuestion) -> JsonDict:
     }
 
 
-def _selection(shelf: Shelf, question: PageQuestion) -> tuple[Book, Selection]:
+def selected(shelf: Shelf, question: PageQuestion) -> tuple[Book, Selection]:
     """Returns (Book of the run, Selection) that a question names. Raises: CannotShow for values of other kinds."""
     book = shelf.book(question["run"])
     find, sort, request = (question.get(name) for name in ("find", "sort", "request"))

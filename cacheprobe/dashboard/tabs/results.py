@@ -1,9 +1,11 @@
-"""Shows stored result files: patching grids, cache surgery and probes as figures, sweeps as small multiples, others as
-tables of numbers."""
+"""Shows stored result files: figures by kind (patching grids, cache surgery, probes, sweeps, any column of numbers),
+and tables that can be sorted and filtered."""
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -12,30 +14,26 @@ from cacheprobe.dashboard.figures import graphs
 from cacheprobe.dashboard.questions import CannotShow, PageAnswer, PageQuestion, whole
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs.sweep import is_sweep, sweep_view
+from cacheprobe.dashboard.tabs.tables import ordered_column, selected_lines, sortable
 from cacheprobe.plots.coin_rows import coin_rows_figure
+from cacheprobe.plots.columns import column_figure, columns_to_draw
 from cacheprobe.plots.patching import patching_grid
 from cacheprobe.plots.probes import probe_figure
-from cacheprobe.plots.report.page import table
 from cacheprobe.plots.style import Figure
-from cacheprobe.plots.text import markup, shorten
+from cacheprobe.plots.text import markup
 
 MOST_BYTES = 20 * 2**20
-MOST_LINES = 200
 MOST_FIGURES = 6
-_HOW_TO_GET_RESULTS = ("Name a folder of them: ", "cacheprobe dash RUN analyses/results")
+_REMEDY = "name a folder of them: cacheprobe dash RUN analyses/results"
 KINDS = (
-    ("patching", "Patching", "No patching grid was named", ("Keep one and name its file: ", 'grid.save("grid.json")')),
-    ("surgery", "Cache surgery", "No result of cache surgery was named", _HOW_TO_GET_RESULTS),
-    ("probes", "Probes", "No result of a probe was named", _HOW_TO_GET_RESULTS),
-    (
-        "sweep",
-        "Sweep",
-        "No sweep was named",
-        ("Run one and name its folder: ", "cacheprobe sweep data/sweeps/coin-flip.yaml; cacheprobe dash runs/sweep"),
-    ),
-    ("results", "Results", "No other results were named", _HOW_TO_GET_RESULTS),
+    ("patching", "Patching", 'no patching grid was named; keep one with grid.save("grid.json") and name that file'),
+    ("surgery", "Cache surgery", f"no result of cache surgery was named; {_REMEDY}"),
+    ("probes", "Probes", f"no result of a probe was named; {_REMEDY}"),
+    ("sweep", "Sweep", "no sweep was named; run one (cacheprobe sweep data/sweeps/coin-flip.yaml) and name its folder"),
+    ("results", "Results", f"no other results were named; {_REMEDY}"),
 )
-"""Each kind of result: its key, the name of its tab, the text without a result, and how to get one."""
+"""Each kind of result: its key, the name of its tab, and what is said to who asks for the tab without a result."""
+_COLUMN_NOTE = "the figure shows the column of numbers that the table is sorted by, else the first one."
 _PROBE = {"at", "place", "site", "layer", "accuracy", "low", "high", "is_above", "untrained", "embedding", "majority"}
 _SURGERY = {"people", "unit", "where", "treatment", "n", "total", "flips"}
 
@@ -44,7 +42,7 @@ def kind_of(path: Path) -> str:
     """Returns the kind of a result file by its content: "patching", "sweep", "surgery", "probes" or "results". An
     unreadable file is of the kind "results", whose tab shows the error."""
     try:
-        content = _loaded(path)
+        content = loaded(path)
     except (CannotShow, OSError):
         return "results"
     if _is_grid(content):
@@ -57,24 +55,97 @@ def kind_of(path: Path) -> str:
 
 
 def view(shelf: Shelf, question: PageQuestion) -> str | PageAnswer:
-    """Returns the figures of a result file with a note as a dict for the page; for a file without figures, HTML tables
-    of its numbers."""
+    """Returns a result file as a dict for the page: its figures, and one of its tables, which can be sorted and
+    filtered. For a file of a kind without figures of its own, the figure is of one column: the one that sorts the
+    table."""
     path = shelf.results[whole(question["result"], "result", len(shelf.results))]
-    content = _loaded(path)
+    content = loaded(path)
     if is_sweep(content):
         return sweep_view(shelf, path.parent, question)
+    tables = stored_tables(path, content)
+    if not tables:
+        return f"<h2>{markup(path.stem)}</h2><p class='note'>This file holds nothing that can be shown as a table.</p>"
+    index = chosen_table(tables, question)
+    table = tables[index].table
+    lines = selected_lines(table, question)
     figures, note = _figures(path, content)
+    column = column_to_draw(lines, question)
+    if not figures and column is not None:
+        figures, note = [column_figure(lines, column)], markup(f"{path.name}: {_COLUMN_NOTE}")
+    more = f"{_chooser(tables, index)}{sortable(lines, len(table), question)}"
     if not figures:
-        return f"<h2>{markup(path.stem)}</h2>{_tables(content)}"
+        return {"html": f"<h2>{markup(path.stem)}</h2>", "more": more}
     html = f"<h2>{figures[0].layout.title.text}</h2><p class='note'>{note}</p>"
-    return {"html": html, "graphs": graphs("result", figures, dark=question.get("theme") == "dark")}
+    return {"html": html, "graphs": graphs("result", figures, dark=question.get("theme") == "dark"), "more": more}
 
 
-def _loaded(path: Path) -> object:
-    """Returns the content of a JSON file. Raises: CannotShow for a file that is too large or not JSON."""
-    size = path.stat().st_size
-    if size > MOST_BYTES:
-        raise CannotShow(f"{path.name} has {size} bytes, at most {MOST_BYTES} are shown")
+class StoredTable(NamedTuple):
+    """Holds one table of a result file."""
+
+    keys: tuple[str, ...]
+    """Path of keys to it in the file's JSON."""
+    table: pd.DataFrame
+    is_values: bool = False
+    """Whether it has the values outside of lists: columns figure (path of keys) and value."""
+
+    @property
+    def name(self) -> str:
+        """Path of keys as text."""
+        return " · ".join(self.keys) or ("values" if self.is_values else "lines")
+
+
+def stored_tables(path: Path, content: object) -> list[StoredTable]:
+    """Returns the tables of a result file: its lists of records, then its other values. Of a patching grid, the grid's
+    table."""
+    if _is_grid(content):
+        from cacheprobe.patching.grid import PatchingGrid
+
+        return [StoredTable(("cells",), PatchingGrid.load(path).table)]
+    tables = [StoredTable(keys, pd.DataFrame(lines)) for keys, lines in _record_lists(content)]
+    if values := list(_plain_values(content)):
+        frame = pd.DataFrame({"figure": [name for name, _ in values], "value": [value for _, value in values]})
+        tables.append(StoredTable((), frame.astype(object), is_values=True))
+    return tables
+
+
+def chosen_table(tables: Sequence[StoredTable], question: PageQuestion) -> int:
+    """Returns the number of the table that a question names: the first if it names none, or one that is not there."""
+    wanted = question.get("table")
+    return wanted if isinstance(wanted, int) and 0 <= wanted < len(tables) else 0
+
+
+def column_to_draw(table: pd.DataFrame, question: PageQuestion) -> str | None:
+    """Returns the column of a table that its figure draws: the one that sorts it, if that has numbers, else the first
+    that can be drawn. None if there is none."""
+    known = [name for name in columns_to_draw(table) if table[name].notna().any()]
+    chosen = ordered_column(table, question)
+    return chosen if chosen in known else next(iter(known), None)
+
+
+def _chooser(tables: Sequence[StoredTable], chosen: int) -> str:
+    """Returns HTML: a button for each table of the file; the name alone if there is one."""
+    if len(tables) == 1:
+        return f"<h3>{markup(tables[0].name)}</h3>"
+    buttons = (
+        f'<button class="plain{" chosen" if i == chosen else ""}" data-intent="table" data-table="{i}">'
+        f"{markup(one.name)}</button>"
+        for i, one in enumerate(tables)
+    )
+    return f'<div class="verdicts">{"".join(buttons)}</div>'
+
+
+def loaded(path: Path) -> object:
+    """Returns the content of a JSON file; the callers do not change it. Raises: CannotShow for a file that is too large
+    or not JSON."""
+    about = path.stat()
+    if about.st_size > MOST_BYTES:
+        raise CannotShow(f"{path.name} has {about.st_size} bytes, at most {MOST_BYTES} are shown")
+    return _parsed(path, about.st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _parsed(path: Path, _changed: int) -> object:
+    """Returns the content of a JSON file. _changed: when the file was changed; a changed file is read again."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -112,47 +183,28 @@ def _is_grid(content: object) -> bool:
 def _lists_with(content: object, columns: set[str]) -> list[tuple[str, list[JsonDict]]]:
     """Returns a list of (path of keys, list of dicts): the lists in a JSON value in which every dict has these
     columns."""
-    return [(name, lines) for name, lines in _record_lists(content) if all(columns <= set(line) for line in lines)]
+    found = [(keys, lines) for keys, lines in _record_lists(content) if all(columns <= set(line) for line in lines)]
+    return [(" · ".join(keys), lines) for keys, lines in found]
 
 
-def _record_lists(content: object, name: str = "") -> list[tuple[str, list[JsonDict]]]:
-    """Returns a list of (path of keys joined by " · ", list of dicts): the lists of dicts in a JSON value that are
-    reached through dicts alone."""
+def _record_lists(content: object, keys: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], list[JsonDict]]]:
+    """Returns a list of (path of keys, list of dicts): the lists of dicts in a JSON value that are reached through
+    dicts alone."""
     if isinstance(content, dict):
-        return [
-            one for key, value in content.items() for one in _record_lists(value, f"{name} · {key}" if name else key)
-        ]
-    if isinstance(content, list) and content and all(isinstance(line, dict) for line in content):
-        return [(name, content)]
-    return []
+        return [one for key, value in content.items() for one in _record_lists(value, (*keys, key))]
+    return [(keys, content)] if isinstance(content, list) and is_records(content) else []
 
 
-def _tables(content: object) -> str:
-    """Returns HTML tables of a JSON value: one with all values outside lists of records, and one for each list of
-    records."""
-    parts = []
-    values = list(_plain_values(content))
-    if values:
-        parts.append(table(["figure", "value"], [[name, value] for name, value in values[:MOST_LINES]]))
-    for name, lines in _record_lists(content):
-        columns = list(dict.fromkeys(key for line in lines for key in line))
-        cells = [["—" if line.get(c) is None else _cell(line[c]) for c in columns] for line in lines[:MOST_LINES]]
-        how_many = f" (the first {MOST_LINES} of {len(lines)})" if len(lines) > MOST_LINES else ""
-        parts.append(f"<h3>{markup(name or 'lines')}{how_many}</h3>{table(columns, cells)}")
-    return "".join(parts) or "<p class='note'>This file holds nothing that can be shown as a table.</p>"
+def is_records(value: object) -> bool:
+    """Returns True if a JSON value is a list of dicts, not empty."""
+    return isinstance(value, list) and bool(value) and all(isinstance(line, dict) for line in value)
 
 
 def _plain_values(content: object, name: str = "") -> list[tuple[str, object]]:
-    """Returns a list of (path of keys, value): all values in a JSON value that are outside lists of records."""
+    """Returns a list of (path of keys joined by " · ", value): all values in a JSON value that are outside lists of
+    records."""
     if isinstance(content, dict):
         return [
             one for key, value in content.items() for one in _plain_values(value, f"{name} · {key}" if name else key)
         ]
-    if isinstance(content, list):
-        is_records = bool(content) and all(isinstance(line, dict) for line in content)
-        return [] if is_records else [(name, _cell(content))]
-    return [(name, "—" if content is None else content)]
-
-
-def _cell(value: object) -> object:
-    return value if isinstance(value, int | float | str) else shorten(json.dumps(value, ensure_ascii=False), 120)
+    return [] if is_records(content) else [(name, content)]

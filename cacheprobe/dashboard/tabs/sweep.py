@@ -3,16 +3,20 @@
 from collections.abc import Mapping, Sequence
 from itertools import permutations
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import pandas as pd
 
+from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.figures import graphs
 from cacheprobe.dashboard.questions import CannotShow, PageAnswer, PageQuestion
 from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.dashboard.tabs.tables import selected_lines, sortable
 from cacheprobe.plots.sweep_grid import MOST, NONE, in_order, sweep_grid
 from cacheprobe.plots.text import markup
 
-MOST_LINES = 200
+if TYPE_CHECKING:
+    from cacheprobe.sweeps.results import Sweep
 
 
 def is_sweep(content: object) -> bool:
@@ -20,38 +24,78 @@ def is_sweep(content: object) -> bool:
     return isinstance(content, dict) and content.get("format") == "cacheprobe sweep"
 
 
-def sweep_view(shelf: Shelf, folder: Path, question: PageQuestion) -> str | PageAnswer:
-    """Returns a dict for the page: the small multiples of a sweep over two axes, buttons for other axes, and a table of
-    the cells. Without two axes that differ, or without readings, returns HTML with the table alone.
+class SweepPage(NamedTuple):
+    """Holds what the tab shows of a sweep for one question."""
+
+    results: "Sweep"
+    varied: Mapping[str, Sequence[object]]
+    """By axis that differs among the cells: its values in order."""
+    pair: str
+    """The two axes that are drawn, as "ROWS.COLUMNS"; "" if nothing can be drawn."""
+    pages: dict[str, int]
+    """By drawn axis: the number of the page of its values."""
+    cells: pd.DataFrame
+    """Of the drawn values: the columns of the table."""
+
+    def drawn(self, table: pd.DataFrame) -> pd.DataFrame:
+        """Returns the lines of a table of cells or layers whose values are drawn."""
+        for name in self.pages:
+            table = table[_axis_values(table, name).isin(self.shown(name))]
+        return table
+
+    def shown(self, axis: str) -> list[object]:
+        """Returns the values of a drawn axis that its page holds."""
+        page = self.pages[axis]
+        return list(self.varied[axis][page * MOST : (page + 1) * MOST])
+
+
+def sweep_page(folder: Path, question: PageQuestion) -> SweepPage:
+    """Returns what a question asks to see of the sweep in a folder.
 
     question["facet"]: "ROWS.COLUMNS", two axes that differ among the cells; by default the first two. For an axis with
     too many values, pages of them: "ROWS.COLUMNS.2.0" is the third page of ROWS.
+    Raises: CannotShow for an unknown facet.
     """
     from cacheprobe.sweeps.index import AXIS_COLUMNS
     from cacheprobe.sweeps.results import load_sweep
 
     results = load_sweep(folder)
-    cells, layers = results.cells, results.layers
-    varied = {name: in_order(_axis_values(cells, name).unique()) for name in AXIS_COLUMNS}
+    varied = {name: in_order(_axis_values(results.cells, name).unique()) for name in AXIS_COLUMNS}
     varied = {name: values for name, values in varied.items() if len(values) > 1}
-    about = f"{len(cells)} cells of the sweep {folder.name}"
+    pair, pages = "", {}
+    if len(varied) > 1 and not results.layers.empty:
+        pairs = pairs_of(varied)
+        pair, pages = _parse_facet(question.get("facet", pairs[0]), pairs, varied)
+    page = SweepPage(results, varied, pair, pages, results.cells)
+    axes = [name for name in AXIS_COLUMNS if results.cells[name].nunique(dropna=False) > 1]
+    columns = ["digest", *axes, "tokens", "acceptance", "accuracy"]
+    return page._replace(cells=page.drawn(results.cells)[columns])
+
+
+def pairs_of(varied: Mapping[str, object]) -> list[str]:
+    """Returns the pairs of axes that can be drawn, as "ROWS.COLUMNS"."""
+    return [f"{a}.{b}" for a, b in permutations(varied, 2)]
+
+
+def sweep_view(shelf: Shelf, folder: Path, question: PageQuestion) -> PageAnswer:
+    """Returns a dict for the page: the small multiples of a sweep over two axes, buttons for other axes, and a table of
+    the cells. Without two axes that differ, or without readings, the table alone."""
+    page = sweep_page(folder, question)
+    results = page.results
+    about = f"{len(results.cells)} cells of the sweep {folder.name}"
     about += f", {len(results.pending)} more are planned" if results.pending else ""
     about += f"; {results.num_others} of other plans or versions are left out" if results.num_others else ""
     note = f"<p class='note'>{markup(about)}. A cell's button opens its run.</p>"
-    if len(varied) < 2 or layers.empty:
-        has_axes = len(varied) > 1
+    more = _cells_table(shelf, page, question)
+    if not page.pair:
+        has_axes = len(page.varied) > 1
         reason = "No cell kept readings (run.capture: Z)" if has_axes else "Fewer than two axes have several values"
-        return f"<h2>{reason}, so there is nothing to put side by side</h2>{note}{_cells_table(shelf, cells, cells)}"
-    pairs = [f"{a}.{b}" for a, b in permutations(varied, 2)]
-    pair, pages = _parse_facet(question.get("facet", pairs[0]), pairs, varied)
-    cells_drawn = cells
-    for name, page in pages.items():
-        values = varied[name][page * MOST : (page + 1) * MOST]
-        cells_drawn, layers = (table[_axis_values(table, name).isin(values)] for table in (cells_drawn, layers))
-    figure = sweep_grid(layers, *pages)
-    html = f"<h2>{figure.layout.title.text}</h2>{note}{_pair_buttons(pairs, pair)}{_page_buttons(pair, pages, varied)}"
-    figure_json = graphs("result", [figure], dark=question.get("theme") == "dark")
-    return {"html": html, "graphs": figure_json, "more": _cells_table(shelf, cells_drawn, cells)}
+        return {"html": f"<h2>{reason}, so there is nothing to put side by side</h2>{note}", "more": more}
+    figure = sweep_grid(page.drawn(results.layers), *page.pages)
+    pairs = pairs_of(page.varied)
+    buttons = f"{_pair_buttons(pairs, page.pair)}{_page_buttons(page.pair, page.pages, page.varied)}"
+    html = f"<h2>{figure.layout.title.text}</h2>{note}{buttons}"
+    return {"html": html, "graphs": graphs("result", [figure], dark=question.get("theme") == "dark"), "more": more}
 
 
 def _axis_values(table: pd.DataFrame, axis: str) -> pd.Series:
@@ -103,28 +147,16 @@ def _button(facet: str, label: str, is_chosen: bool) -> str:
     )
 
 
-def _cells_table(shelf: Shelf, cells: pd.DataFrame, all_cells: pd.DataFrame) -> str:
-    """Returns an HTML table of the first 200 of these cells: a button that opens the cell's run, the axes that differ
-    among all cells, and results."""
-    from cacheprobe.sweeps.index import AXIS_COLUMNS
-
+def _cells_table(shelf: Shelf, page: SweepPage, question: PageQuestion) -> str:
+    """Returns HTML: a table of cells that can be sorted and filtered, with a button that opens the cell's run, the axes
+    that differ among all cells, and results."""
     runs = shelf.numbers()
-    axes = [name for name in AXIS_COLUMNS if all_cells[name].nunique(dropna=False) > 1]
-    columns = [*axes, "tokens", "acceptance", "accuracy"]
-    lines = []
-    for cell in cells.head(MOST_LINES).to_dict("records"):
-        values = "".join(f"<td>{markup(_as_text(cell[name]))}</td>" for name in columns)
-        number = runs.get(cell["digest"])
-        digest = markup(cell["digest"][:8])
-        button = f'<button class="plain" data-intent="open" data-run="{number}">{digest}</button>'
-        lines.append(f"<tr><td>{button if number is not None else digest}</td>{values}</tr>")
-    how_many = f"<p class='note'>The first {MOST_LINES} of {len(cells)} cells.</p>" if len(cells) > MOST_LINES else ""
-    heads = "".join(f"<th>{markup(name)}</th>" for name in ("run", *columns))
-    body = f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-    return f"<h3>Cells</h3><div class='scroll'>{body}</div>{how_many}"
 
+    def opens(digest: object, _line: JsonDict) -> str:
+        """Returns HTML of the button of a cell; its digest, if its run is not at hand."""
+        number, name = runs.get(str(digest)), markup(str(digest)[:8])
+        button = f'<button class="plain" data-intent="open" data-run="{number}">{name}</button>'
+        return button if number is not None else name
 
-def _as_text(value: object) -> str:
-    if value is None or value != value:
-        return "—"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    lines = selected_lines(page.cells, question)
+    return f"<h3>Cells</h3>{sortable(lines, len(page.cells), question, {'digest': opens})}"

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import TableLine
 from cacheprobe.plots.diagrams import svg
@@ -40,7 +41,6 @@ LABEL_WIDTH, PITCH, WIDEST = 50, 50, 76
 _ROW, _TOP, _BELOW = 19, 10, 57
 _LEAST = 480
 """Least width in pixels of an SVG file: the colour scale and its name need it."""
-SITE_WORDS = {"S": "The residual stream", "T": "The attention output", "C": "The MLP output"}
 _TINTS = {"superseded": "yellow", "rolled_back": "red", "given_up": "grey"}
 _OUTLINE = '<rect class="agrees" x="2" y="3" width="18" height="11" rx="2"/>'
 _GREY = '<g class="v-1"><rect x="2" y="3" width="18" height="11"/></g>'
@@ -149,7 +149,7 @@ def grid_of(
         parts.append(_column(column, cells_of_row[column.row], heights, x, pitch, height, has_tips))
     parts.append(f'<rect class="cursor" width="{pitch + 1}" height="{_ROW + 1}" rx="3" style="display:none"/>')
     note = (
-        f"{SITE_WORDS.get(str(rows.site.iloc[0]), 'States')} of every layer through the "
+        f"{site_label(str(rows.site.iloc[0]))} of every layer through the "
         f"{markup(str(rows.lens.iloc[0]))} lens, rows that read positions {rows.position.min()} to "
         f"{rows.position.max()}. A cell names the layer's first choice for the next position. Below a column: {BELOW}."
     )

@@ -26,7 +26,8 @@ def lens_difference(ours: pd.DataFrame, theirs: pd.DataFrame, names: tuple[str, 
     choices.
 
     Only positions before the first committed token that differs are drawn, at most the last 60 of these: after it the
-    runs read other texts. A place whose next tokens differ is blank in the difference.
+    runs read other texts. A place whose next tokens differ is blank in the difference, which is left out if it has no
+    other places.
     ours, theirs: readings of one request and site, as in `Trace.hypotheses`; only committed rows are used.
     Raises: NothingToCompare if no place was read in both runs before the first token that differs.
     """
@@ -45,10 +46,16 @@ def lens_difference(ours: pd.DataFrame, theirs: pd.DataFrame, names: tuple[str, 
 
 
 def _figure(both: pd.DataFrame, names: tuple[str, str]) -> go.Figure:
-    positions, values = sorted(both.position.unique()), [*_NATS, "difference"]
+    has_difference = bool(both.difference.notna().any())  # else no place has one next token in both
+    positions, values = sorted(both.position.unique()), [*_NATS, *["difference"] * has_difference]
     titles = [*map(markup, names), f"{markup(names[0])} minus {markup(names[1])}"]
     figure = make_subplots(
-        rows=3, cols=1, shared_xaxes=True, vertical_spacing=0.06, subplot_titles=titles, figure=Figure()
+        rows=len(values),
+        cols=1,
+        shared_xaxes=True,
+        vertical_spacing=0.06,
+        subplot_titles=titles[: len(values)],
+        figure=Figure(),
     )
     hover = both.pivot(index="layer", columns="position", values="hover").to_numpy()
     for row, column in enumerate(values, start=1):
@@ -66,19 +73,21 @@ def _figure(both: pd.DataFrame, names: tuple[str, str]) -> go.Figure:
         tickvals=ticks, ticktext=[markup(label) for label in labels], tickangle=-60,
         showspikes=True, spikemode="across", spikethickness=1, spikedash="dot", spikesnap="data",
     )  # fmt: skip
-    figure.update_xaxes(title="position, and the token committed next", row=3, col=1)
+    figure.update_xaxes(title="position, and the token committed next", row=len(values), col=1)
     largest = float(both.difference.abs().fillna(0).max())
     apart = f"at most {largest:.2g} nats apart" if largest else "the same in both"
-    if both.difference.isna().all():
+    if not has_difference:
         apart = "the runs go on with other tokens"
     figure.update_layout(
         title=f"Log-probability of the next committed token: {apart}",
-        template=layout_template(), hovermode="closest", height=260 + 3 * max(8 * both.layer.nunique(), 110),
+        template=layout_template(), hovermode="closest", height=260 + len(values) * max(8 * both.layer.nunique(), 110),
         coloraxis=dict(cmin=float(both[_NATS].min().min()), cmax=0.0, colorbar=_bar("nats", 0.69, 0.6)),
-        coloraxis2=dict(
-            cmin=-(largest or 1), cmax=largest or 1, colorscale=_COLOURS, colorbar=_bar("difference, nats", 0.13, 0.3)
-        ),
     )  # fmt: skip
+    if has_difference:
+        bar = _bar("difference, nats", 0.13, 0.3)
+        figure.update_layout(
+            coloraxis2=dict(cmin=-(largest or 1), cmax=largest or 1, colorscale=_COLOURS, colorbar=bar)
+        )
     return figure
 
 

@@ -8,6 +8,7 @@ import pandas as pd
 
 from cacheprobe.analysis.layer_choices import agreement_by_layer
 from cacheprobe.analysis.of_trace import lens_readings
+from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.terminal import Listing
 from cacheprobe.plots.diagrams.windows import Window, find_windows, verified_requests
 from cacheprobe.plots.text import columns_of, plain, shorten, text_of, token_texts, visible
@@ -95,7 +96,7 @@ def _cache(trace: "Trace", request_id: int) -> Listing:
 def _about(trace: "Trace") -> list[tuple[str, str]]:
     meta, finger = trace.meta, trace.fingerprint
     steps = trace.event_table.drop_duplicates("step").phase.value_counts()
-    capture = ", ".join((*trace.store.sites, *trace.store.heads)) or "no states"
+    capture = ", ".join((*map(site_label, trace.store.sites), *trace.store.heads)) or "no states"
     about = [
         ("model", plain(str(finger["model"]))),
         ("weights", plain(meta["weights_note"] or "as they were loaded")),

@@ -10,8 +10,8 @@ from cacheprobe.core.values import TableLine
 from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 from cacheprobe.plots.text import markup, text_of, token_texts, visible
 from cacheprobe.plots.thoughts.columns import words_of
-from cacheprobe.trace.tables.draft_verdicts import drafts_table, prediction_depths, rejected_by_place
-from cacheprobe.trace.tables.token_history import token_history
+from cacheprobe.trace.tables.draft_verdicts import drafts_table, rejected_by_place
+from cacheprobe.trace.tables.token_measures import token_measures
 
 TextMeasure: TypeAlias = Literal["verdict", "depth", "entropy", "logprob"]
 
@@ -102,29 +102,6 @@ def text_parts(
         words = {int(thought.end): " ".join(words_of(thought)).strip() for thought in kept.itertuples()}
     measured = token_measures(events, readings, num_prompt_tokens)
     return TextParts(request_id, prompt, num_prompt_tokens, measured, rejected_by_place(drafts_table(events)), words)
-
-
-def token_measures(events: pd.DataFrame, readings: pd.DataFrame | None, num_prompt_tokens: int) -> pd.DataFrame:
-    """Returns a DataFrame with one line for each generated token of a request.
-
-    Columns: place (0 is the first), position (absolute, of the row that predicts the token), token_id, outcome (as in
-    `token_history`), born and decided_step; of the committed row's readings of S: depth (prediction depth, a layer),
-    layer (the last one read), entropy and logprob of the committed token (nats), null if they were not read.
-    events, readings: of one request.  Twin: tests.twins.measures_slowly.token_measures_slowly, ==.
-    """
-    history = token_history(events)
-    tokens = history[history.outcome.isin(list(_CLASSES)).fillna(False)].sort_values("place", kind="stable")
-    tokens = tokens.drop_duplicates("place", keep="last")[["place", "token_id", "outcome", "born", "decided_step"]]
-    tokens = tokens.assign(position=tokens.place + num_prompt_tokens - 1)
-    names = ["depth", "layer", "entropy", "logprob"]
-    if readings is None or readings.empty:
-        return tokens.assign(**dict.fromkeys(names, pd.NA)).reset_index(drop=True)
-    read = readings[(readings.status == "committed") & (readings.site != "thought")]
-    read = read.assign(depth=prediction_depths(read)).sort_values("layer", kind="stable")
-    last = read.drop_duplicates("position", keep="last")[
-        ["position", "depth", "layer", "entropy_nats", "committed_logprob_nats"]
-    ]
-    return tokens.merge(last.set_axis(["position", *names], axis=1), on="position", how="left")
 
 
 def text_piece(

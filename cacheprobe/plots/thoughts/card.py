@@ -84,7 +84,8 @@ def _sites(column: Column, thinking: JsonDict) -> str:
     thought, source = column.thought, column.source
     read = " ".join(markup(visible(token.text)) for token in column.tokens)
     if source is not None and thinking.get("feeds_back", True):
-        added = f"what C made of the thought “{markup(visible(source.said)) or '∅'}”; norm {source.state_norm:.2f}"
+        said = markup(visible(source.said)) or "∅"
+        added = f"what the compression block C made of the thought “{said}”; norm {source.state_norm:.2f}"
     else:
         added = "learned" if thinking.get("learned_first_state") else "zero: there was no thought before it"
     about_thought = f"request {thought.request_id}, step {thought.step}, positions {thought.start} to {thought.end}"
@@ -99,12 +100,14 @@ def _sites(column: Column, thinking: JsonDict) -> str:
     )  # fmt: skip
     l_in, l_out = thinking.get("l_in"), thinking.get("l_out")
     sections = [
-        ("S", f"added before block {l_in}" if l_in is not None else "added", f"{added}. Chunk: <code>{read}</code>"),
-        ("T", f"reads what leaves block {l_out - 1}" if l_out is not None else "reads",
+        ("S, chunk state", f"added before block {l_in}" if l_in is not None else "added",
+         f"{added}. Chunk: <code>{read}</code>"),
+        ("T, thinking block", f"reads what leaves block {l_out - 1}" if l_out is not None else "reads",
          f"its first word has an entropy of {thought.entropy_nats:.3f} nats; "
          f"{'it ended by itself' if thought.has_ended else 'it was cut at the limit'}"),
-        ("Z", "the thought", f"{words}{truth}"),
-        ("C", "compresses it", f"into the state for the next chunk, of norm {thought.state_norm:.2f}"),
+        ("Z, thought", "", f"{words}{truth}"),
+        ("C, compression block", "compresses it",
+         f"into the state for the next chunk, of norm {thought.state_norm:.2f}"),
     ]  # fmt: skip
     return "".join(
         f"<section><h4>{s} <small>{role}</small></h4><p>{content}</p></section>" for s, role, content in sections

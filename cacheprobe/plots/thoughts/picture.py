@@ -181,7 +181,10 @@ def _notes(story: Story, shown: list[int | range], settings: JsonDict) -> str:
 def _keys(story: Story) -> list[tuple[str, str]]:
     items = [
         (svg.box(1, 2, 18, 13, "sand", radius=3), "S, the state added to a chunk"),
-        (svg.box(1, 2, 18, 13, "green", radius=3), "T writes the thought, C makes the next state of it"),
+        (
+            svg.box(1, 2, 18, 13, "green", radius=3),
+            "T (thinking block) writes the thought, C (compression block) makes the next state of it",
+        ),
         (svg.box(1, 2, 18, 13, "blue", radius=3), "Z, what is thought; and the answer"),
         (svg.box(1, 2, 18, 13, "group changed", radius=3), "a change of mind"),
         (svg.box(1, 2, 18, 13, "blue", "waiting", radius=3), "committed, cache slot not written yet"),

@@ -1,6 +1,6 @@
 """Lists every token that a run drafted or committed, with the steps at which it was drafted and judged."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import pandas as pd
@@ -83,6 +83,12 @@ def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
     return last.assign(state=last.state.mask(is_newest, "pending")).drop(columns="rank").reset_index(drop=True)
 
 
+def tokens_with_texts(standing: pd.DataFrame, token_texts: Mapping[int, str]) -> pd.DataFrame:
+    """Returns the table of `standing_at` with the column token: the text of token_id, "<id>" if it is not known."""
+    texts = [token_texts.get(token, f"<{token}>") for token in standing.token_id.tolist()]
+    return standing.assign(token=pd.Series(texts, index=standing.index, dtype=object))
+
+
 def token_texts_of(rows: pd.DataFrame, hypotheses: pd.DataFrame | None) -> pd.DataFrame:
     """Returns a DataFrame of token_id and token (text), from the texts in the rows and readings tables; for a trace
     without a tokens table."""
@@ -94,7 +100,8 @@ def token_texts_of(rows: pd.DataFrame, hypotheses: pd.DataFrame | None) -> pd.Da
     return table.drop_duplicates("token_id", ignore_index=True)
 
 
-_COMMITTED = ("accepted", "recovered", "bonus", "committed")
+COMMITTED = ("accepted", "recovered", "bonus", "committed")
+"""Outcomes of tokens that were committed."""
 
 
 class TokenOutcome(NamedTuple):
@@ -126,4 +133,4 @@ def outcomes_of_row(outcomes: Sequence[TokenOutcome], step: int) -> list[TokenOu
 
     outcomes: as from `outcomes_at`, of the position that a row predicts.  step: the step that computed the row.
     """
-    return [token for token in outcomes if step in (token.born, token.decided_step) or token.outcome in _COMMITTED]
+    return [token for token in outcomes if step in (token.born, token.decided_step) or token.outcome in COMMITTED]

@@ -1,0 +1,320 @@
+"""What is taken of a view: its code runs and makes the table of its CSV; link, SVG and PNG in a browser; tabs without
+content; tables of results."""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pandas as pd
+import plotly.io
+import pytest
+from playwright.sync_api import Browser, Page
+
+import cacheprobe as cp
+from cacheprobe.dashboard.away import views
+from cacheprobe.dashboard.away.spreadsheet import csv_text
+from cacheprobe.dashboard.away.taken import Sources
+from cacheprobe.dashboard.flip_jobs import FlipJob
+from cacheprobe.dashboard.questions import CannotShow
+from cacheprobe.dashboard.shell import index
+from tests.chromium import PICTURES, chromium
+from tests.dash_page import answered, at, choose, opened, served, until
+from tests.dashboard.shown_runs import save_sources
+
+ONE = {"run": 0, "request": 0, "step": 8, "position": 6, "row": None, "site": "S", "lens": "recorded"}
+PAGE = {"requests": [0, 8], "steps": [4, 30], "places": [0, 12], "place": 1, "width": 900}
+GRID = {**ONE, **PAGE, "colour": "rank", "rows": "all"}
+QUESTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("timeline", {**ONE, **PAGE}),
+    ("timeline", {"run": 0, "requests": [1, 2], "steps": [0, 3], "width": 0}),
+    ("decode", {**ONE, **PAGE}),
+    ("cache", ONE),
+    ("cache", {**ONE, "request": 1, "step": 5}),
+    ("window", ONE),
+    ("window", {**ONE, "request": 1}),
+    ("text", {**ONE, "measure": "verdict", "place": 0}),
+    ("text", {**ONE, "run": 2, "measure": "depth", "place": 0}),
+    ("grid", GRID),
+    ("grid", {**GRID, "rows": "committed"}),
+    ("grid", {**GRID, "lens": "logit", "site": "T"}),
+    ("card", ONE),
+    ("card", {**ONE, "lens": "logit", "site": "C"}),
+    ("gave", ONE),
+    ("rejected", {"run": 0}),
+    ("rejected", {"run": 0, "request": 0, "sort": "-margin"}),
+    ("rejected", {"run": 0, "sort": "drafted"}),
+    ("thoughts", {**ONE, "run": 2}),
+    ("compare", {**ONE, "against": 1}),
+    ("compare", {"run": 0, "request": 3, "against": 2}),
+    ("result", {"result": 0}),
+    ("result", {"result": 1, "table": 1, "filter": "S", "order": "-accuracy"}),
+    ("result", {"result": 2, "order": "nld"}),
+    ("result", {"result": 3, "table": 1, "filter": "EARLY", "order": "drafter"}),
+    ("result", {"result": 3, "table": 2}),
+    ("result", {"result": 4, "order": "seconds"}),
+    ("result", {"result": 5, "order": "drafter", "facet": "seed.drafter"}),
+]
+"""View, and a question that it answers."""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    return save_sources(tmp_path_factory.mktemp("away"))
+
+
+@pytest.fixture(scope="module")
+def address(sources: Sources) -> Iterator[str]:
+    with served(sources.shelf) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def quiet_figures() -> Iterator[None]:
+    """A figure that code shows is drawn as JSON, and opens no browser."""
+    before, plotly.io.renderers.default = plotly.io.renderers.default, "json"
+    yield
+    plotly.io.renderers.default = before
+
+
+def taken(sources: Sources, view: str, question: dict[str, Any], way: str) -> str:
+    return views.take(sources, {"view": view, "way": way, "question": question})[way]
+
+
+@pytest.mark.parametrize(("view", "question"), QUESTIONS, ids=lambda part: part if isinstance(part, str) else "")
+def test_the_code_makes_the_table_of_the_csv(sources: Sources, view: str, question: dict[str, Any]) -> None:
+    code, found = (taken(sources, view, question, way) for way in ("code", "csv"))
+    assert "cacheprobe.dashboard" not in code and "\nimport _" not in code  # the public functions alone
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    table = scope["table"]
+    assert len(table) and csv_text(table) == found
+    lines = list(csv.reader(io.StringIO(found)))
+    assert lines[0] == [str(name) for name in table.columns] and len(lines) == len(table) + 1
+
+
+def test_every_view_is_taken_by_a_question_here() -> None:
+    assert {view for view, _ in QUESTIONS} == set(views.AWAY) - {"flip"}
+
+
+def test_code_that_makes_another_table_is_noticed(sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = views.AWAY["cache"]
+
+    def other(sources: Sources, question: dict[str, Any]) -> Any:
+        made = kept(sources, question)
+        return made._replace(table=lambda: made.table().iloc[1:])
+
+    monkeypatch.setitem(views.AWAY, "cache", other)
+    with pytest.raises(AssertionError):
+        test_the_code_makes_the_table_of_the_csv(sources, "cache", ONE)
+
+
+def test_a_search_of_rejected_drafts_is_in_the_code(sources: Sources) -> None:
+    token = sources.shelf.book(0).rejections.drafts.drafted_token.iloc[0]
+    asked = {"run": 0, "find": token, "sort": "-step"}
+    test_the_code_makes_the_table_of_the_csv(sources, "rejected", asked)
+    with pytest.raises(AssertionError):  # nothing is found, and the table is empty
+        test_the_code_makes_the_table_of_the_csv(sources, "rejected", {"run": 0, "find": "no such token"})
+
+
+def test_the_search_for_edits_is_taken_when_it_is_done(sources: Sources) -> None:
+    trace = cp.load_trace(sources.shelf.book(0).run.directory)
+    line = trace.rejected().query("request_id == 0").iloc[0]
+    question = {"run": 0, "request": 0, "step": int(line.step)}
+    with pytest.raises(CannotShow, match="no result of this search yet"):
+        taken(sources, "flip", question, "csv")
+    book = sources.shelf.book(0)
+    job = FlipJob(question)
+    sources.jobs._jobs[book.run.directory, book.run.run_id, 0, question["step"]] = job
+    job.table = pd.DataFrame({"edit": ["zero"]})
+    assert "cp.analysis.flip(trace, 0," in taken(sources, "flip", question, "code")
+    assert taken(sources, "flip", question, "csv") == "edit\nzero\n"
+
+
+def test_a_spreadsheet_computes_no_cell_and_lists_are_json() -> None:
+    texts = ["=1+1", "+1", "-x", "@a", "\tb", "a=1", "␣=", None]
+    table = pd.DataFrame({"token": texts, "ids": [[1, 2]] * 8, "tokens": [["é", '"']] * 8, "nats": [-1.5] * 8})
+    lines = list(csv.DictReader(io.StringIO(csv_text(table))))
+    assert [line["token"] for line in lines] == ["'=1+1", "'+1", "'-x", "'@a", "'\tb", "a=1", "␣=", ""]
+    assert lines[0]["nats"] == "-1.5"  # a number is no formula
+    assert json.loads(lines[0]["ids"]) == [1, 2] and json.loads(lines[0]["tokens"]) == ["é", '"']
+
+
+def test_what_cannot_be_taken_is_said(sources: Sources) -> None:
+    for asked, said in (
+        ({"view": "none", "way": "csv", "question": {}}, "view is"),
+        ({"view": "cache", "way": "pdf", "question": {}}, "way is csv or code"),
+        ({"view": "cache", "way": "csv", "question": []}, "question is an object"),
+        ({"view": "thoughts", "way": "csv", "question": ONE}, "request 0 of one wrote no thoughts"),
+    ):
+        with pytest.raises(CannotShow, match=said):
+            views.take(sources, asked)
+
+
+def test_the_page_names_the_sites_in_full(sources: Sources) -> None:
+    for label in ("S (residual stream)", "T (attention output)", "C (MLP output)"):
+        assert label in index(sources.shelf)
+
+
+SVG_TAGS = {"svg", "g", "defs", "title", "rect", "path", "circle", "ellipse", "line", "text", "tspan", "image", "use",
+            "pattern", "clipPath", "polyline", "polygon", "linearGradient", "stop"}  # fmt: skip
+DRAWN = "!document.querySelector('.asking') && document.getElementById('tab-{0}').ariaSelected === 'true'"
+VIEWS = {
+    "replay": ("timeline", "decode", "cache", "grid", "card", "window", "text"),
+    "rejected": ("rejected",), "compare": ("compare",), "probes": ("result",), "results": ("result",),
+}  # fmt: skip
+
+
+def saved(page: Page, view: str, way: str) -> tuple[str, bytes]:
+    """Name and content of the file that a button saves."""
+    with page.expect_download() as download:
+        page.locator(f"[data-away={way}][data-view={view}]:visible").click()
+    return download.value.suggested_filename, Path(download.value.path()).read_bytes()
+
+
+def as_text(found: ElementTree.Element) -> str:
+    return " ".join("".join(one.itertext()) for one in found.iter() if one.tag.endswith("}text"))
+
+
+@pytest.mark.parametrize(("width", "theme"), [(1440, "light"), (1024, "dark"), (390, "light")])
+def test_every_view_is_saved_as_a_picture_that_needs_no_page(
+    browser: Browser, address: str, width: int, theme: str
+) -> None:
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    query = "?run=0&against=1&request=0&step=8&position=6"
+    with opened(browser, f"{address}{query}", width=width, color_scheme=theme) as page:
+        for tab, views in VIEWS.items():
+            if tab != "replay":
+                page.click(f"#tab-{tab}")
+            until(page, DRAWN.format(tab))
+            for view in views:
+                answered(page, view)
+                if tab in ("compare", "probes", "results"):
+                    page.wait_for_selector(f"#{view}-0 .main-svg", state="visible")
+                heading = page.locator(f"#{view}-view :is(h2, h3)").first.inner_text()
+                name, content = saved(page, view, "svg")
+                assert re.fullmatch(rf"cacheprobe-one-{view}[\w-]*\.svg|cacheprobe-co?[\w-]+\.svg|[\w-]+\.svg", name)
+                (PICTURES / f"away-{tab}-{view}-{width}-{theme}.svg").write_bytes(content)
+                found = ElementTree.fromstring(content)
+                assert {one.tag.split("}")[1] for one in found.iter()} <= SVG_TAGS, view
+                assert heading.split()[0] in as_text(found) and b"class=" not in content and b"var(--" not in content
+                pointed = set(re.findall(r"url\(&quot;#([^&]+)&quot;\)", content.decode()))
+                assert pointed <= {one.get("id") for one in found.iter()}, (view, pointed)
+                paper = {"light": "rgb(255, 255, 255)", "dark": "rgb(15, 19, 24)"}[theme]
+                grounds = [one.get("fill") for one in found if one.tag.endswith("}rect")]
+                assert grounds[0] == paper
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), tab
+            bars = page.locator(".away:visible")
+            assert bars.count() == len(views)
+            assert bars.first.locator("button").all_inner_texts() == ["copy link", "SVG", "PNG", "CSV", "code"]
+            assert page.evaluate(VOIDS) == [], tab
+            page.screenshot(path=PICTURES / f"away-{tab}-{width}-{theme}.png", full_page=True)
+        name, content = saved(page, "result", "png")
+        assert name.endswith(".png") and content.startswith(b"\x89PNG") and len(content) > 20_000
+
+
+VOIDS = """[...document.querySelectorAll('.card')].filter(one => one.checkVisibility()).flatMap(card => {
+    const bar = card.querySelector(':scope > .away').getBoundingClientRect(), bounds = [];
+    for (const one of card.querySelectorAll('*')) {
+        const box = one.getBoundingClientRect(), is_leaf = !one.children.length || one.localName === 'svg';
+        if (is_leaf && one.checkVisibility() && !one.closest('.away') && box.bottom <= bar.top + 1)
+            bounds.push(box.bottom);
+    }
+    const empty = bar.top - Math.max(...bounds);
+    return empty > 150 ? [card.id + ' is empty for ' + empty + ' pixels'] : [];
+})"""
+"""Cards with an empty space above their bar."""
+
+
+def test_link_code_and_csv_are_those_of_what_is_shown(browser: Browser, address: str, sources: Sources) -> None:
+    with opened(browser, f"{address}?run=0&request=0&step=8&position=6&tab=replay") as page:
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        answered(page, "text", run=0)
+        until(page, DRAWN.format("replay"))
+        page.locator("[data-away=code][data-view=window]").click()
+        until(page, "document.getElementById('away').open")
+        question = {**ONE}
+        assert page.inner_text("#away-text").strip() == taken(sources, "window", question, "code").strip()
+        page.click("#away-copy")
+        until(page, "document.getElementById('away-copy').textContent === 'Copied ✓'")
+        assert page.evaluate("navigator.clipboard.readText()") == taken(sources, "window", question, "code")
+        page.keyboard.press("ArrowRight")  # a key in the dialog moves no step
+        assert at(page)["step"] == 8
+        page.get_by_role("button", name="Close").last.click()
+        name, content = saved(page, "cache", "csv")
+        assert name == "cacheprobe-one-cache-request-0-step-8.csv"
+        trace = cp.load_trace(sources.shelf.book(0).run.directory)
+        assert content.decode() == csv_text(trace.ledger(0, 8))
+        page.locator("[data-away=link][data-view=window]").click()
+        until(page, "document.querySelector('[data-away=link][data-view=window]').textContent === 'copied ✓'")
+        link = page.evaluate("navigator.clipboard.readText()")
+    with opened(browser, link) as page:
+        until(
+            page, "scrollY > 300 && Math.abs(document.getElementById('window-card').getBoundingClientRect().top) < 200"
+        )
+        assert {name: at(page)[name] for name in ("run", "request", "step", "position")} == {
+            "run": 0, "request": 0, "step": 8, "position": 6,
+        }  # fmt: skip
+
+
+def test_what_the_server_refuses_is_said(browser: Browser, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Any:
+        raise CannotShow("this table is <b>not</b> there")
+
+    monkeypatch.setitem(views.AWAY, "cache", refuse)
+    with opened(browser, f"{address}?run=0&request=0&step=8") as page:
+        answered(page, "cache", step=8)
+        page.locator("[data-away=csv][data-view=cache]").click()
+        until(page, "document.getElementById('away').open")
+        assert page.inner_text("#away-text") == "this table is <b>not</b> there"
+
+
+def test_a_tab_without_content_is_hidden_and_a_link_to_it_says_why(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=2&tab=rejected") as page:
+        until(page, "document.getElementById('notice').innerText.includes('No draft of x-thinking was rejected')")
+        assert at(page)["tab"] == "replay"
+        tabs = page.locator(".tab:visible")
+        assert "Thoughts" in tabs.all_inner_texts() and "Rejected drafts" not in tabs.all_inner_texts()
+        page.click("#tab-thoughts")
+        answered(page, "thoughts", run=2)
+        assert not page.locator("#notice").is_visible()
+        choose(page, "run", "one")
+        until(page, "document.getElementById('notice').innerText.includes('One wrote no thoughts')")
+        assert at(page)["tab"] == "replay"
+        assert "Rejected drafts" in tabs.all_inner_texts() and "Thoughts" not in tabs.all_inner_texts()
+
+
+def test_a_table_of_results_is_sorted_and_filtered_with_its_figure(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=0&tab=results") as page:
+        assert "share by layer: from 0 to 1" in answered(page, "result", result=3)
+        cells = "[...document.querySelectorAll('#result-more .sorts tbody tr')].map(line => line.innerText)"
+        assert len(page.evaluate(cells)) == 90
+        page.locator("#result-more th button", has_text="chance").click()
+        answered(page, "result", order="chance")
+        page.locator("#result-more th button", has_text="chance").click()
+        assert "chance by layer" in answered(page, "result", order="-chance")
+        until(page, f"({cells})[0].includes('0.6667')")
+        assert page.locator("#result-more th[aria-sort=descending]").inner_text() == "chance ▼"
+        page.locator("#result-filter").press_sequentially("later")
+        answered(page, "result", order="-chance", filter="later")
+        until(page, f"({cells}).length === 30 && ({cells}).every(line => line.startsWith('later tokens'))")
+        assert "30 of 90 lines" in page.inner_text("#result-more .finder")
+        assert page.evaluate("document.activeElement.id") == "result-filter"
+        assert "order=-chance" in page.url and "filter=later" in page.url
+        _, content = saved(page, "result", "csv")
+        table = pd.read_csv(io.BytesIO(content))
+        assert len(table) == 30 and table.chance.is_monotonic_decreasing
+        page.locator("#result-more [data-intent=table]", has_text="values").click()
+        answered(page, "result", table=2)
+        assert "behaviour · num_examples" in page.inner_text("#result-more")
+        assert at(page).get("filter") is None and page.input_value("#result-filter") == ""
