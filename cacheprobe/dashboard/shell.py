@@ -217,8 +217,8 @@ def _replay_cards() -> list[Element]:
         _card("timeline"),
         html.Div(
             [
-                html.Div([_card("decode"), _lens_card(), _card("prompt")], className="column"),
-                html.Div([_card("cache"), _card("card", "", [_flip_box(), _attribution_button()])], className="column"),
+                html.Div([_card("decode"), _lens_card(), _card("prompt")], className="stack"),
+                html.Div([_card("cache"), _card("card", "", [_flip_box(), _attribution_button()])], className="stack"),
             ],
             className="grid",
         ),
