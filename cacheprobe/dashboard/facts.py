@@ -41,12 +41,22 @@ def absent_tabs(shelf: Shelf, book: Book) -> dict[str, str]:
     """Returns a dict from the key of each tab that has nothing to show for a run to a sentence that says why."""
     absent = {}
     if not (book.run.events.num_rolled_back.fillna(0) > 0).any():
-        absent["rejected"] = f"no draft of {book.name} was rejected, so there is no list of rejected drafts"
+        absent["rejected"] = f"no draft of {book.name} was rejected: {why_none_rejected(book)}"
     if book.run.thoughts is None:
         absent["thoughts"] = f"{book.name} wrote no thoughts: only a Thinking States model does"
     if sum(entry.book is not None for entry in shelf.entries) < 2:
         absent["compare"] = "one run is open; name two or more to compare them: cacheprobe dash RUN OTHER"
     return absent
+
+
+def why_none_rejected(book: Book) -> str:
+    """Returns why a run has no rejected draft, as plain text."""
+    if "growing" in book.run.meta:
+        return "the run is not finished, and a rejected draft is listed as soon as it is recorded"
+    count = int(book.run.events.draft_token_ids.map(len).sum())
+    if count:
+        return f"the verifier accepted all {count:,} draft tokens that it judged"
+    return "no draft token was verified; name a drafter (cacheprobe run --drafter) to record some"
 
 
 def growth(shelf: Shelf, question: PageQuestion) -> JsonDict:

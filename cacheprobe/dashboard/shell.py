@@ -217,8 +217,8 @@ def _replay_cards() -> list[Element]:
     return [
         html.Div(
             [
-                html.Div([_text_card(), _lens_card()], className="column"),
-                html.Div([_card("card", "", [_flip_box(), _attribution_button()]), _card("cache")], className="column"),
+                html.Div([_text_card(), _lens_card()], className="stack"),
+                html.Div([_card("card", "", [_flip_box(), _attribution_button()]), _card("cache")], className="stack"),
             ],
             className="grid",
         ),

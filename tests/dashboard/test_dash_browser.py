@@ -293,10 +293,14 @@ def test_stored_results_have_tabs_by_kind(browser: Browser, tmp_path: Path) -> N
         names.nth(1).click()
         answered(page, "result", result=4)
         assert "tab=results&result=4" in page.url.replace("&site=S&lens=recorded&colour=logprob&rows=all", "")
-        assert "behaviour · num_examples" in answered(page, "result", result=4)
+        page.locator("#result-more [data-intent=table]", has_text="values").click()
+        answered(page, "result", result=4, table=2)
+        assert "behaviour · num_examples" in page.inner_text("#result-more")
     with served(Shelf.of([tmp_path / "a-grid.json"])) as address, opened(browser, f"{address}?tab=surgery") as page:
-        until(page, "document.querySelector('.card[data-kind=surgery]').checkVisibility()")
-        assert "No result of cache surgery was named" in page.inner_text("#panel-results")
+        answered(page, "result", result=0)
+        assert at(page)["tab"] == "patching"  # the first tab that has something to show
+        assert "No result of cache surgery was named; name a folder of them" in page.inner_text("#notice")
+        assert page.locator(".tab:visible").all_inner_texts() == ["Patching"]
     with served(Shelf.of([tmp_path])) as address, opened(browser, f"{address}?tab=results&result=0") as page:
         answered(page, "result", result=0)
         assert at(page)["tab"] == "patching"

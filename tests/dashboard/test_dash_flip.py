@@ -99,7 +99,7 @@ def test_a_process_tells_how_far_it_is_and_gives_the_figure(trace: cp.Trace, she
     assert job is not None and job.table is not None and job.process is not None
     assert job.table.change_nats.to_numpy() == pytest.approx(wanted.table.change_nats.to_numpy(), abs=1e-5)
     assert job.table.flips.tolist() == wanted.table.flips.tolist() and job.done == job.total == len(wanted.table)
-    assert "edits make the verifier choose" in result["html"] and "cp.analysis.flip(trace" in unescape(result["more"])
+    assert "edits make the verifier choose" in result["html"] and "cacheprobe flip " in unescape(result["more"])
     assert flip.view(shelf, jobs, asked)["more"] == result["more"]  # kept: no second process
     assert jobs.look(next(iter(jobs._jobs))) is job and job.process.wait(60) == 0
 
@@ -181,8 +181,10 @@ def test_the_button_shows_progress_cancels_and_draws(trace: cp.Trace, shelf: She
         button.click()
         page.wait_for_selector("#flip-box #flip-0 .main-svg", timeout=1000 * MOST_SECONDS)
         assert "edits make the verifier choose" in page.inner_text("#flip-view")
-        page.get_by_text("The code of this picture").click()
-        assert f"cp.analysis.flip(trace, {line.request_id}, {line.step})" in page.inner_text("#flip-more")
+        page.locator("[data-away=code][data-view=flip]").click()
+        until(page, "document.getElementById('away').open")
+        assert f"cp.analysis.flip(trace, {line.request_id}, {line.step})" in page.inner_text("#away-text")
+        page.locator("#away .plain", has_text="Close").click()
         page.locator("#card-card").screenshot(path=PICTURES / "flip.png")
         page.locator("#grid-view .column .pick[data-layer='1']").first.click()
         until(page, "document.getElementById('flip-box').hidden")

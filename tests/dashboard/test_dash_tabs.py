@@ -201,7 +201,8 @@ def test_thoughts_follow_the_request_and_the_step(browser: Browser, address: str
         page.click("#tab-replay")
         answered(page, "card", request=1, position=position)
     with opened(browser, f"{address}?run=0&tab=thoughts") as page:
-        assert "a-one wrote no thoughts" in answered(page, "thoughts", run=0)
+        until(page, "document.getElementById('notice').innerText.startsWith('A-one wrote no thoughts')")
+        assert at(page)["tab"] == "replay"
 
 
 def test_the_scrubber_moves_every_view(browser: Browser, address: str) -> None:
@@ -239,7 +240,7 @@ def test_a_lens_is_chosen_by_menu(browser: Browser, tmp_path: Path) -> None:
         assert "through the logit lens" in answered(page, "grid", lens="logit", site="S")
         assert [cell.get_attribute("data-says") for cell in cells.all()] == recorded
         answered(page, "card", lens="logit")
-        for site, word in (("T · attention", "attention output"), ("C · MLP", "MLP output")):
+        for site, word in (("T (attention output)", "attention output"), ("C (MLP output)", "MLP output")):
             choose(page, "site", site)
             assert word in answered(page, "grid", lens="logit", site=site[0])
             answered(page, "card", lens="logit", site=site[0])

@@ -6,7 +6,7 @@ import pandas as pd
 
 from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.dashboard.book import Book
-from cacheprobe.dashboard.facts import request_story
+from cacheprobe.dashboard.facts import request_story, why_none_rejected
 from cacheprobe.dashboard.questions import CannotShow, PageQuestion, number, whole
 from cacheprobe.dashboard.rejections import LINES_A_PAGE, SORTS, Selection
 from cacheprobe.dashboard.shelf import Shelf
@@ -106,15 +106,10 @@ def _finding(drafts: pd.DataFrame) -> str:
 
 def _without_rejections(book: Book) -> str:
     """Returns HTML that says why a run has no rejected draft."""
-    count = int(book.run.events.draft_token_ids.map(len).sum())
-    if "growing" in book.run.meta:
-        why = "The run is not finished; a rejected draft is listed here as soon as it is recorded."
-    elif count:
-        why = f"The verifier accepted all {count:,} draft tokens that it judged."
-    else:
-        why = "No draft token was verified: name a drafter (<code>cacheprobe run --drafter</code>) to record some."
     so_far = " so far" if "growing" in book.run.meta else ""
-    return f"<h2>No draft of {markup(book.name)} was rejected{so_far}</h2><p class='note'>{why}</p>"
+    why = why_none_rejected(book)
+    note = markup(f"{why[0].upper()}{why[1:]}.")
+    return f"<h2>No draft of {markup(book.name)} was rejected{so_far}</h2><p class='note'>{note}</p>"
 
 
 def _note(book: Book) -> str:
