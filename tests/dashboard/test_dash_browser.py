@@ -204,7 +204,7 @@ def test_an_answer_that_cannot_be_drawn_is_said(browser: Browser, address: str) 
 def test_lens_and_site_are_read_now_where_the_model_is_here(browser: Browser, address: str) -> None:
     with opened(browser, f"{address}?run=2&request=0") as page:
         answered(page, "grid", run=2, site="S", lens="recorded")
-        choose(page, "site", "C · MLP")
+        choose(page, "site", "C (MLP output)")
         assert "MLP output" in answered(page, "grid", run=2, site="C", lens="logit")
         choose(page, "colour", "entropy")
         answered(page, "grid", colour="entropy")

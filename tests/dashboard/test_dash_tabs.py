@@ -161,8 +161,8 @@ def test_a_cell_that_the_menu_does_not_hold_is_opened(
     assert len(shelf.entries) == len(shelf.more) == 2
     with served(shelf) as url, opened(browser, f"{url}?tab=sweep") as page:
         answered(page, "result")
-        assert page.locator("#result-more button").count() == 4
-        page.locator('#result-more button[data-run="3"]').click()
+        assert page.locator("#result-more [data-intent=open]").count() == 4
+        page.locator('#result-more [data-intent=open][data-run="3"]').click()
         for name in VIEWS["replay"]:
             answered(page, name, run=3)
         digest = shelf.more[1].name
@@ -170,7 +170,7 @@ def test_a_cell_that_the_menu_does_not_hold_is_opened(
         link = page.url
         page.click("#tab-sweep")
         answered(page, "result")
-        page.locator('#result-more button[data-run="0"]').click()
+        page.locator('#result-more [data-intent=open][data-run="0"]').click()
         for name in VIEWS["replay"]:
             answered(page, name, run=0)
         assert shelf.entries[0].name in page.inner_text(".menu-run") and digest not in page.inner_text(".menu-run")
