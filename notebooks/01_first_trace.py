@@ -12,12 +12,10 @@
 # ---
 
 # %% [markdown]
-
-# %% [markdown]
 # # What does a first trace show?
 #
 # cacheprobe generates text with a language model and records a *trace*: the states of every layer for every token, and
-# what each layer would have said next. This notebook records ordinary text with SmolLM2-135M, and then with two models
+# what each layer would have said next. This notebook records ordinary text with SmolLM2-135M, and then with a model
 # of one's own.
 
 # %%
@@ -62,7 +60,7 @@ cp.plots.lens_grid(beliefs, request_id=0)
 
 # %%
 columns = ["read_token", "layer", "token", "committed_token", "rank", "logprob_nats", "entropy_nats"]
-beliefs[(beliefs.request_id == 0) & (beliefs.position == 5)][columns].iloc[::5].round(2)
+beliefs[(beliefs.request_id == 0) & (beliefs.position == 5)][columns].iloc[4::5].round(2)
 
 # %% [markdown]
 # ## States
@@ -93,7 +91,7 @@ print(stored, stored.digest(0) == trace.digest(0), sep="\n")
 # ## A model of your own
 #
 # `load_model` also takes a Hugging Face name, a folder, or a transformers model that is already in memory. Here that is
-# a small GPT-2 with random weights. It speaks through SmolLM2's tokenizer.
+# a small GPT-2 with random weights. It uses SmolLM2's tokenizer.
 
 # %%
 import torch

@@ -12,8 +12,6 @@
 # ---
 
 # %% [markdown]
-
-# %% [markdown]
 # # Which layer decides?
 #
 # Every layer of a transformer can be read as a guess of the next token. At some layer the guess becomes what the model
@@ -149,7 +147,7 @@ cp.plots.lens_grid(own.hypotheses(), request_id=0)
 # - In the first layer the country's name carries the whole answer, and in the last layer the last position does. The
 #   answer moves in one layer, and the sum says the same: no other layer's attention adds as much. Later layers make it
 #   the most likely word.
-# - The small model knows its sentence by heart, and decides in its first layers.
+# - The small model has learned its sentence by heart, and decides in its first layers.
 
 # %%
 assert quartiles[0.5] > 2 / 3 * model.n_layers

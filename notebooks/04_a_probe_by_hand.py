@@ -12,8 +12,6 @@
 # ---
 
 # %% [markdown]
-
-# %% [markdown]
 # # Does the model know that a parenthesis is open? A probe by hand
 #
 # A probe is a small classifier that reads one thing from a layer's states. This notebook fits one with scikit-learn, on
@@ -51,7 +49,7 @@ print(len(sentences), *sentences[:2], sep="\n")
 # %%
 model = cp.load_model("smollm2-135m")
 layers = [0, 2, 5, 10, 20, 29]
-settings = dict(capture=cp.CaptureConfig(sites="STC", layers=layers), max_new_tokens=1)
+settings = dict(capture=cp.CaptureConfig(sites="STC", layers=layers), max_new_tokens=1, progress=False)
 trace = cp.run(model, sentences, **settings)
 trace
 
@@ -106,8 +104,9 @@ accuracy["position alone"] = (cross_val_predict(probe, position, is_open, **test
 accuracy.rename_axis("layer").round(3)
 
 # %%
-figure = px.line(accuracy, markers=True, range_y=[0, 1.02], title="Is a parenthesis open? Accuracy on unseen phrases")
-figure.update_layout(xaxis_title="layer", yaxis_title="accuracy", legend_title="")
+title = "Is a parenthesis open? Accuracy on unseen phrases"
+labels = {"index": "layer", "value": "accuracy", "variable": ""}
+px.line(accuracy, markers=True, range_y=[0, 1.02], title=title, labels=labels, template="plotly_white")
 
 # %% [markdown]
 # ## The same with cacheprobe's own probe

@@ -12,8 +12,6 @@
 # ---
 
 # %% [markdown]
-
-# %% [markdown]
 # # What did the model believe while another engine generated?
 #
 # Text often comes from somewhere else: Hugging Face's `generate`, a vLLM server, or an API that returns text alone.

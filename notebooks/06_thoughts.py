@@ -12,8 +12,6 @@
 # ---
 
 # %% [markdown]
-
-# %% [markdown]
 # # Can a model's thoughts be read, and does the answer depend on them?
 #
 # A Thinking States model (arXiv 2602.08332) thinks while it reads. After each chunk of a few tokens, its thinking block
