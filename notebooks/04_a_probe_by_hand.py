@@ -12,11 +12,10 @@
 # ---
 
 # %% [markdown]
-# # Does the model know that a parenthesis is open? A probe by hand
+# # A probe by hand: do the states say that a parenthesis is open?
 #
 # A probe is a small classifier that reads one thing from a layer's states. This notebook fits one with scikit-learn, on
-# the states of ordinary sentences, and compares it with four controls. The question: inside a parenthesis, do the
-# states say so?
+# the states of ordinary sentences, and compares it with four controls.
 
 # %%
 import numpy as np

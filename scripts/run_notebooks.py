@@ -6,6 +6,7 @@ so the HTML of pictures that are drawn without plotly is not stored; running the
 
 import argparse
 import os
+import re
 import time
 from base64 import b64encode
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 SECONDS = 600
 """Of one cell, at most."""
 KEPT = {"jupytext", "kernelspec", "language_info"}
+PROGRESS = re.compile(r"generating: \d+ of \d+ ")
 PLOTLY, PICTURE = "application/vnd.plotly.v1+json", '<div class="cp alone">'
 WIDTH = 960
 """Pixels of a stored picture; more where a part of it is wider."""
@@ -49,6 +51,8 @@ def executed(notebook: NotebookNode) -> NotebookNode:
     notebook.metadata = NotebookNode({key: value for key, value in notebook.metadata.items() if key in KEPT})
     for cell in notebook.cells:
         cell.metadata = NotebookNode()  # when it ran says nothing to a reader
+        if cell.cell_type == "code":  # a busy machine gets lines of progress
+            cell.outputs = [output for output in cell.outputs if not PROGRESS.match(output.get("text", ""))]
     return notebook
 
 
