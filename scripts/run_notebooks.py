@@ -21,6 +21,7 @@ from nbformat import NotebookNode
 from playwright.sync_api import Page, sync_playwright
 
 from cacheprobe.plots.images import browser_path, image
+from cacheprobe.plots.style import FIGURE_CONFIG
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 SECONDS = 600
@@ -72,6 +73,7 @@ def add_pictures(notebook: NotebookNode, page: Page) -> None:
     for output in (output for cell in notebook.cells for output in cell.get("outputs", ())):
         data = output.get("data", {})
         if PLOTLY in data:
+            data[PLOTLY]["config"] = {**data[PLOTLY].get("config", {}), **FIGURE_CONFIG}
             figure = go.Figure({part: data[PLOTLY][part] for part in ("data", "layout")})
             data["image/png"] = b64encode(image(figure, "png", width=WIDTH)).decode()
         elif data.get("text/html", "").startswith(PICTURE):
