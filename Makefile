@@ -42,7 +42,7 @@ test: $(STAMP) browser
 	@$(TEST_ENV) $(BIN)/python -m pytest -q $(WORKERS)
 
 test-all: $(STAMP) browser
-	@$(TEST_ENV) CACHEPROBE_PRESET=full $(BIN)/python -m pytest -q $(WORKERS) -m ""
+	@$(TEST_ENV) $(BIN)/python -m pytest -q $(WORKERS) -m ""
 	@$(MAKE) wheel-check
 
 # Some alone: make test-processors ENVIRONMENTS="OMP_NUM_THREADS=1 MKL_CBWR=COMPATIBLE" TESTS="tests/invariants"

@@ -22,7 +22,6 @@ for name, value in {
     # Triton's library is interpreted or compiled as this says when triton is first imported, which transformers does
     # too; what needs a compiler or a GPU runs in a process of its own.
     "TRITON_INTERPRET": "1",
-    "CACHEPROBE_PRESET": "tiny",  # of the notebooks; `make test-all` runs them in full
 }.items():
     os.environ.setdefault(name, value)
 

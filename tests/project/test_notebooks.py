@@ -47,7 +47,8 @@ def test_it_was_executed_from_top_to_bottom(source: Path) -> None:
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
     shown = [output.get("data", {}) for output in outputs]
-    assert [data for data in shown if "image/png" in data or "<svg" in data.get("text/html", "")], "no picture"
+    assert [data for data in shown if "image/png" in data], "no picture"
+    assert not [data for data in shown if "<svg" in data.get("text/html", "")], "GitHub does not show it"
     figures = [data for data in shown if "application/vnd.plotly.v1+json" in data]
     assert all("image/png" in data for data in figures)
     configs = [data["application/vnd.plotly.v1+json"].get("config", {}) for data in figures]
@@ -64,14 +65,17 @@ def test_it_is_small_and_names_no_machine(source: Path) -> None:
 
 
 @every_notebook
-def test_it_begins_alike_and_ends_in_claims(source: Path) -> None:
-    cells = code(stored(source))
-    first = code(stored(SOURCES[0]))[0].source
-    assert cells[0].source.startswith(first) and "CACHEPROBE_PRESET" in first and "google.colab" in first
-    assert [line for line in cells[-1].source.splitlines() if line.startswith("assert ")]
+def test_it_begins_with_its_question_and_ends_in_findings_and_claims(source: Path) -> None:
+    cells = stored(source).cells
+    assert re.match(r"# .+\?$", cells[0].source, re.MULTILINE)
+    first, *_, last = code(stored(source))
+    assert "import cacheprobe as cp" in first.source
+    assert not re.search(r"environ|google.colab|pio\.|filterwarnings", "".join(cell.source for cell in cells))
+    assert cells[-2].source.startswith("## What was found") and cells[-1] == last
+    assert [line for line in last.source.splitlines() if line.startswith("assert ")]
     assert not re.search(r"^def ", "\n".join(cell.source for cell in cells), re.MULTILINE)  # it calls, it defines not
 
 
-def test_the_readme_and_the_docs_name_them() -> None:
+def test_the_docs_name_them() -> None:
     page = (ROOT / "docs/notebooks.md").read_text()
     assert all(f"notebooks/{source.stem}\n" in page for source in SOURCES)
