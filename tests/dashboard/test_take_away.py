@@ -24,7 +24,7 @@ from cacheprobe.dashboard.questions import CannotShow
 from cacheprobe.dashboard.shell import index
 from tests.chromium import PICTURES, chromium
 from tests.dash_page import answered, at, choose, opened, served, until
-from tests.dashboard.shown_runs import save_sources
+from tests.sweeps.shown_runs import save_sources
 
 ONE = {"run": 0, "request": 0, "step": 8, "position": 6, "row": None, "site": "S", "lens": "recorded"}
 PAGE = {"requests": [0, 8], "steps": [4, 30], "places": [0, 12], "place": 1, "width": 900}

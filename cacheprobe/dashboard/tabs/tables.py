@@ -17,7 +17,7 @@ MOST_LINES = 200
 MOST_COLUMNS = 120
 """Largest width of a list in a cell, in columns of a monospaced font."""
 
-Cell = Callable[[object, JsonDict], str]
+CellHtml = Callable[[object, JsonDict], str]
 """Function (value, line as a dict) -> HTML inside of a cell."""
 
 
@@ -65,7 +65,7 @@ def ordered_column(table: pd.DataFrame, question: PageQuestion) -> str | None:
 
 
 def sortable(
-    table: pd.DataFrame, total: int, question: PageQuestion, cells: Mapping[str, Cell] | None = None
+    table: pd.DataFrame, total: int, question: PageQuestion, cells: Mapping[str, CellHtml] | None = None
 ) -> str:  # fmt: skip
     """Returns HTML: a box that filters a table, the number of lines, and the table with heads that sort it.
 
@@ -101,7 +101,7 @@ def _has_numbers(values: pd.Series) -> bool:
     return pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values)
 
 
-def _line(line: JsonDict, columns: Sequence[str], numbers: set[str], cells: Mapping[str, Cell]) -> str:
+def _line(line: JsonDict, columns: Sequence[str], numbers: set[str], cells: Mapping[str, CellHtml]) -> str:
     parts = []
     for name in columns:
         value = line[name]
