@@ -3,6 +3,7 @@
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from cacheprobe.cli.flags import with_flags
@@ -105,7 +106,10 @@ def run(
         return _save_stopped(stopped, out if is_saved_at_end else None, out)
     except KeyboardInterrupt:
         if not is_saved_at_end and (out / JOURNAL).exists():
-            print(f"stopped at once; to continue what is on the disk: cacheprobe resume {out}", file=sys.stderr)
+            print(
+                f"stopped at once; to continue what is on the disk: cacheprobe resume {quote(str(out))}",
+                file=sys.stderr,
+            )
         raise
     if is_saved_at_end:
         trace.save(out, overwrite=overwrite)

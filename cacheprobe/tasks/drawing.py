@@ -90,6 +90,8 @@ class ListedTask(Task):
     def num_operations(self) -> int:
         """Number of operations in each question. Raises: ValueError if the questions differ in it."""
         counts = {len(self.example(index).events) for index in range(len(self.prompts))}
+        if not counts:
+            raise ValueError(f"{type(self).__name__} lists no question; give prompts and answers")
         if len(counts) != 1:
             raise ValueError(f"questions of {type(self).__name__} have {min(counts)} to {max(counts)} operations")
         return counts.pop()

@@ -102,6 +102,8 @@ def annotate_all(
     Twin: tests.tasks.test_thoughts.annotate_slowly, ==.
     """
     _require_choices(chunk, form, max_thought, chain)
+    if stateless := next((example for example in examples if not example.states), None):
+        raise ValueError(f"{stateless!r} has no states to think of; give the task's states")
     if pads_before_closing is not None and len(pads_before_closing) != len(examples):
         numbers = len(pads_before_closing)
         raise ValueError(f"give one number of pads_before_closing for each of {len(examples)} examples, got {numbers}")

@@ -310,7 +310,7 @@ def test_a_link_leads_back(browser: Browser, address: str) -> None:
     query = "?run=0&request=3&step=12&position=4&layer=1&tab=replay&site=S&lens=recorded&colour=rank&rows=all"
     with opened(browser, f"{address}{query}&against=1&theme=dark") as page:
         answered(page, "card", request=3, position=4)
-        assert page.url == f"{address}{query}&against=1&theme=dark"
+        assert page.url == f"{address}{query}&against=1&theme=dark&measure=verdict"
         wanted = dict(run=0, request=3, step=12, position=4, layer=1, colour="rank", theme="dark")
         assert {name: at(page)[name] for name in wanted} == wanted
 

@@ -82,6 +82,10 @@ def edited() -> pd.DataFrame:
     )  # fmt: skip
 
 
+def shares() -> pd.DataFrame:
+    return pd.DataFrame(dict(layer=[0, 1, 2], share=[0.1, 0.4, 0.2]))
+
+
 def swept() -> pd.DataFrame:
     """Of a sweep, by layer."""
     return pd.DataFrame(
@@ -111,6 +115,7 @@ SAMPLES: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]
     "attribution": lambda: ((t := cp.analysis.attribution(trace(), 0, 7)), swapped(t, "logit"), {}),
     "carried_figure": lambda: ((t := carried()), swapped(t, "nld"), {}),
     "coin_rows_figure": lambda: ((t := coin_rows()), t.assign(total=-t.total), {}),
+    "column_figure": lambda: ((t := shares()), t.assign(share=0.3), dict(column="share")),
     "disagreement_figure": lambda: (
         (t := by_layer(drafter="ngram", control=0.2, rejected=7, nats=0.1)), t.assign(share=0.1), {},
     ),
@@ -178,10 +183,13 @@ NAMED: dict[str, Callable[[pd.DataFrame, pd.DataFrame], tuple[str, str]]] = {
     "attribution": lambda t, o: (largest_part(t), largest_part(o)),
     "carried_figure": lambda t, o: ("at last token, layer 1: 0.85", "at person 1, layer 0: 0.85"),
     "coin_rows_figure": lambda t, o: (largest_swap(t), largest_swap(o)),
+    "column_figure": lambda t, o: ("share by layer: from 0.1 to 0.4", "share by layer: from 0.3 to 0.3"),
     "disagreement_figure": lambda t, o: ("the rejected token likelier: ngram until layer 1", "committed token leads"),
     "draft_verdicts": lambda t, o: ("committed token leads from layer 2", "draft leads up to the last layer"),
     "final_choice_figure": lambda t, o: ("answer from layer 1", "No layer has half"),
-    "flip_grid": lambda t, o: ("2 of 3 edits make the verifier choose", "closest: zero at S of layer 1 (+0.50 nats)"),
+    "flip_grid": lambda t, o: (
+        "2 of 3 edits make the verifier choose", "closest: zero at S (residual stream) of layer 1 (+0.50 nats)",
+    ),
     "rollback_prediction_figure": lambda t, o: ("margin for ngram", "for no drafter here"),
     "patching_grid": lambda t, o: ("0.38, at layer 1, position 1", "0.38, at layer 0, position 0"),
     "probe_figure": lambda t, o: ("At 1 of 3 places", "At 0 of 3 places"),

@@ -84,6 +84,6 @@ def test_a_long_request_is_drawn_in_pages() -> None:
     prompt = tuple(f"␣w{i}" for i in range(MOST_TOKENS + 5))
     parts = text_parts(0, prompt, len(prompt), own, None, None)
     first, later = (text_piece(parts, {}, "verdict", places) for places in (range(4), range(4, 8)))
-    assert "… 5 tokens before w5 w6" in first.body and "w6" not in later.body
+    assert "… 5 tokens before\n w5 w6" in first.body and "w6" not in later.body
     assert [len(WHOLE.findall(piece.body)) for piece in (first, later)] == [4, 4]
     assert later.note == "Generated tokens 4 to 7."

@@ -12,7 +12,7 @@
   function file_name(view, question) {
     const {run, result} = question, parts = ["cacheprobe"];
     const label = shelf.runs.find((one) => one.value === run)?.label;
-    if (run !== undefined && run !== null) parts.push(label || `run ${run}`);
+    if (run !== undefined && run !== null) parts.push(label?.replace(/ \([^)]*\)$/, "") || `run ${run}`);
     if (result !== undefined) parts.push(document.querySelector(`#result-list [data-result="${result}"]`).textContent);
     else parts.push(view);
     for (const name of ["request", "step", "position"]) {

@@ -199,18 +199,19 @@
 
   // The chosen token of the text, and those of the chosen range. One that was chosen elsewhere is scrolled to.
   function text(at) {
-    const view = place("text-view"), from = Math.min(at.position, at.until), to = Math.max(at.position, at.until);
-    const is_range = window.cacheprobe.is_range(at), range = place("range-view");
-    view.querySelectorAll(".here, .ranged").forEach((one) => one.classList.remove("here", "ranged"));
-    for (let i = from; is_range && i <= to; i++) {
-      view.querySelectorAll(`span[data-position="${i}"]`).forEach((one) => one.classList.add("ranged"));
+    const view = place("text-view"), box = view.querySelector(".prose"), is_range = window.cacheprobe.is_range(at);
+    const from = Math.min(at.position, at.until), to = Math.max(at.position, at.until);
+    place("range-view").hidden = !is_range;
+    let here = null;
+    for (const token of view.querySelectorAll("span[data-position]")) {
+      const position = Number(token.dataset.position);
+      if (position === at.position) here = token;
+      token.classList.toggle("here", position === at.position);
+      token.classList.toggle("ranged", is_range && from <= position && position <= to);
     }
-    range.hidden = !is_range;
-    const here = view.querySelector(`span[data-position="${at.position}"]`), box = view.querySelector(".prose");
-    if (!here) return;
-    here.classList.add("here");
-    if (read === at.position) return;
-    read = at.position;
+    const where = `${view.dataset.answer} ${at.position}`;
+    if (!here || read === where) return;
+    read = where;
     const [{top, bottom}, around] = [here, box].map((one) => one.getBoundingClientRect());
     if (top < around.top || bottom > around.bottom) box.scrollTop += top - around.top - box.clientHeight / 2;
   }
@@ -235,7 +236,7 @@
     if (at.tab === "rejected") seen = where;
   }
 
-  let seen = null, read = null;  // the chosen line, and the position of the chosen token, that were scrolled to
+  let seen = null, read = null;  // the chosen line, and the chosen token with its text, that were scrolled to
 
   // The lens grid that is drawn: its question, and the first and last position of its page.
   function grid() {

@@ -119,8 +119,14 @@
       stroke: style.outlineColor, "stroke-width": wide}));
   }
 
-  function draw_box(node, style, page) {
-    const box = node.getBoundingClientRect(), radius = parseFloat(style.borderTopLeftRadius) || 0;
+  // A text that wraps has a box for each of its lines.
+  function draw_boxes(node, style, page) {
+    const boxes = style.display === "inline" ? [...node.getClientRects()] : [node.getBoundingClientRect()];
+    for (const box of boxes) draw_box(box, style, page);
+  }
+
+  function draw_box(box, style, page) {
+    const radius = parseFloat(style.borderTopLeftRadius) || 0;
     if (!box.width || !box.height) return;
     const sides = ["Top", "Right", "Bottom", "Left"].map((side) => ({
       width: style[`border${side}Style`] === "none" ? 0 : parseFloat(style[`border${side}Width`]),
@@ -161,7 +167,7 @@
       page.made.append(made);
       return page.reach(box);
     }
-    if (node !== page.root) draw_box(node, style, page);
+    if (node !== page.root) draw_boxes(node, style, page);
     node.childNodes.forEach((child) => draw(child, page));
   }
 

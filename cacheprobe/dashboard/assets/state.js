@@ -74,13 +74,13 @@
       set(at, "step", clamp(at.step + Number(what.by), facts.first, facts.last));
     },
     tab: (at, what) => {
-      if (at.tab !== what.tab) at.result = at.table = at.order = at.filter = null;
+      if (at.tab !== what.tab) at.result = at.table = at.order = at.filter = at.facet = null;
       at.tab = what.tab;
     },
     theme: (at) => { at.theme = at.theme === "dark" ? "light" : "dark"; at.themed = true; },
     result: (at, what) => {
       at.result = Number(what.result);
-      at.table = at.order = at.filter = null;
+      at.table = at.order = at.filter = at.facet = null;
     },
     table: (at, what) => {  // another table of the same file
       at.table = Number(what.table);
@@ -89,7 +89,10 @@
     order: (at, what) => {  // rising, falling, and as it was
       at.order = at.order === what.order ? "-" + what.order : at.order === "-" + what.order ? null : what.order;
     },
-    open: (at, what) => { set(at, "run", Number(what.run)); at.tab = "replay"; },
+    open: (at, what) => {
+      set(at, "run", Number(what.run));
+      INTENTS.tab(at, {tab: "replay"});
+    },
     follow: (at) => { at.follow = at.follow ? null : "newest"; },
     find: (at, what) => { at.find = what.find || null; at.page = null; },
     lost: (at) => { at.lost = at.lost ? null : "first"; },
@@ -119,7 +122,10 @@
       at.position = clamp(what.to === "first" ? low : what.to === "last" ? high : at.position + what.by, low, high);
       at.row = at.follow = at.until = null;
     },
-    until: (at, what) => { at.until = Number(what.position); },
+    until: (at, what) => {
+      at.until = Number(what.position);
+      at.follow = null;
+    },
     gave: (at) => { at.gave = at.gave ? null : true; },
     pick: (at, what) => {
       if (what.request !== undefined) set(at, "request", Number(what.request));
@@ -159,7 +165,7 @@
     if (at.step === undefined || at.step === null) at.step = facts.opening.step;
     if (at.follow && at.step !== facts.last) {  // the newest step, and the place where it is about
       at.step = facts.last;
-      at.position = at.row = null;
+      at.position = at.row = at.until = null;
     }
     at.step = clamp(at.step, facts.first, facts.last);
     if (at.layer === undefined || at.layer === null) at.layer = facts.layers[facts.layers.length - 1];
@@ -188,7 +194,7 @@
     at.result = kinds.includes(at.tab) ? kinds.indexOf(at.tab) : null;
   }
 
-  const is_range = (at) => at.until !== undefined && at.until !== null && at.until !== at.position;
+  const is_range = (at) => Number.isInteger(at.position) && Number.isInteger(at.until) && at.until !== at.position;
 
   // Tabs that have nothing to show, with the reason; "" until it is known.
   function absent(facts) {
@@ -201,7 +207,7 @@
     const empty = absent(facts), reason = empty[at.tab], other = WORDS.tab.find((tab) => !(tab in empty));
     if (!reason || !other) return;
     at.said.push(reason);
-    at.tab = other;
+    INTENTS.tab(at, {tab: other});
     shelve(at, SHELF.results);
   }
 

@@ -91,7 +91,7 @@
     story: (answer, {run, request, version}) => {
       story = {...answer, run, request, version};
       if (!answer.error) stories.set(request, story);
-      if (at.follow) at.position = at.row = null;
+      if (at.follow) at.position = at.row = at.until = null;
     },
     walk: walked,
   };

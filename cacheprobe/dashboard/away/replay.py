@@ -1,5 +1,7 @@
 """Tables and code of the views of the replay."""
 
+from typing import get_args
+
 import pandas as pd
 
 from cacheprobe.dashboard.away.taken import Sources, Taken, lens_code, opened, opened_for, opened_with_model
@@ -11,6 +13,7 @@ from cacheprobe.dashboard.tabs.lens import chosen_row, page_of, readings_of
 from cacheprobe.plots.diagrams.timeline import MOST_REQUESTS, MOST_STEPS
 from cacheprobe.plots.diagrams.windows import Window
 from cacheprobe.plots.lens_table import select
+from cacheprobe.plots.report.request_text import TextMeasure
 from cacheprobe.trace.tables.token_history import tokens_with_texts
 
 _READINGS = "readings = cp.analysis.lens_readings(trace, include_rolled_back=True)"
@@ -116,13 +119,16 @@ def _decoded(book: Book, request: int) -> list[str]:
 def text(sources: Sources, question: PageQuestion) -> Taken:
     """Takes the generated tokens of a request, with their measures."""
     book, request = sources.shelf.book_and_request(question)
+    measure = one_of(question["measure"], "measure", get_args(TextMeasure))
+    if measure != "verdict" and not book.run.has_readings:
+        raise CannotShow(f"this run has no readings to take the {measure} from; choose the verdict")
     readings = "trace.hypotheses()" if book.run.has_readings else "None"
     thoughts = ", trace.thoughts()" if book.run.thoughts is not None else ""
     code = [
         *opened(book),
         f"table = cp.analysis.generated_tokens(trace, {request})",
         f"cp.plots.request_text(trace.rows(), trace.events(), {request}, {readings}{thoughts}, "
-        f"measure={question['measure']!r})",
+        f"measure={measure!r}, texts=trace.token_texts)",
     ]
     return Taken(lambda: tokens_with_texts(book.text_parts(request).tokens, book.run.token_texts), code)
 

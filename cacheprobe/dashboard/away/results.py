@@ -7,6 +7,8 @@ import pandas as pd
 from cacheprobe.dashboard.away.taken import Sources, Taken
 from cacheprobe.dashboard.questions import CannotShow, PageQuestion, whole
 from cacheprobe.dashboard.tabs.results import (
+    PROBE,
+    SURGERY,
     StoredTable,
     chosen_table,
     column_to_draw,
@@ -54,7 +56,7 @@ def _table_code(path: Path, stored: StoredTable, content: object) -> list[str]:
         return [*begin, "table = pd.DataFrame({'figure': [''], 'value': [content]}, dtype=object)"]
     return [
         *begin,
-        "values = pd.json_normalize(content, sep=' · ').iloc[0].astype(object)",
+        "values = pd.json_normalize(content, sep=' · ').astype(object).iloc[0]",
         f"is_list_of_records = values.map(lambda value: bool({_IS_RECORDS}))",
         "table = values[~is_list_of_records].rename_axis('figure').rename('value').reset_index()",
     ]
@@ -64,9 +66,9 @@ def _picture(kind: str, stored: StoredTable, lines: pd.DataFrame, question: Page
     """Returns the line of Python that makes the picture of a result; that shows the table, if it has none."""
     if kind == "patching":
         return "cp.plots.patching_grid(grid)"
-    if kind == "probes" and "accuracy" in stored.table:
+    if kind == "probes" and PROBE <= set(stored.table.columns):
         return "cp.plots.probe_figure(whole)"
-    if kind == "surgery" and "treatment" in stored.table:
+    if kind == "surgery" and SURGERY <= set(stored.table.columns):
         return "[cp.plots.coin_rows_figure(whole, unit=unit).show() for unit in whole.unit.unique()]"
     column = column_to_draw(lines, question)
     return "table" if column is None else f"cp.plots.column_figure(table, {column!r})"

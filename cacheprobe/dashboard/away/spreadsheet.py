@@ -12,7 +12,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 def csv_text(table: pd.DataFrame) -> str:
     """Returns a table as CSV: a head, and one line for each line of the table. A list becomes JSON; a text that begins
     like a formula gets an apostrophe before it; a missing value is empty."""
-    return table.map(_cell).to_csv(index=False, lineterminator="\n")
+    return table.map(_cell).rename(columns=_cell).to_csv(index=False, lineterminator="\n")
 
 
 def _cell(value: object) -> object:

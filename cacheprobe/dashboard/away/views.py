@@ -43,6 +43,8 @@ Element: TypeAlias = object
 def bar(view: str) -> Element:
     """Returns the bar of buttons of a view; without CSV and code for a view that `AWAY` does not declare."""
     ways = [way for way in WAYS if view in AWAY or way not in _OF_THE_SERVER]
+    if view == "flip":  # an address does not hold the search
+        ways.remove("link")
     buttons = [
         html.Button(name, title=title, **{"data-away": way, "data-view": view})
         for way, (name, title) in WAYS.items()

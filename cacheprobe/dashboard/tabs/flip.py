@@ -80,7 +80,7 @@ def _progress(job: FlipJob) -> PageAnswer:
 
 
 def _result(book: Book, shelf: Shelf, job: FlipJob, *, dark: bool) -> PageAnswer:
-    """Returns the figure of a finished job, what was left out, and the code that makes the figure."""
+    """Returns the figure of a finished job, what was left out, and the command that makes the figure."""
     assert job.table is not None
     figure = flip_grid(job.table)
     title = figure.layout.title.text

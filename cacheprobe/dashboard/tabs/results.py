@@ -34,8 +34,8 @@ KINDS = (
 )
 """Each kind of result: its key, the name of its tab, and what is said to who asks for the tab without a result."""
 _COLUMN_NOTE = "the figure shows the column of numbers that the table is sorted by, else the first one."
-_PROBE = {"at", "place", "site", "layer", "accuracy", "low", "high", "is_above", "untrained", "embedding", "majority"}
-_SURGERY = {"people", "unit", "where", "treatment", "n", "total", "flips"}
+PROBE = {"at", "place", "site", "layer", "accuracy", "low", "high", "is_above", "untrained", "embedding", "majority"}
+SURGERY = {"people", "unit", "where", "treatment", "n", "total", "flips"}
 
 
 def kind_of(path: Path) -> str:
@@ -49,9 +49,9 @@ def kind_of(path: Path) -> str:
         return "patching"
     if is_sweep(content):
         return "sweep"
-    if _lists_with(content, _SURGERY):
+    if _lists_with(content, SURGERY):
         return "surgery"
-    return "probes" if _lists_with(content, _PROBE) else "results"
+    return "probes" if _lists_with(content, PROBE) else "results"
 
 
 def view(shelf: Shelf, question: PageQuestion) -> str | PageAnswer:
@@ -159,14 +159,14 @@ def _figures(path: Path, content: object) -> tuple[Sequence[Figure], str]:
 
         grid = PatchingGrid.load(path)
         return [patching_grid(grid)], markup(repr(grid))
-    if lists := _lists_with(content, _SURGERY):
+    if lists := _lists_with(content, SURGERY):
         name, lines = lists[0]
         effects = pd.DataFrame(lines)
         note = (
             f"{name}, of {path.name}: normalised logit difference of the answer, 0 as it was, 1 as the other question"
         )
         return [coin_rows_figure(effects, unit=unit) for unit in effects.unit.unique()], markup(note)
-    if lists := _lists_with(content, _PROBE):
+    if lists := _lists_with(content, PROBE):
         figures = [probe_figure(pd.DataFrame(lines)) for _, lines in lists[:MOST_FIGURES]]
         for figure, (name, _) in zip(figures, lists, strict=False):
             if len(lists) > 1:

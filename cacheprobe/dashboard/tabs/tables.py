@@ -34,8 +34,8 @@ def selected_lines(table: pd.DataFrame, question: PageQuestion) -> pd.DataFrame:
         table = table[texts.str.contains(wanted.casefold(), regex=False)]
     column = order.removeprefix("-")
     if column in table.columns:
-        is_number = pd.api.types.is_numeric_dtype(table[column])
-        key = None if is_number else lambda values: values.map(str, na_action="ignore").str.casefold()
+        has_numbers = _has_numbers(table[column].dropna().infer_objects())
+        key = _as_floats if has_numbers else _as_letters
         table = table.sort_values(column, kind="stable", ascending=not order.startswith("-"), key=key)
     return table
 
@@ -51,10 +51,12 @@ def selecting_code(table: pd.DataFrame, question: PageQuestion) -> list[str]:
         ]
     column = order.removeprefix("-")
     if column in table.columns:
-        is_number = pd.api.types.is_numeric_dtype(table[column])
-        key = "" if is_number else ', key=lambda values: values.map(str, na_action="ignore").str.casefold()'
+        as_letters = 'values.map(str, na_action="ignore").str.casefold()'
+        key = 'values.astype("Float64")' if _has_numbers(table[column].dropna().infer_objects()) else as_letters
         is_rising = not order.startswith("-")
-        code += [f'table = table.sort_values({column!r}, kind="stable", ascending={is_rising}{key})']
+        code += [
+            f'table = table.sort_values({column!r}, kind="stable", ascending={is_rising}, key=lambda values: {key})'
+        ]
     return code
 
 
@@ -95,6 +97,14 @@ def as_text(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
+
+
+def _as_floats(values: pd.Series) -> pd.Series:
+    return values.astype("Float64")
+
+
+def _as_letters(values: pd.Series) -> pd.Series:
+    return values.map(str, na_action="ignore").str.casefold()
 
 
 def _has_numbers(values: pd.Series) -> bool:

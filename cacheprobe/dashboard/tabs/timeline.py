@@ -14,9 +14,8 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
     requests = requests_of(question, book.by_losses, MOST_REQUESTS)
     steps = span(question["steps"], "steps", MOST_STEPS)
     steps = range(steps.start, min(steps.stop, book.steps.stop))
-    width = (
-        0 if "growing" in book.run.meta else number(question["width"], "width")
-    )  # steps of one width, however many there are
+    # in a run that grows, steps have one width, however many there are
+    width = 0 if "growing" in book.run.meta else number(question["width"], "width")
     piece = timeline_piece(
         book.events_of_all(requests), requests, steps, all_requests, book.steps, book.finding,
         width=width, note=" A cell is one pass of one request; click one.",
@@ -45,11 +44,8 @@ def overview(shelf: Shelf, question: PageQuestion) -> str:
     for part, (drafted, accepted) in zip(counts.index, counts.to_numpy().tolist(), strict=True):
         if not drafted:
             continue
-        at, width, high = (
-            steps.start + int(part) * per_part,
-            min(per_part, len(steps) - int(part) * per_part),
-            10 * accepted / drafted,
-        )
+        first, high = int(part) * per_part, 10 * accepted / drafted
+        at, width = steps.start + first, min(per_part, len(steps) - first)
         parts.append(f'<rect class="fill-red" x="{at}" y="0" width="{width}" height="{10 - high:.2f}"/>')
         parts.append(f'<rect class="fill-green" x="{at}" y="{10 - high:.2f}" width="{width}" height="{high:.2f}"/>')
     parts.append('<rect class="shown" y="0" width="0" height="10"/>')

@@ -73,13 +73,13 @@ CARD_CSS = f"""
 .cp .prose span,.cp .legend i{{border-radius:3px;font-style:normal}}
 .cp .legend i{{padding:0 3px}}
 .cp :is(.prose,.legend) .accepted{{background:var(--green)}}
-.cp :is(.prose,.legend) .own{{box-shadow:inset 0 -2px var(--green-edge)}}
-.cp :is(.prose,.legend) .undrafted{{box-shadow:inset 0 -1px var(--grey-edge)}}
+.cp :is(.prose,.legend) .own{{border-bottom:2px solid var(--green-edge)}}
+.cp :is(.prose,.legend) .undrafted{{border-bottom:1px solid var(--grey-edge)}}
 .cp :is(.prose,.legend) .shade{{
   background:color-mix(in srgb,var(--violet) calc(4% + var(--p) * 86%),var(--paper))}}
 .cp .legend .ramp i{{padding:0 6px;border-radius:0}}
 .cp .prose rt{{font-size:11.5px;line-height:1.2;text-align:center}}
-.cp .prose del,.cp .legend .gone{{color:var(--red-edge);text-decoration:line-through}}
+.cp :is(.prose,.legend) del{{color:var(--red-edge);text-decoration:line-through}}
 .cp .prose del+del{{margin-left:5px}}
 .cp .prose .thought{{ruby-position:under}}
 .cp .prose .thought>rt{{color:var(--blue-edge);font-style:italic}}

@@ -28,10 +28,9 @@ p.note,figcaption{{color:var(--muted);font-size:14px;margin:4px 0 12px}}
 p.lead,p.note{{max-width:82ch}}
 p.lead{{margin:0 0 10px}}
 figure{{margin:0}}
-code,.prompt{{font-family:{MONO};font-size:.92em;overflow-wrap:anywhere}}
-.prompt{{white-space:pre-wrap;unicode-bidi:isolate;background:var(--card);border:1px solid var(--line);
-  border-radius:10px;padding:14px 16px;margin:8px 0;font-size:14px;max-height:24em;overflow-y:auto}}
-.prompt mark{{background:var(--green);color:var(--ink);border-bottom:2px solid var(--green-edge);border-radius:3px}}
+code{{font-family:{MONO};font-size:.92em;overflow-wrap:anywhere}}
+.cp .prose{{border:1px solid var(--line);border-radius:10px;padding:14px 16px;margin:8px 0;
+  max-height:24em;overflow-y:auto}}
 .scroll{{overflow-x:auto;max-width:100%;-webkit-overflow-scrolling:touch}}
 .two{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(480px,100%),1fr));gap:0 28px}}
 .two>*{{min-width:0}}

@@ -8,8 +8,9 @@ import pandas as pd
 
 from cacheprobe.core.values import TableLine
 from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
-from cacheprobe.plots.text import markup, text_of, token_texts, visible
+from cacheprobe.plots.text import markup, text_of, token_label, token_texts, visible
 from cacheprobe.plots.thoughts.columns import words_of
+from cacheprobe.tasks.words import PAD
 from cacheprobe.trace.tables.draft_verdicts import drafts_table, rejected_by_place
 from cacheprobe.trace.tables.token_measures import token_measures
 
@@ -17,6 +18,8 @@ TextMeasure: TypeAlias = Literal["verdict", "depth", "entropy", "logprob"]
 
 MOST_TOKENS = 2000
 """Largest number of tokens in one picture."""
+_ABOVE = 24
+"""Largest width of a draft above or a thought below the text, in columns of a monospaced font."""
 _NAMES = {
     "depth": "prediction depth (layer)",
     "entropy": "entropy of the last layer read (nats)",
@@ -26,7 +29,6 @@ _LEGEND = (
     ("accepted", "accepted draft"),
     ("own", "verifier's own token"),
     ("undrafted", "committed without a draft"),
-    ("gone", "rejected draft, above the token that replaced it"),
 )
 _CLASSES = {"accepted": "accepted", "recovered": "own", "bonus": "own", "committed": "undrafted"}
 _OUTCOMES = {
@@ -42,7 +44,7 @@ class TextParts(NamedTuple):
 
     request_id: int
     prompt: tuple[str, ...]
-    """Texts of the prompt's tokens, without its pads."""
+    """Texts of the prompt's tokens; pads in front are not drawn."""
     num_prompt_tokens: int
     """Number of prompt tokens, with pads: absolute position of the first generated token."""
     tokens: pd.DataFrame
@@ -61,6 +63,7 @@ def request_text(
     thoughts: pd.DataFrame | None = None,
     *,
     measure: TextMeasure = "verdict",
+    texts: Mapping[int, str] | None = None,
 ) -> Markup:
     """Returns HTML of one request as people read it: the prompt in grey, and each generated token coloured by a
     measure, with the drafts that were rejected at its place above it, and the thoughts of a Thinking States model
@@ -70,6 +73,8 @@ def request_text(
     measure: "verdict" of the drafts; or of the readings that predict a token: "depth", the prediction depth (layer);
     "entropy" and "logprob" of the committed token, both in nats, of the last layer that was read. A stronger colour is
     a later layer, a higher entropy, or a lower log-probability.
+    texts: of tokens by id, such as `Trace.token_texts`; by default those in the tables, without the last token's if it
+    has no row.
     The first 2,000 generated tokens are drawn.
     Raises: ValueError for an unknown request or measure, and for a measure of readings without hypotheses.
     """
@@ -83,7 +88,7 @@ def request_text(
     own_thoughts = None if thoughts is None else thoughts[thoughts.request_id == request_id]
     num_prompt_tokens = int(prompt.position.max()) + 1
     parts = text_parts(request_id, tuple(prompt.token), num_prompt_tokens, own_events, readings, own_thoughts)
-    return text_piece(parts, token_texts(rows, hypotheses), measure).alone
+    return text_piece(parts, {**token_texts(rows, hypotheses), **(texts or {})}, measure).alone
 
 
 def text_parts(
@@ -148,9 +153,10 @@ def text_piece(
 def _prompt(parts: TextParts, between: str) -> list[tuple[str, str]]:
     """Returns HTML of pieces of the prompt, and the thought about the chunk that ends with a piece; of a longer prompt
     the last 2,000 tokens."""
-    num_left_out = max(len(parts.prompt) - MOST_TOKENS, 0)
-    pieces, piece = [], [f"… {num_left_out:,} tokens before"] if num_left_out else []
-    for position, text in enumerate(parts.prompt[num_left_out:], num_left_out):
+    num_pads = next((i for i, text in enumerate(parts.prompt) if text != PAD), 0)
+    first = max(len(parts.prompt) - MOST_TOKENS, num_pads)
+    pieces, piece = [], [f"… {first - num_pads:,} tokens before\n"] if first > num_pads else []
+    for position, text in enumerate(parts.prompt[first:], first):
         piece.append(_plain(text))
         thought = parts.thoughts.get(position, "")
         if thought or position == len(parts.prompt) - 1:
@@ -210,13 +216,13 @@ def _draft(token_id: int, step: int, token: TableLine, texts: Mapping[int, str],
     tip = f"request {request}, rejected in step {step}: draft {visible(text)}, "
     tip += f"replaced by {visible(text_of(texts, int(token.token_id)))}; position {int(token.position) + 1}"
     go = f'data-intent="draft" data-request="{request}" data-step="{step}" data-position="{int(token.position)}"'
-    return f'<del {go} {says}="{markup(tip)}">{markup(visible(text))}</del>'
+    return f'<del {go} {says}="{markup(tip)}">{markup(token_label(text, _ABOVE))}</del>'
 
 
 def _with_thoughts(blocks: Sequence[tuple[str, str]], between: str) -> str:
     """Joins the tokens; the last one of a chunk with a thought gets the thought below."""
     return between.join(
-        f'<ruby class="thought">{html}<rt>{markup(visible(thought))}</rt></ruby>' if thought else html
+        f'<ruby class="thought">{html}<rt>{markup(token_label(thought, _ABOVE))}</rt></ruby>' if thought else html
         for html, thought in blocks
     )
 
@@ -229,4 +235,5 @@ def _legend(tokens: pd.DataFrame, measure: str) -> str:
         scale = "".join(f'<i class="shade" style="--p:{i / 9:.2f}"></i>' for i in range(10))
         return f'<ul class="legend"><li>{_NAMES[measure]}: {low} <span class="ramp">{scale}</span> {high}</li></ul>'
     listed = "".join(f'<li><i class="{kind}">abc</i> {words}</li>' for kind, words in _LEGEND)
-    return f'<ul class="legend">{listed}</ul>'
+    gone = "<li><del>abc</del> rejected draft, above the token that replaced it</li>"
+    return f'<ul class="legend">{listed}{gone}</ul>'
