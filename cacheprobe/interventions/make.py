@@ -1,11 +1,12 @@
 """Defines the functions that create interventions: zero, replace, add, mean, resample and swap.
 
-The keyword arguments `**where` set the Intervention's other fields: request_id, site, layer, positions, head, ...
+Their keyword arguments are the fields of an Intervention, with the same meaning: request_id, site, layer, positions,
+head, phases, steps, own_fingerprint, num_prompt_tokens.
 """
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, Required, TypedDict, Unpack, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from torch import Tensor
 from cacheprobe.core.hook_names import HEADS
 from cacheprobe.core.records import Request
 from cacheprobe.interventions.base import Intervention, as_wide
+
+Numbers: TypeAlias = "int | Iterable[int] | None"
+"""Positions or steps: one, several, or None for all."""
 
 
 @runtime_checkable
@@ -38,57 +42,114 @@ class RecordedStates(Protocol):
         ...
 
 
-class SwapWhere(TypedDict, total=False):
-    """Types the keyword arguments of `swap`: where and when its interventions act."""
-
-    site: Required[str]
-    layer: Required[int]
-    positions: "int | Iterable[int] | None"
-    head: int | None
-    phases: "str | Iterable[str] | None"
-    steps: "int | Iterable[int] | None"
-    own_fingerprint: bool
-
-
-class Where(SwapWhere, total=False):
-    """Types the keyword arguments of zero, replace, add, mean and resample: the request, and where and when to act."""
-
-    request_id: Required[int]
-    num_prompt_tokens: int | None
-
-
-def zero(**where: Unpack[Where]) -> Intervention:
+def zero(
+    *,
+    request_id: int,
+    site: str,
+    layer: int,
+    positions: Numbers = None,
+    head: int | None = None,
+    phases: "str | Iterable[str] | None" = None,
+    steps: Numbers = None,
+    own_fingerprint: bool = False,
+    num_prompt_tokens: int | None = None,
+) -> Intervention:
     """Returns an Intervention that sets the states to zero."""
-    return Intervention(name="zero", action="replace", vectors=torch.zeros(1, 1), **where)
+    return Intervention(
+        name="zero", action="replace", vectors=torch.zeros(1, 1),
+        request_id=request_id, site=site, layer=layer, positions=positions, head=head, phases=phases, steps=steps,
+        own_fingerprint=own_fingerprint, num_prompt_tokens=num_prompt_tokens,
+    )  # fmt: skip
 
 
-def replace(vectors: Tensor, **where: Unpack[Where]) -> Intervention:
+def replace(
+    vectors: Tensor,
+    *,
+    request_id: int,
+    site: str,
+    layer: int,
+    positions: Numbers = None,
+    head: int | None = None,
+    phases: "str | Iterable[str] | None" = None,
+    steps: Numbers = None,
+    own_fingerprint: bool = False,
+    num_prompt_tokens: int | None = None,
+) -> Intervention:
     """Returns an Intervention that sets the states to `vectors`: [m] for all positions, or [n, m], one for each.
 
     For a head: [d] or [n, d].
     """
-    return Intervention(name="replace", action="replace", vectors=vectors, **where)
+    return Intervention(
+        name="replace", action="replace", vectors=vectors,
+        request_id=request_id, site=site, layer=layer, positions=positions, head=head, phases=phases, steps=steps,
+        own_fingerprint=own_fingerprint, num_prompt_tokens=num_prompt_tokens,
+    )  # fmt: skip
 
 
-def add(vectors: Tensor, **where: Unpack[Where]) -> Intervention:
+def add(
+    vectors: Tensor,
+    *,
+    request_id: int,
+    site: str,
+    layer: int,
+    positions: Numbers = None,
+    head: int | None = None,
+    phases: "str | Iterable[str] | None" = None,
+    steps: Numbers = None,
+    own_fingerprint: bool = False,
+    num_prompt_tokens: int | None = None,
+) -> Intervention:
     """Returns an Intervention that adds `vectors` to the states: [m] for all positions, or [n, m], one for each.
 
     For a head: [d] or [n, d]. The sum is computed in the model's dtype.
     """
-    return Intervention(name="add", action="add", vectors=vectors, **where)
+    return Intervention(
+        name="add", action="add", vectors=vectors,
+        request_id=request_id, site=site, layer=layer, positions=positions, head=head, phases=phases, steps=steps,
+        own_fingerprint=own_fingerprint, num_prompt_tokens=num_prompt_tokens,
+    )  # fmt: skip
 
 
-def mean(states: Tensor, **where: Unpack[Where]) -> Intervention:
+def mean(
+    states: Tensor,
+    *,
+    request_id: int,
+    site: str,
+    layer: int,
+    positions: Numbers = None,
+    head: int | None = None,
+    phases: "str | Iterable[str] | None" = None,
+    steps: Numbers = None,
+    own_fingerprint: bool = False,
+    num_prompt_tokens: int | None = None,
+) -> Intervention:
     """Returns an Intervention that sets each state to the mean of `states` [n, m], such as `trace.states("S", 3, 0)`.
 
     The mean is computed in float32, or in float64 for float64 states.
     Source: mean ablation of Wang et al. 2022 (arXiv 2211.00593), section 2.1.
     """
     vectors = as_wide(_checked_states(states, "mean")).mean(0)
-    return Intervention(name="mean", action="replace", vectors=vectors, **where)
+    return Intervention(
+        name="mean", action="replace", vectors=vectors,
+        request_id=request_id, site=site, layer=layer, positions=positions, head=head, phases=phases, steps=steps,
+        own_fingerprint=own_fingerprint, num_prompt_tokens=num_prompt_tokens,
+    )  # fmt: skip
 
 
-def resample(states: Tensor, *, seed: int = 0, **where: Unpack[Where]) -> Intervention:
+def resample(
+    states: Tensor,
+    *,
+    seed: int = 0,
+    request_id: int,
+    site: str,
+    layer: int,
+    positions: Numbers = None,
+    head: int | None = None,
+    phases: "str | Iterable[str] | None" = None,
+    steps: Numbers = None,
+    own_fingerprint: bool = False,
+    num_prompt_tokens: int | None = None,
+) -> Intervention:
     """Returns an Intervention that sets each position's state to one of `states` [n, m], drawn from (seed, position).
 
     A position that is computed again gets the same state.
@@ -96,16 +157,32 @@ def resample(states: Tensor, *, seed: int = 0, **where: Unpack[Where]) -> Interv
     Source: resample ablation of causal scrubbing (Chan et al. 2022).
     """
     vectors = _checked_states(states, "resample")
-    return Intervention(name="resample", action="replace", vectors=vectors, seed=seed, **where)
+    return Intervention(
+        name="resample", action="replace", vectors=vectors, seed=seed,
+        request_id=request_id, site=site, layer=layer, positions=positions, head=head, phases=phases, steps=steps,
+        own_fingerprint=own_fingerprint, num_prompt_tokens=num_prompt_tokens,
+    )  # fmt: skip
 
 
-def swap(trace: RecordedStates, a: int, b: int, **where: Unpack[SwapWhere]) -> tuple[Intervention, Intervention]:
+def swap(
+    trace: RecordedStates,
+    a: int,
+    b: int,
+    *,
+    site: str,
+    layer: int,
+    positions: Numbers = None,
+    head: int | None = None,
+    phases: "str | Iterable[str] | None" = None,
+    steps: Numbers = None,
+    own_fingerprint: bool = False,
+) -> tuple[Intervention, Intervention]:
     """Returns two Interventions: one sets states of request a to those recorded for request b; the other does the
     reverse.
 
     trace: a run of both requests without interventions. For a head of T, its z is exchanged; the run must have kept z
     with CaptureConfig(heads=("z",)).
-    `positions` is required. In the new run, the two prompts must have the same lengths as in `trace`.
+    `positions` must be given. In the new run, the two prompts must have the same lengths as in `trace`.
     Raises: ValueError if the trace lacks a request or one of the states, if the prompts of a and b differ in length,
     and for a trace of a run with interventions.
     Source: interchange interventions, Geiger et al. 2021 (arXiv 2106.02997), section 3.
@@ -119,16 +196,19 @@ def swap(trace: RecordedStates, a: int, b: int, **where: Unpack[SwapWhere]) -> t
             f"swap: the prompts of requests {a} and {b} have {lengths[0]} and {lengths[1]} tokens, so their positions "
             "do not mean the same; use prompts of one length, or replace() with the states that you mean"
         )
-    if where.get("site") == "pre":
+    if site == "pre":
         raise ValueError("swap: a trace keeps sites S, T and C, and z of heads; swap one of those")
-    if where.get("positions") is None:
+    if positions is None:
         raise ValueError("swap: say which positions= to swap, such as range(4, 9)")
     if trace.meta.get("interventions"):
         raise ValueError("swap: the trace's own run was changed by interventions; take a trace of a plain run")
 
     def one(target: int, source: int) -> Intervention:
         """Returns the Intervention that sets states of request `target` to those of request `source`."""
-        blank = Intervention(name="swap", action="replace", vectors=torch.zeros(1, 1), request_id=target, **where)
+        blank = Intervention(
+            name="swap", action="replace", vectors=torch.zeros(1, 1), request_id=target, site=site, layer=layer,
+            positions=positions, head=head, phases=phases, steps=steps, own_fingerprint=own_fingerprint,
+        )  # fmt: skip
         if blank.head is None:
             states = trace.states(blank.site, blank.layer, source)
         else:

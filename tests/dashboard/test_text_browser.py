@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from playwright.sync_api import Browser, Page
@@ -78,6 +79,31 @@ def test_a_click_chooses_a_token_and_shift_a_range(browser: Browser, address: st
         assert page.locator("#text-view .ranged").count() == 0
     with opened(browser, f"{address}?request=3&position={first}&until={last}") as page:
         answered(page, "range", position=first, until=last)
+
+
+def test_an_end_of_a_range_that_does_not_exist_is_harmless(browser: Browser, address: str) -> None:
+    with opened(browser, address + "?request=3&position=20&until=999999999") as page:
+        answered(page, "range", until=999999999)
+        answered(page, "grid", request=3)
+        assert page.inner_text("#range-view").startswith("Tokens ") and page.locator("#text-view .ranged").count() > 0
+
+
+def test_the_saved_picture_has_the_text_in_its_place(browser: Browser, address: str) -> None:
+    """Also that of a text of which the page shows a part."""
+    with opened(browser, address + "?request=0", width=390) as page:
+        answered(page, "grid", request=0)
+        until(page, f"document.querySelectorAll('{TOKEN}').length === 72")
+        box = "document.querySelector('#text-view .prose')"
+        page.evaluate(f"{box}.scrollTop = 90")
+        assert page.evaluate(f"{box}.scrollHeight > {box}.clientHeight + 90")
+        with page.expect_download() as download:
+            page.locator("[data-away=svg][data-view=text]").click()
+        texts = [one for one in ElementTree.parse(download.value.path()).iter() if one.tag.endswith("}text")]
+        words = ["".join(one.itertext()) for one in texts]
+        heading, legend = (next(i for i, word in enumerate(words) if start in word) for start in ("Request 0", "abc"))
+        ends = [float(texts[i].attrib["y"]) for i in (heading, legend)]
+        inside = [float(one.attrib["y"]) for one in texts[heading + 1 : legend] if one.attrib["font-size"] == "14.5px"]
+        assert len(inside) >= 72 and ends[0] < min(inside) and max(inside) < ends[1]
 
 
 def test_a_rejected_draft_opens_its_step(browser: Browser, address: str, folder: Path) -> None:

@@ -11,9 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 import cacheprobe as cp
 from cacheprobe.dashboard.facts import _request_label
-from cacheprobe.plots import token_texts
 from cacheprobe.plots.report.listings import request_listings
-from cacheprobe.plots.report.prompt_block import prompt_block
 from cacheprobe.trace.stored import StoredRun
 from tests.tiny import hf_model
 
@@ -48,7 +46,11 @@ def test_the_prompt_of_an_import_is_its_text(imported: Any, tokenizer: PreTraine
     assert request["prompt"] == TEXT and request["prompt_token_ids"] == IDS
     assert _request_label(request).endswith("· A coin is heads.")
     assert ("prompt", "A coin is heads.⏎") in request_listings(trace, 0)[0].rows
-    assert ">A coin is heads.\n<mark>" in prompt_block(request, {})
+    assert ">A coin is heads.\n</span>" in drawn(trace)
+
+
+def drawn(trace: cp.Trace) -> str:
+    return str(cp.plots.request_text(trace.rows(), trace.events(), 0))
 
 
 def test_show_says_why_an_import_of_vllm_has_no_ledger(tmp_path: Path) -> None:
@@ -73,5 +75,4 @@ def test_token_texts_are_joined_as_they_are(tokenizer: PreTrainedTokenizerFast, 
     trace = cp.run(model, [IDS], capacity=96, max_new_tokens=2, capture="S", progress=False)
     assert trace.requests[0].prompt == tuple(IDS)
     assert ("prompt", "A coin is heads.⏎") in request_listings(trace, 0)[0].rows
-    (request,) = StoredRun(trace.save(tmp_path / "run")).requests
-    assert ">A coin is heads.\n<mark>" in prompt_block(request, token_texts(trace.rows()))
+    assert ">A coin is heads.\n</span>" in drawn(trace)

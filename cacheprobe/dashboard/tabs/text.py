@@ -38,7 +38,7 @@ def range_words(book: Book, request: int, positions: range) -> str:
     """Returns HTML of sentences on the tokens that the rows at `positions` predict. Raises: CannotShow if there are
     none."""
     parts = book.text_parts(request)
-    tokens = parts.tokens[parts.tokens.position.isin(positions)]
+    tokens = parts.tokens[parts.tokens.position.between(positions.start, positions.stop - 1)]
     if tokens.empty:
         raise CannotShow(f"request {request} generated no token in this range; choose two of its tokens")
     first, last = tokens.place.iloc[0], tokens.place.iloc[-1]
