@@ -230,7 +230,7 @@ def test_the_figure_says_which_part_gives_most() -> None:
             assert heat.z[y][x] == pytest.approx(cells[int(str(head).split()[-1]), int(layer)])
     bars = {trace.name: dict(zip(trace.x, trace.y, strict=True)) for trace in figure.data if trace.type == "bar"}
     by_layer = table[table.site == "C"].set_index("layer").logit
-    assert bars["C"] == pytest.approx({int(layer): value for layer, value in by_layer.items()})
+    assert bars["C (MLP output)"] == pytest.approx({int(layer): value for layer, value in by_layer.items()})
     total = table.logit.sum()
     assert f"{total:.2f}" in figure.layout.title.text and "position 7" in figure.layout.title.text
     top = table[~table.site.isin(["rest"])].sort_values("logit").iloc[-1]
