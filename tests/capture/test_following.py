@@ -70,6 +70,9 @@ def test_read_on_is_read_at_once(stopped: Path, tmp_path: Path) -> None:
             )
 
 
+FOLLOWING = ("insight", "timeline", "cache", "card", "decode", "grid", "window", "thoughts")
+
+
 def test_every_view_answers_at_every_part(stopped: Path, tmp_path: Path) -> None:
     """Of requests without a pass, with open drafts, and preempted ones."""
     directory = Path(shutil.copytree(stopped, tmp_path / "run"))
@@ -86,7 +89,8 @@ def test_every_view_answers_at_every_part(stopped: Path, tmp_path: Path) -> None
                 common = {"run": 0, "request": request, "step": facts["last"], "position": position, "row": None}
                 common |= {"requests": [0, 5], "steps": [0, 80], "places": [0, 20], "place": 0, "width": 900}
                 common |= {"site": "S", "lens": "recorded", "colour": "logprob", "rows": "all"}
-                for name in ("insight", "timeline", "cache", "card", "decode", "grid", "window", "prompt", "thoughts"):
+                common |= {"measure": "verdict"}
+                for name in (*FOLLOWING, "text", "overview"):
                     said = answered(views[name], common).get("error", "")
                     assert not said or "has no row" in said or "has no reading" in said, (name, request, said)
 
