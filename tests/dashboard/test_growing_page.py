@@ -107,7 +107,7 @@ def test_an_interrupted_run_says_how_it_goes_on(browser: Browser, interrupted: P
     with served(Shelf.of([directory])) as url, opened(browser, url) as page:
         until(page, f"/Interrupted: .* of {MOST} tokens, and no process records it/.test({SAYS})")
         assert f'cp.resume("{directory}", model, ...)' in page.inner_text("#growth")  # begun in Python with a drafter
-        assert "stopped (interrupted)" in page.inner_text(".menu-run")
+        until(page, "/stopped \\(interrupted\\)/.test(document.querySelector('.menu-run').innerText)")
         picture(page, "interrupted")
         whole = (directory / JOURNAL).read_bytes()
         others = whole.splitlines(keepends=True)[1:]
