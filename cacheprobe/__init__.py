@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-warnings.filterwarnings("ignore", message="IProgress not found")  # transformers' bars need ipywidgets; text will do
-
 _HOMES = {
     "load_model": "cacheprobe.api",
     "load_trace": "cacheprobe.api",

@@ -28,7 +28,7 @@ def report_picture(browser: Browser, report: Path, folder: Path) -> None:
     page.goto(report.as_uri())
     page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 4")
     first = page.get_by_role("heading", name="Rolled back").first.bounding_box()
-    last = page.locator("#lens-grid").bounding_box()
+    last = page.locator("#lens-grid-all").bounding_box()
     assert first is not None and last is not None
     top, bottom = first["y"] - MARGIN, last["y"] + last["height"]
     clip = {"x": 0, "y": top, "width": WIDTH, "height": bottom - top}
@@ -57,7 +57,7 @@ def dash_picture(browser: Browser, runs: list[Path], folder: Path) -> None:
     page = browser.new_page(viewport={"width": WIDTH, "height": 900})
     page.set_default_timeout(PATIENCE)
     page.goto(f"http://127.0.0.1:{server.port}/")
-    for place in ("#prompt-view[data-answer]", ".menu-lens .dash-dropdown-value", "[role=slider]"):
+    for place in ("#text-view[data-answer]", ".menu-lens .dash-dropdown-value", "[role=slider]"):
         page.wait_for_selector(place, state="attached")
     page.wait_for_timeout(500)
     last = page.locator("#lens-card").bounding_box()

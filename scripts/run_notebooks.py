@@ -47,6 +47,7 @@ def paired(source: Path) -> NotebookNode:
 def executed(notebook: NotebookNode) -> NotebookNode:
     """The same with the outputs of a fresh process. Raises: CellExecutionError where a cell fails."""
     os.environ |= {"PLOTLY_RENDERER": "plotly_mimetype", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm's bars need ipywidgets; text will do
     client = NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": str(FOLDER)}})
     client.execute()
     notebook.metadata = NotebookNode({key: value for key, value in notebook.metadata.items() if key in KEPT})

@@ -12,6 +12,7 @@ from cacheprobe.dashboard.shelf import Shelf
 from tests.chromium import PICTURES, chromium
 from tests.dash_page import answered, at, opened, save_thinking, served, until
 from tests.large_run import save_large_run
+from tests.tiny import PROMPTS, SMALL, loaded
 
 TOKEN = "#text-view span.pick"
 
@@ -24,10 +25,12 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """a-long: 12 requests with rejected drafts; b-thoughts: of a Thinking States model."""
+    """a-long: 12 requests with rejected drafts; b-thoughts: of a Thinking States model; c-losses: requests that lost
+    other numbers of tokens."""
     folder = tmp_path_factory.mktemp("runs")
     save_large_run(folder / "a-long", requests=12, tokens=72, layers=3)
     save_thinking(folder / "b-thoughts")
+    cp.run(loaded(), PROMPTS, **SMALL, drafter=cp.drafters.EarlyExit(layer=1)).save(folder / "c-losses")
     return folder
 
 
@@ -137,11 +140,12 @@ def test_thoughts_stand_below_the_text(browser: Browser, address: str) -> None:
 def test_requests_are_sorted_by_losses_and_the_strip_shows_the_whole_run(
     browser: Browser, address: str, folder: Path
 ) -> None:
-    trace = cp.load_trace(folder / "a-long")
+    trace = cp.load_trace(folder / "c-losses")
     lost = trace.events().groupby("request_id").num_rolled_back.sum()
     order = sorted(lost.index, key=lambda request: (-lost[request], request))
+    assert order != sorted(order)
     names = "[...document.querySelectorAll('#timeline-view .pick:not([data-step])')].map((one) => one.dataset.request)"
-    with opened(browser, f"{address}?request={order[0]}") as page:
+    with opened(browser, f"{address}?run=2&request={order[0]}") as page:
         answered(page, "timeline")
         page.get_by_text("Most rejected first").click()
         answered(page, "timeline", order="losses")
