@@ -1,6 +1,7 @@
 # make demo      set up once, then show the loop on a real model
 # make test      set up once, then run the tests      make test-all   the slow ones too, and the wheel
 # make test-processors   the determinism tests in environments that reach other code of the libraries
+# make test-versions     the tests of model families with other versions of transformers and transformer-lens
 # make docs      the documentation, as HTML              make lint       ruff: rules and format
 # make types     basedpyright over the package      make bench-small    what is quick to measure, printed
 # make gpu       everything that needs a GPU: checks, then times, into benchmarks/results/gpu-DEVICE.json
@@ -22,10 +23,10 @@ KEY := $(shell { pwd -P; cat $(INPUTS); } | sha256sum | cut -c1-16)
 STAMP := .venv/.ready-$(KEY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-processors docs lint types bench-small gpu wheel-check browser clean
+.PHONY: help setup demo test test-all test-processors test-versions docs lint types bench-small gpu wheel-check browser clean
 
 help:
-	@sed -n '1,9s/^# //p' Makefile
+	@sed -n '1,10s/^# //p' Makefile
 
 setup: $(STAMP)
 
@@ -38,8 +39,13 @@ browser:
 demo: $(STAMP)
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/cacheprobe demo
 
+# Types and shapes are checked at run time in these folders, and by `make test-all` in all: a test without these checks
+# takes two thirds of the time.
+CHECKED := $(addprefix tests/,analysis dictionaries exports field interventions kvcache lenses models ops)
 test: $(STAMP) browser
-	@$(TEST_ENV) $(BIN)/python -m pytest -q $(WORKERS)
+	@status=0; $(TEST_ENV) $(BIN)/python -m pytest -q $(WORKERS) $(CHECKED) || status=$$?; \
+	$(TEST_ENV) $(BIN)/python -m pytest -q $(WORKERS) --jaxtyping-packages= $(CHECKED:%=--ignore=%) || status=$$?; \
+	exit $$status
 
 test-all: $(STAMP) browser
 	@$(TEST_ENV) $(BIN)/python -m pytest -q $(WORKERS) -m ""
@@ -48,6 +54,10 @@ test-all: $(STAMP) browser
 # Some alone: make test-processors ENVIRONMENTS="OMP_NUM_THREADS=1 MKL_CBWR=COMPATIBLE" TESTS="tests/invariants"
 test-processors: $(STAMP)
 	@$(TEST_ENV) TESTS="$(TESTS)" bash scripts/test_processors.sh "$(BIN)/python -m pytest -q $(WORKERS)" $(ENVIRONMENTS)
+
+# Some alone: make test-versions VERSIONS="transformers==5.22.2 transformer-lens==4.2.0" TESTS="tests/models"
+test-versions: $(STAMP)
+	@$(TEST_ENV) TESTS="$(TESTS)" bash scripts/test_versions.sh "$(BIN)/python -m pytest -q $(WORKERS)" $(if $(VERSIONS),"$(VERSIONS)")
 
 docs: $(STAMP)
 	@$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html
@@ -70,5 +80,5 @@ wheel-check:
 	@$(PYTHON) scripts/try_wheel.py
 
 clean:
-	rm -rf .venv .setup.* build dist docs/_build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .versions .setup.* build dist docs/_build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cacheprobe import analysis, drafters, interventions, lenses, patching, plots, probes, tasks
+    from cacheprobe.analysis.gradients.compute import gradients
     from cacheprobe.api import (
         estimate,
-        import_generate,
-        import_vllm,
         kv_snapshot,
         load_model,
         load_trace,
@@ -25,7 +24,11 @@ if TYPE_CHECKING:
     from cacheprobe.capture.interrupts import Interrupted
     from cacheprobe.core.config import CaptureConfig
     from cacheprobe.core.records import Request, SamplingParams
+    from cacheprobe.estimates.draft_costs import draft_costs
+    from cacheprobe.imports import import_generate, import_vllm
     from cacheprobe.kvcache.surgery import diff_rows
+    from cacheprobe.models.prompts import Chat
+    from cacheprobe.replays.run import replay
     from cacheprobe.sweeps.engine import sweep
     from cacheprobe.sweeps.results import load_sweep
     from cacheprobe.trace.trace import Trace
@@ -37,28 +40,32 @@ _HOMES = {
     "load_trace": "cacheprobe.api",
     "run": "cacheprobe.api",
     "estimate": "cacheprobe.api",
+    "draft_costs": "cacheprobe.estimates.draft_costs",
     "resume": "cacheprobe.api",
     "stream": "cacheprobe.api",
     "reference": "cacheprobe.api",
     "verify": "cacheprobe.api",
     "kv_snapshot": "cacheprobe.api",
-    "import_generate": "cacheprobe.api",
-    "import_vllm": "cacheprobe.api",
+    "import_generate": "cacheprobe.imports",
+    "import_vllm": "cacheprobe.imports",
+    "replay": "cacheprobe.replays.run",
+    "gradients": "cacheprobe.analysis.gradients.compute",
     "diff_rows": "cacheprobe.kvcache.surgery",
     "CaptureConfig": "cacheprobe.core.config",
     "Interrupted": "cacheprobe.capture.interrupts",
     "Trace": "cacheprobe.trace.trace",
     "Request": "cacheprobe.core.records",
     "SamplingParams": "cacheprobe.core.records",
+    "Chat": "cacheprobe.models.prompts",
     "sweep": "cacheprobe.sweeps.engine",
     "load_sweep": "cacheprobe.sweeps.results",
 }
 _MODULES = ("analysis", "tasks", "drafters", "interventions", "lenses", "patching", "plots", "probes")
 
 __all__ = [  # noqa: RUF022
-    "load_model", "run", "resume", "estimate", "stream", "reference", "verify", "load_trace", "kv_snapshot",
-    "diff_rows", "sweep", "load_sweep", "import_generate", "import_vllm",
-    "Request", "SamplingParams", "CaptureConfig", "Trace", "Interrupted",
+    "load_model", "run", "resume", "estimate", "draft_costs", "stream", "reference", "verify", "load_trace",
+    "kv_snapshot", "diff_rows", "sweep", "load_sweep", "import_generate", "import_vllm", "replay", "gradients",
+    "Request", "Chat", "SamplingParams", "CaptureConfig", "Trace", "Interrupted",
     "analysis", "tasks", "drafters", "interventions", "lenses", "patching", "plots", "probes",
 ]  # fmt: skip
 

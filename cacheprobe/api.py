@@ -1,9 +1,10 @@
-"""Defines the functions that a notebook needs: load_model, run, estimate, stream, reference, verify, kv_snapshot,
-load_trace, import_generate and import_vllm."""
+"""Defines the functions that a notebook needs: load_model, run, estimate, stream, reference, verify, kv_snapshot and
+load_trace; `imports.py` has import_generate and import_vllm."""
 
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -13,12 +14,14 @@ from cacheprobe.analysis.summary import behaviour_line
 from cacheprobe.capture.interrupts import Interrupted, cancelling
 from cacheprobe.capture.observers import ProgressBar
 from cacheprobe.capture.stream import Stream
-from cacheprobe.capture.to_disk import OutputOptions, to_disk
-from cacheprobe.continuation import plan_again, unfinished_run
+from cacheprobe.capture.to_disk import ImportOutput, OutputOptions, to_disk
+from cacheprobe.continuation import REFERENCE, plan_again, unfinished_run
 from cacheprobe.core.config import CaptureConfig, EngineConfig, EngineOptions, TokenRow
 from cacheprobe.core.records import Observer, SamplingParams
 from cacheprobe.core.values import JsonDict, require_known_options
+from cacheprobe.dictionaries import Dictionary
 from cacheprobe.drafters.base import Drafter
+from cacheprobe.drafters.replayed import Replayed
 from cacheprobe.engine.reference import read_rows, run_reference
 from cacheprobe.engine.shapes import choose_shapes
 from cacheprobe.estimates.result import Estimate
@@ -32,21 +35,20 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.models.loaders import load_model
 from cacheprobe.models.turns import hold_model
 from cacheprobe.plan import RunPlan
-from cacheprobe.trace.importers.generate import trace_of_generate
-from cacheprobe.trace.importers.vllm import trace_of_vllm
 from cacheprobe.trace.parts.journal import last_step
 from cacheprobe.trace.places import clean_finished
 from cacheprobe.trace.trace import Trace
 from cacheprobe.trace.trace import load_trace as open_trace
 
 __all__ = [
-    "estimate", "import_generate", "import_vllm", "kv_snapshot", "load_model", "load_trace", "reference", "resume",
-    "run", "stream", "verify",
+    "estimate", "kv_snapshot", "load_model", "load_trace", "reference", "resume", "run", "stream", "verify",
 ]  # fmt: skip
 
 
 class RunOptions(EngineOptions, OutputOptions, total=False):
     """Types the optional keyword arguments of `run` and `stream`."""
+
+    dictionary: "Dictionary | None"
 
 
 class RunSettings(EngineOptions, total=False):
@@ -55,6 +57,7 @@ class RunSettings(EngineOptions, total=False):
     drafter: Drafter | None
     deterministic: "bool | float | Iterable[Any]"
     capture: "str | CaptureConfig | None"
+    dictionary: "Dictionary | None"
     lens: "Lens | str | None"
     sampling: SamplingParams | None
     max_new_tokens: int | None
@@ -98,11 +101,14 @@ def run(
     options: window, group, capacity, prefill_chunk, prefill_group, pad_prefill, max_batch, max_kv_tokens,
         draft_length, acceptance, determinism, layers and path; `cacheprobe.core.config.EngineOptions` says what each
         does. The defaults suit the model and the processor.
+        dictionary, from `cp.lenses.Dictionary.load`, records the largest features of each row, as the field of
+        CaptureConfig does; `trace.features()` gives them.
         out, overwrite and memory_budget record the run to disk while it goes on, so that it can be longer than memory,
         looked at and continued (`resume`); see `cacheprobe.capture.to_disk.OutputOptions`.
     A request whose passes fail ends with an error and a warning; the others go on.
     In the main thread, Ctrl-C ends every request at the next round and raises `cp.Interrupted`, a KeyboardInterrupt
-    whose `trace` holds the tokens and states so far. A second Ctrl-C raises KeyboardInterrupt at once, without a trace.
+    whose `trace` holds the tokens and states so far; a finished run that `out` holds then stays, and the stopped one is
+    in the directory out-stopped. A second Ctrl-C raises KeyboardInterrupt at once, without a trace.
     Raises, before the first pass: ValueError for settings that do not fit, TypeError for an unknown one. Later:
     EngineError if all requests failed.
     Source: decode-verify-rollback of LLM-42, arXiv 2601.17768.  Twin: `reference`.
@@ -114,11 +120,15 @@ def run(
     )  # fmt: skip
     plan = _plan(model, prompts, drafter, given, is_on_disk=to.get("out") is not None)
     states = plan.states(drafter)
-    meta = {"kind": "run", "drafter": repr(drafter) if drafter else None, **_command_of(to)}
-    with to_disk(**to) as disk, _progress_bar(plan, progress) as bar, cancelling(states, progress) as stop:
+    meta = {"kind": "run", "drafter": repr(drafter) if drafter else None, **_origin_of(to)}
+    with (
+        _progress_bar(plan, progress) as bar,
+        cancelling(states, progress) as stop,
+        to_disk(**to, stop=stop) as disk,
+    ):
         trace = Execution(plan, plan.bind_loop(drafter), states, [bar], disk, **meta).run()
     if stop.was_pressed:
-        raise Interrupted(trace)
+        raise Interrupted(trace, disk.finished_in if disk else None)
     return _checked(plan, trace, progress)
 
 
@@ -134,7 +144,7 @@ def stream(model: CachedLM, prompts: Any, **settings: Unpack[StreamSettings]) ->
     plan = _plan(model, prompts, drafter, given, is_on_disk=to.get("out") is not None)
     states = plan.states(drafter)
     loop = plan.bind_loop(drafter)
-    meta = {"kind": "run", "drafter": repr(drafter) if drafter else None, **_command_of(to)}
+    meta = {"kind": "run", "drafter": repr(drafter) if drafter else None, **_origin_of(to)}
 
     def begin(observer: Observer) -> Generator[int, None, Trace]:
         """Runs the requests, from the first `next` on; returns the Trace."""
@@ -144,7 +154,7 @@ def stream(model: CachedLM, prompts: Any, **settings: Unpack[StreamSettings]) ->
     return Stream(states, plan.model.decode, begin)
 
 
-def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **settings: Unpack[RunSettings]) -> Trace:
+def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **settings: Unpack[StreamSettings]) -> Trace:
     """Generates with the slow reference and returns its Trace: each request runs alone, and each token after its first
     takes a pass of its own.
 
@@ -153,20 +163,22 @@ def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **setting
     determinism="invariant" whether passes are called verify or decode passes. Tokens, states and readings
     of a deterministic request of `run` equal those of `reference`, bit for bit, if both runs have the same schedule
     fingerprint (D2 in docs/determinism.md).
+    With out=, it is recorded to disk as by `run`. After a kill, `load_trace` reads what was written; `resume` refuses.
     """
     given: dict[str, Any] = {**settings}
+    to = _output_of(given)
     drafter = given.pop("drafter", None)
     for unused in ("max_batch", "max_kv_tokens", "draft_length"):
         given.pop(unused, None)
-    plan = _plan(model, prompts, drafter, given, max_in_flight=1)
-    states = plan.states(drafter, is_all_verified=True)
+    plan = _plan(model, prompts, drafter, given, max_in_flight=1, is_on_disk=to.get("out") is not None)
+    states, origin = plan.states(drafter, is_all_verified=True), _origin_of(to)
 
     def loop(states: Sequence[SequenceState], observer: Observer) -> Generator[int, None, None]:
         """Returns the generator of step numbers that runs these requests by the slow reference."""
         return run_reference(plan.model, states, plan.config, observer, plan.editor, plan.watch, plan.narrow_widths)
 
-    with _progress_bar(plan, progress) as bar:
-        trace = Execution(plan, loop, states, [bar], kind="reference", drafter=None).run()
+    with to_disk(**to) as disk, _progress_bar(plan, progress) as bar:
+        trace = Execution(plan, loop, states, [bar], disk, kind=REFERENCE, drafter=None, **origin).run()
     return _checked(plan, trace, progress)
 
 
@@ -178,6 +190,7 @@ def resume(
     lens: Lens | None = None,
     interventions: "Intervention | Iterable[Any]" = (),
     keep: "Callable[[TokenRow], bool] | None" = None,
+    dictionary: Dictionary | None = None,
     memory_budget: "int | str | None" = None,
     progress: bool = True,
 ) -> Trace:
@@ -185,27 +198,30 @@ def resume(
 
     Begins after the last part that is whole. Each request goes on with its committed tokens; their keys and values are
     computed again. Tokens and states of deterministic requests have the bits of a run that was not interrupted.
-    model, drafter, lens, interventions, keep (of CaptureConfig): those of the run; the lens only if it is not the logit
-    lens. The other settings are stored with the run.
+    model, drafter, lens, interventions, keep and dictionary (of CaptureConfig): those of the run; the lens only if it
+    is not the logit lens, and no drafter for a `cp.replay` without one. The other settings are stored with the run.
     Raises: TraceError without an unfinished run in the directory, and if another process records it; ValueError if
-    drafter, lens, interventions or the name of `keep` are not those of the run, and for requests that began from a
-    KVSnapshot; FingerprintMismatch if this machine or model has another schedule fingerprint.
+    drafter, lens, interventions, dictionary or the name of `keep` are not those of the run, and for requests that began
+    from a KVSnapshot; FingerprintMismatch if this machine or model has another schedule fingerprint.
     """
     if clean_finished(Path(directory)):
         return load_trace(directory, model)
     journal = unfinished_run(Path(directory))
-    plan, states = plan_again(journal, model, drafter, lens, interventions, keep)
+    replay = journal.header["meta"].get("replay")
+    if drafter is None and replay is not None and replay["is_replayed"]:
+        drafter = Replayed.from_record(replay["drafts"])
+    plan, states = plan_again(journal, model, drafter, lens, interventions, keep, dictionary)
     stored = journal.header["meta"]
-    meta = {name: stored[name] for name in ("kind", "drafter", "command") if name in stored}
+    meta = {name: stored[name] for name in ("kind", "drafter", "command", "replay") if name in stored}
     loop = plan.bind_loop(drafter, last_step(journal))
     with (
-        to_disk(directory, memory_budget=memory_budget, journal=journal) as disk,
         _progress_bar(plan, progress, sum(state.num_generated for state in states)) as bar,
         cancelling([state for state in states if not state.is_ended], progress) as stop,
+        to_disk(directory, memory_budget=memory_budget, journal=journal, stop=stop) as disk,
     ):
         trace = Execution(plan, loop, states, [bar], disk, **meta).run()
     if stop.was_pressed:
-        raise Interrupted(trace)
+        raise Interrupted(trace, disk.finished_in if disk else None)
     return _checked(plan, trace, progress)
 
 
@@ -214,7 +230,8 @@ def estimate(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> 
 
     Counts the run's passes exactly, runs a few of them on this machine, and multiplies. Every request is assumed to
     generate all its new tokens. With drafts, numbers are a range: from every draft token accepted to none.
-    Nothing is recorded, and interventions and a user's own drafter are not called.
+    Nothing is recorded, and interventions and a user's own drafter are not called. Requests with forced tokens count
+    as others of their length.
     Raises: as `run` before its first pass; ValueError, too, for a Thinking States model, and for a run that needs more
     memory than the machine has.
     """
@@ -227,9 +244,9 @@ def _output_of(options: Any) -> JsonDict:
     return {name: options.pop(name) for name in OutputOptions.__annotations__ if name in options}
 
 
-def _command_of(to: JsonDict) -> JsonDict:
-    """Removes "command" from output options; returns it as a dict, {} without one."""
-    return {"command": to.pop("command")} if "command" in to else {}
+def _origin_of(to: JsonDict) -> JsonDict:
+    """Removes "command" and "replay" from output options; returns those that were given, as a dict."""
+    return {name: to.pop(name) for name in ("command", "replay") if name in to}
 
 
 def _plan(
@@ -244,9 +261,20 @@ def _plan(
     an unknown option; ValueError for settings that do not fit the model or its memory."""
     require_known_options(given, RunSettings.__annotations__)
     settings = dict(given)
+    if (dictionary := settings.pop("dictionary", None)) is not None:
+        settings["capture"] = _with_dictionary(settings.get("capture", "STCZ"), dictionary)
     shapes = {field.name: settings.pop(field.name) for field in fields(EngineConfig) if field.name in settings}
     config = choose_shapes(model, drafter is not None, shapes)
     return RunPlan(model, prompts, *config, **settings, max_in_flight=max_in_flight, is_on_disk=is_on_disk)
+
+
+def _with_dictionary(capture: "str | CaptureConfig | None", dictionary: object) -> CaptureConfig:
+    """Returns the capture settings with a dictionary. Raises: ValueError if they have one."""
+    if not isinstance(capture, CaptureConfig):
+        return CaptureConfig(sites=capture, dictionary=dictionary)
+    if capture.dictionary is not None:
+        raise ValueError("capture has a dictionary, and dictionary= was given; leave out one")
+    return replace(capture, sites=capture.sites or None, dictionary=dictionary)
 
 
 def kv_snapshot(
@@ -284,11 +312,13 @@ def verify(
     *,
     interventions: "Intervention | Iterable[Any] | None" = None,
     progress: bool = True,
+    **to: Unpack[ImportOutput],
 ) -> Replay:
     """Runs the verified requests of a trace again with `reference`, and returns a Replay: the result of comparing both.
 
     Compares tokens; for deterministic requests also states and readings, bit for bit.
     model, interventions: those of the run; needed if the trace was loaded from disk (interventions: if it had any).
+    to: out, overwrite and memory_budget record the run of the reference to disk, so that it may be longer than memory.
     Raises: FingerprintMismatch if this machine or model has another schedule fingerprint; ValueError without a model,
     without a request that can be compared, and for a run that cannot be made again, such as an import.
     """
@@ -296,7 +326,7 @@ def verify(
     if model is None:
         raise ValueError("this trace was loaded without its model; use cp.verify(trace, model)")
     given = trace.interventions if interventions is None else as_interventions(interventions)
-    return replay(trace, model, reference, progress, given)
+    return replay(trace, model, partial(reference, **to), progress, given)
 
 
 def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
@@ -307,73 +337,6 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
     for a file that is missing or has another size than the manifest says.
     """
     return readable(open_trace(directory, model))
-
-
-def import_generate(
-    outputs: Any,
-    *,
-    attention_mask: Any = None,
-    stop_token_ids: "Iterable[int] | None" = None,
-    model: CachedLM | None = None,
-    tokenizer: Any = None,
-    name: str | None = None,
-) -> Trace:
-    """Returns a Trace of the output of Hugging Face's `generate` with hidden states: one request for each sequence.
-
-    outputs: of generate(..., return_dict_in_generate=True, output_hidden_states=True), and output_logits=True for
-        log-probabilities; or a safetensors file of `sequences`, `hidden_states.PASS.BLOCK`, `logits.PASS` and
-        `attention_mask`.
-    attention_mask: [b, prompt], as given to `generate`; needed for more than one sequence.
-    stop_token_ids: token ids that end a sequence, () for none; by default the model's.
-    model: the model that generated, loaded here. It computes the first prompt's first tokens again, to compare their
-        states with the given ones; lenses can then read the given states.
-    tokenizer: for texts, if no model is given.  name: the model's, for the metadata.
-    The Trace has S of every block but the last. `trace.missing` lists what is missing; using that raises an error.
-    Raises: ImportRefused for another layout, for example of beam search, assisted decoding, passes without a cache or
-    prompts padded on the right, and for states that are not the model's.
-    """
-    return readable(
-        trace_of_generate(
-            outputs,
-            attention_mask=attention_mask,
-            stop_token_ids=stop_token_ids,
-            model=model,
-            tokenizer=tokenizer,
-            name=name,
-        )
-    )
-
-
-def import_vllm(
-    outputs: Any,
-    layers: "Iterable[int]",
-    *,
-    num_prompt_tokens: "int | Iterable[int] | None" = None,
-    model: CachedLM | None = None,
-    tokenizer: Any = None,
-    name: str | None = None,
-) -> Trace:
-    """Returns a Trace of hidden states written by vLLM's ExampleHiddenStatesConnector, one request for each file.
-
-    outputs: the result of `LLM.generate`, whose `kv_transfer_params` name the files; or files, or folders of files.
-    layers: the setting eagle_aux_hidden_state_layer_ids; id k becomes S of layer k - 1.
-    num_prompt_tokens: if files are given: how many of their tokens are the prompt, one number or one for each file; all
-        by default. The last generated token is in no file, so that it has no row.
-    model, tokenizer, name: as for `import_generate`.
-    `trace.missing` lists what is missing; using that raises an error.
-    Raises: ImportRefused for another layout, other layers than the file has, NaN or infinite values, and states
-    that are not the model's.
-    """
-    return readable(
-        trace_of_vllm(
-            outputs,
-            layers,
-            num_prompt_tokens=num_prompt_tokens,
-            model=model,
-            tokenizer=tokenizer,
-            name=name,
-        )
-    )
 
 
 def _progress_bar(plan: RunPlan, is_shown: bool, done: int = 0) -> ProgressBar:

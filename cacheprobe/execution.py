@@ -82,7 +82,7 @@ class Execution:
             if self.disk is None or self.writer is None:
                 trace = assemble(self.recorder, plan.requests, *settings)
             else:
-                trace = assemble_on_disk(self.disk, self.writer, plan.requests, states, *settings)
+                trace = assemble_on_disk(self.disk, self.writer, self.recorder, plan.requests, states, *settings)
         trace.interventions = plan.interventions
         trace.kept_rows = {s.request_id: s.kept_rows for s in states if s.kept_rows is not None}
         return trace

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from cacheprobe.capture.features import recorded_dictionary
 from cacheprobe.capture.later import chosen_lens
 from cacheprobe.capture.lens_reader import LENS_TILE
 from cacheprobe.capture.recorder import Recorder
@@ -31,10 +32,13 @@ from cacheprobe.interventions.editor import Editor
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot, require_fit, require_plain
 from cacheprobe.lenses.base import Lens, require_readable
+from cacheprobe.lenses.identity import lens_identity
+from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM, StateSink
+from cacheprobe.models.experts.sites import head_places
 from cacheprobe.models.hf.heads import require_heads
 from cacheprobe.models.paths import choose_path
-from cacheprobe.models.prompts import answer_ids_of, as_list, text_of, token_ids_of
+from cacheprobe.models.prompts import Chat, answer_ids_of, as_list, text_of, token_ids_of
 from cacheprobe.models.turns import hold_model
 
 DEFAULT_SAMPLING = SamplingParams(
@@ -83,6 +87,7 @@ class RunPlan:
         self.model.check_settings(config.window)
         self.config, self.open_shapes, self._is_on_disk = config, open_shapes, is_on_disk
         self.layers = captured_layers(self.capture, layers, model.n_layers)
+        recorded_dictionary(self.capture, self.model)
         if self.capture.heads:
             require_heads(self.model, self.capture.heads, self.layers)
         self.lens, self.recorded_capture = chosen_lens(lens, self.capture, self.model)
@@ -117,8 +122,7 @@ class RunPlan:
 
     def _size(self, item: Any) -> tuple[int, int, int]:
         """Returns (1, new tokens, samples) of a prompt; 1 stands for the prompt's tokens, which are not counted yet."""
-        own = item.sampling if isinstance(item, Request) and item.sampling else SamplingParams()
-        settings = own.over(self.fallback)
+        settings = _own_sampling(item).over(self.fallback)
         return 1, min(settings.max_new_tokens or 1, self.model.n_ctx), settings.n or 1
 
     def _check_sizes(self, requests: list[tuple[int, int, int]], max_in_flight: int | None) -> None:
@@ -152,11 +156,18 @@ class RunPlan:
         given = item if isinstance(item, Request) else Request(())
         prompt: Any = given.prompt if given is item else item
         example = given.example
+        is_chat = given.is_chat or bool(getattr(prompt, "chat", getattr(example, "chat", False)))
         if hasattr(prompt, "prompt_text"):
-            example, prompt = prompt, text_of(prompt, self.model, index)
-        ids = token_ids_of(prompt, self.model, index, is_chat=bool(getattr(example, "chat", False)))
-        own = given.sampling or SamplingParams()
+            example = example if isinstance(prompt, Chat) else prompt
+            prompt = text_of(prompt, self.model, index)
+        ids = token_ids_of(prompt, self.model, index, is_chat=is_chat)
+        own = _own_sampling(given)
         _check_stops(own, self.model, f"request {index}: ")
+        if bad := [token for token in given.forced_token_ids if not 0 <= token < self.model.d_vocab]:
+            raise ValueError(
+                f"request {index}: forced token {bad[0]} is outside the vocabulary of {self.model.name}, "
+                f"{self.model.d_vocab}; give tokens of this model's tokenizer"
+            )
         request = replace(
             given,
             prompt=prompt if isinstance(prompt, str) else ids,
@@ -165,6 +176,7 @@ class RunPlan:
             request_id=index,
             prompt_token_ids=ids,
             example=example,
+            is_chat=is_chat,
         )
         self._check_cached(request)
         self._check_fit(request)
@@ -263,7 +275,7 @@ class RunPlan:
 
     def _hooked(self) -> Hooked:
         """Returns the (site, layer) hooks of captured heads and of interventions, for the trial of pass shapes."""
-        heads = tuple((site, layer) for layer in self.layers for site in self.capture.heads)
+        heads = tuple(head_places(self.model, self.capture.heads, self.layers))
         return Hooked(heads, tuple(self.editor.sites) if self.editor is not None else ())
 
     def _drafting(self, drafter: Drafter) -> Drafting:
@@ -315,7 +327,9 @@ class RunPlan:
 
     def fingerprint(self) -> Fingerprint:
         """Returns the run's schedule fingerprint as a dict: see engine/fingerprint.py."""
-        return schedule_fingerprint(self.model, self.config, LENS_TILE, self.interventions, self.requests)
+        is_told = self.recorded_capture.reads_lens and not isinstance(self.lens, LogitLens)
+        lens = lens_identity(self.lens) if is_told else ""
+        return schedule_fingerprint(self.model, self.config, LENS_TILE, self.interventions, self.requests, lens)
 
     @contextmanager
     def hooks(self, recorder: Recorder | None = None) -> Iterator[None]:
@@ -339,6 +353,16 @@ def of_this_thread(sink: StateSink) -> StateSink:
             sink(site, layer, value)
 
     return capture
+
+
+def _own_sampling(item: Any) -> SamplingParams:
+    """Returns the sampling settings of a prompt itself; None where it leaves one to the run. A request with forced
+    tokens commits all of them, and nothing else."""
+    if not isinstance(item, Request):
+        return SamplingParams()
+    if forced := item.forced_token_ids:
+        return SamplingParams(temperature=0.0, max_new_tokens=len(forced), n=1, stop_token_ids=(), stop=())
+    return item.sampling or SamplingParams()
 
 
 def _check_stops(sampling: SamplingParams, model: CachedLM, where: str = "") -> None:

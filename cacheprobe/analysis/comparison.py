@@ -110,7 +110,19 @@ def _logprobs(events: pd.DataFrame) -> dict[int, list[float]]:
 
 _AT_FIRST = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "stop": []}
 """Sampling settings that the first format did not store, because there was one choice."""
-_CAPTURED = ("layers", "positions", "phases", "statuses", "every", "keep", "dtype", "prompt_hypotheses", "top_k")
+_CAPTURED = (
+    "layers",
+    "positions",
+    "phases",
+    "statuses",
+    "every",
+    "keep",
+    "dtype",
+    "prompt_hypotheses",
+    "top_k",
+    "dictionary",
+    "top_features",
+)
 """Settings of `CaptureConfig` beside sites and heads."""
 _MOST_VALUES = 8
 """Most values of one setting that are listed."""
@@ -126,6 +138,11 @@ def setting_differences(
     """
     pair = _in_words(ours, our_requests), _in_words(theirs, their_requests)
     return [(name, *_listed(mine, pair[1][name])) for name, mine in pair[0].items() if mine != pair[1][name]]
+
+
+def lens_of(meta: JsonDict) -> object:
+    """Returns what the metadata of a run says of its lens: its settings, or its name alone."""
+    return meta.get("fingerprint", {}).get("lens") or meta.get("lens")
 
 
 def _in_words(meta: JsonDict, requests: Sequence[JsonDict]) -> dict[str, str]:
@@ -145,7 +162,7 @@ def _in_words(meta: JsonDict, requests: Sequence[JsonDict]) -> dict[str, str]:
         "device": str(fingerprint.get("device")),
         "drafter": str(meta.get("drafter") or "none"),
         "interventions": "; ".join(changes) or "none",
-        "lens": str(meta.get("lens")),
+        "lens": str(lens_of(meta)),
         "requests": str(len(requests)),
         "deterministic requests": str(sum(bool(request.get("is_deterministic")) for request in requests)),
         **{words: _values([_plain(of[name]) for of in sampled]) for name, words in _SAMPLING.items()},

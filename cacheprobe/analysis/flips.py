@@ -188,6 +188,11 @@ def require_reproducible(trace: "Trace", one: Rejection) -> None:
             f"{about}: expected a run that read its prompts, got one that went on from cached keys and values; run the "
             "whole prompt"
         )
+    if request.forced_token_ids:
+        raise ValueError(
+            f"{about}: expected a token that the verifier chose, but the tokens of a replay were forced; choose "
+            "another run"
+        )
     sampling = request.sampling
     is_sampled = sampling is not None and not sampling.is_greedy and not request.is_deterministic
     if is_sampled and trace.meta["config"].get("acceptance", "equality") == "rejection":

@@ -12,6 +12,7 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks import accuracy
 from cacheprobe.trace.state_store import MemoryStore
 from cacheprobe.trace.tables import build as tables
+from cacheprobe.trace.tables.features import feature_table
 from cacheprobe.trace.tables.thoughts import first_logits, thought_lines, thought_states, thoughts_table
 from cacheprobe.trace.trace import Trace
 
@@ -58,6 +59,7 @@ def assemble(
         ledger_table=tables.ledger_table(part.ledger),
         store=MemoryStore(part.states),
         thought_table=thought_table,
+        feature_table=feature_table(part.features, rows, capture.statuses) if part.features else None,
         thought_states=thought_states(thoughts) if thoughts else None,
         meta=whole,
         model=model,
@@ -99,7 +101,7 @@ def meta_after(
     missing = {**meta.get("missing", {}), **missing_readings(errors, has_readings), **unscored}
     return {
         **({"errors": meta["errors"]} if "errors" in meta else {}),
-        "checks": [asdict(check) for check in (recorder.residual_check, recorder.lens_check) if check.num_rows],
+        "checks": recorder.checks,
         "finish": {str(r.request_id): recorder.finished[r.request_id].reason for r in requests},
         "preemptions": recorder.preemptions,
         "self_checks": {"compared": recorder.num_compared, "differences": recorder.differences},
@@ -133,6 +135,12 @@ def _behaviour_or_reason(
         return None, {"behaviour": reason}
 
 
+def _answered(request: Request, text: str) -> str:
+    """Returns a generated text, after a <think> if the prompt ends inside of reasoning."""
+    prompt = request.prompt if isinstance(request.prompt, str) else ""
+    return f"<think>{text}" if prompt.rfind("<think>") > prompt.rfind("</think>") else text
+
+
 def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, str]) -> dict[str, float | None] | None:
     """Returns a dict that scores the run on its task: num_examples, accuracy, accuracy_low, accuracy_high,
     num_unparsed, chance, answer_mass, forced_accuracy.
@@ -148,7 +156,7 @@ def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, 
     scored = [r for r in ended if r.example is not None]
     if len({tuple(sorted(r.example.question.answers)) for r in scored}) != 1:
         return None
-    score = accuracy([r.example for r in scored], [texts[r.request_id] for r in scored])
+    score = accuracy([r.example for r in scored], [_answered(r, texts[r.request_id]) for r in scored])
     masses = [recorder.answer_mass[r.request_id] for r in scored if r.request_id in recorder.answer_mass]
     low, high = score.interval
     known = {

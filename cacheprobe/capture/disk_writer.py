@@ -7,14 +7,13 @@ be continued there. `trace/parts/growing.py` reads the parts.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
 import pandas as pd
 import torch
 from torch import Tensor
 
 from cacheprobe.capture.lens_reader import Queued
-from cacheprobe.capture.recorder import Recorder
+from cacheprobe.capture.part import Source
 from cacheprobe.core.records import Finished, Observer, Request, StepRecord
 from cacheprobe.core.values import JsonDict
 from cacheprobe.kvcache.sequence import SequenceState
@@ -44,7 +43,7 @@ class DiskWriter(Observer):
     """Writes the parts of one run. Must receive the events of the run after its recorder."""
 
     def __init__(
-        self, recorder: Recorder, place: Recording, part_bytes: int, journal: Journal, requests: Sequence[Request]
+        self, recorder: Source, place: Recording, part_bytes: int, journal: Journal, requests: Sequence[Request]
     ) -> None:
         """Prepares a writer for the run of `recorder`, into the directory of `place`.
 
@@ -64,7 +63,8 @@ class DiskWriter(Observer):
         self._seen_tokens = {token_id for part in journal.parts for token_id, _ in part["token_texts"]}
         self._new_tokens: set[int] = set()
         self._has_states = bool(journal.names("states"))
-        self._step = last_step(journal)
+        self.step = last_step(journal)
+        """Number of the newest step, which the next line of the journal names."""
         self._waiting = waiting_file(journal)
         """Name of the file of waiting rows that the newest line of the journal names; None without one."""
         self._began = self._last = time.monotonic()
@@ -83,7 +83,7 @@ class DiskWriter(Observer):
 
     def on_step(self, record: StepRecord) -> None:
         """Writes the files of a part if the recorder holds as much as it may."""
-        self._step = record.step
+        self.step = record.step
         if self.recorder.num_bytes >= self.part_bytes:
             self._write()
 
@@ -113,7 +113,7 @@ class DiskWriter(Observer):
 
     def _write(self) -> None:
         """Writes what the recorder holds as files that the journal does not name yet."""
-        part, texts_of = self.recorder.take(), self.recorder.model.token_texts
+        part, texts_of = self.recorder.take(), self.recorder.token_texts
         self._labelled += [[number, row.role, row.status, row.state_index] for number, row in part.labelled]
         rows = tables.rows_table(part.rows, texts_of)
         rows["row"] += part.first_row
@@ -125,11 +125,12 @@ class DiskWriter(Observer):
                 if len(table):
                     self._write_table(kind, table)
             if part.thoughts:
+                assert self.recorder.model is not None
                 self._write_table("thoughts", thought_lines(part.thoughts, self.requests, self.recorder.model))
                 logits = first_logits(part.thoughts)
                 self._write_tensors("thoughts", {"states": thought_states(part.thoughts), "first_logits": logits})
             states = {tensor_key(*place): tensor.contiguous() for place, tensor in part.states.items()}
-            for kind, tensors in (("states", states), ("readings", part.columns)):
+            for kind, tensors in (("states", states), ("readings", part.columns), ("features", part.features)):
                 # a run that keeps no row has a file of states too, with empty tensors
                 is_first = kind == "states" and tensors and not self._has_states
                 if is_first or any(tensor.numel() for tensor in tensors.values()):
@@ -140,7 +141,8 @@ class DiskWriter(Observer):
     @property
     def _kept(self) -> str:
         """Says, in an error of the file system, what is left and how the run goes on."""
-        return f"its whole parts stay; when the fault is gone, `cacheprobe resume {self.place.directory}` continues it"
+        command = f"`cacheprobe resume {self.place.directory}`"
+        return f"its whole parts stay; when the fault is gone, {command} continues it, unless it is an import"
 
     def _write_table(self, kind: str, table: pd.DataFrame) -> None:
         name = f"{kind}-{self.place.run_id}-{self._number:05d}.parquet"
@@ -158,10 +160,10 @@ class DiskWriter(Observer):
         self._num_masses = len(recorder.answer_mass)
         texts = {number: self._new_text(number) for number in self._committed}
         return {
-            "step": self._step,
+            "step": self.step,
             "seconds": time.monotonic() - self._last,  # since the part before, or since this process began to record
             "num_rows": recorder.num_taken,
-            "num_states": recorder.blocks.num_rows,
+            "num_states": recorder.num_states,
             "names": self._names,
             "files": self._files.sizes,
             "sha256": self._files.sha256,
@@ -170,7 +172,7 @@ class DiskWriter(Observer):
             "committed": _by_text(self._committed),
             "roles": _by_text(self._roles),
             "texts": _by_text(texts),
-            "token_texts": list(zip(new, recorder.model.token_texts(new), strict=True)),
+            "token_texts": list(zip(new, recorder.token_texts(new), strict=True)),
             "finish": _by_text({number: finished.reason for number, finished in self._finished.items()}),
             "errors": dict(errors),
             "answer_mass": _by_text(masses),
@@ -178,13 +180,13 @@ class DiskWriter(Observer):
             "lens_errors": {} if reader is None else _by_text(reader.errors),
             "preemptions": recorder.preemptions,
             "self_checks": {"compared": recorder.num_compared, "differences": recorder.differences},
-            "checks": [asdict(check) for check in (recorder.residual_check, recorder.lens_check) if check.num_rows],
+            "checks": recorder.checks,
         }
 
     def _new_text(self, request_id: int) -> tuple[int, str]:
         """Returns (number of characters of the request's earlier text that stay, the text after them). A new token may
         change an incomplete character before it."""
-        earlier, now = self._texts[request_id], self.recorder.model.decode(self._tokens[request_id])
+        earlier, now = self._texts[request_id], self.recorder.decode(self._tokens[request_id])
         self._texts[request_id] = now
         shorter = min(len(earlier), len(now))
         is_longer = now.startswith(earlier)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from cacheprobe.kvcache.sequence import SequenceState
@@ -13,11 +14,13 @@ from cacheprobe.trace.trace import Trace
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised after Ctrl-C stopped a run. `trace` is the run's Trace; requests that had not finished are "cancelled"."""
+    """Raised after Ctrl-C stopped a run. `trace` is the run's Trace; requests that had not finished are "cancelled".
+    `directory` is where it is on the disk, None if it is not: out, or out-stopped if `out` holds a run that the stopped
+    one was to replace."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, directory: Path | None = None) -> None:
         ends = list(trace.meta["finish"].values())
-        self.trace = trace
+        self.trace, self.directory = trace, directory
         self.num_cancelled = ends.count("cancelled")
         super().__init__(
             f"stopped by Ctrl-C: {len(ends) - self.num_cancelled} of {len(ends)} requests finished, "

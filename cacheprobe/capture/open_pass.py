@@ -49,6 +49,10 @@ class OpenPass:
     """Activations of attention heads, for the kept rows."""
     lens_block: Tensor | None = None
     """[layers, n, m] of S, for the rows that the lens reads."""
+    feature_place: tuple[str, int] | None = None
+    """(site, layer) whose states a dictionary encodes; None if features are not recorded."""
+    feature_states: Tensor | None = None
+    """[n, m], for the kept rows: the states at `feature_place`; None before its hook was called."""
     watched: dict[tuple[str, int], Tensor] | None = None
     """States of the rows of the self-check, by (site, layer); None in a pass without a self-check."""
 
@@ -100,6 +104,8 @@ class OpenPass:
         flat = value.reshape(-1, value.shape[-1]).to(device)  # layers may lie on several devices
         if self.watched is not None:
             self.watched[site, layer] = flat[self.checked_index]
+        if (site, layer) == self.feature_place:
+            self.feature_states = flat[self.keep_index]
         index = self.layer_index.get(layer)
         if index is None or site == "pre":
             return

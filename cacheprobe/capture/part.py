@@ -1,11 +1,16 @@
-"""Defines what a recorder gives away at once (Part), and what it may still discard (Unconfirmed)."""
+"""Defines what a recorder gives away at once (Part), what it may still discard (Unconfirmed), and what a DiskWriter
+needs of it (Source)."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from cacheprobe.capture.lens_reader import Queued
+from cacheprobe.capture.lens_reader import LensReader, Queued
 from cacheprobe.core.records import StepRecord, Thought
+from cacheprobe.core.values import JsonDict
+from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.rows import LedgerChange, RowRecord
 
 
@@ -26,6 +31,8 @@ class Part:
     steps: list[StepRecord]
     ledger: list[LedgerChange]
     thoughts: list[Thought]
+    features: dict[str, Tensor] = field(default_factory=dict)
+    """Features of a dictionary, as from `FeatureRecorder.take`; {} for a run without one."""
 
 
 @dataclass
@@ -46,3 +53,56 @@ class Unconfirmed:
     """Rows, and their states for the lens, to queue once the step is confirmed."""
     masses: dict[int, tuple[float, ...]] = field(default_factory=dict)
     """Unconfirmed entries of `Recorder.answer_mass`."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Lists what a DiskWriter needs: of the Recorder of a run, or of an import."""
+
+    num_taken: int
+    """Number of rows that `take` has returned."""
+    num_compared: int
+    differences: list[str]
+    preemptions: list[tuple[int, int]]
+
+    @property
+    def model(self) -> CachedLM | None:
+        """The model that runs; None for an import without a model."""
+        ...
+
+    @property
+    def reader(self) -> LensReader | None:
+        """The lens reader; None if no lens reads."""
+        ...
+
+    @property
+    def answer_mass(self) -> Mapping[int, tuple[float, ...]]:
+        """By request id: the probability of the first token of each answer."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated bytes of what the next call of `take` returns."""
+        ...
+
+    @property
+    def num_states(self) -> int:
+        """Number of rows with states so far."""
+        ...
+
+    @property
+    def checks(self) -> list[JsonDict]:
+        """Results of the self-checks that have checked a row."""
+        ...
+
+    def take(self) -> Part:
+        """Returns what was recorded since the last call, and forgets it."""
+        ...
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the text of each token id."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the joint text of token ids."""
+        ...

@@ -6,19 +6,22 @@ draft token is labelled at the verdict (`on_commit`, `on_rollback`, `on_give_up`
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from cacheprobe.capture.features import FeatureRecorder
 from cacheprobe.capture.kept_states import KeptStates, is_kept, status_of
 from cacheprobe.capture.lens_reader import LensReader, Queued
 from cacheprobe.capture.open_pass import OpenPass
 from cacheprobe.capture.part import Part, Unconfirmed
 from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.records import Finished, ForwardRecord, Observer, RowSlot, StepRecord, Thought
+from cacheprobe.core.values import JsonDict
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.experts.sites import head_places
 from cacheprobe.ops.kernel_set import DTYPES, KernelSet
 from cacheprobe.trace import self_checks as checks
 from cacheprobe.trace.rows import LedgerChange, RowRecord
@@ -64,6 +67,7 @@ class Recorder(Observer):
         self.kept = KeptStates(self.config, self.layers, self.model.dtype)
         self.blocks, self.head_blocks = self.kept.blocks, self.kept.heads
         self.reader = LensReader(self.model, self.lens, self.config.top_k) if self.config.reads_lens else None
+        self.features = FeatureRecorder.of(self.config, self.model)
         operations = getattr(self.model, "operations", None)
         self._pack = operations.pack if isinstance(operations, KernelSet) and self.kept.dtype in DTYPES else None
         self.residual_check = checks.residual_check(self.model.dtype)
@@ -96,14 +100,33 @@ class Recorder(Observer):
             return []
         entering = [("pre", layer) for layer in sorted({0, *self.model.injected_layers})]
         states = [(site, layer) for layer in range(self.model.n_layers) for site in "STC"]
-        return entering + states + [(site, layer) for layer in self.layers for site in self.config.heads]
+        return entering + states + head_places(self.model, self.config.heads, self.layers)
 
     @property
     def num_bytes(self) -> int:
         """Estimated bytes of what the next call of `take` returns."""
         readings = 0 if self.reader is None else self.reader.num_held * (_READING_BYTES + 12 * self.config.top_k)
         thoughts = sum(thought.state.nbytes + thought.first_logits.nbytes for thought in self.thoughts)
-        return self.kept.num_bytes + readings + thoughts + len(self.rows) * _ROW_BYTES
+        features = 0 if self.features is None else self.features.num_bytes
+        return self.kept.num_bytes + features + readings + thoughts + len(self.rows) * _ROW_BYTES
+
+    @property
+    def num_states(self) -> int:
+        """Number of rows with states so far."""
+        return self.blocks.num_rows
+
+    @property
+    def checks(self) -> list[JsonDict]:
+        """Results of the self-checks that have checked a row."""
+        return [asdict(check) for check in (self.residual_check, self.lens_check) if check.num_rows]
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the text of each token id."""
+        return self.model.token_texts(token_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the joint text of token ids."""
+        return self.model.decode(token_ids)
 
     def take(self) -> Part:
         """Returns what was recorded since the last call, and forgets it. Call it after `on_step` and before the next
@@ -116,7 +139,8 @@ class Recorder(Observer):
         self._late += [(number, row) for number, row in enumerate(rows, first) if not row.role]
         self.num_taken += len(rows)
         columns = self.reader.take() if self.reader is not None else {}
-        part = Part(first, rows, labelled, self.kept.joined(), columns, self.steps, self.ledger, self.thoughts)
+        found = {} if self.features is None else self.features.take()
+        part = Part(first, rows, labelled, self.kept.joined(), columns, self.steps, self.ledger, self.thoughts, found)
         self.steps, self.ledger, self.thoughts = [], [], []
         self._unconfirmed = Unconfirmed()
         return part
@@ -140,6 +164,7 @@ class Recorder(Observer):
         ]
         now = self._now = OpenPass.of(rows, shape[1], kept, reads, self.blocks.layer_index, device)
         now.pack = self._pack
+        now.feature_place = self.features.place if self.features is not None and any(kept) else None
         if any(kept):
             now.open_states(self.blocks.open(len(now.keep_index), width), device)
             if self.head_blocks is not None:
@@ -168,31 +193,33 @@ class Recorder(Observer):
         assert now is not None
         states = now.finish()
         kept_rows: list[RowRecord] = []
+        kept_numbers: list[int] = []
         lens_column = 0
         for slot, wanted, is_read in zip(record.rows, now.kept, now.lens_rows, strict=True):
             row = RowRecord(slot.request_id, record.step, record.phase, slot.position, slot.token_id, ran)
-            if wanted:
-                kept_rows.append(row)
             if slot.is_draft:
                 self._undecided[slot.request_id].append(row)
             else:
                 self._label_row(row, self._roles[slot.request_id][slot.position], status_of(slot))
             self.rows.append(row)
+            if wanted:
+                kept_rows.append(row)
+                kept_numbers.append(self._newest_row)
             if is_read:
                 assert now.lens_block is not None
                 self._queue(row, now.lens_block[:, lens_column], ran)
                 lens_column += 1
         self._unconfirmed.num_blocks += self.kept.add(kept_rows, states, now.heads)
+        if self.features is not None and now.feature_states is not None:
+            self.features.add(kept_numbers, now.feature_states)
         if now.watched is not None:
             self._check(record, now, now.watched, ran)
 
     def _queue(self, row: RowRecord, states: Tensor, ran: int) -> None:
         """Collects the newest row for the lens reader, with its states [layers, m] of the kept layers that ran."""
-        layers = self._layers_below[ran]
-        states = states[: len(layers)].clone()
-        queued = Queued(
-            self.num_taken + len(self.rows) - 1, row.position, states, layers, request_id=row.request_id, step=row.step
-        )
+        layers, number = self._layers_below[ran], self.num_taken + len(self.rows) - 1
+        kept = states[: len(layers)].clone()
+        queued = Queued(number, row.position, kept, layers, request_id=row.request_id, step=row.step)
         self._unconfirmed.reads.append((row, queued))
 
     def _queue_reading(self, row: RowRecord, queued: Queued) -> None:
@@ -257,6 +284,8 @@ class Recorder(Observer):
         self.kept.drop_last(self._unconfirmed.num_blocks, lost)
         for request_id in {row.request_id for row in self.rows[first_row:]}:
             self._undecided[request_id] = [row for row in self._undecided[request_id] if id(row) not in lost]
+        if self.features is not None:
+            self.features.drop_from(self.num_taken + first_row)
         del self.rows[first_row:], self.thoughts[first_thought:]
         self._unconfirmed = Unconfirmed(first_row, first_thought)
         self._now = None
@@ -270,6 +299,8 @@ class Recorder(Observer):
         for number, row in self._prompt_rows.get(source_id, ()):
             mine = replace(row, request_id=request_id)
             self.rows.append(mine)
+            if self.features is not None:
+                self.features.copy(self._newest_row, number)
             if (queued := reads.get(number)) is not None:
                 own = replace(queued, row=self._newest_row, target=-1, request_id=request_id)
                 self._unconfirmed.reads.append((mine, own))

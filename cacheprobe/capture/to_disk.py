@@ -9,7 +9,9 @@ from typing import TypedDict
 
 from cacheprobe.capture.assemble import meta_after, meta_before
 from cacheprobe.capture.disk_writer import DiskWriter, part_bytes_of
+from cacheprobe.capture.interrupts import Stop
 from cacheprobe.capture.later import read_now
+from cacheprobe.capture.part import Source
 from cacheprobe.capture.recorder import Recorder
 from cacheprobe.capture.restore import restore_recorder
 from cacheprobe.core.config import CaptureConfig, EngineConfig
@@ -19,7 +21,7 @@ from cacheprobe.engine.sizes import available_bytes
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.trace.parts.growing import GrowingRun
 from cacheprobe.trace.parts.journal import Journal, begin_journal, cut_journal, read_journal
-from cacheprobe.trace.places import Recording, recording, saying_why
+from cacheprobe.trace.places import Recording, free_beside, recording, saving, saying_why
 from cacheprobe.trace.run_files import RunFiles
 from cacheprobe.trace.storage import request_record
 from cacheprobe.trace.trace import Trace, load_trace
@@ -32,6 +34,10 @@ class ToDisk:
     place: Recording
     part_bytes: int
     journal: Journal | None = None
+    stop: Stop | None = None
+    """Says whether Ctrl-C stopped the run; None for a run that Ctrl-C does not stop."""
+    finished_in: Path | None = None
+    """Directory of the finished run; None before."""
 
     def begin(
         self, recorder: Recorder, requests: Sequence[Request], states: Sequence[SequenceState], meta: JsonDict
@@ -41,32 +47,60 @@ class ToDisk:
         meta: metadata of the run that is known before its first pass.  states: of all requests, restored if it goes on.
         """
         directory, journal = self.place.directory, self.journal
-        with saying_why(directory):
-            if journal is None:
-                sites, heads = list(recorder.config.state_sites), list(recorder.config.heads)
-                layers = sorted(recorder.layers) if sites or heads else []
-                records = [request_record(request) for request in requests]
-                started = [request.request_id for request in requests if request.cached is not None]
-                content = {"run_id": self.place.run_id, "requests": records, "meta": meta, "from_snapshots": started}
-                begin_journal(directory, {**content, "sites": sites, "heads": heads, "layers": layers})
-                journal = _journal_in(directory)
-            else:
+        if journal is None:
+            sites, heads = list(recorder.config.state_sites), list(recorder.config.heads)
+            layers = sorted(recorder.layers) if sites or heads else []
+            writer = self.begin_new(recorder, requests, meta, {"sites": sites, "heads": heads, "layers": layers})
+            journal = _journal_in(directory)
+        else:
+            with saying_why(directory):
                 cut_journal(journal)
                 _delete_unnamed(journal)
+            writer = None
         restore_recorder(recorder, states, journal)
-        return DiskWriter(recorder, self.place, self.part_bytes, journal, requests)
+        return writer or DiskWriter(recorder, self.place, self.part_bytes, journal, requests)
 
-    def finish(self, meta: JsonDict) -> None:
-        """Writes one table of each kind, and the manifest. meta: of the whole run."""
-        self.place.finish(lambda: GrowingRun(_journal_in(self.place.directory)).finish(self._files(), meta))
+    def begin_new(
+        self, source: Source, requests: Sequence[Request], meta: JsonDict, sites: Mapping[str, Sequence[object]]
+    ) -> DiskWriter:
+        """Begins the journal of a run or of an import, and returns its writer.
 
-    def _files(self) -> RunFiles:
-        return RunFiles(self.place.directory, self.place.staging, self.place.run_id)
+        meta: metadata that is known before the first pass.  sites: the lists `sites`, `heads` and `layers`.
+        """
+        directory = self.place.directory
+        records = [request_record(request) for request in requests]
+        started = [request.request_id for request in requests if request.cached is not None]
+        content = {"run_id": self.place.run_id, "requests": records, "meta": meta, "from_snapshots": started}
+        with saying_why(directory):
+            begin_journal(directory, {**content, **sites})
+        return DiskWriter(source, self.place, self.part_bytes, _journal_in(directory), requests)
+
+    def finish(self, meta: JsonDict) -> Path:
+        """Writes one table of each kind, and the manifest; returns the directory of the run. meta: of the whole run.
+
+        If Ctrl-C stopped a run that was to replace a finished one, the finished run stays, and the stopped one gets a
+        directory beside it; see `places.free_beside`.
+        """
+        run, place = GrowingRun(_journal_in(self.place.directory)), self.place
+        if self.stop is not None and self.stop.was_pressed and place.replaces_a_run:
+            self.finished_in = free_beside(place.directory)
+            with saving(self.finished_in, place.run_id) as staging:
+                files = RunFiles(self.finished_in, staging, place.run_id)
+                for name in run.journal.names("states"):
+                    files.write(name, lambda path, name=name: run.files.copy(name, path))
+                run.finish(files, meta)
+            place.drop()
+        else:
+            files = RunFiles(place.directory, place.staging, place.run_id)
+            place.finish(lambda: run.finish(files, meta))
+            self.finished_in = place.directory
+        return self.finished_in
 
 
 def assemble_on_disk(
     disk: ToDisk,
     writer: DiskWriter,
+    recorder: Recorder,
     requests: Sequence[Request],
     states: Sequence[SequenceState],
     fingerprint: Mapping[str, object],
@@ -78,15 +112,15 @@ def assemble_on_disk(
 
     Twin: `assemble.assemble`, ==: the tables have the same lines, and the states the same bits.
     """
-    recorder, directory = writer.recorder, disk.place.directory
+    directory = disk.place.directory
     if recorder.reader is not None:
         recorder.reader.require_ended()
     writer.end_round(states, is_last=True)
     run = GrowingRun(_journal_in(directory))
     has_readings, has_thoughts = (bool(run.journal.names(kind)) for kind in ("readings", "thoughts"))
     before = meta_before(recorder, fingerprint, config, capture, meta, has_thoughts)
-    disk.finish({**before, **meta_after(recorder, requests, run.texts, has_readings, meta)})
-    trace = load_trace(directory, recorder.model)
+    finished_in = disk.finish({**before, **meta_after(recorder, requests, run.texts, has_readings, meta)})
+    trace = load_trace(finished_in, recorder.model)
     trace.reading_later = read_now if trace.is_unread else None
     return trace
 
@@ -106,20 +140,29 @@ def _delete_unnamed(journal: Journal) -> None:
             path.unlink()
 
 
-class OutputOptions(TypedDict, total=False):
-    """Declares the types of the optional keywords of `run` and `stream` that record a run to disk while it goes on."""
+class ImportOutput(TypedDict, total=False):
+    """Declares the types of the optional keywords that record a run or an import to disk while it goes on."""
 
     out: "str | Path | None"
     """Directory in which the run is recorded, part by part; by default it is recorded in memory. The Trace is then that
     of the directory. `cp.load_trace(out)` reads it while it grows, and `cp.resume(out, model)` continues it after a
-    kill."""
+    kill. An import cannot be continued; what was written of it can be read."""
     overwrite: bool
-    """Replace a run that `out` holds; a finished one stays until the new run is finished."""
+    """Replace a run that `out` holds. The new run is recorded beside a finished one, which stays whole and is what
+    `cp.load_trace(out)` reads until the new run is finished; its files are then deleted. An unfinished one is deleted
+    at once."""
     memory_budget: "int | str | None"
     """Most memory for what is recorded and not on the disk yet, such as "2GB"; by default a quarter of what is free, of
     which at most 192 MiB are used. The run waits for the disk rather than hold more."""
+
+
+class OutputOptions(ImportOutput, total=False):
+    """Declares the types of the optional keywords of `run` and `stream` that record a run to disk while it goes on."""
+
     command: JsonDict
     """How the run was started, to be stored as trace.meta["command"]."""
+    replay: JsonDict
+    """What another program said of the tokens, to be stored as trace.meta["replay"]; set by `cp.replay`."""
 
 
 @contextmanager
@@ -128,11 +171,13 @@ def to_disk(
     overwrite: bool = False,
     memory_budget: "int | str | None" = None,
     journal: Journal | None = None,
+    stop: Stop | None = None,
 ) -> Iterator[ToDisk | None]:
     """Lets only this process record a run in the directory `out` during a `with` block; see `places.recording`. Yields
     None if `out` is None.
 
     overwrite, memory_budget: see `OutputOptions`.  journal: of the unfinished run that goes on; None for a new one.
+    stop: of `cancelling`; None for a run that Ctrl-C does not stop.
     """
     if out is None:
         if overwrite or memory_budget is not None:
@@ -142,4 +187,4 @@ def to_disk(
     budget = (available_bytes() or 2**32) // 4 if memory_budget is None else num_bytes("memory_budget", memory_budget)
     run_id = secrets.token_hex(4) if journal is None else journal.run_id
     with recording(Path(out), run_id, overwrite=overwrite) as place:
-        yield ToDisk(place, part_bytes_of(budget), journal)
+        yield ToDisk(place, part_bytes_of(budget), journal, stop)

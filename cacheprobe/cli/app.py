@@ -34,6 +34,7 @@ app.command(
 for name, text in {
     "show": "Say what a stored run holds, or one of its requests.",
     "hypotheses": "Write what every layer of a stored run would have said as CSV or Parquet.",
+    "export": "Write the states of a stored run for other libraries.",
     "models": "Say which models are here, which will run, and how to get the rest.",
     "doctor": "Say what of this machine cacheprobe uses, and what is missing.",
 }.items():

@@ -13,6 +13,7 @@ from cacheprobe.cli.flags import with_flags
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from cacheprobe.capture.to_disk import ImportOutput
     from cacheprobe.models.base import CachedLM
     from cacheprobe.trace.trace import Trace
 
@@ -41,6 +42,7 @@ def generate(
     *,
     out: Path,
     overwrite: bool = False,
+    memory_budget: str | None = None,
     stop: Annotated[tuple[int, ...] | None, SEVERAL] = None,
     origin: ImportFlags,
 ) -> None:
@@ -53,7 +55,9 @@ def generate(
     out
         Directory for the trace.
     overwrite
-        Replace the run that --out holds, and remove its report.html.
+        Replace the run that --out holds, and remove its report.html. The old run stays until the new one is complete.
+    memory_budget
+        Most memory for what is not written yet, such as 2GB; by default a quarter of what is free.
     stop
         Id of a token that ended a sequence, or several.
     """
@@ -61,7 +65,8 @@ def generate(
     from cacheprobe.trace.places import require_free
 
     require_free(out, overwrite)
-    _save(cp.import_generate(file, stop_token_ids=stop, **_keywords(origin)), out, overwrite)
+    to: ImportOutput = {"out": out, "overwrite": overwrite, "memory_budget": memory_budget}
+    _report(cp.import_generate(file, stop_token_ids=stop, **_keywords(origin), **to), out)
 
 
 @imports.command
@@ -73,6 +78,7 @@ def vllm(
     layers: Annotated[tuple[str, ...], SEVERAL],
     out: Path,
     overwrite: bool = False,
+    memory_budget: str | None = None,
     num_prompt_tokens: int | None = None,
     origin: ImportFlags,
 ) -> None:
@@ -87,7 +93,9 @@ def vllm(
     out
         Directory for the trace.
     overwrite
-        Replace the run that --out holds, and remove its report.html.
+        Replace the run that --out holds, and remove its report.html. The old run stays until the new one is complete.
+    memory_budget
+        Most memory for what is not written yet, such as 2GB; by default a quarter of what is free.
     num_prompt_tokens
         Number of prompt tokens in each file; all by default.
     """
@@ -99,7 +107,8 @@ def vllm(
     except ValueError:
         raise ValueError(f"--layers {' '.join(layers)!r} is no list of numbers, as in 1,2,3,4") from None
     require_free(out, overwrite)
-    _save(cp.import_vllm(files, ids, num_prompt_tokens=num_prompt_tokens, **_keywords(origin)), out, overwrite)
+    to: ImportOutput = {"out": out, "overwrite": overwrite, "memory_budget": memory_budget}
+    _report(cp.import_vllm(files, ids, num_prompt_tokens=num_prompt_tokens, **_keywords(origin), **to), out)
 
 
 class _Keywords(TypedDict, total=False):
@@ -123,12 +132,12 @@ def _keywords(origin: ImportFlags) -> _Keywords:
     elif origin.tokenizer is not None:
         from transformers import AutoTokenizer
 
-        given["tokenizer"] = AutoTokenizer.from_pretrained(origin.tokenizer)
+        given["tokenizer"] = AutoTokenizer.from_pretrained(origin.tokenizer, trust_remote_code=False)
     return given
 
 
-def _save(trace: "Trace", out: Path, overwrite: bool) -> None:
-    trace.save(out, overwrite=overwrite)
+def _report(trace: "Trace", out: Path) -> None:
+    """Prints what the run in `out` holds, and what it lacks."""
     print(f"{trace!r}\nstates: S of layers {', '.join(map(str, trace.store.layers))}")
     for what, why in trace.missing.items():
         print(f"missing: {what}: {why}")

@@ -1,7 +1,7 @@
 """Implements the commands show, hypotheses, models and doctor. Heavy imports are made when a command runs."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cacheprobe.cli.config import SEVERAL
 
@@ -70,6 +70,55 @@ def hypotheses(
     print(f"{len(chosen)} of {len(table)} readings: {write_table(chosen, out)}")
 
 
+def export(
+    run: Path,
+    *,
+    out: Path,
+    format: Literal["parquet", "speculators"] = "parquet",
+    request: Annotated[tuple[int, ...], SEVERAL] = (),
+    layer: Annotated[tuple[int, ...], SEVERAL] = (),
+    site: Annotated[tuple[str, ...], SEVERAL] = (),
+    status: Annotated[tuple[str, ...], SEVERAL] = (),
+    progress: bool = True,
+) -> None:
+    """Write the states of a stored run for other libraries, one file for each request.
+
+    Parameters
+    ----------
+    run
+        Directory of a saved run.
+    out
+        Folder of the files; it is created.
+    format
+        parquet: one line for each state, with its token, for Hugging Face's datasets, DuckDB or pandas. speculators:
+        the training data of vLLM's library of that name, from states at site S.
+    request
+        Only states of these requests, such as 0 3; of parquet alone.
+    layer
+        Only states of these layers, such as 20 29. Of speculators, the layers before the last; by default EAGLE-3's.
+    site
+        Only states of these sites: S (residual stream), T (attention output), C (MLP output); of parquet alone.
+    status
+        Only rows of these statuses: committed, superseded, rolled_back or given_up; of parquet alone.
+    progress
+        Show a progress bar.
+    """
+    import cacheprobe as cp
+    from cacheprobe.analysis.exports.speculators import to_speculators
+    from cacheprobe.analysis.exports.states_table import ChosenStates
+
+    trace = cp.load_trace(run)
+    if format == "speculators":
+        if request or site or status:
+            raise ValueError("--request, --site and --status choose lines of parquet; speculators' files are whole")
+        paths = to_speculators(trace, out, layer or None, progress)
+    else:
+        paths = ChosenStates(trace, site or None, layer or None, request or None, status or None).write_parquet(
+            out, progress
+        )
+    print(f"{len(paths)} files, {sum(path.stat().st_size for path in paths) / 1e6:.1f} MB: {out}")
+
+
 def models() -> None:
     """List the models on this machine, the model families that will run, and how to get other models."""
     from cacheprobe.core import terminal
@@ -78,12 +127,51 @@ def models() -> None:
     terminal.show(model_listings())
 
 
-def doctor() -> int:
-    """Show what cacheprobe can use on this machine, and what is missing; exit 1 if `cacheprobe demo` cannot run."""
+def doctor(
+    *, models: bool = False, families: str = "", json: bool = False, markdown: bool = False, progress: bool = True
+) -> int:
+    """Show what cacheprobe can use on this machine, and what is missing; exit 1 if `cacheprobe demo` cannot run.
+
+    Parameters
+    ----------
+    models
+        Measure every causal model family of the installed transformers instead, each as a tiny random model; exit 1 if
+        one that loads fails a column.
+    families
+        With --models, only these, separated by commas, such as llama,qwen3.
+    json
+        With --models, print the rows as JSON.
+    markdown
+        With --models, print the table of docs/families.txt.
+    progress
+        Show a progress bar of --models.
+    """
     from cacheprobe.core import terminal
+
+    if models:
+        return _families(families, json, markdown, progress)
+    if families or json or markdown:
+        raise ValueError("--families, --json and --markdown are for --models; add --models")
     from cacheprobe.doctor.checkup import checkup
 
     found = checkup()
     terminal.show(found.listings)
     print(found.demo_sentence)
     return 0 if found.can_demo else 1
+
+
+def _families(chosen: str, as_json: bool, as_markdown: bool, progress: bool) -> int:
+    """Measures families, prints them, and returns 1 if one that loads fails a column."""
+    import json
+
+    from cacheprobe.core import terminal
+    from cacheprobe.doctor.families import table
+
+    rows = table.measure_all(table.names_to_measure(chosen), progress=progress)
+    if as_json:
+        print(json.dumps([row.to_json() for row in rows], indent=1))
+    elif as_markdown:
+        print(table.markdown(rows))
+    else:
+        terminal.show(table.listings(rows))
+    return int(any(not row.is_green and not row.is_refused for row in rows))

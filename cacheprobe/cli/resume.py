@@ -1,6 +1,5 @@
 """Implements `cacheprobe resume`: continues a run that was recorded to disk and not finished."""
 
-import sys
 from pathlib import Path
 
 
@@ -9,6 +8,7 @@ def resume(
     *,
     model: str | None = None,
     adapter: str | None = None,
+    dictionary: Path | None = None,
     memory_budget: str | None = None,
     progress: bool = True,
 ) -> int:
@@ -24,6 +24,8 @@ def resume(
         Name or directory of the model, if not the one that the run names.
     adapter
         Name or directory of the adapter, if not the one that the run names.
+    dictionary
+        Folder or file of the dictionary whose features the run records.
     memory_budget
         Most memory for what is not written yet, such as 2GB; by default a quarter of what is free.
     progress
@@ -31,6 +33,7 @@ def resume(
     """
     import cacheprobe as cp
     from cacheprobe.analysis.summary import closing
+    from cacheprobe.cli.run import say_stopped
     from cacheprobe.continuation import unfinished_run
     from cacheprobe.core.registry import make
     from cacheprobe.models.loaders import model_of_run
@@ -40,13 +43,15 @@ def resume(
     if settings is None and (meta["drafter"] or meta.get("interventions")):
         raise ValueError(f"{run} was begun in Python, with a drafter or interventions; use cp.resume there")
     drafter = make("drafters", settings["drafter"]) if settings and settings.get("drafter") else None
+    about = meta["capture"].get("dictionary") or {}
+    features = None if dictionary is None else cp.lenses.Dictionary.load(dictionary, hook=about.get("hook"))
     loaded = model_of_run(meta["fingerprint"], model, adapter, progress=progress)
     try:
-        trace = cp.resume(run, loaded, drafter=drafter, memory_budget=memory_budget, progress=progress)
+        trace = cp.resume(
+            run, loaded, drafter=drafter, dictionary=features, memory_budget=memory_budget, progress=progress
+        )
     except cp.Interrupted as stopped:
-        print(f"{stopped}", file=sys.stderr)
-        print(f"run: {run}")
-        return 130
+        return say_stopped(stopped)
     print(closing(trace, is_behaviour_printed=progress))
     print(f"run: {run}")
     return 0

@@ -35,8 +35,8 @@ def run(
 ) -> int:
     """Generate from prompts or a task's examples, and save the trace; with --dry-run, estimate what that takes.
 
-    The trace is written while the run goes on, unless it replaces another one or has thoughts; `cacheprobe resume DIR`
-    continues a run that was killed. Ctrl-C saves what is finished and exits with 130; pressed again, it ends at once.
+    The trace is written while the run goes on; `cacheprobe resume DIR` continues a run that was killed. Ctrl-C saves
+    what is finished, as DIR-stopped if DIR holds a run, and exits with 130; pressed again, it ends at once.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ def run(
     import cacheprobe as cp
     from cacheprobe.analysis.summary import closing
     from cacheprobe.core.records import SamplingParams
-    from cacheprobe.trace.manifest import JOURNAL, MANIFEST
+    from cacheprobe.trace.manifest import JOURNAL
     from cacheprobe.trace.places import require_free
 
     prompts.require_one_source()
@@ -94,25 +94,18 @@ def run(
         "config": config.name if config else None,
         "settings": _given(model) | _given(prompts) | _given(settings),
     }
-    is_saved_at_end = (out / MANIFEST).exists()
-    if memory_budget is not None and is_saved_at_end:
-        raise ValueError("--memory-budget cannot be kept: a run that replaces another one is written at its end")
-    to: OutputOptions = {"command": command}
-    if not is_saved_at_end:
-        to |= {"out": out, "overwrite": overwrite, "memory_budget": memory_budget}
+    to: OutputOptions = {"command": command, "out": out, "overwrite": overwrite, "memory_budget": memory_budget}
     try:
         trace = cp.run(loaded, to_read, progress=progress, **arguments, **to)
     except cp.Interrupted as stopped:
-        return _save_stopped(stopped, out if is_saved_at_end else None, out)
+        return say_stopped(stopped)
     except KeyboardInterrupt:
-        if not is_saved_at_end and (out / JOURNAL).exists():
+        if (out / JOURNAL).exists():
             print(
                 f"stopped at once; to continue what is on the disk: cacheprobe resume {quote(str(out))}",
                 file=sys.stderr,
             )
         raise
-    if is_saved_at_end:
-        trace.save(out, overwrite=overwrite)
     print(closing(trace, is_behaviour_printed=progress))
     print(f"run: {out}")
     return 0
@@ -146,22 +139,15 @@ def _drafter_and_prompts(
     return drafter, to_read
 
 
-def _save_stopped(stopped: "Interrupted", replaced: Path | None, out: Path) -> int:
-    """Says how far a run came that Ctrl-C stopped, and returns 130. Saves it in a free folder if it was to replace the
-    run in `replaced`, unless it has no events; else it is in `out`."""
-    from cacheprobe.trace.places import free_beside
-
-    trace = stopped.trace
-    if not len(trace.event_table) and replaced is not None:
-        print("stopped by Ctrl-C before anything was computed; nothing is saved", file=sys.stderr)
-        return 130
-    finished = len(trace.requests) - stopped.num_cancelled
+def say_stopped(stopped: "Interrupted") -> int:
+    """Prints how far a run came that Ctrl-C stopped, and the directory that it is in; returns 130."""
+    finished = len(stopped.trace.requests) - stopped.num_cancelled
     print(
-        f"stopped by Ctrl-C: {finished} of {len(trace.requests)} requests finished; the others end where they stood, "
-        "as cancelled",
+        f"stopped by Ctrl-C: {finished} of {len(stopped.trace.requests)} requests finished; the others end where they "
+        "stood, as cancelled",
         file=sys.stderr,
     )
-    print(f"run: {out if replaced is None else trace.save(free_beside(replaced))}")
+    print(f"run: {stopped.directory}")
     return 130
 
 

@@ -6,6 +6,8 @@ from cyclopts import App
 
 from cacheprobe.cli.config import fill
 from cacheprobe.cli.flags import with_flags
+from cacheprobe.training.dictionary.settings import DictionarySettings
+from cacheprobe.training.draft_head.settings import DraftHeadSettings
 from cacheprobe.training.lora.settings import EvaluationSettings, LoraSettings
 from cacheprobe.training.tuned_lens.settings import TunedLensSettings
 
@@ -129,3 +131,76 @@ def tuned_lens(
     lens = train_tuned_lens(load_model(model, dtype="float32"), settings, out, progress=progress)
     print(comparison(lens.about))
     print(f"{lens.about['tokens']} tokens, {lens.about['seconds']:.0f} s, {lens.about['threads']} threads\nlens: {out}")
+
+
+@train.command(config=fill)
+@with_flags
+def dictionary(
+    run: Path,
+    *,
+    config: Path | None = None,
+    out: Path = Path("runs/dictionary"),
+    settings: DictionarySettings,
+    progress: bool = True,
+) -> None:
+    """Train a topk dictionary (sparse autoencoder) on the states of a stored run, and write it in SAELens' format.
+
+    Parameters
+    ----------
+    run
+        Directory of a saved run that kept the states.
+    config
+        A YAML file of settings, named as these flags are; flags override them.
+    out
+        Directory for the dictionary, which cp.lenses.Dictionary.load reads.
+    progress
+        Show progress.
+    """
+    from cacheprobe.trace.trace import load_trace
+    from cacheprobe.training.dictionary.train import train_dictionary
+
+    about = train_dictionary(load_trace(run), settings, out, progress=progress).config.about
+    print(
+        f"{about['num_states']} states; "
+        f"{about['variance_explained']:.1%} of the variance is explained on held-out ones, "
+        f"{about['active_features']} of {settings.features} features are active\ndictionary: {out}"
+    )
+
+
+@train.command(config=fill)
+@with_flags
+def draft_head(
+    run: Path,
+    *,
+    config: Path | None = None,
+    model: str = "smollm2-135m",
+    out: Path = Path("runs/draft-head.safetensors"),
+    settings: DraftHeadSettings,
+    progress: bool = True,
+) -> None:
+    """Train a draft head in EAGLE's manner on the last layer's states of a stored run.
+
+    Parameters
+    ----------
+    run
+        Directory of a saved run that kept S of the last layer.
+    config
+        A YAML file of settings, named as these flags are; flags override them.
+    model
+        The run's model: smollm2-135m, a hub name or a local directory; it is loaded in the run's dtype.
+    out
+        File for the head, which cp.drafters.DraftHead.load reads.
+    progress
+        Show progress.
+    """
+    from cacheprobe.models.loaders import load_model
+    from cacheprobe.trace.trace import load_trace
+    from cacheprobe.training.draft_head.train import train_draft_head
+
+    trace = load_trace(run)
+    trace.model = load_model(model, dtype=str(trace.fingerprint["dtype"]))
+    about = train_draft_head(trace, settings, out, progress=progress).about
+    print(
+        f"{about['num_states']} states; on held-out requests the head has the model's likeliest token in "
+        f"{about['held_out_acceptance']:.1%}, untrained in {about['untrained_acceptance']:.1%}\nhead: {out}"
+    )

@@ -164,7 +164,8 @@ class CaptureConfig(HintsAtNewArguments):
     """Sites to keep: letters of S (residual stream), T (attention output), C (MLP output) and Z (lens readings at site
     S); None for tokens and events alone."""
     heads: "str | Sequence[str]" = ()
-    """Head activations to keep: one or more of q, k, v, z and pattern. Only the bridge gives patterns."""
+    """Head activations to keep: one or more of q, k, v, z and pattern; router, the experts of each token; and
+    recurrent, the state of a recurrent layer after each token. Only the bridge gives patterns."""
     layers: tuple[int, ...] | None = None
     """Layers to keep; None for those of the run's argument `layers`, which by default are all."""
     positions: Sequence[int] | None = None
@@ -187,6 +188,11 @@ class CaptureConfig(HintsAtNewArguments):
     """Whether Z also reads the prompt's positions before the last one."""
     top_k: int = 5
     """Tokens in a lens reading."""
+    dictionary: object = None
+    """A `cp.lenses.Dictionary`: the largest features of each kept row are recorded, though its states are not kept
+    unless `sites` says so. `trace.features()` gives them."""
+    top_features: int = 8
+    """Features of a row that are recorded, at most."""
 
     def __post_init__(self) -> None:
         from cacheprobe.core.records import PHASES, STATUSES
@@ -219,7 +225,7 @@ class CaptureConfig(HintsAtNewArguments):
         if min(self.positions or (0,)) < 0:
             raise ValueError(f"capture position {min(self.positions or ())} is negative; positions count from 0")
         object.__setattr__(self, "prompt_hypotheses", flag("prompt_hypotheses", self.prompt_hypotheses))
-        for name in ("top_k", "every"):
+        for name in ("top_k", "every", "top_features"):
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -236,8 +242,8 @@ class CaptureConfig(HintsAtNewArguments):
 
     @property
     def keeps_states(self) -> bool:
-        """Whether the run keeps states, head activations or lens readings, and not only tokens and events."""
-        return bool(self.sites or self.heads)
+        """Whether the run keeps states, head activations, lens readings or features, and not only tokens and events."""
+        return bool(self.sites or self.heads or self.dictionary is not None)
 
     @property
     def reads_lens(self) -> bool:
@@ -266,8 +272,13 @@ class CaptureConfig(HintsAtNewArguments):
         return f"{named.__module__}.{named.__qualname__}"
 
     def record(self) -> JsonDict:
-        """Returns the settings as a dict to store with the run; of `keep`, its name."""
-        return {item.name: getattr(self, item.name) for item in fields(self)} | {"keep": self.keep_name}
+        """Returns the settings as a dict to store with the run; of `keep`, its name; of `dictionary`, hook point, site,
+        layer and SHA-256."""
+        settings = {item.name: getattr(self, item.name) for item in fields(self)} | {"keep": self.keep_name}
+        if self.dictionary is not None:
+            names = ("hook", "site", "layer", "sha256")
+            settings["dictionary"] = {name: getattr(self.dictionary, name, None) for name in names}
+        return settings
 
     def reads_row(self, position: int, num_prompt_tokens: int) -> bool:
         """Returns True if a lens reads a kept row at this position: the row predicts a generated token, or readings of

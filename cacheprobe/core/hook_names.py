@@ -1,6 +1,8 @@
 """Lists the TransformerLens hook names of the sites that cacheprobe reads; the other files take the names from this
 one."""
 
+import re
+
 SITES = ("S", "T", "C")
 """S: residual stream after a block; T: attention output; C: MLP output."""
 
@@ -13,10 +15,24 @@ HEADS = "z"
 """Site of each head's output before the output projection: its weighted sum of values."""
 PATTERN = "pattern"
 """Site of each head's attention weights over the positions up to the query's own."""
-HEAD_SITES = ("q", "k", "v", HEADS, PATTERN)
+ROUTER = "router"
+"""Site of a mixture of experts: for each token, the ids and weights of the experts that compute it, by rank. An
+intervention there changes the logits of the router."""
+RECURRENT = "recurrent"
+"""Site of a recurrent layer: its state after each token."""
+ATTENTION_SITES = ("q", "k", "v", HEADS, PATTERN)
 """Sites of attention heads. q and k are taken right after their projection: before any q/k norm, before the rotation.
 """
-_HOOKS = {**SITE_HOOKS, "pre": RESID_PRE, **{site: f"attn.hook_{site}" for site in HEAD_SITES}}
+HEAD_SITES = (*ATTENTION_SITES, ROUTER, RECURRENT)
+"""Sites at which a row keeps several vectors: one for each attention head, expert of the row, or head of a recurrent
+layer."""
+_HOOKS = {
+    **SITE_HOOKS,
+    "pre": RESID_PRE,
+    **{site: f"attn.hook_{site}" for site in ATTENTION_SITES},
+    ROUTER: "mlp.router",
+    RECURRENT: "attn.recurrent_state",
+}
 ROTATED = ("hook_rot_q", "hook_rot_k")
 """Queries and keys after the rotary embedding."""
 
@@ -39,3 +55,99 @@ def hook_name(site: str, layer: int) -> str:
 def resid_pre_name(layer: int) -> str:
     """Returns the full TransformerLens hook name of the residual stream that enters block `layer`."""
     return f"blocks.{layer}.{RESID_PRE}"
+
+
+_SITE_OF_HOOK = {hook: site for site, hook in _HOOKS.items()}
+_BLOCK_HOOK = re.compile(r"blocks\.(\d{1,6})\.([\w.]{1,60})")
+
+
+def site_of_hook(name: str) -> tuple[str, int] | None:
+    """Returns (site, layer) of a full TransformerLens hook name: ("S", 3) for "blocks.3.hook_resid_post". Returns None
+    for a hook at which cacheprobe keeps no states.
+
+    The stream that enters a block is S of the block below, so its hook gives that site; before block 0 it is "pre".
+    """
+    match = _BLOCK_HOOK.fullmatch(name)
+    site = _SITE_OF_HOOK.get(match[2]) if match else None
+    if match is None or site is None:
+        return None
+    layer = int(match[1])
+    return _entering(site, layer)
+
+
+_BLOCK_ENDS = {"hook_out": "S", "hook_in": "pre"}
+"""Names that TransformerBridge gives the hooks at the ends of a block."""
+_MODULE_ENDS = ("attn.hook_out", "mlp.hook_out")
+"""Its names of what a module inside a block gives, before a norm that may follow."""
+_MODULE = re.compile(r"(?:model\.)*(?:layers|transformer\.h|gpt_neox\.layers)\.(\d{1,6})((?:\.[a-z_]{1,20})?)")
+"""A block of a Hugging Face model, as nnsight names it, and a module inside."""
+
+
+def place_of(site: str, layer: int | None) -> tuple[str, int]:
+    """Returns (site, layer) of a site as a user names it: a letter with a layer, or a hook point of another library.
+
+    Hook points: TransformerLens's ("blocks.3.hook_resid_post", "blocks.3.hook_attn_out"), with the layer in the name;
+    and a block's output as nnsight names it ("model.layers[3].output[0]", "transformer.h.3").
+    Raises: ValueError for a hook point without states here, without a layer, or with two different layers.
+    """
+    name = re.sub(r"\[(\d{1,6})\]", r".\1", site)
+    match = _BLOCK_HOOK.fullmatch(name)
+    module = _MODULE.fullmatch(re.sub(r"\.(output(\.0)?|input)$", "", name))
+    if (match and match[2] in _MODULE_ENDS) or (module and module[2]):
+        raise ValueError(
+            f"{site!r} is the output of a module inside a block; where a norm follows it, as in Gemma, it is not what "
+            "the block adds; say site='T' (attention) or site='C' (MLP), which are taken after that norm"
+        )
+    found = site_of_hook(name)
+    if match and match[2] in _BLOCK_ENDS:
+        found = _entering(_BLOCK_ENDS[match[2]], int(match[1]))
+    elif module:
+        found = _entering("pre" if name.endswith(".input") else "S", int(module[1]))
+    if found is not None and found[0] in (*ATTENTION_SITES, RECURRENT):
+        raise ValueError(f"{site!r} is of attention heads; say site='T' with layer={found[1]} and head=")
+    if found is None:
+        if "." in site:
+            raise ValueError(f"{site!r} is no hook point with states here; sites are S, T, C and pre, with layer=")
+        if layer is None:
+            raise ValueError(f"site {site} needs layer=")
+        return site, layer
+    if layer is not None and layer != found[1]:
+        raise ValueError(f"{site!r} is at layer {found[1]}, and layer={layer} was given; leave out layer=")
+    return found
+
+
+def _entering(site: str, layer: int) -> tuple[str, int]:
+    """Returns the place of a hook; the stream that enters a block is S of the block below."""
+    return ("S", layer - 1) if site == "pre" and layer else (site, layer)
+
+
+def gemma_scope_hooks(path: str) -> tuple[str, str | None] | None:
+    """Returns (hook that a Gemma Scope dictionary reads, hook that it writes, or None for the same), worked out from
+    the names of its folders; None if they do not say it.
+
+    Source: SAELens 6.54, loading/pretrained_sae_loaders.py, the configs of Gemma Scope for Gemma 2 and Gemma 3.
+    """
+    folders = re.split(r"[/\\]", path)[-_SCOPE_FOLDERS:]
+    layers = re.findall(r"layer_(\d{1,6})", "/".join(folders))
+    if not layers:
+        return None
+    block = f"blocks.{layers[-1]}."
+    for folder in reversed(folders):  # what is nearest to the file says it
+        for pattern, read, written in _GEMMA_SCOPE:
+            if re.search(pattern, folder):
+                return block + read, block + written if written else None
+    return None
+
+
+_SCOPE_FOLDERS = 5
+"""Names at the end of a path that say what a dictionary is: collection, site, layer, width, file."""
+
+
+_GEMMA_SCOPE = (
+    (r"gemma-scope-[\w.-]*transcoder", "ln2.hook_normalized", "hook_mlp_out"),
+    (r"transcoder", "hook_mlp_in", "hook_mlp_out"),
+    (r"resid_post|gemma-scope-[\w.]+-[pi]t-res", "hook_resid_post", None),
+    (r"attn_out|gemma-scope-[\w.]+-[pi]t-att", "attn.hook_z", None),
+    (r"mlp_out|gemma-scope-[\w.]+-[pi]t-mlp", "hook_mlp_out", None),
+)
+"""Parts of a path, as a pattern, and the hooks that such a dictionary reads and writes."""

@@ -51,16 +51,25 @@ class Request(HintsAtNewArguments):
     own_fingerprint: bool = False
     """Must be True for a deterministic request with `cached`. Such a request is comparable only with requests that
     start from the same snapshot."""
+    forced_token_ids: tuple[int, ...] = ()
+    """Tokens that the request commits one after the other, whatever the model would choose: the text of another program
+    (`cp.replay`). It then samples nothing, and ends after them. () for a request that generates."""
+    is_chat: bool = False
+    """Whether the prompt's text has its special tokens, as that of a `cp.Chat` has, so that none are added."""
     keep_kv: bool = False
     """Whether to copy the request's keys and values when it ends, for `cp.analysis.kv_snapshot` and `fork`. The copy
     stays in memory with the trace."""
 
     def __post_init__(self) -> None:
-        for name in ("is_deterministic", "own_fingerprint", "keep_kv"):
+        for name in ("is_deterministic", "own_fingerprint", "is_chat", "keep_kv"):
             object.__setattr__(self, name, flag(name, getattr(self, name)))
         object.__setattr__(self, "arrival_step", whole_number("arrival_step", self.arrival_step))
         if self.arrival_step < 0:
             raise ValueError(f"arrival_step must be at least 0, the first step of a run, got {self.arrival_step}")
+        forced = tuple(whole_number("a forced token", token) for token in self.forced_token_ids)
+        object.__setattr__(self, "forced_token_ids", forced)
+        if forced and self.sampling is not None and self.request_id is None:
+            raise ValueError("a request with forced_token_ids samples nothing; leave out sampling")
         if self.sampling is not None and not isinstance(self.sampling, SamplingParams):
             raise ValueError(f"sampling must be a cp.SamplingParams, got a {type(self.sampling).__name__}")
         if isinstance(self.prompt, bytes | bytearray | memoryview):
@@ -150,8 +159,8 @@ class StepRecord:
 
     step: int
     phase: str
-    batch_shape: tuple[int, int]
-    """Batch size and token slots of the pass, dummies and pads included."""
+    batch_shape: tuple[int, int] | None
+    """Batch size and token slots of the pass, dummies and pads included; None if unknown, of an import."""
     request_ids: tuple[int, ...]
     """Requests of the pass, without dummies."""
     seconds: float
@@ -267,9 +276,10 @@ def fingerprint_differences(a: Mapping[str, object], b: Mapping[str, object]) ->
 
     A value is None if the fingerprint lacks the field. A field that an earlier version did not record is compared by
     its default; its value is then a text that says so (for pad_prefill, True). Names of model and adapter are not
-    compared, because the weights are. A capacity in slots equals ANY_CAPACITY if it is such a multiple.
+    compared, because the weights are; nor is the lens, on which no token or state depends. A capacity in slots equals
+    ANY_CAPACITY if it is such a multiple.
     """
-    keys = sorted({*a, *b} - {"model", "adapter"})
+    keys = sorted({*a, *b} - {"model", "adapter", "lens"})
     differing = [key for key in keys if _field(a, key) != _field(b, key) and not _fit_any_capacity(key, a, b)]
     return [(key, _value_or_note(a, key), _value_or_note(b, key)) for key in differing]
 

@@ -2,11 +2,15 @@
 today's name, if an earlier version had it, or the nearest one.
 """
 
+import hashlib
+import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import partial
 from operator import index
+from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat, SupportsIndex, TypeAlias, Union, cast
 
 Json: TypeAlias = Union[bool, int, float, str, list["Json"], dict[str, "Json"], None]  # noqa: UP007
@@ -211,3 +215,21 @@ def repr_of_settings(plugin: object) -> str:
     those that begin with an underscore."""
     given = ", ".join(f"{name}={value!r}" for name, value in vars(plugin).items() if not name.startswith("_"))
     return f"{type(plugin).__name__}({given})"
+
+
+def source_sha256(f: Callable[..., object]) -> str:
+    """Returns the SHA-256 of a function's source; of its compiled code if it has no source that can be read."""
+    if isinstance(f, partial):
+        return hashlib.sha256(repr((source_sha256(f.func), f.args, sorted(f.keywords.items()))).encode()).hexdigest()
+    try:
+        text = inspect.getsource(f if hasattr(f, "__code__") else type(f))
+    except (OSError, TypeError):
+        code = getattr(f, "__code__", None) or getattr(type(f).__call__, "__code__", None)
+        text = repr(f) if code is None else _code_text(code)  # a function of a library in C
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _code_text(code: CodeType) -> str:
+    """Returns what a compiled function does, as text without addresses: its instructions, constants and names."""
+    constants = [_code_text(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
+    return repr((code.co_code, constants, code.co_names))

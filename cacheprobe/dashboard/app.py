@@ -1,6 +1,5 @@
 """Builds the Dash app, with one address (/ask) that answers the questions of the page's script (assets/talk.js)."""
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -9,10 +8,11 @@ from dash import ClientsideFunction, Dash, Input
 from flask import Flask, Response, abort, request
 
 from cacheprobe.dashboard import facts, shell
+from cacheprobe.dashboard.answers import Answers
 from cacheprobe.dashboard.away.taken import Sources
 from cacheprobe.dashboard.away.views import take
 from cacheprobe.dashboard.flip_jobs import FlipJobs
-from cacheprobe.dashboard.questions import PageAnswer, PageQuestion, answered
+from cacheprobe.dashboard.questions import PageAnswer, PageQuestion
 from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs import (
@@ -31,6 +31,7 @@ from cacheprobe.dashboard.tabs import (
 
 CONTROLS = ("run", "request", "step", "site", "lens", "colour", "rows", "against", "measure")
 """Ids of the menus and the slider, in the order of assets/talk.js."""
+ASSETS = Path(__file__).parent / "assets"
 MOST_BYTES = 16 * 2**10
 """Largest size of the page's questions in one request, in bytes."""
 
@@ -43,14 +44,15 @@ def make_app(shelf: Shelf) -> Dash:
         "cacheprobe",
         title="cacheprobe",
         update_title=None,
-        assets_folder=str(Path(__file__).parent / "assets"),
+        assets_folder=str(ASSETS),
+        assets_ignore=r".*\.js$",  # `shell.index` loads the scripts first, so that they ask while Dash starts
         serve_locally=True,
         meta_tags=[{"name": "viewport", "content": "width=device-width, initial-scale=1"}],
     )
-    app.index_string = shell.index(shelf)
+    app.index_string = shell.index(shelf, [app.get_asset_url(path.name) for path in sorted(ASSETS.glob("*.js"))])
     app.layout = shell.layout(shelf)
     app.clientside_callback(ClientsideFunction("cacheprobe", "heard"), *(Input(name, "value") for name in CONTROLS))
-    _answer(app.server, _views(shelf, RunReader(shelf)))
+    _answer(app.server, Answers(shelf, _views(shelf, RunReader(shelf))))
     return app
 
 
@@ -81,7 +83,7 @@ def _views(shelf: Shelf, reader: RunReader) -> Views:
     }
 
 
-def _answer(server: Flask, views: Views) -> None:
+def _answer(server: Flask, answers: Answers) -> None:
     """Adds the address POST /ask to the server: the browser sends {view: question}, and gets one line of JSON for each
     view."""
 
@@ -96,13 +98,13 @@ def _answer(server: Flask, views: Views) -> None:
         questions = request.get_json(silent=True)
         if not isinstance(questions, dict) or not all(isinstance(question, dict) for question in questions.values()):
             abort(Response("questions are one object, {view: {...}}\n", 400))
-        if unknown := set(questions) - set(views):
-            abort(Response(f"there is no view {min(unknown)!r:.40}; there are {', '.join(views)}\n", 400))
+        if unknown := set(questions) - set(answers.views):
+            abort(Response(f"there is no view {min(unknown)!r:.40}; there are {', '.join(answers.views)}\n", 400))
 
         def lines() -> Iterator[str]:
             """Yields one line of JSON for each view, in the order of the questions."""
             for name, question in questions.items():
-                yield json.dumps({"view": name, **answered(views[name], question)}) + "\n"
+                yield answers.line(name, question)
 
         return Response(lines(), mimetype="application/x-ndjson", headers={"Cache-Control": "no-store"})
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from threading import Lock
 
 import numpy as np
 import pandas as pd
@@ -9,12 +10,17 @@ import pandas as pd
 from cacheprobe.dashboard.rejections import Rejections
 from cacheprobe.plots.diagrams.timeline import step_words, timeline_finding
 from cacheprobe.plots.diagrams.windows import Window, find_windows, verified_requests
+from cacheprobe.plots.lens_table import finding
 from cacheprobe.plots.report.insight import opening
 from cacheprobe.plots.report.request_text import TextParts, text_parts
 from cacheprobe.plots.text import text_of
 from cacheprobe.trace.stored import StoredRun
+from cacheprobe.trace.tables.engine_differences import request_differences
 from cacheprobe.trace.tables.ledgers import ledger_at, rows_in_use
 from cacheprobe.trace.tables.token_history import standing_at, token_history
+
+WHOLE_REQUESTS = 8
+"""Requests of which all readings are kept: at 30 layers, 1,000 tokens take about 30 MB."""
 
 
 class Book:
@@ -26,11 +32,44 @@ class Book:
         self.run = run
         self.rejections = Rejections(run, None if before is None else before.rejections)
         self.name = run.directory.name
-        self.readings = lru_cache(maxsize=32)(run.readings)
+        self._lock = Lock()
+        self._whole_readings: dict[int, pd.DataFrame] = {}
+        self._readings_at = lru_cache(maxsize=32)(run.readings)
         self.steps_in_words = lru_cache(maxsize=64)(self._steps_in_words)
         self.windows = lru_cache(maxsize=64)(self._windows)
         self.history_of = lru_cache(maxsize=256)(self._history_of)
         self.text_parts = lru_cache(maxsize=64)(self._text_parts)
+        self.lens_finding = lru_cache(maxsize=256)(self._lens_finding)
+
+    def readings(self, request_id: int, positions: range | None = None) -> pd.DataFrame:
+        """Returns the lens readings of one request as `StoredRun.readings`. Those of whole requests are kept, of a few
+        requests; later ones of some positions are then lines of these."""
+        with self._lock:
+            whole = self._whole_readings.pop(request_id, None)
+            if whole is not None:
+                self._whole_readings[request_id] = whole  # the newest at the end
+        if whole is None and positions is not None:
+            return self._readings_at(request_id, positions)
+        if whole is None:
+            whole = self.run.readings(request_id)
+            with self._lock:
+                self._whole_readings[request_id] = whole
+                if len(self._whole_readings) > WHOLE_REQUESTS:
+                    del self._whole_readings[next(iter(self._whole_readings))]
+        return whole if positions is None else whole[whole.position.isin(positions)]
+
+    def features_of(self, request_id: int) -> pd.DataFrame:
+        """Returns the recorded features of a request, in the columns of `Trace.features`. Raises: ValueError for a run
+        without recorded features."""
+        if self.run.features is None:
+            raise ValueError("this run recorded no features; run it with CaptureConfig(dictionary=...)")
+        return self.run.features[self.run.features.request_id == request_id]
+
+    def differences_of(self, request_id: int) -> pd.DataFrame:
+        """Returns how far a request's log-probabilities are from the other program's, as `request_differences`. Raises:
+        KeyError for a run that is no replay."""
+        events = self.run.events[self.run.events.request_id == request_id]
+        return request_differences(self.run.meta["replay"], events, request_id, self.prompt_length(request_id))
 
     @cached_property
     def steps(self) -> range:
@@ -123,6 +162,10 @@ class Book:
         does: committed tokens, draft tokens without a verdict, and tokens that this step rolled back. requests: at
         least one."""
         return standing_at(pd.concat([self.history_of(r) for r in requests], ignore_index=True), step)
+
+    def _lens_finding(self, request_id: int) -> str:
+        """Returns the sentence above the lens grid of one request, from all its readings, as plain text."""
+        return finding(self.readings(request_id), request_id)
 
     def _history_of(self, request_id: int) -> pd.DataFrame:
         return token_history(self.events_of(request_id))

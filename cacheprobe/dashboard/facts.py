@@ -76,11 +76,15 @@ def growth(shelf: Shelf, question: PageQuestion) -> JsonDict:
 
 
 def request_story(shelf: Shelf, question: PageQuestion) -> JsonDict:
-    """Returns a dict on one request for the page. Keys: steps (a list with [step, text, position] for each step),
-    prompt and tokens (the counts of prompt tokens and of committed tokens)."""
+    """Returns a dict on one request for the page. Keys: request, steps (a list with [step, text, position] for each
+    step), prompt and tokens (the counts of prompt tokens and of committed tokens). A question whose request is None is
+    about the request to show first."""
+    if question["request"] is None:
+        question = {**question, "request": shelf.book(question["run"]).opening["request"]}
     book, request_id = shelf.book_and_request(question)
     request = book.run.request(request_id)
     return {
+        "request": request_id,
         "steps": book.steps_in_words(request_id),
         "prompt": len(request["prompt_token_ids"]),
         "tokens": len(request["committed_token_ids"]),

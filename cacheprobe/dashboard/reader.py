@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cacheprobe.models.base import CachedLM
     from cacheprobe.trace.trace import Trace
 
-RECORDED, NOW = "recorded", "logit"
+RECORDED, NOW, PATCHSCOPE = "recorded", "logit", "patchscope"
 
 
 class RunReader:
@@ -57,6 +57,7 @@ class RunReader:
         items = [
             {"value": RECORDED, "label": recorded, "disabled": not book.run.has_readings},
             {"value": NOW, "label": "logit, read now from kept states", "disabled": bool(reason)},
+            {"value": PATCHSCOPE, "label": "patchscope, read now (slow)", "disabled": bool(reason)},
         ]
         for i, path in enumerate(self._shelf.lenses):
             items.append({"value": f"tuned:{i}", "label": f"tuned: {path.name}", "disabled": bool(reason)})
@@ -140,10 +141,12 @@ class RunReader:
         return model
 
     def _lens(self, name: str, model: "CachedLM") -> "Lens":
-        from cacheprobe.lenses import LogitLens, TunedLens
+        from cacheprobe.lenses import LogitLens, Patchscope, TunedLens
 
         if name == NOW:
             return LogitLens()
+        if name == PATCHSCOPE:
+            return Patchscope.fresh(model)
         kind, _, number = name.partition(":")
         if kind != "tuned" or not number.isdigit() or int(number) >= len(self._shelf.lenses):
             raise CannotShow(f"there is no lens {name!r:.40}")

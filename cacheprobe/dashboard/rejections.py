@@ -36,6 +36,8 @@ SORTS = {
 _LINES_AT_ONCE = 128
 """Lines whose readings are read together; between them other threads may read."""
 
+Range = tuple[float | None, float | None]
+"""Least and most, both included; None for no limit."""
 Decision = tuple[object, object, object]
 """The values of DECIDED_COLUMNS of one line, None for null."""
 
@@ -49,6 +51,13 @@ class Selection(NamedTuple):
     """Key of SORTS, with "-" in front for the largest first; "" for the order of requests and steps."""
     request: int | None = None
     """Only the rejected drafts of this request; None for all."""
+    drafter: int | None = None
+    """Only drafts of a pass that ended at this layer, or -1 for those of all layers or of no pass; None for all."""
+    flips: Range | None = None
+    """Only lines that flip at one of these layers; None for all."""
+    margin: Range | None = None
+    """Only lines whose margin is in this range, in nats; None for all. A margin of which only a least value is known
+    is in no range that has a most."""
 
 
 class Rejections:
@@ -123,9 +132,16 @@ class Rejections:
         kept = np.arange(len(self.drafts))
         if selection.request is not None:
             kept = kept[self.drafts.request_id.to_numpy() == selection.request]
+        if selection.drafter is not None:
+            layers = self.drafts.drafter_layer.fillna(-1).to_numpy(dtype=int)
+            kept = kept[layers[kept] == selection.drafter]
         if selection.find:
             wanted = searchable(selection.find)
             kept = np.array([line for line in kept.tolist() if wanted in self._texts[line]], dtype=int)
+        if selection.flips is not None or selection.margin is not None:
+            table = self.table(kept.tolist())
+            fits = _within(table.flip_layer, table.flip_layer, selection.flips)
+            kept = kept[fits & _within(table.margin_at_least_nats, table.margin_nats, selection.margin)]
         if selection.sort:
             kept = kept[self._order(kept, selection.sort)]
         return tuple(kept.tolist())
@@ -158,6 +174,21 @@ class Rejections:
         else:
             start = -1 if by > 0 else len(lines)
         return min(max(start + by, 0), len(lines) - 1) if 0 <= start + sign < len(lines) else None
+
+
+def _within(at_least: pd.Series, exactly: pd.Series, limits: Range | None) -> np.ndarray:
+    """Returns a bool for each line: whether a value is in a range, `at_least` compared with its least, and `exactly`
+    with its most. A null is in no range."""
+    if limits is None:
+        return np.ones(len(at_least), dtype=bool)
+    low, high = (column.astype("Float64").to_numpy(dtype=float, na_value=np.nan) for column in (at_least, exactly))
+    least, most = limits
+    fits = ~np.isnan(low)
+    if least is not None:
+        fits &= low >= least
+    if most is not None:
+        fits &= high <= most
+    return fits
 
 
 def searchable(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from dash import dcc, html
 
 from cacheprobe.core.hook_names import SITE_NAMES, site_label
-from cacheprobe.dashboard.away.views import bar, dialog
+from cacheprobe.dashboard.away.views import WAYS, bar, dialog
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs.results import KINDS, kind_of
 from cacheprobe.plots.diagrams import svg
@@ -37,25 +37,28 @@ KEYS = (
     ("/", "search the rejected drafts"),
     ("g", "go to the lens grid"),
     ("← → ↑ ↓", "in the lens grid: another row, another layer"),
+    ("+, -, 0", "zoom the timeline in, out, back; or drag over its steps"),
     ("Home, End", "first, last token of the request; in the list: first, last line"),
     ("?", "show or hide this list"),
 )
 """Keys of the page, and what each does."""
 
 
-def index(shelf: Shelf) -> str:
+def index(shelf: Shelf, scripts: Sequence[str]) -> str:
     """Returns the HTML document that Dash fills. Its body lists the runs and results as JSON, so that the page's script
-    knows them before its first question."""
+    knows them before its first question. scripts: addresses of the page's own scripts, which come before Dash's."""
     content = {"first": shelf.first, "runs": _runs(shelf), "results": [kind_of(path) for path in shelf.results]}
     content["absent"] = _absent_tabs(shelf)
     content["sites"] = {site: site_label(site) for site in SITE_NAMES}
+    content |= {"ways": WAYS, "keys": KEYS}
     content["grows"] = any(entry.follower is not None for entry in shelf.entries)
+    own = "".join(f'<script src="{markup(script)}"></script>' for script in scripts)
     content_json = markup(json.dumps(content)).replace("{%", "&#123;%")
     return (
         '<!DOCTYPE html><html lang="en"><head>{%metas%}<title>{%title%}</title>{%favicon%}'
         f"<style>{DIAGRAM_CSS}{SHADE_CSS}{GRID_CSS}{CARD_CSS}{THEME_CSS}</style>{{%css%}}</head>"
         f'<body class="cp" data-shelf="{content_json}">{svg.TEXTURES}{WAITING}{{%app_entry%}}'
-        "<footer>{%config%}{%scripts%}{%renderer%}</footer></body></html>"
+        f"<footer>{{%config%}}{own}{{%scripts%}}{{%renderer%}}</footer></body></html>"
     )
 
 
@@ -94,6 +97,7 @@ def layout(shelf: Shelf) -> Element:
                 ]
             ),
             html.Div(id="tip", hidden=True),
+            html.Div(id="zoom-mark", hidden=True),
             _keys(),
             dialog(),
         ],
@@ -116,10 +120,8 @@ def _header(shelf: Shelf) -> Element:
 
 
 def _keys() -> Element:
-    """Returns a dialog with the list of keys; assets/keys.js opens it."""
-    lines = [html.Tr([html.Th(html.Kbd(keys)), html.Td(what)]) for keys, what in KEYS]
-    content = [html.H2("Keys"), html.Table(html.Tbody(lines)), html.Button("Close", className="plain")]
-    return html.Dialog(content, id="keys", **{"aria-label": "keys"})
+    """Returns an empty dialog for the list of keys; assets/keys.js fills and opens it."""
+    return html.Dialog(id="keys", **{"aria-label": "keys"})
 
 
 def _failed_runs(shelf: Shelf) -> Element:
@@ -178,10 +180,28 @@ def _tabs() -> Element:
         [
             html.Button(name, id=f"tab-{key}", className="tab", role="tab", **{"data-intent": "tab", "data-tab": key})
             for key, name in TABS
-        ],
+        ]
+        + [_jumps()],
         className="tabs",
         role="tablist",
     )
+
+
+def _jumps() -> Element:
+    """Returns buttons that lead to the cards of the replay, most of which are below the first screen."""
+    cards = {
+        "lens": "Layers",
+        "card": "Token",
+        "cache": "Cache",
+        "timeline": "Timeline",
+        "decode": "Tokens",
+        "window": "Window",
+    }
+    buttons = [
+        html.Button(name, className="jump", title=f"go to: {name.lower()}", **{"data-jump": f"{card}-card"})
+        for card, name in cards.items()
+    ]
+    return html.Div(buttons, id="jumps", role="group", **{"aria-label": "on this page"})
 
 
 def _tab_panel(name: str, children: list[Element]) -> Element:
@@ -233,6 +253,7 @@ def _text_card() -> Element:
     a range."""
     measures = [
         ("verdict", "verdict"), ("depth", "prediction depth"), ("entropy", "entropy"), ("logprob", "log-probability"),
+        ("feature", "feature of a dictionary"), ("difference", "difference from the other engine"),
     ]  # fmt: skip
     menu = _menu("measure", "colour of the text", [{"value": value, "label": label} for value, label in measures])
     below = [html.Div(id="range-view", role="status"), html.Div(menu, className="menus")]
@@ -240,8 +261,13 @@ def _text_card() -> Element:
 
 
 def _timeline_card() -> Element:
-    sort = html.Button("Most rejected first", id="timeline-lost", className="plain", **{"data-intent": "lost"})
-    return _card("timeline", "", [sort])
+    tools = [
+        html.Button("Leave zoom", id="timeline-whole", className="plain", hidden=True, **{"data-zoom": "0"}),
+        html.Button("−", className="icon", title="zoom out (-)", **{"data-zoom": "-1"}),
+        html.Button("+", className="icon", title="zoom in (+); or drag over the steps", **{"data-zoom": "1"}),
+        html.Button("Most rejected first", id="timeline-lost", className="plain", **{"data-intent": "lost"}),
+    ]
+    return _card("timeline", "", [html.Div(tools, id="timeline-tools")])
 
 
 def _lens_card() -> Element:

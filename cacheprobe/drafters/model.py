@@ -12,6 +12,7 @@ from torch import Tensor
 from cacheprobe.core.registry import register
 from cacheprobe.drafters.base import DraftContext
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.recurrent import copy_states
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import choose_path
@@ -181,6 +182,7 @@ class _Reader:
             pairs = zip((*self.cache.keys, *self.cache.values), (*old.keys, *old.values), strict=True)
             for new_tensor, old_tensor in pairs:
                 new_tensor[: old.rows, :, : old.capacity] = old_tensor
+            copy_states(old, self.cache)
 
 
 @dataclass

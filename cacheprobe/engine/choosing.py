@@ -33,13 +33,17 @@ def choose_next(
     drafted: Sequence[int],
     position: int,
     likeliest: "Choice | None" = None,
+    is_draft: bool = False,
 ) -> int:
     """Returns the token id that a request chooses for `position`, from logits [v] and its sampling settings.
 
     drafted: draft tokens after the committed ones. Tokens at or after `position` are ignored: while a preempted request
     is rebuilt, they are known already.
     likeliest: of these logits, if `likeliest_choices` read them already; a greedy request takes its token.
+    is_draft: the token is a draft token. Any other of a request with forced tokens is the forced one.
     """
+    if (forced := state.request.forced_token_ids) and not is_draft:
+        return forced[position - state.request.num_prompt_tokens]
     sampling = state.sampling
     if likeliest is not None and sampling.is_plain and sampling.is_greedy:
         return likeliest.token_id

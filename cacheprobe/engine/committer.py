@@ -41,14 +41,15 @@ class Committer:
         drafted: Sequence[int],
         position: int,
         likeliest: Choice | None = None,
+        is_draft: bool = False,
     ) -> int:
         """Returns the token id that a request chooses for `position` from logits [v], after the draft tokens `drafted`.
 
-        likeliest: of these logits, if `likeliest_choices` read them already.
+        likeliest: of these logits, if `likeliest_choices` read them already.  is_draft: the token is a draft token.
         Raises: EngineError if the logits hold NaN or +infinity, if none is finite, or if memory runs out.
         """
         with self._naming(state):
-            token_id = choose_next(state, logits, drafted, position, likeliest)
+            token_id = choose_next(state, logits, drafted, position, likeliest, is_draft)
         self._note(state, position, token_id, logits, likeliest)
         return token_id
 

@@ -29,10 +29,12 @@ def schedule_fingerprint(
     lens_tile: int,
     interventions: Sequence[Intervention] = (),
     requests: Sequence[Request] = (),
+    lens: str = "",
 ) -> Fingerprint:
     """Returns the schedule fingerprint of a run as a dict: model, platform, shapes, interventions, cache snapshots.
 
-    lens_tile: number of vectors that a lens reads in one pass. `max_batch`, the drafter and the prompts are left out.
+    lens_tile: number of vectors that a lens reads in one pass.  lens: from `lens_identity`; names the lens of Z, on
+    which no token or state depends; "" for the logit lens. `max_batch`, the drafter and the prompts are left out.
     """
     facts = model.fingerprint()
     shapes = {
@@ -47,7 +49,8 @@ def schedule_fingerprint(
     }
     snapshots = [f"request {r.request_id}: {r.cached.digest()}" for r in requests if r.cached is not None]
     cached = {"cached": "; ".join(snapshots)} if snapshots else {}
-    return {**facts, **shapes, **intervention_entries(interventions, facts), **cached}
+    read_by = {"lens": lens} if lens else {}
+    return {**facts, **shapes, **intervention_entries(interventions, facts), **cached, **read_by}
 
 
 def require_same(a: Fingerprint, b: Fingerprint, what: str) -> None:

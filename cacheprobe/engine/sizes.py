@@ -20,15 +20,19 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import torch
 
 from cacheprobe.core.config import CaptureConfig, EngineConfig
+from cacheprobe.core.hook_names import RECURRENT, ROUTER
 from cacheprobe.core.records import CAPACITY_STEP, Request
 from cacheprobe.engine.shapes import config_to_try
+from cacheprobe.kvcache.recurrent import bytes_of_states
 from cacheprobe.kvcache.storage import is_mapped
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.experts.sites import layers_of, state_shapes
 from cacheprobe.ops.state_codec import INT8, SCALE_BYTES, kept_dtype
 
 TOKEN_BYTES = 2_300
@@ -125,7 +129,8 @@ def require_cache_fits(model: CachedLM, config: EngineConfig, slots: Sequence[in
             longest = rows * config.capacity // (2 * model.n_layers)  # Linux maps no tensor larger than the memory
             at_once = max(cache_slots(config, slots, device), trial, longest)
             logits = config.group * config.window * model.d_vocab * model.dtype.itemsize
-            return at_once * slot_bytes + logits * (device == model.device)
+            states = bytes_of_states(probe, max(rows, spare), config.capacity, max(config.window, config.prefill_chunk))
+            return at_once * slot_bytes + (logits + states) * (device == model.device)
 
         if available is None or needed(config) <= available:
             continue
@@ -219,7 +224,13 @@ def state_bytes(model: CachedLM, capture: CaptureConfig, layers: Sequence[int]) 
     for site, tensors in (("k", probe.keys), ("v", probe.values)):
         for layer in layers if site in capture.heads else ():
             vectors, numbers = vectors + tensors[layer].shape[1], numbers + tensors[layer].numel()
-    return numbers + vectors * SCALE_BYTES if capture.dtype == INT8 else numbers * state_dtype(model, capture).itemsize
+    if (shapes := list(state_shapes(model).values())) and RECURRENT in capture.heads:  # other layers keep as much, NaN
+        vectors, numbers = vectors + shapes[0][0] * len(layers), numbers + prod(shapes[0]) * len(layers)
+    most_experts = max((one.top_k for one in layers_of(model).values()), default=0) if ROUTER in capture.heads else 0
+    of_routing = 2 * torch.float32.itemsize * most_experts * len(layers)  # a layer without experts keeps as much
+    if capture.dtype == INT8:
+        return numbers + vectors * SCALE_BYTES + of_routing
+    return numbers * state_dtype(model, capture).itemsize + of_routing
 
 
 def state_dtype(model: CachedLM, capture: CaptureConfig) -> torch.dtype:

@@ -172,7 +172,7 @@ class Engine:
         is_drawn = self.config.acceptance == "rejection" and state.is_verified and not state.request.is_deterministic
         if is_drawn and not state.sampling.is_greedy:
             return self.committer.draw_draft_token(state, logits, drafted, position)
-        return self.committer.choose(state, logits, drafted, position, likeliest)
+        return self.committer.choose(state, logits, drafted, position, likeliest, state.is_verified)
 
     # -- verify
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.engine.watch import PARTS, order_of
+from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.attention.by_request import SPAN_STEP, Reach, reach_of_pass, reach_of_positions
 from cacheprobe.ops.equality import bitwise
@@ -73,6 +74,9 @@ class Cycle:
                     tensor[row, :, :start] = noise.to(tensor)
                 else:  # layers of one shape share the noise of the first
                     tensor[row, :, :start] = first[row % self.num_streams, :, :start]
+        if (memory := memory_of(self.cache)) is not None:
+            for stream, start in enumerate(self.starts):
+                memory.fill(range(stream, self.batch, self.num_streams), start - 1, draw)
 
     def has_more(self) -> bool:
         """Returns True if a pass is left to run."""
@@ -105,6 +109,9 @@ class Cycle:
             for tensor in (*self.cache.keys, *self.cache.values):
                 written = slice(start, start + self.window)
                 tensor[stream :: self.num_streams, :, written] = tensor[stream : stream + 1, :, written]
+            if (memory := memory_of(self.cache)) is not None:
+                for row in range(stream + self.num_streams, self.batch, self.num_streams):
+                    memory.share(memory, stream, row, self.cache.capacity)
 
     def run(self, has_others: bool | None = None) -> str | None:
         """Runs the next pass. Returns text about the first difference from the first pass, or None.

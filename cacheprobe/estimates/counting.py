@@ -104,7 +104,9 @@ def plain_states(
             ids, cached = ids[:num_prompt_tokens], None
         if cached is not None:
             cached = replace(cached, keys=(), values=(), head_masks=frozenset())
-        counted = replace(request, prompt_token_ids=ids, cached=cached, keep_kv=False, sampling=sampling)
+        counted = replace(
+            request, prompt_token_ids=ids, cached=cached, keep_kv=False, sampling=sampling, forced_token_ids=()
+        )
         one = SequenceState(counted, state.is_verified, sampling, state.decode, state.is_invariant)
         one.is_edited = state.is_edited
         made.append(one)

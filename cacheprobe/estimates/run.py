@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from cacheprobe.capture.features import FeatureRecorder
 from cacheprobe.capture.lens_reader import LENS_TILE
 from cacheprobe.core.records import Request
 from cacheprobe.drafters.base import Drafter
@@ -25,10 +26,14 @@ from cacheprobe.estimates.timing import (
     tile_seconds,
 )
 from cacheprobe.estimates.trial import try_out
+from cacheprobe.kvcache.recurrent import bytes_of_states
 from cacheprobe.plan import RunPlan
 
 TENSOR_HEADER_BYTES = 90
 """Bytes of one tensor's entry in the header of a safetensors file: name, dtype, shape and offsets as JSON."""
+
+_FEATURE_BYTES = 12
+"""Bytes of a feature during a run: its number and its activation."""
 
 
 def estimate_plan(plan: RunPlan, drafter: Drafter | None) -> Estimate:
@@ -54,10 +59,12 @@ def estimate_plan(plan: RunPlan, drafter: Drafter | None) -> Estimate:
     tallies = (least, likely, most)
     tables = sample_tables(plan, drafter, states)
     in_flight = min(len(plan.requests), plan.config.max_batch)
-    slot_bytes = plan.model.new_cache(1, 1).cache_bytes
+    probe = plan.model.new_cache(1, 1)
+    slot_bytes = probe.cache_bytes - bytes_of_states(probe, 1, 1)
     sizes = [_sizes(plan, tally, tables) for tally in tallies]
     needed = [plan.config.slots_needed(r.num_prompt_tokens, new_tokens(r)) for r in plan.requests]
     cache_bytes = slot_bytes * cache_slots(plan.config, needed, plan.model.device)
+    cache_bytes += bytes_of_states(probe, in_flight + 1, plan.config.capacity, plan.config.prefill_chunk)
     kept_kv = sum(_num_positions(request) for request in plan.requests if request.keep_kv) * slot_bytes
     beside = cache_bytes + kept_kv + _draft_cache_bytes(plan, drafter, in_flight) + _logit_bytes(plan, least)
     seconds, costs = _seconds(plan, drafter, tallies, tables, in_flight)
@@ -109,12 +116,16 @@ def _sizes(plan: RunPlan, tally: RunTally, costs: TableCosts) -> tuple[float, fl
     }
     if capture.reads_lens:
         lines["hypotheses"] = tally.readings
+    features = 0
+    if (recorder := FeatureRecorder.of(plan.capture, plan.model)) is not None:
+        lines["features"] = tally.feature_rows * recorder.most_active
+        features = tally.feature_rows * recorder.count * _FEATURE_BYTES
     sites = (*capture.state_sites, *capture.heads)
     header = TENSOR_HEADER_BYTES * len(sites) * len(plan.layers)
     kept = states + patterns
     # one site's tensors exist twice while the passes of the run are joined
     joined = kept * (1 + 1 / len(sites)) if sites else 0
-    records = joined + TOKEN_BYTES * tally.rows + READING_BYTES * tally.readings
+    records = joined + features + TOKEN_BYTES * tally.rows + READING_BYTES * tally.readings
     return kept, costs.memory_bytes(lines), kept + header + costs.disk_bytes(lines), records
 
 
@@ -123,7 +134,9 @@ def _draft_cache_bytes(plan: RunPlan, drafter: Drafter | None, in_flight: int) -
     if not isinstance(drafter, DraftModel):
         return 0
     longest = max(_num_positions(request) for request in plan.requests)
-    return in_flight * longest * drafter.model.new_cache(1, 1).cache_bytes
+    probe = drafter.model.new_cache(1, 1)
+    slot_bytes = probe.cache_bytes - bytes_of_states(probe, 1, 1)
+    return in_flight * longest * slot_bytes + bytes_of_states(probe, in_flight, longest)
 
 
 def _logit_bytes(plan: RunPlan, tally: RunTally) -> int:
@@ -186,6 +199,8 @@ def _assumptions(
         said.append("the predicate keep of CaptureConfig keeps every row")
     if plan.capture.statuses is not None and tally.draft_tokens:
         said.append("every draft token has a status to keep")
+    if FeatureRecorder.of(plan.capture, plan.model) is not None:
+        said.append("every row has as many active features as are recorded")
     if plan.interventions:
         said.append("interventions take no time")
     return tuple(said)

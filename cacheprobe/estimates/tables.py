@@ -15,6 +15,7 @@ import pandas as pd
 import torch
 
 from cacheprobe.capture.assemble import assemble
+from cacheprobe.capture.features import FeatureRecorder
 from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.config import CaptureConfig
 from cacheprobe.drafters.base import Drafter
@@ -97,6 +98,8 @@ def sample_tables(plan: RunPlan, drafter: Drafter | None, states: Sequence[Seque
     reading_seconds = 0.0
     if plan.capture.reads_lens:
         tables["hypotheses"], reading_seconds = _readings(plan, trace)
+    if (features := FeatureRecorder.of(plan.capture, plan.model)) is not None:
+        tables["features"] = _features(features)
     memory = {name: PerLine(0.0, table.memory_usage(deep=True).sum() / len(table)) for name, table in tables.items()}
     disk = {name: _on_disk(table) for name, table in tables.items()}
     disk["manifest"] = _manifest(trace, tally)
@@ -127,6 +130,19 @@ def _manifest(trace: Trace, tally: RunTally) -> PerLine:
         text = (trace.save(Path(folder) / "run") / MANIFEST).read_text(encoding="utf-8")
     requests = len(json.dumps(json.loads(text)["requests"], indent=1, ensure_ascii=False).encode())
     return PerLine(len(text.encode()) - requests, requests / tally.rows)
+
+
+def _features(features: FeatureRecorder) -> pd.DataFrame:
+    """Returns a table of READ_ROWS random features."""
+    draw, num = torch.Generator().manual_seed(0), torch.arange(READ_ROWS)
+    numbers = torch.rand(2, READ_ROWS, generator=draw)
+    columns = {
+        "row": num // features.most_active,
+        "rank": num % features.most_active,
+        "feature": (numbers[0] * features.dictionary.config.d_sae).long(),
+        "activation": numbers[1],
+    }
+    return pd.DataFrame({name: column.numpy() for name, column in columns.items()})
 
 
 def _readings(plan: RunPlan, trace: Trace) -> tuple[pd.DataFrame, float]:

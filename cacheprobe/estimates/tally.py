@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from cacheprobe.capture.features import recorded_dictionary
 from cacheprobe.capture.kept_states import status_of
 from cacheprobe.core.records import ForwardRecord, Observer, Request, StepRecord
 from cacheprobe.plan import RunPlan
@@ -54,6 +55,8 @@ class RunTally(Observer):
     pattern_weights: int = 0
     """Weights of kept attention patterns, for one head of one layer."""
     readings: int = 0
+    feature_rows: int = 0
+    """Rows whose features are recorded."""
     choices: int = 0
     """Tokens that were chosen from logits, those of drafts and verdicts included."""
     event_lines: int = 0
@@ -65,8 +68,11 @@ class RunTally(Observer):
     """Time that the loop itself took."""
     _prompt_rows: Counter[int] = field(default_factory=Counter)
     _prompt_readings: Counter[int] = field(default_factory=Counter)
+    _prompt_features: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
+        dictionary = recorded_dictionary(self.plan.capture, self.plan.model)
+        self._feature_layer = None if dictionary is None else dictionary.layer
         self._lengths = {r.request_id: r.num_prompt_tokens for r in self.plan.requests}
 
     def after_forward(self, record: ForwardRecord) -> None:
@@ -83,16 +89,20 @@ class RunTally(Observer):
             self.kept_rows += is_kept
             self.pattern_weights += (row.position + 1) if is_kept and "pattern" in capture.heads else 0
             self.readings += readings
+            has_features = is_kept and self._feature_layer is not None and self._feature_layer < ran
+            self.feature_rows += has_features
             if row.position < length and record.phase == "prefill":
                 self._prompt_rows[row.request_id] += 1
                 self._prompt_readings[row.request_id] += readings
+                self._prompt_features[row.request_id] += has_features
 
     def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:
         """Counts the copied rows of a prompt, which are read again."""
-        for counts in (self._prompt_rows, self._prompt_readings):
+        for counts in (self._prompt_rows, self._prompt_readings, self._prompt_features):
             counts[request_id] = counts[source_id]
         self.rows += self._prompt_rows[source_id]
         self.readings += self._prompt_readings[source_id]
+        self.feature_rows += self._prompt_features[source_id]
 
     def on_choice(self, request_id: int, step: int, position: int, token_id: int, logits: Tensor) -> None:
         """Counts a chosen token."""

@@ -1,21 +1,35 @@
 """Defines Intervention: one change of a request's states, given by site, layer and absolute positions."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import HEADS, SITES
+from cacheprobe.core.hook_names import HEADS, ROUTER, SITES
 from cacheprobe.core.noise import RESAMPLE_STREAM, uniform_noise
 from cacheprobe.core.records import PHASES
 
-EDITED_SITES = (*SITES, "pre")
-"""Sites whose states an intervention may change: S, T, C, and "pre", the input of a block."""
-ACTIONS = ("replace", "add")
-"""Replace a state by a vector, or add a vector to the state."""
+EDITED_SITES = (*SITES, "pre", ROUTER)
+"""Sites whose states an intervention may change: S, T, C, "pre", the input of a block, and "router", the logits of a
+router over its experts."""
+ACTIONS = ("replace", "add", "function")
+"""Replace a state by a vector, add a vector to the state, or let a function compute it."""
+
+
+class StateContext(NamedTuple):
+    """Says which state an intervention changes."""
+
+    request_id: int
+    site: str
+    layer: int
+    head: int | None
+    position: int
+    """Absolute position of the token; 0 is the prompt's first."""
+    phase: str
+    """prefill for a prompt token, decode for a token that is drafted or never verified, verify."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -24,21 +38,21 @@ class Intervention:
 
     Acts whenever the model computes one of `positions`, also in a draft pass, unless `phases` or `steps` exclude it.
 
-    Create one with `zero`, `mean`, `resample`, `add`, `replace` or `swap`. Later layers compute their keys and values
-    from the changed states, as in a forward pass without a cache.
+    Create one with `zero`, `add` and the other functions of `cacheprobe.interventions`. Later layers compute their keys
+    and values from the changed states, as in a forward pass without a cache.
     """
 
     name: str
     """Name of the function that created the intervention, such as "zero"."""
     action: str
-    """"replace" or "add"."""
+    """"replace", "add" or "function"."""
     vectors: Tensor = field(repr=False)
     """[n, w], float32 or float64: one vector for all positions, one for each position, or, with `seed`, the vectors to
-    choose from. w is d_model, the head's width, or 1 for the same number in every dimension."""
+    choose from. w is d_model, the head's width, the number of experts, or 1 for the same number in every dimension."""
     request_id: int
     """Number of the request in the run."""
     site: str
-    """S, T, C, or "pre": the residual stream that enters the block."""
+    """S, T, C, "pre": the residual stream that enters the block, or "router": the logits over the experts."""
     layer: int
     positions: Any = None
     """Absolute positions of input tokens, one or several (stored as a tuple); 0 is the prompt's first token. None for
@@ -91,6 +105,11 @@ class Intervention:
         """(site, layer) of the hook through which the intervention acts; for a head, the site of z."""
         return self.site if self.head is None else HEADS, self.layer
 
+    def changed(self, states: Tensor, contexts: Sequence[StateContext]) -> Tensor:
+        """Returns the states [n, w] as they are to become, in the same dtype; one of `contexts` belongs to each."""
+        new = self.vectors_at([one.position for one in contexts]).to(states.device, states.dtype)
+        return new.expand_as(states) if self.action == "replace" else states + new
+
     def vectors_at(self, positions: list[int]) -> Tensor:
         """Returns a tensor [len(positions), w]: the vector for each of `positions`."""
         if self.seed is not None:
@@ -100,6 +119,10 @@ class Intervention:
             return self.vectors.expand(len(positions), -1)
         assert isinstance(self.positions, tuple)
         return self.vectors[[self.positions.index(p) for p in positions]]
+
+    def require_width(self, width: int) -> None:
+        """Raises: ValueError if states of this width cannot be changed. A subclass says which; vectors are compared by
+        `checks.check_model`."""
 
     def record(self) -> dict[str, object]:
         """Returns a dict for the run's metadata: the fields without own_fingerprint and num_prompt_tokens, and with the

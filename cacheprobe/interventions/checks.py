@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from cacheprobe.core.hook_names import ROUTER
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.models.experts.sites import layers_of
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,14 @@ def check_model(one: Intervention, model: CachedLM) -> None:
     if not 0 <= one.layer < model.n_layers:
         raise ValueError(f"{one}: unknown layer {one.layer}; the model has layers 0 to {model.n_layers - 1}")
     heads, head_width = model.head_shape
+    if one.head is not None and hasattr(model, "head_writer"):
+        heads = len(model.head_writer(one.layer).weight)
     if one.head is not None and not 0 <= one.head < heads:
-        raise ValueError(f"{one}: unknown head {one.head}; the model has heads 0 to {heads - 1}")
+        raise ValueError(f"{one}: unknown head {one.head}; layer {one.layer} has heads 0 to {heads - 1}")
     width = model.d_model if one.head is None else head_width
+    if one.site == ROUTER:
+        width = _num_experts(one, model)
+    one.require_width(width)
     if one.vectors.shape[1] not in (1, width):
         raise ValueError(f"{one}: vectors of width {one.vectors.shape[1]}, where states have {width}")
     if not bool(torch.isfinite(one.vectors.to(model.dtype)).all()):
@@ -46,6 +53,21 @@ def check_model(one: Intervention, model: CachedLM) -> None:
             f"{one}: its vectors are infinite in {model.dtype}, and a slot that is not finite poisons attention "
             "even where it is masked; make them smaller, or load the model in float32"
         )
+
+
+def _num_experts(one: Intervention, model: CachedLM) -> int:
+    """Returns the number of experts at the layer of an intervention on a router. Raises: ValueError if the layer has no
+    router, or if fewer experts remain than compute a token."""
+    mixtures = layers_of(model)
+    if one.layer not in mixtures:
+        raise ValueError(f"{one}: layer {one.layer} has no experts; layers with experts: {list(mixtures) or 'none'}")
+    mixture = mixtures[one.layer]
+    if mixture.router is None:
+        raise ValueError(f"{one}: the mixture of layer {one.layer} has no router whose logits can be changed")
+    num_left = mixture.num_experts - len(getattr(one, "experts", ()))
+    if num_left < mixture.top_k:
+        raise ValueError(f"{one}: {num_left} experts remain, and {mixture.top_k} compute each token; ablate fewer")
+    return mixture.num_experts
 
 
 def check_request(one: Intervention, state: SequenceState, drafting: Drafting | None = None) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cacheprobe.interventions.base import Intervention
+from cacheprobe.interventions.base import Intervention, StateContext
 from cacheprobe.interventions.checks import Drafting, check_model, check_request, require_hooks
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
@@ -33,13 +33,13 @@ class TokenSlot(NamedTuple):
 
 
 class _Hit(NamedTuple):
-    """Holds where one intervention acts in a pass: batch indices b, token slots t, and absolute positions."""
+    """Holds where one intervention acts in a pass: batch indices b, token slots t, and what each state is."""
 
     number: int
     """Index of the intervention among those of the run."""
     b: Tensor
     t: Tensor
-    positions: list[int]
+    contexts: list[StateContext]
 
 
 def token_phase(state: SequenceState, position: int, pass_phase: str) -> str:
@@ -108,7 +108,9 @@ class Editor:
             if not chosen:
                 continue
             b, t = (torch.tensor([slots[i][k] for i in chosen]) for k in (1, 2))
-            self._aimed.setdefault(one.place, []).append(_Hit(number, b, t, [slots[i].position for i in chosen]))
+            about = one.request_id, one.site, one.layer, one.head
+            contexts = [StateContext(*about, slots[i].position, slots[i].phase) for i in chosen]
+            self._aimed.setdefault(one.place, []).append(_Hit(number, b, t, contexts))
             if one.site == "S" or (one.site == "pre" and one.layer > 0):
                 rewritten.setdefault(one.layer, set()).update(chosen)
         self.rewritten = {layer: frozenset(numbers) for layer, numbers in rewritten.items()}
@@ -139,11 +141,11 @@ class Editor:
         for hit in hits:
             one = self.interventions[hit.number]
             index = (hit.b, hit.t) if one.head is None else (hit.b, hit.t, one.head)
-            new = one.vectors_at(hit.positions).to(value.device, value.dtype)
-            value[index] = new.expand_as(value[index]) if one.action == "replace" else value[index] + new
+            value[index] = one.changed(value[index], hit.contexts)
+            positions = [context.position for context in hit.contexts]
             if not bool(torch.isfinite(value[index]).all()):
-                raise ValueError(f"{one} makes a state of positions {hit.positions} NaN or infinite in {value.dtype}")
-            self.applied[hit.number].update((self._step, position) for position in hit.positions)
+                raise ValueError(f"{one} makes a state of positions {positions} NaN or infinite in {value.dtype}")
+            self.applied[hit.number].update((self._step, position) for position in positions)
         return value
 
     # -- reports

@@ -1,7 +1,8 @@
 """Defines the functions that create interventions: zero, replace, add, mean, resample and swap.
 
 Their keyword arguments are the fields of an Intervention, with the same meaning: request_id, site, layer, positions,
-head, phases, steps, own_fingerprint, num_prompt_tokens.
+head, phases, steps, own_fingerprint, num_prompt_tokens. A site may be a hook point of TransformerLens, or a block as
+nnsight names it, which name the layer: see `core.hook_names.place_of`.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import HEADS
+from cacheprobe.core.hook_names import HEADS, place_of
 from cacheprobe.core.records import Request
 from cacheprobe.interventions.base import Intervention, as_wide
 
@@ -46,7 +47,7 @@ def zero(
     *,
     request_id: int,
     site: str,
-    layer: int,
+    layer: int | None = None,
     positions: Numbers = None,
     head: int | None = None,
     phases: "str | Iterable[str] | None" = None,
@@ -55,6 +56,7 @@ def zero(
     num_prompt_tokens: int | None = None,
 ) -> Intervention:
     """Returns an Intervention that sets the states to zero."""
+    site, layer = place_of(site, layer)
     return Intervention(
         name="zero", action="replace", vectors=torch.zeros(1, 1),
         request_id=request_id, site=site, layer=layer, positions=positions, head=head, phases=phases, steps=steps,
@@ -67,7 +69,7 @@ def replace(
     *,
     request_id: int,
     site: str,
-    layer: int,
+    layer: int | None = None,
     positions: Numbers = None,
     head: int | None = None,
     phases: "str | Iterable[str] | None" = None,
@@ -79,6 +81,7 @@ def replace(
 
     For a head: [d] or [n, d].
     """
+    site, layer = place_of(site, layer)
     return Intervention(
         name="replace", action="replace", vectors=vectors,
         request_id=request_id, site=site, layer=layer, positions=positions, head=head, phases=phases, steps=steps,
@@ -91,7 +94,7 @@ def add(
     *,
     request_id: int,
     site: str,
-    layer: int,
+    layer: int | None = None,
     positions: Numbers = None,
     head: int | None = None,
     phases: "str | Iterable[str] | None" = None,
@@ -103,6 +106,7 @@ def add(
 
     For a head: [d] or [n, d]. The sum is computed in the model's dtype.
     """
+    site, layer = place_of(site, layer)
     return Intervention(
         name="add", action="add", vectors=vectors,
         request_id=request_id, site=site, layer=layer, positions=positions, head=head, phases=phases, steps=steps,
@@ -115,7 +119,7 @@ def mean(
     *,
     request_id: int,
     site: str,
-    layer: int,
+    layer: int | None = None,
     positions: Numbers = None,
     head: int | None = None,
     phases: "str | Iterable[str] | None" = None,
@@ -128,6 +132,7 @@ def mean(
     The mean is computed in float32, or in float64 for float64 states.
     Source: mean ablation of Wang et al. 2022 (arXiv 2211.00593), section 2.1.
     """
+    site, layer = place_of(site, layer)
     vectors = as_wide(_checked_states(states, "mean")).mean(0)
     return Intervention(
         name="mean", action="replace", vectors=vectors,
@@ -142,7 +147,7 @@ def resample(
     seed: int = 0,
     request_id: int,
     site: str,
-    layer: int,
+    layer: int | None = None,
     positions: Numbers = None,
     head: int | None = None,
     phases: "str | Iterable[str] | None" = None,
@@ -156,6 +161,7 @@ def resample(
 
     Source: resample ablation of causal scrubbing (Chan et al. 2022).
     """
+    site, layer = place_of(site, layer)
     vectors = _checked_states(states, "resample")
     return Intervention(
         name="resample", action="replace", vectors=vectors, seed=seed,
@@ -170,7 +176,7 @@ def swap(
     b: int,
     *,
     site: str,
-    layer: int,
+    layer: int | None = None,
     positions: Numbers = None,
     head: int | None = None,
     phases: "str | Iterable[str] | None" = None,
@@ -187,6 +193,7 @@ def swap(
     and for a trace of a run with interventions.
     Source: interchange interventions, Geiger et al. 2021 (arXiv 2106.02997), section 3.
     """
+    site, layer = place_of(site, layer)
     requests = {request.request_id: request for request in trace.requests}
     if missing := [r for r in (a, b) if r not in requests]:
         raise ValueError(f"swap: no request {missing[0]} in the trace; it has 0 to {len(requests) - 1}")

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.recurrent import memory_of
 
 
 class SharedPrefix(KVCache):
@@ -22,6 +23,8 @@ class SharedPrefix(KVCache):
         if not 0 <= length <= int(cache.lengths[0]):
             raise ValueError(f"cache row 0 holds {int(cache.lengths[0])} positions, not {length}")
         vars(self).update(vars(cache))
+        if (memory := memory_of(cache)) is not None:
+            vars(self)["recurrent"] = memory.unwritten()
         self.length = length
         self._staged = None
 

@@ -1,9 +1,15 @@
-"""Exports the lenses as `cp.lenses.NAME`. A lens turns a layer's state into logits over the vocabulary."""
+"""Exports the lenses as `cp.lenses.NAME`. A lens turns a layer's state into logits over the vocabulary; a
+Dictionary turns it into features."""
 
+from cacheprobe.dictionaries import Dictionary, DictionaryConfig, DictionaryError
 from cacheprobe.lenses.base import Lens, LensError
 from cacheprobe.lenses.jacobian import JacobianLens
 from cacheprobe.lenses.logit import LogitLens
+from cacheprobe.lenses.patchscope import Patchscope
 from cacheprobe.lenses.thought import ThoughtLens
 from cacheprobe.lenses.tuned import TunedLens
 
-__all__ = ["JacobianLens", "Lens", "LensError", "LogitLens", "ThoughtLens", "TunedLens"]
+__all__ = [  # noqa: RUF022
+    "JacobianLens", "Lens", "LensError", "LogitLens", "Patchscope", "ThoughtLens", "TunedLens",
+    "Dictionary", "DictionaryConfig", "DictionaryError",
+]  # fmt: skip

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cacheprobe.core.files import write_json, write_whole
 from cacheprobe.core.values import Json
+from cacheprobe.dictionaries.torch_files import read_torch_weights
 from cacheprobe.lenses.base import LensError, unembedding_sha256
 from cacheprobe.models.base import CachedLM
 
@@ -126,11 +127,9 @@ def read_package_artefact(directory: Path, config: dict[str, Json], model: Cache
         )
     path = directory / PACKAGE_TRANSLATORS
     try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises errors of many kinds
-        raise LensError(f"{path} holds no weights ({error!s:.120})") from error
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise LensError(f"{path} holds no weights: it should be a dictionary of tensors")
+        tensors = read_torch_weights(path)
+    except (OSError, ValueError) as error:
+        raise LensError(f"{path} holds no weights: {error!s:.200}") from error
     layers, width = range(1, model.n_layers), model.d_model
     wanted = {f"{layer}.weight": (width, width) for layer in layers} | {f"{layer}.bias": (width,) for layer in layers}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name in wanted}

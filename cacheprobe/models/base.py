@@ -16,11 +16,13 @@ StateSink = Callable[[str, int, Tensor], None]
 """Function that a forward calls with (site, layer, tensor [b, t, m]) for each captured activation. The tensor belongs
 to the model: copy what you keep.
 Site "pre" is the residual stream that enters the block. At q, k, v and z the tensor is [b, t, h, d]; k and v have as
-many heads as the cache. At "pattern" the tensor is [b, h, t, s], over all cache slots."""
+many heads as the cache. At "pattern" the tensor is [b, h, t, s], over all cache slots.
+At "router" the tensor is [b, t, k, 2]: id and weight of each expert of a token. At "recurrent" it is [b, t, h, d]: the
+state of a recurrent layer after each token, with h its first axis."""
 
 StateEdit = Callable[[str, int, Tensor], Tensor | None]
 """Function that a forward calls like a StateSink. A returned tensor replaces the activation; None leaves the activation
-unchanged."""
+unchanged. At "router" the tensor is the logits [b, t, e] over the e experts."""
 
 
 @runtime_checkable

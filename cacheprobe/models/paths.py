@@ -12,6 +12,8 @@ from torch import Tensor
 from cacheprobe.core.hook_names import PATTERN, SITES
 from cacheprobe.core.live import LiveModule
 from cacheprobe.core.values import hint
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.recurrent import RecurrentCache
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.hf.shared import plain_path
 from cacheprobe.models.settings import numeric_settings, product_dtype
@@ -55,10 +57,13 @@ def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) 
     numeric settings changed.
     Raises: ValueError for an unknown path; ModelError with the reason if path="fast" is impossible.
     """
-    if path not in PATHS:
+    why = getattr(model, "why", None)  # of a PlainLM
+    if path not in PATHS and not (path == "plain" and why):
         raise ValueError(f"unknown path {path!r}; choose one of {', '.join(PATHS)}{hint(path, PATHS)}")
+    if why and path in ("fast", "bridge"):
+        raise ModelError(f'{model.name} runs without a bridge ({why}), so it has no path {path!r}; use path="auto"')
     if not _is_bridge(model):
-        return model, f"{type(model).__name__}: as given"
+        return model, f"plain: {why}" if why else f"{type(model).__name__}: as given"
     if path == "bridge":
         return model, "bridge: as asked"
     hook = next(user_hooks(model.bridge), None)
@@ -76,6 +81,27 @@ def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) 
     if path == "fast":
         raise ModelError(f"{model.name} cannot run on its fast forward: {reason}; use path='auto' or 'bridge'")
     return model, f"bridge: {reason}"
+
+
+def usable(model: CachedLM, path: str) -> CachedLM:
+    """Returns the model that runs the grid: for a model inside a TransformerBridge, the bridge or its fast forward, as
+    `path` says; another model is returned unchanged.
+
+    Raises: ValueError for an object without `new_cache`, such as a plain transformers model, and for an unknown path;
+    ModelError if path="fast" is impossible, and for a model without `editing` or with a cache of more than keys and
+    values.
+    """
+    if not hasattr(model, "new_cache"):
+        raise ValueError(f"a patching grid needs a model from cp.load_model(...), got a {type(model).__name__}")
+    chosen, _ = choose_path(model, path)
+    if not hasattr(chosen, "editing"):
+        raise ModelError(f"{chosen.name} has no `editing`, so nothing can be patched in it; see CachedLM")
+    if type(cache := chosen.new_cache(1, 1)) not in (KVCache, RecurrentCache):
+        raise ModelError(
+            f"{chosen.name} keeps a {type(cache).__name__}, more than keys and values, which cells cannot share; use a "
+            "model whose only memory is keys and values"
+        )
+    return chosen
 
 
 def _is_bridge(model: CachedLM) -> "TypeGuard[BridgeLM]":
@@ -185,6 +211,7 @@ def _observed(model: CachedLM, token_ids: Tensor, sites: Sequence[str]) -> dict[
     """Runs the model on token_ids [1, t] and returns a dict of float32 tensors: "logits" [t, v], and one [t, width] for
     each site and layer, such as "S of layer 3"."""
     from cacheprobe.models.checks import cached_logits, probe_cache
+    from cacheprobe.models.experts.sites import head_places
 
     cache = probe_cache(model, token_ids)
     parts: dict[str, list[Tensor]] = {}
@@ -193,6 +220,6 @@ def _observed(model: CachedLM, token_ids: Tensor, sites: Sequence[str]) -> dict[
         """Appends an activation, as float32 [t, m], to the list `parts["SITE of layer N"]`."""
         parts.setdefault(f"{site} of layer {layer}", []).append(value[0].flatten(1).float())
 
-    with model.capturing([("pre", 0)] + [(site, layer) for layer in range(model.n_layers) for site in sites], keep):
+    with model.capturing([("pre", 0), *head_places(model, sites, range(model.n_layers))], keep):
         logits = cached_logits(model, token_ids, cache)
     return {"logits": logits} | {name: torch.cat(pieces) for name, pieces in parts.items()}

@@ -1,15 +1,16 @@
 """Converts the user's prompts to token ids of a model. Invalid prompts raise ValueError with the number of the
 request."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.records import Request
-from cacheprobe.core.values import require_encodable, whole_number
+from cacheprobe.core.values import Json, require_encodable, whole_number
 from cacheprobe.models.base import CachedLM
 
-KINDS = "a prompt is text, a list of token ids, a task example or a Request"
+KINDS = "a prompt is text, a list of token ids, a cp.Chat, a task example or a Request"
 
 
 @runtime_checkable
@@ -19,6 +20,45 @@ class PromptExample(Protocol):
     def prompt_text(self, tokenizer: LiveTokenizer) -> str:
         """Returns the prompt as text, for a model with this tokenizer."""
         ...
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Holds a conversation, as a prompt in the chat template of the model's tokenizer; the model's turn follows.
+
+    Raises: ValueError for messages that are not dicts of two texts, "role" and "content".
+    """
+
+    messages: Sequence[Mapping[str, str]]
+    """Turns such as {"role": "user", "content": "What is two and two?"}."""
+    options: Mapping[str, Json] = field(default_factory=dict)
+    """Further variables of the template, such as {"enable_thinking": False}; a template ignores unknown ones."""
+
+    chat = True
+
+    def __post_init__(self) -> None:
+        messages = self.messages
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+            raise ValueError(f"a chat is a list of messages, got {messages!r:.60}")
+        if own := {"tokenize", "add_generation_prompt", "conversation"} & set(self.options):
+            raise ValueError(f"options of a chat are variables of its template; {min(own)} is set by cacheprobe")
+        for message in messages:
+            texts = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else [None]
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"a message is a dict with the texts role and content, got {message!r:.60}")
+
+    def prompt_text(self, tokenizer: LiveTokenizer) -> str:
+        """Returns the conversation in the tokenizer's chat template, up to where the model's turn begins.
+
+        Raises: ValueError if there is no tokenizer with a chat template, or if the template refuses the messages.
+        """
+        if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
+            raise ValueError("the model has no chat template, so it takes no cp.Chat; give the text itself")
+        messages = [dict(message) for message in self.messages]
+        try:
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.options)
+        except Exception as error:  # a template raises errors of its own
+            raise ValueError(f"the chat template refuses the messages, {_kind(error)}") from error
 
 
 Prompt: TypeAlias = str | Iterable[int] | PromptExample
@@ -41,6 +81,27 @@ def as_list(prompts: object) -> list[object]:
     if not listed:
         raise ValueError("there are no prompts; give at least one")
     return [listed] if all(isinstance(item, int) or getattr(item, "ndim", None) == 0 for item in listed) else listed
+
+
+def as_token_ids(model: CachedLM, prompt: Prompt, what: str) -> tuple[int, ...]:
+    """Returns the token ids of a prompt given as text, token ids or a task example. what: the prompt's name in errors.
+
+    Raises: ValueError for an empty prompt, a token id outside the vocabulary, or more tokens than the model's context.
+    """
+    if isinstance(prompt, PromptExample):
+        is_chat, prompt = bool(getattr(prompt, "chat", False)), prompt.prompt_text(model.tokenizer)
+        ids = model.encode(prompt, add_special_tokens=not is_chat)
+    elif isinstance(prompt, str):
+        ids = model.encode(prompt)
+    else:
+        ids = tuple(int(token_id) for token_id in prompt)
+    if not ids:
+        raise ValueError(f"the {what} prompt is empty; give at least one token")
+    if bad := [t for t in ids if not 0 <= t < model.d_vocab]:
+        raise ValueError(f"{what} prompt: token id {bad[0]} is outside the vocabulary of {model.d_vocab}")
+    if len(ids) > model.n_ctx:
+        raise ValueError(f"{what} prompt: {len(ids)} tokens exceed the model's context of {model.n_ctx}; shorten it")
+    return ids
 
 
 def text_of(example: PromptExample, model: CachedLM, index: int) -> str:
@@ -78,7 +139,8 @@ def token_ids_of(prompt: object, model: CachedLM, index: int, is_chat: bool) -> 
     if not ids or (isinstance(prompt, str) and not prompt):
         raise ValueError(f"request {index}: the prompt is empty; give at least one token")
     if bad := [t for t in ids if not 0 <= t < model.d_vocab]:
-        raise ValueError(f"request {index}: token id {bad[0]} is outside the vocabulary of {model.d_vocab}")
+        whose = "; is its tokenizer another model's?" if isinstance(prompt, str) else ""
+        raise ValueError(f"request {index}: token id {bad[0]} is outside the vocabulary of {model.d_vocab}{whose}")
     return ids
 
 

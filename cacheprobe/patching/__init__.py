@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 
 from cacheprobe.core.values import no_attribute
 from cacheprobe.patching.activation import activation
+from cacheprobe.patching.attribution import attribution
 from cacheprobe.patching.grid import PatchingGrid
 from cacheprobe.patching.prefix import prefix
 from cacheprobe.patching.tracing import causal_tracing
 
-__all__ = ["PatchingGrid", "activation", "causal_tracing", "prefix"]
+__all__ = ["PatchingGrid", "activation", "attribution", "causal_tracing", "prefix"]
 
 if not TYPE_CHECKING:  # a checker that saw it would let every misspelt name pass
 

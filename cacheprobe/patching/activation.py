@@ -6,22 +6,12 @@ from typing import Unpack
 
 import torch
 
-from cacheprobe.core.hook_names import HEADS
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import Prompt
-from cacheprobe.patching.arguments import (
-    PATCHED_SITES,
-    GridOptions,
-    as_layers,
-    as_pair,
-    as_positions,
-    check_site,
-    grid_config,
-    usable,
-)
+from cacheprobe.patching.arguments import GridOptions, patched_place
 from cacheprobe.patching.cells import Edit, PatchingCell, cell
 from cacheprobe.patching.grid import PatchingGrid
-from cacheprobe.patching.pair import answers, grid_of_pair, run_pair
+from cacheprobe.patching.pair import PatchedPair, grid_of_pair
 from cacheprobe.patching.runs import Run
 from cacheprobe.patching.sweep import Group, Index
 
@@ -56,29 +46,21 @@ def activation(
     neurons and heads; a grid of positions and layers as in Meng et al. 2022 (arXiv 2202.05262), section 2.1.
     Twin: tests.twins.patching_slowly.naive_grid: one plain forward for each cell, close(1e-5) in float32.
     """
-    check_site(site, PATCHED_SITES)
-    if heads and site != "T":
-        raise ValueError(f"heads give to site T alone, not to {site}; leave out heads=, or use site='T'")
-    config = grid_config(**options)
-    model = usable(model, config.path)
-    ids = as_pair(model, clean, corrupt)
-    in_layers, at_positions = as_layers(config.layers, model), as_positions(config.positions, len(ids[0]))
-    place = HEADS if heads else site
-    runs = run_pair(model, *ids, (place,))
-    pair = answers(model, answer, *runs)
-    count = model.head_shape[0] if heads else 1
+    place = patched_place(site, heads)
+    pair = PatchedPair.of(model, clean, corrupt, answer, (place,), options)
+    count, runs = pair.model.head_shape[0] if heads else 1, pair.runs
 
     def indices(position: int) -> list[Index]:
         """Returns a list of the indices of the patched runs at one position: (layer, position), or (layer, position,
         head)."""
-        return [(layer, position, *((head,) if heads else ())) for layer in in_layers for head in range(count)]
+        return [(layer, position, *((head,) if heads else ())) for layer in pair.layers for head in range(count)]
 
     groups = [
         Group(str(p), len(indices(p)), lambda: runs[1], partial(_cells, runs[0], place, indices(p)), indices(p))
-        for p in at_positions
+        for p in pair.positions
     ]
     axes = ["layer", "position", *(["head"] if heads else [])]
-    return grid_of_pair(model, "activation", place, axes, runs, pair, in_layers, groups, config)
+    return grid_of_pair(pair, "activation", place, axes, groups)
 
 
 def _cells(donor: Run, site: str, indices: list[Index]) -> Mapping[Index, PatchingCell]:

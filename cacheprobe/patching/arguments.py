@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
 
+from cacheprobe.core.hook_names import HEADS
 from cacheprobe.core.values import require_known_options
-from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.paths import choose_path
-from cacheprobe.models.prompts import Prompt, PromptExample
+from cacheprobe.models.base import CachedLM
+from cacheprobe.models.paths import usable as usable
+from cacheprobe.models.prompts import Prompt, as_token_ids
 
 RESIDUAL_SITES = ("pre", "S")
 PATCHED_SITES = (*RESIDUAL_SITES, "T", "C")
@@ -48,48 +48,6 @@ def grid_config(**options: Unpack[GridOptions]) -> GridConfig:
     return GridConfig(**options)
 
 
-def usable(model: CachedLM, path: str) -> CachedLM:
-    """Returns the model that runs the grid: for a model inside a TransformerBridge, the bridge or its fast forward, as
-    `path` says; another model is returned unchanged.
-
-    Raises: ValueError for an object without `new_cache`, such as a plain transformers model, and for an unknown path;
-    ModelError if path="fast" is impossible, and for a model without `editing` or with a cache of more than keys and
-    values.
-    """
-    if not hasattr(model, "new_cache"):
-        raise ValueError(f"a patching grid needs a model from cp.load_model(...), got a {type(model).__name__}")
-    chosen, _ = choose_path(model, path)
-    if not hasattr(chosen, "editing"):
-        raise ModelError(f"{chosen.name} has no `editing`, so nothing can be patched in it; see CachedLM")
-    if type(cache := chosen.new_cache(1, 1)) is not KVCache:
-        raise ModelError(
-            f"{chosen.name} keeps a {type(cache).__name__}, more than keys and values, which cells cannot share; use a "
-            "model whose only memory is keys and values"
-        )
-    return chosen
-
-
-def as_token_ids(model: CachedLM, prompt: Prompt, what: str) -> tuple[int, ...]:
-    """Returns the token ids of a prompt given as text, token ids or a task example. what: the prompt's name in errors.
-
-    Raises: ValueError for an empty prompt, a token id outside the vocabulary, or more tokens than the model's context.
-    """
-    if isinstance(prompt, PromptExample):
-        is_chat, prompt = bool(getattr(prompt, "chat", False)), prompt.prompt_text(model.tokenizer)
-        ids = model.encode(prompt, add_special_tokens=not is_chat)
-    elif isinstance(prompt, str):
-        ids = model.encode(prompt)
-    else:
-        ids = tuple(int(token_id) for token_id in prompt)
-    if not ids:
-        raise ValueError(f"the {what} prompt is empty; give at least one token")
-    if bad := [t for t in ids if not 0 <= t < model.d_vocab]:
-        raise ValueError(f"{what} prompt: token id {bad[0]} is outside the vocabulary of {model.d_vocab}")
-    if len(ids) > model.n_ctx:
-        raise ValueError(f"{what} prompt: {len(ids)} tokens exceed the model's context of {model.n_ctx}; shorten it")
-    return ids
-
-
 def as_pair(model: CachedLM, clean: Prompt, corrupt: Prompt) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns (token ids of the clean prompt, token ids of the corrupted prompt).
 
@@ -125,6 +83,15 @@ def check_site(site: str, sites: Iterable[str]) -> None:
     """Checks that `site` is one of `sites`, those that a patching grid supports. Raises: ValueError otherwise."""
     if site not in sites:
         raise ValueError(f"unknown site {site!r}; sites of this grid are {', '.join(sites)}")
+
+
+def patched_place(site: str, heads: bool) -> str:
+    """Returns the site whose states are patched: that of single heads, or `site`. Raises: ValueError for a site that
+    `activation` does not support, and for heads at another site than T."""
+    check_site(site, PATCHED_SITES)
+    if heads and site != "T":
+        raise ValueError(f"heads give to site T alone, not to {site}; leave out heads=, or use site='T'")
+    return HEADS if heads else site
 
 
 def as_layers(layers: "Iterable[int] | None", model: CachedLM) -> tuple[int, ...]:

@@ -20,7 +20,8 @@ _META = ("kind", "site", "value", "model")
 class GridMeta(TypedDict, total=False):
     """Lists the metadata of a PatchingGrid: the request, the model, and the results of the unpatched runs.
 
-    The first group of fields is part of every grid, the second of grids of two prompts, the third of causal tracing.
+    The first group of fields is part of every grid, the second of grids of two prompts, the third of attribution
+    patching, the fourth of causal tracing.
     """
 
     kind: Required[str]
@@ -38,6 +39,10 @@ class GridMeta(TypedDict, total=False):
     corrupt_tokens: list[str]
     clean_logit_difference: float
     corrupt_logit_difference: float
+
+    steps: int
+    pearson: float | None
+    spearman: float | None
 
     prompt: list[int]
     subject: list[int]
@@ -58,14 +63,18 @@ class PatchingGrid:
     `cp.plots.patching_grid` draws a PatchingGrid."""
 
     table: pd.DataFrame = field(repr=False)
-    """One line for each cell; the docstrings of `activation`, `prefix` and `causal_tracing` list the columns."""
+    """One line for each cell; the docstrings of `activation`, `attribution`, `prefix` and `causal_tracing` list the
+    columns."""
     meta: GridMeta = field(repr=False)
     """The request, the model, and the results of the unpatched runs."""
 
     def __repr__(self) -> str:
         axes = [name for name in ("layer", "position", "head", "sample") if name in self.table.columns]
         shape = " x ".join(f"{self.table[name].nunique()} {name}s" for name in axes)
-        return f"PatchingGrid({self.meta['kind']}, site {self.meta['site']}, {shape}, {self.meta['model']})"
+        text = f"PatchingGrid({self.meta['kind']}, site {self.meta['site']}, {shape}, {self.meta['model']}"
+        found = [(name.capitalize(), self.meta.get(name)) for name in ("pearson", "spearman")]
+        numbers = [f"{name} {number:.3f}" for name, number in found if isinstance(number, float)]
+        return f"{text}; correlation with the real grid: {', '.join(numbers)})" if numbers else f"{text})"
 
     def matrix(self, value: str | None = None) -> pd.DataFrame:
         """Returns one column of the grid's table as a DataFrame, layers x positions; the mean over heads or samples.

@@ -1,11 +1,24 @@
 """Runs both prompts of a pair without patches, and finds the two answers to compare."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from cacheprobe.core.token_text import visible
 from cacheprobe.models.base import CachedLM
-from cacheprobe.patching.arguments import GridConfig, as_answer
+from cacheprobe.models.prompts import Prompt
+from cacheprobe.patching.arguments import (
+    GridConfig,
+    GridOptions,
+    as_answer,
+    as_layers,
+    as_pair,
+    as_positions,
+    grid_config,
+    usable,
+)
 from cacheprobe.patching.grid import PatchingGrid, difference, pair_meta, pair_table
 from cacheprobe.patching.parts import CellStore
 from cacheprobe.patching.runs import Run, read, run_once
@@ -14,6 +27,39 @@ from cacheprobe.patching.sweep import Group, sweep
 _LEAST_DIFFERENCE = 1e-4
 """Minimum gap between the logit differences of the clean and the corrupted run. nld divides by the gap that a pair
 has."""
+
+
+@dataclass(frozen=True)
+class PatchedPair:
+    """Holds the checked arguments of a patching grid, and the runs of its two prompts without patches."""
+
+    model: CachedLM
+    config: GridConfig
+    layers: tuple[int, ...]
+    positions: tuple[int, ...]
+    runs: tuple[Run, Run]
+    """The clean run, the corrupted run."""
+    answer: tuple[int, int]
+    """Token ids of the two answers."""
+
+    @classmethod
+    @torch.inference_mode()
+    def of(
+        cls,
+        model: CachedLM,
+        clean: Prompt,
+        corrupt: Prompt,
+        answer: "Sequence[str | int] | None",
+        sites: Iterable[str],
+        options: GridOptions,
+    ) -> "PatchedPair":
+        """Returns the PatchedPair of a call; keeps states of S and of `sites`. Raises: as `activation`."""
+        config = grid_config(**options)
+        model = usable(model, config.path)
+        ids = as_pair(model, clean, corrupt)
+        layers, positions = as_layers(config.layers, model), as_positions(config.positions, len(ids[0]))
+        runs = run_pair(model, *ids, sites)
+        return cls(model, config, layers, positions, runs, answers(model, answer, *runs))
 
 
 def run_pair(
@@ -53,28 +99,18 @@ def answers(model: CachedLM, answer: "Sequence[str | int] | None", clean: Run, c
     return first, second
 
 
-def grid_of_pair(
-    model: CachedLM,
-    kind: str,
-    site: str,
-    axes: Sequence[str],
-    runs: tuple[Run, Run],
-    answer: tuple[int, int],
-    layers: Sequence[int],
-    groups: Sequence[Group],
-    config: GridConfig,
-) -> PatchingGrid:
+def grid_of_pair(pair: PatchedPair, kind: str, site: str, axes: Sequence[str], groups: Sequence[Group]) -> PatchingGrid:
     """Computes the cells of a grid of a clean and a corrupted run, or reads finished ones; returns a PatchingGrid.
 
-    axes: columns that index a cell, such as layer and position.  config.store: the folder of finished cells.
+    axes: columns that index a cell, such as layer and position.
     """
-    clean, corrupt = (run.token_ids for run in runs)
-    settings = dict(kind=kind, site=site, layers=layers, answer=answer, clean=clean, corrupt=corrupt)
-    store = open_cell_store(config.store, model, settings)
-    results = dict(sorted(sweep(model, groups, answer, store, config.progress).items()))
-    ends = (read(run.logits[None], answer)[0] for run in runs)
+    model, answer, (clean, corrupt) = pair.model, pair.answer, (run.token_ids for run in pair.runs)
+    settings = dict(kind=kind, site=site, layers=pair.layers, answer=answer, clean=clean, corrupt=corrupt)
+    store = open_cell_store(pair.config.store, model, settings)
+    results = dict(sorted(sweep(model, groups, answer, store, pair.config.progress).items()))
+    ends = (read(run.logits[None], answer)[0] for run in pair.runs)
     table = pair_table(results, axes, [visible(text) for text in model.token_texts(corrupt)], *ends)
-    return PatchingGrid(table, pair_meta(model, kind, site, runs, answer))
+    return PatchingGrid(table, pair_meta(model, kind, site, pair.runs, answer))
 
 
 def open_cell_store(store: "str | Path | None", model: CachedLM, settings: Mapping[str, object]) -> CellStore:

@@ -8,19 +8,10 @@ import torch
 
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import Prompt
-from cacheprobe.patching.arguments import (
-    RESIDUAL_SITES,
-    GridOptions,
-    as_layers,
-    as_pair,
-    as_positions,
-    check_site,
-    grid_config,
-    usable,
-)
+from cacheprobe.patching.arguments import RESIDUAL_SITES, GridOptions, check_site
 from cacheprobe.patching.cells import Edit, PatchingCell
 from cacheprobe.patching.grid import PatchingGrid
-from cacheprobe.patching.pair import answers, grid_of_pair, run_pair
+from cacheprobe.patching.pair import PatchedPair, grid_of_pair
 from cacheprobe.patching.runs import Run
 from cacheprobe.patching.sweep import Group, Index
 
@@ -44,23 +35,18 @@ def prefix(
     Twin: tests.twins.patching_slowly.naive_grid, close(1e-5) in float32.
     """
     check_site(site, RESIDUAL_SITES)
-    config = grid_config(**options)
-    model = usable(model, config.path)
-    ids = as_pair(model, clean, corrupt)
-    in_layers, at_positions = as_layers(config.layers, model), as_positions(config.positions, len(ids[0]))
-    runs = run_pair(model, *ids, ())
-    pair = answers(model, answer, *runs)
+    pair = PatchedPair.of(model, clean, corrupt, answer, (), options)
+    runs = pair.runs
 
     def indices(position: int) -> list[Index]:
         """Returns a list of the indices (layer, position) of the patched runs at one position."""
-        return [(layer, position) for layer in in_layers]
+        return [(layer, position) for layer in pair.layers]
 
     groups = [
-        Group(str(p), len(in_layers), lambda: runs[0], partial(_cells, runs, site, indices(p)), indices(p))
-        for p in at_positions
+        Group(str(p), len(pair.layers), lambda: runs[0], partial(_cells, runs, site, indices(p)), indices(p))
+        for p in pair.positions
     ]
-    axes = ["layer", "position"]
-    return grid_of_pair(model, "prefix", site, axes, runs, pair, in_layers, groups, config)
+    return grid_of_pair(pair, "prefix", site, ["layer", "position"], groups)
 
 
 def _cells(runs: tuple[Run, Run], site: str, indices: Sequence[Index]) -> Mapping[Index, PatchingCell]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cacheprobe.core.hook_names import HEADS, SITES
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.recurrent import copy_prefix
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.feeding import feed
 
@@ -70,9 +71,7 @@ def run_once(
     cache = model.new_cache(1, len(token_ids))
     cache.allocate()
     if after is not None:
-        for layer in range(model.n_layers):
-            cache.keys[layer][:, :, :first] = after[0].cache.keys[layer][:, :, :first]
-            cache.values[layer][:, :, :first] = after[0].cache.values[layer][:, :, :first]
+        copy_prefix(after[0].cache, cache, first)
 
     def add_noise(site: str, layer: int, value: Tensor) -> Tensor | None:
         """Returns the input of block 0 changed by `noise`; None (no change) if no noise was given."""

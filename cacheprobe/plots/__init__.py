@@ -3,7 +3,9 @@
 from typing import TYPE_CHECKING
 
 from cacheprobe.core.values import no_attribute
+from cacheprobe.plots.acceptance import acceptance_curves
 from cacheprobe.plots.attribution import attribution
+from cacheprobe.plots.attribution_patching import attribution_patching_grid
 from cacheprobe.plots.carried import carried_figure, ways_figure
 from cacheprobe.plots.coin_rows import coin_rows_figure
 from cacheprobe.plots.columns import column_figure
@@ -24,6 +26,7 @@ from cacheprobe.plots.report.figures import write_figures
 from cacheprobe.plots.report.report import write_report
 from cacheprobe.plots.report.request_text import request_text
 from cacheprobe.plots.report.run_comparison import comparison
+from cacheprobe.plots.routing import routing_figure
 from cacheprobe.plots.state_algorithm import state_algorithm_figure
 from cacheprobe.plots.sweep_grid import sweep_grid
 from cacheprobe.plots.text import token_texts
@@ -33,8 +36,10 @@ from cacheprobe.plots.thoughts.picture import thoughts_picture
 __all__ = [
     "Markup",
     "Window",
+    "acceptance_curves",
     "accepted_whole",
     "attribution",
+    "attribution_patching_grid",
     "cache_picture",
     "carried_figure",
     "coin_rows_figure",
@@ -54,6 +59,7 @@ __all__ = [
     "request_text",
     "rollback_prediction_figure",
     "rolled_back",
+    "routing_figure",
     "state_algorithm_figure",
     "sweep_grid",
     "thought_card",

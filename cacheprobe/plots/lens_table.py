@@ -54,18 +54,18 @@ def column_words(column: TableLine) -> str:
     return f"{read} → predicts {visible(column.committed_token)}"
 
 
-def column_label(column: TableLine) -> tuple[str, str, str]:
+def column_label(column: TableLine, letters: int = TOKEN_COLUMNS) -> tuple[str, str, str]:
     """Returns the three lines of text below a column of the lens grid: the mark of the row's status (◇ superseded, ✗
     rolled back, ⊘ given up; none if committed) with the position; the input token; and "→" with the token committed
-    next. Each token is cut to the width of 6 monospaced characters, and not escaped.
+    next. Each token is cut to the width of `letters` monospaced characters, and not escaped.
 
     A dash replaces the next token if none was committed, or if the row was rolled back or given up.
     column: a line of the hypotheses table.
     """
     has_no_next = pd.isna(column.committed_token) or column.status in DISCARDED_DRAFT
-    next_token = "—" if has_no_next else token_label(column.committed_token, TOKEN_COLUMNS)
-    arrow = "→ " if width_of(next_token) < TOKEN_COLUMNS else "→"
-    read = token_label(column.read_token, TOKEN_COLUMNS)
+    next_token = "—" if has_no_next else token_label(column.committed_token, letters)
+    arrow = "→ " if width_of(next_token) < letters else "→"
+    read = token_label(column.read_token, letters)
     return f"{SIGNS[column.status]}{column.position}", read, f"{arrow}{next_token}"
 
 

@@ -12,6 +12,7 @@ from cacheprobe.plots.text import markup, token_label, visible
 
 _COLUMN_WORDS = {
     "nld": ("normalised logit difference", "0 corrupted, 1 clean"),
+    "estimated_nld": ("estimated normalised logit difference", "0 corrupted, 1 clean"),
     "effect": ("gain of the answer's probability", "over the noisy run"),
 }
 _ANSWER_CHANGES = {"flip": "the answer turns over", "is_top": "the answer is the first choice again"}

@@ -14,7 +14,7 @@ import torch
 
 from cacheprobe.api import run, stream, verify
 from cacheprobe.core.config import CaptureConfig
-from cacheprobe.core.hook_names import HEAD_SITES, PATTERN
+from cacheprobe.core.hook_names import ATTENTION_SITES, PATTERN
 from cacheprobe.core.records import Request
 from cacheprobe.core.values import JsonDict
 from cacheprobe.interventions.base import Intervention
@@ -59,7 +59,7 @@ def draw_mixed(subject: Subject, seed: Sequence[int]) -> Mixed:
         is_deterministic = not requests or bool(rng.random() < 0.8)
         arrival = int(rng.integers(0, 20)) if rng.random() < 0.3 else 0
         requests.append(replace(request, sampling=sampling, is_deterministic=is_deterministic, arrival_step=arrival))
-    heads = [site for site in HEAD_SITES if rng.random() < (0.3 if site == PATTERN else 0.5)] or ["z"]
+    heads = [site for site in ATTENTION_SITES if rng.random() < (0.3 if site == PATTERN else 0.5)] or ["z"]
     needed = max(slots_needed(request, subject.window) for request in requests)
     settings: JsonDict = {
         "capture": CaptureConfig(sites=str(rng.choice(["STCZ", "SZ", "S", "TC"])), heads=tuple(heads)),

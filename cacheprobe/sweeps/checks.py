@@ -15,7 +15,7 @@ from cacheprobe.sweeps.facts import ModelFacts, model_facts
 from cacheprobe.sweeps.settings import SweepRunSettings
 
 SHOWN = 8
-NEEDS_OBJECTS = {"draft_model": "a loaded model", "scripted": "a function"}
+NEEDS_OBJECTS = {"draft_head": "a trained file", "draft_model": "a loaded model", "scripted": "a function"}
 """Drafters that a text cannot describe, and the object that each needs."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHARD_BYTES, ROW_BYTES, READING_BYTES = 40_000, 24, 40

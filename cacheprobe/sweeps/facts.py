@@ -75,7 +75,8 @@ def _plain_facts(name: str) -> ModelFacts:
     from transformers import AutoConfig, AutoTokenizer
 
     from cacheprobe.models.known import SMOLLM2, require_known
-    from cacheprobe.models.loaders import refuse_unknown_memory
+    from cacheprobe.models.plain.files import require_no_own_code
+    from cacheprobe.models.plain.memory import refuse_unknown_memory
 
     source, known = name, ""
     if name == SMOLLM2:
@@ -86,10 +87,14 @@ def _plain_facts(name: str) -> ModelFacts:
     is_local = Path(source).is_dir()
     try:
         require_known(source)
-        config = AutoConfig.from_pretrained(source, local_files_only=is_local)
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_local)
+        require_no_own_code(source, is_local)
+        untrusted = {"local_files_only": is_local, "trust_remote_code": False}
+        config = AutoConfig.from_pretrained(source, **untrusted)
+        tokenizer = AutoTokenizer.from_pretrained(source, **untrusted)
         if tokenizer.bos_token is not None:  # the bridge adds this token too, whatever the model's settings
-            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_local, add_bos_token=True)
+            tokenizer = AutoTokenizer.from_pretrained(source, **untrusted, add_bos_token=True)
+    except ModelError:
+        raise
     except (OSError, ValueError, KeyError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"model {name!r} is not to be had with its tokenizer: {first}") from error

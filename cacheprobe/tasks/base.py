@@ -260,6 +260,12 @@ def _name(tokenizer: Tokenizer | None) -> str:
     return getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
 
 
+def after_reasoning(text: str) -> str:
+    """Returns the part of a generated text that is no reasoning: after the last </think>, and before a <think> that
+    does not end."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
 def parse_answer(text: str, words: Sequence[str] = ("heads", "tails")) -> str | None:
     """Returns the answer in a generated text: the one of `words` that occurs first; None if none of `words` occurs.
 
@@ -322,6 +328,8 @@ def accuracy_by(
 def accuracy(examples: Sequence[Example], texts: Sequence[str]) -> Accuracy:
     """Returns the Accuracy of `texts`: for each example, what a model generated after the prompt, without the prompt.
 
+    Reasoning between <think> and </think> holds no answer.
+
     Raises: ValueError if the examples differ in their possible answers, or without one text for each example.
     """
     if not examples or len(examples) != len(texts):
@@ -330,6 +338,6 @@ def accuracy(examples: Sequence[Example], texts: Sequence[str]) -> Accuracy:
     if len(choices) > 1:
         raise ValueError(f"examples with different answers have no common chance: {sorted(choices)}; score them apart")
     words = [answer.strip() for answer in choices.pop()]
-    given = [parse_answer(text, words) for text in texts]
+    given = [parse_answer(after_reasoning(text), words) for text in texts]
     right = [word == example.answer.strip() for word, example in zip(given, examples, strict=True)]
     return Accuracy(len(right), sum(right), given.count(None), 1 / len(words))

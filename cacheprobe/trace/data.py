@@ -44,13 +44,15 @@ class TraceData:
     thought_table: pd.DataFrame | None = field(default=None, repr=False)
     thought_states: Tensor | None = field(default=None, repr=False)
     """[n, c, m]: the chunk state of each thought, added to the next chunk; in the order of `thoughts()`."""
+    feature_table: pd.DataFrame | None = field(default=None, repr=False)
+    """Features recorded during the run: row, rank, feature and activation. None if it had no dictionary."""
     interventions: Sequence[Intervention] = field(default=(), repr=False)
     """Interventions of the run. Their vectors are not saved: a loaded trace has only their description in `meta`."""
     kept_rows: Mapping[int, KVSnapshot] = field(default_factory=dict, repr=False)
     """KVSnapshot (keys and values) by request, for requests with keep_kv=True; not saved."""
     token_table: pd.DataFrame | None = field(default=None, repr=False)
     """Columns token_id and token, one line for every token of the rows, events and readings. None, until `token_texts`
-    builds the table, for an import and for a run that an older version stored."""
+    builds the table, for a run that an older version stored."""
     reading_of_import: "Callable[[TraceData], pd.DataFrame] | None" = field(default=None, repr=False, compare=False)
     """Function (trace) -> DataFrame that reads the captured states with the logit lens; set for imports only."""
     reading_later: "Callable[[TraceData], None] | None" = field(default=None, repr=False, compare=False)

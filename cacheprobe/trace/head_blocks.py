@@ -1,6 +1,8 @@
-"""Collects activations of attention heads during a run: one tensor for each pass, site and layer, joined at the end.
+"""Collects activations of attention heads and routing during a run: one tensor for each pass, site and layer, joined at
+the end.
 
-Patterns are ragged: a row at position p keeps only its weights on positions 0 to p.
+Patterns are ragged: a row at position p keeps only its weights on positions 0 to p. Routing is kept in float32: ids of
+experts stay exact.
 """
 
 from collections.abc import Sequence
@@ -9,8 +11,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import PATTERN
+from cacheprobe.core.hook_names import PATTERN, RECURRENT, ROUTER
 from cacheprobe.ops.state_codec import SCALE_BYTES, encode
+
+_EXACT = (PATTERN, ROUTER)
+"""Sites whose numbers are not rounded to int8."""
+
+
+def _dtype(site: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if site == ROUTER else dtype
 
 
 @dataclass
@@ -23,8 +32,8 @@ class HeadBlock:
     positions: Tensor
     """[n] absolute positions of the kept rows."""
     is_int8: bool = False
-    """Whether activations are rounded to int8, one scale for each head, except patterns, whose weights are mostly near
-    zero."""
+    """Whether activations are rounded to int8, one scale for each head, except routing, and patterns, whose weights are
+    mostly near zero."""
     activations: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def size(self, site: str) -> int:
@@ -35,7 +44,8 @@ class HeadBlock:
     def keep(self, site: str, layer: int, value: Tensor) -> None:
         """Copies the head activations of the kept rows, at one site and layer, into this block, on the CPU.
 
-        value: [b, t, h, d]; for a pattern, [b, h, t, s] over all cache slots, of which only slots 0 to p are kept.
+        value: [b, t, h, d]; for routing, [b, t, k, 2]; for a pattern, [b, h, t, s] over all cache slots, of which
+        only slots 0 to p are kept.
         """
         if site == PATTERN:
             width = value.shape[2]
@@ -44,8 +54,8 @@ class HeadBlock:
             kept = weights.masked_select(is_seen[:, None])  # in order of row, then head
         else:
             kept = value.flatten(0, 1)[self.index]
-        kept = kept.to("cpu", self.dtype)
-        self.activations[site, layer] = encode(kept) if self.is_int8 and site != PATTERN else kept
+        kept = kept.to("cpu", _dtype(site, self.dtype))
+        self.activations[site, layer] = encode(kept) if self.is_int8 and site not in _EXACT else kept
 
     def part(self, chosen: Sequence[int]) -> "HeadBlock":
         """Returns a copy of the activations of some rows. chosen: indices of kept rows."""
@@ -100,7 +110,13 @@ class HeadBlocks:
         pattern as one flat tensor. Forgets them.
 
         Rows of a pass that ended before the layer are NaN; if no pass has reached the layer yet, the tensor is empty.
+        Routing of a layer without experts is NaN, and so is the recurrent state of a layer without one.
         """
+        for partial_site in (ROUTER, RECURRENT):
+            kept = (o for block in self._passes for (site, _), o in block.activations.items() if site == partial_site)
+            if (example := next(kept, None)) is not None:
+                for layer in self.layers:
+                    self.shapes.setdefault((partial_site, layer), (example.shape[1:], 1))
         joined = {(site, layer): self._joined(site, layer) for site in self.sites for layer in self.layers}
         self._passes = []
         return joined
@@ -114,14 +130,14 @@ class HeadBlocks:
             heads = 1 if site != PATTERN else len(example) // block.size(PATTERN)
             self.shapes[site, layer] = example.shape[1:] if site != PATTERN else (), heads
         if (site, layer) not in self.shapes or not by_pass:
-            return torch.empty(0, dtype=self.dtype)
+            return torch.empty(0, dtype=_dtype(site, self.dtype))
         shape, heads = self.shapes[site, layer]
 
         def absent(block: HeadBlock) -> Tensor:
             """Returns NaN in the shape of one pass's head activations, for a pass that did not reach the layer."""
-            if self.is_int8 and site != PATTERN:
+            if self.is_int8 and site not in _EXACT:
                 return encode(torch.full((block.size(site), *shape[:-1], shape[-1] - SCALE_BYTES), torch.nan))
-            return torch.full((heads * block.size(site), *shape), torch.nan, dtype=self.dtype)
+            return torch.full((heads * block.size(site), *shape), torch.nan, dtype=_dtype(site, self.dtype))
 
         return torch.cat([absent(block) if tensor is None else tensor for block, tensor in by_pass])
 

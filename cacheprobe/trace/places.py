@@ -24,7 +24,7 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.manifest import JOURNAL, MANIFEST, TraceError
 from cacheprobe.trace.parts.journal import read_journal
 
-KINDS = ("states", "rows", "hypotheses", "events", "ledger", "thoughts", "tokens", "readings", "waiting")
+KINDS = ("states", "rows", "hypotheses", "events", "ledger", "thoughts", "tokens", "features", "readings", "waiting")
 """First part of the names of a run's data files."""
 REPORT, LOCK = "report.html", ".saving"
 _LIBRARY_TEMPORARY = re.compile(r"\.tmp\w*")
@@ -92,19 +92,33 @@ class Recording:
 
     directory: Path
     run_id: str
+    note: Callable[[JsonDict], None]
+    """Keeps what the next writer of the directory is to clean up if this process is killed."""
 
     @property
     def staging(self) -> Path:
         """Folder for files that are not whole yet."""
         return self.directory / f"{LOCK}-{self.run_id}"
 
+    @property
+    def replaces_a_run(self) -> bool:
+        """Whether the directory holds another run, a finished one, which stays until this one is finished."""
+        earlier = _manifest_in(self.directory)
+        return bool(earlier) and earlier.get("run_id") != self.run_id
+
+    def drop(self) -> None:
+        """Deletes what was recorded here, the journal last; a finished run of the directory stays."""
+        with saying_why(self.directory):
+            for name in _unfinished_in(self.directory):
+                (self.directory / name).unlink(missing_ok=True)
+
     def finish(self, write: Callable[[], list[str]]) -> None:
         """Calls `write`, which writes the manifest of the run and returns names of files that are no longer needed;
         then deletes these files, and those of the run that was replaced, with its report."""
-        earlier = _manifest_in(self.directory)
-        is_other = bool(earlier) and earlier.get("run_id") != self.run_id
-        replaced = [*earlier["files"], REPORT] if is_other else []
+        replaced = [*_manifest_in(self.directory)["files"], REPORT] if self.replaces_a_run else []
         with saying_why(self.directory):
+            if replaced:
+                self.note({"run_id": self.run_id, "replaces": replaced, "is_recorded": True})
             _clean(self.directory, {"run_id": self.run_id, "replaces": replaced + write()})
 
 
@@ -129,7 +143,7 @@ def recording(directory: Path, run_id: str, *, overwrite: bool = False) -> Itera
                 for name in _unfinished_in(directory):
                     (directory / name).unlink(missing_ok=True)
             lock.note({})
-            place = Recording(directory, run_id)
+            place = Recording(directory, run_id, lock.note)
             shutil.rmtree(place.staging, ignore_errors=True)
             place.staging.mkdir()
         try:
@@ -149,7 +163,8 @@ def clean_finished(directory: Path) -> bool:
     journal = read_journal(directory)
     if journal is None or _manifest_in(directory).get("run_id") != journal.run_id:
         return False
-    with saying_why(directory), only_writer(directory / LOCK):
+    with saying_why(directory), only_writer(directory / LOCK) as lock:
+        _clean(directory, lock.left)  # the files of a run that was replaced
         _clean(directory, {"run_id": journal.run_id, "replaces": _unfinished_in(directory)})
     return True
 
@@ -205,7 +220,8 @@ def _manifest_in(directory: Path) -> JsonDict:
 
 def _clean(directory: Path, note: JsonDict) -> None:
     """Deletes what a save left, whose note is given: its unfinished files; if its manifest is in the directory, the
-    files of the run that it replaced, else its own files. Never deletes a file that the manifest names."""
+    files of the run that it replaced, else its own files; but the parts of a recorded run stay, which is continued.
+    Never deletes a file that the manifest names."""
     run_id, replaced = note.get("run_id"), note.get("replaces")
     if not isinstance(run_id, str) or not run_id.isalnum() or not isinstance(replaced, list):
         return
@@ -213,6 +229,8 @@ def _clean(directory: Path, note: JsonDict) -> None:
     current = _manifest_in(directory)
     if current.get("run_id") == run_id:
         left = [name for name in replaced if isinstance(name, str) and Path(name).name == name]
+    elif note.get("is_recorded"):
+        left = []
     else:
         left = [path.name for path in directory.iterdir() if re.split(r"[-.]", path.name)[1:2] == [run_id]]
         left = [name for name in left if is_of_a_run(name)]
@@ -249,7 +267,8 @@ def free_beside(directory: Path) -> Path:
     """Returns the first path that has no manifest.json (so no complete run) among `directory`, NAME-stopped,
     NAME-stopped-2, ... in the same folder."""
     numbers = (f"-{n}" for n in count(2))
-    alternatives = (directory.with_name(f"{directory.name}-stopped{number}") for number in chain([""], numbers))
+    beside = directory.absolute()  # "." has no name
+    alternatives = (beside.with_name(f"{beside.name}-stopped{number}") for number in chain([""], numbers))
     return next(path for path in chain([directory], alternatives) if not (path / MANIFEST).exists())
 
 

@@ -6,6 +6,7 @@
                                      [n, h, d], and of patterns one flat tensor (see StateStore.heads). int8: 4 numbers
                                      more in each vector, the bytes of its scale (see state_codec.py)
       rows-<id>.parquet, hypotheses-<id>.parquet, events-<id>.parquet, ledger-<id>.parquet, tokens-<id>.parquet
+      features-<id>.parquet          if features of a dictionary were recorded
       thoughts-<id>.parquet and .safetensors  of a Thinking States model
 
 Every file is written in a temporary folder, flushed to the disk and renamed. File names carry an id. So saving over a
@@ -47,6 +48,7 @@ TABLES = {
     "ledger": "ledger_table",
     "thoughts": "thought_table",
     "tokens": "token_table",
+    "features": "feature_table",
 }
 _THOUGHT_STATES = "thoughts-{}.safetensors"
 
@@ -159,6 +161,7 @@ def load_fields(directory: Path, model: CachedLM | None) -> dict[str, Any]:
         token_table=tokens,
         ledger_table=stored("ledger"),
         thought_table=read("thoughts"),
+        feature_table=stored("features"),
         stored_readings=None,
         readings_on_disk=lambda: read("hypotheses"),
         table_files=table_files,
@@ -219,6 +222,8 @@ def request_record(request: Request) -> JsonDict:
         "is_deterministic": request.is_deterministic,
         "arrival_step": request.arrival_step,
         "sample_of": request.sample_of,
+        **({"is_chat": True} if request.is_chat else {}),
+        **({"forced_token_ids": list(request.forced_token_ids)} if request.forced_token_ids else {}),
         "example": example_record(example) if example is not None else None,
     }
 
@@ -235,5 +240,7 @@ def request_from_record(item: JsonDict) -> Request:
         arrival_step=item["arrival_step"],
         sample_of=item["sample_of"],
         prompt_token_ids=tuple(item["prompt_token_ids"]),
+        is_chat=bool(item.get("is_chat", False)),
+        forced_token_ids=tuple(item.get("forced_token_ids", ())),
         example=example_from_record(item["example"]) if item["example"] else None,
     )

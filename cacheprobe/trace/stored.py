@@ -15,6 +15,7 @@ from cacheprobe.trace.checked_files import CheckedFiles
 from cacheprobe.trace.manifest import UNREAD, TraceError, read_manifest, require_whole
 from cacheprobe.trace.migrate import migrated_events, migrated_readings, migrated_rows, renamed_status
 from cacheprobe.trace.tables.draft_verdicts import with_read_tokens, with_verdicts
+from cacheprobe.trace.tables.recorded_features import recorded_lines
 
 REQUESTS_IN_MEMORY = 8
 """Number of requests whose readings stay in memory, in Arrow's compact form."""
@@ -98,6 +99,13 @@ class StoredRun:
         if not self._has_table("tokens"):
             thoughts = migrated_readings(thoughts, self.rows)
         return renamed_status(thoughts, self._manifest["stored_version"])
+
+    @cached_property
+    def features(self) -> pd.DataFrame | None:
+        """Features of a dictionary that were recorded, in the columns of `Trace.features`; None for a run without."""
+        if not self._has_table("features"):
+            return None
+        return recorded_lines(self.rows, self._read_table("features"), self.meta["capture"]["dictionary"])
 
     @property
     def has_readings(self) -> bool:

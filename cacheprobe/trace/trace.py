@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import HEAD_SITES
+from cacheprobe.dictionaries import Dictionary
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.data import TraceData
 from cacheprobe.trace.manifest import MANIFEST
@@ -18,6 +19,7 @@ from cacheprobe.trace.parts.journal import read_journal
 from cacheprobe.trace.parts.relations import relation_of
 from cacheprobe.trace.self_checks import self_checks_text
 from cacheprobe.trace.storage import load_fields, save_trace
+from cacheprobe.trace.tables.features import features_of, recorded_features
 from cacheprobe.trace.tables.hypotheses import hypotheses_of
 from cacheprobe.trace.tables.ledgers import ledger_at
 from cacheprobe.trace.tables.rejected import rejected_of
@@ -41,8 +43,13 @@ MOVED = {
     "cache_rows": "kv_snapshot",
     "fork": "fork",
     "to_activation_cache": "to_activation_cache",
+    "to_dataframe": "to_dataframe",
+    "to_datasets": "to_datasets",
+    "to_numpy": "to_numpy",
+    "to_speculators": "to_speculators",
+    "to_xarray": "to_xarray",
 }
-"""Former methods of a trace, each with the function of `cp.analysis` that computes the same."""
+"""Names that people try as methods of a trace, each with the function of `cp.analysis` that computes it."""
 
 
 @dataclass(repr=False)
@@ -59,7 +66,7 @@ class Trace(TraceData):
         def __getattr__(self, name: str) -> object:
             if name in MOVED:
                 column = "; its column settling_layer is named prediction_depth now" if name == "settling" else ""
-                raise AttributeError(f"trace.{name}(...) is now cp.analysis.{MOVED[name]}(trace, ...){column}")
+                raise AttributeError(f"trace.{name}(...) is cp.analysis.{MOVED[name]}(trace, ...){column}")
             return object.__getattribute__(self, name)  # raises the error of a property again
 
     def __repr__(self) -> str:
@@ -171,6 +178,8 @@ class Trace(TraceData):
         q and k are taken right after their projection: before any q/k norm and before the rotation. k and v have as
         many heads as the cache. z enters the output projection; its projected sum over heads, with the bias, is T if no
         norm follows.
+        At site router: [position, k, 2], the id and the weight of each of the k experts; NaN in a dense layer. At site
+        recurrent: the state after the row's token, h by the state's first axis; NaN in another layer.
         Raises: ValueError for another site, or one that was not captured.
         """
         if site not in HEAD_SITES:
@@ -195,6 +204,31 @@ class Trace(TraceData):
         for position, weights in enumerate(kept):
             square[:, position, : position + 1] = weights
         return square
+
+    def features(
+        self,
+        dictionary: Dictionary | None = None,
+        *,
+        top: int = 8,
+        rows: "pd.DataFrame | None" = None,
+        site: str | None = None,
+        layer: SupportsIndex | None = None,
+    ) -> pd.DataFrame:
+        """Returns the largest feature activations of each row as a DataFrame, one line for each row and active feature,
+        of rolled-back rows too. They are computed from captured states, or, without a dictionary, those recorded during
+        the run with `CaptureConfig(dictionary=...)`: the same numbers if the states are kept in the model's dtype.
+
+        Columns: row, request_id, step, phase, position, status, token_id and token of the row's input; layer; site;
+        rank, 0 for the largest; feature; activation. A row without an active feature has no line.
+        dictionary: from `cp.lenses.Dictionary.load`.  top: how many features of a row, at most.
+        rows: from `rows(...)`; by default all whose states were kept.
+        site, layer: by default those that the dictionary was trained on.
+        Raises: DictionaryError if the dictionary was made for states of another width, or for a hook point that a trace
+        does not keep; ValueError for states that were not captured, and if there is no row.
+        """
+        if dictionary is None:
+            return recorded_features(self, top, rows, site, layer)
+        return features_of(self, dictionary, top, rows, site, layer)
 
     def digest(self, request_id: SupportsIndex) -> str:
         """Returns the SHA-256, as hex text, of a request's results: tokens, log-probabilities, thoughts, states of

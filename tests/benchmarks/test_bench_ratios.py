@@ -23,7 +23,7 @@ from cacheprobe.trace.trace import Trace
 from cacheprobe_benchmarks.catalogue import questions, small
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 from cacheprobe_benchmarks.shared.workload import Run, Timing
-from cacheprobe_benchmarks.speed import determinism, passes, products, speculation, torch_compile
+from cacheprobe_benchmarks.speed import acceptance, determinism, page, passes, products, speculation, torch_compile
 from cacheprobe_benchmarks.states import (
     field,
     large_trace,
@@ -299,6 +299,39 @@ def of_tuned_lens(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, fl
 
     monkeypatch.setattr(tuned_lens, "train_tuned_lens", told)
     return {"mean_ratio": 5 / 8, "layers_lower": 2, "layers": 3}
+
+
+def of_page(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Opening takes a second of the page's clock, a click two, and a key three."""
+    evaluate = page.Page.evaluate
+
+    def costly(opened: page.Page, expression: str, given: Any) -> float:
+        evaluate(opened, expression, given)
+        return 1000 if expression == page.OPENED else 3000 if "key" in given else 2000
+
+    monkeypatch.setattr(page.Page, "evaluate", costly)
+    names = {"paint": 1000, "token": 2000, "step": 2000, "rejection": 3000, "request": 2000, "worst": 3000}
+    return {f"batch_{name}_ms": milliseconds for name, milliseconds in names.items()}
+
+
+def of_acceptance(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """A verify pass takes two hours, a draft token one, an undrafted token three; real runs take the same."""
+    real, measured = acceptance.timed_run, acceptance.draft_costs
+
+    def costly(*given: Any) -> Any:
+        done = real(*given)
+        done.verify = [(2 * HOUR, count) for _, count in done.verify]
+        done.drafts = [(HOUR * count, count) if given[2] else (3 * HOUR, 0) for _, count in done.drafts]
+        return done
+
+    def told(*given: Any, **settings: Any) -> Any:
+        hours = {"verify_seconds": 2 * HOUR, "draft_seconds": HOUR, "plain_seconds": 3 * HOUR}
+        hours["undrafted_seconds"] = 2 * HOUR
+        return measured(*given, **settings).assign(**hours)
+
+    monkeypatch.setattr(acceptance, "timed_run", costly)
+    monkeypatch.setattr(acceptance, "draft_costs", told)
+    return {"passes_expected_over_real early exit 1": 1, "speedup_expected_over_real early exit 1": 1}
 
 
 PLANTED = {

@@ -1,4 +1,5 @@
-"""A run that is recorded to disk, as a process that a test kills: python -m tests.capture.recorded_run DIR DRAFTER."""
+"""A run that is recorded to disk, as a process that a test kills: python -m tests.capture.recorded_run DIR DRAFTER
+[features]."""
 
 import sys
 from pathlib import Path
@@ -6,6 +7,8 @@ from typing import Any
 
 import cacheprobe as cp
 from cacheprobe.capture import disk_writer
+from cacheprobe.dictionaries import Dictionary
+from tests.dictionaries.planted import random_dictionary
 from tests.tiny import PROMPTS, SMALL, loaded
 
 LONG: dict[str, Any] = {**SMALL, "max_new_tokens": 32, "capacity": 128, "deterministic": [0, 1, 3], "seed": 5}
@@ -13,13 +16,13 @@ LONG["sampling"] = cp.SamplingParams(temperature=1.0)
 DRAFTERS = {"none": lambda: None, "n-gram": cp.drafters.NGram, "early exit": lambda: cp.drafters.EarlyExit(layer=1)}
 
 
-def recorded(directory: Path, drafter: str) -> cp.Trace:
+def recorded(directory: Path, drafter: str, dictionary: "Dictionary | None" = None) -> cp.Trace:
     """Records the run, one part in each round."""
     disk_writer.SECONDS = disk_writer._SHARE = 0.0
-    return cp.run(loaded(), PROMPTS, **LONG, drafter=DRAFTERS[drafter](), out=directory)
+    return cp.run(loaded(), PROMPTS, **LONG, drafter=DRAFTERS[drafter](), dictionary=dictionary, out=directory)
 
 
 if __name__ == "__main__":
     loaded()
     print("begun", flush=True)
-    recorded(Path(sys.argv[1]), sys.argv[2])
+    recorded(Path(sys.argv[1]), sys.argv[2], random_dictionary() if "features" in sys.argv else None)

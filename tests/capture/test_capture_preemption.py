@@ -11,7 +11,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.config import CaptureConfig
-from cacheprobe.core.hook_names import HEAD_SITES
+from cacheprobe.core.hook_names import ATTENTION_SITES
 from cacheprobe.core.records import ForwardRecord, RowSlot
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.lenses.logit import LogitLens
@@ -43,7 +43,7 @@ def equal(ours: cp.Trace, oracle: cp.Trace, request_id: int) -> bool:
     return all(bitwise(x, y) for pair in pairs for x, y in zip(ours.kept(*pair, a), oracle.kept(*pair, b), strict=True))
 
 
-@pytest.mark.parametrize("heads", [("z",), ("q", "k", "v", "z"), HEAD_SITES])
+@pytest.mark.parametrize("heads", [("z",), ("q", "k", "v", "z"), ATTENTION_SITES])
 def test_heads_are_their_own_pass_s_after_a_preemption(heads: tuple[str, ...]) -> None:
     """A preemption's rows are computed again in passes that nobody is told of; these have no place in the record."""
     ours, wrong = differing(TWO, CaptureConfig(sites="S", heads=heads), max_kv_tokens=25)
@@ -55,7 +55,7 @@ def test_random_runs_with_preemptions_equal_the_oracle(seed: int) -> None:
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCAB, rng.integers(1, 12)).tolist() for _ in range(int(rng.integers(2, 6)))]
     new = int(rng.integers(6, 20))
-    heads = HEAD_SITES if seed % 3 == 0 else ("q", "z") if seed % 3 == 1 else ("k", "v")
+    heads = ATTENTION_SITES if seed % 3 == 0 else ("q", "z") if seed % 3 == 1 else ("k", "v")
     positions = None if seed % 4 else tuple(range(2, 9))
     capture = CaptureConfig(sites=("S", "STC", "TC")[seed % 3], heads=heads, positions=positions)
     rows = max(map(len, prompts)) + new + 4 + int(rng.integers(0, 12))
@@ -83,7 +83,7 @@ class Restless:
 
 @pytest.mark.parametrize("path", ["fast", "bridge"])
 def test_a_drafter_s_own_forwards_are_not_recorded(path: str) -> None:
-    heads = HEAD_SITES if path == "bridge" else ("q", "k", "v", "z")
+    heads = ATTENTION_SITES if path == "bridge" else ("q", "k", "v", "z")
     capture = CaptureConfig(sites="STC", heads=heads)
     _, wrong = differing(TWO, capture, path=path, drafter=Restless())
     assert not wrong

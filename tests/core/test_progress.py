@@ -21,7 +21,7 @@ from cacheprobe.core import progress
 from cacheprobe.core.progress import Progress
 from tests.tiny import PROMPTS, SMALL, loaded
 
-QUICK = {"show", "hypotheses", "models", "doctor", "dash", "query", "migrate", "import generate", "import vllm"}
+QUICK = {"show", "hypotheses", "models", "dash", "query", "migrate", "import generate", "import vllm"}
 """Commands that are done in seconds."""
 BY_ITSELF = {"bench"}
 """Shows its progress without a flag: each benchmark does, see below."""

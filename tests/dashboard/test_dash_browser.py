@@ -155,22 +155,85 @@ def test_a_click_on_a_neighbour_asks_once(browser: Browser, address: str) -> Non
         assert "card" in asked[0] and not any("story" in names for names in asked)
 
 
-def test_nothing_is_asked_ahead_of_a_page_that_is_not_built_yet(browser: Browser, address: str) -> None:
-    """What may be clicked next was asked for in the width of cards that were not there: on a busy machine the layout
-    comes long after the steps, and the page's console had an error in it."""
-    with watched(browser, address) as page:
+@pytest.mark.parametrize("width", [1440, 1024, 390])
+def test_views_are_asked_for_before_dash_has_drawn_the_page(browser: Browser, address: str, width: int) -> None:
+    """In the width that their cards will have, so none is asked for twice. What may be clicked next waits for the page:
+    on a busy machine the layout comes long after the steps, and the page's console had an error in it."""
+    with watched(browser, address, width=width) as page:
         layouts: list[Route] = []
         asked: list[set[str]] = []
         page.route("**/_dash-layout", lambda route: layouts.append(route))
         page.on("request", lambda one: asked.append(set(json.loads(one.post_data or "{}"))))
-        with page.expect_response(lambda one: '"story"' in (one.request.post_data or "")):
-            page.goto(address)
+        page.goto(address)
+        heard(page, lambda: bool(layouts) and any("grid" in names for names in asked))
         page.evaluate("new Promise((yes) => setTimeout(yes, 1500))")  # what is asked ahead is asked after 400
-        heard(page, lambda: bool(layouts))
-        assert [names for names in asked if names] == [{"facts"}, {"story"}]
+        before = [names for names in asked if names]
+        assert before[0] == {"facts", "story"} and len(before) == 2
         layouts[0].continue_()
         answered(page, "card", run=0)
+        answered(page, "window", run=0)
         heard(page, lambda: {"story", "insight", "window"} in asked)
+        assert not any("grid" in names for names in [names for names in asked if names][2:])
+
+
+def test_the_timeline_zooms_by_mouse_and_keys(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=0&request=0&step=10", width=1440) as page:
+        answered(page, "timeline", run=0)
+        svg = page.locator("#timeline-view svg[data-first]")
+        first, last, pitch, left = (
+            float(svg.get_attribute(f"data-{n}") or 0) for n in ("first", "last", "pitch", "left")
+        )
+        assert first == 0 and last > 14 and not page.is_visible("#timeline-whole")
+        for name in ("text", "grid", "card", "cache", "decode", "window"):  # nothing moves any more
+            answered(page, name, run=0)
+        page.evaluate("document.querySelector('#timeline-view svg').scrollIntoView({block: 'center'})")
+        box = svg.bounding_box()
+        assert box is not None
+
+        def over(step: int) -> tuple[float, float]:
+            """The place of a step on the page."""
+            return box["x"] + left + (step - first + 0.5) * pitch, box["y"] + 60
+
+        page.mouse.move(*over(3))
+        page.mouse.down()
+        page.mouse.move(*over(7), steps=4)
+        assert page.is_visible("#zoom-mark")
+        page.mouse.up()
+        answered(page, "timeline", zoomed=True)
+        assert "zoom=3-7" in page.url and at(page)["step"] == 10 and not page.is_visible("#zoom-mark")
+        assert float(svg.get_attribute("data-pitch") or 0) > pitch and svg.get_attribute("data-first") == "3"
+        frame = page.locator("#overview-view .shown")
+        assert (frame.get_attribute("x"), frame.get_attribute("width")) == ("3", "5")
+        link = page.url
+        page.keyboard.press("-")
+        until(page, "/zoom=1-10/.test(location.search)")
+        page.keyboard.press("+")  # around the chosen step, which is shown now
+        until(page, "/zoom=8-12/.test(location.search)")
+        for _ in range(3):
+            page.keyboard.press("ArrowLeft")
+        until(page, "/zoom=5-9/.test(location.search)")  # goes with the step
+        page.keyboard.press("0")
+        until(page, "!/zoom=/.test(location.search)")
+        until(page, "document.querySelector('#timeline-view svg').dataset.first === '0'")
+        page.get_by_title("zoom in").click()
+        until(page, "/zoom=/.test(location.search)")
+        page.locator("#timeline-view svg[data-first]").dblclick(position={"x": 4, "y": 4})
+        until(page, "!/zoom=/.test(location.search)")
+        strip = page.locator("#overview-view svg").bounding_box()
+        assert strip is not None
+        page.mouse.move(strip["x"] + 0.01 * strip["width"], strip["y"] + 5)
+        page.mouse.down()
+        page.mouse.move(strip["x"] + 0.5 * strip["width"], strip["y"] + 5, steps=3)
+        page.mouse.up()
+        until(page, "/zoom=0-/.test(location.search)")
+        assert 0 < int(at(page)["zoom"].split("-")[1]) < last  # the words beside the strip change its width
+        page.get_by_role("button", name="Leave zoom").click()
+        until(page, "!/zoom=/.test(location.search)")
+    with opened(browser, link) as page:
+        answered(page, "timeline", zoomed=True)
+        assert page.locator("#timeline-view svg[data-first]").get_attribute("data-last") == "7"
+    with opened(browser, f"{address}?run=0&zoom=7-x") as page:
+        until(page, "/zoom is not FIRST-LAST/.test(document.getElementById('notice').innerText)")
 
 
 def test_a_click_that_moves_the_chosen_cell_draws_no_grid(browser: Browser, address: str) -> None:

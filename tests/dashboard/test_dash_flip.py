@@ -129,7 +129,7 @@ def test_what_cannot_run_is_said(trace: cp.Trace, shelf: Shelf, monkeypatch: pyt
         flip.view(elsewhere, FlipJobs(), asked)
     with pytest.raises(CannotShow, match=f"step {asked['step']}: nothing runs for it; press"):
         flip.view(shelf, FlipJobs(), {**asked, "do": "look"})
-    with pytest.raises(CannotShow, match="do is start or look or cancel"):
+    with pytest.raises(CannotShow, match="do is start or open or look or cancel"):
         flip.view(shelf, FlipJobs(), {**asked, "do": "dance"})
     monkeypatch.setattr("cacheprobe.dashboard.flip_jobs.WORKER", ("sh", "-c", "echo '<b>no' >&2; exit 3"))
     *_, said = followed(shelf, FlipJobs(), asked)
@@ -186,5 +186,18 @@ def test_the_button_shows_progress_cancels_and_draws(trace: cp.Trace, shelf: She
         assert f"cp.analysis.flip(trace, {line.request_id}, {line.step})" in page.inner_text("#away-text")
         page.locator("#away .plain", has_text="Close").click()
         page.locator("#card-card").screenshot(path=PICTURES / "flip.png")
+        link = page.url
+        assert f"flip={line.step}" in link and page.locator("[data-away=link][data-view=flip]").is_visible()
         page.locator("#grid-view .column .pick[data-layer='1']").first.click()
         until(page, "document.getElementById('flip-box').hidden")
+        assert "flip=" not in page.url
+        page.goto(link)  # the same result, without a second search
+        page.wait_for_selector("#flip-box #flip-0 .main-svg")
+        assert "edits make the verifier choose" in page.inner_text("#flip-view")
+        query = link[link.index("?") :]
+    with served(shelf) as address, chromium() as browser, opened(browser, address + query) as page:
+        button = page.get_by_role("button", name="Search the edits")  # a server that has not searched
+        button.wait_for()
+        button.press("Enter")
+        page.locator("#flip-view [data-flip-do=cancel]").click()
+        until(page, "document.getElementById('flip-view').innerText.includes('Cancelled')")

@@ -13,8 +13,11 @@ from threading import Event
 
 import pytest
 
+from cacheprobe.dashboard.answers import Answers
+from cacheprobe.dashboard.questions import CannotShow, PageQuestion
 from cacheprobe.dashboard.serve import listen
 from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe_benchmarks.shared.large_run import save_large_run
 from tests.dash_page import asked, save_runs, served
 
 
@@ -115,3 +118,31 @@ def test_wrong_questions_are_refused(address: str) -> None:
         urllib.request.urlopen(form)
     (incomplete,) = asked(address, {"timeline": {"run": 0}})
     assert "requests" in incomplete["error"]
+
+
+def test_an_answer_is_kept_unless_it_can_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a finished run it is computed once. Errors, and answers of a run that grows, are computed each time."""
+    shelf = Shelf.of([save_large_run(tmp_path / "run", requests=2, tokens=6, layers=2)])
+    computed: list[PageQuestion] = []
+
+    def view(question: PageQuestion) -> str:
+        computed.append(question)
+        if question["step"] == 3:
+            raise CannotShow("no such step")
+        return f"<p>{question['step']}</p>"
+
+    answers = Answers(shelf, {"cache": view, "flip": view})
+    lines = [answers.line("cache", {"run": 0, "step": 2}) for _ in range(3)]
+    assert len(computed) == 1 and {json.loads(line)["html"] for line in lines} == {"<p>2</p>"}
+    assert [answers.line("cache", {"run": 0, "step": step}) for step in (3, 3)][1].count("no such step") == 2
+    for _ in range(2):
+        answers.line("flip", {"run": 0, "step": 2})
+    assert len(computed) == 1 + 2 + 2
+    monkeypatch.setattr("cacheprobe.dashboard.answers.MOST_LETTERS", 2 * len(lines[0]))
+    for step in (4, 5, 2):
+        answers.line("cache", {"run": 0, "step": step})
+    assert len(computed) == 5 + 3 and answers._letters == sum(map(len, answers._lines.values())) <= 2 * len(lines[0])
+    monkeypatch.setattr(Shelf, "follower", lambda self, number: object())
+    for _ in range(2):
+        answers.line("cache", {"run": 0, "step": 2})
+    assert len(computed) == 5 + 3 + 2

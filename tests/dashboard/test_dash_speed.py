@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
+import cacheprobe as cp
 from cacheprobe.dashboard import facts
 from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs import cache, card, decode, lens, timeline
 from cacheprobe.trace.stored import StoredRun
+from cacheprobe_benchmarks.shared.large_run import save_large_run
 from tests.chromium import chromium
 from tests.dash_page import answered, served
-from tests.large_run import save_large_run
 
 VIEWS = ("insight", "timeline", "decode", "cache", "card", "grid", "window", "text", "overview")
 """All that the replay shows."""
@@ -175,7 +176,10 @@ def test_a_click_in_a_short_run_takes_little_work(browser: Browser, short_run: P
 
 
 @pytest.mark.slow
-def test_a_click_in_a_long_run_takes_little_work(browser: Browser, tmp_path: Path) -> None:
-    run = save_large_run(tmp_path / "run", requests=64, tokens=512, layers=30)
-    clicks = [(1, 4), (2, 8), (5, 6), (7, 12), (3, 4), (6, 20), (4, 24), (0, 30), (2, 40), (5, 44), (1, 16), (3, 28)]
-    measured("64 requests x 512 tokens x 30 layers", browser, run, clicks)
+@pytest.mark.parametrize(("requests", "tokens"), [(32, 107), (1, 2_000), (64, 512)])
+def test_a_click_in_a_long_run_takes_little_work(browser: Browser, tmp_path: Path, requests: int, tokens: int) -> None:
+    run = save_large_run(tmp_path / "run", requests=requests, tokens=tokens, layers=30)
+    readings = cp.load_trace(run).table("hypotheses").count("*").fetchall()[0][0]
+    some = [(1, 4), (2, 8), (5, 6), (7, 12), (3, 4), (6, 20), (4, 24), (0, 30), (2, 40), (5, 44), (1, 16), (3, 28)]
+    clicks = [(request % requests, step) for request, step in some]
+    measured(f"{requests} requests x {tokens} tokens x 30 layers, {readings:,} readings", browser, run, clicks)

@@ -125,6 +125,21 @@ def test_an_interrupted_run_says_how_it_goes_on(browser: Browser, interrupted: P
         assert page.locator(".refused:visible").count() == 0
 
 
+def test_a_csv_of_an_unfinished_run_says_how_far_it_is(browser: Browser, interrupted: Path) -> None:
+    """It holds what is recorded when it is saved, which the page may not show yet."""
+    with served(Shelf.of([interrupted])) as url, opened(browser, f"{url}?run=0", accept_downloads=True) as page:
+        answered(page, "timeline", run=0)
+        button = page.locator("[data-away=csv][data-view=timeline]")
+        with page.expect_download() as saved:
+            button.press("Enter")
+        last = Follower(interrupted).book.steps.stop - 1
+        assert saved.value.suggested_filename.endswith(f"timeline-recorded-up-to-step-{last}.csv")
+        until(
+            page, f"document.querySelector('[data-away=csv][data-view=timeline]').title.endsWith('up to step {last}')"
+        )
+        assert f"\n{last}," in saved.value.path().read_text() or f",{last}," in saved.value.path().read_text()
+
+
 def test_nothing_is_read_where_nothing_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look reads the files of new parts alone, and each once; without a new part it opens the journal alone."""
     part_each_round(monkeypatch)

@@ -8,9 +8,9 @@ from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
 from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe_benchmarks.shared.large_run import PROMPT, save_large_run
 from tests.chromium import PICTURES, chromium
 from tests.dash_page import answered, at, heard, opened, served, until
-from tests.large_run import PROMPT, save_large_run
 from tests.tiny import PROMPTS, SMALL, loaded
 
 LINE = "#rejected-view tr[data-intent]"
@@ -144,6 +144,36 @@ def test_a_search_by_key(browser: Browser, address: str, folder: Path) -> None:
         page.fill("#rejected-search", "<img src=x>")
         assert "“<img src=x>”" in answered(page, "rejected", find="<img src=x>")
         assert page.locator("#page img").count() == 0
+
+
+def test_filters_by_layer_and_margin_are_in_the_address(browser: Browser, address: str, folder: Path) -> None:
+    table = cp.load_trace(folder / "a-long").rejected()
+    low = int((table.flip_layer <= 1).sum())
+    assert 0 < low < len(table) and table.drafter_layer.isna().all() and (table.margin_nats == 0).all()
+    with opened(browser, f"{address}?run=0&tab=rejected") as page:
+        answered(page, "rejected", page=0)
+        page.get_by_label("flips at layer, most").focus()
+        page.keyboard.type("1")
+        answered(page, "rejected", flips=":1")
+        until(page, f"/ of {low}$/.test(document.querySelector('.pages span').innerText)")
+        page.get_by_label("margin, nats, least").fill("0.5")
+        assert "passes the filters" in answered(page, "rejected", margin="0.5:")
+        page.get_by_label("margin, nats, least").fill("")
+        page.get_by_label("margin, nats, most").fill("0.25")
+        answered(page, "rejected", margin=":0.25", flips=":1")
+        page.get_by_label("drafter’s layer").select_option("none")
+        answered(page, "rejected", drafter="none")
+        until(page, f"/ of {low}$/.test(document.querySelector('.pages span').innerText)")
+        link = page.url
+    with opened(browser, link) as page:
+        answered(page, "rejected", drafter="none", margin=":0.25", flips=":1")
+        values = ["drafter", "flips 0", "flips 1", "margin 0", "margin 1"]
+        assert [page.input_value(f"[data-filter='{name}']") for name in values] == ["none", "", "1", "", "0.25"]
+        page.get_by_role("button", name="show all").click()
+        until(page, "/ of 72$/.test(document.querySelector('.pages span').innerText)")
+        assert page.input_value("[data-filter='margin 1']") == "" and "flips=" not in page.url
+    with opened(browser, f"{address}?run=0&tab=rejected&margin=much") as page:
+        until(page, "/margin is not LEAST:MOST/.test(document.getElementById('notice').innerText)")
 
 
 def test_n_and_p_lead_on_from_any_tab(browser: Browser, address: str, lines: list) -> None:
@@ -298,4 +328,5 @@ def test_a_held_key_asks_for_the_newest_place_alone(browser: Browser, address: s
         )
         is_at(page, lines[29])
         heard(page, lambda: any('"walk"' in one for one in sent))
-        assert sum('"walk"' in one for one in sent) <= 3
+        # one that is not answered within 150 ms is given up and asked again, so a busy machine asks a few more
+        assert sum('"walk"' in one for one in sent) <= 10

@@ -1,6 +1,7 @@
 """The dashboard's list of rejected drafts, without a browser: lines, order, search, and the way to the next one."""
 
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -9,15 +10,19 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.dashboard import facts
+from cacheprobe.dashboard.away.tabs import rejected_drafts
+from cacheprobe.dashboard.away.taken import Sources
+from cacheprobe.dashboard.flip_jobs import FlipJobs
 from cacheprobe.dashboard.growth import Follower
 from cacheprobe.dashboard.questions import CannotShow, PageQuestion
+from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.rejections import LINES_A_PAGE, SORTS, Rejections, Selection
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs import rejected
 from cacheprobe.trace.parts.following import FollowedRun
 from cacheprobe.trace.stored import StoredRun
+from cacheprobe_benchmarks.shared.large_run import save_large_run
 from tests.dashboard.growing_run import begun, go_on, part_each_round
-from tests.large_run import save_large_run
 from tests.plots.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -66,6 +71,43 @@ def test_the_lines_are_those_of_the_trace(trace: cp.Trace, stored: Path, tmp_pat
         html = rejected.view(Shelf.of([folder]), {"run": 0})
         assert listed(Shelf.of([folder])) == places(expected)
         assert ("recorded no lens readings (Z): the layer at which a token flips" in html) == (one is unread)
+
+
+FILTERS = [
+    ({"drafter": "1"}, lambda t: t.drafter_layer == 1),
+    ({"drafter": "none"}, lambda t: t.drafter_layer.isna()),
+    ({"flips": "2:"}, lambda t: t.flip_layer >= 2),
+    ({"flips": ":1"}, lambda t: t.flip_layer <= 1),
+    ({"margin": "0.02:"}, lambda t: t.margin_at_least_nats >= 0.02),
+    ({"margin": ":0.05"}, lambda t: t.margin_nats <= 0.05),
+    ({"flips": "0:9", "margin": "0.01:0.2"}, lambda t: t.flip_layer.notna() & t.margin_nats.between(0.01, 0.2)),
+]
+"""Part of a question, and the lines of `Trace.rejected` that it lets through."""
+
+
+@pytest.mark.parametrize(("question", "fits"), FILTERS, ids=lambda part: str(part) if isinstance(part, dict) else "")
+def test_the_list_is_filtered_by_layer_and_margin(
+    trace: cp.Trace, stored: Path, question: dict[str, str], fits: Callable[[pd.DataFrame], pd.Series]
+) -> None:
+    table, shelf = trace.rejected(), Shelf.of([stored])
+    expected = table[fits(table).fillna(False).to_numpy(dtype=bool)]
+    assert listed(shelf, **question) == places(expected)
+    taken = rejected_drafts(Sources(shelf, RunReader(shelf), FlipJobs()), {"run": 0, **question})
+    scope: dict[str, pd.DataFrame] = {}
+    exec("\n".join(taken.code), scope)
+    assert places(scope["table"]) == places(expected) == places(taken.table())
+
+
+def test_filters_let_some_lines_through_and_not_others(trace: cp.Trace) -> None:
+    table = trace.rejected()
+    kept = [int(fits(table).fillna(False).sum()) for _, fits in FILTERS]
+    assert kept[0] == len(table) and kept[1] == 0 and any(0 < count < len(table) for count in kept[2:])
+
+
+@pytest.mark.parametrize("wrong", [{"flips": "3"}, {"margin": "a:b"}, {"margin": "1:2:3"}, {"drafter": "-1"}])
+def test_a_wrong_filter_is_refused(stored: Path, wrong: dict[str, str]) -> None:
+    with pytest.raises(CannotShow, match="LEAST:MOST|a number or none"):
+        rejected.view(Shelf.of([stored]), {"run": 0, **wrong})
 
 
 @pytest.mark.parametrize("sort", [f"{sign}{name}" for name in SORTS for sign in ("", "-")])

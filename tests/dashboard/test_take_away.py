@@ -29,6 +29,8 @@ from tests.sweeps.shown_runs import save_sources
 ONE = {"run": 0, "request": 0, "step": 8, "position": 6, "row": None, "site": "S", "lens": "recorded"}
 PAGE = {"requests": [0, 8], "steps": [4, 30], "places": [0, 12], "place": 1, "width": 900}
 GRID = {**ONE, **PAGE, "colour": "rank", "rows": "all"}
+FEATURE = 15
+"""Active in run 1."""
 QUESTIONS: list[tuple[str, dict[str, Any]]] = [
     ("timeline", {**ONE, **PAGE}),
     ("timeline", {"run": 0, "requests": [1, 2], "steps": [0, 3], "width": 0}),
@@ -39,6 +41,7 @@ QUESTIONS: list[tuple[str, dict[str, Any]]] = [
     ("window", {**ONE, "request": 1}),
     ("text", {**ONE, "measure": "verdict", "place": 0}),
     ("text", {**ONE, "run": 2, "measure": "depth", "place": 0}),
+    ("text", {**ONE, "run": 1, "measure": "feature", "feature": FEATURE, "place": 0}),
     ("grid", GRID),
     ("grid", {**GRID, "rows": "committed"}),
     ("grid", {**GRID, "lens": "logit", "site": "T"}),
@@ -163,7 +166,7 @@ def test_what_cannot_be_taken_is_said(sources: Sources) -> None:
 
 def test_the_page_names_the_sites_in_full(sources: Sources) -> None:
     for label in ("S (residual stream)", "T (attention output)", "C (MLP output)"):
-        assert label in index(sources.shelf)
+        assert label in index(sources.shelf, ())
 
 
 SVG_TAGS = {"svg", "g", "defs", "title", "rect", "path", "circle", "ellipse", "line", "text", "tspan", "image", "use",

@@ -9,9 +9,10 @@ from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
 from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe_benchmarks.shared.large_run import save_large_run
 from tests.chromium import PICTURES, chromium
 from tests.dash_page import answered, at, opened, save_thinking, served, until
-from tests.large_run import save_large_run
+from tests.dictionaries.planted import random_dictionary
 from tests.tiny import PROMPTS, SMALL, loaded
 
 TOKEN = "#text-view span.pick"
@@ -26,11 +27,14 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """a-long: 12 requests with rejected drafts; b-thoughts: of a Thinking States model; c-losses: requests that lost
-    other numbers of tokens."""
+    other numbers of tokens; d-features: features of a dictionary."""
     folder = tmp_path_factory.mktemp("runs")
     save_large_run(folder / "a-long", requests=12, tokens=72, layers=3)
     save_thinking(folder / "b-thoughts")
-    cp.run(loaded(), PROMPTS, **SMALL, drafter=cp.drafters.EarlyExit(layer=1)).save(folder / "c-losses")
+    early = cp.drafters.EarlyExit(layer=1)
+    cp.run(loaded(), PROMPTS, **SMALL, drafter=early).save(folder / "c-losses")
+    kept = cp.CaptureConfig("Z", dictionary=random_dictionary(), top_features=48)
+    cp.run(loaded(), PROMPTS[:2], **SMALL, drafter=early, capture=kept).save(folder / "d-features")
     return folder
 
 
@@ -127,6 +131,45 @@ def test_the_measure_is_in_the_address_and_colours_the_text(browser: Browser, ad
         page.get_by_role("option", name="prediction depth").click()
         answered(page, "text", measure="depth")
         assert "measure=depth" in page.url and "layer 2" in page.inner_text("#text-view .legend")
+
+
+def test_a_feature_of_the_card_colours_the_text(browser: Browser, address: str, folder: Path) -> None:
+    """Each token by the activation in the row that reads it; a link keeps the feature."""
+    trace = cp.load_trace(folder / "d-features")
+    features = trace.features(top=48)
+    of_token = features[(features.request_id == 0) & (features.status == "committed")]
+    position = int(trace.rows(0, "committed").position.max()) - 4
+    wanted = of_token[of_token.position == position].sort_values("rank")
+    with opened(browser, f"{address}?run=3&request=0&position={position}") as page:
+        answered(page, "card", run=3, position=position)
+        buttons = page.locator("#card-view .features button")
+        assert [int(text) for text in buttons.all_inner_texts()] == wanted.feature.tolist()
+        assert "residual stream" in page.inner_text("#card-view h4") and "layer 1" in page.inner_text("#card-view h4")
+        feature = int(wanted.feature.iloc[0])
+        buttons.first.click()
+        answered(page, "text", measure="feature", feature=feature)
+        assert f"feature={feature}" in page.url
+        page.reload()
+        answered(page, "text", measure="feature", feature=feature)
+        active = of_token[of_token.feature == feature].set_index("position").activation
+        shown = {
+            int(span.get_attribute("data-position") or 0) + 1: float((span.get_attribute("style") or "").split(":")[1])
+            for span in page.locator("#text-view .shade[data-position]").all()
+        }
+        strongest = max(active.get(place, 0.0) for place in shown)
+        counts = of_token.groupby("position").size()
+        most = features[features.request_id == 0].groupby("row").size().max()
+        known = {place for place in counts.index if place in active.index or counts[place] < most}
+        generated = range(len(PROMPTS[0]), len(PROMPTS[0]) + SMALL["max_new_tokens"] - 1)  # no row reads the last token
+        assert set(shown) == known & set(generated) and len(shown) > 10
+        for place, share in shown.items():
+            assert abs(share - active.get(place, 0.0) / strongest) < 0.006  # two digits
+
+
+def test_a_run_without_features_says_so(browser: Browser, address: str) -> None:
+    for query, says in (("run=0", "this run recorded no features"), ("run=3", "no feature is chosen")):
+        with opened(browser, f"{address}?{query}&measure=feature") as page:
+            assert says in answered(page, "text", measure="feature")
 
 
 def test_thoughts_stand_below_the_text(browser: Browser, address: str) -> None:

@@ -13,10 +13,11 @@ import cacheprobe as cp
 from cacheprobe.core import registry
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Observer, Request, SamplingParams
-from cacheprobe.drafters import DraftModel, EarlyExit, FastPath, NGram, Scripted, base
+from cacheprobe.drafters import DraftHead, DraftModel, EarlyExit, FastPath, NGram, Replayed, Scripted, base
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.loop import prepare
 from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.lenses.base import unembedding_sha256
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops.sampling import choose_token
 from tests.tiny import PROMPTS, SMALL, VOCAB, hf_model, loaded, perturbed
@@ -57,11 +58,22 @@ def same() -> BridgeLM:
 
 # -- every drafter
 
+
+def random_head() -> DraftHead:
+    """A head of random weights for the main model."""
+    draw, width, hidden = torch.Generator().manual_seed(0), loaded().d_model, 8
+    shapes = {"joint": (2 * width, width), "joint_bias": (width,), "up": (width, hidden), "down": (hidden, width)}
+    weights = {name: torch.randn(shape, generator=draw) / 4 for name, shape in shapes.items()}
+    return DraftHead({**weights, "mean": torch.zeros(width), "scale": torch.tensor(1.0)}, unembedding_sha256(loaded()))
+
+
 EXAMPLES = {
+    "draft_head": random_head,
     "draft_model": lambda: DraftModel(near()),
     "early_exit": lambda: EarlyExit(layer=1),
     "fast_path": lambda: FastPath(),
     "ngram": lambda: NGram(),
+    "replayed": lambda: Replayed({0: {1: [3, 4]}}),
     "scripted": lambda: Scripted(lambda state: [1, 2, 3]),
 }
 

@@ -13,7 +13,7 @@ import transformers
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.loaders import SLIDING_FAMILIES
+from cacheprobe.models.plain.memory import SLIDING_FAMILIES
 from tests.field.family_checks import (
     COLUMNS,
     DIFFERENT,
@@ -29,11 +29,14 @@ from tests.field.family_checks import (
 from tests.field.family_models import CONTEXT, SLIDING_WINDOW, class_name, model_types, tiny_family
 
 SUPPORTED = frozenset(
-    "apertus arcee bitnet codegen cohere deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe flex_olmo gemma gemma2 "
-    "gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gptj granite granitemoe "
-    "hunyuan_v1_dense internlm3 iquestcoder jais2 jetmoe laguna llama minimax_m2 ministral3 mistral mixtral mpt "
-    "nanochat nemotron olmo olmo2 olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2 "
-    "youtu".split()
+    "afmoe apertus arcee aria_text axk1 biogpt bitnet bloom codegen cohere cohere2 cohere2_moe ctrl cwm dbrx "
+    "deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint "
+    "gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gptj "
+    "granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 "
+    "hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama llama4_text megatron-bert mellum "
+    "mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder "
+    "mpt nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe "
+    "seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma xglm youtu".split()
 )
 """Families that must run, and give the tokens of `generate`. All others must be refused by name."""
 

@@ -1,6 +1,6 @@
 """Interventions under the cache against a plain hook in an uncached forward, and against the oracle."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -15,11 +15,13 @@ from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 SUMS = "without a cache the sums have other shapes"
 LAYER, HEAD, WIDTH = 1, 2, 8
 LIGHT = {**SMALL, "max_new_tokens": 10, "capture": "S"}
+Change = Tensor | float | Callable[[Tensor], Tensor]
+"""A value, or a function from the old state to the new one."""
 PLACES = [("S", None), ("T", None), ("C", None), ("pre", None), ("T", HEAD)]
 
 
 @contextmanager
-def hooked_slowly(model: torch.nn.Module, site: str, head: int | None, changes: dict[int, Tensor | float]) -> Iterator:
+def hooked_slowly(model: torch.nn.Module, site: str, head: int | None, changes: dict[int, Change]) -> Iterator:
     """A PyTorch hook on the plain model: at each of the positions that a whole text reaches, a value is written."""
     block = model.model.layers[LAYER]
 
@@ -27,7 +29,7 @@ def hooked_slowly(model: torch.nn.Module, site: str, head: int | None, changes: 
         part = value if head is None else value[..., head * WIDTH : (head + 1) * WIDTH]
         for position, new in changes.items():
             if position < value.shape[1]:
-                part[0, position] = new
+                part[0, position] = new(part[0, position].clone()) if callable(new) else new
 
     def after(module: object, args: tuple, output: Tensor | tuple) -> None:
         change(output[0] if isinstance(output, tuple) else output)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Llama4ForCausalLM,
@@ -25,11 +25,13 @@ from transformers import (
 )
 
 import cacheprobe as cp
+from cacheprobe.doctor.families.tiny import tiny_family
 from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.models import checks
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.output_parts import arrange_weights, is_conv
+from cacheprobe.models.plain.lm import PlainLM
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
 
@@ -125,8 +127,8 @@ _TINY = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_lay
 
 
 def test_windows_that_were_not_tried_are_refused_by_name() -> None:
-    model = Phi3ForCausalLM(Phi3Config(**_TINY, num_key_value_heads=2, sliding_window=8, pad_token_id=0))
-    with pytest.raises(ModelError, match="Phi3ForCausalLM attends over a sliding window of 8.*mistral, qwen2"):
+    model = Phi3ForCausalLM(Phi3Config(**_TINY, num_key_value_heads=2, sliding_window=100, pad_token_id=0))
+    with pytest.raises(ModelError, match="Phi3ForCausalLM attends over a window of 100.*mistral, qwen2"):
         cp.load_model(model)
 
 
@@ -143,18 +145,27 @@ def test_rotation_by_the_longest_row_is_refused_by_name() -> None:
         cp.load_model(LlamaForCausalLM(config))
 
 
-def test_chunked_attention_is_refused_by_name() -> None:
+def test_chunked_attention_runs_without_a_bridge() -> None:
     config = Llama4TextConfig(
-        **_TINY, head_dim=8, num_local_experts=2, intermediate_size_mlp=48, attention_chunk_size=8
+        **_TINY,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        intermediate_size_mlp=48,
+        attention_chunk_size=8,
     )
-    with pytest.raises(ModelError, match="Llama4ForCausalLM has chunked_attention layers"):
-        cp.load_model(Llama4ForCausalLM(config))
+    assert isinstance(cp.load_model(Llama4ForCausalLM(config)), PlainLM)
 
 
-def test_recurrent_state_is_refused_by_name() -> None:
+def test_recurrent_states_run_without_a_bridge() -> None:
     model = MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4))
-    with pytest.raises(ModelError, match="MambaForCausalLM has linear_attention layers, whose rollback is not defined"):
-        cp.load_model(model)
+    loaded = cp.load_model(model)
+    assert isinstance(loaded, PlainLM) and "recurrent layers" in loaded.why
+
+
+def test_a_state_beside_keys_and_values_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="FalconH1ForCausalLM has hybrid layers, whose rollback is not defined"):
+        cp.load_model(tiny_family("falcon_h1"))
 
 
 def test_encoder_decoder_is_refused_by_name() -> None:
@@ -164,10 +175,10 @@ def test_encoder_decoder_is_refused_by_name() -> None:
 
 
 def test_a_model_that_our_mask_gets_wrong_is_refused() -> None:
-    """ALiBi is built from a 2-D mask: with ours, Bloom fails or is silently wrong, and must not load."""
-    bloom = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4))
-    with pytest.raises(ModelError, match="(?i)bloom"):
-        cp.load_model(bloom)
+    """ALiBi is built from a 2-D mask: with ours, Falcon fails or is silently wrong, and must not load."""
+    config = FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)
+    with pytest.raises(ModelError, match="FalconForCausalLM does not run on our KV cache"):
+        cp.load_model(FalconForCausalLM(config))
 
 
 def test_the_load_check_sees_a_wrong_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,13 @@ def edited() -> pd.DataFrame:
     )  # fmt: skip
 
 
+def accepted() -> pd.DataFrame:
+    """Of two layers, the later one of which drafts better."""
+    about = dict(request_id=0, drafter="early_exit", settings=None, lens="logit", window=4, temperature=0.0)
+    counts = [dict(layer=0, passes=20.0, accepted=0.0), dict(layer=1, passes=10.0, accepted=10.0)]
+    return pd.DataFrame([dict(**about, kind="exact", drafted=30.0, committed=20, **one) for one in counts])
+
+
 def shares() -> pd.DataFrame:
     return pd.DataFrame(dict(layer=[0, 1, 2], share=[0.1, 0.4, 0.2]))
 
@@ -105,6 +112,18 @@ def algorithm() -> tuple[pd.DataFrame, pd.DataFrame]:
     return tuple(table[table.model == next(iter(stored["models"]))].drop(columns="model") for table in tables)
 
 
+def routed() -> pd.DataFrame:
+    """Of two tokens and the draft of the second, with one expert each."""
+    lines = ((0, 4, "committed", 0), (1, 5, "committed", 0), (1, 6, "rolled_back", 1))
+    return pd.DataFrame(
+        [
+            dict(row=step, request_id=0, step=step, phase="verify", position=p, status=status, token_id=3, token=" a",
+                 layer=1, rank=0, expert=expert, weight=0.25 + p / 2)
+            for p, step, status, expert in lines
+        ]
+    )  # fmt: skip
+
+
 def swapped(table: pd.DataFrame, column: str) -> pd.DataFrame:
     """The same with the numbers of a column in reverse, so that another line is the largest."""
     return table.assign(**{column: table[column].to_numpy()[::-1]})
@@ -112,7 +131,11 @@ def swapped(table: pd.DataFrame, column: str) -> pd.DataFrame:
 
 SAMPLES: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]]] = {
     # a table, another with another finding, and what is given beside it
+    "acceptance_curves": lambda: ((t := accepted()), t.assign(passes=t.passes.to_numpy()[::-1]), {}),
     "attribution": lambda: ((t := cp.analysis.attribution(trace(), 0, 7)), swapped(t, "logit"), {}),
+    "attribution_patching_grid": lambda: (
+        (t := cells().assign(estimated_nld=[0.1, 0.2, 0.2, 0.5])), swapped(t, "estimated_nld"), {},
+    ),
     "carried_figure": lambda: ((t := carried()), swapped(t, "nld"), {}),
     "coin_rows_figure": lambda: ((t := coin_rows()), t.assign(total=-t.total), {}),
     "column_figure": lambda: ((t := shares()), t.assign(share=0.3), dict(column="share")),
@@ -129,6 +152,7 @@ SAMPLES: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]
         (t := algorithm()[0].assign(examples=40)), t.assign(accuracy=0.5), dict(patches=algorithm()[1]),
     ),
     "prediction_depth_figure": lambda: ((t := cp.analysis.prediction_depth(trace())), t.assign(prediction_depth=0), {}),
+    "routing_figure": lambda: ((t := routed()), t.assign(expert=1 - t.expert), {}),
     "sweep_grid": lambda: (
         (t := swept()), swapped(t, "agrees_mean"), dict(rows="drafter", columns="seed"),
     ),
@@ -180,7 +204,9 @@ def largest_swap(effects: pd.DataFrame) -> str:
 
 NAMED: dict[str, Callable[[pd.DataFrame, pd.DataFrame], tuple[str, str]]] = {
     # what the tables say, found otherwise than by the figure, or known from how SAMPLES makes them
+    "acceptance_curves": lambda t, o: ("2.00, by early_exit at layer 1", "2.00, by early_exit at layer 0"),
     "attribution": lambda t, o: (largest_part(t), largest_part(o)),
+    "attribution_patching_grid": lambda t, o: ("Pearson 0.89, Spearman 0.95", "Pearson -0.89, Spearman -0.95"),
     "carried_figure": lambda t, o: ("at last token, layer 1: 0.85", "at person 1, layer 0: 0.85"),
     "coin_rows_figure": lambda t, o: (largest_swap(t), largest_swap(o)),
     "column_figure": lambda t, o: ("share by layer: from 0.1 to 0.4", "share by layer: from 0.3 to 0.3"),
@@ -200,6 +226,7 @@ NAMED: dict[str, Callable[[pd.DataFrame, pd.DataFrame], tuple[str, str]]] = {
         "accepted drafts at layer 1, rejected drafts at layer 2",
         "accepted drafts at layer 0, rejected drafts at layer 0",
     ),
+    "routing_figure": lambda t, o: ("sends 2 of 2 tokens to expert 0", "sends 2 of 2 tokens to expert 1"),
     "sweep_grid": lambda t, o: ("0.47 at drafter=ngram, seed=1", "0.23 at drafter=ngram, seed=0"),
     "ways_figure": lambda t, o: ("No more than chance is left with: cut", "no way here"),
 }  # fmt: skip
@@ -212,7 +239,7 @@ PROVENANCE = {
 """What a pointer is told of each part, where the table has the column."""
 OTHERWISE = {("rollback_prediction_figure", "position")}
 """There a column of that name is a control: what the position alone foretells."""
-SUMMED = {"draft_verdicts"}
+SUMMED = {"acceptance_curves", "draft_verdicts"}
 """Each point is a share over many rows, so it names none."""
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.plots.diagrams.lens_grid import LABEL_WIDTH, grid_of
+from cacheprobe.plots.diagrams.lens_grid import LABEL_WIDTH, WIDEST, grid_of
 from cacheprobe.plots.style import SHADES, THEME_CSS
 from tests.plots.test_views import HOSTILE
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -185,7 +185,7 @@ def test_columns_say_what_the_row_read_and_what_it_is_to_predict(trace: cp.Trace
 
 def test_it_fills_its_place(readings: pd.DataFrame) -> None:
     first = int(readings[readings.request_id == 0].position.min())
-    for width, pitch in ((0, 50), (LABEL_WIDTH + 4 + 60 * 8, 60), (4000, 76)):
+    for width, pitch in ((0, 50), (LABEL_WIDTH + 4 + 60 * 8, 60), (4000, WIDEST)):
         columns = parsed(drawn(readings, positions=range(first, first + 8), width=width), "column")
         assert [int(column.get("data-x", -1)) for column in columns] == [LABEL_WIDTH + pitch * i for i in range(8)]
 

@@ -7,8 +7,9 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.plots.report.request_text import MOST_TOKENS, text_parts, text_piece
+from cacheprobe.plots.report.request_text import MOST_TOKENS, text_parts, text_piece, with_feature
 from cacheprobe.trace.tables.token_measures import token_measures
+from tests.dictionaries.planted import random_dictionary
 from tests.plots.test_picture_contract import drafted, thinking
 from tests.tiny import PROMPTS, SMALL, loaded
 from tests.twins.measures_slowly import token_measures_slowly
@@ -87,3 +88,20 @@ def test_a_long_request_is_drawn_in_pages() -> None:
     assert "… 5 tokens before\n w5 w6" in first.body and "w6" not in later.body
     assert [len(WHOLE.findall(piece.body)) for piece in (first, later)] == [4, 4]
     assert later.note == "Generated tokens 4 to 7."
+
+
+def test_an_activation_that_is_not_known_is_not_shown_as_zero() -> None:
+    """Rows that were not kept, and features below the largest that were recorded."""
+    mine, drafter = random_dictionary(), cp.drafters.EarlyExit(layer=1)
+    few = cp.CaptureConfig("Z", dictionary=mine, top_features=2, every=2)
+    trace = cp.run(loaded(), PROMPTS[:1], **SMALL, drafter=drafter, capture=few)
+    whole = cp.run(loaded(), PROMPTS[:1], **SMALL, drafter=drafter, capture="S").features(mine, top=48)
+    committed = whole[whole.status == "committed"]
+    parts = text_parts(0, (), len(PROMPTS[0]), trace.events(), None, None)
+    for feature in committed.feature.unique():
+        true = committed[committed.feature == feature].set_index("position").activation.to_dict()
+        found = with_feature(parts, trace.features(top=2), int(feature)).tokens
+        known = found[found.feature.notna()]
+        assert all(line.feature == true.get(line.position + 1, 0.0) for line in known.itertuples())
+    shown = with_feature(parts, whole, int(committed.feature.mode()[0])).tokens.feature
+    assert shown.notna().sum() > 10 and pd.isna(shown.iloc[-1])

@@ -17,9 +17,10 @@ from cyclopts import App
 
 from cacheprobe.cli.app import app
 from cacheprobe.core import registry
-from cacheprobe.models import loaders
 from cacheprobe.models.hf.tiny import TINY, tiny_model
+from cacheprobe.models.plain import files
 from cacheprobe.tasks import CoinFlip, word_tokenizer
+from tests.dictionaries.planted import random_dictionary
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,6 +33,8 @@ SMALLER = {
     "probes.md": {"n=240": "n=120", "n=4)": "n=1)"},
 }
 """What is replaced in a page's blocks, so that the test is over soon."""
+DICTIONARY = "runs/dictionary"
+"""Folder of a dictionary that a page may load; the one of the test has random weights."""
 LAYERS = 30
 """As many as SmolLM2 has."""
 
@@ -67,7 +70,7 @@ def names(small: Path) -> dict[str, Any]:
     """What the quick start's block of names defines, made once for all pages."""
     scope: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loaders, "_shipped", lambda name, progress: (str(small), "a tiny model of the tests"))
+        patched.setattr(files, "_shipped", lambda name, progress: (str(small), "a tiny model of the tests"))
         exec(names_block(), scope)
     return scope
 
@@ -94,8 +97,10 @@ def test_the_blocks_of_a_page_run(
         assert shown in code
         code = code.replace(shown, small_one)
     if "adapter=" not in code:
-        monkeypatch.setattr(loaders, "_shipped", lambda name, progress: (str(small), "a tiny model of the tests"))
+        monkeypatch.setattr(files, "_shipped", lambda name, progress: (str(small), "a tiny model of the tests"))
     monkeypatch.chdir(tmp_path)
+    if DICTIONARY in code:
+        random_dictionary(layer=12).save(DICTIONARY)
     known = request.getfixturevalue("names") if NAMES in text else {}
     exec(compile(code, page.name, "exec"), {**known, "__name__": page.stem})
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (  # imports point to a line above; what shares a line stays apart
     ("core",),
     ("ops",),
-    ("kvcache", "tasks"),
+    ("kvcache", "tasks", "dictionaries"),
     ("models",),
     ("lenses",),
     ("drafters", "interventions", "patching"),
@@ -25,10 +25,10 @@ LAYERS = (  # imports point to a line above; what shares a line stays apart
     ("capture",),
     ("analysis", "training"),
     ("plan", "probes"),
-    ("execution", "continuation"),
+    ("execution", "continuation", "imports"),
     ("estimates",),
     ("api", "plots"),
-    ("sweeps",),
+    ("sweeps", "replays"),
     ("stress", "doctor", "dashboard"),
     ("cli",),
     ("__main__",),
@@ -49,8 +49,8 @@ ONLY_IN = {  # a module, and the files that may import it
 }
 NEVER_IN_VIEWS = {"torch", "transformers", "transformer_lens"}
 PICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
-LOADS_WEIGHTS = "cacheprobe/lenses/tuned_files.py"
-"""The one file that reads another project's torch files, as weights alone."""
+LOADS_WEIGHTS = "cacheprobe/dictionaries/torch_files.py"
+"""The one file that reads other projects' torch files, as weights alone."""
 LATE = {"torch", "triton", "cacheprobe_kernels", "transformers", "transformer_lens", "pandas", "plotly", "datasets"}
 """Not loaded by `import cacheprobe`."""
 
@@ -234,9 +234,9 @@ def test_the_source_keeps_the_rule(rule, files):
         (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "import cacheprobe"),
         (pickle_complaints, "cacheprobe/trace/x.py", "from pickle import loads"),
         (pickle_complaints, "cacheprobe/trace/x.py", "torch.load(path, weights_only=True)"),
-        (pickle_complaints, "cacheprobe/lenses/tuned_files.py", "torch.load(path)"),
-        (pickle_complaints, "cacheprobe/lenses/tuned_files.py", "torch.load(path, weights_only=False)"),
-        (pickle_complaints, "cacheprobe/lenses/tuned_files.py", "import pickle"),
+        (pickle_complaints, "cacheprobe/dictionaries/torch_files.py", "torch.load(path)"),
+        (pickle_complaints, "cacheprobe/dictionaries/torch_files.py", "torch.load(path, weights_only=False)"),
+        (pickle_complaints, "cacheprobe/dictionaries/torch_files.py", "import pickle"),
         (pickle_complaints, "cacheprobe/trace/x.py", "np.load(path, allow_pickle=True)"),
         (machine_complaints, "notebooks/x.ipynb", "  File " + '"/' + 'work/main/cacheprobe/api.py"'),
         (machine_complaints, "docs/x.md", "pip install --find-links " + "/opt" + "/wheels torch"),
@@ -268,7 +268,7 @@ def test_the_rule_catches_a_planted_violation(rule, path, source):
         (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "from cacheprobe.ops import plain\nimport torch"),
         (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "from cacheprobe.core.registry import register"),
         (pickle_complaints, "cacheprobe/trace/x.py", "np.load(path, allow_pickle=False)"),
-        (pickle_complaints, "cacheprobe/lenses/tuned_files.py", "torch.load(path, weights_only=True)"),
+        (pickle_complaints, "cacheprobe/dictionaries/torch_files.py", "torch.load(path, weights_only=True)"),
         (machine_complaints, "docs/x.md", "see a/" + "work/ and https://x.org/" + "work/1"),
     ],
 )
@@ -293,14 +293,3 @@ def test_views_do_not_load_torch_by_a_detour():
     paths = [path for path in PACKAGE if path.startswith("cacheprobe/plots/")]
     views = [path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths]
     assert loaded_early("\n".join(f"import {view}" for view in views), NEVER_IN_VIEWS) == []
-
-
-def test_shape_annotations_are_checked_in_tests():
-    """The option in pyproject.toml works only while nothing imports cacheprobe before pytest has read it."""
-    import torch
-
-    from cacheprobe.ops.sampling import lowest_argmax
-
-    assert lowest_argmax(torch.tensor([1.0, 3.0, 3.0])) == 1
-    with pytest.raises(Exception, match="Type-check error"):
-        lowest_argmax(torch.zeros(2, 2))

@@ -9,6 +9,7 @@ from cacheprobe.dashboard.flip_jobs import FlipJobs
 from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
 from tests.dash_page import save_thinking
+from tests.dictionaries.planted import random_dictionary
 from tests.sweeps.test_sweeps_dash import SETTINGS
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
@@ -17,13 +18,14 @@ RESULTS = ("coin-rows", "coin-state-probe", "grid", "prediction-depths", "traini
 
 
 def save_sources(folder: Path) -> Sources:
-    """Runs 0 and 1 are of a model that is saved; 2 has thoughts; then results of every kind."""
+    """Runs 0 and 1 are of a model that is saved, and 1 has features; 2 has thoughts; then results of every kind."""
     hf_model().save_pretrained(folder / "model")
     drafter = cp.drafters.EarlyExit(layer=1)
     cp.run(loaded(), PROMPTS, **SMALL, drafter=drafter, capture="STCZ", deterministic=[0, 2]).save(
         folder / "runs" / "one"
     )
-    cp.run(loaded(), PROMPTS, **SMALL, drafter=drafter, capture="STCZ").save(folder / "runs" / "two")
+    kept = cp.CaptureConfig("STCZ", dictionary=random_dictionary(), top_features=12)
+    cp.run(loaded(), PROMPTS, **SMALL, drafter=drafter, capture=kept).save(folder / "runs" / "two")
     save_thinking(folder / "runs" / "x-thinking")
     clean, corrupt = [5, 17, 3, 44, 9], [5, 17, 80, 44, 61]
     (folder / "results").mkdir()

@@ -120,7 +120,16 @@ def test_the_index_is_made_up_from_the_manifests(serial: Path) -> None:
 def test_all_code_that_makes_a_shard_is_hashed() -> None:
     """Each part of the package that a run goes through is hashed, or is named here because it makes no bit of one."""
     others = {"sweeps", "cli", "dashboard", "doctor", "stress", "plots", "patching", "probes", "training"}
-    others |= {"estimates", "continuation.py", "__init__.py", "__main__.py", "__pycache__", "py.typed"}
+    others |= {
+        "estimates",
+        "replays",
+        "continuation.py",
+        "imports.py",
+        "__init__.py",
+        "__main__.py",
+        "__pycache__",
+        "py.typed",
+    }
     others |= {
         path.name for path in code._PACKAGE.iterdir() if not path.name.endswith(".py") and not any(path.rglob("*.py"))
     }

@@ -172,6 +172,21 @@ def test_what_is_no_single_text_is_refused(settings: dict[str, Any], given: dict
         cp.import_generate(outputs, **{"attention_mask": mask, "stop_token_ids": (), **given})
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_states_that_are_no_numbers_are_refused(value: float) -> None:
+    outputs, mask = generated(PROMPTS)
+    outputs.hidden_states[2][2][1, 0, 5] = value
+    with pytest.raises(ImportRefused, match="sequence 1: states of layer 1 .* are NaN or infinite"):
+        cp.import_generate(outputs, attention_mask=mask, stop_token_ids=())
+
+
+def test_a_name_that_promises_many_passes_takes_little(tmp_path: Path) -> None:
+    save_file({"sequences": torch.ones(1, 3, dtype=torch.long), "hidden_states.400000000.0": torch.ones(1)},
+              tmp_path / "g.safetensors")  # fmt: skip
+    with pytest.raises(ImportRefused, match=r"has no hidden_states\.0"):
+        cp.import_generate(tmp_path / "g.safetensors", stop_token_ids=())
+
+
 def test_states_of_another_model_or_layer_are_refused() -> None:
     outputs, mask = generated(PROMPTS)
     with pytest.raises(ImportRefused, match="given as layer 0 lie .* of their length away"):

@@ -179,7 +179,7 @@ def test_names_of_earlier_versions_are_told_with_todays() -> None:
         cp.run(loaded(), [[1, 2, 3]], path="twin")
     with pytest.raises(AttributeError, match="no attribute 'cache_rows'; it is named kv_snapshot now"):
         _ = cp.cache_rows  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(AttributeError, match=r"trace.agreement\(...\) is now cp.analysis.agreement\(trace, ...\)"):
+    with pytest.raises(AttributeError, match=r"trace.agreement\(...\) is cp.analysis.agreement\(trace, ...\)"):
         trace.agreement()  # pyright: ignore[reportAttributeAccessIssue]
     trace.event_table = trace.event_table.drop(columns="num_rolled_back")
     with pytest.raises(AttributeError, match="DataFrame"):  # not hidden as a missing attribute of the trace

@@ -135,3 +135,11 @@ def greedy_continuation(model: PreTrainedModel, text: list[int], length: int) ->
             last = model(torch.tensor([grown]), use_cache=False).logits[0, -1].tolist()
             grown.append(last.index(max(last)))
     return grown[len(text) :]
+
+
+def replayed_slowly(live: PreTrainedModel, token_ids: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+    """One forward over a whole text, without cache and drafts. Returns (S of every block but the last, each [t, m];
+    log-probabilities [t, v] of the next token)."""
+    with torch.no_grad():
+        out = live(torch.tensor([list(token_ids)]), output_hidden_states=True, use_cache=False)
+    return [state[0] for state in out.hidden_states[1:-1]], out.logits[0].float().log_softmax(-1)

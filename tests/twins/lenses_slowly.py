@@ -1,6 +1,7 @@
-"""Slow twins of the lenses and of their training: one row, one layer and one token at a time."""
+"""Slow twins of the lenses, of their training and of patchscopes: one row, one layer and one token at a time."""
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,3 +66,28 @@ def thought_slowly(model: ThinkingLM, chunk: Tensor) -> tuple[list[int], Tensor]
         first = first if said else logits
         said.append(max(range(len(logits)), key=lambda i, logits=logits: (float(logits[i]), -i)))
     return said, first
+
+
+@torch.inference_mode()
+def inserted_slowly(model: Any, ids: list[int], position: int, layer: int, state: Tensor) -> Tensor:
+    """Logits [v], in float64, after a text whose block output at one layer and position is replaced by a state [m]."""
+    blocks = model.transformer.h if model.config.model_type == "gpt2" else model.model.layers
+
+    def replace(module: Any, args: Any, output: Any) -> Any:
+        stream = (output[0] if isinstance(output, tuple) else output).clone()
+        stream[0, position] = state.to(stream.dtype)
+        return (stream, *output[1:]) if isinstance(output, tuple) else stream
+
+    hook = blocks[layer].register_forward_hook(replace)
+    try:
+        return model(torch.tensor([ids]), use_cache=False).logits[0, -1].double()
+    finally:
+        hook.remove()
+
+
+def continued_slowly(model: Any, ids: list[int], position: int, layer: int, state: Tensor, count: int) -> list[int]:
+    """The `count` likeliest tokens, each from a forward of the whole text so far, into which the state is inserted."""
+    text = list(ids)
+    for _ in range(count):
+        text.append(int(inserted_slowly(model, text, position, layer, state).argmax()))
+    return text[len(ids) :]

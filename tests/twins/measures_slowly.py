@@ -1,6 +1,7 @@
 """Slow twins of the measures: plain Python over lists of readings."""
 
 import math
+import random
 from collections import defaultdict
 from itertools import pairwise
 
@@ -207,4 +208,67 @@ def token_measures_slowly(
                     depth = lower["layer"]
                 found = (depth, readings[-1]["entropy_nats"], readings[-1]["committed_logprob_nats"])
             out.append((int(token_id), position, "accepted" if i < accepted else own, *found))
+    return out
+
+
+def expected_passes_slowly(agrees: list[float], window: int, at: int = 0) -> tuple[float, float, float]:
+    """Expected passes, drafted and accepted tokens from token `at` on, by following every outcome of every draft token.
+
+    agrees[i]: probability that a draft gets token i + 1 right after token i; the last token is never drafted.
+    """
+    if at >= len(agrees):
+        return 0.0, 0.0, 0.0
+    length = max(min(window - 1, len(agrees) - at - 1), 0)
+    passes, drafted, accepted = 1.0, float(length), 0.0
+    for outcome in range(2**length):
+        rights = [bool(outcome >> i & 1) for i in range(length)]
+        probability = math.prod(agrees[at + i] if right else 1 - agrees[at + i] for i, right in enumerate(rights))
+        if not probability:
+            continue
+        taken = rights.index(False) if False in rights else length
+        after = expected_passes_slowly(agrees, window, at + taken + 1)
+        accepted += probability * (taken + after[2])
+        passes += probability * after[0]
+        drafted += probability * after[1]
+    return passes, drafted, accepted
+
+
+def prob_same_noise_slowly(p: dict[int, float], q: dict[int, float], draws: int, seed: int = 0) -> float:
+    """Share of draws in which both choose one token, with one number of Gumbel noise for each token."""
+    dice = random.Random(seed)
+    tokens = sorted({*p, *q})
+    same = 0
+    for _ in range(draws):
+        noise = {token: -math.log(-math.log(dice.random())) for token in tokens}
+        first, second = (
+            max(side, key=lambda token, side=side: math.log(side[token]) + noise[token])
+            for side in ({t: x for t, x in one.items() if x > 0} for one in (p, q))
+        )
+        same += first == second
+    return same / draws
+
+
+def reasoning_slowly(texts: list[str], num_prompt_tokens: int, begin: str, end: str) -> list[bool]:
+    """Of each token, whether all its characters are reasoning: one walk over the text, character by character. Tokens
+    without text count as outside."""
+    text = "".join(texts)
+    generated = len("".join(texts[:num_prompt_tokens]))
+    labels, inside, i = [], False, 0
+    while i < len(text):
+        if i == generated and not inside:
+            ends, begins = text.find(end, i), text.find(begin, i)
+            if ends >= 0 and not 0 <= begins < ends:
+                inside = True  # an end without a beginning: all that was generated before it
+        tag = end if inside else begin
+        if text.startswith(tag, i):
+            labels += [False] * len(tag)
+            inside, i = not inside, i + len(tag)
+        else:
+            labels.append(inside)
+            i += 1
+    out, at = [], 0
+    for token in texts:
+        own = labels[at : at + len(token)]
+        out.append(bool(own) and all(own))
+        at += len(token)
     return out

@@ -59,7 +59,7 @@
     if (!reply.ok) throw new Error(await reply.text());
     const answer = JSON.parse(await reply.text());
     if (answer.error) throw new Error(answer.error);
-    return answer[way];
+    return answer;
   }
 
   async function png({markup, width, height}) {
@@ -84,9 +84,13 @@
       save(name + ".svg", new Blob([markup], {type: "image/svg+xml"}));
     },
     png: async (button, name) => save(name + ".png", await png(window.cacheprobe.picture(whole(button)))),
-    csv: async (button, name, view, question) =>
-      save(name + ".csv", new Blob([await asked(view, "csv", question)], {type: "text/csv;charset=utf-8"})),
-    code: async (button, name, view, question) => show("In a notebook", await asked(view, "code", question)),
+    csv: async (button, name, view, question) => {
+      const {csv, recorded} = await asked(view, "csv", question), type = "text/csv;charset=utf-8";
+      save((recorded ? `${name}-${recorded.replaceAll(" ", "-")}` : name) + ".csv", new Blob([csv], {type}));
+      if (recorded) done(button, "CSV so far");
+      button.title = recorded ? `${shelf.ways.csv[1]}, ${recorded}` : shelf.ways.csv[1];
+    },
+    code: async (button, name, view, question) => show("In a notebook", (await asked(view, "code", question)).code),
   };
 
   async function take(button) {
@@ -119,6 +123,18 @@
     moves.forEach((move) => addEventListener(move, stop, true));
   }
 
+  // Dash would take longer for so many buttons than for the rest of the page.
+  function start() {
+    for (const bar of document.querySelectorAll("[data-ways]")) {
+      bar.replaceChildren(...bar.dataset.ways.split(" ").map((way) => {
+        const button = document.createElement("button");
+        [button.textContent, button.title] = shelf.ways[way];
+        [button.dataset.away, button.dataset.view] = [way, bar.dataset.of];
+        return button;
+      }));
+    }
+  }
+
   document.addEventListener("click", async ({target}) => {
     const button = target.closest("[data-away]");
     if (button) take(button);
@@ -127,5 +143,6 @@
       else done(target, "Select the text and copy it");
     } else if (target.matches("#away, #away .plain")) place("away").close();
   });
+  window.cacheprobe = {...window.cacheprobe, away: {start}};
   if (/^#[\w-]+-(card|box)$/.test(location.hash)) go_to(location.hash.slice(1));
 })();

@@ -5,9 +5,28 @@
   const CARDS = {grid: "lens", gave: "card"};
   let current = null, playing = null, change = null;
 
-  const width = (name) => place(name + "-card").clientWidth - 36;
+  // Pixels for the picture of a card. Before Dash has drawn the page they follow from the rules of page.css, so that the
+  // first questions need not wait for it; a wrong guess is asked again.
+  const width = (name, layers) => {
+    const card = place(name + "-card");
+    if (card) return card.clientWidth - 36;
+    const page = document.documentElement.clientWidth, main = Math.min(page, 1480) - (page > 640 ? 48 : 28);
+    const is_narrow = page > 1100 && (name === "lens" || (name === "timeline" && layers <= FEW_LAYERS));
+    return main - (is_narrow ? 372 + 16 : 0) - 2 - 36;
+  };
 
-  const drawn = {};  // by id of its place: the server's markup, as it was put into the page
+  // A lens grid of few layers is low: the timeline then stands below it, beside the card and the cache.
+  const FEW_LAYERS = 20;
+
+  function arrange({layers}) {
+    const grid = document.querySelector("#panel-replay > .grid"), card = place("timeline-card");
+    const is_beside = layers.length <= FEW_LAYERS && document.documentElement.clientWidth > 1100;
+    if (is_beside === (card.parentNode === grid.firstElementChild)) return;
+    if (is_beside) grid.firstElementChild.append(card);
+    else grid.after(card);
+  }
+
+  const drawn = {};  // by id of its place: the server's markup {html, content}; content is parsed when it is first needed
 
   // Makes `live` what the newer markup says, and touches only what differs from the markup before: what is scrolled to,
   // hovered or marked stays as it is. before, after: the two markups of `live`.
@@ -60,15 +79,20 @@
       if (graphs) window.dash_clientside.set_props(name + "-place", {children: graphs});
       put(place(name + "-more"), more || "");
     }
-    frames(current);
+    if (current && FRAMES[name]) FRAMES[name](current);
   }
 
   function put(view, html) {
-    const content = document.createElement("template");
-    content.innerHTML = html;
-    if (drawn[view.id]) mend(view, drawn[view.id], content.content);
-    else view.replaceChildren(content.content.cloneNode(true));
-    drawn[view.id] = content.content;
+    const before = drawn[view.id], parsed = (text) => {
+      const content = document.createElement("template");
+      content.innerHTML = text;
+      return content.content;
+    };
+    if (before?.html === html) return;
+    if (!before) view.innerHTML = html;
+    const after = before && parsed(html);
+    if (before) mend(view, before.content || parsed(before.html), after);
+    drawn[view.id] = {html, content: after};
   }
 
   function waiting(names, at) {
@@ -97,39 +121,49 @@
   function state(at, facts, story, trouble, grown) {
     const {SHELVED, link, mine, known, absent} = window.cacheprobe, empty = absent(facts);
     current = at;
-    document.documentElement.dataset.theme = at.theme;
+    if (document.documentElement.dataset.theme !== at.theme) document.documentElement.dataset.theme = at.theme;
     if (link(at) !== location.search) history.replaceState(null, "", location.pathname + link(at));
     const panel = "panel-" + (SHELVED.includes(at.tab) ? "results" : at.tab);
     document.querySelectorAll(".tab").forEach((tab) => {
       tab.setAttribute("aria-selected", tab.dataset.tab === at.tab);
       tab.hidden = tab.dataset.tab in empty && tab.dataset.tab !== at.tab;
     });
-    reveal(place("tab-" + at.tab));
     document.querySelectorAll(".tabpanel").forEach((one) => { one.hidden = one.id !== panel; });
     document.querySelectorAll("[data-kind]").forEach((one) => { one.hidden = one.dataset.kind !== at.tab; });
     document.querySelectorAll("#result-list button").forEach((button) =>
       button.classList.toggle("chosen", Number(button.dataset.result) === at.result));
     const stepless = ["compare", "rejected", ...SHELVED];  // tabs where nothing has a step
     place("transport").hidden = stepless.includes(at.tab);
+    place("jumps").hidden = at.tab !== "replay";
     place("insight-view").hidden = at.tab !== "replay";  // it is of the token chosen there
     place("result-card").hidden = at.result === null || at.result === undefined;
     const said = [...at.said, trouble, facts?.run === at.run && facts.error, story?.run === at.run && story.error];
     notice(said.filter(Boolean));
     if (mine(at, facts)) {
       write("says", facts.says);
+      arrange(facts);
       place("page").dataset.last = facts.last;
       const why = place("lens-why");
       why.hidden = !facts.why_not;
       why.textContent = facts.why_not ? `Only what was recorded can be shown: ${facts.why_not}.` : "";
     }
-    if (mine(at, facts) && known(at, story)) now(at, facts, story);
-    frames(at);
+    if (mine(at, facts) && known(at, story)) {
+      now(at, facts, story);
+      window.cacheprobe.flip.state(at);
+    }
+    Object.values(FRAMES).forEach((frame) => frame(at));
     const lost = place("timeline-lost");
     lost.hidden = !mine(at, facts) || facts.requests.length < 2;
     lost.setAttribute("aria-pressed", !!at.lost);
+    place("timeline-whole").hidden = !at.zoom;
     growth(at, grown);
     place("page").dataset.at = JSON.stringify(at);
+    const tabs = `${at.tab} ${innerWidth} ${Object.keys(empty)}`;
+    if (tabs !== revealed) reveal(place("tab-" + at.tab));
+    revealed = tabs;
   }
+
+  let revealed = "";  // the chosen tab and what else decides where it is
 
   // A narrow page shows some of the tabs; the chosen one is among them.
   function reveal(tab) {
@@ -158,7 +192,7 @@
   }
 
   // What is chosen is framed in pictures that stay as they are.
-  function frames(at) {
+  function timeline(at) {
     const timeline = document.querySelector("#timeline-view svg[data-first]");
     if (timeline) {
       const {first, last, pitch, left} = timeline.dataset, frame = timeline.querySelector(".cursor");
@@ -171,8 +205,9 @@
       if (shown) shown.setAttribute("width", last - first + 1);
       if (inside) frame.setAttribute("x", Number(left) + (at.step - Number(first)) * Number(pitch) - 2);
     }
-    list(at);
-    text(at);
+  }
+
+  function cell(at) {
     const grid = document.querySelector("#grid-view svg.readings");
     if (grid) {
       grid.setAttribute("tabindex", "0");
@@ -186,6 +221,9 @@
       grid.querySelectorAll(".column").forEach((one) =>
         one.classList.toggle("now", Number(one.dataset.born) === at.step));
     }
+  }
+
+  function layer(at) {
     const ladder = document.querySelector("#card-view .ladder");
     if (ladder) {
       const chosen = ladder.querySelector("tr.chosen"), line = ladder.querySelector(`tr[data-layer="${at.layer}"]`);
@@ -226,6 +264,10 @@
       line.tabIndex = line === (chosen || lines[0]) ? 0 : -1;
     }
     if (search && search !== document.activeElement) search.value = at.find || "";
+    for (const box of document.querySelectorAll("#rejected-view [data-filter]")) {
+      const [name, end] = box.dataset.filter.split(" "), text = at[name] || "";
+      if (box !== document.activeElement) box.value = end ? text.split(":")[Number(end)] || "" : text;
+    }
     const filter = place("result-filter");
     if (filter && filter !== document.activeElement) filter.value = at.filter || "";
     const where = chosen && `${chosen.dataset.request} ${chosen.dataset.position}`;
@@ -235,6 +277,9 @@
     }
     if (at.tab === "rejected") seen = where;
   }
+
+  // By view: what frames the choice in it.
+  const FRAMES = {timeline, overview: timeline, rejected: list, result: list, text, grid: cell, card: layer};
 
   let seen = null, read = null;  // the chosen line, and the chosen token with its text, that were scrolled to
 
@@ -277,6 +322,8 @@
   function start(changes, resized) {
     change = changes;
     document.addEventListener("click", (event) => {
+      const jump = event.target.closest("[data-jump]");
+      if (jump) place(jump.dataset.jump).scrollIntoView({block: "start"});
       const button = event.target.closest("[data-intent]"), picked = event.target.closest(".pick,[data-layer]");
       if (button && button.dataset.intent === "play") play();
       else if (button) change({...button.dataset});

@@ -1,11 +1,13 @@
-// "What would have changed it?": starts the background process of a rejected draft, follows it, and shows its figure.
+// "What would have changed it?": starts the background process of a rejected draft, follows it, and shows its figure. The
+// address holds the step that judged the draft (flip), so a link leads to the figure, or to a button that starts it.
 (function () {
   "use strict";
   const WAIT = 400;  // milliseconds between two questions
   const place = (name) => document.getElementById(name);
-  let shown = null;  // the data-flip of the button whose answer is shown, as text
+  let shown = null;  // {run, request, step} of the draft whose answer is shown, as text
   let last = "";  // the html that is shown
   let turn = 0;  // number of the newest loop that follows a process; an older one ends
+  let change = null, begins = false;
 
   async function ask(what) {
     const question = {...JSON.parse(shown), do: what, theme: document.documentElement.dataset.theme};
@@ -51,25 +53,29 @@
     place("flip-box").hidden = true;
   }
 
-  // What is shown belongs to the card above it.
-  function left() {
-    const buttons = [...document.querySelectorAll("#card-view [data-flip]")];
-    if (shown !== null && !buttons.some((button) => button.dataset.flip === shown)) hide();
+  // What is shown is what the page's state says: of the draft at its place, judged in its step `flip`.
+  function state({run, request, flip}) {
+    const is_chosen = flip !== null && flip !== undefined, wanted = is_chosen ? JSON.stringify({run, request, step: flip}) : null;
+    if (wanted === null && shown !== null) hide();
+    if (wanted === null || (wanted === shown && !begins)) return;
+    shown = wanted;
+    follow(begins ? "start" : "open");
+    begins = false;
   }
 
   document.addEventListener("click", ({target}) => {
     const button = target.closest("[data-flip]"), act = target.closest("[data-flip-do]");
     if (button) {
-      shown = button.dataset.flip;
-      follow("start");
+      begins = true;
+      change({intent: "flip", step: JSON.parse(button.dataset.flip).step});
     } else if (act && shown !== null) follow(act.dataset.flipDo);
   });
 
-  const began = setInterval(() => {  // Dash draws the page later than it loads this
-    if (!place("card-view")) return;
-    clearInterval(began);
-    new MutationObserver(left).observe(place("card-view"), {childList: true, subtree: true, attributes: true});
-    new MutationObserver(() => { if (shown !== null) follow("look"); })
+  function start(changes) {
+    change = changes;
+    new MutationObserver(() => { if (shown !== null) follow("open"); })
       .observe(document.documentElement, {attributeFilter: ["data-theme"]});
-  }, 100);
+  }
+
+  window.cacheprobe = {...window.cacheprobe, flip: {start, state}};
 })();

@@ -74,6 +74,12 @@
     return !!acts[key];
   }
 
+  // Keys that zoom the timeline, where it is shown. Returns whether the key is one of them.
+  function in_timeline(key) {
+    const by = {"+": 1, "-": -1, 0: 0}[key];
+    return by !== undefined && current().tab === "replay" && window.cacheprobe.zoom.by(by);
+  }
+
   // Keys that move the step or the chosen token, where these are shown. Returns whether the key is one of them.
   function in_request(key, is_shifted) {
     if (is_shifted || place("transport").hidden) return false;
@@ -98,17 +104,40 @@
       in_grid(grid, ARROWS[key]);
       return true;
     }
-    return anywhere(key) || (!target.closest(SLIDES) && in_request(key, shiftKey));
+    return anywhere(key) || in_timeline(key) || (!target.closest(SLIDES) && in_request(key, shiftKey));
+  }
+
+  // {name, value} of a filter of the rejected drafts: the value of a menu, or LOW:HIGH of two boxes.
+  function filter_of(box) {
+    const [name, end] = box.dataset.filter.split(" ");
+    if (!end) return {name, value: box.value};
+    const ends = [0, 1].map((i) => document.querySelector(`[data-filter="${name} ${i}"]`).value.trim());
+    return {name, value: ends.join(":")};
+  }
+
+  function list_keys() {
+    const element = (name, ...content) => {
+      const made = document.createElement(name);
+      made.append(...content);
+      return made;
+    };
+    const lines = JSON.parse(document.body.dataset.shelf).keys.map(([keys, what]) =>
+      element("tr", element("th", element("kbd", keys)), element("td", what)));
+    const close = element("button", "Close");
+    close.className = "plain";
+    place("keys").replaceChildren(element("h2", "Keys"), element("table", element("tbody", ...lines)), close);
   }
 
   function start(changes, at) {
     [change, current] = [changes, at];
+    list_keys();
     document.addEventListener("keydown", (event) => {
       if (event.altKey || event.ctrlKey || event.metaKey || event.isComposing) return;
       if (takes(event)) event.preventDefault();
     });
     document.addEventListener("input", ({target}) => {
       if (target.id === "rejected-search") change({intent: "find", find: target.value});
+      if (target.dataset.filter) change({intent: "filter", ...filter_of(target)});
       if (target.id === "result-filter") change({intent: "set", name: "filter", value: target.value || null});
     });
     place("keys-open").addEventListener("click", help);

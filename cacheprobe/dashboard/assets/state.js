@@ -3,9 +3,16 @@
   "use strict";
   const LINKED = ["run", "request", "step", "position", "row", "layer", "tab", "site", "lens", "colour", "rows",
     "against", "result", "theme", "facet", "follow", "find", "sort", "among", "page", "table", "order", "filter", "gave",
-    "measure", "until", "lost"];
+    "measure", "until", "lost", "feature", "flip", "zoom", "drafter", "flips", "margin"];
   const NUMBERS = new Set(["run", "request", "step", "position", "row", "layer", "against", "result", "page", "table",
-    "until"]);
+    "until", "feature", "flip"]);
+  const NUMBER = /-?(?:\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})(?:e[+-]?\d{1,2})?/.source;
+  const FORMS = {  // of the filters of the rejected drafts, and of the timeline's range of steps
+    zoom: [/^\d{1,9}-\d{1,9}$/, "FIRST-LAST"], drafter: [/^(\d{1,9}|none)$/, "a layer or none"],
+    flips: [/^\d{0,9}:\d{0,9}$/, "LOWEST:HIGHEST"],
+    margin: [new RegExp(`^(${NUMBER})?:(${NUMBER})?$`), "LEAST:MOST"],
+  };
+  const FILTERS = ["drafter", "flips", "margin"];
   const SHELVED = ["patching", "surgery", "probes", "sweep", "results"];  // tabs of stored results, each of one kind
   const SORTS = ["drafted", "committed", "request", "step", "position", "drafter", "flip", "margin"];
   const MOST_LETTERS = 200;  // of a searched text
@@ -13,7 +20,7 @@
     tab: ["replay", "rejected", "thoughts", "compare", ...SHELVED], site: ["S", "T", "C"],
     colour: ["logprob", "entropy", "rank"],
     rows: ["committed", "all"], theme: ["light", "dark"], follow: ["newest"],
-    lost: ["first"], measure: ["verdict", "depth", "entropy", "logprob"], among: ["request"], gave: ["true"],
+    lost: ["first"], measure: ["verdict", "depth", "entropy", "logprob", "feature", "difference"], among: ["request"], gave: ["true"],
     sort: SORTS.flatMap((name) => [name, "-" + name]),
   };
   const REQUESTS_A_PAGE = 8;
@@ -31,6 +38,9 @@
       if (NUMBERS.has(name)) {
         if (/^\d{1,9}$/.test(text)) at[name] = Number(text);
         else at.said.push(`the link's ${name} is not a number`);
+      } else if (FORMS[name]) {
+        if (FORMS[name][0].test(text)) at[name] = text;
+        else at.said.push(`the link's ${name} is not ${FORMS[name][1]}`);
       } else if (!WORDS[name] || WORDS[name].includes(text)) at[name] = text;
       else at.said.push(`the link's ${name} is none of ${WORDS[name].join(", ")}`);
     }
@@ -53,18 +63,49 @@
   const CHANGES = {
     run: (at) => {
       at.request = at.step = at.position = at.row = at.layer = at.gave = at.follow = at.page = at.walk = at.until = null;
+      at.flip = at.zoom = at.drafter = at.flips = at.margin = null;
       if (at.against === at.run) at.against = null;
+      at.feature = null;
     },
     request: (at) => { at.position = at.row = at.until = null; },
     step: (at) => { at.position = at.row = at.follow = at.until = null; },
     site: (at) => { if (at.site !== "S" && at.lens === "recorded") at.lens = "logit"; },
-    lens: (at) => { if (at.lens === "recorded" || at.lens.startsWith("tuned")) at.site = "S"; },
+    lens: (at) => { if (at.lens !== "logit") at.site = "S"; },
   };
 
   function set(at, name, value) {
     if (at[name] === value) return;
     at[name] = value;
     if (CHANGES[name]) CHANGES[name](at);
+  }
+
+  const MOST_STEPS = 240;  // of a zoomed timeline
+
+  const range_of = (text) => text.split("-").map(Number);
+
+  // Shows a range of steps in the timeline: that of `what`, or half or twice of it around the chosen step; without
+  // either the page of steps as before.
+  function zoom(at, what, facts) {
+    if (!mine(at, facts)) return;
+    const before = at.zoom;
+    at.zoom = null;
+    if (what.first === undefined) return;
+    // a second press can come before the first one's steps are drawn
+    let [first, last] = what.by && before ? range_of(before) : [what.first, what.last].map(Number);
+    if (what.by) {
+      const middle = first <= at.step && at.step <= last ? at.step : (first + last) / 2, count = last - first + 1;
+      const wanted = Number(what.by) > 0 ? Math.ceil(count / 2) : count * 2;
+      first = Math.round(middle - wanted / 2 + 0.5);
+      last = first + wanted - 1;
+    }
+    at.zoom = inside(first, last, facts);
+  }
+
+  // A range of 2 to MOST_STEPS steps of the run.
+  function inside(first, last, facts) {
+    const total = facts.last - facts.first + 1, count = clamp(last - first + 1, Math.min(2, total), Math.min(MOST_STEPS, total));
+    const from = clamp(first, facts.first, facts.last - count + 1);
+    return `${from}-${from + count - 1}`;
   }
 
   const INTENTS = {
@@ -96,6 +137,15 @@
     follow: (at) => { at.follow = at.follow ? null : "newest"; },
     find: (at, what) => { at.find = what.find || null; at.page = null; },
     lost: (at) => { at.lost = at.lost ? null : "first"; },
+    filter: (at, what) => {  // of the rejected drafts
+      if (!what.value || what.value === ":") at[what.name] = null;
+      else if (FORMS[what.name][0].test(what.value)) at[what.name] = what.value;
+      else at.said = [`${what.name} is ${FORMS[what.name][1]}, not ${what.value}`];
+      at.page = null;
+    },
+    unfiltered: (at) => { at.find = at.among = at.drafter = at.flips = at.margin = at.page = null; },
+    flip: (at, what) => { at.flip = Number(what.step); },
+    zoom,
     among: (at) => { at.among = at.among ? null : "request"; at.page = null; },
     page: (at, what) => { at.page = Number(what.page); },
     sort: (at, what) => {  // rising, falling, and as it was
@@ -126,6 +176,10 @@
       at.until = Number(what.position);
       at.follow = null;
     },
+    feature: (at, what) => {  // colours the text
+      at.feature = Number(what.feature);
+      at.measure = "feature";
+    },
     gave: (at) => { at.gave = at.gave ? null : true; },
     pick: (at, what) => {
       if (what.request !== undefined) set(at, "request", Number(what.request));
@@ -151,6 +205,12 @@
   function act(at, what, facts, story) {
     const {said, ...before} = at;
     INTENTS[what.intent](at, what, facts, story);
+    const place = ({run, request, position, row}) => [run, request, position, row];
+    if (!same(place(before), place(at)) && before.flip === at.flip) at.flip = null;  // it is of another token
+    if (at.zoom && before.step !== at.step) {
+      const [first, last] = range_of(at.zoom), half = Math.floor((last - first) / 2);
+      if (at.step < first || at.step > last) at.zoom = inside(at.step - half, at.step - half + last - first, facts);
+    }
     const {said: _, ...after} = at;
     at.said = same(before, after) ? said : [];
   }
@@ -168,6 +228,7 @@
       at.position = at.row = at.until = null;
     }
     at.step = clamp(at.step, facts.first, facts.last);
+    if (at.zoom) at.zoom = inside(...range_of(at.zoom), facts);
     if (at.layer === undefined || at.layer === null) at.layer = facts.layers[facts.layers.length - 1];
     if (!facts.layers.includes(at.layer)) {
       at.said.push(`layer ${at.layer} was not kept, this run has ${facts.layers[0]} to ${facts.layers.at(-1)}`);
@@ -244,7 +305,10 @@
   function questions(at, facts, story, width, drawn) {
     const {run, request, step, position, row = null, site, lens, theme} = at, wanted = {}, version = facts?.version;
     const is_told = story && story.run === run && story.request === request && story.version === version;
-    if (run !== null && (facts === null || facts.run !== run)) wanted.facts = {run};
+    if (run !== null && (facts === null || facts.run !== run)) {
+      if (!known(at, story)) wanted.story = {run, request: request ?? null};  // of no request: of the one to show first
+      wanted.facts = {run};
+    }
     else if (mine(at, facts) && facts.newest !== version) wanted.facts = {run, version: facts.newest};
     else if (mine(at, facts) && !is_told) wanted.story = {run, request, version};
     if (width && SHELVED.includes(at.tab) && at.result !== null) {
@@ -254,23 +318,27 @@
     }
     if (!width || !mine(at, facts) || !known(at, story) || facts.is_empty) return wanted;
     const {find = "", sort = "", among, page} = at, list = {find: find || "", sort: sort || "", version};
+    for (const name of FILTERS) if (at[name]) list[name] = at[name];
     if (at.walk) wanted.walk = {run, request, step, position, by: at.walk, among: among ? request : null, ...list};
     if (at.tab === "rejected") wanted.rejected = {run, request: among ? request : null, page: page || 0, ...list};
     if (at.tab === "compare") wanted.compare = {run, against: at.against, request, theme, version};
     if (at.tab === "thoughts") wanted.thoughts = {run, request, position, step, version};
     if (at.tab !== "replay") return wanted;
-    const wide = width("timeline"), steps = clamp(Math.floor((wide - 92) / 18), 8, 80);
+    const wide = width("timeline", facts.layers.length), steps = clamp(Math.floor((wide - 92) / 18), 8, 80);
     const tokens = clamp(Math.floor((width("decode") - 92) / 56), 3, 40), place = position + 1 - story.prompt;
     const first = facts.first + steps * Math.floor((step - facts.first) / steps);
+    const shown = at.zoom ? range_of(at.zoom) : [first, Math.min(first + steps - 1, facts.last)];
     const order = at.lost ? "losses" : "", place_of_request = order ? facts.by_losses.indexOf(request) : request;
     const top = REQUESTS_A_PAGE * Math.floor(place_of_request / REQUESTS_A_PAGE);
     const left = tokens * Math.floor(Math.max(place, 0) / tokens);
     const requests = [top, Math.min(top + REQUESTS_A_PAGE, facts.requests.length)];
     wanted.insight = {run, request, position, row, version};
     wanted.text = {run, request, measure: at.measure, place: 2000 * Math.floor(Math.max(place, 0) / 2000), version};
+    if (at.measure === "feature") wanted.text.feature = at.feature ?? null;
     if (is_range(at)) wanted.range = {run, request, position, until: at.until, version};
     wanted.overview = {run, version};
-    wanted.timeline = {run, requests, order, steps: [first, Math.min(first + steps, facts.last + 1)], width: wide, version};
+    wanted.timeline = {run, requests, order, steps: [shown[0], shown[1] + 1], width: wide, version};
+    if (at.zoom) wanted.timeline.zoomed = true;
     wanted.cache = {run, request, step, version};
     wanted.card = {run, request, position, row, site, lens, version};
     wanted.decode = {run, request, requests, order, places: [left, left + tokens], place, step, version};
@@ -283,6 +351,6 @@
     return wanted;
   }
 
-  const rules = {SHELVED, is_range, parse, link, act, mine, known, settle, shelve, leave, absent, follow, questions};
+  const rules = {FILTERS, SHELVED, is_range, parse, link, act, mine, known, settle, shelve, leave, absent, follow, questions};
   window.cacheprobe = {...window.cacheprobe, ...rules};
 })();

@@ -1,7 +1,7 @@
 // Keeps the state, asks the server for what it lacks, and hears the menus. One request at a time, the newest next.
 (function () {
   "use strict";
-  const {draw, keys, parse, act, mine, known, settle, shelve, leave, follow, questions} = window.cacheprobe;
+  const {away, draw, flip, keys, zoom, parse, act, mine, known, settle, shelve, leave, follow, questions} = window.cacheprobe;
   const CONTROLS = ["run", "request", "step", "site", "lens", "colour", "rows", "against", "measure"];
   const FREE = ["run", "colour", "rows", "measure"];
   const IDLE = 400;  // milliseconds without a question until what may be clicked next is asked for
@@ -87,8 +87,10 @@
     facts: (answer, {run}) => {
       facts = {...answer, run, newest: answer.version};
       stories.clear();
+      if (known(at, story)) stories.set(story.request, story);
     },
-    story: (answer, {run, request, version}) => {
+    story: (answer, {run, request: asked, version}) => {
+      const request = answer.request ?? asked;
       story = {...answer, run, request, version};
       if (!answer.error) stories.set(request, story);
       if (at.follow) at.position = at.row = at.until = null;
@@ -101,7 +103,7 @@
 
   // Sends what is not yet answered. Returns the names of those views that show something else until then.
   function ask() {
-    const wanted = questions(at, facts, story, is_ready && draw.width, draw.grid());
+    const wanted = questions(at, facts, story, draw.width, draw.grid());
     const lacking = Object.keys(wanted).filter((name) => have[name] !== JSON.stringify(wanted[name]));
     const missing = lacking.filter((name) => same_place(have[name]) !== same_place(JSON.stringify(wanted[name])));
     const on_its_way = (name) => flight && flight.asked[name] === JSON.stringify(wanted[name]);
@@ -182,14 +184,17 @@
     delete own.asked[view];
     try {
       if (told[view]) told[view](answer, JSON.parse(question));
+      else if (!is_ready) early.push([view, JSON.parse(question), answer]);
       else draw.answer(view, JSON.parse(question), answer);
     } catch (error) {
       throw new Error(`what the server answered of ${view} cannot be shown (${error.message})`, {cause: error});
     }
     if (!Object.keys(own.asked).length) flight = null;
     if (told[view] || flight === null) settled();
-    else draw.waiting(Object.keys(own.asked).filter((name) => same_place(have[name]) !== same_place(own.asked[name])), at);
+    else if (is_ready) draw.waiting(Object.keys(own.asked).filter((name) => same_place(have[name]) !== same_place(own.asked[name])), at);
   }
+
+  const early = [];  // answers that came before Dash had drawn the page
 
   // Menus and slider are Dash's: they hear of the state, and what they say while that is on its way is an echo.
   const held = {}, echoes = {};
@@ -243,8 +248,12 @@
     if (!is_ready) {
       CONTROLS.forEach((name, i) => { held[name] = values[i]; });
       is_ready = true;
+      early.splice(0).forEach((one) => draw.answer(...one));
       draw.start(change, settled);
       keys.start(change, () => at);
+      away.start();
+      flip.start(change);
+      zoom.start(change);
       settled();
       if (shelf.grows) watch();
       return;

@@ -1,5 +1,6 @@
 """Tables and code of the views of the replay."""
 
+from functools import partial
 from typing import get_args
 
 import pandas as pd
@@ -10,6 +11,7 @@ from cacheprobe.dashboard.questions import CannotShow, PageQuestion, number, one
 from cacheprobe.dashboard.reader import RECORDED
 from cacheprobe.dashboard.tabs import cache
 from cacheprobe.dashboard.tabs.lens import chosen_row, page_of, readings_of
+from cacheprobe.dashboard.tabs.timeline import MOST_ZOOMED
 from cacheprobe.plots.diagrams.timeline import MOST_REQUESTS, MOST_STEPS
 from cacheprobe.plots.diagrams.windows import Window
 from cacheprobe.plots.lens_table import select
@@ -22,7 +24,7 @@ _READINGS = "readings = cp.analysis.lens_readings(trace, include_rolled_back=Tru
 def timeline(sources: Sources, question: PageQuestion) -> Taken:
     """Takes the passes of the requests and steps that the timeline shows."""
     book = sources.shelf.book(question["run"])
-    requests, steps = _requests(book, question), span(question["steps"], "steps", MOST_STEPS)
+    requests, steps = _requests(book, question), span(question["steps"], "steps", MOST_ZOOMED)
     steps = range(steps.start, min(steps.stop, book.steps.stop))
 
     def table() -> pd.DataFrame:
@@ -120,17 +122,31 @@ def text(sources: Sources, question: PageQuestion) -> Taken:
     """Takes the generated tokens of a request, with their measures."""
     book, request = sources.shelf.book_and_request(question)
     measure = one_of(question["measure"], "measure", get_args(TextMeasure))
-    if measure != "verdict" and not book.run.has_readings:
+    if measure not in ("verdict", "feature", "difference") and not book.run.has_readings:
         raise CannotShow(f"this run has no readings to take the {measure} from; choose the verdict")
     readings = "trace.hypotheses()" if book.run.has_readings else "None"
     thoughts = ", trace.thoughts()" if book.run.thoughts is not None else ""
+    table, features = f"cp.analysis.generated_tokens(trace, {request})", ""
+    wanted = partial(tokens_with_texts, book.text_parts(request).tokens, book.run.token_texts)
+    if measure == "feature":
+        if book.run.features is None or question.get("feature") is None:
+            raise CannotShow("no feature is chosen, or this run recorded none")
+        feature, chosen = number(question["feature"], "feature"), f"request_id == {request}"
+        table = f"trace.features(top={book.run.meta['capture']['top_features']}).query({chosen!r})"
+        wanted, features = partial(book.features_of(request).query, chosen), f", features=table, feature={feature}"
+    if measure == "difference":
+        if "replay" not in book.run.meta:
+            raise CannotShow("this run is no replay, so there is no other program to compare with")
+        chosen = ["request_id", "position", "token_id", "logprob_nats", "other_logprob_nats", "difference_nats"]
+        table = f"cp.analysis.engine_differences(trace).query('request_id == {request}')[{chosen}]"
+        wanted, features = partial(book.differences_of, request), ", differences=table"
     code = [
         *opened(book),
-        f"table = cp.analysis.generated_tokens(trace, {request})",
+        f"table = {table}",
         f"cp.plots.request_text(trace.rows(), trace.events(), {request}, {readings}{thoughts}, "
-        f"measure={measure!r}, texts=trace.token_texts)",
+        f"measure={measure!r}, texts=trace.token_texts{features})",
     ]
-    return Taken(lambda: tokens_with_texts(book.text_parts(request).tokens, book.run.token_texts), code)
+    return Taken(wanted, code)
 
 
 def grid(sources: Sources, question: PageQuestion) -> Taken:

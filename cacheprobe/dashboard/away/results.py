@@ -18,6 +18,7 @@ from cacheprobe.dashboard.tabs.results import (
 )
 from cacheprobe.dashboard.tabs.sweep import is_sweep, sweep_page
 from cacheprobe.dashboard.tabs.tables import selected_lines, selecting_code
+from cacheprobe.plots.attribution_patching import ESTIMATED_AND_REAL
 
 _IS_RECORDS = "isinstance(value, list) and value and all(isinstance(line, dict) for line in value)"
 
@@ -65,7 +66,8 @@ def _table_code(path: Path, stored: StoredTable, content: object) -> list[str]:
 def _picture(kind: str, stored: StoredTable, lines: pd.DataFrame, question: PageQuestion) -> str:
     """Returns the line of Python that makes the picture of a result; that shows the table, if it has none."""
     if kind == "patching":
-        return "cp.plots.patching_grid(grid)"
+        has_both = set(ESTIMATED_AND_REAL) <= set(stored.table.columns)
+        return f"cp.plots.{'attribution_patching_grid' if has_both else 'patching_grid'}(grid)"
     if kind == "probes" and PROBE <= set(stored.table.columns):
         return "cp.plots.probe_figure(whole)"
     if kind == "surgery" and SURGERY <= set(stored.table.columns):

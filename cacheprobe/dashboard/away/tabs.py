@@ -5,7 +5,7 @@ import pandas as pd
 from cacheprobe.dashboard.away.taken import Sources, Taken, directory_of, opened, opened_with_model
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.questions import CannotShow, PageQuestion, number
-from cacheprobe.dashboard.rejections import SORTS, searchable
+from cacheprobe.dashboard.rejections import SORTS, Range, searchable
 from cacheprobe.dashboard.tabs import rejected
 from cacheprobe.plots.text import text_of
 
@@ -33,6 +33,8 @@ def rejected_drafts(sources: Sources, question: PageQuestion) -> Taken:
     code = [*opened(book), "table = trace.rejected()"]
     if selection.request is not None:
         code += [f"table = table[table.request_id == {selection.request}]"]
+    if selection.drafter is not None:
+        code += [f"table = table[table.drafter_layer.fillna(-1) == {selection.drafter}]"]
     if selection.find:
         code += [
             'said = table.text_before + table.drafted_token + "\\n" + table.text_before + '
@@ -40,12 +42,24 @@ def rejected_drafts(sources: Sources, question: PageQuestion) -> Taken:
             'said = said.str.replace("␣", " ").str.casefold()',
             f"table = table[said.str.contains({searchable(selection.find)!r}, regex=False)]",
         ]  # fmt: skip
+    code += _within("flip_layer", "flip_layer", selection.flips)
+    code += _within("margin_at_least_nats", "margin_nats", selection.margin)
     if selection.sort:
         column = SORTS[selection.sort.removeprefix("-")]
         key = ', key=lambda texts: texts.str.replace("␣", " ").str.casefold()' if column.endswith("token") else ""
         is_rising = not selection.sort.startswith("-")
         code += [f'table = table.sort_values({column!r}, kind="stable", ascending={is_rising}{key})']
     return Taken(lambda: rejections.table(rejections.lines(selection)), [*code, "table"])
+
+
+def _within(low: str, high: str, limits: Range | None) -> list[str]:
+    """Returns the lines of Python that keep a range: of column `low` from its least on, of `high` up to its most."""
+    if limits is None:
+        return []
+    least, most = limits
+    lines = [f"table = table[table.{low}.notna()]"]
+    lines += [] if least is None else [f"table = table[(table.{low} >= {least}).fillna(False)]"]
+    return lines + ([] if most is None else [f"table = table[(table.{high} <= {most}).fillna(False)]"])
 
 
 def compare(sources: Sources, question: PageQuestion) -> Taken:

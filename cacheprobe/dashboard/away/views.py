@@ -33,7 +33,7 @@ WAYS = {
     "csv": ("CSV", "save the table of this view"),
     "code": ("code", "show the Python code that makes this view in a notebook"),
 }
-"""By way to take a view: the button's name and hover text."""
+"""By way to take a view: the button's name and hover text. assets/away.js makes the buttons."""
 _OF_THE_SERVER = ("csv", "code")
 
 Element: TypeAlias = object
@@ -43,14 +43,8 @@ Element: TypeAlias = object
 def bar(view: str) -> Element:
     """Returns the bar of buttons of a view; without CSV and code for a view that `AWAY` does not declare."""
     ways = [way for way in WAYS if view in AWAY or way not in _OF_THE_SERVER]
-    if view == "flip":  # an address does not hold the search
-        ways.remove("link")
-    buttons = [
-        html.Button(name, title=title, **{"data-away": way, "data-view": view})
-        for way, (name, title) in WAYS.items()
-        if way in ways
-    ]
-    return html.Div(buttons, className="away", role="group", **{"aria-label": "take this view away"})
+    about = {"data-ways": " ".join(ways), "data-of": view, "aria-label": "take this view away"}
+    return html.Div(className="away", role="group", **about)
 
 
 def dialog() -> Element:
@@ -61,7 +55,8 @@ def dialog() -> Element:
 
 
 def take(sources: Sources, question: PageQuestion) -> PageAnswer:
-    """Returns the table of a view as CSV, or its code, as a dict for the page: csv or code.
+    """Returns the table of a view as CSV, or its code, as a dict for the page: csv or code; and, of a run that is not
+    finished, recorded: how far it is.
 
     question: view; way, "csv" or "code"; question, the one that the view answered.
     """
@@ -69,5 +64,17 @@ def take(sources: Sources, question: PageQuestion) -> PageAnswer:
     asked = question["question"]
     if not isinstance(asked, dict):
         raise CannotShow(f"question is an object, got {asked!r:.40}")
+    recorded = _recorded_so_far(sources, asked)
     taken = AWAY[view](sources, asked)
-    return {"csv": csv_text(taken.table())} if way == "csv" else {"code": "\n".join(taken.code) + "\n"}
+    if way == "code":
+        return {"code": "\n".join(taken.code) + "\n"}
+    return {"csv": csv_text(taken.table()), **({"recorded": recorded} if recorded else {})}
+
+
+def _recorded_so_far(sources: Sources, question: PageQuestion) -> str:
+    """Returns how far the run of a question is, for the name of a file: "recorded up to step 41"; "" for a run that is
+    finished. A CSV holds what is recorded when it is saved, which can be more than the page shows."""
+    if question.get("run") is None:
+        return ""
+    book = sources.shelf.book(question["run"])
+    return f"recorded up to step {book.steps.stop - 1}" if "growing" in book.run.meta else ""

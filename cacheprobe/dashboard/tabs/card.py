@@ -2,7 +2,9 @@
 and as a sentence."""
 
 from cacheprobe.analysis.layer_choices import prediction_depth_of
+from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.records import DISCARDED_DRAFT
+from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.questions import CannotShow, PageQuestion, number, one_of
 from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
@@ -40,7 +42,26 @@ def view(shelf: Shelf, reader: RunReader, question: PageQuestion) -> str:
     title, body = card_parts(table, prediction_depth_of(table).iloc[0].to_dict(), outcomes, texts, row.token)
     is_edited = row.status not in DISCARDED_DRAFT and book.run.fingerprint.get("path") != "thinking"
     flips = buttons(question, history, generated_index, outcomes) if is_edited else ""
-    return f"<h3>{markup(title)}</h3>{body}{flips}"
+    return f"<h3>{markup(title)}</h3>{body}{_features(book, request, int(row.row))}{flips}"
+
+
+def _features(book: Book, request: int, row: int) -> str:
+    """Returns HTML of the features that were recorded of a row, the largest first; a click colours the text by one. ""
+    for a run without recorded features."""
+    if book.run.features is None:
+        return ""
+    lines = book.features_of(request)
+    lines = lines[lines.row == row].sort_values("rank")
+    about = book.run.meta["capture"]["dictionary"]
+    head = f"<h4>Features of {site_label(about['site'])}, layer {about['layer']}</h4>"
+    if lines.empty:
+        return f"{head}<p class='note'>No feature is active in this row.</p>"
+    buttons = "".join(
+        f'<li><button class="plain" data-intent="feature" data-feature="{line.feature}">{line.feature}</button> '
+        f"{line.activation:.2f}</li>"
+        for line in lines.itertuples()
+    )
+    return f'{head}<ul class="features">{buttons}</ul><p class="note">Click one: it colours the text.</p>'
 
 
 def sentence(shelf: Shelf, question: PageQuestion) -> str:

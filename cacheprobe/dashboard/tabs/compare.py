@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from cacheprobe.analysis.comparison import compare_requests, first_reading_difference, setting_differences
+from cacheprobe.analysis.comparison import compare_requests, first_reading_difference, lens_of, setting_differences
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.figures import graphs
@@ -79,7 +79,7 @@ def _why_not_compared(ours: Book, theirs: Book) -> str:
     """Returns a sentence on why the lens readings of two runs are not compared; "" if they can be."""
     if not (ours.run.has_readings and theirs.run.has_readings):
         return "Lens readings are not compared: one of the runs recorded none, or none were read yet."
-    if ours.run.meta["lens"] != theirs.run.meta["lens"]:
+    if lens_of(ours.run.meta) != lens_of(theirs.run.meta):
         return "Lens readings are not compared: the runs were read through different lenses."
     return ""
 

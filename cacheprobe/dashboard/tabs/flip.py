@@ -18,7 +18,7 @@ from cacheprobe.plots.text import markup
 from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at
 
 BUTTON = "What would have changed it?"
-ACTS = ("start", "look", "cancel")
+ACTS = ("start", "open", "look", "cancel")
 
 
 def buttons(question: PageQuestion, history: pd.DataFrame, place: int, outcomes: Sequence[TokenOutcome]) -> str:
@@ -42,7 +42,8 @@ def view(shelf: Shelf, jobs: FlipJobs, question: PageQuestion) -> PageAnswer:
     """Returns how far the background process of one rejected draft is, or its result, as a dict for the page: html,
     graphs, more (the command), and goes_on (whether to ask again).
 
-    question: run, request and step; do: "start", "look" or "cancel".
+    question: run, request and step; do: "start", "look" or "cancel"; "open" looks too, and gives a button that starts
+    the search if there is no process.
     Raises: CannotShow for a run whose model is not on this machine, or without a process, and with the reason if the
     process failed.
     """
@@ -57,6 +58,8 @@ def view(shelf: Shelf, jobs: FlipJobs, question: PageQuestion) -> PageAnswer:
         job = jobs.start(key, {"run": directory, "request": request, "step": step, "model": shelf.model})
     else:
         job = jobs.look(key)
+    if job is None and act == "open":
+        return {"html": _ready(request, step), "goes_on": False}
     if job is None:
         raise CannotShow(f"request {request} step {step}: nothing runs for it; press “{BUTTON}” again")
     if act == "cancel":
@@ -64,6 +67,15 @@ def view(shelf: Shelf, jobs: FlipJobs, question: PageQuestion) -> PageAnswer:
     if job.error:
         raise CannotShow(job.error)
     return _progress(job) if job.table is None else _result(book, shelf, job, dark=question.get("theme") == "dark")
+
+
+def _ready(request: int, step: int) -> str:
+    """Returns HTML with a button that starts the search."""
+    return (
+        f"<h3>What would have changed the verdict of request {request} in step {step}?</h3>"
+        "<p class='note'>The search runs the model once for each edit of a state.</p>"
+        "<button class='plain' data-flip-do='start'>Search the edits</button>"
+    )
 
 
 def _progress(job: FlipJob) -> PageAnswer:

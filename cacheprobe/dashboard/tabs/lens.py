@@ -26,12 +26,16 @@ def grid(shelf: Shelf, reader: RunReader, question: PageQuestion) -> str:
     colour: Measure = one_of(question["colour"], "colour", get_args(Measure))
     site = one_of(question["site"], "site", ("S", "T", "C"))
     width, page = number(question["width"], "width"), page_of(book, request, question)
+    is_recorded = question["lens"] == RECORDED and book.run.has_readings
+    # the finding of the whole request, as in the report; the page's readings are then lines of the whole ones
+    title = book.lens_finding(request) if is_recorded else None
     table = readings_of(book, reader, question["lens"], site, request, page)
-    picture = grid_of(table, request, colour=colour, include=include, positions=page, width=width, has_tips=False)
+    picture = grid_of(
+        table, request, colour=colour, include=include, positions=page, width=width, has_tips=False,
+        title=title,
+    )  # fmt: skip
     lines_shown = select(table, request, include, page)
-    if question["lens"] == RECORDED:  # the finding of the whole request, as in the report
-        title = finding(book.readings(request), request)
-    else:
+    if title is None:
         title = f"{finding(lines_shown, request)}, over the positions of this page"
     lens = book.run.meta["lens"] if question["lens"] == RECORDED else str(table.lens.iloc[0])
     last_position = book.prompt_length(request) - 2 + len(book.run.request(request)["committed_token_ids"])

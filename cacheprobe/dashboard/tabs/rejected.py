@@ -1,6 +1,7 @@
 """Lists the rejected drafts of a run, and finds the next or previous one from a chosen place."""
 
 import math
+import re
 
 import pandas as pd
 
@@ -8,7 +9,7 @@ from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.facts import request_story, why_none_rejected
 from cacheprobe.dashboard.questions import CannotShow, PageQuestion, number, whole
-from cacheprobe.dashboard.rejections import LINES_A_PAGE, SORTS, Selection
+from cacheprobe.dashboard.rejections import LINES_A_PAGE, SORTS, Range, Selection
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.report.rejections import margin_of, quoted
 from cacheprobe.plots.text import markup, plain, shorten, text_of
@@ -48,7 +49,7 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
     rejections.read_ahead()
     return (
         f"<h2>{markup(_finding(rejections.drafts))}</h2><p class='note'>{_note(book)}</p>"
-        f"{_finder(selection)}{_pages(len(lines), page, last_page)}"
+        f"{_finder(selection)}{_filters(book)}{_pages(len(lines), page, last_page)}"
         + (f"<div class='scroll'><table class='rejected'>{_head(selection.sort)}<tbody>{body}</tbody></table></div>"
            if len(lines) else f"<p class='refused'>{markup(_nothing_found(selection))}</p>")
     )  # fmt: skip
@@ -95,7 +96,26 @@ def selected(shelf: Shelf, question: PageQuestion) -> tuple[Book, Selection]:
         raise CannotShow(f"the list is sorted by {', '.join(SORTS)}, got {sort!r:.40}")
     if request is not None:
         request = whole(request, "request", len(book.run.requests))
-    return book, Selection(find or "", sort or "", request)
+    drafter, flips, margin = (question.get(name) or None for name in ("drafter", "flips", "margin"))
+    if drafter is not None and not (isinstance(drafter, str) and re.fullmatch(r"none|[0-9]{1,9}", drafter)):
+        raise CannotShow(f"the drafter’s layer is a number or none, got {drafter!r:.40}")
+    layer = None if drafter is None else -1 if drafter == "none" else int(drafter)
+    limits = (_range(flips, "flips"), _range(margin, "margin"))
+    return book, Selection(find or "", sort or "", request, layer, *limits)
+
+
+def _range(value: object, what: str) -> Range | None:
+    """Returns (least, most) of a text "LEAST:MOST", where either can be missing; None for None. Raises: CannotShow for
+    anything else."""
+    if value is None:
+        return None
+    try:
+        assert isinstance(value, str)
+        ends = [float(end) if end else None for end in value.split(":")]
+        least, most = ends
+    except (AssertionError, ValueError):
+        raise CannotShow(f"{what} is LEAST:MOST, such as 2:5, 2: or :5, got {value!r:.40}") from None
+    return least, most
 
 
 def _finding(drafts: pd.DataFrame) -> str:
@@ -127,8 +147,11 @@ def _note(book: Book) -> str:
 
 def _nothing_found(selection: Selection) -> str:
     of_request = "" if selection.request is None else f" of request {selection.request}"
-    having = f" has “{shorten(plain(selection.find), 60)}” in it or before it" if selection.find else " is there"
-    return f"No rejected draft{of_request}{having}."
+    found = f" has “{shorten(plain(selection.find), 60)}” in it or before it" if selection.find else ""
+    filters = (selection.drafter, selection.flips, selection.margin)
+    limited = " passes the filters" if any(one is not None for one in filters) else ""
+    said = " and".join(filter(None, (found, limited))) or " is there"
+    return f"No rejected draft{of_request}{said}."
 
 
 def _finder(selection: Selection) -> str:
@@ -140,6 +163,28 @@ def _finder(selection: Selection) -> str:
         f"{MOST_LETTERS}' placeholder='search tokens and text  ( / )' aria-label='search rejected drafts' "
         "autocomplete='off' spellcheck='false'>"
         f"<button class='plain' data-intent='among' aria-pressed='{pressed}'>only the chosen request</button></div>"
+    )
+
+
+def _filters(book: Book) -> str:
+    """Returns HTML of the filters by layer and margin. The page's script sets their values."""
+    layers = book.rejections.drafts.drafter_layer
+    options = [f"<option>{layer}</option>" for layer in sorted(layers.dropna().astype(int).unique().tolist())]
+    options += ["<option value='none'>none</option>"] if layers.isna().any() else []
+
+    def ends(name: str, says: str, rule: str) -> str:
+        """Returns two boxes for the least and the most of a range."""
+        boxes = (
+            f"<input type='number' {rule} data-filter='{name} {i}' aria-label='{says}, {end}' placeholder='{end}'>"
+            for i, end in enumerate(("least", "most"))
+        )
+        return f"<span>{says} {' to '.join(boxes)}</span>"
+
+    boxes = ends("flips", "flips at layer", "min='0' step='1'") + ends("margin", "margin, nats", "step='any'")
+    return (
+        "<div class='filters'><label>drafter’s layer <select data-filter='drafter'><option value=''>any</option>"
+        f"{''.join(options)}</select></label>{boxes if book.run.has_readings else ''}"
+        "<button class='plain' data-intent='unfiltered'>show all</button></div>"
     )
 
 

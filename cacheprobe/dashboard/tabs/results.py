@@ -15,6 +15,7 @@ from cacheprobe.dashboard.questions import CannotShow, PageAnswer, PageQuestion,
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs.sweep import is_sweep, sweep_view
 from cacheprobe.dashboard.tabs.tables import ordered_column, selected_lines, sortable
+from cacheprobe.plots.attribution_patching import ESTIMATED_AND_REAL, attribution_patching_grid
 from cacheprobe.plots.coin_rows import coin_rows_figure
 from cacheprobe.plots.columns import column_figure, columns_to_draw
 from cacheprobe.plots.patching import patching_grid
@@ -158,7 +159,9 @@ def _figures(path: Path, content: object) -> tuple[Sequence[Figure], str]:
         from cacheprobe.patching.grid import PatchingGrid
 
         grid = PatchingGrid.load(path)
-        return [patching_grid(grid)], markup(repr(grid))
+        has_both = set(ESTIMATED_AND_REAL) <= set(grid.table.columns)
+        figure = attribution_patching_grid(grid) if has_both else patching_grid(grid)
+        return [figure], markup(repr(grid))
     if lists := _lists_with(content, SURGERY):
         name, lines = lists[0]
         effects = pd.DataFrame(lines)

@@ -7,7 +7,14 @@ import pandas as pd
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.questions import CannotShow, PageQuestion, number, one_of
 from cacheprobe.dashboard.shelf import Shelf
-from cacheprobe.plots.report.request_text import MOST_TOKENS, TextMeasure, text_piece
+from cacheprobe.plots.report.request_text import (
+    MOST_TOKENS,
+    TextMeasure,
+    TextParts,
+    text_piece,
+    with_differences,
+    with_feature,
+)
 from cacheprobe.plots.text import markup, plain, text_of
 
 
@@ -18,12 +25,25 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
     measure: TextMeasure = one_of(question["measure"], "measure", get_args(TextMeasure))
     first = MOST_TOKENS * (max(number(question["place"], "place"), 0) // MOST_TOKENS)
     try:
-        piece = text_piece(
-            book.text_parts(request), book.run.token_texts, measure, range(first, first + MOST_TOKENS), says="data-says"
-        )
+        parts = _parts(book, request, measure, question)
+        piece = text_piece(parts, book.run.token_texts, measure, range(first, first + MOST_TOKENS), says="data-says")
     except ValueError as error:
         raise CannotShow(str(error)) from error
     return piece.html
+
+
+def _parts(book: Book, request: int, measure: TextMeasure, question: PageQuestion) -> TextParts:
+    """Returns the tables that the text is drawn from. Raises: ValueError for the measure "feature" of a run without
+    recorded features, or "difference" of a run that is no replay; CannotShow if no feature was chosen."""
+    parts = book.text_parts(request)
+    if measure == "difference" and "replay" in book.run.meta:
+        return with_differences(parts, book.differences_of(request))
+    if measure != "feature":
+        return parts
+    lines = book.features_of(request)
+    if question.get("feature") is None:
+        raise CannotShow("no feature is chosen; click one on the card of a token")
+    return with_feature(parts, lines, number(question["feature"], "feature"))
 
 
 def range_view(shelf: Shelf, question: PageQuestion) -> str:

@@ -4,25 +4,30 @@ import pandas as pd
 
 from cacheprobe.dashboard.questions import PageQuestion, number, requests_of, span
 from cacheprobe.dashboard.shelf import Shelf
-from cacheprobe.plots.diagrams.timeline import MOST_REQUESTS, MOST_STEPS, timeline_piece
+from cacheprobe.plots.diagrams.timeline import MOST_REQUESTS, MOST_STEPS, PITCH, WIDEST, ZOOMED_PITCH, timeline_piece
 
 
 def view(shelf: Shelf, question: PageQuestion) -> str:
-    """Returns HTML of the timeline: requests by steps, for the requests and steps of the page's question."""
+    """Returns HTML of the timeline: requests by steps, for the requests and steps of the page's question. zoomed: the
+    steps were chosen, and fill the width."""
     book = shelf.book(question["run"])
     all_requests = range(len(book.run.requests))
     requests = requests_of(question, book.by_losses, MOST_REQUESTS)
-    steps = span(question["steps"], "steps", MOST_STEPS)
+    is_zoomed = question.get("zoomed") is True
+    steps = span(question["steps"], "steps", MOST_ZOOMED if is_zoomed else MOST_STEPS)
     steps = range(steps.start, min(steps.stop, book.steps.stop))
-    # in a run that grows, steps have one width, however many there are
-    width = 0 if "growing" in book.run.meta else number(question["width"], "width")
+    # in a run that grows, steps have one width, however many there are, unless they were chosen
+    width = 0 if "growing" in book.run.meta and not is_zoomed else number(question["width"], "width")
+    pitches = ZOOMED_PITCH if is_zoomed else (PITCH, WIDEST)
     piece = timeline_piece(
         book.events_of_all(requests), requests, steps, all_requests, book.steps, book.finding,
-        width=width, note=" A cell is one pass of one request; click one.",
+        width=width, pitches=pitches, note=" A cell is one pass of one request; click one. Drag over steps to zoom.",
     )  # fmt: skip
     return piece.html
 
 
+MOST_ZOOMED = 240
+"""Largest number of steps in a zoomed timeline; state.js has it too."""
 MOST_PARTS = 400
 """Largest number of parts that the overview cuts a run into."""
 

@@ -15,13 +15,14 @@ from cacheprobe.core.hook_names import HEAD_SITES, HEADS
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
+from cacheprobe.models.experts.sites import capturing_routing, editing_routers, split, use_invariant_experts
 from cacheprobe.models.fast.bridge_members import BridgeMembers
 from cacheprobe.models.fast.functional import FunctionalForward, FunctionalLlama, affine
 from cacheprobe.models.fast.functional_gpt import FunctionalGPT
 from cacheprobe.models.fast.kernel_operations import KernelOperations
-from cacheprobe.models.fast.module_hooks import change, listen
+from cacheprobe.models.fast.module_hooks import Cut, change, listen
 from cacheprobe.models.fast.operations import Operations, Product
-from cacheprobe.models.fast.places import Cut, Places
+from cacheprobe.models.fast.places import Places
 from cacheprobe.models.fast.queued import QueuedOperations, replace_forward
 from cacheprobe.models.hf.attention import ATTENTION, attending
 from cacheprobe.models.hf.bridge import BridgeLM
@@ -61,6 +62,8 @@ class HookedHF(BridgeMembers):
         self._places = Places(origin, self.weights)
         self._functional_class = next((kind for kind in FUNCTIONAL if kind.takes(self.model)), None)
         self._operations = self._choose_operations()
+        product = None if origin.operations is None else origin.operations.product
+        self.mixtures = use_invariant_experts(self.model, product)
         self._is_functional = functional
         self._functional: FunctionalForward | None = None
         self._modules = list(self.model.modules())
@@ -159,10 +162,12 @@ class HookedHF(BridgeMembers):
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
         """Returns a context manager. Inside its `with`, a forward calls `sink(site, layer, activation)` for each (site,
         layer) pair of `sites` whose layer it runs. Raises: ModelError for a site that the model lacks."""
+        sites, routers = split(sites)
         missing = [one for one in sites if one not in self._places.of_sites and one[0] not in HEAD_SITES]
         if missing:
             raise ModelError(f"{self.name} has no site {missing[0][0]} at layer {missing[0][1]}")
         with computing, ExitStack() as stack:
+            stack.enter_context(capturing_routing(self.name, self.mixtures, routers, sink))
             for site, layer in sites:
                 listener: Callable[[Tensor], object] = partial(sink, site, layer)
                 if site in HEAD_SITES:
@@ -197,10 +202,12 @@ class HookedHF(BridgeMembers):
             """Returns the result of `edit`; at site z, `edit` gets the activation split by head."""
             if site != HEADS:
                 return edit(site, layer, value)
-            edited = edit(site, layer, value.unflatten(-1, self.head_shape))
+            edited = edit(site, layer, value.unflatten(-1, (-1, self.head_shape[1])))
             return None if edited is None else edited.flatten(-2)
 
+        sites, routers = split(sites)
         with computing, ExitStack() as stack:
+            stack.enter_context(editing_routers(self.name, self.mixtures, routers, edit))
             for site, layer in sites:
                 handle = change(self._places.of_hook(site, layer), partial(edit_heads, site, layer))
                 stack.callback(handle.remove)

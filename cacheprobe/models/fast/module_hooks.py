@@ -7,7 +7,12 @@ from torch.utils.hooks import RemovableHandle
 
 from cacheprobe.core.hook_names import OUTPUT_POINT
 from cacheprobe.core.live import ModuleValue
-from cacheprobe.models.fast.places import ModulePoint
+
+Cut = Callable[[Tensor], Tensor]
+"""Function that splits a module's tensor [b, t, w] into a site's tensor [b, t, h, d]."""
+
+ModulePoint = tuple[nn.Module, str]
+"""(module of the plain model, side): the side says whether the module's input or its output is read."""
 
 _Inputs = tuple[tuple[ModuleValue, ...], dict[str, ModuleValue]]
 
@@ -29,10 +34,11 @@ def change(place: ModulePoint, edit: Callable[[Tensor], Tensor | None]) -> Remov
 
     def on_input(module: nn.Module, args: tuple[ModuleValue, ...], kwargs: dict[str, ModuleValue]) -> _Inputs | None:
         """Returns (args, kwargs) of the module with the first tensor edited; None if `edit` returned None."""
-        edited = edit(args[0] if args else kwargs["hidden_states"])
+        name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs), "")
+        edited = edit(args[0] if args else kwargs[name])
         if edited is None:
             return None
-        return ((edited, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": edited})
+        return ((edited, *args[1:]), kwargs) if args else (args, {**kwargs, name: edited})
 
     return module.register_forward_pre_hook(on_input, with_kwargs=True)
 

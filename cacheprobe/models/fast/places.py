@@ -1,15 +1,15 @@
 """Finds the module of the plain Hugging Face model that computes a site, and how to split the module's tensor by head
 for q, k, v and z."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cacheprobe.core.hook_names import HEADS, INPUT_POINT, OUTPUT_POINT, PATTERN, hook_name
 from cacheprobe.core.live import LiveModule
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.fast.module_hooks import Cut, ModulePoint
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.hf.hooked import HookPoint
 from cacheprobe.models.hf.shared import WRAPPED, SharedWeights
@@ -18,13 +18,6 @@ from cacheprobe.models.output_parts import output_rows
 _PARTS = ("q", "k", "v")
 _JOINT = "qkv"
 """The bridge's name for one joint projection of q, k and v."""
-
-Cut = Callable[[Tensor], Tensor]
-"""Function that splits a module's tensor [b, t, w] into a site's tensor [b, t, h, d]."""
-
-
-ModulePoint = tuple[nn.Module, str]
-"""(module of the plain model, side): the side says whether the module's input or its output is read."""
 
 
 class Places:

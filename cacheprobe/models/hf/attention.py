@@ -21,7 +21,7 @@ from cacheprobe.ops.attention.by_request import Reach, attend_by_request, attend
 ATTENTION = "cacheprobe"
 """Our name in transformers' table of attention functions."""
 
-_UNKNOWN_TERMS = ("s_aux", "sinks", "position_bias", "cache", "head_mask")
+_UNKNOWN_TERMS = ("sinks", "position_bias", "cache", "head_mask")
 """Terms that some architectures add to the scores and that this attention does not support."""
 
 
@@ -31,11 +31,12 @@ which the layer has written its keys and values."""
 
 
 class _Calls:
-    """Holds the `reach` and the `attend` of the current forward, and the number of layers that have used cacheprobe's
-    attention."""
+    """Holds the `reach` and the `attend` of the current forward, and the layers that have used cacheprobe's attention;
+    DiffLlama's use it twice each."""
 
     def __init__(self, reach: Reach | None, attend: Attend | None) -> None:
-        self.reach, self.attend, self.count = reach, attend, 0
+        self.reach, self.attend = reach, attend
+        self.layers = set[int]()
 
 
 _calls: ContextVar[_Calls | None] = ContextVar("cacheprobe_attention", default=None)
@@ -62,10 +63,10 @@ def attending(reach: Reach | None, num_layers: int, attend: Attend | None = None
         yield
     finally:
         _calls.reset(token)
-    if reach is not None and calls.count != num_layers:
+    if reach is not None and len(calls.layers) != num_layers:
         raise ModelError(
-            f"{calls.count} of {num_layers} layers used the attention that was set, so the others may give a request "
-            "other bits in another batch; use path='bridge'"
+            f"{len(calls.layers)} of {num_layers} layers used the attention that was set, so the others may give a "
+            "request other bits in another batch; use path='bridge'"
         )
 
 
@@ -90,6 +91,7 @@ def _interface(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Computes attention for transformers from queries [b, h, t, d] and keys and values [b, g, s, d]; returns (outputs
@@ -99,14 +101,15 @@ def _interface(
     if attention_mask is None:
         raise ModelError(f"{type(module).__name__} attends without a mask")
     calls = _calls.get()
-    if calls is not None and calls.attend is not None:
+    if calls is not None and calls.attend is not None and s_aux is None:
         out = calls.attend(int(module.layer_idx), query, scaling)
     elif calls is None or calls.reach is None:
-        out = attend_together(query, key, value, attention_mask, scaling, softcap)
+        out = attend_together(query, key, value, attention_mask, scaling, softcap, s_aux)
     else:
-        out = attend_by_request(query, partial(first_slots, key, value), attention_mask, calls.reach, scaling, softcap)
+        cached = partial(first_slots, key, value)
+        out = attend_by_request(query, cached, attention_mask, calls.reach, scaling, softcap, s_aux)
     if calls is not None:
-        calls.count += 1
+        calls.layers.add(id(module))
     return out.unflatten(-1, (query.shape[1], -1)), None
 
 

@@ -18,12 +18,13 @@ from cacheprobe.core.hook_names import ROTATED, hook_name, resid_pre_name
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.experts.sites import EXPERTS, use_invariant_experts
 from cacheprobe.models.facts import one_dtype, stop_token_ids
 from cacheprobe.models.hf.cache import ShapeProbe, staged
 from cacheprobe.models.hf.float64 import keeping_float64
 from cacheprobe.models.hf.hooked_lm import HookedLM
 from cacheprobe.models.hf.rms_norms import rms_norm_of
-from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
+from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights, output_rows
 from cacheprobe.models.settings import evaluating, numeric_settings
 from cacheprobe.models.turns import one_at_a_time
 from cacheprobe.ops.compiled.choice import TORCH, CompiledOperations
@@ -53,6 +54,7 @@ class BridgeLM(HookedLM):
         self.dtype, self.device = one_dtype(bridge, name), next(bridge.parameters()).device
         self.tokenizer = bridge.tokenizer
         self.stop_token_ids = stop_token_ids(bridge)
+        self.mixtures = use_invariant_experts(bridge.original_model, None)  # again in load_model, with its product
         self.checksum_at_load = self.weights_checksum
         self.fast_trial: object = None  # kept by models.paths
         points = bridge.hook_dict
@@ -207,7 +209,8 @@ class BridgeLM(HookedLM):
         component_path, _, _ = str(self.bridge.hook_dict[hook_name("T", layer)].name).rpartition(".")
         component: LiveModule = self.bridge.get_submodule(component_path)
         norm = None if component is attention else component.original_component
-        return HeadWriter(head_weights(projection, self.head_shape[0]), projection.bias, norm)
+        heads = output_rows(projection).shape[1] // self.layer_shapes[layer][2]
+        return HeadWriter(head_weights(projection, heads), projection.bias, norm)
 
     @one_at_a_time()
     @torch.inference_mode()
@@ -274,6 +277,7 @@ class BridgeLM(HookedLM):
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": ", ".join(dict.fromkeys(map(str, self.layer_devices))),
             "readings": self.operations.text if self.operations else TORCH,
+            **({"experts": EXPERTS} if self.mixtures else {}),
             "transformer_lens": version("transformer-lens"),
             **numeric_settings(),
         }

@@ -41,7 +41,7 @@ class KVCacheLayer(CacheLayerMixin):
         values of the staged cache rows in the slots that attention covers, [b, h, s, d] each."""
         return self._cache.write(self._layer, key_states, value_states)
 
-    def get_seq_length(self) -> NoReturn:
+    def get_seq_length(self) -> int:
         """Raises: RuntimeError, because sequences of one batch have different lengths: callers must pass
         position_ids."""
         raise RuntimeError("position_ids must be passed with a KVCacheAdapter: rows have lengths of their own")
@@ -72,6 +72,14 @@ class ForwardInputs(TypedDict):
     """Holds the keyword arguments of a Hugging Face forward over our KVCache (a TypedDict)."""
 
     past_key_values: KVCacheAdapter
+    attention_mask: LiveMasks
+    position_ids: Tensor
+
+
+class PlainInputs(TypedDict):
+    """Holds the keyword arguments of a plain model's forward over a cache of transformers (a TypedDict)."""
+
+    past_key_values: Cache
     attention_mask: LiveMasks
     position_ids: Tensor
 

@@ -2,8 +2,8 @@
 hashes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import starmap
 
@@ -13,6 +13,8 @@ from torch.nn import Parameter
 from cacheprobe.core.hook_names import hook_name, resid_pre_name
 from cacheprobe.core.live import LiveModule
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
+from cacheprobe.models.experts.find import MixtureLayer
+from cacheprobe.models.experts.sites import capturing_routing, editing_routers, split
 from cacheprobe.models.facts import checksum_of, sha256_of
 from cacheprobe.models.hf.hooked import ActivationCache, HookPoint
 from cacheprobe.models.hf.text import TokenText
@@ -28,10 +30,13 @@ class HookedLM(TokenText, ABC):
     """The TransformerBridge or HookedRootModule that has the hook points."""
     n_layers: int
     injected_layers: tuple[int, ...] = ()
+    mixtures: Mapping[int, MixtureLayer] = {}
+    """Mixtures of experts by layer."""
     _hashed = "", ""
     """(checksum of the weights, SHA-256 of the weights at that checksum); empty texts before the first use."""
 
-    def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> AbstractContextManager[None]:
+    @contextmanager
+    def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
         """Returns a context manager. Inside its `with`, a forward calls `sink(site, layer, activation)` for each (site,
         layer) pair of `sites` whose layer it runs. At the end only these hooks are removed."""
 
@@ -39,13 +44,18 @@ class HookedLM(TokenText, ABC):
             """Calls the sink and returns None, so that the activation stays unchanged."""
             sink(site, layer, value)
 
-        return self._hooked(sites, keep)
+        others, routers = split(sites)
+        with self._hooked(others, keep), capturing_routing(self.name, self.mixtures, routers, sink):
+            yield
 
-    def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> AbstractContextManager[None]:
+    @contextmanager
+    def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
         """Returns a context manager. Inside its `with`, a forward calls `edit(site, layer, activation)` for each (site,
         layer) pair of `sites` whose layer it runs. A returned tensor replaces the activation; None leaves the
         activation unchanged."""
-        return self._hooked(sites, edit)
+        others, routers = split(sites)
+        with self._hooked(others, edit), editing_routers(self.name, self.mixtures, routers, edit):
+            yield
 
     @contextmanager
     def _hooked(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:

@@ -18,14 +18,21 @@ def attention_masks(
 ) -> Tensor | dict[str, Tensor]:
     """Returns the additive mask [b, 1, t, s] for new tokens at `positions`, over the first s = `cache.span` slots. If
     the config lists kinds of layers and some slide, returns a dictionary of two masks, "full_attention" and
-    "sliding_attention".
+    "sliding_attention"; for chunked layers, "full_attention" and "chunked_attention".
 
     The mask is [b, h, t, s] if cache surgery hides slots in some layers or heads only. Hugging Face uses a 4-D mask
     unchanged and adds no window, so a plain causal mask would be wrong beyond the window, without an error.
     Twin: transformers' own masks in an uncached forward; models.checks compares the logits at load.
     """
-    heads = int(config.num_attention_heads)
-    full = cache.mask_by_layer(cache.mask(positions, dtype, device), heads)
+    heads = int(getattr(config, "num_attention_heads", 0))
+    plain = cache.mask(positions, dtype, device)
+    full = cache.mask_by_layer(plain, heads)
+    chunk = chunk_size(config)
+    if chunk is not None:
+        slots = torch.arange(cache.span)
+        other = (slots // chunk != positions[..., None] // chunk)[:, None].to(device)
+        chunked = plain.masked_fill(other, torch.finfo(dtype).min)
+        return {"full_attention": full, "chunked_attention": cache.mask_by_layer(chunked, heads)}
     window = sliding_window(config)
     if window is None:
         return full
@@ -33,6 +40,13 @@ def attention_masks(
     if getattr(config, "layer_types", None):
         return {"full_attention": full, "sliding_attention": sliding}
     return sliding
+
+
+def chunk_size(config: LiveConfig) -> int | None:
+    """Returns the width in tokens of the chunks inside which some layers attend; None if no layer attends by chunk.
+    Source: transformers' masking_utils.create_chunked_causal_mask."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return int(config.attention_chunk_size) if "chunked_attention" in kinds else None
 
 
 def sliding_window(config: LiveConfig) -> int | None:

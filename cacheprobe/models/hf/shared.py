@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cacheprobe.core.live import LiveConfig, LiveModule
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.experts.router import forward_of
 from cacheprobe.models.hf.attention import ATTENTION, uses_attention_table
 
 WRAPPED = "_original_component"
@@ -125,7 +126,7 @@ def _pairs(source: LiveModule, target: LiveModule, path: str = "") -> Iterator[t
         source = source._modules[WRAPPED]
     if type(source) is not type(target):
         raise ModelError(f"{path or 'the model'} is a {type(source).__name__}, not a {type(target).__name__}")
-    if "forward" in vars(source):
+    if "forward" in vars(source) and forward_of(source) is None:
         raise ModelError(f"the forward of {path or 'the model'} was replaced")
     names = [{name for name, child in module._modules.items() if child is not None} for module in (source, target)]
     if names[0] != names[1]:

@@ -128,16 +128,23 @@ def reach_of_pass(start: int, count: int, capacity: int) -> tuple[SlotSpan, ...]
 
 
 def attend_by_request(
-    q: Tensor, cached: KeysAndValues, mask: Tensor, reach: Reach, scale: float | None, softcap: float | None = None
+    q: Tensor,
+    cached: KeysAndValues,
+    mask: Tensor,
+    reach: Reach,
+    scale: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Returns attention outputs [b, t, h * d] of queries [b, h, t, d]. Each request is computed by itself (in its own
     torch calls or in compiled loops), so that its bits do not depend on the batch. mask: [b, 1 or h, t, s], additive.
 
     cached: gives a request's keys and values.  reach: the calls. Query heads that share a key head are folded into the
-    rows of one call. A batch index without a call gives zeros.
+    rows of one call. A batch index without a call gives zeros. sinks: [h], as in `attend_together`.
     Twin: ops.attention.cached.cached_attention, close: sums are ordered otherwise.
     """
-    if softcap is None and serves(q) and (rows := [row for row, pieces in enumerate(reach.pieces) if pieces]):
+    is_plain = softcap is None and sinks is None
+    if is_plain and serves(q) and (rows := [row for row, pieces in enumerate(reach.pieces) if pieces]):
         keys, values = cached(rows[0], 1)
         factor = q.shape[-1] ** -0.5 if scale is None else scale
         return decode_attention(q, keys, values, mask, reach.request_table(cached), factor).transpose(1, 2).flatten(2)
@@ -145,7 +152,8 @@ def attend_by_request(
     groups, value_depth = (cached(0, 1)[0].shape[1], cached(0, 1)[1].shape[3])
     repeats = heads // groups
     folded = q.reshape(batch, groups, repeats * width, depth).split(1)
-    attend = scaled_dot_product_attention if softcap is None else _softcapped(softcap)
+    added = None if sinks is None else sinks.view(1, groups, repeats, 1).expand(1, -1, -1, width).reshape(1, groups, -1)
+    attend = scaled_dot_product_attention if is_plain else _by_scores(softcap, added)
     zeros, outputs = q.new_zeros(1, groups, repeats * width, value_depth), []
     with _Threads(q.device) as threads:
         for row, pieces in enumerate(reach.pieces):
@@ -165,19 +173,26 @@ def attend_by_request(
 
 
 def attend_together(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None, softcap: float | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Returns attention outputs [b, t, h * d] of queries [b, h, t, d], in one call for the whole batch. The bits of a
     request may depend on the batch.
 
-    keys, values: [b, g, s, d].
+    keys, values: [b, g, s, d].  sinks: [h], a score of each head that takes weight and adds no value.
     """
     batch, heads, width, _ = q.shape
     repeats = heads // keys.shape[1]
     is_grouped = False
-    if softcap is not None:
+    if softcap is not None or sinks is not None:
         keys, values = (tensor.repeat_interleave(repeats, 1) for tensor in (keys, values))
-        out = _softcapped(softcap)(q, keys, values, attn_mask=mask, scale=scale)
+        added = None if sinks is None else sinks.view(1, heads, 1).expand(1, -1, width)
+        out = _by_scores(softcap, added)(q, keys, values, attn_mask=mask, scale=scale)
         return out.transpose(1, 2).reshape(batch, width, -1)
     if repeats > 1 and width == 1:  # all queries that share a key head in one product: five times faster
         q = q.reshape(batch, heads // repeats, repeats, -1)
@@ -190,14 +205,21 @@ def attend_together(
     return out.reshape(batch, heads, width, -1).transpose(1, 2).reshape(batch, width, -1)
 
 
-def _softcapped(softcap: float) -> Callable[..., Tensor]:
-    """Returns an attention function whose scores are limited to +-softcap. Source: Gemma 2 (arXiv 2408.00118)."""
+def _by_scores(softcap: float | None, sinks: Tensor | None) -> Callable[..., Tensor]:
+    """Returns an attention function whose scores are limited to +-softcap, and whose softmax includes one more score
+    for each row of queries: sinks [1, h, t]. Source: Gemma 2 (arXiv 2408.00118); gpt-oss (arXiv 2508.10925)."""
 
     def attend(q: Tensor, keys: Tensor, values: Tensor, *, attn_mask: Tensor, scale: float | None) -> Tensor:
-        """Returns softcapped attention outputs [b, h, t, d] of queries q [b, h, t, d]."""
+        """Returns attention outputs [b, h, t, d] of queries q [b, h, t, d]."""
         scores = (q @ keys.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        scores = (scores / softcap).tanh() * softcap + attn_mask
-        return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ values
+        if softcap is not None:
+            scores = (scores / softcap).tanh() * softcap
+        scores = scores + attn_mask
+        if sinks is not None:
+            column = sinks.to(scores.dtype)[..., None].expand(len(scores), -1, -1, -1)
+            scores = torch.cat((scores, column), -1)
+        weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+        return weights[..., : keys.shape[2]] @ values
 
     return attend
 

@@ -36,7 +36,7 @@ from cacheprobe.plots.lens_table import (
 from cacheprobe.plots.style import SHADE_CSS, SHADES
 from cacheprobe.plots.text import markup, token_label, visible
 
-LABEL_WIDTH, PITCH, WIDEST = 50, 50, 76
+LABEL_WIDTH, PITCH, WIDEST = 50, 50, 112
 """Pixels: width of the axes' names, and least and largest width of a column."""
 _ROW, _TOP, _BELOW = 19, 10, 57
 _LEAST = 480
@@ -122,6 +122,7 @@ def grid_of(
     positions: range | None = None,
     width: float = 0,
     has_tips: bool = True,
+    title: str | None = None,
 ) -> LensGrid:
     """Draws one request's lens readings and returns a `LensGrid`: layers upwards, a column for each row of the trace.
     `lens_grid` explains the arguments that both functions have, and the cells.
@@ -130,7 +131,7 @@ def grid_of(
     cell carries data-layer. With has_tips, the browser shows the hover texts; without has_tips they are in data-says,
     so that the page's script can show them at once. The page can move the frame of class `cursor`: across to a column's
     data-x, and up from data-low by data-row-height for each of data-layers.
-    width: pixels to fill, if columns can be stretched so far.
+    width: pixels to fill, if columns can be stretched so far.  title: None for the finding of `readings`.
     """
     rows = select(readings, request_id, include, positions)
     columns = columns_of(rows)
@@ -154,7 +155,7 @@ def grid_of(
         f"{rows.position.max()}. A cell names the layer's first choice for the next position. Below a column: {BELOW}."
     )
     return LensGrid(
-        title=finding(readings[readings.request_id == request_id], request_id),
+        title=finding(readings[readings.request_id == request_id], request_id) if title is None else title,
         note=note,
         width=LABEL_WIDTH + pitch * len(columns) + 4,
         height=height + _BELOW,
@@ -196,7 +197,7 @@ def _column(
     about = f'data-row="{column.row}" data-position="{column.position}" data-born="{column.step}" data-x="{x}"'
     column_data = "" if has_tips else f'data-says="{markup(column_tip)}" '
     parts = [f'<g class="column" {about} {column_data}transform="translate({x} 0)">']
-    middle = f'{pitch / 2:g}"'
+    middle, letters = f'{pitch / 2:g}"', TOKEN_COLUMNS * pitch // PITCH
     for layer, token, nats, entropy, rank, target_nats, _, shade in cells:
         target = f"committed {committed}, rank {rank}, log p {target_nats:.2f} nats"
         cell_tip = f"layer {layer}: first choice {visible(token)}, log p {nats:.2f} nats\n"
@@ -207,7 +208,7 @@ def _column(
         parts.append(
             f'<g class="pick v{shade}" data-layer="{layer}"{cell_data}>{tip}<rect x="1" y="{y + 1}" '
             f'width="{pitch - 1}" height="{_ROW - 1}"/><text class="token" x="{middle} y="{y + 14}">'
-            f"{markup(token_label(token, TOKEN_COLUMNS))}</text></g>"
+            f"{markup(token_label(token, letters))}</text></g>"
         )
     order = {layer: i for i, layer in enumerate(heights)}
     for low, high in runs_of([order[cell[0]] for cell in cells if cell[6]]):
@@ -216,7 +217,7 @@ def _column(
         parts.append(f'<rect class="agrees" x="1.5" y="{top + 1}" width="{pitch - 2}" height="{tall}" rx="2"/>')
     if column.status in _TINTS:
         parts.append(f'<path class="{_TINTS[column.status]}-stroke" stroke-width="5" d="M3 5H{pitch - 2}"/>')
-    position, read, following = column_label(column)
+    position, read, following = column_label(column, letters)
     parts.append(
         f'<path class="computed" d="M4 {height + 3}H{pitch - 4}"/>'
         f'<text class="small" x="{middle} y="{height + 19}">{position}</text>'

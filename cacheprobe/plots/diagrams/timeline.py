@@ -12,6 +12,10 @@ from cacheprobe.plots.diagrams.windows import verified_requests
 
 LABEL_WIDTH, PITCH, WIDEST = 86, 18, 30
 """Pixels: width of the requests' names, and least and largest width of a step."""
+ZOOMED_PITCH = 4, 200
+"""Least and largest width of a step in pixels, for steps that a reader chose."""
+_DETAILED = 10
+"""Least width of a step in pixels at which its cells have textures and hover texts."""
 MOST_STEPS, MOST_REQUESTS = 80, 16
 """Largest numbers of steps and of requests in one picture."""
 _ROW, _TOP = 30, 30
@@ -84,6 +88,7 @@ def timeline_piece(
     chosen: int | None = None,
     at: int | None = None,
     width: float = 0,
+    pitches: tuple[int, int] = (PITCH, WIDEST),
     note: str = "",
 ) -> TitledPicture:
     """Returns the timeline, requests downwards and steps across, as a `TitledPicture` (title, note, HTML body). events:
@@ -99,7 +104,7 @@ def timeline_piece(
     )  # fmt: skip
     is_whole = steps.start <= all_steps.start and steps.stop >= all_steps.stop
     description += "all steps." if is_whole else f"steps {steps.start} to {steps.stop - 1} of {all_steps.stop - 1}."
-    picture = timeline_picture(events, requests, steps, chosen=chosen, at=at, width=width)
+    picture = timeline_picture(events, requests, steps, chosen=chosen, at=at, width=width, pitches=pitches)
     legend_items = [item for item in TIMELINE_LEGEND if item[1] not in _RARE or f"#cp-{item[1]})" in picture]
     body = f"<div class='scroll'>{picture}</div>{key(legend_items)}"
     return TitledPicture(finding, f"{description}{note}", body)
@@ -133,6 +138,7 @@ def timeline_picture(
     chosen: int | None = None,
     at: int | None = None,
     width: float = 0,
+    pitches: tuple[int, int] = (PITCH, WIDEST),
 ) -> str:
     """Returns SVG text of these requests (downwards) and steps (across), with a cell for each pass of a request. Cells
     carry data-request and data-step.
@@ -141,7 +147,8 @@ def timeline_picture(
     the steps are, so that a page can move the frame.
     events: as in `Trace.events`, all of each request that is drawn: a never verified request is grey.
     chosen: the request to name in bold.  at: the step to frame.
-    width: pixels to fill, if the steps can be stretched so far.
+    width: pixels to fill, if the steps can be stretched so far.  pitches: least and largest width of a step. Narrow
+    steps have no textures and no hover texts.
     A verify pass is one cell. Below, by their shares: the accepted part of the draft (green) and the rolled-back part
     (red, crossed). Above, hatched: the verifier's own token, whose cache slot the next pass writes. A preempted request
     has verify passes without a verdict, which rebuild its cache.
@@ -149,8 +156,9 @@ def timeline_picture(
     shown = events[events.step.isin(steps) & events.request_id.isin(list(requests))]
     with_verdict = verified_requests(events)
     y_of_request = {request: _TOP + _ROW * i for i, request in enumerate(requests)}
-    pitch = min(max((width - LABEL_WIDTH - 4) // len(steps), PITCH), WIDEST)
-    cell = pitch - 2
+    pitch = min(max((width - LABEL_WIDTH - 4) // len(steps), pitches[0]), pitches[1])
+    is_narrow, every = pitch < _DETAILED, 5 * -(-PITCH // min(pitch, PITCH))
+    cell = pitch - (1 if is_narrow else 2)
     width = LABEL_WIDTH + pitch * len(steps) + 4
     height = _TOP + _ROW * len(requests) + 2
     parts = []
@@ -162,14 +170,15 @@ def timeline_picture(
             + f'<path d="M{LABEL_WIDTH} {y + _ROW - 3}H{width - 4}" class="rule"/></g>'
         )
     for step in steps:
-        has_room = step != steps.start or step % 5 == 0 or (-step) % 5 > 2
-        if (step % 5 == 0 or step == steps.start) and has_room:
+        has_room = step != steps.start or step % every == 0 or (-step) % every > every // 2
+        if (step % every == 0 or step == steps.start) and has_room:
             x = LABEL_WIDTH + pitch * (step - steps.start) + cell / 2
             parts.append(svg.text(x, 14, str(step), "small muted", "middle"))
     for event in shown.itertuples():
         x, y = LABEL_WIDTH + pitch * (event.step - steps.start), y_of_request[event.request_id]
         about = f'data-request="{event.request_id}" data-step="{event.step}"'
-        drawn = _cell(event, x, y, cell, is_other=event.request_id not in with_verdict)
+        is_other = event.request_id not in with_verdict
+        drawn = _cell(event, x, y, cell, is_other=is_other, is_narrow=is_narrow)
         parts.append(f'<g class="pick" {about}>{drawn}</g>')
     x = LABEL_WIDTH + pitch * (0 if at is None else at - steps.start)
     hidden = "" if at in steps else ' style="display:none"'
@@ -214,7 +223,7 @@ def step_words(event: TableLine) -> str:
     return f"verify: {accepted} of {drafted} accepted" + (f", {rolled_back} rolled back" if rolled_back else "")
 
 
-def _cell(event: TableLine, x: float, y: float, width: float, *, is_other: bool) -> str:
+def _cell(event: TableLine, x: float, y: float, width: float, *, is_other: bool, is_narrow: bool) -> str:
     tip = f"request {event.request_id}, step {event.step}; {step_words(event)}"
     if pd.notna(event.draft_start):
         first = int(event.draft_start)
@@ -222,6 +231,8 @@ def _cell(event: TableLine, x: float, y: float, width: float, *, is_other: bool)
 
     def box_at(top: float, box_height: float, colour: str, texture: str | None) -> str:
         """Returns SVG of a box across the cell, from `top` downwards."""
+        if is_narrow:
+            return f'<rect x="{x:g}" y="{top:g}" width="{width:g}" height="{box_height:g}" class="box {colour}"/>'
         return svg.box(x, top, width, box_height, colour, texture, radius=3, tip=tip)
 
     if event.phase == "prefill":

@@ -14,7 +14,7 @@ from cacheprobe.tasks.words import PAD
 from cacheprobe.trace.tables.draft_verdicts import drafts_table, rejected_by_place
 from cacheprobe.trace.tables.token_measures import token_measures
 
-TextMeasure: TypeAlias = Literal["verdict", "depth", "entropy", "logprob"]
+TextMeasure: TypeAlias = Literal["verdict", "depth", "entropy", "logprob", "feature", "difference"]
 
 MOST_TOKENS = 2000
 """Largest number of tokens in one picture."""
@@ -24,6 +24,8 @@ _NAMES = {
     "depth": "prediction depth (layer)",
     "entropy": "entropy of the last layer read (nats)",
     "logprob": "log-probability of the committed token in the last layer read (nats)",
+    "feature": "activation of the feature in the row that reads the token",
+    "difference": "difference from the other program's log-probability, without its sign (nats)",
 }
 _LEGEND = (
     ("accepted", "accepted draft"),
@@ -64,6 +66,9 @@ def request_text(
     *,
     measure: TextMeasure = "verdict",
     texts: Mapping[int, str] | None = None,
+    features: pd.DataFrame | None = None,
+    feature: int | None = None,
+    differences: pd.DataFrame | None = None,
 ) -> Markup:
     """Returns HTML of one request as people read it: the prompt in grey, and each generated token coloured by a
     measure, with the drafts that were rejected at its place above it, and the thoughts of a Thinking States model
@@ -72,9 +77,13 @@ def request_text(
     rows, events, hypotheses, thoughts: from the methods of `Trace`; hypotheses=None for a run without Z.
     measure: "verdict" of the drafts; or of the readings that predict a token: "depth", the prediction depth (layer);
     "entropy" and "logprob" of the committed token, both in nats, of the last layer that was read. A stronger colour is
-    a later layer, a higher entropy, or a lower log-probability.
+    a later layer, a higher entropy, or a lower log-probability. Or "feature", its activation; or "difference" from the
+    other program of a replay.
     texts: of tokens by id, such as `Trace.token_texts`; by default those in the tables, without the last token's if it
     has no row.
+    features, feature: the table `Trace.features`, and the number of the feature that colours the text. A token is not
+    coloured if the activation is not in the table, and could be lower than those that are.
+    differences: the table `cp.analysis.engine_differences` of a replay.
     The first 2,000 generated tokens are drawn.
     Raises: ValueError for an unknown request or measure, and for a measure of readings without hypotheses.
     """
@@ -88,6 +97,10 @@ def request_text(
     own_thoughts = None if thoughts is None else thoughts[thoughts.request_id == request_id]
     num_prompt_tokens = int(prompt.position.max()) + 1
     parts = text_parts(request_id, tuple(prompt.token), num_prompt_tokens, own_events, readings, own_thoughts)
+    if features is not None and feature is not None:
+        parts = with_feature(parts, features[features.request_id == request_id], feature)
+    if differences is not None:
+        parts = with_differences(parts, differences[differences.request_id == request_id])
     return text_piece(parts, {**token_texts(rows, hypotheses), **(texts or {})}, measure).alone
 
 
@@ -109,6 +122,29 @@ def text_parts(
     return TextParts(request_id, prompt, num_prompt_tokens, measured, rejected_by_place(drafts_table(events)), words)
 
 
+def with_feature(parts: TextParts, features: pd.DataFrame, feature: int) -> TextParts:
+    """Returns the parts with a column feature of `tokens`: the activation of one feature in the committed row that
+    reads the token; 0 where it is not among the row's features, though fewer of these are there than of another row.
+    Null where it is not known: no row reads the token, or no features of the row are there, or only the largest.
+    features: of the request, with the columns of `Trace.features`."""
+    committed = features[features.status == "committed"]
+    counts = committed.groupby("position").size()
+    most = int(features.groupby("row").size().max()) if len(features) else 0
+    activations = dict.fromkeys(counts[counts < most].index.tolist(), 0.0)
+    active = committed[committed.feature == feature]
+    activations |= dict(zip(active.position.tolist(), active.activation.tolist(), strict=True))
+    values = [activations.get(position + 1, pd.NA) for position in parts.tokens.position.tolist()]
+    return parts._replace(tokens=parts.tokens.assign(feature=pd.array(values, dtype="Float64")))
+
+
+def with_differences(parts: TextParts, differences: pd.DataFrame) -> TextParts:
+    """Returns the parts with a column difference of `tokens`, 0 or more; null where the other program gave no
+    log-probability. differences: of the request, with position and difference_nats."""
+    sizes = dict(zip(differences.position.tolist(), differences.difference_nats.abs().tolist(), strict=True))
+    values = [sizes.get(position + 1, float("nan")) for position in parts.tokens.position.tolist()]
+    return parts._replace(tokens=parts.tokens.assign(difference=pd.Series(values, dtype="Float64").to_numpy()))
+
+
 def text_piece(
     parts: TextParts,
     texts: Mapping[int, str],
@@ -125,7 +161,14 @@ def text_piece(
     if measure != "verdict" and measure not in _NAMES:
         raise ValueError(f"unknown measure {measure!r}; it is 'verdict', {', '.join(map(repr, _NAMES))}")
     tokens, request = parts.tokens, parts.request_id
-    if measure != "verdict" and tokens[measure].isna().all():
+    if measure == "feature" and measure not in tokens:
+        raise ValueError("there is no feature to colour the text by; give features=trace.features(...), feature=")
+    if measure == "difference" and (measure not in tokens or tokens[measure].isna().all()):
+        raise ValueError(
+            f"request {request} has no log-probabilities of another program; replay a response with them, and give "
+            "differences=cp.analysis.engine_differences(trace)"
+        )
+    if measure not in ("verdict", "feature", "difference") and tokens[measure].isna().all():
         raise ValueError(
             f"request {request} has no readings to take the {measure} from; record Z, or choose the verdict"
         )
@@ -192,7 +235,7 @@ def _shares(tokens: pd.DataFrame, measure: str) -> dict[int, float]:
 def _strongest(tokens: pd.DataFrame, measure: str) -> float:
     """Returns the entropy, or the negative log-probability (at least 1), of the strongest colour."""
     values = tokens[measure].dropna().to_numpy(dtype=float)
-    return max(-float(values.min()), 1.0) if measure == "logprob" else float(values.max())
+    return max(-float(values.min()), 1.0) if measure == "logprob" else float(values.max(initial=0.0))
 
 
 def _token(token: TableLine, text: str, shares: Mapping[int, float] | None, says: str, request: int) -> str:
@@ -204,6 +247,10 @@ def _token(token: TableLine, text: str, shares: Mapping[int, float] | None, says
         value = getattr(token, name)
         if not pd.isna(value):
             tip += f"\n{words}: " + (f"layer {int(value)}" if name == "depth" else f"{value:.2f} nats")
+    if not pd.isna(activation := getattr(token, "feature", pd.NA)):
+        tip += f"\nactivation: {activation:.2f}"
+    if not pd.isna(difference := getattr(token, "difference", pd.NA)):
+        tip += f"\ndifference from the other program: {difference:.4f} nats"
     kind = f'class="pick {_CLASSES[outcome]}"'
     if shares is not None:
         kind = f'class="pick shade" style="--p:{shares[place]:.2f}"' if place in shares else 'class="pick"'
@@ -229,9 +276,10 @@ def _with_thoughts(blocks: Sequence[tuple[str, str]], between: str) -> str:
 
 def _legend(tokens: pd.DataFrame, measure: str) -> str:
     if measure != "verdict":
-        low, high = "layer 0", f"layer {int(tokens.layer.max())}"
-        if measure != "depth":
-            low, high = "0", f"{'−' * (measure == 'logprob')}{_strongest(tokens, measure):.1f}"
+        strongest, digits = _strongest(tokens, measure), 2 if measure == "difference" else 1
+        low, high = "0", f"{'−' * (measure == 'logprob')}{strongest:.{digits}f}"
+        if measure == "depth":
+            low, high = "layer 0", f"layer {int(tokens.layer.max())}"
         scale = "".join(f'<i class="shade" style="--p:{i / 9:.2f}"></i>' for i in range(10))
         return f'<ul class="legend"><li>{_NAMES[measure]}: {low} <span class="ramp">{scale}</span> {high}</li></ul>'
     listed = "".join(f'<li><i class="{kind}">abc</i> {words}</li>' for kind, words in _LEGEND)

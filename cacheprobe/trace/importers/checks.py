@@ -23,19 +23,20 @@ def require_states_of(model: CachedLM, generation: Generation) -> None:
     """
     if bad := [token for token in (*generation.prompt, *generation.generated) if not 0 <= token < model.d_vocab]:
         raise ImportRefused(f"token id {bad[0]} is outside the vocabulary of {model.name}, {model.d_vocab}")
-    width = next(iter(generation.states.values())).shape[1]
+    count = min(len(generation.prompt), generation.num_rows, _LONGEST)
+    given = generation.read(0, count)
+    width = next(iter(given.values())).shape[1]
     if width != model.d_model:
         raise ImportRefused(f"states are {width} wide, those of {model.name} {model.d_model}; give the model that ran")
-    if beyond := [layer for layer in generation.states if layer >= model.n_layers]:
+    if beyond := [layer for layer in generation.layers if layer >= model.n_layers]:
         raise ImportRefused(
             f"states of layer {max(beyond)} were given; {model.name} has layers 0 to {model.n_layers - 1}"
         )
-    count = min(len(generation.prompt), _LONGEST)
     sites = [("S", layer) for layer in range(model.n_layers)]
     fed = feed(model, torch.tensor([generation.prompt[:count]]), sites, logit_slots=[0])
     ours = [fed.states[site][0] for site in sites]
-    for layer, states in generation.states.items():
-        distances = [_distance(states[:count].to(model.device), state) for state in ours]
+    for layer, states in given.items():
+        distances = [_distance(states.to(model.device), state) for state in ours]
         nearest = min(range(len(distances)), key=distances.__getitem__)
         if not distances[layer] <= FARTHEST or nearest != layer:
             raise ImportRefused(

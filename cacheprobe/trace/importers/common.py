@@ -1,13 +1,14 @@
-"""Builds a Trace from a generation that another program stored, and lists the data that the trace lacks.
+"""Builds a Trace from generations that another program stored, and lists the data that the trace lacks.
 
 No token was drafted, so every row is canonical. A row's position is that of its input token, as in all traces.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import cached_property
+from itertools import islice
+from typing import NamedTuple, Protocol, runtime_checkable
 
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -21,6 +22,11 @@ from cacheprobe.trace.state_store import MemoryStore
 from cacheprobe.trace.tables import build as tables
 from cacheprobe.trace.trace import Trace
 
+KIND = "import"
+"""Entry "kind" of the metadata of an imported trace."""
+_RECORD_BYTES = 600
+"""Bytes of a row's records (row, events, ledger)."""
+
 
 @runtime_checkable
 class Decoder(Protocol):
@@ -31,19 +37,36 @@ class Decoder(Protocol):
         ...
 
 
+@runtime_checkable
+class Stored(Protocol):
+    """Lists the methods of a tensor of an open safetensors file that an import uses."""
+
+    def get_shape(self) -> Sequence[int]:
+        """Returns the shape of the tensor."""
+        ...
+
+    def __getitem__(self, index: object) -> Tensor:
+        """Reads a part of the tensor."""
+        ...
+
+
 class ImportRefused(ValueError):
     """Raised for data that cannot be read as a trace."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Holds one request of another program: its prompt, its generated tokens and the captured states of each layer."""
+    """Holds one request of another program: its prompt, its generated tokens, and how the captured states are read."""
 
     prompt: tuple[int, ...]
     generated: tuple[int, ...]
-    states: Mapping[int, Tensor]
-    """By layer, [n, m]: the residual stream after the block, at the first n positions of the prompt and the generated
-    tokens."""
+    layers: tuple[int, ...]
+    """Layers with states, ascending."""
+    num_rows: int
+    """Number of positions with states: the first ones of the prompt and the generated tokens."""
+    read: Callable[[int, int], Mapping[int, Tensor]]
+    """Function (start, end) -> by layer, [end - start, m]: the residual stream after the block, at the positions
+    start..end-1. Its tensors share no memory with those of the other program."""
     logprobs: tuple[float, ...] = ()
     """Log-probabilities of the generated tokens, in nats; empty if unknown."""
     margins: tuple[float, ...] = ()
@@ -51,9 +74,9 @@ class Generation:
     finish: str = "unknown"
 
     @property
-    def num_rows(self) -> int:
-        """Number of positions of this request that have states."""
-        return len(next(iter(self.states.values())))
+    def last_step(self) -> int:
+        """Number of the last pass that this request has a row or a chosen token of."""
+        return max(len(self.generated) - 1, self.num_rows - len(self.prompt), 0)
 
 
 @dataclass(frozen=True)
@@ -70,6 +93,196 @@ class Origin:
     missing: Mapping[str, str]
     has_steps: bool
     """Whether the program stores which passes it ran."""
+
+
+class ImportPiece(NamedTuple):
+    """Holds some of the rows of an import, which follow each other in its order, and the passes that end with them."""
+
+    rows: list[RowRecord]
+    states: dict[tuple[str, int], Tensor]
+    """By (site, layer): states [n, m] of the rows."""
+    steps: list[StepRecord]
+    """One StepRecord for each pass that ends with these rows."""
+    ledger: list[LedgerChange]
+    ended: list[int]
+    """Ids of the requests that end with these rows."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """Holds checked generations of another program, to be made a Trace in memory or recorded to disk in pieces."""
+
+    generations: Sequence[Generation]
+    origin: Origin
+    model: CachedLM | None
+    tokenizer: Decoder | None
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the text of each token id."""
+        return self._texts[0](token_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the joint text of token ids."""
+        return self._texts[1](token_ids)
+
+    @cached_property
+    def _texts(self) -> tuple[Callable[[Sequence[int]], list[str]], Callable[[Sequence[int]], str]]:
+        return text_maker(self.model, self.tokenizer)
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """One Request for each generation, numbered in order. Its prompt is its text, special tokens included, if a
+        tokenizer is known; else its token ids."""
+        has_text = self.tokenizer is not None or getattr(self.model, "tokenizer", None) is not None
+        return tuple(
+            Request(
+                prompt=self.decode(one.prompt) if has_text else one.prompt,
+                sampling=SamplingParams(max_new_tokens=max(len(one.generated), 1)),
+                request_id=number,
+                prompt_token_ids=one.prompt,
+            )
+            for number, one in enumerate(self.generations)
+        )
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers with states, ascending."""
+        return self.generations[0].layers
+
+    def pieces(self, max_bytes: int | None = None) -> Iterator[ImportPiece]:
+        """Yields the rows in the order of a run: by pass, request and position. Reads the states of one piece at a
+        time.
+
+        max_bytes: most bytes of a piece, or one row; None for one piece of everything.
+        """
+        first = self.generations[0].read(0, 1)
+        row_bytes = sum(state.nbytes for state in first.values()) + _RECORD_BYTES
+        count = None if max_bytes is None else max(max_bytes // row_bytes, 1)
+        places, num_rows, step = _places(self.generations), 0, 0
+        last = max(one.last_step for one in self.generations)
+        following = list(islice(places, count))
+        while following:
+            chosen, following = following, list(islice(places, count))
+            end = following[0][0] if following else last + 1  # passes before this one have all their rows
+            rows, states = self._read(chosen, num_rows)
+            yield ImportPiece(
+                rows,
+                states,
+                [record for number in range(step, end) for record in self._records_of(number)],
+                [change for number in range(step, end) for change in self._changes_of(number)],
+                [i for i, one in enumerate(self.generations) if step <= one.last_step < end],
+            )
+            num_rows, step = num_rows + len(rows), end
+
+    def _read(
+        self, places: Sequence[tuple[int, int, int]], first: int
+    ) -> tuple[list[RowRecord], dict[tuple[str, int], Tensor]]:
+        """Returns (the rows at these places, their states by site and layer). first: state_index of the first row."""
+        rows, of_request = [], {number: list[int]() for _, number, _ in places}
+        for index, (step, number, position) in enumerate(places):
+            one = self.generations[number]
+            is_prompt = position < len(one.prompt)
+            token_id = one.prompt[position] if is_prompt else one.generated[position - len(one.prompt)]
+            phase, role = ("prefill", "prompt") if is_prompt else ("decode", "committed")
+            depth = self.origin.n_layers
+            rows.append(RowRecord(number, step, phase, position, token_id, depth, first + index, role, "committed"))
+            of_request[number].append(index)
+        parts = [
+            self.generations[number].read(places[own[0]][2], places[own[-1]][2] + 1)
+            for number, own in of_request.items()
+        ]
+        order = torch.tensor([index for own in of_request.values() for index in own]).argsort()
+        return rows, {("S", layer): torch.cat([part[layer] for part in parts])[order] for layer in self.layers}
+
+    def _records_of(self, step: int) -> Iterator[StepRecord]:
+        """Yields the StepRecord of a pass: a prefill of all prompts, or a decode pass. Yields none if the pass chose no
+        token."""
+        generations = self.generations
+        active = [n for n, one in enumerate(generations) if step < len(one.generated) or step == 0]
+        if not active:
+            return
+        slots = max(len(one.prompt) for one in generations) if step == 0 else 1
+        committed = {n: generations[n].generated[step : step + 1] for n in active}
+        yield StepRecord(
+            step=step,
+            phase="decode" if step else "prefill",
+            batch_shape=(len(generations), slots) if self.origin.has_steps else None,
+            request_ids=tuple(active),
+            seconds=float("nan"),
+            committed=tuple(committed.items()),
+            logprobs=tuple((n, generations[n].logprobs[step : step + 1]) for n in active),
+            margins=tuple((n, nats) for n in active for nats in generations[n].margins[step : step + 1]),
+        )
+
+    def _changes_of(self, step: int) -> Iterator[LedgerChange]:
+        """Yields the cache changes of a pass that the generations imply; none if the program does not store which
+        passes it ran."""
+        for number, one in enumerate(self.generations) if self.origin.has_steps else ():
+            prompt, position = len(one.prompt), len(one.prompt) + step - 1
+            if step == 0:
+                yield LedgerChange(number, 0, 0, prompt, "prefill")
+            elif position < one.num_rows:
+                yield LedgerChange(number, step, position, position + 1, "decoded")
+
+    @property
+    def meta(self) -> JsonDict:
+        """Metadata of the imported trace, with the reason for each kind of missing data."""
+        origin, model = self.origin, self.model
+        first = next(iter(self.generations[0].read(0, 1).values()))
+        capture = CaptureConfig("S", layers=self.layers)
+        heads = dict.fromkeys(HEAD_SITES, f"{origin.program} keeps no attention heads")
+        unread = "no lens was read at the import; cp.analysis.read_states(trace, lens, model=model) reads one from S"
+        return {
+            "kind": KIND,
+            "missing": {**heads, "Z": unread, **origin.missing},
+            "drafter": None,
+            "lens": "none",
+            "fingerprint": {
+                "model": origin.name,
+                "weights_sha256": model.fingerprint()["weights_sha256"] if model is not None else "",
+                "path": f"imported from {origin.program}",
+                "dtype": str(first.dtype).removeprefix("torch."),
+                "device": "unknown",
+                "threads": "unknown number of",
+            },
+            "config": {"capacity": max(one.num_rows for one in self.generations)},
+            "capture": {
+                **{
+                    name: getattr(capture, name) for name in ("sites", "heads", "positions", "phases", "dtype", "top_k")
+                },
+                "layers": list(self.layers),
+                "prompt_hypotheses": False,
+            },
+            "weights_note": "",
+            "cache_row_bytes": None,
+            "thought_layer": None,
+            "thinking": None,
+            "checks": [],
+            "finish": {str(number): one.finish for number, one in enumerate(self.generations)},
+            "errors": {},
+            "preemptions": [],
+            "behaviour": None,
+            "path_reason": f"imported from {origin.program}",
+        }
+
+    def trace(self) -> Trace:
+        """Returns the Trace, with all states in memory."""
+        (piece,) = self.pieces()
+        rows, events = tables.rows_table(piece.rows, self.token_texts), tables.events_table(piece.steps)
+        tokens = {number: list(one.generated) for number, one in enumerate(self.generations)}
+        return Trace(
+            requests=self.requests,
+            tokens=tokens,
+            texts={number: self.decode(ids) for number, ids in tokens.items()},
+            row_table=rows,
+            stored_readings=None,
+            event_table=events,
+            token_table=tables.tokens_table(rows, tokens, events, {}, self.token_texts),
+            ledger_table=tables.ledger_table(piece.ledger),
+            store=MemoryStore(piece.states),
+            meta=self.meta,
+            model=self.model,
+        )
 
 
 def text_maker(
@@ -89,129 +302,11 @@ def text_maker(
     return lambda ids: [f"<{i}>" for i in ids], lambda ids: " ".join(f"<{i}>" for i in ids)
 
 
-def imported_trace(
-    generations: Sequence[Generation], origin: Origin, model: CachedLM | None, tokenizer: Decoder | None
-) -> Trace:
-    """Builds the Trace of generations that another program made; each generation becomes one request, numbered in
-    order.
-
-    A request's prompt is its text, special tokens included, if a tokenizer is known; else its token ids.
-    """
-    token_texts, decode = text_maker(model, tokenizer)
-    has_text = tokenizer is not None or getattr(model, "tokenizer", None) is not None
-    records = [record for number, one in enumerate(generations) for record in _rows(number, one, origin.n_layers)]
-    order = sorted(range(len(records)), key=lambda i: (records[i].step, records[i].request_id, records[i].position))
-    for index, i in enumerate(order):
-        records[i].state_index = index
-    layers = sorted(generations[0].states)
-    stacked = {
-        ("S", layer): torch.cat([one.states[layer] for one in generations])[torch.tensor(order)] for layer in layers
-    }
-    tokens = {number: list(one.generated) for number, one in enumerate(generations)}
-    dtype = str(next(iter(stacked.values())).dtype).removeprefix("torch.")
-    events = tables.events_table(_steps(generations))
-    if not origin.has_steps:
-        events[["batch_rows", "batch_slots"]] = pd.NA
-    capture = CaptureConfig("S", layers=tuple(layers))
-    return Trace(
-        requests=tuple(
-            Request(
-                prompt=decode(one.prompt) if has_text else one.prompt,
-                sampling=SamplingParams(max_new_tokens=max(len(one.generated), 1)),
-                request_id=number,
-                prompt_token_ids=one.prompt,
-            )
-            for number, one in enumerate(generations)
-        ),
-        tokens=tokens,
-        texts={number: decode(ids) for number, ids in tokens.items()},
-        row_table=tables.rows_table([records[i] for i in order], token_texts),
-        stored_readings=None,
-        event_table=events,
-        ledger_table=tables.ledger_table(_ledger(generations) if origin.has_steps else ()),
-        store=MemoryStore(stacked),
-        meta=_meta(generations, origin, capture, dtype, model),
-        model=model,
-    )
-
-
-def _rows(number: int, generation: Generation, n_layers: int) -> list[RowRecord]:
-    """Returns a list of RowRecord, one for each token with states of one imported generation."""
-    prompt, token_ids = len(generation.prompt), (*generation.prompt, *generation.generated)
-    rows = []
-    for position in range(generation.num_rows):
-        step = max(position - prompt + 1, 0)
-        phase, role = ("prefill", "prompt") if position < prompt else ("decode", "committed")
-        rows.append(RowRecord(number, step, phase, position, token_ids[position], n_layers, -1, role, "committed"))
-    return rows
-
-
-def _steps(generations: Sequence[Generation]) -> list[StepRecord]:
-    """Returns the passes that imported generations imply, as a list of StepRecord: a prefill of all prompts, then
-    decode passes."""
-    steps = []
-    for step in range(max(max(len(one.generated), 1) for one in generations)):
-        active = [n for n, one in enumerate(generations) if step < len(one.generated) or step == 0]
-        slots = max(len(one.prompt) for one in generations) if step == 0 else 1
-        committed = {n: generations[n].generated[step : step + 1] for n in active}
-        steps.append(
-            StepRecord(
-                step=step,
-                phase="decode" if step else "prefill",
-                batch_shape=(len(generations), slots),
-                request_ids=tuple(active),
-                seconds=float("nan"),
-                committed=tuple(committed.items()),
-                logprobs=tuple((n, generations[n].logprobs[step : step + 1]) for n in active),
-                margins=tuple((n, nats) for n in active for nats in generations[n].margins[step : step + 1]),
-            )
-        )
-    return steps
-
-
-def _ledger(generations: Sequence[Generation]) -> list[LedgerChange]:
-    """Returns the cache changes that imported generations imply, as a list of LedgerChange."""
-    changes = []
+def _places(generations: Sequence[Generation]) -> Iterator[tuple[int, int, int]]:
+    """Yields (pass, request id, position) of every row: those of the prompts, then one of each request for a pass."""
     for number, one in enumerate(generations):
-        prompt = len(one.prompt)
-        changes.append(LedgerChange(number, 0, 0, prompt, "prefill"))
-        changes += [LedgerChange(number, p - prompt + 1, p, p + 1, "decoded") for p in range(prompt, one.num_rows)]
-    return sorted(changes, key=lambda change: (change.request_id, change.step))
-
-
-def _meta(
-    generations: Sequence[Generation], origin: Origin, capture: CaptureConfig, dtype: str, model: CachedLM | None
-) -> JsonDict:
-    """Returns the metadata of an imported trace as a dict, with the reason for each kind of missing data."""
-    heads = dict.fromkeys(HEAD_SITES, f"{origin.program} keeps no attention heads")
-    unread = "no lens was read at the import; cp.analysis.read_states(trace, lens, model=model) reads one from S"
-    return {
-        "kind": "import",
-        "missing": {**heads, "Z": unread, **origin.missing},
-        "drafter": None,
-        "lens": "none",
-        "fingerprint": {
-            "model": origin.name,
-            "weights_sha256": model.fingerprint()["weights_sha256"] if model is not None else "",
-            "path": f"imported from {origin.program}",
-            "dtype": dtype,
-            "device": "unknown",
-            "threads": "unknown number of",
-        },
-        "config": {"capacity": max(one.num_rows for one in generations)},
-        "capture": {
-            **{name: getattr(capture, name) for name in ("sites", "heads", "positions", "phases", "dtype", "top_k")},
-            "layers": list(capture.layers or ()),
-            "prompt_hypotheses": False,
-        },
-        "weights_note": "",
-        "cache_row_bytes": None,
-        "thought_layer": None,
-        "thinking": None,
-        "checks": [],
-        "finish": {str(number): one.finish for number, one in enumerate(generations)},
-        "errors": {},
-        "preemptions": [],
-        "behaviour": None,
-        "path_reason": f"imported from {origin.program}",
-    }
+        yield from ((0, number, position) for position in range(min(len(one.prompt), one.num_rows)))
+    for step in range(1, max(one.num_rows - len(one.prompt) for one in generations) + 1):
+        for number, one in enumerate(generations):
+            if (position := len(one.prompt) + step - 1) < one.num_rows:
+                yield step, number, position

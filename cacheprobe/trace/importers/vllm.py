@@ -1,4 +1,4 @@
-"""Imports vLLM's hidden-state dumps (ExampleHiddenStatesConnector: one safetensors file for each request) as a Trace.
+"""Reads vLLM's hidden-state dumps (ExampleHiddenStatesConnector: one safetensors file for each request) for a Trace.
 
 A file holds `hidden_states` [tokens, layers, m] and `token_ids` [tokens]. The layers are those of the setting
 `eagle_aux_hidden_state_layer_ids`, in ascending order; the file does not name them. Id k is the residual stream that
@@ -11,7 +11,7 @@ Source: vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_conne
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Protocol, cast
@@ -21,17 +21,18 @@ from torch import Tensor
 
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.importers.checks import require_states_of
-from cacheprobe.trace.importers.common import Decoder, Generation, ImportRefused, Origin, imported_trace
-from cacheprobe.trace.trace import Trace
+from cacheprobe.trace.importers.common import Decoder, Generation, Imported, ImportRefused, Origin, Stored
 
 _PROGRAM = "vLLM"
 _SETTING = "eagle_aux_hidden_state_layer_ids"
 _KEYS = ("hidden_states", "token_ids")
+_CHECKED_ROWS = 4096
+"""Number of tokens of a file whose states are checked at once."""
 SECONDS_TO_WAIT = 60.0
 """Longest wait for a file that vLLM is still writing; vLLM's own loader waits without limit."""
 
 
-def trace_of_vllm(
+def read_vllm(
     outputs: object,
     layers: Iterable[int],
     *,
@@ -39,9 +40,11 @@ def trace_of_vllm(
     model: CachedLM | None = None,
     tokenizer: Decoder | None = None,
     name: str | None = None,
-) -> Trace:
-    """Returns the Trace of hidden states that vLLM stored. outputs: file paths, a folder, or vLLM's outputs that name
-    files.
+) -> Imported:
+    """Returns the checked hidden states that vLLM stored, as an Imported, which reads the states of a file when they
+    are needed.
+
+    outputs: file paths, a folder, or vLLM's outputs that name files.
 
     layers: the setting eagle_aux_hidden_state_layer_ids.  num_prompt_tokens: of each file, or one number for all; by
     default all tokens are the prompt's.  model: also checks that the states are this model's.
@@ -57,7 +60,7 @@ def trace_of_vllm(
     if len(lengths) != len(items):
         raise ImportRefused(f"num_prompt_tokens lists {len(lengths)} lengths for {len(items)} files")
     generations = [_generation(item, ids, length) for item, length in zip(items, lengths, strict=True)]
-    widths = {next(iter(one.states.values())).shape[1] for one in generations}
+    widths = {next(iter(one.read(0, 1).values())).shape[1] for one in generations}
     if len(widths) > 1:
         raise ImportRefused(f"files of states {' and '.join(map(str, sorted(widths)))} wide are not of one model")
     missing = {
@@ -70,10 +73,9 @@ def trace_of_vllm(
     known = model.name if model is not None else "unknown model"
     n_layers = model.n_layers if model is not None else max(ids)
     origin = Origin(_PROGRAM, name or known, n_layers, missing, has_steps=False)
-    trace = imported_trace(generations, origin, model, tokenizer)
     if model is not None:
         require_states_of(model, generations[0])
-    return trace
+    return Imported(generations, origin, model, tokenizer)
 
 
 class _Completion(Protocol):
@@ -120,14 +122,15 @@ def _as_list(outputs: object) -> list[object]:
 
 
 def _generation(item: object, ids: Sequence[int], num_prompt_tokens: int | None) -> Generation:
-    """Reads one stored file of vLLM, and returns prompt, generated tokens and states as a Generation. item: a file
-    path, or a vLLM output that names its file."""
+    """Checks one stored file of vLLM, and returns prompt, generated tokens and a reader of the states as a Generation.
+    item: a file path, or a vLLM output that names its file."""
     if isinstance(item, str | Path):
-        states, tokens = _read(Path(item), len(ids))
+        path = Path(item)
+        tokens = _checked_tokens(path, len(ids))
         prompt_length = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
         if not 1 <= prompt_length <= len(tokens):
             raise ImportRefused(f"{item} holds {len(tokens)} tokens, not a prompt of {prompt_length}")
-        return _generation_of(states, tokens[:prompt_length], tokens[prompt_length:], ids)
+        return _generation_of(path, len(tokens), tokens[:prompt_length], tokens[prompt_length:], ids)
     params = getattr(item, "kv_transfer_params", None)
     if not isinstance(params, Mapping) or "hidden_states_path" not in params:
         raise ImportRefused(f"a {type(item).__name__} names no hidden_states_path; give vLLM's outputs, or its files")
@@ -135,20 +138,29 @@ def _generation(item: object, ids: Sequence[int], num_prompt_tokens: int | None)
     if len(output.outputs) != 1:
         raise ImportRefused(f"an output with {len(output.outputs)} samples has one file for all; ask for n=1")
     path = Path(params["hidden_states_path"])
-    states, tokens = _read(path, len(ids))
+    tokens = _checked_tokens(path, len(ids))
     prompt, generated = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
     if tokens == prompt:
         generated = generated[:1]  # the file has no states for the others
     elif tokens != prompt + generated[:-1]:
         raise ImportRefused(f"{path} is of other tokens than the output that names it: {tokens[:8]}, {prompt[:8]}")
-    return _generation_of(states, prompt, generated, ids)
+    return _generation_of(path, len(tokens), prompt, generated, ids)
 
 
-def _generation_of(states: Tensor, prompt: Sequence[int], generated: Sequence[int], ids: Sequence[int]) -> Generation:
-    """Returns a Generation with vLLM's states [t, l, m] taken apart by layer. vLLM's layer id k names the input of
-    block k, which is S of layer k - 1 here; id 0, the embedding, is left out."""
-    by_layer = {layer - 1: states[:, index].clone() for index, layer in enumerate(ids) if layer > 0}
-    return Generation(tuple(prompt), tuple(generated), by_layer)
+def _generation_of(
+    path: Path, num_rows: int, prompt: Sequence[int], generated: Sequence[int], ids: Sequence[int]
+) -> Generation:
+    """Returns a Generation that takes the states [t, l, m] of a file of vLLM apart by layer. vLLM's layer id k names
+    the input of block k, which is S of layer k - 1 here; id 0, the embedding, is left out."""
+    index_of = {layer - 1: index for index, layer in enumerate(ids) if layer > 0}
+
+    def read(start: int, end: int) -> dict[int, Tensor]:
+        """Returns the states at the positions start..end-1 by layer, [end - start, m]."""
+        with _opened(path) as entry:
+            states = entry("hidden_states")[start:end]
+            return {layer: states[:, index].clone() for layer, index in index_of.items()}
+
+    return Generation(tuple(prompt), tuple(generated), tuple(index_of), num_rows, read)
 
 
 @contextmanager
@@ -184,33 +196,45 @@ def _try_to_share(lock: IO[bytes]) -> bool:
     return True
 
 
-def _read(path: Path, num_layers: int) -> tuple[Tensor, list[int]]:
-    """Returns (states [t, l, m], list of token ids) of one file that vLLM stored."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+@contextmanager
+def _opened(path: Path) -> Iterator[Callable[[str], Stored]]:
+    """Opens a safetensors file for a `with` block, and yields a function that returns one of its tensors by name, to be
+    read in slices. Raises: ImportRefused for a file that cannot be read, or has other tensors."""
+    from safetensors import SafetensorError, safe_open
 
-    if path.suffix == ".zst" or (not path.exists() and path.with_name(path.name + ".zst").exists()):
-        raise ImportRefused(f"{path} is compressed; unpack it first, with zstd -d")
     try:
-        with _complete_file(path):
-            tensors = load_file(path)
+        with safe_open(path, "pt") as file:
+            found = sorted(file.keys())
+            if missing := [key for key in _KEYS if key not in found]:
+                raise ImportRefused(f"{path} has no {missing[0]}; expected {' and '.join(_KEYS)}, it holds {found}")
+            yield file.get_slice
     except (OSError, SafetensorError) as error:
         raise ImportRefused(f"{path} cannot be read as safetensors ({error!s:.120}); is vLLM still at it?") from error
-    if missing := [key for key in _KEYS if key not in tensors]:
-        raise ImportRefused(f"{path} has no {missing[0]}; expected {' and '.join(_KEYS)}, it holds {sorted(tensors)}")
-    states, tokens = tensors["hidden_states"], tensors["token_ids"]
-    if states.dim() != 3 or tokens.dim() != 1 or len(states) != len(tokens):
-        raise ImportRefused(
-            f"{path}: hidden_states {tuple(states.shape)} and token_ids {tuple(tokens.shape)}; expected "
-            "[tokens, layers, m] and [tokens]"
-        )
-    if states.shape[1] != num_layers:
-        raise ImportRefused(
-            f"{path} holds states of {states.shape[1]} layers, and layers= names {num_layers}; give {_SETTING} as vLLM "
-            "was given it"
-        )
-    if not len(tokens):
-        raise ImportRefused(f"{path} holds no tokens: vLLM was given embeddings instead of a prompt")
-    if not bool(torch.isfinite(states).all()):
-        raise ImportRefused(f"{path} holds states that are no numbers; dump them again, with one kind of attention")
-    return states, tokens.tolist()
+
+
+def _checked_tokens(path: Path, num_layers: int) -> list[int]:
+    """Returns the token ids of one file that vLLM stored, as soon as the file is complete. Checks the shapes of the
+    file, and that all states are finite. Raises: ImportRefused for another file."""
+    if path.suffix == ".zst" or (not path.exists() and path.with_name(path.name + ".zst").exists()):
+        raise ImportRefused(f"{path} is compressed; unpack it first, with zstd -d")
+    with _complete_file(path), _opened(path) as entry:
+        states, tokens = (entry(name) for name in _KEYS)
+        shape, count = list(states.get_shape()), list(tokens.get_shape())
+        if len(shape) != 3 or len(count) != 1 or shape[0] != count[0]:
+            raise ImportRefused(
+                f"{path}: hidden_states {tuple(shape)} and token_ids {tuple(count)}; expected "
+                "[tokens, layers, m] and [tokens]"
+            )
+        if shape[1] != num_layers:
+            raise ImportRefused(
+                f"{path} holds states of {shape[1]} layers, and layers= names {num_layers}; give {_SETTING} as vLLM "
+                "was given it"
+            )
+        if not shape[0]:
+            raise ImportRefused(f"{path} holds no tokens: vLLM was given embeddings instead of a prompt")
+        for start in range(0, shape[0], _CHECKED_ROWS):
+            if not bool(torch.isfinite(states[start : start + _CHECKED_ROWS]).all()):
+                raise ImportRefused(
+                    f"{path} holds states that are no numbers; dump them again, with one kind of attention"
+                )
+        return tokens[:].tolist()

@@ -21,6 +21,7 @@ from cacheprobe.trace.parts.shards import header_of, read_tensor
 from cacheprobe.trace.stored import REQUESTS_IN_MEMORY, StoredRun
 from cacheprobe.trace.tables import build as tables
 from cacheprobe.trace.tables.draft_verdicts import with_read_tokens, with_verdicts
+from cacheprobe.trace.tables.recorded_features import recorded_lines
 
 
 class FollowedRun(StoredRun):
@@ -64,6 +65,12 @@ class FollowedRun(StoredRun):
         run = FollowedRun.__new__(FollowedRun)
         run._open(journal, self)
         return run
+
+    @cached_property
+    def features(self) -> pd.DataFrame | None:
+        """Features of a dictionary so far, as `StoredRun.features`; None for a run without."""
+        found = GrowingRun(self.journal).features(self.rows)
+        return None if found is None else recorded_lines(self.rows, found, self.meta["capture"]["dictionary"])
 
     @cached_property
     def thoughts(self) -> pd.DataFrame | None:

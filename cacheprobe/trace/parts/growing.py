@@ -4,6 +4,7 @@
       journal.jsonl                     names the parts below: see journal.py
       states-<id>-00000.safetensors     states of one part; the finished run keeps these files
       readings-<id>-00000.safetensors   lens readings, one tensor for each column of `LensReader.take`
+      features-<id>-00000.safetensors   features of a dictionary, as from `FeatureRecorder.take`
       rows-<id>-00000.parquet, events-<id>-00000.parquet, ledger-<id>-00000.parquet
       thoughts-<id>-00000.parquet and .safetensors  of a Thinking States model: chunk states, and the logits of the
                                         first word
@@ -12,7 +13,7 @@
 A run is finished by one table of each kind in place of those of the parts, and a manifest (see storage.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -31,6 +32,7 @@ from cacheprobe.trace.parts.shards import ShardStore, header_of, read_tensor
 from cacheprobe.trace.run_files import ROW_GROUP, RunFiles, parquet_options, write_parquet
 from cacheprobe.trace.storage import request_from_record
 from cacheprobe.trace.tables import build as tables
+from cacheprobe.trace.tables.features import feature_table
 from cacheprobe.trace.tables.thoughts import thoughts_table
 
 UNDECIDED = "given_up"
@@ -88,14 +90,27 @@ class GrowingRun:
         rows: numbers of the rows whose readings are returned; None for all.
         """
         parts = []
-        for name in self.journal.names("readings"):
-            part = {key: read_tensor(self.files, name, entry) for key, entry in header_of(self.files, name).items()}
+        for part in self._tensors("readings"):
             if rows is not None:
                 chosen = torch.isin(part["row"], torch.tensor(rows.to_numpy()))
                 part = {key: column[chosen] for key, column in part.items()}
             parts.append(part)
-        columns = {key: torch.cat([part[key] for part in parts]) for key in parts[0]} if parts else {}
+        columns = _joined(parts)
         return columns if columns and len(columns["row"]) else {}
+
+    def features(self, rows: pd.DataFrame) -> pd.DataFrame | None:
+        """Returns the table of recorded features, as from `tables.features.feature_table`; None if the run has no
+        dictionary. rows: from `rows`."""
+        capture = self.journal.header["meta"].get("capture", {})
+        if capture.get("dictionary") is None:
+            return None
+        columns = _joined(list(self._tensors("features"))) or _NO_FEATURES
+        return feature_table(columns, rows, capture["statuses"])
+
+    def _tensors(self, kind: str) -> Iterator[dict[str, Tensor]]:
+        """Yields the tensors of each file of one kind, by name."""
+        for name in self.journal.names(kind):
+            yield {key: read_tensor(self.files, name, entry) for key, entry in header_of(self.files, name).items()}
 
     def readings(self, rows: pd.DataFrame) -> Iterator[pd.DataFrame]:
         """Yields the table of lens readings in pieces that are sorted like the whole: requests in order. rows: from
@@ -187,6 +202,7 @@ class GrowingRun:
             ledger_table=self.table("ledger"),
             token_table=self.token_table,
             thought_table=self.thoughts(rows),
+            feature_table=self.features(rows),
             thought_states=self.thought_states,
             store=self.store,
             meta=self.meta,
@@ -205,6 +221,7 @@ class GrowingRun:
             "events": self.table("events"),
             "ledger": self.table("ledger"),
             "tokens": self.token_table,
+            **({} if (features := self.features(rows)) is None else {"features": features}),
         }
         for name, table in written.items():
             files.write(f"{name}-{run_id}.parquet", lambda path, table=table: write_parquet(table, path))
@@ -225,6 +242,20 @@ class GrowingRun:
         sites = {name: self.journal.header[name] for name in ("sites", "heads", "layers")}
         files.write_manifest(shards, sites, requests, meta)
         return [*(name for name in sums["files"] if name not in files.sizes), JOURNAL]
+
+
+_NO_FEATURES = {
+    "row": torch.zeros(0, dtype=torch.int64),
+    "feature": torch.zeros(0, 1, dtype=torch.int64),
+    "activation": torch.zeros(0, 1),
+    "copies": torch.zeros(0, 2, dtype=torch.int64),
+}
+"""Columns of features without a line."""
+
+
+def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns the columns of several parts as one; {} without a part."""
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]} if parts else {}
 
 
 def _write_pieces(path: Path, first: pd.DataFrame, others: Iterator[pd.DataFrame]) -> None:

@@ -16,8 +16,8 @@ from cacheprobe.core.files import fsync
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.manifest import JOURNAL, TraceError
 
-_FORMAT, _VERSION, _READ = "cacheprobe journal", 3, (1, 2, 3)
-"""Version 2: states as int8; the state_index of rows in `labelled`. Version 3: thoughts."""
+_FORMAT, _VERSION, _READ = "cacheprobe journal", 4, (1, 2, 3, 4)
+"""Version 2: states as int8; the state_index of rows in `labelled`. Version 3: thoughts. Version 4: features."""
 _SUM = 32
 """Length of a line's checksum."""
 

@@ -97,8 +97,8 @@ def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
                 {
                     "step": step.step,
                     "phase": step.phase,
-                    "batch_rows": step.batch_shape[0],
-                    "batch_slots": step.batch_shape[1],
+                    "batch_rows": step.batch_shape[0] if step.batch_shape else None,
+                    "batch_slots": step.batch_shape[1] if step.batch_shape else None,
                     "request_id": request_id,
                     "seconds": step.seconds,
                     "proposed_token_ids": list(proposed.get(request_id, ())),
@@ -116,7 +116,9 @@ def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
                 }
             )
     table = pd.DataFrame(records, columns=EVENT_COLUMNS)
-    whole = ("draft_start", "num_accepted", "num_rolled_back", "recovered_token_id", "bonus_token_id")
+    whole = ["draft_start", "num_accepted", "num_rolled_back", "recovered_token_id", "bonus_token_id"]
+    if any(step.batch_shape is None for step in steps):
+        whole += ["batch_rows", "batch_slots"]
     return table.astype(dict.fromkeys(whole, "Int64") | {"margin_nats": "Float64", "finish": "string"})
 
 

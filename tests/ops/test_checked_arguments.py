@@ -6,6 +6,7 @@ import torch
 
 from cacheprobe.ops.acceptance import StopRule, num_accepted
 from cacheprobe.ops.plain import rms_norm
+from cacheprobe.ops.sampling import lowest_argmax
 
 
 def test_shapes_agree_between_arguments() -> None:
@@ -20,3 +21,10 @@ def test_types_of_functions_and_fields() -> None:
         num_accepted({1: 2}, [1])  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="token_ids"):
         StopRule([1], (), str)  # pyright: ignore[reportArgumentType]
+
+
+def test_shapes_of_one_argument() -> None:
+    """The option in pyproject.toml works only while nothing imports cacheprobe before pytest has read it."""
+    assert lowest_argmax(torch.tensor([1.0, 3.0, 3.0])) == 1
+    with pytest.raises(Exception, match="Type-check error"):
+        lowest_argmax(torch.zeros(2, 2))

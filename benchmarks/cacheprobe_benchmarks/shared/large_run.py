@@ -6,10 +6,10 @@ import numpy as np
 import pandas as pd
 
 import cacheprobe as cp
+from cacheprobe.models.hf.tiny import tiny_model
 from cacheprobe.trace.rows import LedgerChange
 from cacheprobe.trace.state_store import MemoryStore
 from cacheprobe.trace.tables.build import EVENT_COLUMNS, ledger_table
-from tests.tiny import PROMPTS, SMALL, loaded
 
 PROMPT, WINDOW, VOCAB, TOP = 16, 4, 5000, 5
 
@@ -18,7 +18,7 @@ def save_large_run(folder: Path, requests: int, tokens: int, layers: int) -> Pat
     """Requests in one batch, windows of four, every third of them rolled back at its last candidate; a reading of every
     verified row at every layer."""
     rows, events, ledger = _schedule(requests, tokens)
-    small = cp.run(loaded(), PROMPTS[:1], **SMALL)
+    small = cp.run(cp.load_model(tiny_model()), [[1, 2, 3]], max_new_tokens=2, capacity=96, progress=False)
     finish = {str(r): "length" for r in range(requests)}
     capture = {**small.meta["capture"], "layers": list(range(layers))}
     trace = cp.Trace(

@@ -1,0 +1,1 @@
+"""Measures how well a dictionary reconstructs the states of a trace."""

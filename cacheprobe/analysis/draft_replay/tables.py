@@ -1,0 +1,125 @@
+"""Builds the tables of `acceptance` from replayed passes."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import pandas as pd
+
+from cacheprobe.analysis.draft_replay.passes import CommittedText, ReplayedPass
+from cacheprobe.analysis.draft_replay.recorded import Sampled
+from cacheprobe.drafters.base import Drafter
+from cacheprobe.drafters.early_exit import EarlyExit
+
+DRAFTER = ["drafter", "settings", "layer", "lens"]
+"""Columns that name a drafter."""
+KEYS = [*DRAFTER, "window", "temperature", "kind"]
+"""Columns that say what was replayed."""
+
+
+def names_of(drafter: Drafter) -> dict[str, object]:
+    """Returns the values of the columns DRAFTER: settings is the drafter's repr, null for EarlyExit, which has a layer
+    and a lens."""
+    if isinstance(drafter, EarlyExit):
+        return {"drafter": drafter.name, "settings": None, "layer": drafter.layer, "lens": drafter.lens.name}
+    return {"drafter": drafter.name, "settings": repr(drafter), "layer": None, "lens": None}
+
+
+class DraftReplay(NamedTuple):
+    """Holds the replay of one request with one drafter and window."""
+
+    text: CommittedText
+    drafter: Drafter
+    lens: str | None
+    """Name of the lens whose readings are an EarlyExit's drafts; None for another drafter."""
+    window: int
+    sampled: Sampled
+    passes: list[ReplayedPass]
+
+    @property
+    def keys(self) -> dict[str, object]:
+        """Values of KEYS."""
+        is_exact = self.sampled.is_own and not (self.sampled.temperature and self.lens)
+        return {
+            **names_of(self.drafter),
+            "lens": self.lens,
+            "window": self.window,
+            "temperature": self.sampled.temperature,
+            "kind": "exact" if is_exact else "estimated",
+        }
+
+
+def by_request(replayed: Sequence[DraftReplay]) -> pd.DataFrame:
+    """Returns a line for each request, drafter and window."""
+    lines = []
+    for one in replayed:
+        passes = sum(each.weight for each in one.passes)
+        drafted = sum(each.weight * sum(each.drafted) for each in one.passes)
+        accepted = sum(each.weight * sum(each.accepted) for each in one.passes)
+        undrafted = sum(each.weight for each in one.passes if not sum(each.drafted))
+        committed = one.text.last - one.text.first
+        lines.append(
+            {
+                "request_id": one.text.request_id,
+                **one.keys,
+                "passes": float(passes),
+                "undrafted": float(undrafted),
+                "drafted": float(drafted),
+                "accepted": float(accepted),
+                "committed": committed,
+                "tokens_per_pass": committed / passes if passes else None,
+                "acceptance_rate": accepted / drafted if drafted else None,
+            }
+        )
+    return _typed(lines, ["tokens_per_pass", "acceptance_rate"])
+
+
+def by_pass(replayed: Sequence[DraftReplay]) -> pd.DataFrame:
+    """Returns a line for each verify pass that has a probability above 0."""
+    lines = [
+        {
+            "request_id": one.text.request_id,
+            **one.keys,
+            "position": each.position,
+            "probability": each.weight,
+            "drafted": float(sum(each.drafted)),
+            "accepted": float(sum(each.accepted)),
+        }
+        for one in replayed
+        for each in one.passes
+    ]
+    columns = ["request_id", *KEYS, "position", "probability", "drafted", "accepted"]
+    return _typed(lines, ["drafted", "accepted"], columns)
+
+
+def by_place(replayed: Sequence[DraftReplay]) -> pd.DataFrame:
+    """Returns a line for each place in a draft, drafter and window, over all requests."""
+    columns = [*KEYS, "place", "drafted", "accepted"]
+    lines = [
+        {**one.keys, "place": place, "drafted": each.weight * drafted, "accepted": each.weight * accepted}
+        for one in replayed
+        for each in one.passes
+        for place, (drafted, accepted) in enumerate(_padded(each), start=1)
+    ]
+    table = _typed(lines, ["drafted", "accepted"], columns)
+    summed = table.groupby([*KEYS, "place"], dropna=False, sort=False, as_index=False)[["drafted", "accepted"]].sum()
+    summed["acceptance_rate"] = summed.accepted / summed.drafted
+    return summed[summed.drafted > 0].reset_index(drop=True)
+
+
+def _padded(one: ReplayedPass) -> list[tuple[float, float]]:
+    """Returns (drafted, accepted) of each place of a pass; nothing is accepted where the replay ends."""
+    accepted = [*one.accepted, *[0.0] * (len(one.drafted) - len(one.accepted))]
+    return list(zip(one.drafted, accepted, strict=True))
+
+
+def _typed(lines: "list[dict[str, object]]", floats: Sequence[str], columns: "list[str] | None" = None) -> pd.DataFrame:
+    """Returns the lines as a DataFrame, with whole numbers and null in the column layer."""
+    return pd.DataFrame(lines, columns=columns).astype({"layer": "Int64"} | dict.fromkeys(floats, "float64"))
+
+
+TABLES: dict[str, Callable[[Sequence[DraftReplay]], pd.DataFrame]] = {
+    "request": by_request,
+    "pass": by_pass,
+    "place": by_place,
+}
+"""Tables of `acceptance` by the value of its argument `by`."""

@@ -1,0 +1,1 @@
+"""Runs mixtures of experts batch-invariantly, and reads and edits their routing."""

@@ -1,0 +1,1 @@
+"""Runs plain transformers models as CachedLM, without a TransformerBridge."""

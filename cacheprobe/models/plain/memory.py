@@ -1,0 +1,74 @@
+"""Refuses models whose memory our KVCache cannot compute or roll back, by their configs."""
+
+from cacheprobe.core.live import LiveConfig
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.checks import LONGEST_PROBE
+from cacheprobe.models.hf.masks import chunk_size, sliding_window
+
+SLIDING_FAMILIES = (
+    *("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "cohere2", "cwm", "exaone4", "granite_swa", "llama4_text"),
+    *("ministral", "modernbert-decoder", "olmo3", "vaultgemma", "gpt_oss", "afmoe", "cohere2_moe", "exaone_moe"),
+    *("flint", "granitemoe_swa", "kolibri1", "mimo_v2_flash"),
+)
+"""Model types whose sliding windows or chunks were compared with Hugging Face's own, on longer texts."""
+
+
+RECURRENT_KINDS = ("linear_attention", "conv")
+"""Kinds of layers whose state our cache keeps after every token."""
+
+
+def has_recurrent_layers(config: LiveConfig) -> bool:
+    """Returns True if a config lists layers that keep a recurrent state instead of keys and values."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return bool({*RECURRENT_KINDS} & set(getattr(config, "layer_types", None) or ()))
+
+
+def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
+    """Checks a model's config for parts that our KVCache cannot compute or roll back. Raises: ModelError for
+    encoder-decoders, recurrent states, local or bidirectional attention, longrope, and windows that no test covers."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{architecture} is an encoder-decoder; cacheprobe runs decoder-only models")
+    is_nested = hasattr(config, "get_text_config") and config.get_text_config() is not config
+    config = config.get_text_config() if is_nested else config
+    kinds = set(getattr(config, "layer_types", None) or ())
+    others = sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention", *RECURRENT_KINDS})
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        raise ModelError(
+            f"{architecture} has local attention layers, whose rollback is not defined yet; use a model with full "
+            "attention in every layer"
+        )
+    if others:
+        raise ModelError(
+            f"{architecture} has {' and '.join(others)} layers, whose rollback is not defined yet; use a model with "
+            "full attention in every layer"
+        )
+    if getattr(config, "use_bidirectional_attention", None):
+        raise ModelError(f"{architecture} attends in both directions; cacheprobe runs models that generate")
+    if "longrope" in str(getattr(config, "rope_parameters", "")):
+        raise ModelError(
+            f"{architecture} rotates by the longest row of a batch (longrope), so rows would depend on each other; use "
+            "a model with another rope_type"
+        )
+    window = sliding_window(config) or chunk_size(config)
+    is_tried = config.model_type in SLIDING_FAMILIES or (window is not None and window + 8 <= LONGEST_PROBE)
+    is_whole = window is not None and window >= (getattr(config, "max_position_embeddings", None) or window + 1)
+    if window is not None and not is_whole and (is_nested or not is_tried):
+        raise ModelError(
+            f"{architecture} attends over a window of {window}; set config.sliding_window=None and stay within it, or "
+            f"use a model with full attention. Windows are tried for {', '.join(SLIDING_FAMILIES)}"
+        )
+    for field in (
+        "attention_window_size",
+        "attention_chunk_size",
+        "state_size",
+        "ssm_state_size",
+        "linear_num_value_heads",
+        "mamba_d_state",
+    ):
+        if has_recurrent_layers(config):  # `check_plain` compares what they compute at load
+            break
+        if getattr(config, field, None) and not (field == "attention_chunk_size" and kinds):
+            raise ModelError(
+                f"{architecture} keeps a bounded or recurrent state ({field}), whose rollback is not defined yet; "
+                "use a model with full attention in every layer"
+            )

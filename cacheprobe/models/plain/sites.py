@@ -1,0 +1,197 @@
+"""Captures and edits the states of a plain transformers model with PyTorch hooks on the modules that compute them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from cacheprobe.core.hook_names import HEADS, INPUT_POINT, OUTPUT_POINT, RECURRENT, hook_name
+from cacheprobe.core.live import LiveModule
+from cacheprobe.models.base import ModelError, StateEdit, StateSink
+from cacheprobe.models.experts.find import MixtureLayer
+from cacheprobe.models.experts.sites import capturing_routing, editing_routers, split
+from cacheprobe.models.fast.module_hooks import change, listen
+from cacheprobe.models.output_parts import is_conv
+from cacheprobe.models.plain.recurrence import capturing_states
+from cacheprobe.models.plain.structure import AddedPart, PlainBlock
+from cacheprobe.models.turns import computing
+
+_PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
+
+
+class PlainSites:
+    """Captures and edits activations at sites pre, S, T, C, of routers and, where the attention has such projections,
+    q, k, v and z; captures recurrent states. Base class of PlainLM."""
+
+    name: str
+    n_layers: int
+    model: LiveModule
+    blocks: Sequence[PlainBlock]
+    head_shape: tuple[int, int]
+    layer_shapes: Sequence[tuple[int, int, int]]
+    mixtures: Mapping[int, MixtureLayer]
+    state_shapes: Mapping[int, tuple[int, int]]
+    """Layer with a recurrent state -> (heads, numbers of a head)."""
+    token_shape: tuple[int, int] = (0, 0)
+    """(batch size, tokens) of the present forward."""
+
+    @contextmanager
+    def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
+        """Returns a context manager. Inside its `with`, a forward calls `sink(site, layer, activation)` for each (site,
+        layer) pair of `sites` whose layer it runs. Raises: ModelError for a site that the model lacks."""
+
+        def keep(site: str, layer: int, value: Tensor) -> None:
+            """Calls the sink and returns None, so that the activation stays unchanged."""
+            sink(site, layer, value)
+
+        others, routers = split(sites)
+        recurrent = [layer for site, layer in others if site == RECURRENT]
+        others = [place for place in others if place[0] != RECURRENT]
+        paths = {layer: self.blocks[layer].attention for layer in self.state_shapes}
+        with (
+            self.editing(others, keep),
+            capturing_routing(self.name, self.mixtures, routers, sink),
+            capturing_states(self.name, self.model, paths, recurrent, sink),
+        ):
+            yield
+
+    @contextmanager
+    def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
+        """Returns a context manager. Inside its `with`, a forward calls `edit(site, layer, activation)` for each (site,
+        layer) pair of `sites` whose layer it runs. A returned tensor replaces the activation; None leaves the
+        activation unchanged. Raises: ModelError for a site that the model lacks."""
+        others, routers = split(sites)
+        with computing, ExitStack() as stack:
+            stack.enter_context(editing_routers(self.name, self.mixtures, routers, edit))
+            for site, layer in others:
+                self._add_hooks(stack, site, layer, partial(edit, site, layer))
+            yield
+
+    def _add_hooks(self, stack: ExitStack, site: str, layer: int, edit: Callable[[Tensor], Tensor | None]) -> None:
+        """Registers the hooks of one site, to be removed when `stack` closes."""
+        if site == RECURRENT:
+            raise ModelError(
+                f"{self.name}: recurrent states can be captured, not edited; edit T, which is read from them"
+            )
+        if not 0 <= layer < self.n_layers:
+            raise ModelError(f"{self.name} has layers 0 to {self.n_layers - 1}, no layer {layer}")
+        block = self.blocks[layer]
+        if site in ("pre", "S"):
+            point = INPUT_POINT if site == "pre" else OUTPUT_POINT
+            stack.callback(change((self._module(block.path), point), edit).remove)
+        elif site == "T":
+            self._add_sum(stack, block, (block.attended,), edit)
+        elif site == "C" and not block.mlp:
+            stack.callback(change((self._module(block.path), OUTPUT_POINT), partial(_edit_nothing, edit)).remove)
+        elif site == "C":
+            self._add_sum(stack, block, block.mlp, edit)
+        else:
+            module, point, shape = self._heads(site, layer)
+            stack.callback(change((module, point), partial(_by_head, shape, edit)).remove)
+
+    def _add_sum(
+        self, stack: ExitStack, block: PlainBlock, parts: Sequence[AddedPart], edit: Callable[[Tensor], Tensor | None]
+    ) -> None:
+        """Registers hooks for a state that is the sum of the outputs of `parts`, each times its factor, in the order in
+        which they run. An edit changes the last one."""
+        earlier: list[Tensor] = []
+
+        def edit_tokens(value: Tensor) -> Tensor | None:
+            """Calls `_edit_sum` with a value [b, t, m]; some modules give [b * t, m]."""
+            edited = _edit_sum(earlier, last.factor, edit, value.view(*self.token_shape, -1))
+            return None if edited is None else edited.view(value.shape)
+
+        def keep(factor: float, value: Tensor) -> None:
+            """Appends a value, [b, t, m] and times its factor, to `earlier`."""
+            value = value.reshape(*self.token_shape, -1)
+            earlier.append(value if factor == 1 else value * factor)
+
+        def forget(*given: object) -> None:
+            """Drops what a pass that failed inside the block has left."""
+            earlier.clear()
+
+        last = parts[-1]
+        stack.callback(self._module(block.path).register_forward_pre_hook(forget).remove)
+        for part in parts[:-1]:
+            handle = listen((self._module(part.path), OUTPUT_POINT), partial(keep, part.factor))
+            stack.callback(handle.remove)
+        stack.callback(change((self._module(last.path), OUTPUT_POINT), edit_tokens).remove)
+
+    def _module(self, path: str) -> nn.Module:
+        return self.model.get_submodule(path)
+
+    def _heads(self, site: str, layer: int) -> tuple[nn.Module, str, tuple[int, int]]:
+        """Returns (module, side, (heads, width)) of site q, k, v or z of a layer. Raises: ModelError if the attention
+        has no such projection."""
+        heads, (kv_heads, key_width, value_width) = self.heads_of(layer), self.layer_shapes[layer]
+        if site == HEADS:
+            return self.projection(layer), INPUT_POINT, (heads, value_width)
+        attention = self._module(self.blocks[layer].attention)
+        module = attention._modules.get(_PROJECTIONS.get(site, ""))
+        shape = {"q": (heads, key_width), "k": (kv_heads, key_width), "v": (kv_heads, value_width)}.get(site)
+        if module is None or shape is None or getattr(module, "out_features", None) != shape[0] * shape[1]:
+            raise ModelError(
+                f"{self.name}: the attention of layer {layer} has no module for {hook_name(site, layer)}; leave "
+                f"{site!r} out"
+            )
+        return module, OUTPUT_POINT, shape
+
+    def heads_of(self, layer: int) -> int:
+        """Returns the number of query heads of a layer, from the width of its output projection. Raises: ModelError as
+        `projection`."""
+        return int(_inputs(self.projection(layer))) // self.layer_shapes[layer][2]
+
+    def projection(self, layer: int) -> LiveModule:
+        """Returns the module that projects the heads of a layer into the residual stream. Raises: ModelError if the
+        attention has no linear module whose input is a whole number of heads, or several that may be it; and for a
+        recurrent layer."""
+        attention = self._module(self.blocks[layer].attention)
+        kv_heads, _, value_width = self.layer_shapes[layer]
+        if kv_heads == 0:
+            raise ModelError(f"{self.name}: layer {layer} is recurrent and has no attention heads; name other layers")
+        width = int(getattr(self, "d_model", 0))
+        fitting = [
+            module
+            for name, module in attention.named_modules()
+            if name.rpartition(".")[2] in ("o_proj", "out_proj", "dense", "c_proj", "wo", "attn_out", "out", "output")
+            and (is_conv(module) or isinstance(module, nn.Linear))
+            and _outputs(module) == width
+            and _inputs(module) % (value_width * kv_heads) == 0
+        ]
+        if len(fitting) != 1:
+            raise ModelError(f"{self.name}: the heads of layer {layer} have no output projection to be told apart by")
+        return fitting[0]
+
+
+def _inputs(module: LiveModule) -> int:
+    return int(module.weight.shape[0] if is_conv(module) else module.weight.shape[1])
+
+
+def _outputs(module: LiveModule) -> int:
+    return int(module.weight.shape[1] if is_conv(module) else module.weight.shape[0])
+
+
+def _by_head(shape: tuple[int, int], edit: Callable[[Tensor], Tensor | None], value: Tensor) -> Tensor | None:
+    edited = edit(value.reshape(*value.shape[:2], *shape))
+    return None if edited is None else edited.reshape(value.shape)
+
+
+def _edit_nothing(edit: Callable[[Tensor], Tensor | None], stream: Tensor) -> Tensor | None:
+    """Calls `edit` with zeros, the C of a block without an MLP; adds what it returns to the block's output."""
+    edited = edit(torch.zeros_like(stream))
+    return None if edited is None else stream + edited
+
+
+def _edit_sum(
+    earlier: list[Tensor], factor: float, edit: Callable[[Tensor], Tensor | None], value: Tensor
+) -> Tensor | None:
+    total = value if factor == 1 else value * factor
+    others = sum(earlier[1:], earlier[0]) if earlier else None
+    earlier.clear()
+    edited = edit(total if others is None else others + total)
+    if edited is None:
+        return None
+    rest = edited if others is None else edited - others
+    return rest if factor == 1 else rest / factor

@@ -1,0 +1,198 @@
+"""Finds in a plain transformers model which modules compute the residual stream (S), and what attention (T) and MLP (C)
+add to it.
+
+Nothing is assumed of names: the modules are found by the values of one short forward. A model whose values do not add
+up is refused.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+
+import torch
+from torch import Tensor
+
+from cacheprobe.core.live import LiveConfig
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.plain.watch import Call, Watched
+
+_ROUNDINGS = 8
+"""Number of times that a number of a block's output may have been rounded: the parts are exact, their sum is not."""
+_MOST_PARTS = 24
+
+
+@dataclass(frozen=True)
+class AddedPart:
+    """Holds a module whose output, times `factor`, a block adds to the residual stream."""
+
+    path: str
+    factor: float
+
+
+@dataclass(frozen=True)
+class PlainBlock:
+    """Holds where one block's states are: the block itself, its attention, and what it adds to the stream."""
+
+    path: str
+    attention: str
+    attended: AddedPart
+    """T."""
+    mlp: tuple[AddedPart, ...]
+    """C: one part, or several that are added, such as routed and shared experts; none if C is 0, as in Mamba."""
+
+
+def find_blocks(watched: Watched, config: LiveConfig, dtype: torch.dtype) -> list[PlainBlock]:
+    """Returns the PlainBlock of every layer, in order.
+
+    Raises: ModelError if layers share a module, run more than once, keep no keys and values, if something is added
+    between blocks, or if a block's output is not its input plus parts.
+    """
+    by_path: dict[str, list[Call]] = {}
+    for call in watched.calls:
+        by_path.setdefault(call.path, []).append(call)
+    num_layers = len(watched.writers)
+    if num_layers == 0:
+        raise ModelError("no layers keep keys and values; another memory has no rollback here")
+    if sorted(watched.writers) != list(range(num_layers)):
+        raise ModelError(f"layers {sorted(watched.writers)} keep keys and values; each layer must, from 0 on")
+    paths = [_block_path(watched.writers[layer]) for layer in range(num_layers)]
+    if len(set(paths)) != num_layers:
+        raise ModelError("several layers with keys and values are in one block, or share their modules")
+    folder = {path.rpartition(".")[0] for path in paths}
+    siblings = [p for p in by_path if p.rpartition(".")[0] in folder and p.rpartition(".")[2].isdigit()]
+    if len(folder) != 1 or len(siblings) != num_layers:
+        raise ModelError(f"{len(siblings)} blocks run, and {num_layers} of them keep keys and values")
+    blocks, previous = [], None
+    factors = _numbers(config, num_layers)
+    for layer, path in enumerate(paths):
+        calls = by_path[path]
+        if len(calls) != 1:
+            raise ModelError(f"block {layer} runs {len(calls)} times in one forward")
+        (call,) = calls
+        if call.value_in is None or call.value_out is None or call.value_in.shape != call.value_out.shape:
+            raise ModelError(f"block {layer} does not map one residual stream to another")
+        if call.value_in.dim() != 3:
+            raise ModelError(f"block {layer} has a stream of {call.value_in.dim()} dimensions instead of 3")
+        if previous is not None and not torch.equal(previous, call.value_in):
+            raise ModelError(f"something changes the residual stream between block {layer - 1} and block {layer}")
+        previous = call.value_out
+        inside = [c for c in watched.calls if call.began < c.began and c.ended < call.ended]
+        found = _block(call, watched.writers[layer][-1], watched.wrote_at[layer], inside, factors, layer, dtype)
+        if found is None and layer in watched.initial and path != watched.writers[layer][-1]:
+            found = _block_of_one(call, watched.writers[layer][-1], inside, factors, dtype)
+        if found is None:
+            raise ModelError(
+                f"the output of block {layer} is not its input plus the outputs of two or three modules, so what "
+                "attention and MLP add is unknown; BERT, for one, normalises the stream after each sum"
+            )
+        blocks.append(found)
+    return blocks
+
+
+def _block_path(running: Sequence[str]) -> str:
+    """Returns the path of the first running module that is an element of a list of modules."""
+    found = next((path for path in running if path.rpartition(".")[2].isdigit()), None)
+    if found is None:
+        raise ModelError("the blocks are in no list of modules")
+    return found
+
+
+def _block(
+    call: Call, attention: str, wrote_at: int, inside: list[Call], factors: list[float], layer: int, dtype: torch.dtype
+) -> PlainBlock | None:
+    stream_in, stream_out = call.value_in, call.value_out
+    assert stream_in is not None and stream_out is not None
+    runs = Counter(c.path for c in inside)  # a module that runs twice, such as Phi's dropout, has no value of its own
+    later = [c for c in inside if c.ended > wrote_at and c.value_out is not None and runs[c.path] == 1]
+    parts = _distinct(_like(stream_in, later))
+    flat = {id(c): c.value_out.double().flatten() for c in parts if c.value_out is not None}
+    ends, limit = (stream_in.double().flatten(), stream_out.double().flatten()), _ROUNDINGS * torch.finfo(dtype).eps
+    attended_end = max((c.ended for c in inside if c.path == attention), default=wrote_at)
+    for chosen in _choices(parts):
+        if not _is_attention(chosen[0], attention, wrote_at, attended_end, chosen[1:]):
+            continue
+        found = _factors(*ends, [flat[id(c)] for c in chosen], factors, limit)
+        if found is None:
+            continue
+        pairs = [AddedPart(c.path, f) for c, f in zip(chosen, found, strict=True)]
+        return PlainBlock(call.path, attention, pairs[0], tuple(pairs[1:]))
+    return None
+
+
+def _block_of_one(
+    call: Call, mixer: str, inside: list[Call], factors: list[float], dtype: torch.dtype
+) -> PlainBlock | None:
+    """Returns the PlainBlock of a block that adds the output of its recurrent module alone; None if it adds more."""
+    (only,) = [c for c in inside if c.path == mixer]
+    assert call.value_in is not None and call.value_out is not None
+    if only.value_out is None or only.value_out.shape != call.value_in.shape:
+        return None
+    ends = (call.value_in.double().flatten(), call.value_out.double().flatten())
+    limit = _ROUNDINGS * torch.finfo(dtype).eps
+    found = _factors(*ends, [only.value_out.double().flatten()], factors, limit)
+    return None if found is None else PlainBlock(call.path, mixer, AddedPart(mixer, found[0]), ())
+
+
+def _is_attention(first: Call, attention: str, wrote_at: int, attended_end: int, others: Sequence[Call]) -> bool:
+    """Returns True if `first` carries the attention's result and no other part does: a module inside the attention or
+    around it, or one that starts after it and before the others."""
+    is_inside = first.path == attention or first.path.startswith(attention + ".")
+    is_after = first.began > attended_end and all(first.ended < other.began for other in others)
+    is_around = attention.startswith(first.path + ".")
+    has_other = any(c.path == attention or c.path.startswith(attention + ".") for c in others)
+    return (is_inside or is_after or is_around) and not has_other
+
+
+def _like(stream: Tensor, calls: Sequence[Call]) -> list[Call]:
+    """Returns the calls whose output has a number for each of the stream's: [b, t, m], or [b * t, m] as in OPT."""
+    wanted = (stream.shape[-1], stream.numel())
+    return [
+        c for c in calls if c.value_out is not None and (c.value_out.shape[-1:].numel(), c.value_out.numel()) == wanted
+    ]
+
+
+def _distinct(calls: Sequence[Call]) -> list[Call]:
+    """Returns calls with different outputs, last ended first. Of calls with equal outputs the last is kept: the
+    outermost module."""
+    kept: list[Call] = []
+    for call in sorted(calls, key=lambda one: -one.ended):
+        assert call.value_out is not None
+        flat = call.value_out.flatten()
+        if not any(torch.equal(flat, other.value_out.flatten()) for other in kept if other.value_out is not None):
+            kept.append(call)
+    return kept[:_MOST_PARTS]
+
+
+def _choices(parts: Sequence[Call]) -> Iterator[tuple[Call, ...]]:
+    """Yields pairs, then triples, each in the order in which the modules ended. Later modules come first."""
+    for count in (2, 3):
+        for chosen in combinations(parts, count):
+            yield tuple(sorted(chosen, key=lambda one: one.ended))
+
+
+def _factors(
+    stream_in: Tensor, stream_out: Tensor, parts: Sequence[Tensor], known: list[float], limit: float
+) -> tuple[float, ...] | None:
+    """Returns a factor for each part with which the parts and the input add up to the output, each number as far as
+    rounding goes; None if there are none, or if a part is not needed.
+
+    Each number has a limit of its own, so that a few large ones do not hide what is missing in others.
+    """
+    for factors in product(known, repeat=len(parts)):
+        terms = [factor * part for factor, part in zip(factors, parts, strict=True)]
+        limits = limit * (stream_in.abs() + stream_out.abs() + sum(term.abs() for term in terms))
+        is_sum = bool(((stream_in + sum(terms) - stream_out).abs() <= limits).all())
+        if is_sum and all(bool((term.abs() > limits).any()) for term in terms):
+            return factors
+    return None
+
+
+def _numbers(config: LiveConfig, num_layers: int) -> list[float]:
+    """Returns 1, and the factors of the residual stream that a config may name."""
+    named = [getattr(config, name, None) for name in ("residual_multiplier", "residual_scale")]
+    depth = getattr(config, "scale_depth", None)
+    numbers = [1.0, *(float(one) for one in named if isinstance(one, int | float))]
+    if isinstance(depth, int | float):
+        numbers.append(float(depth) / num_layers**0.5)
+    return list(dict.fromkeys(numbers))

@@ -1,0 +1,192 @@
+"""Watches one short forward of a plain transformers model: which modules ran, in which order, on which values."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from cacheprobe.core.hook_names import RECURRENT
+from cacheprobe.core.live import LiveModule, ModuleValue
+from cacheprobe.kvcache.recurrent import LayerStates
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.hf.cache import ShapeProbe
+from cacheprobe.models.hf.float64 import keeping_float64
+from cacheprobe.models.plain.recurrence import CONV
+
+_TWO_MEMORIES = "layer {} keeps a recurrent state beside keys and values, so its T would be a sum of two modules"
+PROBE_LENGTH = 7
+"""Tokens of the watched forward."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Holds one call of a module: its first input and output tensors, and when it began and ended."""
+
+    path: str
+    module: nn.Module
+    value_in: Tensor | None
+    value_out: Tensor | None
+    began: int
+    ended: int
+
+
+@dataclass(eq=False)
+class Watched:
+    """Holds what one short forward showed."""
+
+    calls: list[Call] = field(default_factory=list)
+    writers: dict[int, list[str]] = field(default_factory=dict)
+    """Cache layer -> paths of the modules that were running when it was written, outermost first."""
+    wrote_at: dict[int, int] = field(default_factory=dict)
+    """Cache layer -> time of the first write, on the clock of `Call`."""
+    initial: dict[int, LayerStates] = field(default_factory=dict)
+    """Recurrent layer -> its states before the first token, zeros."""
+    probe: ShapeProbe = field(default_factory=ShapeProbe)
+    logits: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+
+class _WritingProbe(ShapeProbe):
+    """Records which modules were running when each layer wrote keys and values."""
+
+    def __init__(self, watcher: "_Watcher") -> None:
+        super().__init__()
+        self._watcher = watcher
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Records the layer's shape, device and running modules; returns the given keys and values unchanged.
+        Raises: ModelError if a layer writes twice."""
+        watcher = self._watcher
+        if layer_idx in watcher.watched.initial:
+            raise ModelError(_TWO_MEMORIES.format(layer_idx))
+        if layer_idx in watcher.watched.writers:
+            raise ModelError(f"layer {layer_idx} writes keys and values more than once in a forward")
+        watcher.watched.writers[layer_idx] = watcher.running_paths
+        watcher.watched.wrote_at[layer_idx] = watcher.tick()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Returns None: no token came before."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Returns None: no token came before."""
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Returns False: no token came before."""
+        return False
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Returns False: one forward has no past."""
+        return False
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: object,
+    ) -> Tensor:
+        """Records the shape of a convolution state. Returns the inputs [b, m, t], with zeros before them if they are
+        fewer than `conv_kernel_size`."""
+        width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        full = torch.nn.functional.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
+        self._note(layer_idx, (CONV, state_idx), full[..., -width:])
+        return full
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> Tensor:
+        """Records the shape of a recurrent state, and returns it."""
+        self._note(layer_idx, (RECURRENT, state_idx), recurrent_states)
+        return recurrent_states
+
+    def _note(self, layer: int, key: tuple[str, int], state: Tensor) -> None:
+        """Keeps zeros [...] of the shape of a state [1, ...], and the modules that run at every write of the layer."""
+        watcher, watched = self._watcher, self._watcher.watched
+        running, initial = watcher.running_paths, watched.initial.get(layer)
+        if initial is None:
+            if layer in watched.writers:
+                raise ModelError(_TWO_MEMORIES.format(layer))
+            watched.wrote_at[layer], initial = watcher.tick(), {}
+            self.layer_shapes[layer], self.devices[layer] = (0, 0, 0), state.device
+        if key in initial:
+            raise ModelError(f"layer {layer} writes its {key[0]} state more than once in a forward")
+        watched.initial[layer] = {**initial, key: torch.zeros_like(state[0])}
+        watched.writers[layer] = _common_start(watched.writers.get(layer, running), running)
+
+
+class _Watcher:
+    """Keeps the clock, the running modules and the finished calls of one forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.watched = Watched()
+        self.watched.probe = _WritingProbe(self)
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.running: list[nn.Module] = []
+        self._began: list[tuple[int, Tensor | None]] = []
+        self._now = 0
+
+    @property
+    def running_paths(self) -> list[str]:
+        """Paths of the running modules, outermost first."""
+        return [self.paths[id(module)] for module in self.running]
+
+    def tick(self) -> int:
+        """Returns the time, which grows by one with every call."""
+        self._now += 1
+        return self._now
+
+    def enter(self, module: nn.Module, args: tuple[ModuleValue, ...], kwargs: dict[str, ModuleValue]) -> None:
+        """Notes that a module begins."""
+        self.running.append(module)
+        self._began.append((self.tick(), _first_tensor((*args, *kwargs.values()))))
+
+    def leave(self, module: nn.Module, args: tuple[ModuleValue, ...], output: ModuleValue) -> None:
+        """Notes that a module has ended, with copies of its first input and output."""
+        self.running.pop()
+        began, value = self._began.pop()
+        value_out = _first_tensor(output if isinstance(output, tuple) else (output,))
+        path = self.paths[id(module)]
+        self.watched.calls.append(Call(path, module, value, value_out, began, self.tick()))
+
+
+def _first_tensor(values: tuple[ModuleValue, ...]) -> Tensor | None:
+    """Returns a copy of the first tensor of floats among `values`; None if there is none."""
+    found = next((one for one in values if isinstance(one, Tensor)), None)
+    return found.detach().clone() if found is not None and found.is_floating_point() else None
+
+
+def _common_start(one: Sequence[str], other: Sequence[str]) -> list[str]:
+    """Returns the items with which both lists begin."""
+    different = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return list(one[:different])
+
+
+def cache_argument(model: LiveModule) -> str:
+    """Returns the name of the cache among the arguments of a model's forward."""
+    return "cache_params" if "cache_params" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
+def watch(model: LiveModule, device: torch.device, dtype: torch.dtype, num_tokens: int) -> Watched:
+    """Runs one forward over a few tokens without a stored cache, and returns what it showed.
+
+    num_tokens: size of the vocabulary, from which the tokens are taken.
+    Raises: ModelError if a layer writes keys and values twice; whatever the model raises.
+    """
+    watcher = _Watcher(model)
+    token_ids = torch.tensor([[(5 + 31 * i) % min(num_tokens, 90) for i in range(PROBE_LENGTH)]], device=device)
+    handles = [module.register_forward_pre_hook(watcher.enter, with_kwargs=True) for module in model.modules()]
+    handles += [module.register_forward_hook(watcher.leave) for module in model.modules()]
+    cache: Cache = watcher.watched.probe
+    try:
+        with torch.inference_mode(), keeping_float64(dtype):
+            watcher.watched.logits = model(token_ids, use_cache=True, **{cache_argument(model): cache}).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    return watcher.watched

@@ -1,0 +1,142 @@
+"""Builds a trace's table of features: the largest activations of a dictionary at each row, rolled-back rows too."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, SupportsIndex
+
+import numpy as np
+import pandas as pd
+import torch
+
+from cacheprobe.core.values import whole_number
+from cacheprobe.dictionaries import Dictionary, DictionaryError
+from cacheprobe.trace.tables.recorded_features import ROW_COLUMNS, recorded_lines
+
+if TYPE_CHECKING:
+    from cacheprobe.trace.data import TraceData
+
+_ROWS_AT_ONCE = 4096
+
+
+def features_of(
+    trace: "TraceData",
+    dictionary: Dictionary,
+    top: int,
+    rows: "pd.DataFrame | None",
+    site: str | None,
+    layer: SupportsIndex | None,
+) -> pd.DataFrame:
+    """Returns the table of `Trace.features`, computed from the captured states. Arguments and errors as there.
+
+    Twin: tests.twins.features_slowly.features_slowly: the same features in the same order, activations close(1e-5).
+    """
+    top = _checked_top(top)
+    site, layer_number, chosen = place_of_features(trace, dictionary, rows, site, layer)
+    found = []
+    for first in range(0, len(chosen), _ROWS_AT_ONCE):
+        part = chosen.iloc[first : first + _ROWS_AT_ONCE]
+        states = trace.vectors(site, layer_number, part)
+        width = states.shape[1:].numel()
+        dictionary.require_width(width, f"site {site} of {trace.fingerprint['model']}")
+        found.append(dictionary.top(states.reshape(len(part), width), top))
+    features, activations = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
+    return feature_lines(chosen, features, activations, site, layer_number)
+
+
+def place_of_features(
+    trace: "TraceData",
+    dictionary: Dictionary,
+    rows: "pd.DataFrame | None",
+    site: str | None,
+    layer: SupportsIndex | None,
+) -> tuple[str, int, pd.DataFrame]:
+    """Returns (site, layer, rows) of the states that a dictionary reads. rows: None for all with states there.
+
+    Raises: DictionaryError if the dictionary's hook point is none of a trace's; ValueError if there are no such rows.
+    """
+    place = dictionary.config.place or (None, None)
+    site, number = site or place[0], layer if layer is not None else place[1]
+    if site is None or number is None:
+        raise DictionaryError(
+            f"this dictionary reads {dictionary.hook or 'an unnamed hook point'}, which no trace keeps; if its states "
+            "are those of another site, say site= and layer="
+        )
+    chosen = rows
+    if chosen is None:
+        table = trace.row_table
+        depth = int(number) if int(number) >= 0 else int(number) + int(table.num_layers.max())
+        chosen = table[(table.state_index >= 0) & (table.num_layers > depth)]
+    layer_number, _ = trace.state_indices(site, number, chosen)  # raises an error that names what was not kept
+    if chosen.empty:
+        raise ValueError("there is nothing to read: no row has states at this site and layer")
+    return site, layer_number, chosen
+
+
+def recorded_features(
+    trace: "TraceData",
+    top: int,
+    rows: "pd.DataFrame | None",
+    site: str | None = None,
+    layer: SupportsIndex | None = None,
+) -> pd.DataFrame:
+    """Returns the table of `Trace.features` without a dictionary: the features that were recorded during the run. `top`
+    above the number recorded gives all that were. Raises: ValueError if none were recorded, or at another place."""
+    found, about = trace.feature_table, trace.meta["capture"].get("dictionary")
+    if found is None or about is None:
+        raise ValueError(
+            "this run recorded no features; give the dictionary, or run with CaptureConfig(dictionary=...)"
+        )
+    top = _checked_top(top)
+    place = about["site"] if site is None else site, about["layer"] if layer is None else int(layer)
+    if place != (about["site"], about["layer"]):
+        raise ValueError(
+            f"features were recorded at site {about['site']} of layer {about['layer']}, not at {place[0]} of {place[1]}"
+        )
+    return recorded_lines(trace.row_table if rows is None else rows, found[found["rank"] < top], about)
+
+
+def feature_table(
+    columns: Mapping[str, torch.Tensor], rows: pd.DataFrame, statuses: "Sequence[str] | None"
+) -> pd.DataFrame:
+    """Returns recorded features as a DataFrame with the columns row, rank, feature and activation: one line for each
+    active feature of a row.
+
+    columns: as from `FeatureRecorder.take`, of the whole run.  rows: the rows table.  statuses: of the rows whose
+    features are kept; None for all.
+    """
+    row, features, sizes = (columns[name].numpy() for name in ("row", "feature", "activation"))
+    places = pd.Series(np.arange(len(row)), row)
+    copies = pd.DataFrame(columns["copies"].numpy(), columns=["row", "source"])
+    copies = copies[copies.source.isin(places.index)]
+    at = np.concatenate([places.to_numpy(), places[copies.source].to_numpy()])
+    line, rank = np.nonzero(features[at] >= 0)
+    table = pd.DataFrame(
+        {
+            "row": np.concatenate([row, copies.row.to_numpy()])[line],
+            "rank": rank,
+            "feature": features[at][line, rank],
+            "activation": sizes[at][line, rank],
+        }
+    )
+    if statuses is not None:
+        table = table[table.row.isin(rows.row[rows.status.isin(statuses)])]
+    return table.sort_values(["row", "rank"], ignore_index=True)
+
+
+def _checked_top(top: int) -> int:
+    if (number := whole_number("top", top)) < 1:
+        raise ValueError(f"top must be at least 1, got {number}")
+    return number
+
+
+def feature_lines(
+    rows: pd.DataFrame, features: np.ndarray, activations: np.ndarray, site: str, layer: int
+) -> pd.DataFrame:
+    """Returns a DataFrame with one line for each active feature of n rows, with the columns FEATURE_COLUMNS.
+
+    rows: n lines of the rows table.  features, activations: [n, k], as `Dictionary.top` returns them.
+    """
+    row_index, rank = np.nonzero(features >= 0)
+    table = rows.iloc[row_index][list(ROW_COLUMNS)].reset_index(drop=True)
+    table["layer"], table["site"], table["rank"] = layer, site, rank
+    table["feature"], table["activation"] = features[row_index, rank], activations[row_index, rank]
+    return table

@@ -1,0 +1,80 @@
+"""Finds the reasoning of models that think in text before they answer, between tags such as <think> and </think>."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+if TYPE_CHECKING:
+    from cacheprobe.trace.trace import Trace
+
+COLUMNS = ("request_id", "span", "first_position", "end_position", "num_tokens", "is_closed")
+
+
+def reasoning_spans(trace: "Trace", begin: str = "<think>", end: str = "</think>") -> pd.DataFrame:
+    """Returns a DataFrame with one line for each span of reasoning in prompt or generated text, tags left out.
+
+    Columns: request_id; span (0 is the first of the request); first_position and end_position (absolute; the end is not
+    part of it); num_tokens; is_closed, False if the end tag is missing. A token that holds a tag and more is no part.
+    An end tag without begin tag ends a span that began with the generated text.
+    begin, end: tags as they are in the text, of one token or several.
+    Twin: tests.twins.measures_slowly.reasoning_slowly, ==.
+    """
+    if not begin or not end:
+        raise ValueError("begin and end must be tags of at least one character")
+    lines = []
+    for request in trace.requests:
+        ids = [*(request.prompt_token_ids or ()), *trace.tokens[request.request_id]]
+        texts = [trace.token_texts.get(token, "") for token in ids]
+        found = spans_in(texts, request.num_prompt_tokens, begin, end)
+        lines += [
+            (request.request_id, number, first, stop, stop - first, is_closed)
+            for number, (first, stop, is_closed) in enumerate(found)
+        ]
+    return pd.DataFrame(lines, columns=list(COLUMNS))
+
+
+def with_reasoning(trace: "Trace", table: pd.DataFrame, begin: str = "<think>", end: str = "</think>") -> pd.DataFrame:
+    """Returns a copy of a table of the trace with the column in_reasoning: whether the token at the line's position is
+    part of a span of `reasoning_spans`.
+
+    table: such as trace.rows(), trace.hypotheses() or trace.features(). A rejected draft token counts as the committed
+    token at its position does. Raises: ValueError for a table without the columns request_id and position.
+    """
+    if lacking := {"request_id", "position"} - set(table.columns):
+        raise ValueError(f"the table has no column {min(lacking)}; give one such as trace.rows()")
+    spans, inside = reasoning_spans(trace, begin, end), np.zeros(len(table), dtype=bool)
+    for request_id, own in spans.groupby("request_id"):
+        lines = np.flatnonzero(table.request_id == request_id)
+        positions = table.position.to_numpy()[lines]
+        newest = np.searchsorted(own.first_position, positions, side="right") - 1
+        inside[lines] = (newest >= 0) & (positions < own.end_position.to_numpy()[newest])
+    return table.assign(in_reasoning=inside)
+
+
+def spans_in(texts: Sequence[str], num_prompt_tokens: int, begin: str, end: str) -> list[tuple[int, int, bool]]:
+    """Returns (first token, token after the last, whether the end tag is there) of each span in a list of token
+    texts."""
+    text, starts = "".join(texts), list(accumulate(map(len, texts), initial=0))
+    generated, at, spans = starts[min(num_prompt_tokens, len(texts))], 0, []
+
+    def token_at(character: int) -> int:
+        """Returns the index of the token that holds a character; tokens without text hold none."""
+        return bisect_right(starts, character) - 1
+
+    while True:
+        opened, closed = text.find(begin, at), text.find(end, max(at, generated))
+        if closed >= 0 and at <= generated and not 0 <= opened < closed:
+            first = num_prompt_tokens
+        elif opened >= 0:
+            first, closed = token_at(opened + len(begin) - 1) + 1, text.find(end, opened + len(begin))
+        else:
+            return spans
+        stop = len(texts) if closed < 0 else token_at(closed)
+        spans.append((first, max(first, stop), closed >= 0))
+        if closed < 0:
+            return spans
+        at = closed + len(end)

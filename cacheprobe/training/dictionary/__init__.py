@@ -1,0 +1,1 @@
+"""Trains small topk dictionaries on the states of a trace."""

@@ -1,0 +1,1 @@
+"""Trains draft heads on the states of a trace."""

@@ -1,0 +1,113 @@
+"""`trace.features`: the largest features of every row, of rejected drafts too, against a twin and a plain formula."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import cacheprobe as cp
+from cacheprobe.dictionaries.dictionary import Dictionary, DictionaryError
+from cacheprobe.trace.tables.recorded_features import FEATURE_COLUMNS
+from tests.dictionaries.planted import random_dictionary, saved
+from tests.tiny import PROMPTS, SMALL, loaded
+from tests.twins.features_slowly import features_slowly
+
+
+@pytest.fixture(scope="module")
+def trace() -> cp.Trace:
+    """Drafts of the first layer are mostly wrong, and their rows have no states above it."""
+    drafter = cp.drafters.EarlyExit(layer=1)
+    return cp.run(loaded(), PROMPTS[:3], **SMALL, drafter=drafter, capture=cp.CaptureConfig("STC", heads=("z",)))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "site", "layer"),
+    [("jumprelu", "S", 1), ("topk", "S", 0), ("gated", "C", 1), ("standard", "T", 2), ("standard", "z", 1)],
+)
+def test_the_table_is_that_of_the_twin(
+    trace: cp.Trace, architecture: str, site: str, layer: int, tmp_path: Path
+) -> None:
+    mine = random_dictionary(architecture, site, layer)
+    table = trace.features(mine, top=4)
+    rows = trace.rows()
+    rows = rows[rows.num_layers > layer]
+    assert layer > 1 or (rows.status == "rolled_back").sum() > 5
+    states = trace.vectors(site, layer, rows).flatten(1).float().numpy()
+    lines = features_slowly(saved(mine, tmp_path), rows, states, 4)
+    assert list(table.columns) == list(FEATURE_COLUMNS) and len(table) == len(lines) > 100
+    assert set(table.site) == {site} and set(table.layer) == {layer}
+    for name in lines[0]:
+        theirs = [line[name] for line in lines]
+        if name == "activation":
+            assert torch.allclose(
+                torch.tensor(table[name].to_numpy()).double(), torch.tensor(theirs).double(), 1e-5, 1e-5
+            )
+        else:
+            assert table[name].tolist() == theirs, name
+
+
+def test_rejected_drafts_have_features(trace: cp.Trace) -> None:
+    table = trace.features(random_dictionary(layer=0), top=2)
+    rejected = table[table.status == "rolled_back"]
+    assert trace.num_rolled_back > 5 and rejected.row.nunique() >= trace.num_rolled_back
+    lost = trace.rows(0, status="rolled_back")
+    part = trace.features(random_dictionary(layer=0), top=2, rows=lost)
+    assert part.equals(rejected[rejected.request_id == 0].reset_index(drop=True)) and len(part)
+
+
+def test_bits_do_not_depend_on_the_other_rows(trace: cp.Trace) -> None:
+    mine = random_dictionary("topk", layer=0)
+    whole, rows = trace.features(mine), trace.rows()
+    for row in (0, 7, len(rows) - 1):
+        alone = trace.features(mine, rows=rows[rows.row == row])
+        assert alone.equals(whole[whole.row == row].reset_index(drop=True)) and len(alone)
+
+
+def test_saved_runs_have_the_same_features(trace: cp.Trace, tmp_path: Path) -> None:
+    mine = random_dictionary("gated")
+    assert cp.load_trace(trace.save(tmp_path / "run")).features(mine).equals(trace.features(mine))
+
+
+def test_a_place_may_be_given(trace: cp.Trace) -> None:
+    mine = random_dictionary(layer=1)
+    other = trace.features(mine, site="C", layer=-1)
+    assert set(other.site) == {"C"} and set(other.layer) == {loaded().n_layers - 1}
+    assert not other.activation.equals(trace.features(mine).activation)
+
+
+def test_what_does_not_fit_is_refused(trace: cp.Trace) -> None:
+    with pytest.raises(DictionaryError, match=r"encodes states of width 16, site S of .* has 32; it was made for"):
+        trace.features(random_dictionary(width=16))
+    with pytest.raises(DictionaryError, match="reads blocks.1.hook_mlp_in, which no trace keeps"):
+        trace.features(Dictionary.load(Path(__file__).parents[1] / "fixtures/saelens/transcoder"))
+    with pytest.raises(ValueError, match="layer 9 was not captured"):
+        trace.features(random_dictionary(layer=9))
+    with pytest.raises(ValueError, match="no row has states"):
+        trace.features(random_dictionary(), rows=trace.rows().iloc[:0])
+    with pytest.raises(ValueError, match="top must be at least 1"):
+        trace.features(random_dictionary(), top=0)
+    with pytest.raises(ValueError, match="site S was not captured"):
+        cp.run(loaded(), PROMPTS[:1], **SMALL, capture="C").features(random_dictionary())
+
+
+def test_the_drafters_rows_are_left_out_above_its_layer(trace: cp.Trace) -> None:
+    """Their states were never computed; given by name, they are refused."""
+    mine, shallow = random_dictionary(layer=2), trace.rows()
+    shallow = shallow[shallow.num_layers < 3]
+    assert len(shallow) and not set(shallow.row) & set(trace.features(mine).row)
+    with pytest.raises(ValueError, match="the drafter stopped after layer 1"):
+        trace.features(mine, rows=shallow)
+
+
+@pytest.mark.parametrize("planted", ["order", "rows"])
+def test_a_planted_error_is_noticed(
+    trace: cp.Trace, planted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if planted == "order":
+        right = Dictionary.top
+        monkeypatch.setattr(Dictionary, "top", lambda *a: tuple(part.flip(1) for part in right(*a)))
+    else:
+        encode = Dictionary.encode
+        monkeypatch.setattr(Dictionary, "encode", lambda self, states: encode(self, states.roll(1, 0)))
+    with pytest.raises(AssertionError):
+        test_the_table_is_that_of_the_twin(trace, "standard", "T", 2, tmp_path)

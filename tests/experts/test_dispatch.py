@@ -1,0 +1,121 @@
+"""Experts and routers computed batch-invariantly: bits against other companies, values against the classes' own."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cacheprobe as cp
+from cacheprobe.engine.consistency import ShapeRefused
+from cacheprobe.models.experts.dispatch import PRODUCT
+from cacheprobe.models.experts.products import rows_alone
+from cacheprobe.models.experts.router import forward_of
+from cacheprobe.models.experts.sites import use_invariant_experts
+from cacheprobe.ops.compiled.choice import choose
+from cacheprobe.ops.equality import bitwise, close
+from tests.experts.families import plain
+from tests.tiny import PROMPTS, SMALL
+
+pytestmark = pytest.mark.determinism
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+WIDE: dict[str, Any] = dict(hidden_size=256, intermediate_size=200, moe_intermediate_size=200, num_hidden_layers=2)
+"""An inner width that is no multiple of the processor's registers."""
+FAMILIES = pytest.mark.parametrize("family", ["mixtral", "gpt-oss", "deepseek-v3"])
+
+
+@cache
+def mixture(family: str, dtype: torch.dtype, is_compiled: bool) -> Any:
+    operations = choose(dtype, torch.device("cpu")).operations
+    if is_compiled and operations is None:
+        pytest.skip("no compiled loops for this dtype on this processor")
+    model = plain(family, dtype, **WIDE)
+    return use_invariant_experts(model, operations.product if is_compiled and operations is not None else None)[1]
+
+
+def tokens(dtype: torch.dtype, count: int = 48) -> Tensor:
+    return torch.randn(count, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def companies(count: int) -> list[list[int]]:
+    """Every second token, the last ones, two of them, one alone: each leaves other tokens to the experts."""
+    return [list(range(0, count, 2)), list(range(count - 13, count)), [5, 40], [17]]
+
+
+@torch.inference_mode()
+def routed(one: Any, states: Tensor) -> Tensor:
+    _, weights, experts = one.router(states)
+    return one.experts(states, experts, weights)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "torch"])
+@DTYPES
+@FAMILIES
+def test_a_token_has_the_same_bits_beside_any_others(family: str, dtype: torch.dtype, is_compiled: bool) -> None:
+    one, states = mixture(family, dtype, is_compiled), tokens(dtype)
+    whole = routed(one, states)
+    assert len(one.router(states)[2].unique()) > 3
+    for chosen in companies(len(states)):
+        assert bitwise(routed(one, states[chosen]), whole[chosen]), chosen
+
+
+@pytest.mark.parametrize("plainly", ["eager", "grouped_mm"])
+def test_transformers_own_experts_give_other_bits(plainly: str) -> None:
+    """The control: with the dispatch that transformers has, the bits of a token depend on the others. In bfloat16 they
+    do not on every processor: oneDNN's products may have the same bits for any number of rows."""
+    one, states = mixture("mixtral", torch.float32, False), tokens(torch.float32)
+    own = one.experts.config._experts_implementation
+    try:
+        one.experts.config._experts_implementation = plainly
+        whole = routed(one, states)
+        is_equal = [bitwise(routed(one, states[chosen]), whole[chosen]) for chosen in companies(len(states))]
+    finally:
+        one.experts.config._experts_implementation = own
+    assert not all(is_equal)
+
+
+@FAMILIES
+def test_values_are_those_of_the_class(family: str) -> None:
+    one, states = mixture(family, torch.float32, False), tokens(torch.float32)
+    ours, ids = routed(one, states), one.router(states)[2]
+    experts, router = one.experts, one.router
+    kept = vars(router).pop("forward")
+    try:
+        experts.config._experts_implementation = "eager"
+        assert torch.equal(one.router(states)[2], ids)
+        assert close(ours, routed(one, states), 1e-5, because="products of single rows, sums in another order")
+    finally:
+        vars(router)["forward"], experts.config._experts_implementation = kept, "cacheprobe"
+
+
+def test_the_order_of_a_tokens_experts_says_nothing() -> None:
+    """topk may list a token's experts in any order (`sorted=False` in DeepSeek's routers)."""
+    one, states = mixture("deepseek-v3", torch.bfloat16, False), tokens(torch.bfloat16)
+    with torch.inference_mode():
+        _, weights, ids = one.router(states)
+        order = torch.tensor([2, 0, 1])
+        assert bitwise(one.experts(states, ids, weights), one.experts(states, ids[:, order], weights[:, order]))
+
+
+def test_a_run_with_the_plain_dispatch_is_refused() -> None:
+    """The control in a run: the trial of shapes sees that transformers' dispatch depends on the batch."""
+    model = cp.load_model(plain("mixtral"))
+    settings: dict[str, Any] = dict(**SMALL, deterministic=True, path="bridge", drafter=cp.drafters.NGram())
+    assert len(cp.run(model, PROMPTS[:2], **settings).committed(0)) == 20
+    assert model.fingerprint()["experts"] == "one product a token, ascending ids"
+    plainly: Any = cp.load_model(plain("mixtral"))
+    plainly.config._experts_implementation = "grouped_mm"
+    with pytest.raises(ShapeRefused, match="gives other C of layer 0"):
+        cp.run(plainly, PROMPTS[:2], **settings)
+
+
+def test_each_module_keeps_its_product() -> None:
+    live = plain("olmoe")
+    model: Any = cp.load_model(live, products="torch")
+    for one in model.mixtures.values():
+        assert vars(one.experts)[PRODUCT] is rows_alone
+        forward = forward_of(one.router)
+        assert forward is not None and forward.product is rows_alone
+    assert isinstance(model.mixtures[0].experts, nn.Module) and list(model.mixtures) == [0, 1, 2]

@@ -1,0 +1,59 @@
+"""The export for speculators, read back by speculators itself in an environment of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import cacheprobe as cp
+from cacheprobe.analysis.exports.speculators import to_speculators
+from cacheprobe.models.hf.tiny import TINY, tiny_model
+from cacheprobe.ops.equality import bitwise
+from tests.tiny import PROMPTS, SMALL
+
+SCRIPT = Path(__file__).parents[1] / "fixtures" / "read_speculators.py"
+
+
+@pytest.fixture(scope="module")
+def speculators(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter that has speculators: that of CACHEPROBE_SPECULATORS, or one in a new environment."""
+    if given := os.environ.get("CACHEPROBE_SPECULATORS"):
+        return given
+    python = tmp_path_factory.mktemp("environment") / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", python.parents[1]], check=True)
+    for packages in ([f"torch=={torch.__version__.split('+')[0]}"], ["speculators==0.9.0"]):
+        done = subprocess.run([python, "-m", "pip", "install", "-q", *packages], capture_output=True, text=True)
+        if done.returncode:
+            said = f"speculators cannot be installed here: {done.stderr[-300:]}"
+            pytest.fail(said) if os.environ.get("CI") else pytest.skip(said)
+    return str(python)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_shifted", [False, True], ids=["as written", "other tokens"])
+def test_its_trainer_gets_the_states_of_the_run(speculators: str, is_shifted: bool, tmp_path: Path) -> None:
+    """Bit for bit, by its own file check and data set; it refuses files of other tokens, the control."""
+    trace = cp.run(cp.load_model(tiny_model(size=replace(TINY, layers=8))), PROMPTS[:3], **SMALL, capture="S")
+    paths = to_speculators(trace, tmp_path / "hidden_states", progress=False)
+    wanted = [load_file(path) for path in paths]
+    samples = [{"input_ids": (one["token_ids"] + is_shifted).tolist()} for one in wanted]
+    (tmp_path / "prepared.jsonl").write_text("\n".join(map(json.dumps, samples)))
+    (tmp_path / "out").mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [speculators, str(SCRIPT), str(tmp_path), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if is_shifted:
+        assert done.returncode and "don't match expected token ids" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr[-2000:]
+    for request, one in enumerate(wanted):
+        item = load_file(tmp_path / "out" / f"{request}.safetensors")
+        assert torch.equal(item["input_ids"], one["token_ids"])
+        assert bitwise(item["hidden_states"], one["hidden_states"][:, :-1].flatten(1))
+        assert bitwise(item["verifier_last_hidden_states"], one["hidden_states"][:, -1])

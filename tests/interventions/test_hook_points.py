@@ -1,0 +1,76 @@
+"""Hook points of TransformerLens and nnsight, given in place of a site and a layer."""
+
+import pytest
+import torch
+
+import cacheprobe as cp
+from cacheprobe.core.hook_names import place_of
+from cacheprobe.interventions import function, swap, zero
+from tests.tiny import PROMPTS, SMALL, hf_model, loaded
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("blocks.1.hook_resid_post", ("S", 1)),
+        ("blocks.0.hook_attn_out", ("T", 0)),
+        ("blocks.12.hook_mlp_out", ("C", 12)),
+        ("blocks.0.hook_resid_pre", ("pre", 0)),
+        ("blocks.2.hook_resid_pre", ("S", 1)),
+        ("blocks.1.hook_out", ("S", 1)),
+        ("blocks.1.hook_in", ("S", 0)),
+        ("model.layers[1].input", ("S", 0)),
+        ("model.layers[0].input", ("pre", 0)),
+        ("model.layers[3].output[0]", ("S", 3)),
+        ("model.model.layers.3", ("S", 3)),
+        ("transformer.h.2.output", ("S", 2)),
+        ("gpt_neox.layers[1]", ("S", 1)),
+    ],
+)
+def test_a_hook_point_names_site_and_layer(name: str, place: tuple[str, int]) -> None:
+    assert place_of(name, None) == place == place_of(name, place[1])
+
+
+@pytest.mark.parametrize(
+    ("site", "layer", "says"),
+    [
+        ("blocks.1.hook_resid_post", 2, "is at layer 1, and layer=2 was given"),
+        ("model.layers.3.self_attn", None, "a norm follows it"),
+        ("transformer.h[0].mlp.output", None, "site='T' .attention. or site='C'"),
+        ("blocks.1.attn.hook_out", None, "a norm follows it"),
+        ("blocks.1.mlp.hook_out", None, "a norm follows it"),
+        ("blocks.1.attn.hook_z", None, "say site='T' with layer=1 and head="),
+        ("blocks.1.ln1.hook_scale", None, "is no hook point with states here"),
+        ("model.layers.x", None, "is no hook point"),
+        ("S", None, "site S needs layer="),
+    ],
+)
+def test_other_names_are_refused(site: str, layer: int | None, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        place_of(site, layer)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_the_block_of_nnsight_is_the_block_that_changes(family: str) -> None:
+    """close(1e-4): another order of the same sums. Against a plain hook on Hugging Face's block."""
+    live, path = hf_model(family), {"gpt2": "transformer.h.0"}.get(family, "model.layers.0")
+    changed = zero(request_id=0, site=f"{path}.output[0]", positions=[2])
+    trace = cp.run(loaded(family), [PROMPTS[0]], **SMALL | {"max_new_tokens": 1}, interventions=[changed])
+
+    def hook(module: object, inputs: object, out: torch.Tensor) -> torch.Tensor:
+        out = out.clone()
+        out[:, 2] = 0
+        return out
+
+    with live.get_submodule(path).register_forward_hook(hook), torch.no_grad():
+        states = live(torch.tensor([PROMPTS[0]]), output_hidden_states=True).hidden_states
+    torch.testing.assert_close(trace.states("S", 0, 0), states[1][0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(trace.states("S", 1, 0), states[2][0], rtol=1e-4, atol=1e-4)
+
+
+def test_every_function_takes_a_hook_point() -> None:
+    (one,) = function(lambda state, context: state, request_id=0, site="blocks.1.hook_mlp_out")
+    assert (one.site, one.layer) == ("C", 1)
+    trace = cp.run(loaded(), [PROMPTS[1], PROMPTS[1]], **SMALL)
+    first, second = swap(trace, 0, 1, site="blocks.1.hook_resid_post", positions=[1])
+    assert (first.site, first.layer, second.layer) == ("S", 1, 1)

@@ -1,0 +1,264 @@
+"""Recurrent and convolution states beside the KV cache: against transformers' own generation, against runs that never
+saw a rejected token, and with a planted fault."""
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+import cacheprobe as cp
+from cacheprobe.doctor.families.tiny import tiny_family
+from cacheprobe.kvcache.ledger import CacheIntegrityError
+from cacheprobe.kvcache.recurrent import LayerStates, RecurrentCache, RecurrentMemory, memory_of
+from cacheprobe.kvcache.surgery import take_snapshot
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.plain.lm import PlainLM
+from cacheprobe.models.plain.recurrence import StepForward
+from cacheprobe.ops.equality import close
+from tests.feeding import fed_in_parts, texts
+from tests.invariants.runs import wrong_at
+from tests.tiny import loaded
+from tests.twins.equivalence import hf_greedy
+
+FAMILIES = ["mamba2", "olmo_hybrid", "bamba", "lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow)]
+"""State spaces alone, Gated DeltaNet, a Mamba hybrid, and convolutions; the slow one has experts, too."""
+PROMPTS = [[3, 10, 17, 24, 31, 38, 45, 52, 59, 66, 73], [5, 80, 33], [3] * 21, [7, 8, 9, 10], [5, 80, 33]]
+SHAPE: dict[str, Any] = dict(window=4, group=2, capacity=96, max_new_tokens=10, progress=False)
+
+
+@cache
+def original(family: str) -> PreTrainedModel:
+    return tiny_family(family)
+
+
+@cache
+def model(family: str) -> PlainLM:
+    loaded = cp.load_model(copy.deepcopy(original(family)), products="torch")
+    assert isinstance(loaded, PlainLM)
+    return loaded
+
+
+@cache
+def oracle(family: str) -> cp.Trace:
+    return cp.reference(model(family), PROMPTS, **SHAPE)
+
+
+def drafted(family: str, **settings: Any) -> cp.Trace:
+    """A deterministic run whose drafts are wrong at changing places."""
+    drafter = wrong_at(oracle(family), [1, 0, None, 2, 1])
+    return cp.run(model(family), PROMPTS, drafter=drafter, deterministic=True, **{**SHAPE, **settings})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_give_the_tokens_of_generate_and_the_bits_of_the_oracle(family: str) -> None:
+    trace = drafted(family)
+    assert 0 < trace.num_rolled_back < trace.num_drafted
+    for request, prompt in enumerate(PROMPTS):
+        assert trace.committed(request) == hf_greedy(original(family), prompt, 10)
+        assert trace.digest(request) == oracle(family).digest(request)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(max_kv_tokens=40),
+        dict(prefill_group=2, prefill_chunk=8, pad_prefill=True),
+        dict(prefill_chunk=4),
+        dict(max_batch=2),
+    ],
+    ids=["preempted", "padded prompts", "prompts in parts", "two at once"],
+)
+def test_the_schedule_changes_no_token(settings: dict[str, Any]) -> None:
+    trace = drafted("bamba", **settings)
+    assert bool(trace.meta["preemptions"]) == ("max_kv_tokens" in settings)
+    assert [trace.committed(r) for r in range(5)] == [oracle("bamba").committed(r) for r in range(5)]
+
+
+@pytest.mark.parametrize("drafter", [cp.drafters.EarlyExit(2), cp.drafters.NGram()], ids=["early exit", "n-grams"])
+def test_drafters_that_use_the_model_or_the_text(drafter: Any) -> None:
+    trace = cp.run(model("bamba"), PROMPTS, drafter=drafter, deterministic=True, **SHAPE)
+    assert trace.num_drafted
+    assert [trace.committed(r) for r in range(5)] == [oracle("bamba").committed(r) for r in range(5)]
+
+
+def test_a_recurrent_draft_model() -> None:
+    near = copy.deepcopy(original("mamba2"))
+    with torch.no_grad():
+        near.lm_head.weight += 0.05 * torch.randn(near.lm_head.weight.shape, generator=torch.Generator().manual_seed(1))
+    drafter = cp.drafters.DraftModel(cp.load_model(near, products="torch"))
+    trace = cp.run(model("mamba2"), PROMPTS, drafter=drafter, deterministic=True, **SHAPE)
+    assert 0 < trace.num_rolled_back < trace.num_drafted / 2, "nearly the same model, from its own states"
+    assert [trace.committed(r) for r in range(5)] == [oracle("mamba2").committed(r) for r in range(5)]
+
+
+def test_the_invariant_way() -> None:
+    alone = cp.run(model("mamba"), PROMPTS[:1], deterministic=True, determinism="invariant", **SHAPE)
+    among = cp.run(model("mamba"), PROMPTS, deterministic=True, determinism="invariant", **SHAPE)
+    assert alone.digest(0) == among.digest(0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ragged_texts_with_pads_and_wrong_blocks(family: str) -> None:
+    rows = texts(33, 21, 12)
+    ours = fed_in_parts(model(family), rows)
+    for b, text in enumerate(rows):
+        with torch.inference_mode():
+            theirs = original(family)(text[None], use_cache=False).logits[0]
+        # chunks of tokens and single tokens round differently, by about 1e-6 of the largest value; a pad, wrong token
+        # or other row in a state changes logits by more than .1
+        assert close(ours[f"logits row {b}"], theirs, 1e-4, because="sums are reordered")
+
+
+def rolled_back(family: str, *, wrong: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits of four tokens after six, and all states; `wrong`: after four other tokens that were taken back."""
+    one, ids = model(family), torch.tensor([PROMPTS[0]])
+    held = one.new_cache(1, 32)
+    held.allocate()
+    one.forward(ids[:, :6], held, [0], [0])
+    held.extend(0, 0, 6, "prefill")
+    if wrong:
+        one.forward(torch.tensor([[70, 71, 72, 73]]), held, [0], [6])
+        held.extend(0, 6, 10, "provisional")
+        held.truncate(0, 6)
+    logits = one.forward(ids[:, 6:10], held, [0], [6]).clone()
+    memory = memory_of(held)
+    assert memory is not None
+    return logits, [value for *_, value in memory.states(0)]
+
+
+def same_after_rollback(family: str) -> bool:
+    (clean, states), (rolled, others) = (rolled_back(family, wrong=wrong) for wrong in (False, True))
+    assert len(states) >= 10, "no states were compared"
+    same = [torch.equal(a, b) for a, b in zip(states, others, strict=True)]
+    return torch.equal(clean, rolled) and all(same)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rollback_is_exact_to_the_bit(family: str) -> None:
+    assert same_after_rollback(family)
+
+
+def test_a_state_that_is_not_restored_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault of `crop` on recurrent states: the newest state stays after a rollback."""
+    after = RecurrentMemory.after
+
+    def newest(self: RecurrentMemory, layer: int, row: int, position: int) -> LayerStates:
+        kept = [at for number, at, *_ in self.states(row) if number == layer]
+        return after(self, layer, row, max(kept, default=-1) if position >= 0 else -1)
+
+    right = oracle("bamba")
+    monkeypatch.setattr(RecurrentMemory, "after", newest)
+    assert not same_after_rollback("bamba")
+    drafter = wrong_at(right, [1, 0, None, 2, 1])
+    trace = cp.run(model("bamba"), PROMPTS, drafter=drafter, **SHAPE)
+    assert [trace.committed(r) for r in range(5)] != [right.committed(r) for r in range(5)]
+
+
+def test_pads_before_a_token_would_change_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole window fed as one chunk: the state after it holds the pads."""
+    row = StepForward._row
+
+    def last_state(self: StepForward, inputs: Any, memory: RecurrentMemory, row_: int, start: int, step: Any) -> Any:
+        out = row(self, inputs, memory, row_, start, step)
+        last = memory.after(self.layer, row_, start + inputs.shape[1] - 1)
+        for t in range(inputs.shape[1]):
+            memory.record(self.layer, row_, start + t, last)
+        return out
+
+    want = oracle("mamba2")
+    monkeypatch.setattr(StepForward, "_row", last_state)
+    trace = cp.run(model("mamba2"), PROMPTS, drafter=wrong_at(want, [1, 0, None, 2, 1]), **SHAPE)
+    assert [trace.committed(r) for r in range(5)] != [want.committed(r) for r in range(5)]
+
+
+def test_few_positions_are_kept_if_states_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheprobe.kvcache.recurrent.MOST_BYTES", 1)
+    monkeypatch.setattr("cacheprobe.kvcache.recurrent.LEAST_KEPT", 6)
+    held = model("mamba2").new_cache(1, 96)
+    for start in range(0, 40, 4):
+        model("mamba2").forward(torch.tensor([[1, 2, 3, 4]]), held, [0], [start])
+    memory = memory_of(held)
+    assert memory is not None and isinstance(held, RecurrentCache)
+    assert {at for _, at, *_ in memory.states(0)} == set(range(30, 40))
+    assert held.cache_bytes == 6 * memory.bytes_of_position
+    with pytest.raises(CacheIntegrityError, match="no recurrent state of layer 0 after position 19: .* 6 positions"):
+        model("mamba2").forward(torch.tensor([[1]]), held, [0], [20])
+    trace = cp.run(model("mamba2"), PROMPTS, deterministic=True, **SHAPE)
+    assert [trace.committed(r) for r in range(5)] == [oracle("mamba2").committed(r) for r in range(5)]
+
+
+@pytest.mark.parametrize("family", ["mamba2", "mamba", "olmo_hybrid"])
+def test_captured_states_are_those_of_the_original(family: str) -> None:
+    """Against transformers' own cache after the same tokens, fed at once; also of rejected drafts."""
+    one = model(family)
+    drafter = wrong_at(oracle_of(family), [1, 0, 2])
+    capture = cp.CaptureConfig(heads=("recurrent",))
+    trace = cp.run(one, PROMPTS[:2], drafter=drafter, deterministic=True, capture=capture, **SHAPE)
+    text = [*PROMPTS[1], *trace.committed(1)][:-1]
+    rows = trace.rows()
+    first = rows[(rows["status"] == "rolled_back") & (rows["request_id"] == 1)].iloc[:1]
+    beside = [*text[: int(first["position"].iloc[0])], int(first["token_id"].iloc[0])]
+    for layer, (heads, width) in one.state_shapes.items():
+        ours = trace.heads("recurrent", layer, 1)
+        assert ours.shape == (len(text), heads, width)
+        rejected = trace.vectors("recurrent", layer, first)[0]
+        for state, tokens in ((ours[0], text[:1]), (ours[-1], text), (rejected, beside)):
+            theirs = state_after(original(family), tokens, layer)
+            # transformers computes the whole text in chunks; rounding differs by about 1e-6 of the largest value
+            assert close(state.flatten(), theirs, 1e-4, because="sums are reordered")
+
+
+@cache
+def oracle_of(family: str) -> cp.Trace:
+    return cp.reference(model(family), PROMPTS[:2], **SHAPE)
+
+
+def state_after(live: PreTrainedModel, text: list[int], layer: int) -> torch.Tensor:
+    """Recurrent state in transformers' own cache after a text, flat."""
+    held = DynamicCache(config=live.config)
+    name = "cache_params" if live.config.model_type.startswith("mamba") else "past_key_values"
+    with torch.inference_mode():
+        live(torch.tensor([text]), use_cache=True, **{name: held})
+    of_layer: Any = held.layers[layer]
+    return of_layer.recurrent_states[0].flatten()
+
+
+def test_recurrent_states_where_there_are_none() -> None:
+    with pytest.raises(ModelError, match="has no recurrent states, and those of layers"):
+        cp.run(loaded(), [[1, 2]], capture=cp.CaptureConfig(heads=("recurrent",)), **SHAPE)
+    attends = next(layer for layer in range(4) if layer not in model("bamba").state_shapes)
+    with pytest.raises(ModelError, match="no recurrent state at layer"):
+        with model("bamba").capturing([("recurrent", attends)], lambda site, layer, value: None):
+            pass
+    with pytest.raises(ModelError, match="can be captured, not edited"):
+        with model("bamba").editing([("recurrent", 0)], lambda site, layer, value: None):
+            pass
+    capture = cp.CaptureConfig(heads=("recurrent",))
+    trace = cp.run(model("bamba"), [[1, 2]], capture=capture, **SHAPE)
+    assert bool(trace.heads("recurrent", attends, 0).isnan().all())
+
+
+def test_nan_in_a_state_is_named() -> None:
+    held = model("mamba2").new_cache(1, 8)
+    held.allocate()
+    model("mamba2").forward(torch.tensor([[1, 2]]), held, [0], [0])
+    held.extend(0, 0, 2, "prefill")
+    held.check_integrity()
+    memory = memory_of(held)
+    assert memory is not None
+    states = memory.after(0, 0, 0)
+    memory.record(0, 0, 0, {key: torch.full_like(value, float("nan")) for key, value in states.items()})
+    with pytest.raises(CacheIntegrityError, match="conv state of cache row 0 after position 0 holds NaN"):
+        held.check_integrity()
+
+
+def test_what_cannot_be_served_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="RecurrentCache holds more than keys and values"):
+        take_snapshot(model("bamba").new_cache(1, 8), 0, [1])
+    with pytest.raises(ModelError, match="layer 0 is recurrent and has no attention heads"):
+        model("bamba").head_writer(0)
+    with pytest.raises(ModelError, match="FalconH1ForCausalLM has hybrid layers"):
+        cp.load_model(tiny_family("falcon_h1"))

@@ -1,0 +1,142 @@
+"""A draft head that was trained on a trace: it drafts better than an untrained one, and changes no token."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cacheprobe as cp
+from cacheprobe.cli.train import draft_head as command
+from cacheprobe.drafters import DraftHead
+from cacheprobe.models.base import CachedLM
+from cacheprobe.models.hf.tiny import TINY, tiny_model
+from cacheprobe.ops.equality import bitwise
+from cacheprobe.tasks import CoinFlip, word_tokenizer
+from cacheprobe.training.draft_head.settings import DraftHeadSettings
+from cacheprobe.training.draft_head.train import train_draft_head
+from tests.tiny import PROMPTS, SMALL, loaded
+
+SETTINGS: dict[str, Any] = dict(steps=300, batch=64, hidden=64, learning_rate=3e-3)
+RUN: Any = {**SMALL, "capacity": 192, "sampling": cp.SamplingParams(stop_token_ids=())}
+OTHER: Any = SMALL
+TASK = CoinFlip(people=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random llama that knows the words of coin-flip questions."""
+    tokenizer = word_tokenizer(TASK.vocabulary())
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama-tied", size=replace(TINY, vocab=len(tokenizer))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Iterator[CachedLM]:
+    yield cp.load_model(str(folder))
+
+
+@pytest.fixture(scope="module")
+def trace(model: CachedLM) -> cp.Trace:
+    capture = cp.CaptureConfig(sites="S", layers=(model.n_layers - 1,))
+    return cp.run(model, [TASK.example(i, 0) for i in range(40)], **RUN, capture=capture)
+
+
+def trained(trace: cp.Trace, **changes: Any) -> DraftHead:
+    return train_draft_head(trace, DraftHeadSettings(**{**SETTINGS, **changes}), progress=False)
+
+
+def it_drafts_better_than_untrained(model: CachedLM, trace: cp.Trace) -> None:
+    head, untrained = trained(trace), trained(trace, steps=1, learning_rate=1e-9)
+    agreement = float(str(head.about["held_out_acceptance"]))
+    assert agreement > float(str(head.about["untrained_acceptance"])) + 0.05
+    held_out = [TASK.example(i, 1) for i in range(8)]
+    plain = cp.run(model, held_out, **RUN, capture=None, deterministic=True)
+    runs = [cp.run(model, held_out, **RUN, capture=None, drafter=drafter) for drafter in (head, untrained)]
+    for run in runs:
+        assert [run.committed(i) for i in range(8)] == [plain.committed(i) for i in range(8)]
+    accepted, before = (int(run.events().num_accepted.sum()) for run in runs)
+    assert accepted > before
+
+
+def test_it_drafts_better_than_untrained_on_held_out_questions(model: CachedLM, trace: cp.Trace) -> None:
+    """And the committed tokens are those of a run without drafts."""
+    it_drafts_better_than_untrained(model, trace)
+
+
+def test_without_gradients_nothing_is_learnt(model: CachedLM, trace: cp.Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control."""
+    monkeypatch.setattr(torch.optim.Adam, "step", lambda *a, **k: None)
+    with pytest.raises(AssertionError):
+        it_drafts_better_than_untrained(model, trace)
+
+
+def test_the_first_draft_token_is_the_models_own(trace: cp.Trace, model: CachedLM) -> None:
+    run = cp.run(model, [TASK.example(0, 1)], **RUN, capture=None, drafter=trained(trace, steps=1))
+    events = run.events()
+    drafts = events[events.draft_token_ids.map(len) > 0]
+    assert len(drafts) and (drafts.num_accepted > 0).all()
+
+
+def test_sampled_tokens_are_those_of_an_undrafted_run(trace: cp.Trace, model: CachedLM) -> None:
+    sampling = cp.SamplingParams(temperature=0.8, stop_token_ids=())
+    settings = {**RUN, "sampling": sampling, "capture": None}
+    prompts = [TASK.example(i, 2) for i in range(3)]
+    plain = cp.run(model, prompts, **settings, deterministic=True)
+    run = cp.run(model, prompts, **settings, drafter=trained(trace, steps=1))
+    assert [run.committed(i) for i in range(3)] == [plain.committed(i) for i in range(3)]
+
+
+def test_the_command_writes_a_file_that_is_read_again(
+    folder: Path, trace: cp.Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = trace.save(tmp_path / "run"), tmp_path / "head.safetensors"
+    command(run, model=str(folder), out=out, **{**SETTINGS, "steps": 3}, progress=False)
+    assert "on held-out requests the head has the model's likeliest token in" in capsys.readouterr().out
+    again, same = DraftHead.load(out, length=2), trained(trace, steps=3)
+    assert again.length == 2 and again.about == same.about and again.unembedding == same.unembedding
+    assert all(bitwise(again.weights[name], same.weights[name]) for name in same.weights)
+    with pytest.raises(ValueError, match=r"head.safetensors exists; choose another file"):
+        command(run, model=str(folder), out=out, **SETTINGS, progress=False)
+    out.write_bytes(out.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="holds no draft head"):
+        DraftHead.load(out)
+
+
+def test_what_does_not_fit_is_refused(trace: cp.Trace, model: CachedLM, tmp_path: Path) -> None:
+    head = trained(trace, steps=1)
+    with pytest.raises(ValueError, match="was trained for the unembedding"):
+        head.check(loaded())
+    with pytest.raises(ValueError, match="lacks up"):
+        DraftHead({name: weight for name, weight in head.weights.items() if name != "up"}, "")
+    with pytest.raises(ValueError, match="holds NaN or infinity"):
+        DraftHead({**head.weights, "mean": head.weights["mean"] * float("nan")}, "")
+    with pytest.raises(ValueError, match="must have shape"):
+        DraftHead({**head.weights, "mean": head.weights["mean"][:3]}, "")
+    for name, weight, says in [
+        ("mean", head.weights["mean"].half(), "mean of a draft head must be float32, got torch.float16"),
+        ("scale", head.weights["scale"] * 0, "scale of a draft head must be above 0"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            DraftHead({**head.weights, name: weight}, "")
+    with pytest.raises(ValueError, match="would draft nothing"):
+        DraftHead(head.weights, "", length=0)
+    other = cp.run(loaded(), PROMPTS[:2], **OTHER, capture="T")
+    with pytest.raises(ValueError, match="needs S of the last layer: .*run with capture='S'"):
+        trained(other)
+    with pytest.raises(ValueError, match="the trace has one prompt"):
+        trained(cp.run(loaded(), PROMPTS[:1], **OTHER, capture="S"))
+    with pytest.raises(ValueError, match="a step draws 5000 tokens"):
+        trained(trace, batch=5000)
+    loaded_trace = cp.load_trace(trace.save(tmp_path / "run"))
+    with pytest.raises(ValueError, match="loaded without its model"):
+        trained(loaded_trace)
+    loaded_trace.model = loaded()
+    with pytest.raises(ValueError, match="the run was made with weights"):
+        trained(loaded_trace)
+    with pytest.raises(ValueError, match="held_out is a share"):
+        DraftHeadSettings(held_out=1.0)
