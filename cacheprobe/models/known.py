@@ -42,7 +42,7 @@ def require_known(name: str) -> None:
     if near and "/" not in name:
         raise ModelError(f"unknown model {name!r}{suggestion} {_choice()}")
     if why := why_no_hub():
-        how = f"to get it, run: hf download {name}, with a network" if "/" in name else "give its hub name, OWNER/NAME"
+        how = f"to get it, run: hf download {name}, with a network"
         raise ModelError(f"unknown model {name!r}{suggestion} it is not on this machine and {why}; {how}; {_choice()}")
 
 

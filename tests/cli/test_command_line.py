@@ -118,7 +118,7 @@ def offline(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
         ("coinflip_thinking", "did you mean coinflip-thinking?"),
         ("my-mdel", "did you mean my-model?"),
         ("./my-mdel", r"there is no directory ./my-mdel; did you mean my-model\?"),
-        ("gpt2", "'gpt2'; it is not on this machine and huggingface.co cannot be reached; shipped: smollm2-135m, "),
+        ("gpt2", "this machine and huggingface.co cannot be reached; to get it, run: hf download gpt2, .*; shipped: "),
         ("an owner/a name", "not on this machine"),
     ],
 )

@@ -46,7 +46,9 @@ _WINDOWS = ("sliding_window", "sliding_window_size")
 """Set only for families that slide by default."""
 _SIZES |= {"is_decoder": True, "is_encoder_decoder": False}
 
+_ONE_OF_EACH = ["linear_attention", "full_attention"]
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": dict(attn_layer_indices=[1]),
     "blt": dict(
         encoder_hash_byte_group_vocab=VOCAB,
         encoder_hash_byte_group_size=[3],
@@ -58,6 +60,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3n_text": dict(num_kv_shared_layers=0),
     "gptj": dict(rotary_dim=4),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
+    "granitemoehybrid": dict(layer_types=_ONE_OF_EACH),
+    "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
     "mamba2": dict(head_dim=16, num_heads=4),

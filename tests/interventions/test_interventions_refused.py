@@ -99,7 +99,7 @@ def test_the_oracle_takes_what_its_run_was_given() -> None:
     [
         (zero(**{**S1, "layer": 3}), {}, "zero of request 0 at site S of layer 3: unknown layer 3; .*layers 0 to 2"),
         (zero(**{**S1, "request_id": 1}), {}, "no request 1; the run has 0 to 0"),
-        (zero(request_id=0, site="T", layer=0, head=4), {}, "unknown head 4; the model has heads 0 to 3"),
+        (zero(request_id=0, site="T", layer=0, head=4), {}, "unknown head 4; layer 0 has heads 0 to 3"),
         (replace(torch.zeros(8), **S1), {}, "vectors of width 8, where states have 32"),
         (replace(torch.zeros(32), request_id=0, site="T", layer=0, head=1), {}, "width 32, where states have 8"),
         (zero(**S1, positions=[4, 10]), {}, "position 10 lies outside the request, which computes 0 to 9 at most"),

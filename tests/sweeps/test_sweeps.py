@@ -268,7 +268,7 @@ def test_what_is_not_understood_is_refused_by_its_place(held: dict, message: str
         ({"task": "coin_flips"}, "unknown name 'coin_flips'"),
         ({"task": "boxes"}, "the word 'Box' .* is not in the task vocabulary"),
         ({"model": "smollm2-135m", "adapter": "nowhere"}, "unknown adapter 'nowhere'"),
-        ({"model": "./no/such"}, "is not to be had with its tokenizer: there is no directory ./no/such"),
+        ({"model": "./no/such"}, "there is no directory ./no/such; give an existing one"),
     ],
 )
 def test_impossible_cells_are_refused_before_anything_runs(change: dict, message: str, tmp_path: Path) -> None:
