@@ -106,6 +106,8 @@ def run_summary(book: Book) -> str:
     drafter_name = run.meta["drafter"] or "The fast path"
     accepted = verified - rolled_back
     counts = f"{accepted} accepted, {rolled_back} rolled back"
+    if behind := rolled_back - int((verify_events.num_rolled_back.fillna(0) > 0).sum()):
+        counts += f": {rolled_back - behind} rejected, {behind} behind a rejected one"
     return f"{text}{drafter_name} drafted {verified} tokens that were verified: {counts}."
 
 

@@ -39,9 +39,22 @@ KEYS = (
     ("← → ↑ ↓", "in the lens grid: another row, another layer"),
     ("+, -, 0", "zoom the timeline in, out, back; or drag over its steps"),
     ("Home, End", "first, last token of the request; in the list: first, last line"),
+    ("Tab, Enter", "reach a button or a menu, and press it"),
     ("?", "show or hide this list"),
 )
 """Keys of the page, and what each does."""
+WORDS = (
+    ("S, T, C", "residual stream, attention output, MLP output of a layer"),
+    ("row", "one token that one pass read: every layer has states of it, and predicts the next token"),
+    ("accepted, rejected", "what the verifying pass said of a drafted token"),
+    ("rolled back", "removed again: a rejected draft, and the drafts behind it"),
+    ("recovered, bonus", "the verifier's own token: in place of a rejected draft, or after a wholly accepted one"),
+    ("superseded", "computed for a draft, and computed again by the pass that verified it"),
+    ("prediction depth", "first layer from which the first choice stays the last layer's"),
+    ("margin", "nats between the committed and the drafted token at the layer that decided"),
+    ("T₀, T₁′, T₁", "newest committed token, first drafted token, the verifier's own token there"),
+)
+"""Words of the page that not every reader knows."""
 
 
 def index(shelf: Shelf, scripts: Sequence[str]) -> str:
@@ -50,7 +63,7 @@ def index(shelf: Shelf, scripts: Sequence[str]) -> str:
     content = {"first": shelf.first, "runs": _runs(shelf), "results": [kind_of(path) for path in shelf.results]}
     content["absent"] = _absent_tabs(shelf)
     content["sites"] = {site: site_label(site) for site in SITE_NAMES}
-    content |= {"ways": WAYS, "keys": KEYS}
+    content |= {"ways": WAYS, "keys": KEYS, "words": WORDS}
     content["grows"] = any(entry.follower is not None for entry in shelf.entries)
     own = "".join(f'<script src="{markup(script)}"></script>' for script in scripts)
     content_json = markup(json.dumps(content)).replace("{%", "&#123;%")
@@ -85,8 +98,7 @@ def layout(shelf: Shelf) -> Element:
             _failed_runs(shelf),
             _growth(),
             html.Div(id="notice", role="status", hidden=True),
-            _transport(),
-            _tabs(),
+            html.Div([_transport(), _tabs()], className="stays"),
             html.Main(
                 [
                     _tab_panel("replay", _replay_cards()),
@@ -112,7 +124,7 @@ def _header(shelf: Shelf) -> Element:
             html.Div([html.Span("cacheprobe", className="brand"), html.Span(id="says")], className="title"),
             _menu("run", "run", _runs(shelf)),
             _menu("request", "request"),
-            html.Button("?", id="keys-open", className="icon", title="list of keys"),
+            html.Button("?", id="keys-open", className="icon", title="keys and words"),
             html.Button("◐", id="theme", className="icon", title="light or dark", **{"data-intent": "theme"}),
         ],
         className="top",
@@ -120,8 +132,8 @@ def _header(shelf: Shelf) -> Element:
 
 
 def _keys() -> Element:
-    """Returns an empty dialog for the list of keys; assets/keys.js fills and opens it."""
-    return html.Dialog(id="keys", **{"aria-label": "keys"})
+    """Returns an empty dialog for the lists of keys and words; assets/keys.js fills and opens it."""
+    return html.Dialog(id="keys", **{"aria-label": "keys and words"})
 
 
 def _failed_runs(shelf: Shelf) -> Element:

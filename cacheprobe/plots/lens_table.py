@@ -167,5 +167,6 @@ def columns_of(rows: pd.DataFrame) -> pd.DataFrame:
 def runs_of(numbers: list[int]) -> list[tuple[int, int]]:
     """Returns a list of (first, last), one for each unbroken run of whole numbers in a sorted list: [1, 2, 3, 7] gives
     [(1, 3), (7, 7)]."""
-    starts = [n for n in numbers if n - 1 not in numbers]
-    return list(zip(starts, [n for n in numbers if n + 1 not in numbers], strict=True))
+    known = set(numbers)
+    starts = [n for n in numbers if n - 1 not in known]
+    return list(zip(starts, [n for n in numbers if n + 1 not in known], strict=True))

@@ -106,6 +106,7 @@ def layout_template(*, dark: bool = False) -> go.layout.Template:
                 "align": "left",
             },
             "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": colours["muted"], "activecolor": colours["ink"]},
+            "coloraxis": {"colorscale": scale, "colorbar": {"outlinewidth": 0, "ticks": ""}},
             "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"},
         },
         data={"heatmap": [{"colorscale": scale, "colorbar": {"outlinewidth": 0, "ticks": ""}}]},

@@ -49,7 +49,7 @@ def test_sentence_and_card_are_of_the_chosen_row(trace: cp.Trace, shelf: Shelf, 
         why = "a rejected" if status == "rolled_back" else "a draft that was given up"
         assert f"fed “{fed}”, {why}" in sentence and f"had “{top}” first" in sentence
         assert f"This row was fed {why}" in shown and f"it predicted “{top}”" in shown
-        assert "stood next" not in shown and 'class="right"' not in shown  # what was committed is no answer to it
+        assert "next token" not in shown and 'class="right"' not in shown  # what was committed is no answer to it
         assert "was committed" not in sentence
     else:
         assert "was fed" not in shown and "committed" in sentence

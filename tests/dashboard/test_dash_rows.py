@@ -96,7 +96,7 @@ def test_a_clicked_row_that_was_fed_no_committed_token_says_so(
     assert said.startswith(f"{where}fed “{row.read_token}”, {kind}")
     assert f"had “{row.token}” first" in said and "committed in" not in said
     assert card.startswith(f"This row was fed {kind}") and f"it predicted “{row.token}”" in card
-    assert f"{word.lower()}, {row.phase} in step {row.step}" in card and "stood next" not in card
+    assert f"{word.lower()}, {row.phase} in step {row.step}" in card and "next token" not in card
 
 
 def test_a_clicked_committed_row_is_spoken_of_after_another_was(

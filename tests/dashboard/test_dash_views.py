@@ -16,10 +16,11 @@ from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.dashboard.questions import CannotShow, answered, span
 from cacheprobe.dashboard.shelf import Shelf, whole
 from cacheprobe.dashboard.tabs import cache, compare, decode
-from cacheprobe.plots.diagrams.cache_strip import cache_strip, memory_sentence
+from cacheprobe.plots.diagrams.cache_strip import cache_passes, cache_strip, memory_sentence
 from cacheprobe.plots.diagrams.decode_grid import SIGNS, decode_picture
 from cacheprobe.plots.diagrams.timeline import TIMELINE_LEGEND, timeline_finding, timeline_picture
 from cacheprobe.plots.diagrams.token_card import card_parts
+from cacheprobe.plots.diagrams.windows import find_windows
 from cacheprobe.plots.report.page import table
 from cacheprobe.plots.report.run_comparison import comparison_title, fingerprint_block, token_columns
 from cacheprobe.plots.style import DIAGRAM_CSS
@@ -123,6 +124,33 @@ def test_the_strip_has_each_slot_once(trace: cp.Trace) -> None:
     assert memory.startswith("12 of 96 slots of this request are in use; 64 slots of 3 requests are in use")
     assert "24.0 KiB of keys and values (384 bytes a slot)" in memory
     assert "does not say" in memory_sentence(12, 64, 3, 96, None)
+
+
+def test_the_passes_are_those_of_the_tables(trace: cp.Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twin: the ledger for what was written, the statuses of rows for what was removed again."""
+    monkeypatch.setattr("cacheprobe.plots.diagrams.cache_strip._MOST_PASSES", 99)
+    rows, windows = trace.row_table, find_windows(trace.events(), 2)
+    gone = rows[(rows.request_id == 2) & (rows.phase == "verify") & (rows.status == "rolled_back")]
+    last = max(window.step for window in windows)
+    for step in (windows[0].step, last):
+        ledger = trace.ledger(2, step)
+        lines = re.findall(r'data-step="(\d+)">(.*?)</tr>', cache_passes(ledger, windows, step))
+        written, removed = {}, {}
+        for at, cells in lines:
+            kind, *positions = re.findall(r"<td[^>]*>([^<]*)</td>", cells)[1:]
+            for into, text in zip((written, removed), positions, strict=True):
+                for a, b in re.findall(r"(\d+)(?: to (\d+))?", text):
+                    into |= dict.fromkeys(((position, int(at)) for position in range(int(a), int(b or a) + 1)), kind)
+        assert set(written) == set(zip(ledger.position, ledger.step, strict=True))
+        until_now = gone[gone.step <= step]
+        assert removed == dict.fromkeys(zip(until_now.position, until_now.step, strict=True), "verify")
+    assert removed and set(written.values()) >= {"prefill", "verify"}
+
+
+def test_a_long_list_of_passes_is_cut() -> None:
+    ledger = pd.DataFrame({"position": range(40), "step": range(40), "provenance": "verified"})
+    table = cache_passes(ledger)
+    assert re.findall(r'data-step="(\d+)"', table) == ["0", *map(str, range(29, 40))] and "… 28 passes" in table
 
 
 def test_the_card_of_a_row(trace: cp.Trace) -> None:

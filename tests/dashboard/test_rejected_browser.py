@@ -227,6 +227,7 @@ def test_the_keys_are_listed(browser: Browser, address: str) -> None:
         dialog = page.get_by_role("dialog")
         for said in ("next, previous rejected draft", "search", "Home, End", "lens grid", "open the rejected draft"):
             assert said in dialog.inner_text()
+        assert "first layer from which" in dialog.inner_text() and page.evaluate("keys.scrollTop") == 0
         page.keyboard.press("n")  # not while it covers the page
         page.wait_for_timeout(200)
         assert at(page) == before

@@ -77,6 +77,7 @@ def test_a_click_chooses_a_token_and_shift_a_range(browser: Browser, address: st
         page.click(token(page, first))
         answered(page, "card", request=3, position=first)
         assert at(page)["position"] == first and page.locator(".here").count() == 1
+        assert at(page)["step"] == int(page.locator(token(page, first)).get_attribute("data-step") or -1)
         page.click(token(page, last), modifiers=["Shift"])
         answered(page, "range", position=first, until=last)
         assert page.locator("#text-view .ranged").count() == 5 and f"until={last}" in page.url

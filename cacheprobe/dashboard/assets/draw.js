@@ -16,7 +16,7 @@
   };
 
   // A lens grid of few layers is low: the timeline then stands below it, beside the card and the cache.
-  const FEW_LAYERS = 20;
+  const FEW_LAYERS = 36;
 
   function arrange({layers}) {
     const grid = document.querySelector("#panel-replay > .grid"), card = place("timeline-card");
@@ -99,6 +99,7 @@
     const cards = new Set(names.map((name) => (CARDS[name] || name) + "-card"));
     document.querySelectorAll(".card[id]").forEach((card) => card.classList.toggle("asking", cards.has(card.id)));
     place("gave-box").hidden = !at.gave || names.includes("gave");
+    document.querySelector('[data-intent="gave"]').setAttribute("aria-busy", !!at.gave && names.includes("gave"));
   }
 
   function write(id, text) {

@@ -27,7 +27,10 @@
   function help() {
     const dialog = place("keys");
     if (dialog.open) dialog.close();
-    else dialog.showModal();
+    else {
+      dialog.showModal();
+      dialog.scrollTop = 0;  // the focus is on its last line
+    }
   }
 
   // Moves the focus among the lines of the list. Returns whether the key is one of the list's.
@@ -121,11 +124,12 @@
       made.append(...content);
       return made;
     };
-    const lines = JSON.parse(document.body.dataset.shelf).keys.map(([keys, what]) =>
-      element("tr", element("th", element("kbd", keys)), element("td", what)));
+    const {keys, words} = JSON.parse(document.body.dataset.shelf);
+    const table = (lines, name) => element("table", element("tbody", ...lines.map(([first, what]) =>
+      element("tr", element("th", element(name, first)), element("td", what)))));
     const close = element("button", "Close");
     close.className = "plain";
-    place("keys").replaceChildren(element("h2", "Keys"), element("table", element("tbody", ...lines)), close);
+    place("keys").replaceChildren(element("h2", "Keys"), table(keys, "kbd"), element("h2", "Words"), table(words, "b"), close);
   }
 
   function start(changes, at) {

@@ -42,7 +42,10 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
         has_ended=step > int(of_request.step.max()),
     )  # fmt: skip
     pending = pending_position(book, request, step, int(ledger.position.max()))
-    return cache_piece(ledger, memory, request_id=request, step=step, pending=pending, truncated=truncated).html
+    return cache_piece(
+        ledger, memory, request_id=request, step=step, pending=pending, truncated=truncated,
+        windows=book.windows(request),
+    ).html  # fmt: skip
 
 
 def window_view(shelf: Shelf, question: PageQuestion) -> str:

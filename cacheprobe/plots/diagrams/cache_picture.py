@@ -1,12 +1,15 @@
-"""Draws the cache row of one request after a step: a cylinder with its slots by provenance, and a strip with a cell for
-each slot. The provenance of a slot is the kind of pass that wrote the slot."""
+"""Draws the cache row of one request after a step: a cylinder with its slots by provenance, a strip with a cell for
+each slot, and the passes that wrote them. The provenance of a slot is the kind of pass that wrote the slot."""
+
+from collections.abc import Sequence
 
 import pandas as pd
 
 from cacheprobe.plots.diagrams import svg
-from cacheprobe.plots.diagrams.cache_strip import cache_strip
+from cacheprobe.plots.diagrams.cache_strip import cache_passes, cache_strip
 from cacheprobe.plots.diagrams.cylinder import CACHE_HEIGHT, cache_counts, cylinder_strokes
 from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
+from cacheprobe.plots.diagrams.windows import Window
 
 
 def cache_picture(
@@ -17,9 +20,9 @@ def cache_picture(
     pending: int | None = None,
     truncated: int = 0,
 ) -> Markup:
-    """Returns HTML of one request's cache slots: a cylinder with their counts, and a strip with a cell for each slot.
-    Colours show the pass that wrote a slot: blue prefill, yellow draft (provisional), green verify, grey decode of a
-    never verified request.
+    """Returns HTML of one request's cache slots: a cylinder with their counts, a strip with a cell for each slot, and a
+    table of the passes that wrote them. Colours show the pass that wrote a slot: blue prefill, yellow draft
+    (provisional), green verify, grey decode of a never verified request.
 
     Hover texts name the step that wrote a slot. An edited slot is grey with crosses.
     ledger: trace.ledger(request_id, step).  request_id, step: named in the picture; slots that the step wrote are
@@ -40,10 +43,12 @@ def cache_piece(
     step: int | None,
     pending: int | None = None,
     truncated: int = 0,
+    windows: Sequence[Window] = (),
 ) -> TitledPicture:
     """Returns the picture of one request's cache slots as a `TitledPicture` (title, note, HTML body), for a page that
     has the styles; `cache_picture` explains the other arguments. memory: HTML on the cache of all requests for the
-    note, or "". Raises: ValueError for an empty ledger or an unknown provenance."""
+    note, or "".  windows: of the request; the table also has what their passes removed again.
+    Raises: ValueError for an empty ledger or an unknown provenance."""
     owner = "the request" if request_id is None else f"request {request_id}"
     if ledger.empty:
         raise ValueError(f"the ledger is empty: {owner} holds no cache slots then; give a step at which it does")
@@ -62,5 +67,5 @@ def cache_piece(
         f"{title_start} holds {count} cache slot{'s' * (count != 1)}{after_step}: {parts}",
         "",
         f"<div class='cylinder'>{picture}</div><h4>Slot by slot</h4>{strip}"
-        + (f"<p class='note'>{note}</p>" if note else ""),
+        f"{cache_passes(ledger, windows, step)}" + (f"<p class='note'>{note}</p>" if note else ""),
     )

@@ -1,15 +1,20 @@
-"""Draws the cache slots of one request one by one after a step, and writes a sentence on the cache memory of all
-requests."""
+"""Draws the cache slots of one request one by one after a step, lists the passes that wrote them, and writes a sentence
+on the cache memory of all requests."""
 
+from collections.abc import Sequence
 from itertools import groupby
 
 import pandas as pd
 
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.cylinder import PROVENANCE_STYLES
+from cacheprobe.plots.diagrams.windows import Window
+from cacheprobe.plots.lens_table import runs_of
 from cacheprobe.plots.text import markup
 
 _PITCH, _HEIGHT, _LINE = 9, 18, 34
+_MOST_PASSES = 12
+_PASSES = {"verified": "verify", "provisional": "draft", "decoded": "decode"}
 
 
 def cache_strip(
@@ -55,6 +60,46 @@ def cache_strip(
     width, height = _PITCH * per_line + 1, _LINE * lines
     label = f"{len(ledger)} cache slots by provenance"
     return svg.picture(width, height, label, parts, style=f"max-width:{width * 1.25:.0f}px")
+
+
+def cache_passes(ledger: pd.DataFrame, windows: Sequence[Window] = (), step: int | None = None) -> str:
+    """Returns HTML of a table with a line for each pass that wrote cache slots which one request still holds, or that
+    removed slots again: its step, its kind, the positions written, and the positions removed. A line carries data-step.
+    Of a longer list, the first line and the last 11 are shown.
+
+    ledger: from `Trace.ledger`, after a step.  windows: the request's verify windows; those of later steps are left
+    out.  step: its line is marked.
+    """
+    written = {
+        (int(at), _PASSES.get(str(kind), str(kind))): sorted(slots.position.tolist())
+        for (at, kind), slots in ledger.groupby(["step", "provenance"])
+    }
+    first, last = int(ledger.step.min()), int(ledger.step.max()) if step is None else step
+    removed = {
+        (window.step, "verify"): list(window.truncated_positions)
+        for window in windows
+        if first <= window.step <= last and window.num_truncated
+    }
+    passes = sorted({*written, *removed})
+    num_skipped = max(len(passes) - _MOST_PASSES, 0)
+    lines = []
+    for i, (at, kind) in enumerate(passes):
+        if 1 <= i <= num_skipped:
+            if i == 1:
+                lines.append(f'<tr><td colspan="4">… {num_skipped} passes</td></tr>')
+            continue
+        texts = [_ranges(where.get((at, kind), [])) for where in (written, removed)]
+        chosen = " chosen" if at == step else ""
+        cells = (
+            f'<td class="number">{at}</td><td>{markup(kind)}</td><td>{texts[0]}</td><td class="lost">{texts[1]}</td>'
+        )
+        lines.append(f'<tr class="pick{chosen}" data-step="{at}">{cells}</tr>')
+    head = '<th class="number">step</th><th>pass</th><th>wrote positions</th><th>removed again</th>'
+    return f'<table class="passes"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+
+
+def _ranges(positions: list[int]) -> str:
+    return ", ".join(str(low) if low == high else f"{low} to {high}" for low, high in runs_of(positions))
 
 
 def memory_sentence(

@@ -78,7 +78,10 @@ CARD_CSS = f"""
 .cp :is(.prose,.legend) .shade{{
   background:color-mix(in srgb,var(--violet) calc(4% + var(--p) * 86%),var(--paper))}}
 .cp .legend .ramp i{{padding:0 6px;border-radius:0}}
-.cp .prose rt{{font-size:11.5px;line-height:1.2;text-align:center}}
+.cp .prose rt{{font-size:11.5px;line-height:1.2;text-align:center;padding:0 4px 2px}}
+.cp .passes{{margin:10px 0 0;font-size:12.5px;border-collapse:collapse}}
+.cp .passes :is(th,td){{text-align:left;padding:3px 10px 3px 0}}
+.cp .passes .number{{text-align:right}}.cp .passes .lost{{color:var(--red-edge)}}.cp .passes .chosen{{font-weight:650}}
 .cp :is(.prose,.legend) del{{color:var(--red-edge);text-decoration:line-through}}
 .cp .prose del+del{{margin-left:5px}}
 .cp .prose .thought{{ruby-position:under}}

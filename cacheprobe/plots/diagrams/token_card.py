@@ -98,7 +98,7 @@ def card_parts(
         ),
         ("predicts", f"position {line.position + 1}"),
         ("row", f"{markup(status)}, {markup(line.phase)} in step {line.step}"),
-        *(("stood next", _outcome_text(outcome, token_texts)) for outcome in outcomes),
+        *(("next token", _outcome_text(outcome, token_texts)) for outcome in outcomes),
         (
             "prediction depth",
             f"from layer {depth['prediction_depth']} on, after {_flips_text(int(depth['num_flips']))}",

@@ -67,6 +67,12 @@ class Window:
         return len(self.target_token_ids) - len(self.committed_token_ids)
 
     @property
+    def truncated_positions(self) -> range:
+        """Positions of the cache slots that the pass wrote and that were removed again."""
+        end = self.start - 1 + len(self.target_token_ids)
+        return range(end - self.num_truncated, end)
+
+    @property
     def ledger_steps(self) -> tuple[int, int, int]:
         """Steps after which diagrams draw the cache: (last prefill step, step before the verify pass, step of the
         verify pass)."""

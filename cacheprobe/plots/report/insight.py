@@ -160,15 +160,13 @@ def _layers_text(
     (`kept`)."""
     table = readings.sort_values("layer")
     layers, first_choices = table.layer.tolist(), table.token_id.tolist()
-    token, last_words, parts, high = _quoted(kept.token_id, texts), "the last read,", [], None
+    token, last_words, parts = _quoted(kept.token_id, texts), "the last read,", []
     if lost is not None and lost.token_id != kept.token_id:
         layers_of_lost = [layer for layer, choice in zip(layers, first_choices, strict=True) if choice == lost.token_id]
         if layers_of_lost:
-            low, high = max(runs_of(layers_of_lost), key=lambda run: run[1] - run[0])
-            span = f"layer {low}" if low == high else f"layers {low} to {high}"
-            span += f", {last_words}" if high == layers[-1] else ""
+            span = _span(layers_of_lost, layers) + (f", {last_words}" if layers_of_lost[-1] == layers[-1] else "")
             parts.append(f"{span} had {_quoted(lost.token_id, texts)} first")
-    if first_choices[-1] != kept.token_id and high != layers[-1]:
+    if first_choices[-1] != kept.token_id and (lost is None or first_choices[-1] != lost.token_id):
         parts.append(f"layer {layers[-1]}, {last_words} had {_quoted(first_choices[-1], texts)} first")
     elif first_choices[-1] == kept.token_id:
         others = [i for i, choice in enumerate(first_choices) if choice != kept.token_id]
@@ -176,6 +174,15 @@ def _layers_text(
         parts.append(f"{token} is first from layer {from_layer} on" if from_layer != layers[-1] else
                     f"layer {from_layer}, {last_words} alone had {token} first")  # fmt: skip
     return f"Through the {table.lens.iloc[0]} lens, {'; '.join(parts)}"
+
+
+def _span(chosen: list[int], layers: list[int]) -> str:
+    """Returns text such as "layers 19 to 22, 25 and 28". chosen: some of `layers`, the layers that were read; both in
+    order. Layers that were read one after the other are one range."""
+    places = [layers.index(layer) for layer in chosen]
+    runs = [(layers[first], layers[last]) for first, last in runs_of(places)]
+    words = [str(low) if low == high else f"{low} to {high}" for low, high in runs]
+    return f"layer{'s' * (len(chosen) > 1)} " + " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def _quoted(token_id: int, texts: Mapping[int, str]) -> str:

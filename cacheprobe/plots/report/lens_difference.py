@@ -4,6 +4,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from cacheprobe.plots.lens_table import reads_and_predicts
 from cacheprobe.plots.style import Figure, layout_template
 from cacheprobe.plots.text import markup, token_label, visible
 
@@ -68,12 +69,12 @@ def _figure(both: pd.DataFrame, names: tuple[str, str]) -> go.Figure:
         figure.update_yaxes(title="layer", row=row, col=1)
     next_tokens = both.drop_duplicates("position").set_index("position").committed_token
     ticks = list(range(0, len(positions), -(-len(positions) // _MOST_TICKS)))
-    labels = [f"{positions[i]} {token_label(str(next_tokens[positions[i]]), _LABEL)}" for i in ticks]
+    labels = [f"{positions[i] + 1} {token_label(str(next_tokens[positions[i]]), _LABEL)}" for i in ticks]
     figure.update_xaxes(
         tickvals=ticks, ticktext=[markup(label) for label in labels], tickangle=-60,
         showspikes=True, spikemode="across", spikethickness=1, spikedash="dot", spikesnap="data",
     )  # fmt: skip
-    figure.update_xaxes(title="position, and the token committed next", row=len(values), col=1)
+    figure.update_xaxes(title="position and text of the committed token", row=len(values), col=1)
     largest = float(both.difference.abs().fillna(0).max())
     apart = f"at most {largest:.2g} nats apart" if largest else "the same in both"
     if not has_difference:
@@ -97,7 +98,7 @@ def _bar(title: str, y: float, length: float) -> dict[str, object]:
 
 def _hovers(both: pd.DataFrame, names: tuple[str, str]) -> list[str]:
     """Returns a text for each place: the first choice of both runs, and how likely the next token is in each."""
-    texts = [f"position {at}, layer {layer}" for at, layer in zip(both.position, both.layer, strict=True)]
+    texts = [f"{reads_and_predicts(at)}, layer {layer}" for at, layer in zip(both.position, both.layer, strict=True)]
     for name, end in zip(names, ("", "_theirs"), strict=True):
         columns = [both[f"{column}{end}"] for column in _READ]
         texts = [

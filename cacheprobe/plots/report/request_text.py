@@ -156,7 +156,8 @@ def text_piece(
     """Returns the text as a `TitledPicture`. places: which generated tokens to draw, at most 2,000; None for the first
     of them. says: attribute with the hover texts, "title" or one that a script reads.
 
-    A token carries data-position, of the row that predicts it. Raises: ValueError as `request_text`.
+    A token carries data-position, of the row that predicts it, and data-step, in which it was committed.
+    Raises: ValueError as `request_text`.
     """
     if measure != "verdict" and measure not in _NAMES:
         raise ValueError(f"unknown measure {measure!r}; it is 'verdict', {', '.join(map(repr, _NAMES))}")
@@ -254,6 +255,7 @@ def _token(token: TableLine, text: str, shares: Mapping[int, float] | None, says
     kind = f'class="pick {_CLASSES[outcome]}"'
     if shares is not None:
         kind = f'class="pick shade" style="--p:{shares[place]:.2f}"' if place in shares else 'class="pick"'
+    kind += f' data-step="{int(token.decided_step)}"'
     return f'<span {kind} data-position="{int(token.position)}" {says}="{markup(tip)}">{markup(_plain(text))}</span>'
 
 
