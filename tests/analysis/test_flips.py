@@ -156,9 +156,13 @@ def test_what_cannot_be_edited_is_refused(of: Any, settings: dict[str, Any], mes
 def test_zero_and_mean_need_no_states() -> None:
     found = cp.analysis.flip(without_states(), *rejection("llama"), edits=("zero", "mean"), progress=False)
     whole = cp.analysis.flip(run("llama"), *rejection("llama"), edits=("zero", "mean"), progress=False)
-    assert found.table.equals(whole.table)
     by_default = cp.analysis.flip(without_states(), *rejection("llama"), progress=False)
-    assert by_default.table.equals(whole.table) and len(by_default.meta["left_out"]) == 2
+    assert len(by_default.meta["left_out"]) == 2
+    measured = ["difference_nats", "change_nats"]
+    for one in (found, by_default):
+        assert one.table.drop(columns=measured).equals(whole.table.drop(columns=measured))
+        ours, theirs = (torch.tensor(flips.table[measured].to_numpy()) for flips in (one, whole))
+        assert close(ours, theirs, 1e-4, because="the bits of an edited run are promised to nobody")
 
 
 def test_a_text_of_one_token_has_no_mean() -> None:

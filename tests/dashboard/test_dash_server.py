@@ -138,10 +138,12 @@ def test_an_answer_is_kept_unless_it_can_change(tmp_path: Path, monkeypatch: pyt
     for _ in range(2):
         answers.line("flip", {"run": 0, "step": 2})
     assert len(computed) == 1 + 2 + 2
-    monkeypatch.setattr("cacheprobe.dashboard.answers.MOST_LETTERS", 2 * len(lines[0]))
+    room = 2 * len(lines[0] + json.dumps(["cache", {"run": 0, "step": 2}]))
+    monkeypatch.setattr("cacheprobe.dashboard.answers.MOST_LETTERS", room)
     for step in (4, 5, 2):
         answers.line("cache", {"run": 0, "step": step})
-    assert len(computed) == 5 + 3 and answers._letters == sum(map(len, answers._lines.values())) <= 2 * len(lines[0])
+    kept = sum(len(key) + len(line) for key, line in answers._lines.items())
+    assert len(computed) == 5 + 3 and len(answers._lines) == 2 and answers._letters == kept == room
     monkeypatch.setattr(Shelf, "follower", lambda self, number: object())
     for _ in range(2):
         answers.line("cache", {"run": 0, "step": 2})
