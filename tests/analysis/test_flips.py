@@ -162,7 +162,7 @@ def test_zero_and_mean_need_no_states() -> None:
     for one in (found, by_default):
         assert one.table.drop(columns=measured).equals(whole.table.drop(columns=measured))
         ours, theirs = (torch.tensor(flips.table[measured].to_numpy()) for flips in (one, whole))
-        assert close(ours, theirs, 1e-4, because="the bits of an edited run are promised to nobody")
+        assert close(ours, theirs, 1e-4, because="edited runs are not deterministic requests")
 
 
 def test_a_text_of_one_token_has_no_mean() -> None:
