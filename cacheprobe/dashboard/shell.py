@@ -51,7 +51,7 @@ WORDS = (
     ("recovered, bonus", "the verifier's own token: in place of a rejected draft, or after a wholly accepted one"),
     ("superseded", "computed for a draft, and computed again by the pass that verified it"),
     ("prediction depth", "first layer from which the first choice stays the last layer's"),
-    ("margin", "nats between the committed and the drafted token at the layer that decided"),
+    ("margin", "log-probability of the committed token minus that of the drafted one, in nats, in the last layer"),
     ("T₀, T₁′, T₁", "newest committed token, first drafted token, the verifier's own token there"),
 )
 """Words of the page that not every reader knows."""

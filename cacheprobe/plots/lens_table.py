@@ -27,7 +27,7 @@ NOT_COMPARED = "not compared with a committed token"
 """Text of the legend for grey cells: the row was rolled back or given up, or no next token was committed."""
 BELOW = "position, token read → token to predict, the one committed next"
 """Text that explains the lines below a column of the grid, which `column_label` makes."""
-_FLOOR_NATS = -12.0
+FLOOR_NATS = -12.0
 """Log-probabilities below this value, in nats, share one colour."""
 _RANKS = (0, 9, 99, 999, 9999)
 
@@ -96,8 +96,8 @@ def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
     is_comparable = rows["rank"].notna() & ~rows.status.isin(DISCARDED_DRAFT)
     if colour == "logprob":
         values = rows.committed_logprob_nats.astype(float).where(is_comparable)
-        ticks = ((_FLOOR_NATS, "≤ −12"), *((t, f"−{-t:g}") for t in (-9.0, -6.0, -3.0)), (0.0, "0"))
-        return Scale("log p of the committed token (nats)", values, _FLOOR_NATS, 0.0, False, ticks)
+        ticks = ((FLOOR_NATS, "≤ −12"), *((t, f"−{-t:g}") for t in (-9.0, -6.0, -3.0)), (0.0, "0"))
+        return Scale("log p of the committed token (nats)", values, FLOOR_NATS, 0.0, False, ticks)
     if colour == "entropy":
         values = rows.entropy_nats.astype(float)
         high = max(float(values.max()), 1e-9) if values.notna().any() else 1.0

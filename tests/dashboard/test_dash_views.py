@@ -56,8 +56,11 @@ def test_the_timeline_names_who_lost_most_where_one_did() -> None:
     """It named the first of several that had lost as much."""
     one = dict(phase="verify", draft_token_ids=[1, 2, 3])
     lost = [dict(request_id=n, num_rolled_back=count, **one) for n, count in enumerate([1, 2, 2, 0])]
-    assert timeline_finding(pd.DataFrame(lost)) == "58 % of 12 draft tokens were accepted; 2 requests lost most, 2 each"
-    assert timeline_finding(pd.DataFrame(lost[:2])).endswith("; request 1 lost most, 2")
+    assert (
+        timeline_finding(pd.DataFrame(lost))
+        == "58 % of 12 draft tokens were accepted; 2 requests had most tokens rolled back, 2 each"
+    )
+    assert timeline_finding(pd.DataFrame(lost[:2])).endswith("; request 1 had most tokens rolled back, 2")
 
 
 def test_a_column_of_numbers_stands_to_the_right_with_its_head() -> None:

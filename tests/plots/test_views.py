@@ -75,7 +75,7 @@ def test_diagram_tells_the_window(trace: cp.Trace, kind) -> None:
     assert panels.count("url(#cp-pending)") == 2
     fed = trace.rows(request_id).query(f"step == {window.step}")
     lost = int((fed.status == "rolled_back").sum())
-    assert (f"{lost} truncated" in panels) == ("truncated" in panels) == (lost > 0)
+    assert (f"{lost} rolled back</text>" in panels) == ("rolled back</text>" in panels) == (lost > 0)
     assert "4 other requests" in panels
 
 

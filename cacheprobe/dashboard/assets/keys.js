@@ -66,7 +66,7 @@
     if (current().tab !== "replay") change({intent: "tab", tab: "replay"});
     if (!grid) return;
     grid.focus({preventScroll: true});
-    grid.scrollIntoView({block: "center"});
+    place("lens-card").scrollIntoView({block: "start"});
   }
 
   // Keys that do the same wherever the focus is. Returns whether the key is one of them.

@@ -94,7 +94,7 @@ def cache_passes(ledger: pd.DataFrame, windows: Sequence[Window] = (), step: int
             f'<td class="number">{at}</td><td>{markup(kind)}</td><td>{texts[0]}</td><td class="lost">{texts[1]}</td>'
         )
         lines.append(f'<tr class="pick{chosen}" data-step="{at}">{cells}</tr>')
-    head = '<th class="number">step</th><th>pass</th><th>wrote positions</th><th>removed again</th>'
+    head = '<th class="number">step</th><th>pass</th><th>wrote positions</th><th>rolled back</th>'
     return f'<table class="passes"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 

@@ -66,7 +66,7 @@ def cylinder_strokes(
     for name, count in counts.items():
         colour, texture = PROVENANCE_STYLES[name]
         parts.append(swatch(112, y, colour, texture))
-        label = f"{count} {name}"
+        label = f"{count} {'rolled back' if name == 'truncated' else name}"
         if name == "verified" and 0 < (now := written_now.get(name, 0)) < count:
             label += f" ({now} now)"
         parts.append(svg.text(136, y + 11, label, "red-ink" if colour == "gone" else ""))
@@ -87,7 +87,7 @@ def _band_tip(ledger: pd.DataFrame, name: str, count: int) -> str:
     positions, and the steps that wrote them."""
     number = f"{count} cache slot{'s' * (count != 1)}"
     if name == "truncated":
-        return f"{number} cut off again in this step"
+        return f"{number} rolled back in this step"
     slots = ledger[ledger.provenance == name]
     ranges = [
         f"{unit} {low}" if low == high else f"{unit}s {low} to {high}"

@@ -12,7 +12,6 @@ from cacheprobe.core.values import TableLine
 from cacheprobe.plots.diagrams import svg
 from cacheprobe.plots.diagrams.alone import Drawing, picture_alone
 from cacheprobe.plots.diagrams.card_style import GRID_CSS
-from cacheprobe.plots.diagrams.cylinder import swatch
 from cacheprobe.plots.diagrams.diagram import key_list
 from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
 from cacheprobe.plots.lens_table import (
@@ -245,4 +244,8 @@ def _keys(scale: Scale, columns: pd.DataFrame) -> list[tuple[str, str]]:
     if scale.values.isna().any():
         keys.append((_GREY, NOT_COMPARED))
     own = set(columns.status)
-    return keys + [(swatch(1, 2, _TINTS[status], None), name) for status, name in MARKS.items() if status in own]
+    return keys + [
+        (f'<path class="{_TINTS[status]}-stroke" stroke-width="5" d="M1 8H19"/>', name)
+        for status, name in MARKS.items()
+        if status in own
+    ]

@@ -126,8 +126,8 @@ def timeline_finding(events: pd.DataFrame) -> str:
     percent = 100 * (drafted - int(rolled_back.sum())) / drafted
     most = rolled_back[rolled_back == rolled_back.max()]
     who = f"request {most.index[0]}" if len(most) == 1 else f"{len(most)} requests"
-    each = "" if len(most) == 1 else " each"
-    return f"{percent:.0f} % of {drafted} draft tokens were accepted; {who} lost most, {int(most.iloc[0])}{each}"
+    worst = f"{who} had most tokens rolled back, {int(most.iloc[0])}{'' if len(most) == 1 else ' each'}"
+    return f"{percent:.0f} % of {drafted} draft tokens were accepted; {worst}"
 
 
 def timeline_picture(

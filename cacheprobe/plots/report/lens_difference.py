@@ -4,7 +4,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from cacheprobe.plots.lens_table import reads_and_predicts
+from cacheprobe.plots.lens_table import FLOOR_NATS, reads_and_predicts
 from cacheprobe.plots.style import Figure, layout_template
 from cacheprobe.plots.text import markup, token_label, visible
 
@@ -27,8 +27,8 @@ def lens_difference(ours: pd.DataFrame, theirs: pd.DataFrame, names: tuple[str, 
     choices.
 
     Only positions before the first committed token that differs are drawn, at most the last 60 of these: after it the
-    runs read other texts. A place whose next tokens differ is blank in the difference, which is left out if it has no
-    other places.
+    runs read other texts. A place whose next tokens differ is blank in the difference, which is left out if it is
+    zero or blank everywhere.
     ours, theirs: readings of one request and site, as in `Trace.hypotheses`; only committed rows are used.
     Raises: NothingToCompare if no place was read in both runs before the first token that differs.
     """
@@ -47,7 +47,7 @@ def lens_difference(ours: pd.DataFrame, theirs: pd.DataFrame, names: tuple[str, 
 
 
 def _figure(both: pd.DataFrame, names: tuple[str, str]) -> go.Figure:
-    has_difference = bool(both.difference.notna().any())  # else no place has one next token in both
+    has_difference = bool(both.difference.fillna(0).any())
     positions, values = sorted(both.position.unique()), [*_NATS, *["difference"] * has_difference]
     titles = [*map(markup, names), f"{markup(names[0])} minus {markup(names[1])}"]
     figure = make_subplots(
@@ -77,12 +77,12 @@ def _figure(both: pd.DataFrame, names: tuple[str, str]) -> go.Figure:
     figure.update_xaxes(title="position and text of the committed token", row=len(values), col=1)
     largest = float(both.difference.abs().fillna(0).max())
     apart = f"at most {largest:.2g} nats apart" if largest else "the same in both"
-    if not has_difference:
+    if both.difference.isna().all():
         apart = "the runs go on with other tokens"
     figure.update_layout(
         title=f"Log-probability of the next committed token: {apart}",
         template=layout_template(), hovermode="closest", height=260 + len(values) * max(8 * both.layer.nunique(), 110),
-        coloraxis=dict(cmin=float(both[_NATS].min().min()), cmax=0.0, colorbar=_bar("nats", 0.69, 0.6)),
+        coloraxis=dict(cmin=max(both[_NATS].min().min(), FLOOR_NATS), cmax=0.0, colorbar=_bar("nats", 0.69, 0.6)),
     )  # fmt: skip
     if has_difference:
         bar = _bar("difference, nats", 0.13, 0.3)
