@@ -136,7 +136,7 @@ def test_agreeing_cells_are_framed_and_lost_columns_marked(readings: pd.DataFram
     )
     rows = own.drop_duplicates("row").status.value_counts()
     assert picture.count('<path class="red-stroke"') == rows["rolled_back"] + 1 > 1  # and once in the legend
-    assert picture.count('<path class="yellow-stroke"') == rows["superseded"] > 0
+    assert picture.count('<path class="yellow-stroke"') == rows["superseded"] + 1 > 1
     assert "✗ fed a rejected token or one after it" in picture and "fed a rejected token" not in drawn(readings)
 
 
