@@ -19,6 +19,7 @@ from cacheprobe.plots.diagrams.timeline import timeline
 from cacheprobe.plots.diagrams.token_card import token_card
 from cacheprobe.plots.diagrams.windows import Window, accepted_whole, find_windows, rolled_back
 from cacheprobe.plots.disagreement import disagreement_figure, final_choice_figure
+from cacheprobe.plots.findings.simplex import simplex_figure
 from cacheprobe.plots.flips import flip_grid
 from cacheprobe.plots.patching import patching_grid
 from cacheprobe.plots.probes import probe_figure, rollback_prediction_figure
@@ -60,6 +61,7 @@ __all__ = [
     "rollback_prediction_figure",
     "rolled_back",
     "routing_figure",
+    "simplex_figure",
     "state_algorithm_figure",
     "sweep_grid",
     "thought_card",
