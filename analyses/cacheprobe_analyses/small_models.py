@@ -64,11 +64,13 @@ def train(
     rate: float,
     advance: Advance,
     decays: bool = True,
+    ends: "Callable[[int], bool] | None" = None,
 ) -> list[float]:
     """Trains a model in place with AdamW on cross-entropy, and returns the loss of each step in nats.
 
     batches: a step -> token ids [b, t] and the token id after each [b, t], -100 where there is none to learn.
     decays: let the learning rate fall to 0 along a half cosine.
+    ends: is asked after each step, with the number of steps so far, whether to stop before the last one.
     """
     optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.01)
     losses = []
@@ -84,6 +86,9 @@ def train(
         optimizer.step()
         losses.append(loss.item())
         advance(1)
+        if ends is not None and ends(step + 1):
+            advance(steps - step - 1)
+            break
     model.eval()
     return losses
 

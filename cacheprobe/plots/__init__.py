@@ -19,6 +19,7 @@ from cacheprobe.plots.diagrams.timeline import timeline
 from cacheprobe.plots.diagrams.token_card import token_card
 from cacheprobe.plots.diagrams.windows import Window, accepted_whole, find_windows, rolled_back
 from cacheprobe.plots.disagreement import disagreement_figure, final_choice_figure
+from cacheprobe.plots.findings.forcing import forcing_figure
 from cacheprobe.plots.findings.simplex import simplex_figure
 from cacheprobe.plots.flips import flip_grid
 from cacheprobe.plots.patching import patching_grid
@@ -53,6 +54,7 @@ __all__ = [
     "final_choice_figure",
     "find_windows",
     "flip_grid",
+    "forcing_figure",
     "lens_grid",
     "patching_grid",
     "prediction_depth_figure",
