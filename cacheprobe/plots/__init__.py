@@ -20,6 +20,7 @@ from cacheprobe.plots.diagrams.token_card import token_card
 from cacheprobe.plots.diagrams.windows import Window, accepted_whole, find_windows, rolled_back
 from cacheprobe.plots.disagreement import disagreement_figure, final_choice_figure
 from cacheprobe.plots.findings.forcing import forcing_figure
+from cacheprobe.plots.findings.perplexity import perplexity_figure
 from cacheprobe.plots.findings.simplex import simplex_figure
 from cacheprobe.plots.flips import flip_grid
 from cacheprobe.plots.patching import patching_grid
@@ -57,6 +58,7 @@ __all__ = [
     "forcing_figure",
     "lens_grid",
     "patching_grid",
+    "perplexity_figure",
     "prediction_depth_figure",
     "probe_figure",
     "request_text",

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from scipy import stats
@@ -207,8 +208,8 @@ def test_a_belief_is_drawn_where_it_was_read() -> None:
     """Corners of the triangle; the colour is the exact belief."""
     exact = dict(panel="exact", a=1, b=0, c=0, x=1, y=0, z=0)
     read = dict(panel="trained", a=0, b=0, c=1, x=0, y=0.5, z=0.5)
-    first, second = cp.plots.simplex_figure([exact, read]).data
+    first, second = cp.plots.simplex_figure(pd.DataFrame([exact, read])).data
     assert (first.x[0], first.y[0], first.marker.color[0]) == (0, 0, "rgb(255,0,0)")
     assert (second.x[0], second.marker.color[0]) == (0.75, "rgb(0,0,255)") and abs(second.y[0] - 0.433) < 1e-3
-    with pytest.raises(ValueError, match="no points to draw"):
-        cp.plots.simplex_figure([])
+    with pytest.raises(ValueError, match="nothing to draw"):
+        cp.plots.simplex_figure(pd.DataFrame())

@@ -40,14 +40,3 @@ def test_a_forced_state_is_what_the_prediction_is_made_of() -> None:
     assert close(torch.tensor(_predictions(model, prompts, vector)), forced, 1e-5, because=because)
     assert close(torch.tensor(_predictions(model, prompts, None)), free, 1e-5, because=because)
     assert not close(free, forced, 1e-2, because=because)
-
-
-def test_forced_states_are_drawn_as_bars() -> None:
-    lines = [
-        dict(state=0, patch=patch, kl=kl) for patch, kl in (("unpatched", 0.4), ("recovered", 0.2), ("wrong", 0.5))
-    ]
-    figure = cp.plots.forcing_figure(lines)
-    assert {bar.name: list(bar.y) for bar in figure.data} == {"unpatched": [0.4], "recovered": [0.2], "wrong": [0.5]}
-    assert "0.400 nats become 0.200" in figure.layout.title.text
-    with pytest.raises(ValueError, match="nothing to draw"):
-        cp.plots.forcing_figure([])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 import cacheprobe as cp
 from cacheprobe.core.registry import register
@@ -33,7 +34,7 @@ class Settings:
     rate: float = 1e-3
     sequences: int = 2000
     """Sequences that the regression is fitted and tested on, in five folds."""
-    points: int = 4000
+    points: int = 1200
     """Points of the figure."""
 
 
@@ -60,7 +61,7 @@ class BeliefGeometry(Finding):
     )
     presets = {
         "tiny": Settings(2, 16, 6, 32, 20, 20, 3e-3, 60, 50),
-        "small": Settings(mess3_steps=300, rrxor_steps=1500, sequences=600, points=2000),
+        "small": Settings(mess3_steps=300, rrxor_steps=1500, sequences=600),
         "full": Settings(),
     }
 
@@ -82,7 +83,7 @@ class BeliefGeometry(Finding):
         return Measured(values, points)
 
     def figure(self, points: list[dict[str, Any]]) -> Any:
-        return cp.plots.simplex_figure(points)
+        return cp.plots.simplex_figure(pd.DataFrame(points))
 
 
 def _of_process(

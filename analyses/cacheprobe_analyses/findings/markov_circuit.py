@@ -9,6 +9,7 @@ from itertools import permutations
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 import cacheprobe as cp
 from cacheprobe.core.registry import register
@@ -101,7 +102,7 @@ class MarkovCircuit(Finding):
         return Measured(values, points)
 
     def figure(self, points: list[dict[str, Any]]) -> Any:
-        return cp.plots.forcing_figure(points)
+        return cp.plots.forcing_figure(pd.DataFrame(points))
 
 
 def _inputs(tokens: np.ndarray) -> np.ndarray:

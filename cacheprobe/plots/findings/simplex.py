@@ -1,8 +1,5 @@
 """Draws beliefs about three hidden states as points of a triangle: exact, and as a regression reads them."""
 
-from collections.abc import Mapping, Sequence
-from typing import SupportsFloat
-
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -10,16 +7,15 @@ from plotly.subplots import make_subplots
 from cacheprobe.plots.style import Figure, layout_template
 
 
-def simplex_figure(points: Sequence[Mapping[str, "SupportsFloat | str"]]) -> go.Figure:
+def simplex_figure(table: pd.DataFrame) -> go.Figure:
     """Returns a plotly figure with a triangle of points for each panel, such as exact, trained and untrained.
 
-    points: lines with panel, the exact belief a, b, c, which is the point's colour (red, green, blue), and the belief
+    table: lines with panel, the exact belief a, b, c, which is the point's colour (red, green, blue), and the belief
     x, y, z at which it is drawn. A corner is certainty of one state.
-    Raises: ValueError without points.
+    Raises: ValueError for an empty table.
     """
-    if not points:
-        raise ValueError("there are no points to draw; give some beliefs")
-    table = pd.DataFrame(list(points))
+    if table.empty:
+        raise ValueError("there is nothing to draw; give some beliefs")
     panels = list(dict.fromkeys(table.panel))
     figure = make_subplots(rows=1, cols=len(panels), subplot_titles=panels, figure=Figure())
     for column, panel in enumerate(panels, start=1):
@@ -31,11 +27,14 @@ def simplex_figure(points: Sequence[Mapping[str, "SupportsFloat | str"]]) -> go.
             x=(own.y + own.z / 2).tolist(), y=(own.z * 3**0.5 / 2).tolist(), mode="markers", showlegend=False,
             marker=dict(size=3, color=colors), row=1, col=column,
             customdata=own[["a", "b", "c", "x", "y", "z"]].to_numpy(),
-            hovertemplate="belief %{customdata[0]:.2f}, %{customdata[1]:.2f}, %{customdata[2]:.2f}<br>read as "
-            f"%{{customdata[3]:.2f}}, %{{customdata[4]:.2f}}, %{{customdata[5]:.2f}}<extra>{panel}</extra>",
+            hovertemplate=f"{panel}: belief "
+            + ", ".join(f"%{{customdata[{i}]:.2f}}" for i in range(3)) + "<br>at position "
+            + ", ".join(f"%{{customdata[{i}]:.2f}}" for i in range(3, 6)) + "<extra></extra>",
         )  # fmt: skip
         figure.update_yaxes(scaleanchor=f"x{column if column > 1 else ''}", row=1, col=column)
-    title = "Beliefs about three states: a corner is certainty, the colour is the exact belief"
+    apart = (((table[["a", "b", "c"]].to_numpy() - table[["x", "y", "z"]].to_numpy()) ** 2).sum(1)) ** 0.5
+    said = [f"{apart[(table.panel == panel).to_numpy()].mean():.3f} ({panel})" for panel in panels]
+    title = f"Mean distance of a point from the exact belief: {', '.join(said)}"
     figure.update_layout(template=layout_template(), title=title, height=400, margin=dict(l=24, r=12, t=90, b=24))
     figure.update_xaxes(range=[-0.1, 1.1], showticklabels=False)
     figure.update_yaxes(range=[-0.1, 1.0], showticklabels=False)
