@@ -34,9 +34,7 @@ VARIED = (
     "thought: delta",
     "thought: state",
     "chunk of 2",
-    "chunk of 10",
     "learned first state",
-    "query pooling",
 )
 VARIED_TESTS = ("10 operations, p 0.9", "[10, 100] operations, p 0.9")
 LOOPS = {"4 swaps": "4 operations", "16 swaps": "16 operations"}
@@ -165,7 +163,7 @@ def _variations(varied: Variations) -> str:
     )
     loops = markdown_table(
         ("S5, 600 steps: blocks in the loop", *LOOPS),
-        [(n, *(_share(varied.cells[f"S5, loop of {n}"][test]) for test in LOOPS.values())) for n in (1, 2, 3, 4)],
+        [(n, *(_share(varied.cells[f"S5, loop of {n}"][test]) for test in LOOPS.values())) for n in (1, 4)],
     )
     coins = markdown_table(
         ("two coins: a thought names", *ORDERS),

@@ -20,8 +20,11 @@ from cacheprobe_analyses.findings.finding import DIFFERS, NO_FIGURE, NOT_REPRODU
 from cacheprobe_analyses.findings.processes import HiddenMarkov, from_emissions, mess3, rrxor
 from cacheprobe_analyses.findings.run import Result, interval, run_finding, stored
 from cacheprobe_analyses.small_models import Architecture, capture, random_model, train
+from tests.project.test_structure import ROOT
 
 NAMES = tuple(available("findings"))
+MOST_OF_PAGE = 250
+"""Words of a page, without its table."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,6 +57,15 @@ def test_a_stored_result_is_judged_by_the_rule(name: str) -> None:
                      rtol=1e-5, because="values are stored with six decimals")  # fmt: skip
         assert (line["published"], line["verdict"]) == (one.shown, one.verdict(line["low"], line["high"]))
     assert result.verdict == overall([line["verdict"] for line in result.lines])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_finding_has_a_short_page_that_asks_its_question(name: str) -> None:
+    page = (ROOT / "docs" / f"finding-{name}.md").read_text(encoding="utf-8")
+    assert page.startswith(f"# {find('findings', name).question}\n") and f"cacheprobe findings run {name} " in page
+    prose = [line for line in page.splitlines() if not line.startswith(("|", "<!--"))]
+    assert len(" ".join(prose).split()) <= MOST_OF_PAGE and "What differs" in page
+    assert stored(name) is None or f"(finding-{name}.png)" in page
 
 
 VALUE, CLAIM = Published("a", "b", "0.385"), Published("a", "b", above=0)
@@ -192,7 +204,7 @@ def test_the_commands_list_and_measure(tmp_path, capsys, monkeypatch) -> None:
         ["findings", "run", "belief_geometry", "--preset", "tiny", "--out", str(tmp_path)], result_action="return_value"
     )
     said = capsys.readouterr().out
-    assert "| Mess3, last layer: R2 trained less untrained | above 0 |" in said
+    assert "| Mess3: R2 trained less untrained | above 0 |" in said
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".html"}
     result = Result(**json.loads((tmp_path / "belief-geometry.json").read_text()))
     assert result.table() + "\n" == (tmp_path / "belief-geometry.md").read_text() and result.seeds == [0, 1, 2]

@@ -45,10 +45,10 @@ class BeliefGeometry(Finding):
     question = "Does the residual stream hold the belief about the hidden state?"
     paper = "Shai et al. 2024, arXiv 2405.15943"
     published = (
-        Published("mess3_gain", "Mess3, last layer: R2 trained less untrained", above=0),
-        Published("rrxor_gain", "RRXOR, all layers joined: R2 trained less untrained", above=0),
-        Published("rrxor_join", "RRXOR: R2 of all layers joined less that of the last", above=0),
-        Published("rrxor_distances", "RRXOR, joined: R2 of distances between beliefs", "0.95", because=SECOND_HAND),
+        Published("mess3_gain", "Mess3: R2 trained less untrained", above=0),
+        Published("rrxor_gain", "RRXOR: R2 trained less untrained", above=0),
+        Published("rrxor_join", "RRXOR: R2 joined less last layer", above=0),
+        Published("rrxor_distances", "RRXOR: R2 of distances", "0.95", because=SECOND_HAND),
         Published("rrxor_distances_untrained", "the same, untrained", "0.31", because=SECOND_HAND),
         Published("rrxor_distances_tokens", "the same, between exact next-token probabilities"),
         Published("mess3_last", "Mess3, last layer: R2"),

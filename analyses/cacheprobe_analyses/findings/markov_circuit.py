@@ -53,17 +53,17 @@ class MarkovCircuit(Finding):
     question = "Do recovered hidden states steer the prediction, and is the belief learned?"
     paper = "Markovian Circuit Tracing, arXiv 2605.20824"
     published = (
-        Published("unpatched", "KL to the forced state's emissions, unpatched, nats", "0.385", because=UNSTATED),
-        Published("recovered", "the same, recovered centroid", "0.188", because=UNSTATED),
-        Published("wrong", "the same, centroid of another state", "0.394", because=UNSTATED),
-        Published("selective", "the other state's centroid less the recovered one", above=0),
+        Published("unpatched", "KL unpatched", "0.385", because=UNSTATED),
+        Published("recovered", "KL, recovered centroid", "0.188", because=UNSTATED),
+        Published("wrong", "KL, another state's", "0.394", because=UNSTATED),
+        Published("selective", "another state's less recovered", above=0),
         Published("belief_r2", "belief R2, trained", "0.849", because=UNSTATED),
-        Published("belief_kl", "belief KL, trained, nats", "0.0246", because=UNSTATED),
-        Published("belief_kl_untrained", "belief KL, untrained, nats", "0.0247", because=UNSTATED),
-        Published("belief_gain", "belief KL, untrained less trained", "0.00006", because=UNSTATED),
+        Published("belief_kl", "belief KL, trained", "0.0246", because=UNSTATED),
+        Published("belief_kl_untrained", "belief KL, untrained", "0.0247", because=UNSTATED),
+        Published("belief_gain", "untrained less trained", "0.00006", because=UNSTATED),
         Published("belief_r2_untrained", "belief R2, untrained"),
-        Published("excess", "loss above the best possible, nats a token", "0.0198", because=UNSTATED),
-        Published("epochs", "epochs of training", "16.2", because=UNSTATED),
+        Published("excess", "loss above the best", "0.0198", because=UNSTATED),
+        Published("epochs", "epochs", "16.2", because=UNSTATED),
     )
     presets = {
         "tiny": Settings(12, 16, 32, 64, 20, 60, 2, 1, batch=32, position=8),

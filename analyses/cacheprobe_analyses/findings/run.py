@@ -39,7 +39,7 @@ class Result:
     def table(self) -> str:
         """Returns the table in Markdown, with the verdict below it."""
         rows = [
-            (x["text"], x["published"], _shown(x["ours"]), f"{_shown(x['low'])} to {_shown(x['high'])}", x["verdict"])
+            (x["text"], x["published"], shown(x["ours"]), f"{shown(x['low'])} to {shown(x['high'])}", x["verdict"])
             for x in self.lines
         ]
         head = ("figure", "published", "ours", f"95 %, {len(self.seeds)} seeds", "verdict")
@@ -114,6 +114,6 @@ def _machine() -> dict[str, Any]:
             **versions}  # fmt: skip
 
 
-def _shown(value: float) -> str:
+def shown(value: float) -> str:
     """Returns a number with three significant digits behind the zeros, but at least three decimals."""
     return f"{value:.3f}" if abs(value) >= 0.1 else f"{value:.4f}"
