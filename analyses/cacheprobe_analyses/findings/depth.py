@@ -40,9 +40,9 @@ class Depth(Finding):
     question = "Are easy predictions made in early layers, and which lens shows it?"
     paper = "Baldock et al. 2021, arXiv 2106.09647; Belrose et al. 2023, arXiv 2303.08112"
     published = (
-        Published("tuned_better", "share of layers where the tuned lens is better, less half", above=0),
-        Published("tuned_smoother", "rises of perplexity, logit lens less tuned", above=0),
-        Published("tuned_rises", "rises of perplexity, tuned lens", "0", because=SHORT),
+        Published("tuned_better", "layers where tuned is better, share less half", above=0),
+        Published("tuned_smoother", "rises of perplexity, logit less tuned", above=0),
+        Published("tuned_rises", "the same, tuned", "0", because=SHORT),
         Published("wrong_deeper", "depth of wrong less right predictions", above=0),
         Published("wrong_deeper_tuned", "the same, by the tuned lens", above=0),
         Published("rejected_deeper", "mean depth of rejected less accepted draft tokens, layers"),
