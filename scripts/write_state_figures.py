@@ -19,10 +19,12 @@ from cacheprobe_analyses.s3.s3_algorithm import Result as Algorithm
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("analyses.md", "analyses-drafts.md", "analyses-permutations.md")
-LAYERS = (0, 1, 2, 3)
-"""All layers of the model that thinks."""
-PROBED, CARRIED, READ = (0, 2, 10, 17, 22, 25, 29), (0, 22, 23, 25, 28, 29), (10, 20, 24, 28, 29)
+LAYERS = (0, 2)
+"""Layers of the model that thinks, which has four."""
+PROBED, CARRIED, READ = (17, 22, 29), (22, 23, 29), (20, 24, 28)
 """Some of SmolLM2's 30 layers: of the probes, the patches, and the readings."""
+FAR = (4, 6, 8, 24)
+"""Some of the numbers of operations after which the state was asked."""
 
 
 def figures() -> dict[str, str]:
@@ -59,8 +61,8 @@ def _place(number: int) -> str:
 
 
 def _layers(frame: pd.DataFrame, chosen: Iterable[int]) -> list[int]:
-    """The chosen layers of a model that has more than four, or all four."""
-    return list(LAYERS) if frame.layer.max() < len(LAYERS) else list(chosen)
+    """The chosen layers of SmolLM2, or those of the model that thinks."""
+    return list(LAYERS) if frame.layer.max() < 4 else list(chosen)
 
 
 def _patched(held: dict[str, Any]) -> str:
@@ -132,7 +134,7 @@ def _algorithm(held: dict[str, Any]) -> str:
         "other parity",
     )
     lengths = pd.DataFrame(result.lengths)
-    counts = sorted(set(lengths.operations))
+    counts = [count for count in sorted(set(lengths.operations)) if count in FAR]
     far = []
     for name in result.models:
         here = lengths[lengths.model == name].set_index("operations")

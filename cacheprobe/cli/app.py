@@ -49,6 +49,7 @@ app.command("cacheprobe.cli.imports:imports", name="import", help="Make a run of
 app.command("cacheprobe.cli.bench:bench", name="bench", help="Measure, list or compare benchmarks.")
 app.command("cacheprobe.cli.sweep:sweep", name="sweep", help="Run every combination that a file names.")
 app.command("cacheprobe.cli.sweep:query", name="query", help="Ask the results of a sweep in SQL.")
+app.command("cacheprobe.cli.findings:findings", name="findings", help="List published results, or measure one again.")
 app.command("cacheprobe.cli.dash:dash", name="dash", help="Look at stored runs in a browser, with linked views.")
 
 

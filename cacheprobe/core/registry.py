@@ -23,7 +23,7 @@ P = TypeVar("P")
 Plugin: TypeAlias = Any
 """A registered class or function. Its kind fixes its type; the registry serves all kinds."""
 
-SEPARATE_PACKAGES = {"kernels": "cacheprobe_kernels"}
+SEPARATE_PACKAGES = {"kernels": "cacheprobe_kernels", "findings": "cacheprobe_analyses.findings"}
 """Packages of the kinds of plug-ins that are not a folder of cacheprobe. cacheprobe runs without the packages that they
 need."""
 

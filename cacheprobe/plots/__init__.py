@@ -19,6 +19,9 @@ from cacheprobe.plots.diagrams.timeline import timeline
 from cacheprobe.plots.diagrams.token_card import token_card
 from cacheprobe.plots.diagrams.windows import Window, accepted_whole, find_windows, rolled_back
 from cacheprobe.plots.disagreement import disagreement_figure, final_choice_figure
+from cacheprobe.plots.findings.forcing import forcing_figure
+from cacheprobe.plots.findings.perplexity import perplexity_figure
+from cacheprobe.plots.findings.simplex import simplex_figure
 from cacheprobe.plots.flips import flip_grid
 from cacheprobe.plots.patching import patching_grid
 from cacheprobe.plots.probes import probe_figure, rollback_prediction_figure
@@ -52,14 +55,17 @@ __all__ = [
     "final_choice_figure",
     "find_windows",
     "flip_grid",
+    "forcing_figure",
     "lens_grid",
     "patching_grid",
+    "perplexity_figure",
     "prediction_depth_figure",
     "probe_figure",
     "request_text",
     "rollback_prediction_figure",
     "rolled_back",
     "routing_figure",
+    "simplex_figure",
     "state_algorithm_figure",
     "sweep_grid",
     "thought_card",

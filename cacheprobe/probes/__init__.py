@@ -7,16 +7,19 @@ from cacheprobe.probes.checks import ProbeError, require_above_chance
 from cacheprobe.probes.drafts import drafted
 from cacheprobe.probes.linear import ProbeResult, fit
 from cacheprobe.probes.places import labelled
+from cacheprobe.probes.regression import Regression, regress
 from cacheprobe.probes.rollback_prediction import RollbackPrediction, rollback_prediction
 from cacheprobe.probes.untrained import untrained
 
 __all__ = [
     "ProbeError",
     "ProbeResult",
+    "Regression",
     "RollbackPrediction",
     "drafted",
     "fit",
     "labelled",
+    "regress",
     "require_above_chance",
     "rollback_prediction",
     "untrained",

@@ -124,6 +124,26 @@ def routed() -> pd.DataFrame:
     )  # fmt: skip
 
 
+def forced() -> pd.DataFrame:
+    """The prediction's distance from a forced state's emissions."""
+    kl = dict(unpatched=0.4, recovered=0.2, wrong=0.5)
+    return pd.DataFrame([dict(state=0, patch=patch, kl=one) for patch, one in kl.items()])
+
+
+def read_twice() -> pd.DataFrame:
+    """Perplexity by layer: one lens has a rise."""
+    known = dict(logit=(50.0, 60.0, 20.0), tuned=(40.0, 30.0, 20.0))
+    return pd.DataFrame([dict(lens=k, layer=i, perplexity=p) for k, of in known.items() for i, p in enumerate(of)])
+
+
+def beliefs() -> pd.DataFrame:
+    """A certain belief, drawn where it is and at another corner."""
+    exact = dict(a=1.0, b=0.0, c=0.0)
+    return pd.DataFrame(
+        [dict(panel="exact", **exact, x=1.0, y=0.0, z=0.0), dict(panel="trained", **exact, x=0.0, y=1.0, z=0.0)]
+    )
+
+
 def swapped(table: pd.DataFrame, column: str) -> pd.DataFrame:
     """The same with the numbers of a column in reverse, so that another line is the largest."""
     return table.assign(**{column: table[column].to_numpy()[::-1]})
@@ -145,6 +165,9 @@ SAMPLES: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]
     "draft_verdicts": lambda: ((t := trace().hypotheses()), t.assign(layer=2 - t.layer), {}),
     "final_choice_figure": lambda: ((t := by_layer(kind="answer", chance=0.1, rows=9)), t.assign(share=0.1), {}),
     "flip_grid": lambda: ((t := edited()), t.assign(flips=False), {}),
+    "forcing_figure": lambda: ((t := forced()), t.assign(kl=0.4), {}),
+    "perplexity_figure": lambda: ((t := read_twice()), t.assign(perplexity=t.layer + 1.0), {}),
+    "simplex_figure": lambda: ((t := beliefs()), t.assign(x=t.a, y=t.b, z=t.c), {}),
     "rollback_prediction_figure": lambda: (predictions(0.1), predictions(-0.1), {}),
     "patching_grid": lambda: ((t := cells()), swapped(t, "nld"), {}),
     "probe_figure": lambda: (probes().assign(examples=40, groups=20), probes(False), {}),
@@ -216,6 +239,9 @@ NAMED: dict[str, Callable[[pd.DataFrame, pd.DataFrame], tuple[str, str]]] = {
     "flip_grid": lambda t, o: (
         "2 of 3 edits make the verifier choose", "closest: zero at S (residual stream) of layer 1 (+0.50 nats)",
     ),
+    "forcing_figure": lambda t, o: ("0.400 nats become 0.200, with another", "0.400 nats become 0.400"),
+    "perplexity_figure": lambda t, o: ("rises: 1 (logit lens), 0 (tuned", "rises: 2 (logit lens), 2 (tuned"),
+    "simplex_figure": lambda t, o: ("0.000 (exact), 1.414 (trained)", "0.000 (exact), 0.000 (trained)"),
     "rollback_prediction_figure": lambda t, o: ("margin for ngram", "for no drafter here"),
     "patching_grid": lambda t, o: ("0.38, at layer 1, position 1", "0.38, at layer 0, position 0"),
     "probe_figure": lambda t, o: ("At 1 of 3 places", "At 0 of 3 places"),

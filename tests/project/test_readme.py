@@ -97,6 +97,10 @@ def test_every_extra_is_documented() -> None:
         ("write_state_figures.py", "analyses.md"),
         ("write_state_figures.py", "analyses-drafts.md"),
         ("write_state_figures.py", "analyses-permutations.md"),
+        ("write_findings.py", "finding-belief-geometry.md"),
+        ("write_findings.py", "finding-markov-circuit.md"),
+        ("write_findings.py", "finding-depth.md"),
+        ("write_findings.py", "finding-flip-flop.md"),
         ("write_sweep_figures.py", "sweeps.md"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import numpy as np
 from sklearn.linear_model import Ridge
+from sklearn.metrics import r2_score
 from sklearn.preprocessing import StandardScaler
 
 
@@ -39,3 +40,9 @@ def auroc_slowly(scores: np.ndarray, labels: np.ndarray) -> float:
         (a, b) for a, x in zip(scores, labels, strict=True) if x for b, y in zip(scores, labels, strict=True) if not y
     ]
     return sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs) / len(pairs)
+
+
+def r2_slowly(states: np.ndarray, targets: np.ndarray, folds: np.ndarray, penalties: list[float]) -> float:
+    """R2 of one layer's states [n, m] for targets [n, q] on held-out folds, columns weighted by their variance."""
+    scores = held_out_slowly(states.astype(float), targets, folds, penalties)
+    return float(r2_score(targets, scores, multioutput="variance_weighted"))

@@ -1,0 +1,153 @@
+"""Do the residual streams of a small transformer hold the exact belief about the hidden state, as a linear image?
+
+Source: Shai et al. 2024 (arXiv 2405.15943). A transformer learns to predict the tokens of a hidden Markov process. The
+belief after each token is known exactly; a linear regression reads it from S, on sequences that it was not fitted on.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+import cacheprobe as cp
+from cacheprobe.core.registry import register
+from cacheprobe_analyses.findings.finding import Advance, Finding, Measured, Published
+from cacheprobe_analyses.findings.processes import HiddenMarkov, mess3, rrxor
+
+ALL = "all layers"
+MOST_DISTINCT = 100
+"""Distances are compared where there are few distinct beliefs; Mess3 has a new one at almost every token."""
+SECOND_HAND = "the published number is second-hand, and so is what it compares"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The paper trains for a million steps with plain gradient descent; AdamW needs fewer."""
+
+    layers: int = 4
+    width: int = 64
+    context: int = 10
+    batch: int = 64
+    mess3_steps: int = 800
+    rrxor_steps: int = 2500
+    rate: float = 1e-3
+    sequences: int = 2000
+    """Sequences that the regression is fitted and tested on, in five folds."""
+    points: int = 1200
+    """Points of the figure."""
+
+
+@register("findings", "belief-geometry")
+class BeliefGeometry(Finding):
+    """Mess3's fractal and the random-random-XOR process."""
+
+    question = "Does the residual stream hold the belief about the hidden state?"
+    paper = "Shai et al. 2024, arXiv 2405.15943"
+    published = (
+        Published("mess3_gain", "Mess3: R2 trained less untrained", above=0),
+        Published("rrxor_gain", "RRXOR: R2 trained less untrained", above=0),
+        Published("rrxor_join", "RRXOR: R2 joined less last layer", above=0),
+        Published("rrxor_distances", "RRXOR: R2 of distances", "0.95", because=SECOND_HAND),
+        Published("rrxor_distances_untrained", "the same, untrained", "0.31", because=SECOND_HAND),
+        Published("rrxor_distances_tokens", "the same, between exact next-token probabilities"),
+        Published("mess3_last", "Mess3, last layer: R2"),
+        Published("mess3_last_untrained", "the same, untrained"),
+        Published("rrxor_last", "RRXOR, last layer: R2"),
+        Published("rrxor_all", "RRXOR, all layers joined: R2"),
+        Published("rrxor_all_untrained", "the same, untrained"),
+        Published("mess3_excess", "Mess3: loss above the best possible, nats a token"),
+        Published("rrxor_excess", "RRXOR: loss above the best possible, nats a token"),
+    )
+    presets = {
+        "tiny": Settings(2, 16, 6, 32, 20, 20, 3e-3, 60, 50),
+        "small": Settings(mess3_steps=300, rrxor_steps=1500, sequences=600),
+        "full": Settings(),
+    }
+
+    def steps(self, settings: Settings) -> int:
+        return settings.mess3_steps + settings.rrxor_steps
+
+    def measure(self, settings: Settings, seed: int, advance: Advance) -> Measured:
+        points, values = [], {}
+        for name, process, steps in (
+            ("mess3", mess3(), settings.mess3_steps),
+            ("rrxor", rrxor(), settings.rrxor_steps),
+        ):
+            own, drawn = _of_process(process, steps, settings, seed, advance)
+            values |= {f"{name}_{key}": value for key, value in own.items()}
+            points += drawn if name == "mess3" else []
+        values["mess3_gain"] = values["mess3_last"] - values["mess3_last_untrained"]
+        values["rrxor_gain"] = values["rrxor_all"] - values["rrxor_all_untrained"]
+        values["rrxor_join"] = values["rrxor_all"] - values["rrxor_last"]
+        return Measured(values, points)
+
+    def figure(self, points: list[dict[str, Any]]) -> Any:
+        return cp.plots.simplex_figure(pd.DataFrame(points))
+
+
+def _of_process(
+    process: HiddenMarkov, steps: int, settings: Settings, seed: int, advance: Advance
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Trains on one process; returns R2 by layer and the points of the figure."""
+    import torch  # here, so that the list of findings is quick
+
+    from cacheprobe_analyses.small_models import Architecture, capture, log_probabilities, random_model, train
+
+    s, draw = settings, np.random.default_rng(seed)
+    of = Architecture(process.vocabulary, s.context + 8, s.layers, s.width, 1, 4 * s.width)
+
+    def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.from_numpy(process.sample(s.batch, s.context + 1, draw))
+        return tokens[:, :-1], tokens[:, 1:]
+
+    live = random_model(of, seed)
+    train(live, batches, steps, s.rate, advance)
+    trained = cp.load_model(live)
+    tokens = process.sample(s.sequences, s.context, np.random.default_rng(1_000_000 + seed))
+    beliefs = process.beliefs(tokens)[:, 1:]
+    exact = process.next_token(beliefs)
+    values: dict[str, float] = {}
+    has_few = len(np.unique(beliefs.reshape(-1, beliefs.shape[-1]).round(6), axis=0)) <= MOST_DISTINCT
+    if has_few:
+        values["distances_tokens"] = _distance_r2(beliefs, exact)
+    points: list[dict[str, Any]] = []
+    for model, suffix in ((trained, ""), (cp.probes.untrained(trained, seed), "_untrained")):
+        states = {name: one.flatten(0, 1) for name, one in capture(model, tokens).items()}
+        last = max(states)
+        given = {**states, ALL: torch.cat(list(states.values()), 1)}
+        groups = np.repeat(np.arange(len(tokens)), tokens.shape[1])
+        found = cp.probes.regress(given, beliefs.reshape(len(groups), -1), groups, seed=seed)
+        r2 = found.table.set_index("name").r2
+        values |= {f"layer_{layer}{suffix}": float(r2[layer]) for layer in states}
+        values |= {f"last{suffix}": float(r2[last]), f"all{suffix}": float(r2[ALL])}
+        if has_few:
+            values[f"distances{suffix}"] = _distance_r2(beliefs, found.predictions[ALL].reshape(beliefs.shape))
+        if not suffix:
+            nats = log_probabilities(model, states[last]).numpy().reshape(exact.shape)
+            values["excess"] = float((exact * (np.log(np.maximum(exact, 1e-30)) - nats)).sum(-1).mean())
+        points += _points(beliefs, found.predictions[last], s.points, "untrained" if suffix else "trained", not suffix)
+    return values, points
+
+
+def _points(beliefs: np.ndarray, read: np.ndarray, most: int, name: str, and_exact: bool) -> list[dict[str, Any]]:
+    """Returns lines of panel, exact belief (a, b, c) and where the point is drawn (x, y, z)."""
+    flat = beliefs.reshape(read.shape)[:most]
+    panels = [("exact", flat)] * and_exact + [(name, read[:most])]
+    return [
+        dict(zip("abcxyz", [round(float(value), 3) for value in (*belief, *place)], strict=True), panel=panel)
+        for panel, places in panels
+        for belief, place in zip(flat, places, strict=True)
+        if len(belief) == 3
+    ]
+
+
+def _distance_r2(beliefs: np.ndarray, read: np.ndarray) -> float:
+    """Returns the squared correlation, over all pairs of distinct beliefs, between their distance and the distance of
+    what was read, which is first averaged over the tokens with the same belief."""
+    flat, seen = beliefs.reshape(-1, beliefs.shape[-1]), read.reshape(-1, read.shape[-1])
+    distinct, index = np.unique(flat.round(6), axis=0, return_inverse=True)
+    means = np.stack([np.bincount(index, column) / np.bincount(index) for column in seen.T], 1)
+    first, second = np.triu_indices(len(distinct), 1)
+    pairs = [np.linalg.norm(one[first] - one[second], axis=1) for one in (distinct, means)]
+    return float(np.corrcoef(*pairs)[0, 1] ** 2)

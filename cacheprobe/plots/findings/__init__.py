@@ -1,0 +1,1 @@
+"""Draws published results that were measured again."""
