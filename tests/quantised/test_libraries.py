@@ -156,6 +156,19 @@ def test_another_quantisation_is_another_fingerprint(tmp_path: Path) -> None:
         model_of_run(run)
 
 
+def test_bitsandbytes_computes_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+    """transformers leaves its models in the dtype in which they were saved."""
+    model = cp.load_model(folder_of("bitsandbytes nf4", tmp_path), dtype="bfloat16")
+    assert model.dtype == torch.bfloat16 and model.fingerprint()["dtype"] == "bfloat16"
+    twin = twin_of(tmp_path)
+    weight = twin.state_dict()["model.layers.1.mlp.up_proj.weight"].bfloat16()
+    values = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert bitwise(model.model.get_submodule("model.layers.1.mlp.up_proj")(values), linear(values, weight))
+    subject = TinySubject(twin, PlainLM(copy.deepcopy(twin), None, "twin").blocks, model)
+    for column in ("rollback", "D1", "D2"):
+        assert not COLUMNS[column](subject), column
+
+
 def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     folder = folder_of("bitsandbytes nf4", tmp_path)
     live: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -88,8 +88,16 @@ def convert_dense(live: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def mark_dequantised(live: nn.Module, text: str) -> None:
-    """Keeps on a live model the text on its weights, which were dequantised while loading."""
+def mark_dequantised(live: LiveModule, text: str) -> None:
+    """Keeps on a live model the text on its weights, which were dequantised while loading. Replaces the wrappers that
+    transformers before 5.23 leaves around dense weights, since they round activations."""
+    for path, module in list(live.named_modules()):
+        if hasattr(module, "quantization_scheme"):
+            dense = nn.Linear(module.in_features, module.out_features, device="meta")
+            dense.weight, dense.bias = nn.Parameter(module.weight.detach(), requires_grad=False), module.bias
+            live.set_submodule(path, dense)
+    live.is_quantized = False
+    vars(live.config).pop("quantization_config", None)
     vars(live)[_MARK] = text
 
 
