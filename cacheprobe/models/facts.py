@@ -11,18 +11,22 @@ from torch import Tensor
 from cacheprobe.core.config import DTYPES
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.quantised.packed import packed_modules
 
 
 def one_dtype(bridge: LiveModule, name: str) -> torch.dtype:
-    """Returns the torch.dtype that all weights of `bridge` have. Raises: ModelError for mixed or unsupported dtypes."""
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in bridge.parameters()})
+    """Returns the torch.dtype that all weights of `bridge` have, except packed ones. Raises: ModelError for mixed or
+    unsupported dtypes."""
+    packed = packed_modules(bridge)
+    dense = [p for name, p in bridge.named_parameters() if name.rpartition(".")[0] not in packed]
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in dense})
     if len(dtypes) != 1:
         raise ModelError(
             f"{name} holds weights of two dtypes, {' and '.join(dtypes)}; convert it to one with .to(dtype)"
         )
     if dtypes[0] not in DTYPES:
         raise ModelError(f"{name} is in {dtypes[0]}; convert it to one of {', '.join(DTYPES)}")
-    return next(bridge.parameters()).dtype
+    return dense[0].dtype
 
 
 def stop_token_ids(bridge: LiveModule) -> tuple[int, ...]:
@@ -67,10 +71,10 @@ def _sums(flat: Tensor) -> Iterator[Tensor]:
     yield from (words.sum(1), words.sum(0), flat[in_rows:])
 
 
-def sha256_of(named: list[tuple[str, torch.nn.Parameter]]) -> str:
+def sha256_of(named: Sequence[tuple[str, Tensor]]) -> str:
     """Returns the first 16 hex digits of a SHA-256 over the names, shapes and bytes of the weights in `named`."""
     digest = hashlib.sha256()
     for name, weight in named:
         digest.update(f"{name} {tuple(weight.shape)}".encode())
-        digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data.cast("B"))
+        digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data.cast("B"))
     return digest.hexdigest()[:16]

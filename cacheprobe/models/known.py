@@ -10,6 +10,7 @@ from urllib.request import getproxies
 
 from cacheprobe.core.values import Json
 from cacheprobe.models.errors import ModelError
+from cacheprobe.models.quantised.gguf_header import gguf_file
 
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -31,7 +32,7 @@ def require_known(name: str) -> None:
     """
     if not name.strip():
         raise ModelError("the model's name is empty; give a name, a directory or a model")
-    if name in shipped() or Path(name).is_dir():
+    if name in shipped() or gguf_file(name) is not None or Path(name).is_dir():
         return
     near = _nearest(name)
     suggestion = f"; did you mean {near}?" if near else ";"

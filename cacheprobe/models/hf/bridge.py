@@ -25,6 +25,7 @@ from cacheprobe.models.hf.float64 import keeping_float64
 from cacheprobe.models.hf.hooked_lm import HookedLM
 from cacheprobe.models.hf.rms_norms import rms_norm_of
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights, output_rows
+from cacheprobe.models.quantised.packed import packed_modules, quantised_text
 from cacheprobe.models.settings import evaluating, numeric_settings
 from cacheprobe.models.turns import one_at_a_time
 from cacheprobe.ops.compiled.choice import TORCH, CompiledOperations
@@ -43,6 +44,11 @@ class BridgeLM(HookedLM):
     """
 
     def __init__(self, bridge: TransformerBridge, name: str, weights_note: str = "") -> None:
+        if packed := packed_modules(bridge.original_model):
+            raise ModelError(
+                f"{name}: the weights of {next(iter(packed))} are packed, and a bridge reads weights as matrices; give "
+                "the transformers model itself, before a bridge is around it"
+            )
         self.bridge = self.hooked_module = bridge
         self.name, self.weights_note = name, weights_note
         self.adapter = ""  # what load_model merged into the weights
@@ -270,6 +276,7 @@ class BridgeLM(HookedLM):
             "model": self.name,
             **({"adapter": self.adapter} if self.adapter else {}),
             "weights_sha256": self.weights_sha256,
+            **({"quantised": text} if (text := quantised_text(self.bridge.original_model)) else {}),
             "architecture": type(self.bridge.original_model).__name__,
             "path": "bridge",
             "attention": "eager (TransformerBridge)",

@@ -14,6 +14,7 @@ from cacheprobe.core.live import LiveConfig, LiveModule
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.experts.router import forward_of
 from cacheprobe.models.hf.attention import ATTENTION, uses_attention_table
+from cacheprobe.models.quantised.packed import packed_copy, packed_modules
 
 WRAPPED = "_original_component"
 """The name under which a bridge component keeps the HF module that it replaced."""
@@ -24,7 +25,7 @@ _TENSORS = ("_parameters", "_buffers")
 def empty_model(wrapped: nn.Module) -> nn.Module:
     """Returns a transformers model of the class of `wrapped`, with a copy of its config, on the "meta" device (tensors
     without memory). The model's attention is cacheprobe's if the class supports that, otherwise torch's fused
-    attention, otherwise eager.
+    attention, otherwise eager. Modules of bitsandbytes are copied, with the weights that they share.
 
     Raises: ModelError if the class cannot be built from its config.
     """
@@ -40,6 +41,9 @@ def empty_model(wrapped: nn.Module) -> nn.Module:
                 plain = type(wrapped)(config)
     except Exception as error:
         raise ModelError(f"{type(wrapped).__name__} cannot be built from its config: {error!s:.120}") from error
+    for path, module in packed_modules(wrapped).items():
+        if type(module) is not type(plain.get_submodule(path)):
+            plain.set_submodule(path, packed_copy(module))
     return plain.eval()
 
 

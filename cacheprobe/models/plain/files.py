@@ -1,5 +1,6 @@
 """Loads a plain transformers model and its tokenizer from a name or directory, and refuses files that do not fit."""
 
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,10 @@ from cacheprobe.models.base import ModelError
 from cacheprobe.models.devices import DeviceMap, require_placed
 from cacheprobe.models.known import SMOLLM2, SMOLLM2_ON_HUB, require_known, shipped, why_no_hub
 from cacheprobe.models.plain.memory import refuse_unknown_memory
+from cacheprobe.models.quantised.gguf import gguf_directory
+from cacheprobe.models.quantised.gguf_header import gguf_file
+from cacheprobe.models.quantised.methods import dequantising, described, require_method, stored_quantisation
+from cacheprobe.models.quantised.packed import convert_dense, mark_dequantised
 from cacheprobe.models.smollm2 import without_progress_bars
 
 if TYPE_CHECKING:  # they take seconds to load
@@ -29,16 +34,22 @@ def plain_model(
     progress: bool = True,
 ) -> tuple[LiveModule, LiveTokenizer, str]:
     """Loads a model with transformers from a name or directory. Returns (model, tokenizer or None, note); the note says
-    that SmolLM2's weights are dequantised, or that code of the model's own was run; "" for other models.
+    that its weights are quantised or dequantised, or that code of the model's own was run; "" for other models.
 
     tokenizer: returned unchanged if given.  device_map: as returned by `devices.placement`.  trust_remote_code: run
     Python files that come with the model, if transformers does not know its type.
-    Raises: ModelError for a model that cannot be loaded, whose memory cannot be rolled back, or whose files lack
-    weights: transformers would fill them with random numbers.
+    Raises: ModelError for a model that cannot be loaded, whose memory cannot be rolled back, whose quantisation is
+    unknown or needs a library that is not installed, or whose files lack weights: transformers would fill them with
+    random numbers.
     """
     name = str(model)
-    source, note = _shipped(name, progress) if name == SMOLLM2 else (name, "")
-    require_known(source)
+    require_known(name)
+    source, note, quantised = name, "", ""
+    if name == SMOLLM2:
+        source, note = _shipped(name, progress)
+    elif (gguf := gguf_file(name)) is not None:
+        folder, quantised = gguf_directory(gguf, progress)
+        source = str(folder)
     is_local = Path(source).is_dir() or bool(why_no_hub())
 
     import torch
@@ -50,9 +61,19 @@ def plain_model(
         config = AutoConfig.from_pretrained(source, **trusted)
         architecture = (config.architectures or [type(config).__name__])[0]
         refuse_unknown_memory(config, architecture)
-        with nullcontext() if progress and _is_large(source) else without_progress_bars():
+        dequantised: dict[str, object] = {}
+        if (stored := stored_quantisation(config)) is not None and (method := require_method(name, stored)).dequantises:
+            dequantised, quantised = dequantising(method), described(stored)
+        has_bar = progress and _is_large(source)
+        with nullcontext() if has_bar else without_progress_bars(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You passed `quantization_config`")  # on purpose: it dequantises
             loaded: LiveModule = AutoModelForCausalLM.from_pretrained(
-                source, dtype=getattr(torch, dtype_name), device_map=device_map, output_loading_info=True, **trusted
+                source,
+                dtype=getattr(torch, dtype_name),
+                device_map=device_map,
+                output_loading_info=True,
+                **trusted,
+                **dequantised,
             )
         live, info = loaded
         if missing := sorted(info["missing_keys"]):
@@ -61,13 +82,16 @@ def plain_model(
                 "the whole model again"
             )
         require_placed(live, name)
+        convert_dense(live, getattr(torch, dtype_name))
+        if quantised:
+            mark_dequantised(live, quantised)
         if tokenizer is None:
             tokenizer = _tokenizer_or_none(AutoTokenizer, source, trusted)
     except ModelError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(_why(name, error)) from error
-    return live, tokenizer, "; ".join(filter(None, (note, own_code)))
+    return live, tokenizer, "; ".join(filter(None, (note, quantised, own_code)))
 
 
 def _is_large(source: str) -> bool:

@@ -10,7 +10,6 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from cacheprobe.core.hook_names import OUTPUT_POINT, RECURRENT, hook_name, resid_pre_name
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
@@ -24,13 +23,14 @@ from cacheprobe.models.hf.attention import ATTENTION, attending
 from cacheprobe.models.hf.float64 import keeping_float64
 from cacheprobe.models.hf.shared import SharedWeights, empty_model, plain_path
 from cacheprobe.models.hf.text import TokenText
-from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
+from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights, output_rows
 from cacheprobe.models.plain.cache import staged_plain
 from cacheprobe.models.plain.output import find_head
 from cacheprobe.models.plain.recurrence import step_by_step
 from cacheprobe.models.plain.sites import PlainSites
 from cacheprobe.models.plain.structure import find_blocks
 from cacheprobe.models.plain.watch import cache_argument, watch
+from cacheprobe.models.quantised.packed import quantised_text, weight_tensors
 from cacheprobe.models.settings import numeric_settings
 from cacheprobe.models.turns import one_at_a_time
 from cacheprobe.ops.attention.by_request import BY_REQUEST
@@ -206,7 +206,7 @@ class PlainLM(PlainSites, TokenText):
     def output_parts(self) -> OutputParts:
         """Returns the steps from the last residual stream to the logits as OutputParts."""
         unembed: LiveModule = self.head.unembed
-        return OutputParts(self.head.norm, unembed.weight.detach(), unembed.bias, self.head.finish)
+        return OutputParts(self.head.norm, output_rows(unembed), unembed.bias, self.head.finish)
 
     def head_writer(self, layer: int) -> HeadWriter:
         """Returns the steps from one layer's attention heads to the residual stream as a HeadWriter.
@@ -251,8 +251,8 @@ class PlainLM(PlainSites, TokenText):
             self._hashed = checksum, sha256_of(self._named_weights())
         return self._hashed[1]
 
-    def _named_weights(self) -> list[tuple[str, Parameter]]:
-        named = [(plain_path(name), weight) for name, weight in self.live.named_parameters()]  # a bridge may be around
+    def _named_weights(self) -> list[tuple[str, Tensor]]:
+        named = [(plain_path(name), weight) for name, weight in weight_tensors(self.live)]  # a bridge may be around
         return sorted(named, key=lambda item: item[0])
 
     def fingerprint(self) -> dict[str, str | int | float]:
@@ -262,6 +262,7 @@ class PlainLM(PlainSites, TokenText):
             "model": self.name,
             **({"adapter": self.adapter} if self.adapter else {}),
             "weights_sha256": self.weights_sha256,
+            **({"quantised": text} if (text := quantised_text(self.live)) else {}),
             "architecture": type(self.live).__name__,
             "path": "plain",
             "attention": BY_REQUEST if self.attends_by_request else str(self.config._attn_implementation),

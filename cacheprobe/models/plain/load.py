@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.plain.memory import has_recurrent_layers
+from cacheprobe.models.quantised.packed import packed_modules, require_usable
 
 if TYPE_CHECKING:  # they take seconds to load
     from cacheprobe.models.hf.bridge import BridgeLM
@@ -13,6 +14,7 @@ if TYPE_CHECKING:  # they take seconds to load
 NO_ADAPTER = "TransformerBridge has no adapter for it"
 _NO_CACHE = "TransformerBridge's forward of it does not take our KV cache"
 _RECURRENT = "it has recurrent layers, whose states only the plain model keeps by position"
+_PACKED = "its weights are packed, and a bridge reads weights as matrices"
 _WITHOUT_BRIDGE: tuple[str, ...] = ("bloom", "falcon", "llama4_text", "opt", "xglm")
 WITHOUT_BRIDGE: dict[str, str] = dict.fromkeys(_WITHOUT_BRIDGE, _NO_CACHE)
 """Model type -> why its bridge, which cannot be taken off again, is not tried."""
@@ -22,9 +24,15 @@ def wrap_live(live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str =
     """Returns a BridgeLM around a live transformers model if TransformerLens has an adapter for it; otherwise a
     PlainLM, whose `why` is the reason. Both are unchecked.
 
-    Raises: ModelError with both reasons if neither is possible; for a model inside a bridge made elsewhere.
+    Raises: ModelError with both reasons if neither is possible; for a model inside a bridge made elsewhere; for packed
+    weights that cannot be run.
     """
     from cacheprobe.models.plain.lm import PlainLM
+
+    text = require_usable(live, name)
+    note = note if text in note else "; ".join(filter(None, (note, text)))
+    if packed_modules(live):
+        return _plain(live, tokenizer, name, note, _PACKED)
 
     try:
         from cacheprobe.models.hf.bridge import BridgeLM

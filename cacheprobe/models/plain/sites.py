@@ -166,11 +166,11 @@ class PlainSites:
 
 
 def _inputs(module: LiveModule) -> int:
-    return int(module.weight.shape[0] if is_conv(module) else module.weight.shape[1])
+    return int(module.weight.shape[0] if is_conv(module) else module.in_features)
 
 
 def _outputs(module: LiveModule) -> int:
-    return int(module.weight.shape[1] if is_conv(module) else module.weight.shape[0])
+    return int(module.weight.shape[1] if is_conv(module) else module.out_features)
 
 
 def _by_head(shape: tuple[int, int], edit: Callable[[Tensor], Tensor | None], value: Tensor) -> Tensor | None:
