@@ -16,7 +16,7 @@ from cacheprobe.kvcache.recurrent import LayerStates, RecurrentCache, RecurrentM
 from cacheprobe.kvcache.surgery import take_snapshot
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.plain.lm import PlainLM
-from cacheprobe.models.plain.recurrence import StepForward
+from cacheprobe.models.plain.recurrence import RecurrentPlaces, StepForward
 from cacheprobe.ops.equality import close
 from tests.feeding import fed_in_parts, texts
 from tests.invariants.runs import wrong_at
@@ -159,17 +159,18 @@ def test_a_state_that_is_not_restored_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 def test_pads_before_a_token_would_change_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole window fed as one chunk: the state after it holds the pads."""
-    row = StepForward._row
+    steps = StepForward._steps
 
-    def last_state(self: StepForward, inputs: Any, memory: RecurrentMemory, row_: int, start: int, step: Any) -> Any:
-        out = row(self, inputs, memory, row_, start, step)
-        last = memory.after(self.layer, row_, start + inputs.shape[1] - 1)
-        for t in range(inputs.shape[1]):
-            memory.record(self.layer, row_, start + t, last)
+    def last_state(self: StepForward, inputs: Any, places: RecurrentPlaces, step: Any) -> Any:
+        out = steps(self, inputs, places, step)
+        for row, start in zip(places.rows, places.starts, strict=True):
+            last = places.memory.after(self.layer, row, start + inputs.shape[1] - 1)
+            for t in range(inputs.shape[1]):
+                places.memory.record(self.layer, row, start + t, last)
         return out
 
     want = oracle("mamba2")
-    monkeypatch.setattr(StepForward, "_row", last_state)
+    monkeypatch.setattr(StepForward, "_steps", last_state)
     trace = cp.run(model("mamba2"), PROMPTS, drafter=wrong_at(want, [1, 0, None, 2, 1]), **SHAPE)
     assert [trace.committed(r) for r in range(5)] != [want.committed(r) for r in range(5)]
 
@@ -233,8 +234,8 @@ def test_recurrent_states_where_there_are_none() -> None:
     with pytest.raises(ModelError, match="no recurrent state at layer"):
         with model("bamba").capturing([("recurrent", attends)], lambda site, layer, value: None):
             pass
-    with pytest.raises(ModelError, match="can be captured, not edited"):
-        with model("bamba").editing([("recurrent", 0)], lambda site, layer, value: None):
+    with pytest.raises(ModelError, match="no recurrent state at layer"):
+        with model("bamba").editing([("recurrent", attends)], lambda site, layer, value: None):
             pass
     capture = cp.CaptureConfig(heads=("recurrent",))
     trace = cp.run(model("bamba"), [[1, 2]], capture=capture, **SHAPE)
