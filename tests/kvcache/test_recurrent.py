@@ -187,8 +187,11 @@ def test_few_positions_are_kept_if_states_are_large(monkeypatch: pytest.MonkeyPa
     assert held.cache_bytes == 6 * memory.bytes_of_position
     with pytest.raises(CacheIntegrityError, match="no recurrent state of layer 0 after position 19: .* 6 positions"):
         model("mamba2").forward(torch.tensor([[1]]), held, [0], [20])
-    trace = cp.run(model("mamba2"), PROMPTS, deterministic=True, **SHAPE)
-    assert [trace.committed(r) for r in range(5)] == [oracle("mamba2").committed(r) for r in range(5)]
+    for window in (4, 5):
+        trace = cp.run(model("mamba2"), PROMPTS, deterministic=True, **{**SHAPE, "window": window})
+        assert [trace.committed(r) for r in range(5)] == [oracle("mamba2").committed(r) for r in range(5)]
+    with pytest.raises(CacheIntegrityError, match="choose a window below 6"):
+        cp.run(model("mamba2"), PROMPTS, deterministic=True, **{**SHAPE, "window": 8})
 
 
 @pytest.mark.parametrize("family", ["mamba2", "mamba", "olmo_hybrid"])
@@ -257,8 +260,16 @@ def test_nan_in_a_state_is_named() -> None:
 
 
 def test_what_cannot_be_served_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="RecurrentCache holds more than keys and values"):
+    said = "RecurrentCache holds recurrent states .* interventions at site 'recurrent'"
+    with pytest.raises(ValueError, match=said):
         take_snapshot(model("bamba").new_cache(1, 8), 0, [1])
+    with pytest.raises(ValueError, match=said):
+        cp.kv_snapshot(model("bamba"), [1, 2, 3])
+    with pytest.raises(ValueError, match=said):
+        cp.run(model("bamba"), [cp.Request((1, 2, 3), keep_kv=True)], **SHAPE)
+    plain = cp.kv_snapshot(loaded(), [1, 2, 3])
+    with pytest.raises(ValueError, match=said):
+        cp.run(model("bamba"), [cp.Request((1, 2, 3), cached=plain)], **SHAPE)
     with pytest.raises(ModelError, match="layer 0 is recurrent and has no attention heads"):
         model("bamba").head_writer(0)
     with pytest.raises(ModelError, match="FalconH1ForCausalLM has hybrid layers"):
