@@ -3,6 +3,7 @@ short texts."""
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from cacheprobe_analyses.recurrent.parity_models import (
 )
 from cacheprobe_analyses.recurrent.state_of_coin import exchanged, probed
 
+ROOT = Path(__file__).parents[2]
 SHORT = Subject("deltanet", True, longest=24, loop=LoopSettings(250, 32, 3e-3, weight_decay=0.0))
 
 
@@ -154,3 +156,17 @@ def test_the_small_form_trains_one_seed_of_each() -> None:
     config = recurrent_coin.Config(small=True)
     assert [one.name for one in recurrent_coin.subjects(config)] == list(recurrent_coin.PUBLISHED)
     assert len(recurrent_coin.subjects(replace(config, small=False))) == 15
+
+
+def test_the_page_shows_the_stored_result() -> None:
+    stored = json.loads((ROOT / "analyses/results/recurrent-coin.json").read_text(encoding="utf-8"))
+    table = recurrent_coin.Result(**stored).table()
+    assert (ROOT / "docs/recurrent-coin.txt").read_text(encoding="utf-8") == table + "\n"
+    seeds = [one["seed"] for one in stored["models"] if one["model"] == "mamba [-1, 1]"]
+    assert seeds == list(range(recurrent_coin.Config().seeds))
+    # what the page says of the exchange and of negative eigenvalues
+    for one in stored["models"]:
+        is_signed = "-1" in one["model"]
+        assert (one["trained"] > 0.95) == is_signed, one
+        if is_signed and one["exchange"] is not None:
+            assert one["exchange"]["moved"] > 0.95 and one["exchange"]["moved_alike"] < 0.05
