@@ -118,6 +118,8 @@ def test_unknown_models_are_refused() -> None:
         Subject("rwkv")
     with pytest.raises(ValueError, match="a transformer has no state transition"):
         Subject("transformer", True)
+    with pytest.raises(ValueError, match="unknown preset 'tiny'; choose full or small"):
+        recurrent_coin.Config(preset="tiny")
 
 
 @pytest.mark.slow
@@ -153,9 +155,9 @@ def test_the_table_takes_the_best_seed_and_every_control() -> None:
 
 
 def test_the_small_form_trains_one_seed_of_each() -> None:
-    config = recurrent_coin.Config(small=True)
+    config = recurrent_coin.Config(preset="small")
     assert [one.name for one in recurrent_coin.subjects(config)] == list(recurrent_coin.PUBLISHED)
-    assert len(recurrent_coin.subjects(replace(config, small=False))) == 15
+    assert len(recurrent_coin.subjects(replace(config, preset="full"))) == 15
 
 
 def test_the_page_shows_the_stored_result() -> None:

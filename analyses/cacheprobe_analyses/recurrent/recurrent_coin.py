@@ -50,8 +50,12 @@ class Config:
     """Pairs of texts whose states are exchanged."""
     only: str = ""
     """One architecture; all by default."""
-    small: bool = False
-    """One seed, and a third of the steps: under three minutes of one core."""
+    preset: str = "full"
+    """"small" for one seed, and a third of the steps: under three minutes of one core."""
+
+    def __post_init__(self) -> None:
+        if self.preset not in ("full", "small"):
+            raise ValueError(f"unknown preset {self.preset!r}; choose full or small")
 
 
 @dataclass(frozen=True)
@@ -106,15 +110,15 @@ def subjects(config: Config) -> list[Subject]:
     """Returns the models to train."""
     kinds = [("transformer", False), *((a, signed) for a in ("deltanet", "mamba") for signed in (False, True))]
     return [
-        Subject(kind, signed, seed, layers=2 if kind == "transformer" else 1, loop=_loop(kind, config.small))
-        for seed in range(1 if config.small else config.seeds)
+        Subject(kind, signed, seed, layers=2 if kind == "transformer" else 1, loop=_loop(kind, config.preset))
+        for seed in range(1 if config.preset == "small" else config.seeds)
         for kind, signed in kinds
         if config.only in ("", kind)
     ]
 
 
-def _loop(kind: str, is_small: bool) -> LoopSettings:
-    return replace(LOOPS[kind], steps=LOOPS[kind].steps // 3) if is_small else LOOPS[kind]
+def _loop(kind: str, preset: str) -> LoopSettings:
+    return replace(LOOPS[kind], steps=LOOPS[kind].steps // 3) if preset == "small" else LOOPS[kind]
 
 
 @one_thread()
@@ -149,7 +153,7 @@ def measured(subject: Subject, live: Any, config: Config) -> dict[str, Any]:
 
 
 def main() -> None:
-    command(__doc__, Config, run, only="transformer, deltanet or mamba")
+    command(__doc__, Config, run, only="transformer, deltanet or mamba", preset="full or small")
 
 
 if __name__ == "__main__":
