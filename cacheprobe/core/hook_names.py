@@ -103,7 +103,7 @@ def place_of(site: str, layer: int | None) -> tuple[str, int]:
         found = _entering(_BLOCK_ENDS[match[2]], int(match[1]))
     elif module:
         found = _entering("pre" if name.endswith(".input") else "S", int(module[1]))
-    if found is not None and found[0] in (*ATTENTION_SITES, RECURRENT):
+    if found is not None and found[0] in ATTENTION_SITES:
         raise ValueError(f"{site!r} is of attention heads; say site='T' with layer={found[1]} and head=")
     if found is None:
         if "." in site:

@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import HEADS, ROUTER, SITES
+from cacheprobe.core.hook_names import HEADS, RECURRENT, ROUTER, SITES
 from cacheprobe.core.noise import RESAMPLE_STREAM, uniform_noise
 from cacheprobe.core.records import PHASES
 
-EDITED_SITES = (*SITES, "pre", ROUTER)
-"""Sites whose states an intervention may change: S, T, C, "pre", the input of a block, and "router", the logits of a
-router over its experts."""
+EDITED_SITES = (*SITES, "pre", ROUTER, RECURRENT)
+"""Sites whose states an intervention may change: S, T, C, "pre", the input of a block, "router", the logits of a router
+over its experts, and "recurrent", the state of a recurrent layer after a token."""
+SITES_OF_HEADS = ("T", RECURRENT)
+"""Sites at which an intervention may change a single head."""
 ACTIONS = ("replace", "add", "function")
 """Replace a state by a vector, add a vector to the state, or let a function compute it."""
 
@@ -48,17 +50,20 @@ class Intervention:
     """"replace", "add" or "function"."""
     vectors: Tensor = field(repr=False)
     """[n, w], float32 or float64: one vector for all positions, one for each position, or, with `seed`, the vectors to
-    choose from. w is d_model, the head's width, the number of experts, or 1 for the same number in every dimension."""
+    choose from. w is d_model, the head's width, the number of experts, the numbers of all heads of a recurrent state
+    (trace.heads("recurrent", layer, request).flatten(1)), or 1 for the same number in every dimension."""
     request_id: int
     """Number of the request in the run."""
     site: str
-    """S, T, C, "pre": the residual stream that enters the block, or "router": the logits over the experts."""
+    """S, T, C, "pre": the residual stream that enters the block, "router": the logits over the experts, or "recurrent":
+    the state of a recurrent layer after the token. The layer's output of the token itself is read before the change."""
     layer: int
     positions: Any = None
     """Absolute positions of input tokens, one or several (stored as a tuple); 0 is the prompt's first token. None for
     every computed position."""
     head: int | None = None
-    """At site T: changes this head's z [d_head], its part of the output projection's input. None: changes T itself."""
+    """At site T: changes this head's z [d_head], its part of the output projection's input. None: changes T itself. At
+    site recurrent: changes this head of the state, [d]. None: changes the whole state, [h * d]."""
     phases: "str | Iterable[str] | None" = None
     """One or more of prefill (prompts), decode (draft tokens when they are drafted, and the tokens of never verified
     requests) and verify; None for all."""
@@ -85,8 +90,8 @@ class Intervention:
             raise ValueError(f"{self}: unknown site {self.site!r}; sites to change are {', '.join(EDITED_SITES)}")
         if self.action not in ACTIONS:
             raise ValueError(f"{self}: unknown action {self.action!r}; choose one of {', '.join(ACTIONS)}")
-        if self.head is not None and self.site != "T":
-            raise ValueError(f"{self}: heads give to site T alone; leave out head=, or use site='T'")
+        if self.head is not None and self.site not in SITES_OF_HEADS:
+            raise ValueError(f"{self}: only sites {' and '.join(SITES_OF_HEADS)} have heads; leave out head=")
         for phase in self.phases or ():
             if phase not in PHASES:
                 raise ValueError(f"{self}: unknown phase {phase!r}; phases are {', '.join(PHASES)}")
@@ -103,7 +108,7 @@ class Intervention:
     @property
     def place(self) -> tuple[str, int]:
         """(site, layer) of the hook through which the intervention acts; for a head, the site of z."""
-        return self.site if self.head is None else HEADS, self.layer
+        return HEADS if self.site == "T" and self.head is not None else self.site, self.layer
 
     def changed(self, states: Tensor, contexts: Sequence[StateContext]) -> Tensor:
         """Returns the states [n, w] as they are to become, in the same dtype; one of `contexts` belongs to each."""

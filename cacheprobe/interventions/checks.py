@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheprobe.core.hook_names import ROUTER
+from cacheprobe.core.hook_names import RECURRENT, ROUTER
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.experts.sites import layers_of
+from cacheprobe.models.experts.sites import layers_of, state_shapes
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,15 @@ def check_model(one: Intervention, model: CachedLM) -> None:
     if not 0 <= one.layer < model.n_layers:
         raise ValueError(f"{one}: unknown layer {one.layer}; the model has layers 0 to {model.n_layers - 1}")
     heads, head_width = model.head_shape
-    if one.head is not None and hasattr(model, "head_writer"):
+    if one.site == RECURRENT:
+        heads, head_width = _state_shape(one, model)
+    elif one.head is not None and hasattr(model, "head_writer"):
         heads = len(model.head_writer(one.layer).weight)
     if one.head is not None and not 0 <= one.head < heads:
         raise ValueError(f"{one}: unknown head {one.head}; layer {one.layer} has heads 0 to {heads - 1}")
     width = model.d_model if one.head is None else head_width
+    if one.site == RECURRENT and one.head is None:
+        width = heads * head_width
     if one.site == ROUTER:
         width = _num_experts(one, model)
     one.require_width(width)
@@ -53,6 +57,16 @@ def check_model(one: Intervention, model: CachedLM) -> None:
             f"{one}: its vectors are infinite in {model.dtype}, and a slot that is not finite poisons attention "
             "even where it is masked; make them smaller, or load the model in float32"
         )
+
+
+def _state_shape(one: Intervention, model: CachedLM) -> tuple[int, int]:
+    """Returns (heads, numbers of a head) of the recurrent state that an intervention changes. Raises: ValueError if the
+    layer has none."""
+    shapes = state_shapes(model)
+    if one.layer not in shapes:
+        there = ", ".join(map(str, shapes)) or "none"
+        raise ValueError(f"{one}: layer {one.layer} has no recurrent state; layers with one: {there}")
+    return shapes[one.layer]
 
 
 def _num_experts(one: Intervention, model: CachedLM) -> int:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cacheprobe.core.hook_names import RECURRENT
 from cacheprobe.interventions.base import Intervention, StateContext
 from cacheprobe.interventions.checks import Drafting, check_model, check_request, require_hooks
 from cacheprobe.kvcache.sequence import SequenceState
@@ -40,6 +41,11 @@ class _Hit(NamedTuple):
     b: Tensor
     t: Tensor
     contexts: list[StateContext]
+
+    def of_slot(self, slot: int) -> "_Hit":
+        """Returns the part of the hit at one token slot."""
+        chosen = (self.t == slot).nonzero().flatten()
+        return self._replace(b=self.b[chosen], t=self.t[chosen], contexts=[self.contexts[i] for i in chosen.tolist()])
 
 
 def token_phase(state: SequenceState, position: int, pass_phase: str) -> str:
@@ -134,14 +140,17 @@ class Editor:
 
         Tokens without an intervention keep their bits. Raises: ValueError if a changed state is NaN or infinite.
         """
-        hits = self._aimed.get((site, layer))
+        hits = self._aimed.get((site, layer), [])
+        if site == RECURRENT:  # called after each token, whose state is the newest
+            hits = [hit for whole in hits if (hit := whole.of_slot(value.shape[1] - 1)).contexts]
         if not hits:
             return None
         value = value.clone()
         for hit in hits:
             one = self.interventions[hit.number]
             index = (hit.b, hit.t) if one.head is None else (hit.b, hit.t, one.head)
-            value[index] = one.changed(value[index], hit.contexts)
+            old = value[index]
+            value[index] = one.changed(old.flatten(1), hit.contexts).reshape(old.shape)
             positions = [context.position for context in hit.contexts]
             if not bool(torch.isfinite(value[index]).all()):
                 raise ValueError(f"{one} makes a state of positions {positions} NaN or infinite in {value.dtype}")

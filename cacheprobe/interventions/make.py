@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import HEADS, place_of
+from cacheprobe.core.hook_names import RECURRENT, place_of
 from cacheprobe.core.records import Request
 from cacheprobe.interventions.base import Intervention, as_wide
 
@@ -187,7 +187,7 @@ def swap(
     reverse.
 
     trace: a run of both requests without interventions. For a head of T, its z is exchanged; the run must have kept z
-    with CaptureConfig(heads=("z",)).
+    with CaptureConfig(heads=("z",)), or recurrent states with heads=("recurrent",).
     `positions` must be given. In the new run, the two prompts must have the same lengths as in `trace`.
     Raises: ValueError if the trace lacks a request or one of the states, if the prompts of a and b differ in length,
     and for a trace of a run with interventions.
@@ -204,7 +204,7 @@ def swap(
             "do not mean the same; use prompts of one length, or replace() with the states that you mean"
         )
     if site == "pre":
-        raise ValueError("swap: a trace keeps sites S, T and C, and z of heads; swap one of those")
+        raise ValueError("swap: a trace keeps sites S, T, C and recurrent, and z of heads; swap one of those")
     if positions is None:
         raise ValueError("swap: say which positions= to swap, such as range(4, 9)")
     if trace.meta.get("interventions"):
@@ -216,10 +216,11 @@ def swap(
             name="swap", action="replace", vectors=torch.zeros(1, 1), request_id=target, site=site, layer=layer,
             positions=positions, head=head, phases=phases, steps=steps, own_fingerprint=own_fingerprint,
         )  # fmt: skip
-        if blank.head is None:
-            states = trace.states(blank.site, blank.layer, source)
+        if blank.head is None and site != RECURRENT:
+            states = trace.states(*blank.place, source)
         else:
-            states = trace.heads(HEADS, blank.layer, source)[:, blank.head]
+            states = trace.heads(*blank.place, source)
+            states = states.flatten(1) if blank.head is None else states[:, blank.head]
         if max(blank.positions) >= len(states):
             raise ValueError(
                 f"swap: position {max(blank.positions)} lies outside request {source}, which computed 0 to "

@@ -20,7 +20,7 @@ LayerStates = Mapping[StateKey, Tensor]
 """The states of one layer after one token, without a batch axis."""
 
 LEAST_KEPT = 32
-"""Positions before a pass whose states are always kept; a window of drafts is shorter."""
+"""Positions before a pass whose states are always kept. A longer window of drafts is refused if all do not fit."""
 MOST_BYTES = 1 << 28
 """States of all positions are kept if they take at most this many bytes; otherwise those of recent positions."""
 
@@ -65,7 +65,8 @@ class RecurrentMemory:
         if (states := self._of_row[row][layer].get(position)) is None:
             raise CacheIntegrityError(
                 f"cache row {row} keeps no recurrent state of layer {layer} after position {position}: only those of "
-                f"its last pass and of {self.kept} positions before it are kept; feed its tokens again from position 0"
+                f"its last pass and of {self.kept} positions before it are kept; choose a window below {self.kept}, or "
+                "feed its tokens again from position 0"
             )
         return states
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from cacheprobe.core.values import HintsAtNewNames
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.head_masks import LayerHeadPosition
+from cacheprobe.kvcache.recurrent import memory_of
 
 if TYPE_CHECKING:  # loaded where a table is made
     import pandas as pd
@@ -267,6 +268,11 @@ def _relative_distance(a: Tensor, b: Tensor) -> Tensor:
 def require_plain(cache: KVCache) -> None:
     """Checks that a cache holds keys and values only. Raises: ValueError for every subclass of KVCache, such as the
     cache of a Thinking States model."""
+    if memory_of(cache) is not None:
+        raise ValueError(
+            f"a {type(cache).__name__} holds recurrent states beside keys and values, and a KVSnapshot has no room for "
+            "them; feed the whole prompt again, and change states with interventions at site 'recurrent'"
+        )
     if type(cache) is not KVCache:
         raise ValueError(
             f"a {type(cache).__name__} holds more than keys and values, which surgery would leave behind; use a model "

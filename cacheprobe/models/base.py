@@ -22,7 +22,9 @@ state of a recurrent layer after each token, with h its first axis."""
 
 StateEdit = Callable[[str, int, Tensor], Tensor | None]
 """Function that a forward calls like a StateSink. A returned tensor replaces the activation; None leaves the activation
-unchanged. At "router" the tensor is the logits [b, t, e] over the e experts."""
+unchanged. At "router" the tensor is the logits [b, t, e] over the e experts.
+At "recurrent" a forward calls it after each token, with the states [b, t, h, d] after the t tokens so far. Of a
+returned tensor only the newest states, [:, -1], count: the layer goes on from them with the next token."""
 
 
 @runtime_checkable

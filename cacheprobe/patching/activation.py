@@ -6,7 +6,9 @@ from typing import Unpack
 
 import torch
 
+from cacheprobe.core.hook_names import RECURRENT
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.experts.sites import state_shapes
 from cacheprobe.models.prompts import Prompt
 from cacheprobe.patching.arguments import GridOptions, patched_place
 from cacheprobe.patching.cells import Edit, PatchingCell, cell
@@ -32,15 +34,16 @@ def activation(
 
     The table gives, for each of these runs, the logit difference between two answer tokens.
     clean, corrupt: prompts of one length: text, token ids or task examples.
-    site: S, T, C, or "pre", the residual stream that enters the block.  heads: at site T, one run for each head, whose
-    output (site z) is patched.
+    site: S, T, C, "pre", the residual stream that enters the block, or "recurrent", the state of a recurrent layer
+    after the token, which later tokens go on from.  heads: one run for each head: at site T its output (site z) is
+    patched, at site recurrent its part of the state.
     answer: the clean answer and the other one; by default the first choices of the two runs.
     options, the keywords of GridOptions: layers and positions of the grid, None for all; store, a folder for finished
     cells, from which the same call resumes; path, "fast", "bridge" or "auto", as in `cp.run`; progress.
     The PatchingGrid's table has layer, position, head (if requested), token, logit_difference, nld (normalised logit
     difference), flip, logprob_nats.
     Raises: ValueError for prompts of different length, equal prompts, an unknown site, layer or position, heads at
-    another site than T, and answers between which the two runs have about the same logit difference; ModelError for a
+    another site, and answers between which the two runs have about the same logit difference; ModelError for a
     model without `editing`, or with more memory than keys and values.
     Source: a component set to its value under another prompt, Vig et al. 2020 (arXiv 2004.12265), whose components are
     neurons and heads; a grid of positions and layers as in Meng et al. 2022 (arXiv 2202.05262), section 2.1.
@@ -48,12 +51,16 @@ def activation(
     """
     place = patched_place(site, heads)
     pair = PatchedPair.of(model, clean, corrupt, answer, (place,), options)
-    count, runs = pair.model.head_shape[0] if heads else 1, pair.runs
+    runs = pair.runs
+
+    counts = {layer: _num_heads(pair.model, place, layer) if heads else 1 for layer in pair.layers}
 
     def indices(position: int) -> list[Index]:
         """Returns a list of the indices of the patched runs at one position: (layer, position), or (layer, position,
         head)."""
-        return [(layer, position, *((head,) if heads else ())) for layer in pair.layers for head in range(count)]
+        return [
+            (layer, position, *((head,) if heads else ())) for layer in pair.layers for head in range(counts[layer])
+        ]
 
     groups = [
         Group(str(p), len(indices(p)), lambda: runs[1], partial(_cells, runs[0], place, indices(p)), indices(p))
@@ -61,6 +68,11 @@ def activation(
     ]
     axes = ["layer", "position", *(["head"] if heads else [])]
     return grid_of_pair(pair, "activation", place, axes, groups)
+
+
+def _num_heads(model: CachedLM, place: str, layer: int) -> int:
+    """Returns the number of heads at a site and layer."""
+    return state_shapes(model)[layer][0] if place == RECURRENT else model.head_shape[0]
 
 
 def _cells(donor: Run, site: str, indices: list[Index]) -> Mapping[Index, PatchingCell]:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from cacheprobe.core.hook_names import HEADS
+from cacheprobe.core.hook_names import HEADS, RECURRENT
 from cacheprobe.core.values import require_known_options
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.experts.sites import state_shapes
 from cacheprobe.models.paths import usable as usable
 from cacheprobe.models.prompts import Prompt, as_token_ids
 
@@ -88,15 +89,24 @@ def check_site(site: str, sites: Iterable[str]) -> None:
 def patched_place(site: str, heads: bool) -> str:
     """Returns the site whose states are patched: that of single heads, or `site`. Raises: ValueError for a site that
     `activation` does not support, and for heads at another site than T."""
-    check_site(site, PATCHED_SITES)
-    if heads and site != "T":
-        raise ValueError(f"heads give to site T alone, not to {site}; leave out heads=, or use site='T'")
-    return HEADS if heads else site
+    check_site(site, (*PATCHED_SITES, RECURRENT))
+    if heads and site not in ("T", RECURRENT):
+        raise ValueError(f"site {site} has no heads, only T and {RECURRENT} do; leave out heads=, or use site='T'")
+    return HEADS if heads and site == "T" else site
 
 
-def as_layers(layers: "Iterable[int] | None", model: CachedLM) -> tuple[int, ...]:
-    """Returns the layers of the grid as a tuple; None means all. Raises: ValueError for no layer or an unknown one."""
-    return _numbers(layers, model.n_layers, "layer", "the model")
+def as_layers(layers: "Iterable[int] | None", model: CachedLM, sites: Iterable[str] = ()) -> tuple[int, ...]:
+    """Returns the layers of the grid as a tuple; None means all, or those with a recurrent state if `sites` has it.
+    Raises: ValueError for no layer, an unknown one, or one without the recurrent state of `sites`."""
+    if RECURRENT not in sites:
+        return _numbers(layers, model.n_layers, "layer", "the model")
+    there = tuple(state_shapes(model))
+    if not there:
+        raise ValueError(f"{model.name} has no recurrent states to patch; choose another site")
+    listed = there if layers is None else _numbers(layers, model.n_layers, "layer", "the model")
+    if bad := [layer for layer in listed if layer not in there]:
+        raise ValueError(f"layer {bad[0]} has no recurrent state; layers with one: {', '.join(map(str, there))}")
+    return listed
 
 
 def as_positions(positions: "Iterable[int] | None", length: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import HEADS
+from cacheprobe.core.hook_names import HEADS, RECURRENT
 from cacheprobe.kvcache.prefix import SharedPrefix
 from cacheprobe.models.base import CachedLM
 from cacheprobe.patching.arguments import RESIDUAL_SITES
@@ -29,7 +29,7 @@ class Edit(NamedTuple):
     vectors: Tensor
     """[len(positions), w]"""
     head: int | None = None
-    """For HEADS: which head; w is then the head's width."""
+    """For HEADS and RECURRENT: which head; w is then the head's width. At RECURRENT, all heads are [n, h, d]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +99,8 @@ def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[Patchi
             value = torch.cat([value, joining]) if joined else joining.clone()
             joined += num_joining
         edited = [(b, edit) for b, one in enumerate(cells[:joined]) for edit in one.edits if edit.place == site_layer]
+        if site == RECURRENT:  # called after each token, whose state is the newest
+            edited = [(b, edit) for b, edit in edited if start + value.shape[1] - 1 in edit.positions]
         if not edited:
             return value if num_joining else None
         value = value if num_joining else value.clone()
@@ -120,7 +122,7 @@ def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[Patchi
 
 def _forward_order(place: SiteLayer) -> tuple[int, int]:
     """Returns a sort key of a (site, layer): the order in which a forward reaches the sites."""
-    return place[1], ("pre", HEADS, "T", "C", "S").index(place[0])
+    return place[1], ("pre", HEADS, RECURRENT, "T", "C", "S").index(place[0])
 
 
 def _batches(order: list[int], batch_size: int) -> Iterator[list[int]]:

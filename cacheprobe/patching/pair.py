@@ -57,7 +57,8 @@ class PatchedPair:
         config = grid_config(**options)
         model = usable(model, config.path)
         ids = as_pair(model, clean, corrupt)
-        layers, positions = as_layers(config.layers, model), as_positions(config.positions, len(ids[0]))
+        sites = tuple(sites)
+        layers, positions = as_layers(config.layers, model, sites), as_positions(config.positions, len(ids[0]))
         runs = run_pair(model, *ids, sites)
         return cls(model, config, layers, positions, runs, answers(model, answer, *runs))
 

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import HEADS, SITES
+from cacheprobe.core.hook_names import HEADS, RECURRENT, SITES
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import copy_prefix
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.experts.sites import head_places
 from cacheprobe.models.feeding import feed
 
 SiteLayer = tuple[str, int]
@@ -38,7 +39,7 @@ class Run:
     cache: KVCache = field(repr=False)
     """The cache whose cache row 0 contains the prompt."""
     states: dict[SiteLayer, Tensor] = field(repr=False)
-    """States by (site, layer): [n, w], or [n, h, d] for single heads. S and the input of block 0 are included."""
+    """States by (site, layer): [n, w], or [n, h, d] at z and recurrent. S and the input of block 0 are included."""
     logits: Tensor = field(repr=False)
     """Logits [v] of the last position."""
 
@@ -61,7 +62,7 @@ def run_once(
     noise: Callable[[Tensor], Tensor] | None = None,
 ) -> Run:
     """Runs a prompt once and returns a Run: cache, last logits, and states. The states are the input of block 0, S of
-    all layers, and those of T, C and z that `sites` names.
+    all layers, and those of T, C, z and recurrent that `sites` names.
 
     after: (a run, number of first positions shared with that run); these positions are copied from that run instead of
     computed, so they have the same bits.
@@ -77,8 +78,8 @@ def run_once(
         """Returns the input of block 0 changed by `noise`; None (no change) if no noise was given."""
         return None if noise is None else noise(value[0])[None].to(value.dtype)
 
-    captured = {"S", *(site for site in sites if site in (*SITES, HEADS))}
-    places = [("pre", 0), *((site, layer) for layer in range(model.n_layers) for site in sorted(captured))]
+    captured = sorted({"S", *(site for site in sites if site in (*SITES, HEADS, RECURRENT))})
+    places = [("pre", 0), *head_places(model, captured, range(model.n_layers))]
     with model.editing([("pre", 0)], add_noise):
         ids = torch.tensor([list(token_ids[first:])])
         fed = feed(model, ids, places, start=first, cache=cache, logit_slots=[ids.shape[1] - 1])

@@ -38,8 +38,9 @@ def parse_change(text: str) -> Change:
 
     Raises: ValueError for an unknown intervention or option, or a combination that a sweep cannot run.
     """
+    from cacheprobe.core.hook_names import SITES
     from cacheprobe.core.records import PHASES
-    from cacheprobe.interventions.base import EDITED_SITES
+    from cacheprobe.interventions.base import EDITED_SITES, SITES_OF_HEADS
 
     name, _, listed = text.partition(":")
     if name not in MADE_HERE:
@@ -59,9 +60,11 @@ def parse_change(text: str) -> Change:
             raise ValueError(f"intervention {text!r}: {key} must be {wanted}, got {options[key]!r}")
     if options["site"] not in EDITED_SITES:
         raise ValueError(f"intervention {text!r}: unknown site; sites to change are {', '.join(EDITED_SITES)}")
-    if "head" in options and options["site"] != "T":
-        raise ValueError(f"intervention {text!r}: heads give to site T alone; leave out head=, or use site=T")
-    if name in NEEDS_STATES and (options["site"] == "pre" or "head" in options):
+    if "head" in options and options["site"] not in SITES_OF_HEADS:
+        raise ValueError(
+            f"intervention {text!r}: only sites {' and '.join(SITES_OF_HEADS)} have heads; leave out head="
+        )
+    if name in NEEDS_STATES and (options["site"] not in SITES or "head" in options):
         raise ValueError(f"intervention {text!r}: {name} takes states of a plain run, which keeps S, T and C")
     if "phases" in options and options["phases"] not in PHASES:
         raise ValueError(f"intervention {text!r}: unknown phase; phases are {', '.join(PHASES)}")

@@ -178,7 +178,7 @@ def test_the_dashboard_draws_both_grids(tmp_path: Path) -> None:
     [
         (dict(steps=-1), "steps must be 0 for attribution patching"),
         (dict(site="Z"), "unknown site 'Z'"),
-        (dict(heads=True), "heads give to site T alone"),
+        (dict(heads=True), "site S has no heads"),
         (dict(layers=[3]), "layer 3 lies outside the model"),
         (dict(positions=[]), "there is no position"),
         (dict(answer=("a",)), "answer must be two tokens"),

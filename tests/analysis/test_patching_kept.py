@@ -128,7 +128,7 @@ def test_the_picture_has_every_cell_and_marks_the_flips() -> None:
         (lambda: cp.patching.activation(loaded("gpt2"), [1] * 129, [2] * 129), "129 tokens exceed.*context of 128"),
         (lambda: made(site="Q"), "unknown site 'Q'; sites of this grid are pre, S, T, C"),
         (lambda: cp.patching.prefix(loaded(), CLEAN, CORRUPT, site="T"), "unknown site 'T'.*pre, S"),
-        (lambda: made(heads=True), "heads give to site T alone, not to S"),
+        (lambda: made(heads=True), "site S has no heads"),
         (lambda: made(layers=[0, 3]), "layer 3 lies outside the model, which has layers 0 to 2"),
         (lambda: made(positions=[5]), "position 5 lies outside the prompt, which has positions 0 to 4"),
         (lambda: made(positions=[-1]), "position -1 lies outside"),

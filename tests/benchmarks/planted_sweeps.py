@@ -1,4 +1,4 @@
-"""Costs that tests plant into the benchmarks of sweeps."""
+"""Costs that tests plant into the benchmarks of sweeps, and into that of rollbacks of recurrent states."""
 
 import json
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
+from cacheprobe_benchmarks.speed import recurrent_rollback
 from cacheprobe_benchmarks.sweeps import sweep, sweep_backends, sweep_faults
 from cacheprobe_benchmarks.sweeps.struck import FaultOutcome
 from tests.planted_costs import Clock
@@ -74,3 +75,10 @@ def of_sweep_faults(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
         f"faults {first} equal_to_serial": 1, f"faults {second} equal_to_serial": 0, f"faults {second} resumes": 2,
         f"faults {second} struck": 1,
     }  # fmt: skip
+
+
+def of_recurrent_rollback(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """A kept state costs two hours, an accepted token that is fed again three, a chunk one."""
+    for name, hours in (("kept", 2), ("replayed", 3), ("chunked", 1)):
+        monkeypatch.setitem(recurrent_rollback.WAYS, name, clock.costing(recurrent_rollback.WAYS[name], hours))
+    return {"window 4 over_kept replayed": 1.5, "window 4 over_kept chunked": 0.5}

@@ -22,7 +22,7 @@ LIGHT = {**SMALL, "max_new_tokens": 6, "capture": "S"}
     ("make", "message"),
     [
         (lambda: zero(**{**S1, "site": "Q"}), "zero of request 0 .*unknown site 'Q'; sites to change are S, T, C, pre"),
-        (lambda: zero(**S1, head=1), "heads give to site T alone"),
+        (lambda: zero(**S1, head=1), "only sites T and recurrent have heads"),
         (lambda: zero(**S1, positions=[3, -1]), "position -1 is negative; positions are absolute"),
         (lambda: zero(**S1, positions=[]), "there is no position, so nothing would change"),
         (lambda: zero(**S1, positions=[3, 3]), "a position is given twice"),
@@ -176,7 +176,7 @@ def test_swaps_are_refused_where_positions_do_not_mean_the_same() -> None:
         swap(plain, 0, 1, site="S", layer=1)
     with pytest.raises(ValueError, match=r"site z was not captured.*CaptureConfig\(heads=\('z',\)\)"):
         swap(plain, 0, 1, site="T", layer=1, head=0, positions=1)
-    with pytest.raises(ValueError, match="keeps sites S, T and C, and z of heads"):
+    with pytest.raises(ValueError, match="keeps sites S, T, C and recurrent, and z of heads"):
         swap(plain, 0, 1, site="pre", layer=1, positions=1)
     with pytest.raises(ValueError, match="layer 5 was not captured"):
         swap(plain, 0, 1, site="S", layer=5, positions=1)

@@ -16,7 +16,7 @@ from cacheprobe.kvcache.recurrent import LayerStates, RecurrentCache, RecurrentM
 from cacheprobe.kvcache.surgery import take_snapshot
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.plain.lm import PlainLM
-from cacheprobe.models.plain.recurrence import StepForward
+from cacheprobe.models.plain.recurrence import RecurrentPlaces, StepForward
 from cacheprobe.ops.equality import close
 from tests.feeding import fed_in_parts, texts
 from tests.invariants.runs import wrong_at
@@ -159,17 +159,18 @@ def test_a_state_that_is_not_restored_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 def test_pads_before_a_token_would_change_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole window fed as one chunk: the state after it holds the pads."""
-    row = StepForward._row
+    steps = StepForward._steps
 
-    def last_state(self: StepForward, inputs: Any, memory: RecurrentMemory, row_: int, start: int, step: Any) -> Any:
-        out = row(self, inputs, memory, row_, start, step)
-        last = memory.after(self.layer, row_, start + inputs.shape[1] - 1)
-        for t in range(inputs.shape[1]):
-            memory.record(self.layer, row_, start + t, last)
+    def last_state(self: StepForward, inputs: Any, places: RecurrentPlaces, step: Any) -> Any:
+        out = steps(self, inputs, places, step)
+        for row, start in zip(places.rows, places.starts, strict=True):
+            last = places.memory.after(self.layer, row, start + inputs.shape[1] - 1)
+            for t in range(inputs.shape[1]):
+                places.memory.record(self.layer, row, start + t, last)
         return out
 
     want = oracle("mamba2")
-    monkeypatch.setattr(StepForward, "_row", last_state)
+    monkeypatch.setattr(StepForward, "_steps", last_state)
     trace = cp.run(model("mamba2"), PROMPTS, drafter=wrong_at(want, [1, 0, None, 2, 1]), **SHAPE)
     assert [trace.committed(r) for r in range(5)] != [want.committed(r) for r in range(5)]
 
@@ -186,8 +187,11 @@ def test_few_positions_are_kept_if_states_are_large(monkeypatch: pytest.MonkeyPa
     assert held.cache_bytes == 6 * memory.bytes_of_position
     with pytest.raises(CacheIntegrityError, match="no recurrent state of layer 0 after position 19: .* 6 positions"):
         model("mamba2").forward(torch.tensor([[1]]), held, [0], [20])
-    trace = cp.run(model("mamba2"), PROMPTS, deterministic=True, **SHAPE)
-    assert [trace.committed(r) for r in range(5)] == [oracle("mamba2").committed(r) for r in range(5)]
+    for window in (4, 5):
+        trace = cp.run(model("mamba2"), PROMPTS, deterministic=True, **{**SHAPE, "window": window})
+        assert [trace.committed(r) for r in range(5)] == [oracle("mamba2").committed(r) for r in range(5)]
+    with pytest.raises(CacheIntegrityError, match="choose a window below 6"):
+        cp.run(model("mamba2"), PROMPTS, deterministic=True, **{**SHAPE, "window": 8})
 
 
 @pytest.mark.parametrize("family", ["mamba2", "mamba", "olmo_hybrid"])
@@ -233,8 +237,8 @@ def test_recurrent_states_where_there_are_none() -> None:
     with pytest.raises(ModelError, match="no recurrent state at layer"):
         with model("bamba").capturing([("recurrent", attends)], lambda site, layer, value: None):
             pass
-    with pytest.raises(ModelError, match="can be captured, not edited"):
-        with model("bamba").editing([("recurrent", 0)], lambda site, layer, value: None):
+    with pytest.raises(ModelError, match="no recurrent state at layer"):
+        with model("bamba").editing([("recurrent", attends)], lambda site, layer, value: None):
             pass
     capture = cp.CaptureConfig(heads=("recurrent",))
     trace = cp.run(model("bamba"), [[1, 2]], capture=capture, **SHAPE)
@@ -256,8 +260,16 @@ def test_nan_in_a_state_is_named() -> None:
 
 
 def test_what_cannot_be_served_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="RecurrentCache holds more than keys and values"):
+    said = "RecurrentCache holds recurrent states .* interventions at site 'recurrent'"
+    with pytest.raises(ValueError, match=said):
         take_snapshot(model("bamba").new_cache(1, 8), 0, [1])
+    with pytest.raises(ValueError, match=said):
+        cp.kv_snapshot(model("bamba"), [1, 2, 3])
+    with pytest.raises(ValueError, match=said):
+        cp.run(model("bamba"), [cp.Request((1, 2, 3), keep_kv=True)], **SHAPE)
+    plain = cp.kv_snapshot(loaded(), [1, 2, 3])
+    with pytest.raises(ValueError, match=said):
+        cp.run(model("bamba"), [cp.Request((1, 2, 3), cached=plain)], **SHAPE)
     with pytest.raises(ModelError, match="layer 0 is recurrent and has no attention heads"):
         model("bamba").head_writer(0)
     with pytest.raises(ModelError, match="FalconH1ForCausalLM has hybrid layers"):

@@ -8,6 +8,7 @@ only. Token by token, a token has the same bits in every window, pads come after
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch
@@ -17,7 +18,7 @@ from transformers.cache_utils import Cache
 from cacheprobe.core.hook_names import RECURRENT
 from cacheprobe.core.live import LiveModule, ModuleValue
 from cacheprobe.kvcache.recurrent import LayerStates, RecurrentMemory
-from cacheprobe.models.base import ModelError, StateSink
+from cacheprobe.models.base import ModelError, StateEdit, StateSink
 
 CONV = "conv"
 
@@ -69,7 +70,15 @@ class RecurrentPlaces:
     def __init__(self, memory: RecurrentMemory, cache_rows: Sequence[int], starts: Sequence[int]) -> None:
         self.memory = memory
         self.rows, self.starts = list(map(int, cache_rows)), list(map(int, starts))
-        self.pairs = list(zip(self.rows, self.starts, strict=True))
+
+
+@dataclass(eq=False)
+class _Lane:
+    """Holds what is fed in one call: batch indices of the pass, their states [b, ...], and their outputs so far."""
+
+    indices: list[int]
+    states: LayerStates
+    outputs: list[Tensor] = field(default_factory=list)
 
 
 class StepForward:
@@ -80,8 +89,10 @@ class StepForward:
 
     def __init__(self, mixer: nn.Module, layer: int) -> None:
         self.mixer, self.layer = mixer, layer
+        self.edits: list[Callable[[Tensor], Tensor | None]] = []
+        """Functions that may change the newest recurrent state, called after each token; see `StateEdit`."""
         self.listeners: list[Callable[[Tensor], None]] = []
-        """Functions that take the recurrent state after every token of a forward, [b, t, h, d]."""
+        """Functions that take the recurrent state after every token of a forward, as edited, [b, t, h, d]."""
 
     def __call__(self, *args: ModuleValue, **kwargs: ModuleValue) -> ModuleValue:
         """Returns what the layer's own forward returns: outputs [b, t, m] of inputs [b, t, m]."""
@@ -104,47 +115,53 @@ class StepForward:
         return self._steps(inputs, places, step)
 
     def _steps(self, inputs: Tensor, places: RecurrentPlaces, step: Step) -> Tensor:
-        """Feeds inputs [b, t, m] token by token, each batch index by itself: its bits depend on no other. Batch indices
-        that continue one shared prefix are fed together."""
+        """Feeds inputs [b, t, m] token by token, each cache row by itself: its bits depend on no other. Batch indices
+        that continue one shared prefix are fed together. Records the states after each token, as edited."""
+        memory, lanes = places.memory, self._lanes(len(inputs), places)
+        fed = [b for lane in lanes for b in lane.indices]
+        of_row = {places.rows[b]: i for i, b in enumerate(fed)} if memory.is_written else {}
+        order = [of_row[row] for row in places.rows] if memory.is_written else fed
+        after: list[Tensor] = []  # states [b, h, d] after each token
+        for t in range(inputs.shape[1]):
+            for lane in lanes:
+                output, lane.states = step(inputs[lane.indices, t : t + 1].contiguous(), lane.states)
+                lane.outputs.append(output)
+            if self.edits or self.listeners:
+                after.append(torch.cat([_by_head(lane.states) for lane in lanes])[order])
+                self._edit(after, lanes)
+            if memory.is_written:
+                for lane in lanes:
+                    (b,) = lane.indices
+                    newest = {key: value[0] for key, value in lane.states.items()}
+                    memory.record(self.layer, places.rows[b], places.starts[b] + t, newest)
+        for listener in self.listeners:
+            listener(torch.stack(after, dim=1))
+        return torch.cat([torch.cat(lane.outputs, dim=1) for lane in lanes])[order]
+
+    def _lanes(self, count: int, places: RecurrentPlaces) -> list[_Lane]:
+        """Returns the lanes of a pass with `count` batch indices, with the states before its first token: one for each
+        cache row, or one for all that continue a shared prefix."""
         memory, layer = places.memory, self.layer
-        kept: list[Tensor] = []  # states for the listeners
         if not memory.is_written:
             before = memory.after(layer, places.rows[0], places.starts[0] - 1)
-            states: LayerStates = {key: _expanded(value, len(inputs)) for key, value in before.items()}
-            outputs = []
-            for t in range(inputs.shape[1]):
-                output, states = step(inputs[:, t : t + 1], states)
-                outputs.append(output)
-                kept += [_by_head(states)] if self.listeners else []
-            self._tell(kept)
-            return torch.cat(outputs, dim=1)
-        done: dict[int, Tensor] = {}  # by cache row: only dummies use a row twice, and nothing reads them
-        for b, (row, start) in enumerate(zip(places.rows, places.starts, strict=True)):
-            if row not in done:
-                memory.forget_before(layer, row, start)
-                done[row] = self._row(inputs[b : b + 1], memory, row, start, step)
-        if self.listeners:
-            for t in range(inputs.shape[1]):
-                of_rows = [memory.after(layer, row, start + t)[RECURRENT, 0] for row, start in places.pairs]
-                kept.append(_by_head({(RECURRENT, 0): torch.stack(of_rows)}))
-            self._tell(kept)
-        return torch.cat([done[row] for row in places.rows])
+            return [_Lane(list(range(count)), {key: _expanded(value, count) for key, value in before.items()})]
+        first = {row: b for b, row in reversed(list(enumerate(places.rows)))}
+        lanes = []
+        for b in sorted(first.values()):  # only dummies use a row twice, and nothing reads them
+            memory.forget_before(layer, places.rows[b], places.starts[b])
+            before = memory.after(layer, places.rows[b], places.starts[b] - 1)
+            lanes.append(_Lane([b], {key: _expanded(value, 1) for key, value in before.items()}))
+        return lanes
 
-    def _tell(self, kept: Sequence[Tensor]) -> None:
-        """Calls the listeners with the states [b, 1, h, d] of each token, joined."""
-        for listener in self.listeners:
-            listener(torch.cat(list(kept), dim=1))
-
-    def _row(self, inputs: Tensor, memory: RecurrentMemory, row: int, start: int, step: Step) -> Tensor:
-        """Returns the outputs [1, t, m] of the tokens of one cache row, and records the state after each."""
-        before = memory.after(self.layer, row, start - 1)
-        states: LayerStates = {key: _expanded(value, 1) for key, value in before.items()}
-        outputs = []
-        for t in range(inputs.shape[1]):
-            output, states = step(inputs[:, t : t + 1].contiguous(), states)
-            memory.record(self.layer, row, start + t, {key: value[0] for key, value in states.items()})
-            outputs.append(output)
-        return torch.cat(outputs, dim=1)
+    def _edit(self, after: list[Tensor], lanes: Sequence[_Lane]) -> None:
+        """Lets the edits change the newest of the states `after` each token, and puts what they made into the lanes."""
+        for edit in self.edits:
+            if (edited := edit(torch.stack(after, dim=1))) is not None:
+                after[-1] = edited[:, -1]
+                for lane in lanes:
+                    old = lane.states[RECURRENT, 0]
+                    new = after[-1][lane.indices].reshape(old.shape).clone()
+                    lane.states = {**lane.states, (RECURRENT, 0): new}
 
     @cached_property
     def _signature(self) -> inspect.Signature:
@@ -166,10 +183,16 @@ def step_by_step(model: LiveModule, paths: Mapping[int, str]) -> None:
 
 
 @contextmanager
-def capturing_states(
-    name: str, model: LiveModule, paths: Mapping[int, str], layers: Sequence[int], sink: StateSink
+def hooking_states(
+    name: str,
+    model: LiveModule,
+    paths: Mapping[int, str],
+    layers: Sequence[int],
+    sink: StateSink | None = None,
+    edit: StateEdit | None = None,
 ) -> Iterator[None]:
-    """Inside the `with`, a forward calls `sink("recurrent", layer, states)`, with states [b, t, h, d] after each token.
+    """Inside the `with`, a forward calls `edit("recurrent", layer, states)` after each token, and `sink` with the same
+    arguments once, after the last token.
 
     name: of the model, for errors.  paths: of the modules that have a recurrent state, by layer.
     Raises: ModelError for a layer without one.
@@ -179,17 +202,19 @@ def capturing_states(
             if layer not in paths:
                 there = f"there are some at layers {', '.join(map(str, paths))}" if paths else "no layer has one"
                 raise ModelError(f"{name} has no recurrent state at layer {layer}; {there}")
-            listeners = vars(model.get_submodule(paths[layer]))["forward"].listeners
-            listener = partial(sink, RECURRENT, layer)
-            listeners.append(listener)
-            stack.callback(listeners.remove, listener)
+            forward = vars(model.get_submodule(paths[layer]))["forward"]
+            for called, hooks in ((sink, forward.listeners), (edit, forward.edits)):
+                if called is not None:
+                    hook = partial(called, RECURRENT, layer)
+                    hooks.append(hook)
+                    stack.callback(hooks.remove, hook)
         yield
 
 
 def _by_head(states: LayerStates) -> Tensor:
-    """Returns a copy of a recurrent state [b, h, ...] as [b, 1, h, d]."""
+    """Returns a copy of a recurrent state [b, h, ...] as [b, h, d]."""
     value = states[RECURRENT, 0]
-    return value.reshape(len(value), 1, value.shape[1], -1).clone()
+    return value.reshape(len(value), value.shape[1], -1).clone()
 
 
 def _expanded(value: Tensor, count: int) -> Tensor:

@@ -14,7 +14,7 @@ from cacheprobe.models.experts.find import MixtureLayer
 from cacheprobe.models.experts.sites import capturing_routing, editing_routers, split
 from cacheprobe.models.fast.module_hooks import change, listen
 from cacheprobe.models.output_parts import is_conv
-from cacheprobe.models.plain.recurrence import capturing_states
+from cacheprobe.models.plain.recurrence import hooking_states
 from cacheprobe.models.plain.structure import AddedPart, PlainBlock
 from cacheprobe.models.turns import computing
 
@@ -22,8 +22,8 @@ _PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 
 
 class PlainSites:
-    """Captures and edits activations at sites pre, S, T, C, of routers and, where the attention has such projections,
-    q, k, v and z; captures recurrent states. Base class of PlainLM."""
+    """Captures and edits activations at sites pre, S, T, C, of routers, recurrent states and, where the attention has
+    such projections, q, k, v and z. Base class of PlainLM."""
 
     name: str
     n_layers: int
@@ -49,13 +49,17 @@ class PlainSites:
         others, routers = split(sites)
         recurrent = [layer for site, layer in others if site == RECURRENT]
         others = [place for place in others if place[0] != RECURRENT]
-        paths = {layer: self.blocks[layer].attention for layer in self.state_shapes}
         with (
             self.editing(others, keep),
             capturing_routing(self.name, self.mixtures, routers, sink),
-            capturing_states(self.name, self.model, paths, recurrent, sink),
+            hooking_states(self.name, self.model, self._recurrent_paths, recurrent, sink=sink),
         ):
             yield
+
+    @property
+    def _recurrent_paths(self) -> dict[int, str]:
+        """Layer -> path of its module, for layers that have a recurrent state."""
+        return {layer: self.blocks[layer].attention for layer in self.state_shapes}
 
     @contextmanager
     def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
@@ -65,16 +69,15 @@ class PlainSites:
         others, routers = split(sites)
         with computing, ExitStack() as stack:
             stack.enter_context(editing_routers(self.name, self.mixtures, routers, edit))
+            recurrent = [layer for site, layer in others if site == RECURRENT]
+            stack.enter_context(hooking_states(self.name, self.model, self._recurrent_paths, recurrent, edit=edit))
             for site, layer in others:
-                self._add_hooks(stack, site, layer, partial(edit, site, layer))
+                if site != RECURRENT:
+                    self._add_hooks(stack, site, layer, partial(edit, site, layer))
             yield
 
     def _add_hooks(self, stack: ExitStack, site: str, layer: int, edit: Callable[[Tensor], Tensor | None]) -> None:
         """Registers the hooks of one site, to be removed when `stack` closes."""
-        if site == RECURRENT:
-            raise ModelError(
-                f"{self.name}: recurrent states can be captured, not edited; edit T, which is read from them"
-            )
         if not 0 <= layer < self.n_layers:
             raise ModelError(f"{self.name} has layers 0 to {self.n_layers - 1}, no layer {layer}")
         block = self.blocks[layer]

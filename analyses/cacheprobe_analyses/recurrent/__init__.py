@@ -1,0 +1,1 @@
+"""Analyses of models with a recurrent state."""
