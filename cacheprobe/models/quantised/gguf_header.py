@@ -116,6 +116,7 @@ def _read(file: BinaryIO, size: int) -> GGUFHeader:
 
 
 def _numbers(file: BinaryIO, form: str) -> tuple[int, ...]:
+    """Reads whole numbers, in the format of struct."""
     return struct.unpack(f"<{form}", file.read(struct.calcsize(f"<{form}")))
 
 
@@ -135,7 +136,8 @@ def _value(file: BinaryIO, size: int, kind: int | None = None) -> object:
     if kind == _TEXT:
         return _text(file, size)
     if kind != _ARRAY:
-        return _numbers(file, _NUMBERS[kind])[0]
+        size_here = struct.calcsize(f"<{_NUMBERS[kind]}")
+        return struct.unpack(f"<{_NUMBERS[kind]}", file.read(size_here))[0]
     inner, length = _numbers(file, "IQ")
     if length > size:
         raise ValueError(f"it names a list of {length}")
