@@ -29,7 +29,7 @@ def gguf_directory(gguf: Path, progress: bool = True) -> tuple[Path, str]:
     dequantises the weights with transformers and the package gguf, which takes seconds to minutes; after an error
     nothing is left of it.
 
-    Twin: tests.models.quantised's own dequantisation of each block, bitwise.
+    Twin: tests.quantised.twins.gguf_weights, bitwise.
     Raises: ModelError for a damaged file, an architecture or a type that the two do not read, and a full disk.
     """
     if is_shipped(gguf):

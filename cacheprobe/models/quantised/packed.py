@@ -138,7 +138,10 @@ def weight_tensors(live: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def dense_weight(module: LiveModule) -> Tensor:
-    """Returns the weight [outputs, inputs] of a linear module, dequantised if it is packed."""
+    """Returns the weight [outputs, inputs] of a linear module, dequantised if it is packed.
+
+    Twin: tests.quantised.twins.dequantised, which reads the file: bitwise, fp4 close(1e-6), as its table has thirds.
+    """
     kind, weight = kind_of(module), module.weight.detach()
     if kind == SUBCLASS:
         return weight.dequantize()
