@@ -23,7 +23,7 @@ LAYERS = (0, 2)
 """Layers of the model that thinks, which has four."""
 PROBED, CARRIED, READ = (17, 22, 29), (22, 23, 29), (20, 24, 28)
 """Some of SmolLM2's 30 layers: of the probes, the patches, and the readings."""
-FAR = (4, 6, 8, 24)
+FAR = (4, 8, 24)
 """Some of the numbers of operations after which the state was asked."""
 
 

@@ -27,13 +27,12 @@ from cacheprobe_analyses.thinking.training_cost import Result as Cost
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "analyses" / "results", ROOT / "docs" / "results-thinking-states.md"
 CHOICES = ("attention-crowding", "tiny", "no-position-jumps", "paper")
-SYMMETRIC = (("s3", "attention-crowding"), ("s3", "tiny"), ("s3", "full"), ("s5", "tiny"))
+SYMMETRIC = (("s3", "attention-crowding"), ("s3", "tiny"), ("s5", "tiny"))
 SWAPS = ("4", "16", "128")
 CROWDED = ("tiny seed 2", "tiny seed 0", "attention-crowding seed 2")
 """The model that fails, and two that do not."""
 VARIED = (
     "base",
-    "chunk of 2",
     "learned first state",
 )
 VARIED_TESTS = ("10 operations, p 0.9", "[10, 100] operations, p 0.9")
