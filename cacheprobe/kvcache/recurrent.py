@@ -18,6 +18,8 @@ StateKey = tuple[str, int]
 """("conv" or "recurrent", number of the state in its layer)."""
 LayerStates = Mapping[StateKey, Tensor]
 """The states of one layer after one token, without a batch axis."""
+RowStates = Mapping[int, Mapping[int, LayerStates]]
+"""The states of one cache row by layer and position."""
 
 LEAST_KEPT = 32
 """Positions before a pass whose states are always kept. A longer window of drafts is refused if all do not fit."""
@@ -29,6 +31,11 @@ def positions_kept(rows: int, capacity: int, bytes_of_position: int) -> int:
     """Returns for how many positions of each row, before a pass, the states are kept."""
     fitting = MOST_BYTES // max(1, bytes_of_position * rows)
     return capacity if fitting >= capacity else max(LEAST_KEPT, fitting)
+
+
+def before(states: RowStates, length: int) -> RowStates:
+    """Returns those of a cache row's states that are of its first `length` positions."""
+    return {layer: {at: one for at, one in kept.items() if at < length} for layer, kept in states.items()}
 
 
 class RecurrentMemory:
@@ -83,13 +90,19 @@ class RecurrentMemory:
 
     def drop(self, row: int, start: int) -> None:
         """Drops the states of a cache row from position `start` on."""
-        for layer, of_layer in self._of_row[row].items():
-            self._of_row[row][layer] = {at: one for at, one in of_layer.items() if at < start}
+        self.put(row, self.of_row(row, start))
 
     def share(self, source: "RecurrentMemory", source_row: int, row: int, length: int) -> None:
         """Gives a cache row the states that `source` keeps of the first `length` positions of its row."""
-        for layer, of_layer in source._of_row[source_row].items():
-            self._of_row[row][layer] = {at: one for at, one in of_layer.items() if at < length}
+        self.put(row, source.of_row(source_row, length))
+
+    def of_row(self, row: int, length: int) -> RowStates:
+        """Returns the kept states of the first `length` positions of a cache row."""
+        return before(self._of_row[row], length)
+
+    def put(self, row: int, states: RowStates) -> None:
+        """Gives a cache row these states in place of its own."""
+        self._of_row[row] = {layer: dict(of_layer) for layer, of_layer in states.items()}
 
     def fill(self, rows: Sequence[int], position: int, draw: torch.Generator) -> None:
         """Sets the same random states after `position` in several cache rows, for trials."""

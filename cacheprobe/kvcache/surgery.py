@@ -1,11 +1,11 @@
-"""Takes the keys and values of one request out of a cache, changes or compares them, and puts them into another cache
-(cache surgery).
+"""Takes the keys and values of one request out of a cache, with recurrent states if there are any, changes or compares
+them, and puts them into another cache (cache surgery).
 
 A `KVSnapshot` is immutable: every operation returns a new one, so many requests can continue from the same snapshot.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from cacheprobe.core.values import HintsAtNewNames
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.head_masks import LayerHeadPosition
-from cacheprobe.kvcache.recurrent import memory_of
+from cacheprobe.kvcache.recurrent import RecurrentCache, RowStates, before, memory_of
 
 if TYPE_CHECKING:  # loaded where a table is made
     import pandas as pd
@@ -42,28 +42,39 @@ class KVSnapshot(HintsAtNewNames):
     """Positions that no later token attends to, in all layers and heads."""
     head_masks: frozenset[LayerHeadPosition] = field(default=frozenset(), repr=False)
     """(layer, head, position) at which no later token attends."""
+    states: RowStates = field(default_factory=dict, repr=False)
+    """Recurrent states by layer and position, of a model that has any: those after the last position, from which the
+    text goes on, and those that the cache kept of earlier ones. Edits of keys and values leave them as they are."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def digest(self) -> str:
-        """Returns the SHA-256 over tokens, keys, values, hidden positions and head masks, as 64 hexadecimal digits."""
+        """Returns the SHA-256 over tokens, keys, values, hidden positions, head masks, and the recurrent states after
+        the last position, as 64 hexadecimal digits."""
         text = (self.token_ids, sorted(self.hidden), *([sorted(self.head_masks)] if self.head_masks else []))
         digest = hashlib.sha256(repr(text).encode())
-        for tensor in (*self.keys, *self.values):
+        for tensor in (*self.keys, *self.values, *self._last_states()):
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
         return digest.hexdigest()
 
     def cut(self, length: int) -> "KVSnapshot":
         """Returns a snapshot of the first `length` positions. Raises: ValueError for a length below 1 or above the
-        number of positions."""
+        number of positions, and if the recurrent states after the new last position were not kept."""
         if not 1 <= length <= len(self):
             raise ValueError(f"rows of {len(self)} positions cannot be cut to {length}; give 1 to {len(self)}")
         keys, values = (tuple(tensor[:, :length] for tensor in part) for part in (self.keys, self.values))
         hidden = frozenset(p for p in self.hidden if p < length)
         head_masks = frozenset(place for place in self.head_masks if place[2] < length)
-        return KVSnapshot(self.token_ids[:length], keys, values, self.provenance[:length], hidden, head_masks)
+        states = before(self.states, length)
+        _require_last(states, length)
+        return KVSnapshot(self.token_ids[:length], keys, values, self.provenance[:length], hidden, head_masks, states)
+
+    def _last_states(self) -> Iterator[Tensor]:
+        """Yields the recurrent states after the last position, in order of layers and names."""
+        for _, of_layer in sorted(self.states.items()):
+            yield from (value for _, value in sorted(of_layer[len(self) - 1].items()))
 
     def edited(
         self,
@@ -185,9 +196,9 @@ class KVSnapshot(HintsAtNewNames):
 
 def take_snapshot(cache: KVCache, cache_row: int, token_ids: Iterable[int]) -> KVSnapshot:
     """Copies the keys and values at a cache row's first positions, which the caller must have computed from
-    `token_ids`; returns a KVSnapshot.
+    `token_ids`, and the recurrent states that the cache keeps there; returns a KVSnapshot.
 
-    Raises: ValueError for no token or more than are cached, and for a cache that holds more than keys and values.
+    Raises: ValueError for no token or more than are cached, and for a cache that holds something else beside them.
     """
     token_ids = tuple(token_ids)
     require_plain(cache)
@@ -199,18 +210,23 @@ def take_snapshot(cache: KVCache, cache_row: int, token_ids: Iterable[int]) -> K
     hidden = frozenset(cache.hidden[cache_row, : len(token_ids)].nonzero().flatten().tolist())
     head_masks = cache.head_masks.of(cache_row, len(token_ids))
     provenance = tuple(cache.ledger.names(cache_row, len(token_ids)))
-    return KVSnapshot(token_ids, keys, values, provenance, hidden, head_masks)
+    memory = memory_of(cache)
+    states = {} if memory is None else memory.of_row(cache_row, len(token_ids))
+    _require_last(states, len(token_ids))
+    return KVSnapshot(token_ids, keys, values, provenance, hidden, head_masks, states)
 
 
 def put_snapshot(snapshot: KVSnapshot, cache: KVCache, cache_row: int) -> None:
-    """Writes a snapshot's keys, values, hidden positions and head masks into a cache row, from slot 0 on; no other slot
-    of the row stays hidden. The caller must set the row's length and ledger, and see that the cache has len(snapshot)
-    slots.
+    """Writes a snapshot's keys, values, recurrent states, hidden positions and head masks into a cache row, from slot 0
+    on; no other slot of the row stays hidden. The caller must set the row's length and ledger, and see that the cache
+    has len(snapshot) slots.
 
     Raises: ValueError as `require_fit`: for another number of layers or heads, another width or dtype, NaN or infinity,
-    and a cache that holds more than keys and values.
+    and a cache that holds something beside them and recurrent states.
     """
     require_fit(snapshot, cache)
+    if (memory := memory_of(cache)) is not None:
+        memory.put(cache_row, snapshot.states)
     for ours, theirs in ((snapshot.keys, cache.keys), (snapshot.values, cache.values)):
         for source, target in zip(ours, theirs, strict=True):
             target[cache_row, :, : len(snapshot)] = source
@@ -221,10 +237,10 @@ def put_snapshot(snapshot: KVSnapshot, cache: KVCache, cache_row: int) -> None:
 
 def require_fit(snapshot: KVSnapshot, cache: KVCache) -> None:
     """Checks a snapshot against a cache; the numbers of slots are not compared. Raises: ValueError unless the cache has
-    the same layers, heads, widths and dtypes and holds only keys and values, and every number of the snapshot is
-    finite."""
+    the same layers, heads, widths, dtypes and recurrent states, and every number of the snapshot is finite."""
     require_plain(cache)
-    for name, part in (("keys", snapshot.keys), ("values", snapshot.values)):
+    last = list(snapshot._last_states())
+    for name, part in (("keys", snapshot.keys), ("values", snapshot.values), ("recurrent states", last)):
         if bad := [layer for layer, tensor in enumerate(part) if not bool(torch.isfinite(tensor).all())]:
             raise ValueError(
                 f"the rows' {name} of layer {bad[0]} hold NaN or infinity, which poisons attention even where they are "
@@ -237,6 +253,16 @@ def require_fit(snapshot: KVSnapshot, cache: KVCache) -> None:
             f"cache rows of {len(snapshot.keys)} layers, {ours[0][1]} x {ours[0][2]} in {ours[0][0]}, do not fit a "
             f"model of {len(cache.keys)} layers, {theirs[0][1]} x {theirs[0][2]} in {theirs[0][0]}; take them from "
             "this model"
+        )
+    memory = memory_of(cache)
+    initial = {} if memory is None else memory.initial
+    wanted = [value for _, of_layer in sorted(initial.items()) for _, value in sorted(of_layer.items())]
+    if set(snapshot.states) != set(initial) or [(v.dtype, v.shape) for v in last] != [
+        (v.dtype, v.shape) for v in wanted
+    ]:
+        raise ValueError(
+            f"the rows hold {len(last)} recurrent states of layers {sorted(snapshot.states)}, and the model has "
+            f"{len(wanted)} of layers {sorted(initial)}; take the rows from this model"
         )
 
 
@@ -266,18 +292,25 @@ def _relative_distance(a: Tensor, b: Tensor) -> Tensor:
 
 
 def require_plain(cache: KVCache) -> None:
-    """Checks that a cache holds keys and values only. Raises: ValueError for every subclass of KVCache, such as the
-    cache of a Thinking States model."""
-    if memory_of(cache) is not None:
-        raise ValueError(
-            f"a {type(cache).__name__} holds recurrent states beside keys and values, and a KVSnapshot has no room for "
-            "them; feed the whole prompt again, and change states with interventions at site 'recurrent'"
-        )
-    if type(cache) is not KVCache:
+    """Checks that a cache holds keys, values and recurrent states only. Raises: ValueError for other subclasses of
+    KVCache, such as the cache of a Thinking States model."""
+    if type(cache) not in (KVCache, RecurrentCache):
         raise ValueError(
             f"a {type(cache).__name__} holds more than keys and values, which surgery would leave behind; use a model "
             "whose only memory is keys and values"
         )
+
+
+def _require_last(states: RowStates, length: int) -> None:
+    """Raises: ValueError if a layer's recurrent states after position length - 1 are not there."""
+    for layer, of_layer in states.items():
+        if length - 1 not in of_layer:
+            least = min(of_layer, default=None)
+            there = "none are" if least is None else f"those from position {least} on are"
+            raise ValueError(
+                f"the recurrent states of layer {layer} after position {length - 1} were not kept ({there}); take the "
+                "rows from a prompt of that length"
+            )
 
 
 def _require_alike(a: KVSnapshot, b: KVSnapshot) -> None:

@@ -30,7 +30,12 @@ class Regression:
 
 
 def regress(
-    states: Mapping[K, Tensor], targets: np.ndarray, groups: Sequence[Hashable], *, folds: int = 5, seed: int = 0
+    states: Mapping[K, Tensor],
+    targets: np.ndarray,
+    groups: Sequence[Hashable] | np.ndarray,
+    *,
+    folds: int = 5,
+    seed: int = 0,
 ) -> Regression:
     """Fits a ridge regression from each set of states to the targets, and returns a Regression with held-out R2.
 
@@ -46,7 +51,7 @@ def regress(
     lengths = {str(name): len(one) for name, one in states.items()} | {"groups": len(groups)}
     if wrong := {name: length for name, length in lengths.items() if length != len(wanted)}:
         raise ProbeError(f"there are {len(wanted)} targets, but {wrong}; give one row for each target")
-    if (number := len(set(groups))) < folds:
+    if (number := len(np.unique(np.asarray(groups)))) < folds:
         raise ProbeError(f"{number} groups cannot fill {folds} folds; give more groups, or fewer folds")
     spread = float((wanted - wanted.mean(0)).square().sum())
     if not spread:

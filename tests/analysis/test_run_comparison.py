@@ -121,8 +121,9 @@ def test_rejected_drafts_are_those_of_the_list() -> None:
 def test_the_difference_is_that_of_the_readings() -> None:
     place = parted(1)
     assert parted(0) is None and place
-    for i, last in ((0, None), (1, len(PROMPTS[1]) - 1 + place)):
+    for i, last, shift in ((0, None, 0.0), (0, None, 0.25), (1, len(PROMPTS[1]) - 1 + place, 0.25)):
         tables = [trace.hypotheses().query(f"request_id == {i}") for trace in pair()]
+        tables[1] = tables[1].assign(committed_logprob_nats=tables[1].committed_logprob_nats + shift)
         figure = lens_difference(*tables, ("<a>", "b"))
         ours, theirs = ({(x.position, x.layer): x for x in table[table.status == "committed"].itertuples()}
                         for table in tables)  # fmt: skip
@@ -130,12 +131,15 @@ def test_the_difference_is_that_of_the_readings() -> None:
         positions = [at for at in positions if last is None or at <= last]
         grids = [trace.z for trace in figure.data]
         assert grids[0].shape == (loaded().n_layers, len(positions)) and "<a>" not in figure.to_json()
+        assert len(grids) == (3 if shift else 2)  # no picture of a difference that is 0 everywhere
         for column, at in enumerate(positions):
             for layer in range(loaded().n_layers):
                 a, b = ours[at, layer], theirs[at, layer]
                 shown = [float(grid[layer][column]) for grid in grids]
                 nats = [a.committed_logprob_nats, b.committed_logprob_nats]
                 assert [x for x in shown[:2] if not math.isnan(x)] == [x for x in nats if not pd.isna(x)]
+                if not shift:
+                    continue
                 if at == last or pd.isna(a.committed_token_id):
                     assert math.isnan(shown[2])
                 else:

@@ -113,7 +113,7 @@ def test_logits_follow_the_changed_state_from_the_next_token_on() -> None:
     untouched = logits_slowly(original("mamba2"), PROMPTS[0], {})[0]
     changed = logits_slowly(original("mamba2"), PROMPTS[0], changes)[0]
     assert torch.equal(untouched[:3], changed[:3]) and not torch.equal(untouched[3], changed[3])
-    trace = cp.run(one, PROMPTS, capture=cp.CaptureConfig(sites=("S",)), interventions=interventions, **SHAPE)
+    trace = cp.run(one, PROMPTS, capture=cp.CaptureConfig("S"), interventions=interventions, **SHAPE)
     ours = one.read_out(trace.states("S", one.n_layers - 1, 0)[: len(PROMPTS[0])])
     assert close(ours, changed, 1e-4, because="sums are reordered")
 
