@@ -216,11 +216,11 @@ class Engine:
     # -- if a pass fails
 
     def attempts(self, states: Sequence[SequenceState]) -> Iterator[Attempt]:
-        """Yields an Attempt with all requests; if it fails, one with each request alone; if that fails, one without its
-        draft.
+        """Yields an Attempt with all requests; if it fails, one with each request alone; if a verify pass fails then,
+        one without its draft.
 
-        A request that fails alone and without a draft ends with the error; so does a deterministic one after a
-        ShapeFault.
+        A request whose draft cannot grow is verified as it is, which commits a token. One that fails alone and without
+        a draft ends with the error; so does a deterministic one after a ShapeFault.
         """
         groups = [states]
         while groups:
@@ -231,7 +231,8 @@ class Engine:
 
     def _retries(self, states: Sequence[SequenceState], error: EngineError) -> list[Sequence[SequenceState]]:
         """Removes what a failed pass left in recorder and cache, and ends requests that cannot be tried again. Returns
-        the groups of requests to try again. A request that failed alone gives up its draft before it is tried again."""
+        the groups of requests to try again. A request that failed alone while it drafted keeps its draft, which is
+        closed; in a verify pass it gives up its draft before it is tried again."""
         self.runner.observer.on_failure(self.runner.step)
         self.committer.forget_choices()
         for state in states:
@@ -243,6 +244,9 @@ class Engine:
             return [[state] for state in states if not state.error]
         (state,) = states
         if state.error:
+            return []
+        if state.draft and not state.is_ready(self.config.window):  # drafting anew could fail there without end
+            state.draft_is_closed = True
             return []
         if state.draft:
             self.committer.clear_draft(state)

@@ -133,6 +133,29 @@ def test_a_function_that_fails_ends_its_request_alone(f: Callable[..., Tensor], 
     assert trace.committed(1) == plain.committed(1)
 
 
+@pytest.mark.parametrize("position", range(5, 10))
+def test_a_function_that_fails_while_a_draft_grows_ends_the_run(position: int) -> None:
+    """The draft was dropped and decoded again without end, if it failed at a draft's second token or later. Committed
+    tokens from before stay."""
+    calls = 0
+
+    def fails(state: Tensor, context: cp.interventions.StateContext) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 200:
+            raise SystemExit("it does not end")
+        if context.position == position:
+            raise KeyError("my own fault")
+        return state
+
+    one = function(fails, request_id=0, site="S", layers=1, own_fingerprint=True)
+    with pytest.warns(RuntimeWarning, match="request 0"):
+        trace = cp.run(loaded(), PROMPTS[:2], interventions=one, **{**LIGHT, "deterministic": True})
+    plain = cp.run(loaded(), PROMPTS[:2], **{**LIGHT, "deterministic": True})
+    assert trace.meta["finish"] == {"0": "error", "1": "length"} and trace.digest(1) == plain.digest(1)
+    assert trace.committed(0) == plain.committed(0)[: position - len(PROMPTS[0]) + 1]
+
+
 def test_a_function_gets_copies_and_is_told_the_place() -> None:
     told = []
 
