@@ -9,8 +9,9 @@
    again. Committed tokens do not change.
 3. An out-of-memory error in a pass (of the model, the recorder or a drafter) or in the choice of a token:
    `Engine.attempts` (step.py) runs the pass for each request alone. A draft that cannot grow is verified as it is, and
-   a verify pass that fails alone runs again without the draft. A request that fails without a draft ends: its entry in `trace.meta["finish"]` is "error", and `trace.meta["errors"]` has the message. The others go on;
-   if all fail, the run raises EngineError.
+   a verify pass that fails alone runs again without the draft. A request that fails without a draft ends: its entry in
+   `trace.meta["finish"]` is "error", and `trace.meta["errors"]` has the message. The others go on; if all fail, the run
+   raises EngineError.
 4. An out-of-memory error in a lens: `LensReader` (capture/lens_reader.py) reads each request of the pass alone. A
    request that fails again has no readings; its tokens and states stay, and a RuntimeWarning names it.
 5. Another out-of-memory error, such as when the cache is allocated or the trace is built, ends the run.
