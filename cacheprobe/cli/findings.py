@@ -46,7 +46,7 @@ def run(
     out
         Directory for NAME.json, NAME.md (the table) and NAME.html (the figure).
     progress
-        Show progress.
+        Whether to show progress.
     """
     from cacheprobe_analyses.findings.run import run_finding, write
 
