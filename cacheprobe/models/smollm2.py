@@ -120,7 +120,7 @@ def commit_directory(build: Callable[[Path], None], target: Path, origin: dict |
     """
     if is_complete(target):
         return target
-    _require_writable(target.parent)
+    require_writable(target.parent)
     with FileLock(target.parent / f"{target.name}.lock"):
         if is_complete(target):
             return target
@@ -139,9 +139,12 @@ def commit_directory(build: Callable[[Path], None], target: Path, origin: dict |
     return target
 
 
-def _require_writable(folder: Path) -> None:
-    """Creates `folder` if needed. Raises: OSError, with a remedy, if the folder cannot be created or written to."""
-    remedy = "set CACHEPROBE_CACHE to a folder with 600 MB free"
+def require_writable(folder: Path, needed: float = 600e6) -> None:
+    """Creates `folder` if needed. Raises: OSError, with a remedy, if the folder cannot be created or written to.
+
+    needed: bytes that the remedy names.
+    """
+    remedy = f"set CACHEPROBE_CACHE to a folder with {max(1, needed / 1e6):,.0f} MB free"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as refused:
@@ -160,13 +163,21 @@ def _seal(directory: Path, origin: dict) -> None:
         fsync(path)
 
 
-def convert_gguf(gguf: Path, directory: Path, *, has_tokenizer: bool = True, splits_digits: bool = True) -> list[str]:
+def convert_gguf(
+    gguf: Path,
+    directory: Path,
+    *,
+    has_tokenizer: bool = True,
+    splits_digits: bool = True,
+    check: Callable[[LiveModule], None] | None = None,
+) -> list[str]:
     """Converts a GGUF file to float32 with transformers, saves model and tokenizer into `directory`, and returns the
     names of weights that the file lacks.
 
     splits_digits: the tokenizer takes every digit by itself, then applies GPT-2's rule. The file says so ("smollm"),
     and transformers reads GPT-2's rule alone: "\\n\\n1" would become three tokens instead of two.
-    Raises: whatever transformers raises for a file that it cannot read.
+    check: called with the loaded model before it is saved.
+    Raises: whatever `check` raises, and whatever transformers raises for a file that it cannot read.
     """
     with _quiet_transformers():
         import torch
@@ -179,6 +190,8 @@ def convert_gguf(gguf: Path, directory: Path, *, has_tokenizer: bool = True, spl
         model, info = loaded
         if missing := sorted(info["missing_keys"]):
             return missing
+        if check is not None:
+            check(model)
         model.hf_quantizer, model.is_quantized = None, False  # or save_pretrained refuses
         vars(model.config).pop("quantization_config", None)
         model.save_pretrained(directory)

@@ -79,6 +79,11 @@ def dequantised(stored: dict[str, Tensor], name: str, shape: torch.Size) -> Tens
     parts = {key.removeprefix(layer).lstrip("_"): tensor for key, tensor in stored.items() if key.startswith(layer)}
     if "SCB" in parts:  # LLM.int8(): the largest absolute weight of each output is 127
         return parts["weight"].float() * (parts["SCB"] / 127)[:, None]
+    if "weight_scale_inv" in parts:  # fp8: a scale for each square block
+        height, width = (size // count for size, count in zip(shape, parts["weight_scale_inv"].shape, strict=True))
+        return parts["weight"].float() * parts["weight_scale_inv"].repeat_interleave(height, 0).repeat_interleave(
+            width, 1
+        )
     if "weight.absmax" in parts:
         return _of_nibbles(parts, shape)
     if "weight_packed" in parts:  # numbers side by side in 32 bits, the lowest bits first, the middle stands for 0

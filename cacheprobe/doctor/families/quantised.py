@@ -100,6 +100,7 @@ def _gguf(kind_name: str) -> QuantisedWriter:
 
         config, kind = live.config, GGMLQuantizationType[kind_name]
         writer = GGUFWriter(folder / "tiny.gguf", "llama")
+        writer.add_custom_alignment(32)
         writer.add_block_count(config.num_hidden_layers)
         writer.add_context_length(config.max_position_embeddings)
         writer.add_embedding_length(config.hidden_size)

@@ -16,7 +16,7 @@ from cacheprobe.models.quantised.gguf import gguf_directory
 from cacheprobe.models.quantised.gguf_header import gguf_file
 from cacheprobe.models.quantised.methods import dequantising, described, require_method, stored_quantisation
 from cacheprobe.models.quantised.packed import convert_dense, mark_dequantised
-from cacheprobe.models.smollm2 import without_progress_bars
+from cacheprobe.models.smollm2 import cache_directory, without_progress_bars
 
 if TYPE_CHECKING:  # they take seconds to load
     from transformers import AutoTokenizer
@@ -48,7 +48,7 @@ def plain_model(
     if name == SMOLLM2:
         source, note = _shipped(name, progress)
     elif (gguf := gguf_file(name)) is not None:
-        folder, quantised = gguf_directory(gguf, progress)
+        folder, quantised, note = gguf_directory(gguf, progress)
         source = str(folder)
     is_local = Path(source).is_dir() or bool(why_no_hub())
 
@@ -90,8 +90,8 @@ def plain_model(
     except ModelError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        raise ModelError(_why(name, error)) from error
-    return live, tokenizer, "; ".join(filter(None, (note, quantised, own_code)))
+        raise ModelError(_why(name, source, error)) from error
+    return live, tokenizer, "; ".join(filter(None, (quantised, note, own_code)))
 
 
 def _is_large(source: str) -> bool:
@@ -119,10 +119,15 @@ def require_no_own_code(source: str, is_local: bool, trust_remote_code: bool = F
     return f"code of the model's own was run: {files:.200}"
 
 
-def _why(name: str, error: Exception) -> str:
-    """Returns a sentence on a model that transformers could not load."""
+def _why(name: str, source: str, error: Exception) -> str:
+    """Returns a sentence on a model that transformers could not load. source: the folder or hub name that it was given
+    for `name`."""
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if not Path(name).is_dir():
+    if source != name and Path(source).parent == cache_directory():
+        is_damaged = isinstance(error, SafetensorError | OSError) or "ignore_mismatched_sizes" in str(error)
+        remedy = f" is damaged ({first_line}); remove it, and load the model again" if is_damaged else f": {first_line}"
+        return f"{name}: its converted folder {source}{remedy}"
+    if not Path(source).is_dir():
         choice = f"shipped: {', '.join(shipped())}; else give a hub name or a directory"
         return f"unknown model {name!r}: {first_line}; {choice}"
     if isinstance(error, SafetensorError):

@@ -17,8 +17,8 @@ SUFFIX = ".gguf"
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """GGUF's number of a value's type -> format of struct; 8 is a text and 9 an array."""
 _TEXT, _ARRAY = 8, 9
-_MOST_DIMENSIONS = 4
-_SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_MOST_DIMENSIONS, _MOST_NESTED_LISTS = 4, 8
+_SHARD = re.compile(rf"-\d{{5}}-of-\d{{5}}{re.escape(SUFFIX)}$", re.IGNORECASE)
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -29,6 +29,8 @@ class GGUFHeader:
     fields: Mapping[str, object]
     elements: Mapping[str, int]
     """Type of tensor, such as "Q4_1" -> number of weights of that type."""
+    tensors: tuple[str, ...] = ()
+    """Names of the tensors, such as "blk.0.attn_q.weight"."""
 
     @property
     def architecture(self) -> str:
@@ -37,11 +39,14 @@ class GGUFHeader:
 
     @property
     def note(self) -> str:
-        """Text for results: bits of most weights, and the types of all tensors that are not floats."""
-        most = max(self.elements, key=lambda name: self.elements[name])
-        packed = sorted((name for name in self.elements if name not in _FLOATS), key=lambda name: -self.elements[name])
-        bits = re.search(r"\d+", most)
-        return f"{bits[0] if bits else '?'}-bit (GGUF {' and '.join(packed or [most])}), dequantised"
+        """Text for results: bits of most weights, their type, and all types that are not floats, the most frequent
+        first; "" if all weights are floats, which are not quantised."""
+        kinds = sorted(self.elements, key=lambda name: -self.elements[name])
+        named = [kind for kind in kinds if kind == kinds[0] or kind not in _FLOATS]
+        if named[-1] in _FLOATS:
+            return ""
+        bits = re.search(r"\d+", kinds[0])
+        return f"{bits[0] if bits else '?'}-bit (GGUF {' and '.join(named)}), dequantised"
 
 
 def gguf_file(name: str) -> Path | None:
@@ -52,11 +57,12 @@ def gguf_file(name: str) -> Path | None:
     """
     path = Path(name)
     if path.is_dir():
-        files = sorted(path.glob(f"*{SUFFIX}")) if not (path / "config.json").exists() else []
+        has_config = (path / "config.json").exists()
+        files = [] if has_config else sorted(one for one in path.iterdir() if one.suffix.lower() == SUFFIX)
         if len(files) > 1:
             raise ModelError(f"{name} holds {len(files)} GGUF files; give one of them, such as {files[0]}")
         path = files[0] if files else path
-    if path.suffix != SUFFIX:
+    if path.suffix.lower() != SUFFIX:
         return None
     if not path.is_file():
         raise ModelError(f"there is no file {name}; give an existing .gguf file")
@@ -90,9 +96,10 @@ def _read(file: BinaryIO, size: int) -> GGUFHeader:
         raise ValueError(f"it names {tensors} tensors")
     fields = {_text(file, size): _value(file, size) for _ in range(count)}
     elements: dict[str, int] = {}
+    names: list[str] = []
     end = 0
     for _ in range(tensors):
-        name = _text(file, size)
+        names.append(name := _text(file, size))
         (dimensions,) = _numbers(file, "I")
         if dimensions > _MOST_DIMENSIONS:
             raise ValueError(f"{name:.40} has {dimensions} dimensions")
@@ -107,12 +114,14 @@ def _read(file: BinaryIO, size: int) -> GGUFHeader:
         elements[kind_name] = elements.get(kind_name, 0) + prod(shape)
         end = max(end, offset + prod(shape) // of_block * bytes_of_block)
     alignment = int(str(fields.get("general.alignment", 32)))
+    if alignment < 1:
+        raise ValueError(f"it names an alignment of {alignment}")
     start = -(-file.tell() // alignment) * alignment
     if start + end > size:
         raise ValueError(f"it has {size} bytes, and its header names {start + end}")
     if not elements:
         raise ValueError("it holds no tensors")
-    return GGUFHeader(fields, elements)
+    return GGUFHeader(fields, elements, tuple(names))
 
 
 def _numbers(file: BinaryIO, form: str) -> tuple[int, ...]:
@@ -130,14 +139,16 @@ def _text(file: BinaryIO, size: int) -> str:
     return read.decode()
 
 
-def _value(file: BinaryIO, size: int, kind: int | None = None) -> object:
-    """Reads one value; returns None for a list, whose bytes are skipped."""
+def _value(file: BinaryIO, size: int, kind: int | None = None, depth: int = 0) -> object:
+    """Reads one value; returns None for a list, whose bytes are skipped. depth: number of lists around it."""
     kind = _numbers(file, "I")[0] if kind is None else kind
     if kind == _TEXT:
         return _text(file, size)
     if kind != _ARRAY:
         size_here = struct.calcsize(f"<{_NUMBERS[kind]}")
         return struct.unpack(f"<{_NUMBERS[kind]}", file.read(size_here))[0]
+    if depth == _MOST_NESTED_LISTS:
+        raise ValueError(f"it has more than {depth} lists in one another")
     inner, length = _numbers(file, "IQ")
     if length > size:
         raise ValueError(f"it names a list of {length}")
@@ -145,5 +156,5 @@ def _value(file: BinaryIO, size: int, kind: int | None = None) -> object:
         file.seek(length * struct.calcsize(_NUMBERS[inner]), 1)
         return None
     for _ in range(length):
-        _value(file, size, inner)
+        _value(file, size, inner, depth + 1)
     return None

@@ -27,7 +27,6 @@ METHODS: Mapping[str, Method] = {
     "torchao": Method("torchao", "torchao", ""),
     "compressed-tensors": Method("compressed_tensors", "compressed-tensors", "CompressedTensorsConfig"),
     "fp8": Method("", "", "FineGrainedFP8Config"),
-    "mxfp4": Method("", "", "Mxfp4Config"),
 }
 """`quant_method` of a config -> what it needs."""
 
@@ -85,6 +84,6 @@ def described(stored: StoredQuantisation) -> str:
     for group in groups.values() if isinstance(groups, Mapping) else ():
         bits.add(str((group.get("weights") or {}).get("num_bits", "?")))
         acts = acts or bool(group.get("input_activations"))
-    bits = bits or {{"fp8": "8", "mxfp4": "4"}.get(method, "?")}
+    bits = bits or {"8" if method == "fp8" else "?"}
     kind = f"{' and '.join(sorted(bits))}-bit ({' '.join(filter(None, (method, form)))}), dequantised"
     return f"{kind}, activations not rounded" if acts or method == "fp8" else kind

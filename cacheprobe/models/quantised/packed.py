@@ -51,6 +51,11 @@ def require_usable(live: LiveModule, name: str) -> str:
     packed = packed_modules(live)
     stored = stored_quantisation(getattr(live, "config", None))
     method = "" if stored is None or not getattr(live, "is_quantized", False) else method_of(stored)
+    if method == "gguf":
+        raise ModelError(
+            f"{name}: transformers loaded it from a GGUF file, and may have left out parts of it; give the .gguf "
+            "file itself, which is checked"
+        )
     if method and not (packed and method in ("bitsandbytes", "torchao")):
         raise ModelError(
             f"{name}: the live model's weights are quantised by {method}, whose modules are not known here; give its "
