@@ -292,7 +292,8 @@ def kv_snapshot(
     Its methods `edited`, `spliced` and `masked` return changed copies. Continue one with
     `cp.run(model, cp.Request(prompt, cached=snapshot))`. For the keys and values of a generation, run
     `cp.Request(prompt, keep_kv=True)`, then call `cp.analysis.kv_snapshot(trace, request_id)`.
-    Raises: ValueError for a prompt of one token, and for a model whose cache holds more than keys and values.
+    Raises: ValueError for a prompt of one token, and for a model whose cache holds more than keys, values and
+    recurrent states.
     """
     shapes = dict(capacity=capacity, prefill_chunk=prefill_chunk, pad_prefill=pad_prefill)
     chosen = choose_shapes(model, False, shapes)

@@ -107,7 +107,9 @@ def place_of(site: str, layer: int | None) -> tuple[str, int]:
         raise ValueError(f"{site!r} is of attention heads; say site='T' with layer={found[1]} and head=")
     if found is None:
         if "." in site:
-            raise ValueError(f"{site!r} is no hook point with states here; sites are S, T, C and pre, with layer=")
+            raise ValueError(
+                f"{site!r} is no hook point with states here; sites are S, T, C, pre, router and recurrent, with layer="
+            )
         if layer is None:
             raise ValueError(f"site {site} needs layer=")
         return site, layer

@@ -6,6 +6,7 @@ import torch
 
 from cacheprobe.core.hook_names import RECURRENT, ROUTER
 from cacheprobe.interventions.base import Intervention
+from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.experts.sites import layers_of, state_shapes
@@ -34,7 +35,7 @@ def require_hooks(model: object) -> None:
 
 def check_model(one: Intervention, model: CachedLM) -> None:
     """Raises: ValueError if the model lacks the intervention's layer or head, or if the vectors are infinite in the
-    model's dtype. Also if the vectors' width is neither 1 nor that of the changed state."""
+    dtype of the model or of its recurrent state. Also if their width is neither 1 nor that of the changed state."""
     if not 0 <= one.layer < model.n_layers:
         raise ValueError(f"{one}: unknown layer {one.layer}; the model has layers 0 to {model.n_layers - 1}")
     heads, head_width = model.head_shape
@@ -52,9 +53,10 @@ def check_model(one: Intervention, model: CachedLM) -> None:
     one.require_width(width)
     if one.vectors.shape[1] not in (1, width):
         raise ValueError(f"{one}: vectors of width {one.vectors.shape[1]}, where states have {width}")
-    if not bool(torch.isfinite(one.vectors.to(model.dtype)).all()):
+    dtype = _state_dtype(one, model) if one.site == RECURRENT else model.dtype
+    if not bool(torch.isfinite(one.vectors.to(dtype)).all()):
         raise ValueError(
-            f"{one}: its vectors are infinite in {model.dtype}, and a slot that is not finite poisons attention "
+            f"{one}: its vectors are infinite in {dtype}, and a slot that is not finite poisons attention "
             "even where it is masked; make them smaller, or load the model in float32"
         )
 
@@ -67,6 +69,12 @@ def _state_shape(one: Intervention, model: CachedLM) -> tuple[int, int]:
         there = ", ".join(map(str, shapes)) or "none"
         raise ValueError(f"{one}: layer {one.layer} has no recurrent state; layers with one: {there}")
     return shapes[one.layer]
+
+
+def _state_dtype(one: Intervention, model: CachedLM) -> torch.dtype:
+    """Returns the dtype in which the cache keeps the recurrent state that an intervention changes."""
+    memory = memory_of(model.new_cache(1, 1))
+    return model.dtype if memory is None else memory.initial[one.layer][RECURRENT, 0].dtype
 
 
 def _num_experts(one: Intervention, model: CachedLM) -> int:
@@ -94,13 +102,16 @@ def check_request(one: Intervention, state: SequenceState, drafting: Drafting | 
     request, prompt = state.request, state.request.num_prompt_tokens
     assert state.sampling.max_new_tokens is not None
     last = prompt + state.sampling.max_new_tokens - 2  # the newest token is never fed
+    acts_on = f"computes 0 to {last} at most"
+    if one.site == RECURRENT:
+        last, acts_on = last - 1, f"goes on from the states after 0 to {last - 1} at most"
     if one.num_prompt_tokens not in (None, prompt):
         raise ValueError(
             f"{one}: made for a prompt of {one.num_prompt_tokens} tokens, request {one.request_id} has {prompt}"
         )
     if one.positions is not None and max(one.positions) > last:
         raise ValueError(
-            f"{one}: position {max(one.positions)} lies outside the request, which computes 0 to {last} at most "
+            f"{one}: position {max(one.positions)} lies outside the request, which {acts_on} "
             f"(prompt of {prompt} + {state.sampling.max_new_tokens} new tokens, the newest is never fed)"
         )
     if one.positions is not None and min(one.positions) < request.num_cached:

@@ -43,9 +43,10 @@ class _Hit(NamedTuple):
     contexts: list[StateContext]
 
     def of_slot(self, slot: int) -> "_Hit":
-        """Returns the part of the hit at one token slot."""
+        """Returns the part of the hit at one token slot, with -1 for that slot: the last one of a tensor."""
         chosen = (self.t == slot).nonzero().flatten()
-        return self._replace(b=self.b[chosen], t=self.t[chosen], contexts=[self.contexts[i] for i in chosen.tolist()])
+        last = torch.full_like(chosen, -1)
+        return self._replace(b=self.b[chosen], t=last, contexts=[self.contexts[i] for i in chosen.tolist()])
 
 
 def token_phase(state: SequenceState, position: int, pass_phase: str) -> str:
@@ -141,8 +142,9 @@ class Editor:
         Tokens without an intervention keep their bits. Raises: ValueError if a changed state is NaN or infinite.
         """
         hits = self._aimed.get((site, layer), [])
-        if site == RECURRENT:  # called after each token, whose state is the newest
+        if site == RECURRENT and hits:  # called after each token, whose state is the newest
             hits = [hit for whole in hits if (hit := whole.of_slot(value.shape[1] - 1)).contexts]
+            value = value[:, -1:]
         if not hits:
             return None
         value = value.clone()

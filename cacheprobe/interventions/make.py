@@ -190,7 +190,7 @@ def swap(
     with CaptureConfig(heads=("z",)), or recurrent states with heads=("recurrent",).
     `positions` must be given. In the new run, the two prompts must have the same lengths as in `trace`.
     Raises: ValueError if the trace lacks a request or one of the states, if the prompts of a and b differ in length,
-    and for a trace of a run with interventions.
+    for recurrent states recorded in 16 bits, and for a trace of a run with interventions.
     Source: interchange interventions, Geiger et al. 2021 (arXiv 2106.02997), section 3.
     """
     site, layer = place_of(site, layer)
@@ -220,6 +220,8 @@ def swap(
             states = trace.states(*blank.place, source)
         else:
             states = trace.heads(*blank.place, source)
+            if site == RECURRENT:
+                _check_recurrent(trace, layer, source, states)
             states = states.flatten(1) if blank.head is None else states[:, blank.head]
         if max(blank.positions) >= len(states):
             raise ValueError(
@@ -230,6 +232,22 @@ def swap(
         return dataclasses.replace(blank, vectors=vectors, num_prompt_tokens=lengths[0])
 
     return one(a, b), one(b, a)
+
+
+def _check_recurrent(trace: RecordedStates, layer: int, request_id: int, states: Tensor) -> None:
+    """Raises: ValueError if the states [p, h, d] that a trace holds of a layer are of none, or rounded to 16 bits."""
+    if bool(states.isnan().all()):
+        capture = trace.meta["capture"]
+        layers = capture["layers"] if isinstance(capture, Mapping) else ()
+        kept = [n for n in layers if not bool(trace.heads(RECURRENT, n, request_id).isnan().all())]
+        raise ValueError(
+            f"swap: layer {layer} has no recurrent state; layers with one: {', '.join(map(str, kept)) or 'none'}"
+        )
+    if states.dtype.itemsize < torch.float32.itemsize:
+        raise ValueError(
+            f"swap: the recurrent states were recorded in {states.dtype}, and the cache may keep float32, which a swap "
+            'would round; record them with CaptureConfig(heads=("recurrent",), dtype="float32")'
+        )
 
 
 def _checked_states(states: Tensor, what: str) -> Tensor:

@@ -23,8 +23,9 @@ state of a recurrent layer after each token, with h its first axis."""
 StateEdit = Callable[[str, int, Tensor], Tensor | None]
 """Function that a forward calls like a StateSink. A returned tensor replaces the activation; None leaves the activation
 unchanged. At "router" the tensor is the logits [b, t, e] over the e experts.
-At "recurrent" a forward calls it after each token, with the states [b, t, h, d] after the t tokens so far. Of a
-returned tensor only the newest states, [:, -1], count: the layer goes on from them with the next token."""
+At "recurrent" a forward calls it after each token, with a view [b, t, h, d] that shows the states after the t-th token
+t times. Copy [:, -1:] only: a copy of all costs time quadratic in t. Of a returned tensor, [b, 1, h, d] or longer, only
+[:, -1] counts: the layer goes on from it with the next token."""
 
 
 @runtime_checkable

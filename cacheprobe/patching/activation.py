@@ -44,7 +44,7 @@ def activation(
     difference), flip, logprob_nats.
     Raises: ValueError for prompts of different length, equal prompts, an unknown site, layer or position, heads at
     another site, and answers between which the two runs have about the same logit difference; ModelError for a
-    model without `editing`, or with more memory than keys and values.
+    model without `editing`, or with more memory than keys, values and recurrent states.
     Source: a component set to its value under another prompt, Vig et al. 2020 (arXiv 2004.12265), whose components are
     neurons and heads; a grid of positions and layers as in Meng et al. 2022 (arXiv 2202.05262), section 2.1.
     Twin: tests.twins.patching_slowly.naive_grid: one plain forward for each cell, close(1e-5) in float32.

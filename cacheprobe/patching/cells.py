@@ -31,6 +31,11 @@ class Edit(NamedTuple):
     head: int | None = None
     """For HEADS and RECURRENT: which head; w is then the head's width. At RECURRENT, all heads are [n, h, d]."""
 
+    def at(self, position: int) -> "Edit":
+        """Returns the part of the edit at one of its positions."""
+        index = self.positions.index(position)
+        return self._replace(positions=(position,), vectors=self.vectors[index : index + 1])
+
 
 @dataclass(frozen=True, eq=False)
 class PatchingCell:
@@ -100,12 +105,16 @@ def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[Patchi
             joined += num_joining
         edited = [(b, edit) for b, one in enumerate(cells[:joined]) for edit in one.edits if edit.place == site_layer]
         if site == RECURRENT:  # called after each token, whose state is the newest
-            edited = [(b, edit) for b, edit in edited if start + value.shape[1] - 1 in edit.positions]
+            newest = start + value.shape[1] - 1
+            edited = [(b, edit.at(newest)) for b, edit in edited if newest in edit.positions]
+            value, first = value[:, -1:], newest
+        else:
+            first = start
         if not edited:
             return value if num_joining else None
         value = value if num_joining else value.clone()
         for b, edit in edited:
-            slots = [position - start for position in edit.positions]
+            slots = [position - first for position in edit.positions]
             if edit.head is None:
                 value[b, slots] = edit.vectors
             else:

@@ -106,7 +106,7 @@ def grid_of_pair(pair: PatchedPair, kind: str, site: str, axes: Sequence[str], g
     axes: columns that index a cell, such as layer and position.
     """
     model, answer, (clean, corrupt) = pair.model, pair.answer, (run.token_ids for run in pair.runs)
-    settings = dict(kind=kind, site=site, layers=pair.layers, answer=answer, clean=clean, corrupt=corrupt)
+    settings = dict(kind=kind, site=site, axes=axes, layers=pair.layers, answer=answer, clean=clean, corrupt=corrupt)
     store = open_cell_store(pair.config.store, model, settings)
     results = dict(sorted(sweep(model, groups, answer, store, pair.config.progress).items()))
     ends = (read(run.logits[None], answer)[0] for run in pair.runs)

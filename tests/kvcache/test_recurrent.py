@@ -13,7 +13,6 @@ import cacheprobe as cp
 from cacheprobe.doctor.families.tiny import tiny_family
 from cacheprobe.kvcache.ledger import CacheIntegrityError
 from cacheprobe.kvcache.recurrent import LayerStates, RecurrentCache, RecurrentMemory, memory_of
-from cacheprobe.kvcache.surgery import take_snapshot
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.plain.recurrence import RecurrentPlaces, StepForward
@@ -260,16 +259,6 @@ def test_nan_in_a_state_is_named() -> None:
 
 
 def test_what_cannot_be_served_is_refused_by_name() -> None:
-    said = "RecurrentCache holds recurrent states .* interventions at site 'recurrent'"
-    with pytest.raises(ValueError, match=said):
-        take_snapshot(model("bamba").new_cache(1, 8), 0, [1])
-    with pytest.raises(ValueError, match=said):
-        cp.kv_snapshot(model("bamba"), [1, 2, 3])
-    with pytest.raises(ValueError, match=said):
-        cp.run(model("bamba"), [cp.Request((1, 2, 3), keep_kv=True)], **SHAPE)
-    plain = cp.kv_snapshot(loaded(), [1, 2, 3])
-    with pytest.raises(ValueError, match=said):
-        cp.run(model("bamba"), [cp.Request((1, 2, 3), cached=plain)], **SHAPE)
     with pytest.raises(ModelError, match="layer 0 is recurrent and has no attention heads"):
         model("bamba").head_writer(0)
     with pytest.raises(ModelError, match="FalconH1ForCausalLM has hybrid layers"):

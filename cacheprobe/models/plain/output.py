@@ -30,13 +30,21 @@ def find_head(model: LiveModule, watched: Watched, stream: Tensor, config: LiveC
     Raises: ModelError if no module maps the stream to the input of the unembedding, or if the logits are computed from
     the unembedding's output in an unknown way.
     """
-    limit = _CLOSE if dtype in (torch.float32, torch.float64) else _CLOSE_IN_16_BITS
+    is_wide = dtype in (torch.float32, torch.float64)
+    limit = _CLOSE if is_wide else _CLOSE_IN_16_BITS
     unembed = model.get_output_embeddings()
     called = [call for call in watched.calls if call.module is unembed]
     if unembed is None or len(called) != 1 or called[0].value_in is None or called[0].value_out is None:
         raise ModelError("the model has no single unembedding")
     (last,) = called
     norm = _norm(watched.calls, stream, last)
+    if norm is None and not is_wide and getattr(config, "residual_in_fp32", False):
+        raise ModelError(
+            f"it keeps the residual stream in float32 beside weights in {dtype}, and rounds it outside of a module; "
+            'load it with dtype="float32", or with config.residual_in_fp32=False'
+        )
+    if norm is None:
+        raise ModelError("no module maps the last block's output to the input of the unembedding")
     assert last.value_out is not None
     distances = [(_distance(f(last.value_out.clone()), watched.logits), f) for f in _finishes(config)]
     distance, finish = min(distances, key=lambda one: one[0])
@@ -45,8 +53,9 @@ def find_head(model: LiveModule, watched: Watched, stream: Tensor, config: LiveC
     raise ModelError("the logits are not the unembedding's output, scaled or capped as the config says")
 
 
-def _norm(calls: list[Call], stream: Tensor, last: Call) -> nn.Module:
-    """Returns the module, or two in a row, that map the last stream to the unembedding's input; Identity if equal."""
+def _norm(calls: list[Call], stream: Tensor, last: Call) -> nn.Module | None:
+    """Returns the module, or two in a row, that map the last stream to the unembedding's input; Identity if equal, None
+    if no module does."""
     target = last.value_in
     assert target is not None
     if target.shape == stream.shape and torch.equal(target, stream):
@@ -62,7 +71,7 @@ def _norm(calls: list[Call], stream: Tensor, last: Call) -> nn.Module:
                 continue
             if _equal(second.value_in, first.value_out) and _equal(second.value_out, target):
                 return nn.Sequential(first.module, second.module)
-    raise ModelError("no module maps the last block's output to the input of the unembedding")
+    return None
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -127,13 +127,15 @@ class StepForward:
                 output, lane.states = step(inputs[lane.indices, t : t + 1].contiguous(), lane.states)
                 lane.outputs.append(output)
             if self.edits or self.listeners:
-                after.append(torch.cat([_by_head(lane.states) for lane in lanes])[order])
-                self._edit(after, lanes)
+                newest = torch.cat([_by_head(lane.states) for lane in lanes])[order]
+                newest = self._edited(newest, t + 1, lanes)
+                if self.listeners:
+                    after.append(newest)
             if memory.is_written:
                 for lane in lanes:
                     (b,) = lane.indices
-                    newest = {key: value[0] for key, value in lane.states.items()}
-                    memory.record(self.layer, places.rows[b], places.starts[b] + t, newest)
+                    states = {key: value[0] for key, value in lane.states.items()}
+                    memory.record(self.layer, places.rows[b], places.starts[b] + t, states)
         for listener in self.listeners:
             listener(torch.stack(after, dim=1))
         return torch.cat([torch.cat(lane.outputs, dim=1) for lane in lanes])[order]
@@ -153,15 +155,17 @@ class StepForward:
             lanes.append(_Lane([b], {key: _expanded(value, 1) for key, value in before.items()}))
         return lanes
 
-    def _edit(self, after: list[Tensor], lanes: Sequence[_Lane]) -> None:
-        """Lets the edits change the newest of the states `after` each token, and puts what they made into the lanes."""
+    def _edited(self, states: Tensor, fed: int, lanes: Sequence[_Lane]) -> Tensor:
+        """Lets the edits change the states [b, h, d] after `fed` tokens. Returns the changed states, and puts them into
+        the lanes."""
         for edit in self.edits:
-            if (edited := edit(torch.stack(after, dim=1))) is not None:
-                after[-1] = edited[:, -1]
+            if (edited := edit(states[:, None].expand(-1, fed, -1, -1))) is not None:  # a view, of any length
+                states = edited[:, -1]
                 for lane in lanes:
                     old = lane.states[RECURRENT, 0]
-                    new = after[-1][lane.indices].reshape(old.shape).clone()
+                    new = states[lane.indices].reshape(old.shape).clone()
                     lane.states = {**lane.states, (RECURRENT, 0): new}
+        return states
 
     @cached_property
     def _signature(self) -> inspect.Signature:
