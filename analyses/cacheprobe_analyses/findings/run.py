@@ -40,8 +40,8 @@ class Result:
     def table(self) -> str:
         """Returns the table in Markdown, with the verdict below it."""
         rows = [
-            (x["text"], x["published"], shown(x["ours"]), f"{shown(x['low'])} to {shown(x['high'])}{undefined(x)}",
-             x["verdict"])
+            (x["text"], x["published"], f"{shown(x['ours'])}{undefined(x)}",
+             "" if x["low"] is None else f"{shown(x['low'])} to {shown(x['high'])}", x["verdict"])
             for x in self.lines
         ]  # fmt: skip
         head = ("figure", "published", "ours", f"95 %, {len(self.seeds)} seeds", "verdict")
@@ -141,6 +141,7 @@ def shown(value: float | None) -> str:
 
 
 def undefined(line: dict[str, Any]) -> str:
-    """Returns in how many seeds a line of a result is not defined, as text; "" if it is in all."""
+    """Returns in how many seeds a line of a result is not defined, as text after `shown`; "" if it is in all."""
     number = line["values"].count(None)
-    return f"; not defined in {number} of {len(line['values'])} seeds" if number else ""
+    begin = " in" if line["ours"] is None else "; not defined in"
+    return f"{begin} {number} of {len(line['values'])} seeds" if number else ""
