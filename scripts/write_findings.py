@@ -1,13 +1,17 @@
-"""Write the stored results of `cacheprobe findings` into the pages docs/finding-*.md, and draw their figures.
+"""Judge the stored results of `cacheprobe findings` by today's rule, write their tables into docs/finding-*.txt, which
+the pages include, and draw their figures.
 
 python scripts/write_findings.py
 """
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from cacheprobe.core.files import write_json
 from cacheprobe.core.registry import find
-from cacheprobe_analyses.findings.finding import NO_FIGURE
-from cacheprobe_analyses.findings.run import shown, stored
+from cacheprobe_analyses.findings.finding import NO_FIGURE, is_judged
+from cacheprobe_analyses.findings.run import judged_again, shown, stored, undefined
 from cacheprobe_analyses.records import fill_page, markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,29 +19,42 @@ WIDTH = 900
 
 
 def table(name: str) -> str:
-    """Returns the lines of a stored result that have a verdict, in short; or that none is stored."""
+    """Returns two tables of a stored result: the lines with a verdict, and those without; or that none is stored."""
     result = stored(name, ROOT / "analyses" / "results")
     if result is None:
         return "No result is stored yet."
-    rows = [
-        (x["text"], x["published"], f"{shown(x['ours'])} ± {shown(x['high'] - x['ours'])}",
-         x["verdict"].partition(",")[0])
-        for x in result.lines if x["verdict"] != NO_FIGURE
+    ours = f"ours ± 95 %, {len(result.seeds)} seeds"
+    judged = [(*_cells(x), x["verdict"]) for x in result.lines if is_judged(x["verdict"])]
+    others = [
+        (*_cells(x), "" if x["verdict"] == NO_FIGURE else x["verdict"])
+        for x in result.lines if not is_judged(x["verdict"])
     ]  # fmt: skip
-    head = ("figure", "published", f"ours ± 95 %, {len(result.seeds)} seeds", "verdict")
-    return f"Preset {result.preset}: {result.verdict}.\n\n{markdown_table(head, rows)}"
+    parts = [f"Preset {result.preset}: {result.verdict}."]
+    if judged:
+        parts.append(markdown_table(("figure", "published", ours, "verdict"), judged))
+    return "\n\n".join([*parts, "Without a verdict:", markdown_table(("figure", "published", ours, "why"), others)])
+
+
+def _cells(line: dict[str, Any]) -> tuple[str, str, str]:
+    """Returns the figure, what was published, and what we measured with its interval."""
+    if line["low"] is None:
+        return line["text"], line["published"], f"{shown(line['ours'])}{undefined(line)}"
+    spread = shown(line["high"] - line["ours"])
+    return line["text"], line["published"], f"{shown(line['ours'])} ± {spread}{undefined(line)}"
 
 
 def page(text: str) -> str:
-    """Returns a page with the table of the finding that its marks name."""
+    """Returns the text with the tables of the finding that its marks name."""
     name = text.split("<!-- ")[1].split(":")[0]
     return fill_page(text, "write_findings.py", {name: table(name)})
 
 
 if __name__ == "__main__":
-    for path in sorted((ROOT / "docs").glob("finding-*.md")):
-        path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in sorted((ROOT / "docs").glob("finding-*.txt")):
         name = path.stem.removeprefix("finding-")
         if (result := stored(name)) is not None:
+            result = judged_again(result)
+            write_json(ROOT / "analyses" / "results" / f"{name}.json", asdict(result), indent=None)
             figure = find("findings", name)().figure(result.points).update_layout(width=WIDTH)
             figure.write_image(path.with_suffix(".png"))
+        path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")

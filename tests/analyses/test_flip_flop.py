@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe_analyses.findings.flip_flop import IGNORE, READ, WRITE, _foreseen, _joined, _reads, sample
+from cacheprobe_analyses.findings.flip_flop import IGNORE, MARKS, READ, WRITE, _foreseen, _reads, sample
 from cacheprobe_analyses.small_models import Architecture, random_model
 
 
@@ -58,12 +58,15 @@ def test_planted_glitches_are_foreseen_and_shuffled_ones_are_not() -> None:
     assert found["foreseen_last"] > 0.95 and found["foreseen_margin"] == 1.0
     assert all(0.4 < found[f"foreseen_{name}"] < 0.6 for name in ("first", "shuffled", "distance"))
     assert (found["draft_before_glitch"], found["draft_before_right"]) == (0.0, 1.0)
-    never = _foreseen(reads | {"wrong": np.zeros((2, 600), bool)}, 0)
-    assert never["foreseen_last"] == 0.5 and never["draft_before_glitch"] == 0.0
 
 
-def test_reads_of_two_sets_keep_their_texts_apart() -> None:
-    one = dict(states=np.zeros((2, 3, 4)), wrong=np.zeros((2, 3), bool), text=np.array([0, 1, 1]), margin=np.ones(3))
-    both = _joined([one, one | {"margin": np.full(3, 2.0)}])
-    assert both["text"].tolist() == [0, 1, 1, 2, 3, 3] and both["margin"].tolist() == [1, 1, 1, 2, 2, 2]
-    assert both["states"].shape == (2, 6, 4) and both["wrong"].shape == (2, 6)
+@pytest.mark.parametrize("glitches", [0, 4, 600])
+def test_without_glitches_nothing_foresees_them(glitches: int) -> None:
+    """Undefined, not a half: with fewer than five glitches, or right reads."""
+    wrong = np.arange(600) < glitches
+    reads = dict(states=np.zeros((2, 600, 3)), wrong=np.stack([wrong, wrong]), text=np.arange(600),
+                 margin=np.ones(600), distance=np.ones(600))  # fmt: skip
+    found = _foreseen(reads, 0)
+    assert all(np.isnan(found[f"foreseen_{name}"]) for name in MARKS)
+    assert np.isnan(found["draft_before_glitch"]) == (glitches == 0)
+    assert np.isnan(found["draft_before_right"]) == (glitches == 600)

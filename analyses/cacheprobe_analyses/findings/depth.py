@@ -2,9 +2,15 @@
 
 Sources: prediction depth, Baldock et al. 2021 (arXiv 2106.09647), with a lens at each layer for their k-NN probes; the
 tuned lens, Belrose et al. 2023 (arXiv 2303.08112), whose perplexity falls with depth where the logit lens's does not.
+
+A prediction counts as wrong if the model's first choice is not the text's next token. Where the model is unsure, that
+happens more often whatever the text says, and unsure predictions may be deeper. So a control draws the next tokens from
+the model's own distribution: what it gives for depth is due to confidence alone. Only tokens of the prompts count,
+since the rest of each text was drawn from the model in this very way.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,9 +21,10 @@ from cacheprobe.analysis.layer_choices import prediction_depth_of
 from cacheprobe.core.registry import register
 from cacheprobe_analyses.findings.finding import Advance, Finding, Measured, Published
 
-SHORT = "our lens is trained on thousands of tokens, the paper's on millions"
 TINY = "tiny"
 """Stands for a random model of a few thousand weights, for tests."""
+DRAWS = 100
+"""Times that the control's next tokens are drawn."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +49,25 @@ class Depth(Finding):
     published = (
         Published("tuned_better", "layers where tuned is better, share less half", above=0),
         Published("tuned_smoother", "rises of perplexity, logit less tuned", above=0),
-        Published("tuned_rises", "the same, tuned", "0", because=SHORT),
-        Published("wrong_deeper", "depth of wrong less right predictions", above=0),
-        Published("wrong_deeper_tuned", "the same, by the tuned lens", above=0),
+        Published("wrong_excess", "depth of wrong less right predictions, less that of drawn next tokens", above=0),
+        Published("wrong_excess_tuned", "the same, by the tuned lens", above=0),
+        Published("wrong_deeper", "depth of wrong less right predictions, layers"),
+        Published("wrong_drawn", "control: the same, next tokens drawn from the model"),
+        Published("wrong_deeper_tuned", "depth of wrong less right predictions, tuned lens, layers"),
+        Published("wrong_drawn_tuned", "control: the same, next tokens drawn from the model"),
+        Published("wrong", "share of wrong predictions"),
         Published("rejected_deeper", "mean depth of rejected less accepted draft tokens, layers"),
         Published("rare_deeper", "minus the rank correlation of depth and the token's frequency"),
         Published("rare_deeper_tuned", "the same, by the tuned lens"),
         Published("logit_rises", "layers at which the logit lens's perplexity rises"),
+        Published("tuned_rises", "the same, tuned lens"),
         Published("depth_logit", "mean prediction depth by the logit lens, layers"),
         Published("depth_tuned", "the same, by the tuned lens"),
         Published("accepted", "share of draft tokens that were accepted"),
     )
     presets = {
         "tiny": Settings(TINY, 3, 2, 16, 12, 0, 6),
-        "small": Settings(lens_steps=6, lens_texts=1, length=48, held_out=8, drafted_tokens=12),
+        "small": Settings(lens_steps=6, lens_texts=1, length=48, held_out=8, drafted_tokens=8),
         "full": Settings(),
     }
 
@@ -64,7 +76,7 @@ class Depth(Finding):
 
     def measure(self, settings: Settings, seed: int, advance: Advance) -> Measured:
         from cacheprobe.training.tuned_lens.settings import TunedLensSettings
-        from cacheprobe.training.tuned_lens.text import write_texts
+        from cacheprobe.training.tuned_lens.text import task_prompts, write_texts
         from cacheprobe.training.tuned_lens.train import TunedLensTrainer
 
         s, model = settings, _load(settings.model)
@@ -75,7 +87,9 @@ class Depth(Finding):
             advance(1)
         held_out = write_texts(model, s.held_out, s.length, seed, "held-out").numpy()
         counts = np.bincount(np.concatenate([texts.flatten().numpy(), held_out.ravel()]), minlength=model.d_vocab)
-        values, points = _of_texts(model, held_out, {"logit": cp.lenses.LogitLens(), "tuned": trainer.lens()}, counts)
+        lenses = {"logit": cp.lenses.LogitLens(), "tuned": trainer.lens()}
+        given = [min(len(one), s.length // 2) for one in task_prompts(model, s.held_out, seed, "held-out")]
+        values, points = _of_texts(model, held_out, given, lenses, counts, seed)
         advance(1)
         values |= _of_drafts(model, held_out, s)
         advance(1)
@@ -85,7 +99,9 @@ class Depth(Finding):
         return cp.plots.perplexity_figure(pd.DataFrame(points))
 
 
+@cache
 def _load(name: str) -> Any:
+    """Returns the model, one for all seeds: it is not changed, and its check before drafts is not repeated."""
     if name != TINY:
         return cp.load_model(name, dtype="float32", progress=False)
     from cacheprobe_analyses.small_models import Architecture, random_model
@@ -94,9 +110,12 @@ def _load(name: str) -> Any:
 
 
 def _of_texts(
-    model: Any, texts: np.ndarray, lenses: dict[str, Any], counts: np.ndarray
+    model: Any, texts: np.ndarray, given: list[int], lenses: dict[str, Any], counts: np.ndarray, seed: int
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Reads every token of the texts at every layer with each lens: perplexity of the text, and prediction depth."""
+    """Reads every token of the texts at every layer with each lens: perplexity of the text, and prediction depth.
+
+    given: of how many tokens each text's prompt is.
+    """
     trace = cp.run(
         model, [row.tolist() for row in texts], max_new_tokens=1, capture="S", prefill_chunk=texts.shape[1],
         progress=False,
@@ -118,7 +137,12 @@ def _of_texts(
         depth, is_wrong = depths.prediction_depth.to_numpy(float), chosen != wanted
         end = "" if name == "logit" else "_tuned"
         values[f"depth_{name}"] = float(depth.mean())
-        values[f"wrong_deeper{end}"] = _difference(depth, is_wrong)
+        own = np.array([at < given[text] - 1 for text, at in zip(depths.request_id, depths.position, strict=True)])
+        drawn = _drawn(model, trace, depths.row[own].tolist(), seed)
+        values["wrong"] = float(is_wrong[own].mean())
+        values[f"wrong_deeper{end}"] = _difference(depth[own], is_wrong[own])
+        values[f"wrong_drawn{end}"] = _mean_difference(depth[own], drawn != chosen[own][:, None])
+        values[f"wrong_excess{end}"] = values[f"wrong_deeper{end}"] - values[f"wrong_drawn{end}"]
         values[f"rare_deeper{end}"] = -float(pd.Series(depth).rank().corr(pd.Series(counts[chosen]).rank()))
     inner = (rises["tuned"] < rises["logit"])[:-1]  # at the last layer they are the same
     values["tuned_better"] = float(inner.mean()) - 0.5
@@ -144,6 +168,23 @@ def _of_drafts(model: Any, texts: np.ndarray, s: Settings) -> dict[str, float]:
     }
 
 
+def _drawn(model: Any, trace: Any, rows: list[int], seed: int) -> np.ndarray:
+    """Returns next tokens [n, DRAWS] for these rows, drawn from the model's own distribution at temperature 1, without
+    end tokens: as the texts are written."""
+    import torch
+
+    scores = model.read_out(trace.vectors("S", model.n_layers - 1, rows)).float().clone()
+    scores[:, list(model.stop_token_ids)] = -torch.inf
+    generator = torch.Generator().manual_seed(seed)
+    return torch.multinomial(scores.softmax(-1), DRAWS, replacement=True, generator=generator).numpy()
+
+
+def _mean_difference(values: np.ndarray, chosen: np.ndarray) -> float:
+    """Returns the mean of `_difference` over the columns of chosen [n, k] where it is defined; NaN if nowhere."""
+    defined = [one for one in (_difference(values, column) for column in chosen.T) if np.isfinite(one)]
+    return float(np.mean(defined)) if defined else np.nan
+
+
 def _difference(values: np.ndarray, chosen: np.ndarray) -> float:
-    """Returns the mean of the chosen values less that of the others; 0 where either are none."""
-    return float(values[chosen].mean() - values[~chosen].mean()) if 0 < chosen.sum() < len(chosen) else 0.0
+    """Returns the mean of the chosen values less that of the others; NaN where either are none."""
+    return float(values[chosen].mean() - values[~chosen].mean()) if 0 < chosen.sum() < len(chosen) else np.nan

@@ -20,11 +20,29 @@ WRITE, READ, IGNORE = 2, 3, 4
 """Tokens of the instructions; those of the bits are 0 and 1."""
 TRAINED, RARE, OFTEN = 0.8, 0.98, 0.1
 """Shares of instructions that are ignored: in training, and out of distribution."""
+LEAST_GLITCHES = 5
+"""With fewer, one for each fold, no AUROC is defined."""
+MARKS = ("last", "first", "margin", "distance", "shuffled")
+
+
+def _foreseen_lines(name: str, text: str) -> tuple[Published, ...]:
+    """Returns the lines on what tells a glitch in advance, in one distribution."""
+    return (
+        Published(f"{name}_foreseen_last", f"{text}: AUROC of a glitch, by the last layer's states"),
+        Published(f"{name}_foreseen_first", "the same, first layer"),
+        Published(f"{name}_foreseen_margin", "the same, by the margin of the two bits"),
+        Published(f"{name}_foreseen_distance", "control: by the distance to the write, either way"),
+        Published(f"{name}_foreseen_shuffled", "control: labels shuffled"),
+        Published(f"{name}_draft_glitches", f"{text}: glitch rate of a draft from the layer before the last"),
+        Published(f"{name}_draft_before_glitch", "share of glitches where that draft was wrong too"),
+        Published(f"{name}_draft_before_right", "share of right reads where that draft was wrong"),
+    )
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The paper trains 6 layers of width 512 on texts of 512 tokens for 10,000 steps."""
+    """The paper trains 6 layers of width 512 with rotary positions on texts of 512 tokens for 10,000 steps. Our steps
+    are as many as a test of minutes allows; the glitch rate in distribution shows what was learned."""
 
     instructions: int = 64
     layers: int = 4
@@ -43,23 +61,17 @@ class FlipFlop(Finding):
     question = "How often is one remembered bit wrong, and can that be foreseen?"
     paper = "Liu et al. 2023, arXiv 2306.00946"
     published = (
-        Published("rare_more", "glitches, rare writes less trained share", above=0),
-        Published("often_fewer", "glitches, rare writes less frequent writes", above=0),
         Published("glitches_trained", "glitch rate in distribution"),
         Published("glitches_rare", "the same, rare writes"),
         Published("glitches_often", "the same, frequent writes"),
-        Published("foreseen_last", "out of distribution, AUROC of the last layer's states"),
-        Published("foreseen_first", "the same, first layer"),
-        Published("foreseen_margin", "AUROC of the margin of the two bits"),
-        Published("foreseen_distance", "control: AUROC of the distance to the write, either way"),
-        Published("foreseen_shuffled", "control: AUROC with labels shuffled"),
-        Published("draft_glitches", "glitch rate of a draft from the layer before the last"),
-        Published("draft_before_glitch", "share of glitches where that draft was wrong too"),
-        Published("draft_before_right", "share of right reads where that draft was wrong"),
+        Published("rare_more", "glitch rate, rare writes less in distribution"),
+        Published("often_more", "glitch rate, frequent writes less in distribution"),
+        *_foreseen_lines("often", "frequent writes"),
+        *_foreseen_lines("rare", "rare writes"),
     )
     presets = {
         "tiny": Settings(10, 2, 16, 16, 15, 3e-3, 80),
-        "small": Settings(instructions=48, steps=500, texts=300),
+        "small": Settings(instructions=32, steps=500, texts=300),
         "full": Settings(),
     }
 
@@ -81,7 +93,7 @@ class FlipFlop(Finding):
             return torch.from_numpy(texts[:, :-1]), torch.from_numpy(wanted)
 
         train(live, batches, s.steps, s.rate, advance)
-        model, values, points, outside = cp.load_model(live), {}, [], []
+        model, values, points = cp.load_model(live), {}, []
         for name, share in (("trained", TRAINED), ("rare", RARE), ("often", OFTEN)):
             texts = sample(s.texts, s.instructions, share, np.random.default_rng(1_000_000 + seed))
             reads = _reads(model, texts)
@@ -91,10 +103,9 @@ class FlipFlop(Finding):
                 dict(writes=name, layer=layer, glitch_rate=round(float(own.mean()), 5))
                 for layer, own in enumerate(is_wrong)
             ]
-            outside += [reads] if name != "trained" else []
-        values |= _foreseen(_joined(outside), seed)
-        values["rare_more"] = values["glitches_rare"] - values["glitches_trained"]
-        values["often_fewer"] = values["glitches_rare"] - values["glitches_often"]
+            if name != "trained":
+                values |= {f"{name}_{key}": value for key, value in _foreseen(reads, seed).items()}
+                values[f"{name}_more"] = values[f"glitches_{name}"] - values["glitches_trained"]
         return Measured(values, points)
 
     def figure(self, points: list[dict[str, Any]]) -> Any:
@@ -138,24 +149,17 @@ def _reads(model: Any, texts: np.ndarray) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
-def _joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Returns the reads of two sets of texts as one, the texts of the second numbered on."""
-    first, second = parts
-    second = second | {"text": second["text"] + 1 + first["text"].max()}
-    return {name: np.concatenate([first[name], second[name]], int(name in ("states", "wrong"))) for name in first}
-
-
 def _foreseen(reads: dict[str, np.ndarray], seed: int) -> dict[str, float]:
-    """Returns AUROCs of a glitch at the last layer, 0.5 if there is none, and how the layer before it read the bit."""
+    """Returns AUROCs of a glitch at the last layer, and how the layer before it read the bit; NaN where there are too
+    few glitches or right reads."""
     import torch
 
     wrong, draft = reads["wrong"][-1], reads["wrong"][-2]
     found = {"draft_glitches": float(draft.mean())}
     for name, own in (("glitch", wrong), ("right", ~wrong)):
-        found[f"draft_before_{name}"] = float(draft[own].mean()) if own.any() else 0.0
-    names = ("last", "first", "shuffled", "margin", "distance")
-    if not 0 < wrong.sum() < len(wrong):
-        return found | {f"foreseen_{name}": 0.5 for name in names}
+        found[f"draft_before_{name}"] = float(draft[own].mean()) if own.any() else np.nan
+    if min(wrong.sum(), (~wrong).sum()) < LEAST_GLITCHES:
+        return found | {f"foreseen_{name}": np.nan for name in MARKS}
     shuffled = np.random.default_rng(seed).permutation(wrong)
     for name, layer, labels in (("last", -1, wrong), ("first", 0, wrong), ("shuffled", -1, shuffled)):
         states, target = torch.from_numpy(reads["states"][layer]), labels[:, None].astype(float)

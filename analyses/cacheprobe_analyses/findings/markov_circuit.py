@@ -1,7 +1,8 @@
 """Does forcing a recovered state change the prediction, and does an untrained transformer hold the belief as well?
 
 Source: Markovian Circuit Tracing (arXiv 2605.20824), the medium process. Its repository (docs/METHODS.md) has other
-settings than its first ones (width 128, 8,000 sequences of 64); the committed tables fit those of METHODS.md.
+settings than its first ones (width 128, 8,000 sequences of 64); the committed tables fit those of METHODS.md. Its
+accuracies are multiples of 1 / 6,400, which fits 160 forced sequences of 40 tokens.
 """
 
 from dataclasses import dataclass
@@ -21,14 +22,16 @@ EMISSION = np.array([[0.45, 0.35, 0.05, 0.05, 0.05, 0.05], [0.05, 0.05, 0.65, 0.
                      [0.05, 0.05, 0.05, 0.35, 0.25, 0.25], [0.2, 0.15, 0.15, 0.15, 0.2, 0.15]])  # fmt: skip
 STATES, START = 4, 6
 """Hidden states; the token before every sequence."""
-UNSTATED = "the sequence length is not stated, and our probe is fitted on other sequences"
+OTHERS = "other random numbers, and the probe's folds"
+SEEDS = 5
+"""Of the paper. Deviations are those of results/v1/tables/forcing_controls.csv and of the belief probe's table."""
 _LEAST = 1e-12
 """Probabilities below it count as this, as in the paper's code."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Batch size and rate are the defaults of the paper's script; the length is our choice."""
+    """Batch size and rate are the defaults of the paper's script; the length is what its tables fit."""
 
     length: int = 40
     width: int = 64
@@ -53,17 +56,17 @@ class MarkovCircuit(Finding):
     question = "Do recovered hidden states steer the prediction, and is the belief learned?"
     paper = "Markovian Circuit Tracing, arXiv 2605.20824"
     published = (
-        Published("unpatched", "KL unpatched", "0.385", because=UNSTATED),
-        Published("recovered", "KL, recovered centroid", "0.188", because=UNSTATED),
-        Published("wrong", "KL, another state's", "0.394", because=UNSTATED),
+        Published("unpatched", "KL unpatched", "0.3847", because=OTHERS, sd=0.0084, seeds=SEEDS),
+        Published("recovered", "KL, recovered centroid", "0.188", because=OTHERS, seeds=SEEDS),
+        Published("wrong", "KL, another state's", "0.394", because=OTHERS, seeds=SEEDS),
         Published("selective", "another state's less recovered", above=0),
-        Published("belief_r2", "belief R2, trained", "0.849", because=UNSTATED),
-        Published("belief_kl", "belief KL, trained", "0.0246", because=UNSTATED),
-        Published("belief_kl_untrained", "belief KL, untrained", "0.0247", because=UNSTATED),
-        Published("belief_gain", "untrained less trained", "0.00006", because=UNSTATED),
+        Published("belief_r2", "belief R2, trained", "0.84897", because=OTHERS, sd=0.0021, seeds=SEEDS),
+        Published("belief_kl", "belief KL, trained", "0.0246", because=OTHERS, seeds=SEEDS),
+        Published("belief_kl_untrained", "belief KL, untrained", "0.0247", because=OTHERS, seeds=SEEDS),
+        Published("belief_gain", "untrained less trained", "0.00006", unjudged="our interval is ten times as wide"),
         Published("belief_r2_untrained", "belief R2, untrained"),
-        Published("excess", "loss above the best", "0.0198", because=UNSTATED),
-        Published("epochs", "epochs", "16.2", because=UNSTATED),
+        Published("excess", "loss above the best", "0.0198", unjudged="the stopping rule fixes it"),
+        Published("epochs", "epochs", "16.2", because=OTHERS, seeds=SEEDS),
     )
     presets = {
         "tiny": Settings(12, 16, 32, 64, 20, 60, 2, 1, batch=32, position=8),

@@ -27,7 +27,7 @@ def write_texts(
     """
     if length > model.n_ctx:
         raise ValueError(f"texts of {length} tokens exceed the context of {model.name}, {model.n_ctx}; lower length")
-    prompts = [prompt[: max(length // 2, 1)] for prompt in _prompts(model, num_texts, seed, part)]
+    prompts = [prompt[: max(length // 2, 1)] for prompt in task_prompts(model, num_texts, seed, part)]
     generator = torch.Generator().manual_seed(Random(f"tuned-lens/{part}/{seed}").getrandbits(62))
     parts = []
     with Progress(num_texts, f"writing {part} text", "texts", enabled=progress) as bar:
@@ -40,7 +40,7 @@ def write_texts(
     return torch.cat(parts)
 
 
-def _prompts(model: CachedLM, num_texts: int, seed: int, part: str) -> list[tuple[int, ...]]:
+def task_prompts(model: CachedLM, num_texts: int, seed: int, part: str) -> list[tuple[int, ...]]:
     """Returns a list of `num_texts` prompts as token ids, taken from the tasks in turn. A model without a tokenizer
     gets prompts of 1 to 8 random tokens."""
     rng = Random(f"tuned-lens prompts/{part}/{seed}")
