@@ -255,8 +255,8 @@ def _token(token: TableLine, text: str, shares: Mapping[int, float] | None, says
     kind = f'class="pick {_CLASSES[outcome]}"'
     if shares is not None:
         kind = f'class="pick shade" style="--p:{shares[place]:.2f}"' if place in shares else 'class="pick"'
-    place_of = f'data-position="{int(token.position)}" {says}="{markup(tip)}" data-step="{int(token.decided_step)}"'
-    return f"<span {kind} {place_of}>{markup(_plain(text))}</span>"
+    kind += f' data-step="{int(token.decided_step)}"'
+    return f'<span {kind} data-position="{int(token.position)}" {says}="{markup(tip)}">{markup(_plain(text))}</span>'
 
 
 def _draft(token_id: int, step: int, token: TableLine, texts: Mapping[int, str], says: str, request: int) -> str:
