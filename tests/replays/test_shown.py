@@ -17,7 +17,9 @@ from cacheprobe.dashboard.shelf import Shelf
 from tests.tiny import PROMPTS, loaded
 
 IDS = [9, 41, 7, 3, 22, 22]
-SHADE = re.compile(r'class="pick(?: shade" style="--p:([\d.]+))?" data-step="\d+" data-position="(\d+)" [^=]*="([^"]*)"')
+SHADE = re.compile(
+    r'class="pick(?: shade" style="--p:([\d.]+))?" data-step="\d+" data-position="(\d+)" [^=]*="([^"]*)"'
+)
 
 
 @pytest.fixture(scope="module")
