@@ -29,7 +29,7 @@ def test_every_environment_gets_a_line_and_one_failure_fails_all(tmp_path: Path)
         'if [ "$MKL_CBWR" = COMPATIBLE ]; then echo "E   other bits"; echo "1 failed, 2 passed in 3s"; exit 1; fi\n'
         'echo "3 passed in 3s"\n'
     )
-    environments = ["OMP_NUM_THREADS=1", "MKL_CBWR=COMPATIBLE", "OMP_NUM_THREADS=4"]
+    environments = ["OMP_NUM_THREADS=1", "MKL_CBWR=COMPATIBLE", "OMP_NUM_THREADS=4,MKL_CBWR=AVX2"]
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 
     def run(*which: str) -> subprocess.CompletedProcess[str]:
@@ -41,11 +41,12 @@ def test_every_environment_gets_a_line_and_one_failure_fails_all(tmp_path: Path)
     assert [re.sub(r"; \d+ s", "", line) for line in lines] == [
         "OMP_NUM_THREADS=1: passed (3 passed)",
         "MKL_CBWR=COMPATIBLE: FAILED (1 failed, 2 passed)",
-        "OMP_NUM_THREADS=4: passed (3 passed)",
+        "OMP_NUM_THREADS=4,MKL_CBWR=AVX2: passed (3 passed)",
     ]
     assert done.returncode == 1 and "    E   other bits" in done.stdout
     asked = Path(f"{fake}.asked").read_text().splitlines()
-    assert len(asked) == 3 and all("tests/models/test_hooked_hf.py" in line for line in asked)
+    assert [line.split(":")[0] for line in asked] == ["1", "COMPATIBLE", "AVX24"]
+    assert all("tests/models/test_hooked_hf.py" in line for line in asked)
     assert run("OMP_NUM_THREADS=4").returncode == 0
     inherited["TESTS"] = "tests/models/test_functional_forward.py tests/invariants"
     run("OMP_NUM_THREADS=4")
@@ -56,6 +57,7 @@ def test_by_default_all_environments_are_tried(tmp_path: Path) -> None:
     done = subprocess.run(["bash", str(SCRIPT), "echo 1 passed #"], capture_output=True, text=True)
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == [
         *(f"OMP_NUM_THREADS={number}" for number in (1, 2, 4)),
-        *("ATEN_CPU_CAPABILITY=avx2", "ONEDNN_MAX_CPU_ISA=AVX2", "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"),
+        "ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16",
+        *("ONEDNN_MAX_CPU_ISA=AVX2", "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"),
         *("MKL_CBWR=COMPATIBLE", "MKL_ENABLE_INSTRUCTIONS=AVX2"),
     ]
