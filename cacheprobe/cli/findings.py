@@ -40,7 +40,7 @@ def run(
     name
         Name of the finding, from `cacheprobe findings`.
     preset
-        small (minutes), full, or tiny (seconds; means nothing).
+        small (minutes), full, or tiny (seconds, for tests).
     seeds
         Seeds to measure with, at least 3.
     out
