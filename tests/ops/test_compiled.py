@@ -16,7 +16,7 @@ from cacheprobe.cli.app import verify
 from cacheprobe.models.base import ModelError
 from cacheprobe.ops.compiled import choice, queue
 from cacheprobe.ops.compiled.choice import CompiledOperations, choose
-from cacheprobe.ops.compiled.lanes import FLOATS, PAIRS
+from cacheprobe.ops.compiled.lanes import FLOATS, PAIRS, TILES
 from cacheprobe.ops.compiled.product import CompiledProduct
 from cacheprobe.ops.compiled.readout import CompiledReadout
 from cacheprobe.ops.equality import bitwise
@@ -30,7 +30,9 @@ CPU = torch.device("cpu")
 HAS_PAIRS = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
 CASES = [(FLOATS, torch.float32), (FLOATS, torch.bfloat16), (FLOATS, torch.float16)]
 CASES += [(PAIRS, torch.bfloat16)] if HAS_PAIRS else []
-IDS = [f"{'pairs' if kind == PAIRS else 'floats'}-{str(dtype).removeprefix('torch.')}" for kind, dtype in CASES]
+CASES += [(TILES, torch.bfloat16)] if choose(torch.bfloat16, CPU).reason.startswith("matrix units") else []
+NAMES = {FLOATS: "floats", PAIRS: "pairs", TILES: "tiles"}
+IDS = [f"{NAMES[kind]}-{str(dtype).removeprefix('torch.')}" for kind, dtype in CASES]
 all_cases = pytest.mark.parametrize(("kind", "dtype"), CASES, ids=IDS)
 ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -236,7 +238,7 @@ def capabilities(**named: object) -> dict[str, object]:
         (capabilities(avx512_bf16=True), {"float32": FLOATS, "bfloat16": PAIRS, "float16": FLOATS, "float64": None}),
         (capabilities(), {"float32": FLOATS, "bfloat16": FLOATS, "float16": FLOATS}),
         (capabilities(cpu_name="Intel(R) Xeon(R)", avx512_bf16=True), {"float32": None, "bfloat16": FLOATS}),
-        (capabilities(cpu_name="Intel(R) Xeon(R)", avx512_bf16=True, amx_bf16=True), {"bfloat16": None}),
+        (capabilities(cpu_name="Intel(R) Xeon(R)", avx512_bf16=True, amx_bf16=True), {"bfloat16": TILES}),
         (capabilities(amx_fp16=True), {"float16": None}),
         (capabilities(avx2=False), {"float32": None, "bfloat16": None}),
         ({"architecture": "aarch64", "cpu_name": ""}, {"float32": None, "bfloat16": None}),
@@ -246,7 +248,9 @@ def test_the_choice_is_the_processors(
     machine: dict[str, object], by_dtype: dict[str, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: machine)
-    monkeypatch.setattr(choice, "FEATURES", {"+avx2", "+fma", "+avx512bf16"})
+    monkeypatch.setattr(choice, "FEATURES", {"+avx2", "+fma", "+avx512bf16", "+amx-bf16", "+amx-tile"})
+    monkeypatch.setattr(choice, "LANES", choice.SIDE)
+    monkeypatch.setattr(choice, "ask_for_tiles", lambda: True)
     for name, kind in by_dtype.items():
         found, reason = choice._kind(getattr(torch, name), CPU)
         assert found == kind and reason
@@ -260,6 +264,19 @@ def test_the_compilers_processor_counts_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert choice._kind(torch.bfloat16, CPU)[0] == FLOATS
     monkeypatch.setattr(choice, "FEATURES", set())
     assert choice._kind(torch.bfloat16, CPU)[0] is None
+
+
+def test_matrix_units_need_a_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An instruction of theirs ends a process that may not use them."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities(amx_bf16=True))
+    monkeypatch.setattr(choice, "FEATURES", {"+avx2", "+fma", "+amx-bf16", "+amx-tile"})
+    monkeypatch.setattr(choice, "LANES", choice.SIDE)
+    for allowed, kind in ((True, TILES), (False, FLOATS)):
+        monkeypatch.setattr(choice, "ask_for_tiles", lambda allowed=allowed: allowed)
+        assert choice._kind(torch.bfloat16, CPU)[0] == kind
+    monkeypatch.setattr(choice, "ask_for_tiles", lambda: True)
+    monkeypatch.setattr(choice, "LANES", 8)
+    assert choice._kind(torch.bfloat16, CPU)[0] == FLOATS
 
 
 def test_without_openmp_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:

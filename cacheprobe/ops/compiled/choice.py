@@ -8,10 +8,11 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from cacheprobe.ops.compiled.basics import COMPILER, FEATURES, find_thread_runner
-from cacheprobe.ops.compiled.lanes import FLOATS, LANES, PAIRS
+from cacheprobe.ops.compiled.lanes import FLOATS, LANES, PAIRS, TILES
 from cacheprobe.ops.compiled.product import CompiledProduct
 from cacheprobe.ops.compiled.queue import Queue
 from cacheprobe.ops.compiled.readout import CompiledReadout
+from cacheprobe.ops.compiled.tiles import SIDE, ask_for_tiles
 from cacheprobe.ops.readout import Readout, read_logits
 
 TORCH = "torch"
@@ -52,7 +53,7 @@ def choose(dtype: torch.dtype, device: torch.device) -> LoopChoice:
     """Returns the LoopChoice for tensors of a dtype on a device. The first call for a dtype compiles the loops, or
     loads them from numba's cache, and compares them with torch in float64.
 
-    Where the processor has matrix units for the dtype (AMX), and for float32 on Intel's processors, torch is faster.
+    Where the processor has matrix units for float16, and for float32 on Intel's processors, torch is faster.
     """
     kind, reason = _kind(dtype, device)
     if kind is None:
@@ -81,11 +82,14 @@ def _kind(dtype: torch.dtype, device: torch.device) -> tuple[int | None, str]:
         return None, "numba compiles for a processor without AVX2 (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES)"
     if find_thread_runner() is None:
         return None, "this torch has no GNU OpenMP library, on whose threads the loops run"
-    units = {torch.bfloat16: "amx_bf16", torch.float16: "amx_fp16"}
-    if dtype in units and has.get(units[dtype]):
-        return None, f"the processor has matrix units for {_name(dtype)}, which torch uses"
+    if dtype == torch.float16 and has.get("amx_fp16"):
+        return None, "the processor has matrix units for float16, which torch uses"
     if dtype == torch.float32 and is_intel:
         return None, "MKL's float32 is faster on Intel's processors"
+    if dtype == torch.bfloat16 and has.get("amx_bf16") and FEATURES >= {"+amx-bf16", "+amx-tile"} and LANES == SIDE:
+        if ask_for_tiles():
+            return TILES, "matrix units for bfloat16 (AMX)"
+        return FLOATS, "float32 arithmetic; the operating system lets no process use the matrix units"
     if dtype == torch.bfloat16 and has.get("avx512_bf16") and "+avx512bf16" in FEATURES and not is_intel:
         return PAIRS, "dot products of bfloat16 (AVX512-BF16)"
     return FLOATS, "float32 arithmetic; the processor has nothing faster for this dtype"

@@ -12,8 +12,9 @@ from numba import types  # pyright: ignore[reportPrivateImportUsage]
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-FLOATS, PAIRS = 0, 1
-"""Kinds of innermost loop: fused multiply-adds of float32, and dot products of pairs of bfloat16 (AVX512-BF16)."""
+FLOATS, PAIRS, TILES = 0, 1, 2
+"""Kinds of innermost loop: fused multiply-adds of float32; dot products of pairs of bfloat16 (AVX512-BF16); products of
+tiles of bfloat16 (AMX)."""
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 """Formats of a result."""
@@ -30,7 +31,10 @@ LANES = 16 if torch.cpu.get_capabilities().get("avx512_f") else 8
 ROWS = LANES // OUTPUTS
 """Number of rows that one innermost loop computes together: as many sums as one register holds are folded at once."""
 
-INNER_STEP = {FLOATS: LANES, PAIRS: 32}
+KINDS = {FLOATS: "float32", PAIRS: "pairs of bfloat16", TILES: "tiles of bfloat16"}
+"""Text for each kind."""
+
+INNER_STEP = {FLOATS: LANES, PAIRS: 32, TILES: 32}
 """Number of products that a row and an output take in one step, by kind. The inner dimension must be a multiple."""
 
 Emitted = Any
@@ -80,7 +84,7 @@ class TilePlaces(NamedTuple):
 def multiply_tile(_typing, kind, format, rows, outputs, fetches, places):
     """Computes a tile of values weight^T + bias, and stores it, rounded to nearest, ties to even.
 
-    kind, format, rows, outputs, fetches: constants. `outputs` is OUTPUTS or 1.  fetches: 1 to load the weights of the
+    kind, format, rows, outputs, fetches: constants; without effect if kind is TILES. `outputs` is OUTPUTS or 1.  fetches: 1 to load the weights of the
     next outputs into the processor's cache meanwhile, else 0.  places: addresses and sizes of the `TilePlaces`, all
     int64, in this order.
     """
@@ -92,7 +96,8 @@ def multiply_tile(_typing, kind, format, rows, outputs, fetches, places):
     def make(context, builder, _signature, args):
         """Emits LLVM code for the tile."""
         given = zip(cgutils.unpack_tuple(builder, args[5], len(places)), places, strict=True)
-        _emit(builder, shape, TilePlaces(*(context.cast(builder, one, of, types.int64) for one, of in given)))
+        if kind.literal_value != TILES:  # numba compiles branches that are never taken
+            _emit(builder, shape, TilePlaces(*(context.cast(builder, one, of, types.int64) for one, of in given)))
         return context.get_dummy_value()
 
     return types.void(*literals, places), make
@@ -119,7 +124,7 @@ def _emit(builder: ir.IRBuilder, shape: tuple[int, int, int, int, int], places: 
         return builder.load(builder.inttoptr(address(base, step, number), register.as_pointer()), align=size)
 
     for o in range(outputs if fetches else 0):
-        _fetch(builder, address(weight, weight_step, outputs + o))
+        prefetch(builder, address(weight, weight_step, outputs + o))
     of_outputs = [load(weight, weight_step, o) for o in range(outputs)]
     new = []
     for r in range(rows):
@@ -136,14 +141,14 @@ def _emit(builder: ir.IRBuilder, shape: tuple[int, int, int, int, int], places: 
     step, results = LANES // count, folded(builder, new + [zero] * (count - len(new)))
     added = builder.load(builder.inttoptr(bias, ir.VectorType(_FLOAT, outputs).as_pointer()), align=4)
     lanes = lanes_of([i // step % outputs for i in range(LANES)])
-    results = _in_format(builder, builder.fadd(results, builder.shuffle_vector(added, added, lanes)), format)
+    results = in_format(builder, builder.fadd(results, builder.shuffle_vector(added, added, lanes)), format)
     for r in range(rows):
         row = builder.shuffle_vector(results, results, lanes_of([(r * outputs + o) * step for o in range(outputs)]))
         place = builder.inttoptr(builder.add(out, builder.mul(out_step, _INT(r))), row.type.as_pointer())
         builder.store(row, place, align=4 if format == FLOAT32 else 2)
 
 
-def _fetch(builder: ir.IRBuilder, address: Emitted) -> None:
+def prefetch(builder: ir.IRBuilder, address: Emitted) -> None:
     """Emits a hint to load the bytes at an address into the processor's cache."""
     byte, name = ir.IntType(8).as_pointer(), "llvm.prefetch.p0i8"
     function = builder.module.globals.get(name)
@@ -181,7 +186,7 @@ def folded(builder: ir.IRBuilder, sums: list[Emitted]) -> Emitted:
     return sums[0]
 
 
-def _in_format(builder: ir.IRBuilder, sums: Emitted, format: int) -> Emitted:
+def in_format(builder: ir.IRBuilder, sums: Emitted, format: int) -> Emitted:
     """Emits the conversion of float32 numbers into a format; bfloat16 as 16-bit integers."""
     if format == FLOAT32:
         return sums

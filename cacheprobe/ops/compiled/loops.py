@@ -13,7 +13,8 @@ import numpy as np
 from numba import carray, literally, njit  # pyright: ignore[reportPrivateImportUsage]
 
 from cacheprobe.ops.compiled.basics import pointer, widened
-from cacheprobe.ops.compiled.lanes import FLOAT32, OUTPUTS, ROWS, multiply_tile
+from cacheprobe.ops.compiled.lanes import FLOAT32, OUTPUTS, ROWS, TILES, multiply_tile
+from cacheprobe.ops.compiled.tiles import SIDE, multiply_packed
 
 _TWO, _THREE = min(2, ROWS), min(3, ROWS)
 
@@ -49,15 +50,48 @@ def _tile(kind, format, num_rows, is_first, outputs, values, weight, inner, bias
 
 @njit
 @no_type_check
+def _multiply_packed(kind, format, shape, values, weight, bias, out) -> None:
+    """Computes values weight^T + bias of packed rows (`tiles.PackedPlaces`), as `multiply`."""
+    literally(kind)
+    literally(format)
+    rows, outputs, inner = shape
+    size, o = 4 if format == FLOAT32 else 2, 0
+    while o < outputs:
+        left, most = outputs - o, 4 * SIDE if rows <= SIDE else 2 * SIDE
+        count = most if left >= most else SIDE if left >= SIDE else 1
+        for r in range(0, rows, 2 * SIDE if count == 2 * SIDE else SIDE):
+            places = (
+                values[0] + r * values[1], SIDE * values[1], weight[0] + o * weight[1], weight[1], inner,
+                bias[0] + o * bias[1], bias[1], out[0] + r * out[1] + o * size, out[1], rows - r,
+            )  # fmt: skip
+            if count == 4 * SIDE:
+                multiply_packed(kind, format, 4, 1, places)
+            elif count == 2 * SIDE and rows - r > SIDE:
+                multiply_packed(kind, format, 2, 2, places)
+            elif count == 2 * SIDE:
+                multiply_packed(kind, format, 2, 1, places)
+            elif count == SIDE:
+                multiply_packed(kind, format, 1, 1, places)
+            else:
+                multiply_packed(kind, format, 0, 1, places)
+        o += count
+
+
+@njit
+@no_type_check
 def multiply(kind, format, like, shape, values, weight, bias, out, wide) -> None:
     """Computes values weight^T + bias for some rows and outputs, tile by tile.
 
     shape: rows, outputs, inner width.  values, weight, bias, out: (address, bytes from one row or output to the next).
+    For TILES the values are packed, and begin at a multiple of 16 rows.
     like: an array with the dtype of the weight's stored numbers.  wide: room for OUTPUTS rows of the weight in float32,
     if the weight must be converted; else empty.
     """
     literally(kind)
     literally(format)
+    if kind == TILES:
+        _multiply_packed(kind, format, shape, values, weight, bias, out)
+        return
     rows, outputs, inner = shape
     size = 4 if format == FLOAT32 else 2
     for o in range(0, outputs, OUTPUTS):

@@ -1,11 +1,13 @@
 """Computes matrix products of a CPU in loops that numba compiles: batch-invariant, without a C++ compiler."""
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from cacheprobe.ops.compiled.lanes import FLOATS, FORMATS, INNER_STEP, OUTPUTS, PAIRS
+from cacheprobe.ops.compiled.lanes import FLOATS, FORMATS, INNER_STEP, KINDS, OUTPUTS, TILES
 from cacheprobe.ops.compiled.queue import Queue
+from cacheprobe.ops.compiled.tiles import SIDE
 
 
 class CompiledProduct:
@@ -13,6 +15,7 @@ class CompiledProduct:
     other vectors, on how many there are, or on the number of threads.
 
     kind FLOATS: float32 arithmetic, on tensors of float32 or 16 bits.  PAIRS: the processor's dot products of bfloat16.
+    TILES: its matrix units for bfloat16.
     Twin: torch.nn.functional.linear in float64, to one unit in the last place of the dtype or of the largest term.
     """
 
@@ -20,7 +23,7 @@ class CompiledProduct:
         self.kind = kind
 
     def __repr__(self) -> str:
-        return f"CompiledProduct({'pairs of bfloat16' if self.kind == PAIRS else 'float32'})"
+        return f"CompiledProduct({KINDS[self.kind]})"
 
     def __call__(self, values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns values weight^T + bias, [..., o], from values [..., i], weight [o, i] and bias [o] or None.
@@ -54,8 +57,8 @@ def require_operands(kind: int, values: Tensor, weight: Tensor, bias: Tensor | N
 
 def operands(kind: int, values: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, int]:
     """Returns (values, weight, bias, inner width) as the loops that read states take them: contiguous, with an inner
-    width that is a multiple of INNER_STEP (zeros are appended), values in float32 for kind FLOATS, the bias in float32
-    (four zeros without a bias).
+    width that is a multiple of INNER_STEP (zeros are appended), values in float32 for kind FLOATS and packed for TILES,
+    the bias in float32 (four zeros without a bias).
 
     Raises: TypeError and ValueError as CompiledProduct.
     """
@@ -65,5 +68,8 @@ def operands(kind: int, values: Tensor, weight: Tensor, bias: Tensor | None) -> 
         values = values.float()
     if over := -inner % INNER_STEP[kind] if inner else INNER_STEP[kind]:
         values, weight = pad(values, (0, over)), pad(weight, (0, over))
+    if kind == TILES:
+        pairs = pad(values, (0, 0, 0, -len(values) % SIDE)).contiguous().view(torch.int32)
+        values = rearrange(pairs, "(b r) p -> b p r", r=SIDE).contiguous().view(torch.bfloat16)
     added = torch.zeros(OUTPUTS) if bias is None else bias.float().contiguous()
     return values.contiguous(), weight.contiguous(), added, inner + over

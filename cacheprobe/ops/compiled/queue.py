@@ -14,13 +14,14 @@ from torch.nn.functional import pad
 from cacheprobe.ops.compiled import queue_loops
 from cacheprobe.ops.compiled.attention import attention_call, store_call
 from cacheprobe.ops.compiled.basics import run_on_threads
-from cacheprobe.ops.compiled.lanes import FLOATS, FORMATS, INNER_STEP, OUTPUTS, PAIRS, ROWS
+from cacheprobe.ops.compiled.lanes import FLOATS, FORMATS, INNER_STEP, KINDS, OUTPUTS, PAIRS, ROWS, TILES
 from cacheprobe.ops.compiled.queue_loops import NUMBERS, NUMBERS_AT_ONCE, ROWS_AT_ONCE
+from cacheprobe.ops.compiled.tiles import SIDE
 
 Kept = Tensor | NDArray[np.int64]
 """What the loops read or write by its address."""
 
-_VALUES_AT_ONCE = {FLOATS: 2**18, PAIRS: 2**15}
+_VALUES_AT_ONCE = {FLOATS: 2**18, PAIRS: 2**15, TILES: 2**17}
 """Bytes of the values that one pass over a panel of the weight uses: they stay in a core's cache. For FLOATS, more rows
 share the conversion of the weight."""
 
@@ -48,7 +49,7 @@ class Queue:
     """
 
     def __init__(self, kind: int, dtype: torch.dtype) -> None:
-        """kind: of product, lanes.FLOATS or lanes.PAIRS."""
+        """kind: of product, lanes.FLOATS, lanes.PAIRS or lanes.TILES."""
         self.kind, self.dtype = kind, dtype
         self._is_widened = kind == FLOATS and dtype != torch.float32
         self._numbers = np.zeros((_MOST, NUMBERS), np.int64)
@@ -59,7 +60,7 @@ class Queue:
         self._num = self._work = self._most_inner = 0
 
     def __repr__(self) -> str:
-        return f"Queue({'pairs of bfloat16' if self.kind == PAIRS else 'float32'}, {self.dtype}, {self._num} queued)"
+        return f"Queue({KINDS[self.kind]}, {self.dtype}, {self._num} queued)"
 
     def product(self, values: Tensor, weight: Tensor, bias: Tensor | None = None, *, follows: bool = True) -> Tensor:
         """Returns values weight^T + bias, [..., o], of contiguous values [..., i], weight [o, i] and bias [o] or
@@ -69,11 +70,12 @@ class Queue:
         if over := -inner % INNER_STEP[self.kind]:
             self.run()  # torch reads the values
             values, weight, inner, follows = pad(values, (0, over)), pad(weight, (0, over)), inner + over, True
-        if self._is_widened:
-            values, follows = self._wide(values, follows)
+        if self._is_widened or self.kind == TILES:
+            values, follows = self._converted(values, inner, follows)
         added = _ZEROS if bias is None else bias.float()
         shared = -(-width // (8 * torch.get_num_threads()))  # several panels for each thread
-        panel = min(_PANEL, -(-shared // OUTPUTS) * OUTPUTS)
+        least = 2 * SIDE if self.kind == TILES else OUTPUTS
+        panel = min(_PANEL, -(-shared // least) * least)
         block = rows_at_once(self.kind, inner * values.element_size())
         self._add(
             (values, weight, added, out), queue_loops.PRODUCT, follows, -(-width // panel), values.data_ptr(),
@@ -168,16 +170,22 @@ class Queue:
         self._work += count
         return out
 
-    def _wide(self, values: Tensor, follows: bool) -> tuple[Tensor, bool]:
-        """Returns (values in float32, whether the product must wait for them). Products of the same values share
-        them."""
+    def _converted(self, values: Tensor, inner: int, follows: bool) -> tuple[Tensor, bool]:
+        """Returns (values in float32, or packed for TILES; whether the product must wait for them). Products of the
+        same values share them."""
         if (found := self._widened.get(id(values))) is not None:
             return found, follows
-        out, count = torch.empty_like(values, dtype=torch.float32), values.numel()
-        self._add(
-            (values, out), queue_loops.WIDEN, True, -(-count // NUMBERS_AT_ONCE), values.data_ptr(), 0, out.data_ptr(),
-            count,
-        )  # fmt: skip
+        count = values.numel()
+        if self.kind == TILES:
+            rows = count // inner
+            tasks, sizes = -(-rows // SIDE), (rows, inner)
+            out = values.new_empty(tasks * SIDE * inner)
+            operation = queue_loops.PACK
+        else:
+            tasks, sizes = -(-count // NUMBERS_AT_ONCE), (count,)
+            out = torch.empty_like(values, dtype=torch.float32)
+            operation = queue_loops.WIDEN
+        self._add((values, out), operation, True, tasks, values.data_ptr(), 0, out.data_ptr(), *sizes)
         self._widened[id(values)] = out
         return out, True
 
@@ -197,7 +205,8 @@ _REST = [(0,) * (NUMBERS - length) for length in range(NUMBERS + 1)]
 
 def rows_at_once(kind: int, row_bytes: int) -> int:
     """Returns how many rows of values share one pass over a part of the weight."""
-    return max(ROWS, _VALUES_AT_ONCE[kind] // row_bytes // ROWS * ROWS)
+    least = 2 * SIDE if kind == TILES else ROWS
+    return max(least, _VALUES_AT_ONCE[kind] // row_bytes // least * least)
 
 
 @cache

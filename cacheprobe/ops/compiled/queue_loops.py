@@ -22,8 +22,9 @@ from cacheprobe.ops.compiled.row_loops import (
     silu_numbers,
     widen_numbers,
 )
+from cacheprobe.ops.compiled.tiles import SIDE, use_tiles
 
-PRODUCT, NORM, ROTATE, GATE, SILU, ADD, WIDEN, STORE, ATTEND = range(9)
+PRODUCT, NORM, ROTATE, GATE, SILU, ADD, WIDEN, PACK, STORE, ATTEND = range(10)
 """Operations."""
 
 NUMBERS = 24
@@ -82,6 +83,19 @@ def _rotate(like, step, task) -> None:
 
 @njit
 @no_type_check
+def _pack(step, task) -> None:
+    """Packs 16 rows (`tiles.PackedPlaces`). Padding is left as it is: no product of another row reads it."""
+    rows, pairs = step[6], step[7] // 2
+    count = min(SIDE, rows - task * SIDE)
+    values = carray(pointer(step[3] + task * SIDE * pairs * 4), (count * pairs,), np.uint32)
+    out = carray(pointer(step[5] + task * SIDE * pairs * 4), (SIDE * pairs,), np.uint32)
+    for pair in range(pairs):
+        for r in range(count):
+            out[np.uintp(pair * SIDE + r)] = values[np.uintp(r * pairs + pair)]
+
+
+@njit
+@no_type_check
 def _by_number(like, step, task) -> None:
     """Computes an operation on single numbers, for some of them."""
     operation, count = step[0], step[6]
@@ -112,6 +126,7 @@ def queue_work(kind: int, format: int) -> CFunc:
         like, sums = np.empty(0, stored), np.empty(LANES, np.float32)
         wide = np.empty(OUTPUTS * call[2] * widens, np.float32)
         waited = 0
+        use_tiles(kind, 1)
         for number in range(call[0]):
             counters = call[1] + number * NUMBERS * 8
             step = carray(pointer(counters + FIELDS * 8), (NUMBERS - FIELDS,), np.int64)
@@ -134,8 +149,11 @@ def queue_work(kind: int, format: int) -> CFunc:
                     store_task(carray(pointer(step[3]), (STORE_NUMBERS,), np.int64), like, task)
                 elif step[0] == ATTEND:
                     attend_task(carray(pointer(step[3]), (ATTENTION_NUMBERS,), np.int64), like, task)
+                elif step[0] == PACK:
+                    _pack(step, task)
                 else:
                     _by_number(like, step, task)
                 fetch_and_increment(counters + 8)
+        use_tiles(kind, 0)
 
     return work(run)

@@ -23,8 +23,9 @@ from cacheprobe.ops.compiled.basics import (
     work,
 )
 from cacheprobe.ops.compiled.blocks import BLOCK, LOWEST, count_block, sum_block, widen_block
-from cacheprobe.ops.compiled.lanes import FLOAT32, OUTPUTS
+from cacheprobe.ops.compiled.lanes import FLOAT32, OUTPUTS, TILES
 from cacheprobe.ops.compiled.loops import multiply
+from cacheprobe.ops.compiled.tiles import SIDE, multiply_packed, use_tiles
 
 CHUNK = 512
 """Number of logits that have partial sums of their own."""
@@ -173,18 +174,28 @@ def targets_work(kind: int, format: int) -> CFunc:
         call = carray(data, (NUMBERS,), np.int64)
         targets = carray(pointer(call[3]), (call[5],), np.int64)
         inner, like = call[6], np.empty(0, stored)
-        wide = np.empty(OUTPUTS * inner * call[16], np.float32)
+        wide, of_block = np.empty(OUTPUTS * inner * call[16], np.float32), np.empty(SIDE, stored)
+        use_tiles(kind, 1)
         while True:
             row = fetch_and_increment(call.ctypes.data + 18 * 8)
             if row >= call[5]:
                 break
             token = max(targets[row], 0)
-            multiply(
-                kind, format, like, (1, 1, inner), (call[0] + row * call[8], call[8]),
-                (call[1] + token * call[9], call[9]), (call[2] + token * call[20], call[20]),
-                (call[21] + row * size, size), wide,
-            )  # fmt: skip
+            weight, bias = (call[1] + token * call[9], call[9]), (call[2] + token * call[20], call[20])
+            if kind == TILES:
+                first = row // SIDE * SIDE
+                places = (
+                    call[0] + first * call[8], 0, *weight, inner, *bias, np.int64(of_block.ctypes.data), size, SIDE
+                )  # fmt: skip
+                multiply_packed(kind, format, 0, 1, places)
+                carray(pointer(call[21]), (call[5],), stored)[row] = of_block[row - first]
+            else:
+                multiply(
+                    kind, format, like, (1, 1, inner), (call[0] + row * call[8], call[8]), weight, bias,
+                    (call[21] + row * size, size), wide,
+                )  # fmt: skip
             fetch_and_increment(call.ctypes.data + 19 * 8)
+        use_tiles(kind, 0)
 
     return work(run)
 
@@ -202,6 +213,7 @@ def states_work(kind: int, format: int) -> CFunc:
         thread, wide = fetch_and_increment(call.ctypes.data + 17 * 8), np.empty(CHUNK, np.float32)
         rows, inner, width, block = call[5], call[6], call[7], call[10]
         of_weight, logits = np.empty(OUTPUTS * inner * call[16], np.float32), np.empty(block * CHUNK, stored)
+        use_tiles(kind, 1)
         while True:
             first = fetch_and_increment(call.ctypes.data + 18 * 8) * CHUNK
             if first >= width:
@@ -216,6 +228,7 @@ def states_work(kind: int, format: int) -> CFunc:
                 )  # fmt: skip
                 _read_rows(call, logits, CHUNK, num_rows, r, first, count, thread, wide)
             fetch_and_increment(call.ctypes.data + 19 * 8)
+        use_tiles(kind, 0)
 
     return work(run)
 
