@@ -84,9 +84,9 @@ class TilePlaces(NamedTuple):
 def multiply_tile(_typing, kind, format, rows, outputs, fetches, places):
     """Computes a tile of values weight^T + bias, and stores it, rounded to nearest, ties to even.
 
-    kind, format, rows, outputs, fetches: constants; without effect if kind is TILES. `outputs` is OUTPUTS or 1.  fetches: 1 to load the weights of the
-    next outputs into the processor's cache meanwhile, else 0.  places: addresses and sizes of the `TilePlaces`, all
-    int64, in this order.
+    kind, format, rows, outputs, fetches: constants; without effect if kind is TILES. `outputs` is OUTPUTS or 1.
+    fetches: 1 to load the weights of the next outputs into the processor's cache meanwhile, else 0.  places: addresses
+    and sizes of the `TilePlaces`, all int64, in this order.
     """
     literals = kind, format, rows, outputs, fetches
     if not all(isinstance(one, types.IntegerLiteral) for one in literals):
@@ -124,7 +124,7 @@ def _emit(builder: ir.IRBuilder, shape: tuple[int, int, int, int, int], places: 
         return builder.load(builder.inttoptr(address(base, step, number), register.as_pointer()), align=size)
 
     for o in range(outputs if fetches else 0):
-        prefetch(builder, address(weight, weight_step, outputs + o))
+        _fetch(builder, address(weight, weight_step, outputs + o))
     of_outputs = [load(weight, weight_step, o) for o in range(outputs)]
     new = []
     for r in range(rows):
@@ -148,7 +148,7 @@ def _emit(builder: ir.IRBuilder, shape: tuple[int, int, int, int, int], places: 
         builder.store(row, place, align=4 if format == FLOAT32 else 2)
 
 
-def prefetch(builder: ir.IRBuilder, address: Emitted) -> None:
+def _fetch(builder: ir.IRBuilder, address: Emitted) -> None:
     """Emits a hint to load the bytes at an address into the processor's cache."""
     byte, name = ir.IntType(8).as_pointer(), "llvm.prefetch.p0i8"
     function = builder.module.globals.get(name)

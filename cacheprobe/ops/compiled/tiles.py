@@ -13,7 +13,7 @@ from numba import types  # pyright: ignore[reportPrivateImportUsage]
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from cacheprobe.ops.compiled.lanes import FLOAT32, TILES, Emitted, in_format, lanes_of, prefetch
+from cacheprobe.ops.compiled.lanes import FLOAT32, TILES, Emitted, in_format, lanes_of
 
 SIDE = 16
 """Rows, and outputs, of a tile of sums."""
@@ -149,9 +149,6 @@ def _emit(builder: ir.IRBuilder, format: int, outputs: int, blocks: int, places:
         _load(builder, _WEIGHTS + o % 2, _row(builder, weight, places.weight_step, SIDE * o), step)
         for _, b, sums in tiles[o * blocks : (o + 1) * blocks]:
             _call(builder, "tdpbf16ps", sums, _BYTE(_WEIGHTS + o % 2), _BYTE(_VALUES + b))
-    if blocks == 1 and outputs:  # with more rows the products take longer than the loads
-        for number in range(SIDE * outputs):
-            prefetch(builder, _row(builder, weight, places.weight_step, SIDE * outputs + number))
     after = builder.add(at, _LONG(_STEP_BYTES))
     at.add_incoming(after, builder.block)
     builder.cbranch(builder.icmp_signed("<", after, builder.mul(places.inner, _LONG(2))), loop, end)
