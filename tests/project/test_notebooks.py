@@ -28,7 +28,7 @@ def code(notebook: NotebookNode) -> list[NotebookNode]:
 
 
 def test_there_is_a_notebook_for_every_source() -> None:
-    assert len(SOURCES) >= 6
+    assert len(SOURCES) >= 7
     assert {path.stem for path in FOLDER.glob("*.ipynb")} == {path.stem for path in SOURCES}
 
 

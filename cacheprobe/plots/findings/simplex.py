@@ -24,9 +24,9 @@ def simplex_figure(table: pd.DataFrame) -> go.Figure:
             f"rgb({255 * a:.0f},{255 * b:.0f},{255 * c:.0f})" for a, b, c in zip(own.a, own.b, own.c, strict=True)
         ]
         figure.add_scattergl(
-            x=(own.y + own.z / 2).tolist(), y=(own.z * 3**0.5 / 2).tolist(), mode="markers", showlegend=False,
-            marker=dict(size=3, color=colors), row=1, col=column,
-            customdata=own[["a", "b", "c", "x", "y", "z"]].to_numpy(),
+            x=(own.y + own.z / 2).to_numpy("float32"), y=(own.z * 3**0.5 / 2).to_numpy("float32"), mode="markers",
+            showlegend=False, marker=dict(size=3, color=colors), row=1, col=column,
+            customdata=own[["a", "b", "c", "x", "y", "z"]].to_numpy("float32"),  # half the bytes of a stored figure
             hovertemplate=f"{panel}: belief "
             + ", ".join(f"%{{customdata[{i}]:.2f}}" for i in range(3)) + "<br>at position "
             + ", ".join(f"%{{customdata[{i}]:.2f}}" for i in range(3, 6)) + "<extra></extra>",
