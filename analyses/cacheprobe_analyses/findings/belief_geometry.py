@@ -68,7 +68,7 @@ class BeliefGeometry(Finding):
     )  # fmt: skip
     presets = {
         "tiny": Settings(2, 16, 6, 32, 20, 20, 3e-3, 60, 50),
-        "small": Settings(mess3_steps=300, rrxor_steps=1500, sequences=600),
+        "small": Settings(mess3_steps=200, rrxor_steps=400, sequences=400),
         "full": Settings(),
     }
 

@@ -70,7 +70,7 @@ class MarkovCircuit(Finding):
     )
     presets = {
         "tiny": Settings(12, 16, 32, 64, 20, 60, 2, 1, batch=32, position=8),
-        "small": Settings(analysis=400),
+        "small": Settings(train=600, validation=150, analysis=300, epochs=12),
         "full": Settings(),
     }
 
