@@ -111,6 +111,7 @@ def _record(imported: Imported, disk: ToDisk) -> None:
             one = imported.generations[number]
             writer.on_finish(Finished(number, one.last_step, one.finish, one.generated))
         writer.end_round((), is_last=True)
+    writer.wait()
     disk.finish(meta)
 
 

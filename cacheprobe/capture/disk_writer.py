@@ -3,10 +3,13 @@
 A part is written if the recorder holds `part_bytes`, or after a time that grows with the run. It is named in the
 journal at the end of a round of the main loop only: then every admitted request has read its prompt, so that a run can
 be continued there. `trace/parts/growing.py` reads the parts.
+
+The files and the journal are written in the background, in their order. The next part is taken from the recorder when
+the files of the one before are on the disk.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
 import torch
@@ -17,6 +20,7 @@ from cacheprobe.capture.part import Source
 from cacheprobe.core.records import Finished, Observer, Request, StepRecord
 from cacheprobe.core.values import JsonDict
 from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.trace.parts.background import Background
 from cacheprobe.trace.parts.growing import GrowingRun
 from cacheprobe.trace.parts.journal import Journal, append_part, last_step, next_number, waiting_file
 from cacheprobe.trace.places import Recording, saying_why
@@ -31,7 +35,7 @@ SECONDS, _SHARE = 2.0, 0.01
 """A part is written after this many seconds, or after this share of the run's time if that is longer: a run of hours
 has some hundred parts."""
 _COPIES = 3
-"""A part is in memory three times while it is written: as recorded, joined, and as bytes of a file."""
+"""Parts in memory at most: one that is written, one as recorded, and that one joined."""
 
 
 def part_bytes_of(budget: int) -> int:
@@ -43,14 +47,23 @@ class DiskWriter(Observer):
     """Writes the parts of one run. Must receive the events of the run after its recorder."""
 
     def __init__(
-        self, recorder: Source, place: Recording, part_bytes: int, journal: Journal, requests: Sequence[Request]
+        self,
+        recorder: Source,
+        place: Recording,
+        part_bytes: int,
+        journal: Journal,
+        requests: Sequence[Request],
+        background: Background,
     ) -> None:
         """Prepares a writer for the run of `recorder`, into the directory of `place`.
 
-        part_bytes: see `part_bytes_of`.  journal: the run's journal so far.  requests: all of the run.
+        part_bytes: see `part_bytes_of`.  journal: the run's journal so far.  requests: all of the run.  background:
+        runs the writer's jobs alone.
         """
         self.recorder, self.place, self.part_bytes, self.requests = recorder, place, part_bytes, requests
+        self._background = background
         self._files = RunFiles(place.directory, place.staging, place.run_id)
+        """Used by the background's jobs alone."""
         self._number = next_number(journal)
         self._tokens, self._texts = journal.tokens, GrowingRun(journal).texts
         self._names: dict[str, list[str]] = {}
@@ -91,28 +104,43 @@ class DiskWriter(Observer):
         """Names the written files in the journal, with what the recorder holds now, if a part is due.
 
         states: of all requests.  is_last: a part is due in any case.
-        Raises: TraceError for an error of the file system, such as a full disk; the parts in the journal stay.
+        Raises: as `wait`, for files of an earlier part.
         """
         now = time.monotonic()
         is_due = self._names or now - self._last >= max(SECONDS, _SHARE * (now - self._began))
         if not (is_last or is_due):
             return
         self._write()
-        before = self._waiting
-        with saying_why(self.place.directory, self._kept):
-            append_part(self.place.directory, self._part({str(s.request_id): s.error for s in states if s.error}))
-            if before is not None:
-                (self.place.directory / before).unlink(missing_ok=True)
+        earlier, part = self._waiting, self._part({str(s.request_id): s.error for s in states if s.error})
+        waiting = self._take_waiting()
+        name = self._waiting
+        self._in_background(lambda: self._append(part, name, waiting, earlier))
         self._last = time.monotonic()
         self._names, self._labelled, self._committed, self._roles, self._finished = {}, [], {}, {}, {}
         self._seen_tokens |= self._new_tokens
         self._new_tokens = set()
-        self._files.sizes, self._files.sha256, self._files.blocks = {}, {}, {}
+
+    def wait(self) -> None:
+        """Waits until the files and the journal are on the disk. Raises: TraceError for an error of the file system,
+        such as a full disk; the parts in the journal stay."""
+        self._background.wait()
 
     # -- files
 
+    def _in_background(self, job: Callable[[], object]) -> None:
+        """Lets the background run a job, whose errors of the file system become TraceErrors."""
+        directory, kept = self.place.directory, self._kept
+
+        def run() -> None:
+            with saying_why(directory, kept):
+                job()
+
+        self._background.add(run)
+
     def _write(self) -> None:
-        """Writes what the recorder holds as files that the journal does not name yet."""
+        """Takes what the recorder holds, and lets it be written as files that the journal does not name yet."""
+        if self.recorder.num_bytes:
+            self.wait()
         part, texts_of = self.recorder.take(), self.recorder.token_texts
         self._labelled += [[number, row.role, row.status, row.state_index] for number, row in part.labelled]
         rows = tables.rows_table(part.rows, texts_of)
@@ -120,22 +148,21 @@ class DiskWriter(Observer):
         events = tables.events_table(part.steps)
         tokens = tables.tokens_table(rows, self._committed, events, part.columns, texts_of).token_id
         self._new_tokens |= {*tokens.tolist()} - self._seen_tokens
-        with saying_why(self.place.directory, self._kept):
-            for kind, table in (("rows", rows), ("events", events), ("ledger", tables.ledger_table(part.ledger))):
-                if len(table):
-                    self._write_table(kind, table)
-            if part.thoughts:
-                assert self.recorder.model is not None
-                self._write_table("thoughts", thought_lines(part.thoughts, self.requests, self.recorder.model))
-                logits = first_logits(part.thoughts)
-                self._write_tensors("thoughts", {"states": thought_states(part.thoughts), "first_logits": logits})
-            states = {tensor_key(*place): tensor.contiguous() for place, tensor in part.states.items()}
-            for kind, tensors in (("states", states), ("readings", part.columns), ("features", part.features)):
-                # a run that keeps no row has a file of states too, with empty tensors
-                is_first = kind == "states" and tensors and not self._has_states
-                if is_first or any(tensor.numel() for tensor in tensors.values()):
-                    self._write_tensors(kind, tensors)
-                    self._has_states |= kind == "states"
+        for kind, table in (("rows", rows), ("events", events), ("ledger", tables.ledger_table(part.ledger))):
+            if len(table):
+                self._write_table(kind, table)
+        if part.thoughts:
+            assert self.recorder.model is not None
+            self._write_table("thoughts", thought_lines(part.thoughts, self.requests, self.recorder.model))
+            logits = first_logits(part.thoughts)
+            self._write_tensors("thoughts", {"states": thought_states(part.thoughts), "first_logits": logits})
+        states = {tensor_key(*place): tensor.contiguous() for place, tensor in part.states.items()}
+        for kind, tensors in (("states", states), ("readings", part.columns), ("features", part.features)):
+            # a run that keeps no row has a file of states too, with empty tensors
+            is_first = kind == "states" and tensors and not self._has_states
+            if is_first or any(tensor.numel() for tensor in tensors.values()):
+                self._write_tensors(kind, tensors)
+                self._has_states |= kind == "states"
         self._number += 1
 
     @property
@@ -146,15 +173,17 @@ class DiskWriter(Observer):
 
     def _write_table(self, kind: str, table: pd.DataFrame) -> None:
         name = f"{kind}-{self.place.run_id}-{self._number:05d}.parquet"
-        self._files.write(name, lambda path: table.to_parquet(path, index=False))
+        self._in_background(lambda: self._files.write(name, lambda path: table.to_parquet(path, index=False)))
         self._names.setdefault(kind, []).append(name)
 
     def _write_tensors(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
-        name = self._files.write_tensors(f"{kind}-{self.place.run_id}-{self._number:05d}.safetensors", tensors)
+        name = f"{kind}-{self.place.run_id}-{self._number:05d}.safetensors"
+        self._in_background(lambda: self._files.write_tensors(name, tensors))
         self._names.setdefault(kind, []).append(name)
 
     def _part(self, errors: Mapping[str, str]) -> JsonDict:
-        """Returns the line of the journal for what was written since the last one."""
+        """Returns the line of the journal for what was taken since the last one, without the checksums of its files and
+        without waiting rows."""
         recorder, reader, new = self.recorder, self.recorder.reader, sorted(self._new_tokens)
         masses = dict(list(recorder.answer_mass.items())[self._num_masses :])
         self._num_masses = len(recorder.answer_mass)
@@ -165,9 +194,6 @@ class DiskWriter(Observer):
             "num_rows": recorder.num_taken,
             "num_states": recorder.num_states,
             "names": self._names,
-            "files": self._files.sizes,
-            "sha256": self._files.sha256,
-            "blocks": self._files.blocks,
             "labelled": self._labelled,
             "committed": _by_text(self._committed),
             "roles": _by_text(self._roles),
@@ -176,7 +202,6 @@ class DiskWriter(Observer):
             "finish": _by_text({number: finished.reason for number, finished in self._finished.items()}),
             "errors": dict(errors),
             "answer_mass": _by_text(masses),
-            "waiting": self._write_waiting([] if reader is None else reader.waiting),
             "lens_errors": {} if reader is None else _by_text(reader.errors),
             "preemptions": recorder.preemptions,
             "self_checks": {"compared": recorder.num_compared, "differences": recorder.differences},
@@ -193,21 +218,33 @@ class DiskWriter(Observer):
         num_kept = shorter if is_longer else next((i for i in range(shorter) if earlier[i] != now[i]), shorter)
         return num_kept, now[num_kept:]
 
-    def _write_waiting(self, waiting: Sequence[Queued]) -> JsonDict | None:
-        """Writes the rows that wait for their next token; returns the file's name and checksums, None without rows."""
-        self._waiting = None
+    def _take_waiting(self) -> dict[str, Tensor]:
+        """Returns the rows that wait for their next token, as tensors of a file, which it names; {} without rows."""
+        waiting: Sequence[Queued] = [] if self.recorder.reader is None else self.recorder.reader.waiting
+        self._waiting = f"waiting-{self.place.run_id}-{self._number:05d}.safetensors" if waiting else None
         if not waiting:
-            return None
-        places = [[q.row, q.position, q.request_id, q.step, len(q.layers)] for q in waiting]
-        tensors = {
-            "places": torch.tensor(places),
+            return {}
+        return {
+            "places": torch.tensor([[q.row, q.position, q.request_id, q.step, len(q.layers)] for q in waiting]),
             "states": torch.cat([q.states for q in waiting]).cpu(),
             "layers": torch.cat([q.layers for q in waiting]).cpu(),
         }
-        name = f"waiting-{self.place.run_id}-{self._number:05d}.safetensors"
-        files = RunFiles(self.place.directory, self.place.staging, self.place.run_id)
-        self._waiting = files.write_tensors(name, tensors)
-        return {"name": name, "files": files.sizes, "sha256": files.sha256, "blocks": files.blocks}
+
+    def _append(self, part: JsonDict, name: str | None, waiting: Mapping[str, Tensor], earlier: str | None) -> None:
+        """Appends a part to the journal, with the checksums of its files, which are on the disk.
+
+        name: of the file of `waiting` rows, which is written first.  earlier: of that of the part before, which is
+        deleted; None if there is none.
+        """
+        directory, line = self.place.directory, {**part, **self._files.checksums, "waiting": None}
+        if name is not None:
+            files = RunFiles(directory, self.place.staging, self.place.run_id)
+            files.write_tensors(name, waiting)
+            line["waiting"] = {"name": name, **files.checksums}
+        append_part(directory, line)
+        self._files.clear()
+        if earlier is not None:
+            (directory / earlier).unlink(missing_ok=True)
 
 
 def _by_text(values: Mapping[int, object]) -> JsonDict:

@@ -19,6 +19,7 @@ from cacheprobe.core.records import Request
 from cacheprobe.core.values import JsonDict, num_bytes
 from cacheprobe.engine.sizes import available_bytes
 from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.trace.parts.background import Background
 from cacheprobe.trace.parts.growing import GrowingRun
 from cacheprobe.trace.parts.journal import Journal, begin_journal, cut_journal, read_journal
 from cacheprobe.trace.places import Recording, free_beside, recording, saving, saying_why
@@ -33,6 +34,8 @@ class ToDisk:
 
     place: Recording
     part_bytes: int
+    background: Background
+    """Writes the files while the run goes on."""
     journal: Journal | None = None
     stop: Stop | None = None
     """Says whether Ctrl-C stopped the run; None for a run that Ctrl-C does not stop."""
@@ -58,7 +61,7 @@ class ToDisk:
                 _delete_unnamed(journal)
             writer = None
         restore_recorder(recorder, states, journal)
-        return writer or DiskWriter(recorder, self.place, self.part_bytes, journal, requests)
+        return writer or self._writer(recorder, journal, requests)
 
     def begin_new(
         self, source: Source, requests: Sequence[Request], meta: JsonDict, sites: Mapping[str, Sequence[object]]
@@ -73,10 +76,14 @@ class ToDisk:
         content = {"run_id": self.place.run_id, "requests": records, "meta": meta, "from_snapshots": started}
         with saying_why(directory):
             begin_journal(directory, {**content, **sites})
-        return DiskWriter(source, self.place, self.part_bytes, _journal_in(directory), requests)
+        return self._writer(source, _journal_in(directory), requests)
+
+    def _writer(self, source: Source, journal: Journal, requests: Sequence[Request]) -> DiskWriter:
+        return DiskWriter(source, self.place, self.part_bytes, journal, requests, self.background)
 
     def finish(self, meta: JsonDict) -> Path:
-        """Writes one table of each kind, and the manifest; returns the directory of the run. meta: of the whole run.
+        """Writes one table of each kind, and the manifest; returns the directory of the run. Call it after
+        `DiskWriter.wait`. meta: of the whole run.
 
         If Ctrl-C stopped a run that was to replace a finished one, the finished run stays, and the stopped one gets a
         directory beside it; see `places.free_beside`.
@@ -116,6 +123,7 @@ def assemble_on_disk(
     if recorder.reader is not None:
         recorder.reader.require_ended()
     writer.end_round(states, is_last=True)
+    writer.wait()
     run = GrowingRun(_journal_in(directory))
     has_readings, has_thoughts = (bool(run.journal.names(kind)) for kind in ("readings", "thoughts"))
     before = meta_before(recorder, fingerprint, config, capture, meta, has_thoughts)
@@ -186,5 +194,5 @@ def to_disk(
         return
     budget = (available_bytes() or 2**32) // 4 if memory_budget is None else num_bytes("memory_budget", memory_budget)
     run_id = secrets.token_hex(4) if journal is None else journal.run_id
-    with recording(Path(out), run_id, overwrite=overwrite) as place:
-        yield ToDisk(place, part_bytes_of(budget), journal, stop)
+    with recording(Path(out), run_id, overwrite=overwrite) as place, Background() as background:
+        yield ToDisk(place, part_bytes_of(budget), background, journal, stop)

@@ -6,7 +6,6 @@ damaged byte: a header, a footer and a page header of Parquet, which page checks
 rest. The checksum is XXH3 of 128 bits, as for weights (models/facts.py): 27 GB/s on a core that computes SHA-256 at 2.
 """
 
-import hashlib
 import io
 import os
 import shutil
@@ -22,6 +21,7 @@ import xxhash
 from cacheprobe.core.files import sha256_of_file
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.manifest import BLOCK_BYTES, BLOCK_HEX, TraceError, stored_manifest
+from cacheprobe.trace.migrate import FIRST_WITH_CHECKSUMS
 
 _COLUMNS = {
     "rows": "row request_id step phase position token_id num_layers token state_index role status",
@@ -36,15 +36,14 @@ _COLUMNS = {
 """Columns that a table has in every trace format, by the first part of the file name."""
 
 
-def checksums_of(path: Path) -> tuple[int, str, str]:
-    """Returns (size in bytes, SHA-256 as hex text, checksums of the blocks as one hex text) of a file."""
-    sha256, blocks, size = hashlib.sha256(), [], 0
+def checksums_of(path: Path) -> tuple[int, str]:
+    """Returns (size in bytes, checksums of the blocks as one hex text) of a file."""
+    blocks, size = [], 0
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
-            sha256.update(block)
             blocks.append(xxhash.xxh3_128_hexdigest(block))
             size += len(block)
-    return size, sha256.hexdigest(), "".join(blocks)
+    return size, "".join(blocks)
 
 
 class CheckedFiles:
@@ -58,7 +57,7 @@ class CheckedFiles:
         self.directory = directory
         self.sizes: dict[str, int] = manifest["files"]
         self._blocks: dict[str, str] = manifest["blocks"]
-        self._sha256: dict[str, str] = manifest["sha256"]
+        self._sha256: dict[str, str] = manifest.get("sha256", {})
         self._compared: set[str] = set()
         """Files without checksums of blocks that were compared as a whole."""
 
@@ -119,21 +118,20 @@ class CheckedFiles:
         difference; None if there is none."""
         path = self.directory / name
         try:
-            size, sha256, _ = checksums_of(path)
-            if size != self.sizes[name]:
+            if (size := path.stat().st_size) != self.sizes[name]:
                 return f"{name} has {size} bytes instead of {self.sizes[name]}"
-            if sha256 == self._sha256.get(name, sha256):
-                return None
-            place = None
-            for start in range(0, size if name in self._blocks else 0, BLOCK_BYTES):
-                with path.open("rb") as file:
-                    file.seek(start)
+            if name not in self._blocks:
+                if name not in self._sha256 or sha256_of_file(path) == self._sha256[name]:
+                    return None
+                return f"{name} was changed after the run was saved: its checksum differs"
+            with path.open("rb") as file:
+                for number in range(-(-size // BLOCK_BYTES)):
                     block = np.frombuffer(file.read(BLOCK_BYTES), np.uint8)
-                if place := self._damage(name, block, start // BLOCK_BYTES):
-                    break
+                    if place := self._damage(name, block, number):
+                        return f"{name} was changed after the run was saved: {place} differ"
         except FileNotFoundError:
             return f"{name} is missing"
-        return f"{name} was changed after the run was saved: {place or 'its checksum'} differ{'' if place else 's'}"
+        return None
 
     def copy(self, name: str, path: Path) -> None:
         """Makes `path` a second name of a file's bytes, after comparing them with their checksums; copies the bytes if
@@ -220,7 +218,7 @@ class _Readable(io.RawIOBase):
 
 
 def damaged_files(directory: Path) -> tuple[int, list[str]]:
-    """Compares the files of a saved run with their sizes and SHA-256 checksums.
+    """Compares the files of a saved run with their sizes and checksums.
 
     Returns (number of files compared, manifest.json included; a list with one sentence for each file that differs or is
     missing). A run of trace format 3 or older has no checksums: 0 files are compared, by their sizes alone.
@@ -231,4 +229,4 @@ def damaged_files(directory: Path) -> tuple[int, list[str]]:
         return 1, [fault]
     files = CheckedFiles(directory, manifest)
     faults = [fault for name in files.sizes if (fault := files.fault(name))]
-    return len(manifest["sha256"]) + 1 if manifest["sha256"] else 0, faults
+    return len(files.sizes) + 1 if manifest["stored_version"] >= FIRST_WITH_CHECKSUMS else 0, faults

@@ -27,7 +27,7 @@ _STORED = {"run_id": str, "files": {str: int}, "shards": [str], "sites": [str], 
 """What a manifest of every trace format holds. A dict gives required keys, or with the key `str` the type of every
 value; a list the type of every item; a tuple the allowed types; None is null."""
 _MIGRATED = {
-    "heads": [str], "sha256": {str: str}, "blocks": {str: str},
+    "heads": [str], "blocks": {str: str},
     "requests": [{"arrival_step": int, "sample_of": (int, None)}],
     "meta": {"errors": dict, "preemptions": list, "capture": {"heads": list}},
 }  # fmt: skip
@@ -145,7 +145,7 @@ def _require_files(manifest: JsonDict, path: Path) -> None:
     for name, size in files.items():
         if Path(name).name != name:
             raise TraceError(f"{path} names a file of another folder, {name}; restore the manifest")
-        if version >= FIRST_WITH_CHECKSUMS and name not in manifest["sha256"]:
+        if FIRST_WITH_CHECKSUMS <= version < FIRST_WITH_BLOCKS and name not in manifest["sha256"]:
             raise TraceError(f"{path} lacks sha256.{name}; run it again or restore the file")
         if (
             version >= FIRST_WITH_BLOCKS

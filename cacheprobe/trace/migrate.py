@@ -13,6 +13,7 @@ Each version, and what it added or renamed:
     8   a checksum of each block of 1 MiB of every file
     9   states of one site and layer in several files, in the order of `shards`
     10  states rounded to int8; the capture settings statuses, every and keep
+    11  no SHA-256 of files: their blocks have checksums
 
 Reading changes no file on the disk; `cacheprobe migrate` rewrites a run in the newest format.
 `meta["missing"]` lists the data that an older version did not record, so asking for the data raises an error instead of
@@ -88,6 +89,12 @@ def _from_9(old: Manifest) -> Manifest:
     return {**old, "format_version": 10}
 
 
+def _from_10(old: Manifest) -> Manifest:
+    """Returns a manifest of trace format 10 as format 11, without checksums of files whose blocks have them."""
+    sha256 = {name: digest for name, digest in old["sha256"].items() if name not in old["blocks"]}
+    return {**old, "format_version": 11, "sha256": sha256}
+
+
 _STEPS: dict[int, Callable[[Manifest], Manifest]] = {
     1: _from_1,
     2: _from_2,
@@ -98,6 +105,7 @@ _STEPS: dict[int, Callable[[Manifest], Manifest]] = {
     7: _from_7,
     8: _from_8,
     9: _from_9,
+    10: _from_10,
 }
 
 OLDEST, NEWEST = min(_STEPS), max(_STEPS) + 1

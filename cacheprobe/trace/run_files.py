@@ -58,13 +58,21 @@ class RunFiles:
     def __init__(self, directory: Path, staging: Path, run_id: str) -> None:
         self.directory, self.staging, self.run_id = directory, staging, run_id
         self.sizes: dict[str, int] = {}
-        self.sha256: dict[str, str] = {}
         self.blocks: dict[str, str] = {}
+
+    @property
+    def checksums(self) -> JsonDict:
+        """Sizes of the written files, and checksums of their blocks, as in a manifest."""
+        return {"files": self.sizes, "blocks": self.blocks}
+
+    def clear(self) -> None:
+        """Forgets the sizes and checksums of the files written so far."""
+        self.sizes, self.blocks = {}, {}
 
     def write(self, name: str, fill: Callable[[Path], object]) -> str:
         """Calls `fill` on a path of its own, flushes that file to the disk, gives it its name, and returns the name."""
         self._write_whole(name, fill)
-        self.sizes[name], self.sha256[name], self.blocks[name] = checksums_of(self.directory / name)
+        self.sizes[name], self.blocks[name] = checksums_of(self.directory / name)
         return name
 
     def write_tensors(self, name: str, tensors: "Mapping[str, Tensor]") -> str:
@@ -85,9 +93,7 @@ class RunFiles:
             "format": "cacheprobe trace",
             "format_version": FORMAT_VERSION,
             "run_id": self.run_id,
-            "files": self.sizes,
-            "sha256": self.sha256,
-            "blocks": self.blocks,
+            **self.checksums,
             "shards": list(shards),
             **sites,
             "requests": list(requests),

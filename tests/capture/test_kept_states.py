@@ -242,7 +242,7 @@ def test_a_journal_of_version_1_is_read_and_one_of_a_newer_version_refused(tmp_p
     from cacheprobe.trace.parts import journal as journals
 
     lines = [journals._content(line) for line in path.read_bytes().splitlines(keepends=True)]
-    for version in (1, 5):
+    for version in (1, 6):
         older = [{**lines[0], "version": version}] + [
             {**line, "labelled": [one[:3] for one in line["labelled"]]} for line in lines[1:]
         ]
@@ -251,8 +251,8 @@ def test_a_journal_of_version_1_is_read_and_one_of_a_newer_version_refused(tmp_p
     old, new = cp.load_trace(tmp_path / "1"), cp.load_trace(tmp_path / "run")
     pd.testing.assert_frame_equal(old.row_table, new.row_table)
     assert np.array_equal(old.store.all_of("S", 0), new.store.all_of("S", 0))
-    with pytest.raises(TraceError, match="reads versions 1 to 4"):
-        read_journal(tmp_path / "5")
+    with pytest.raises(TraceError, match="reads versions 1 to 5"):
+        read_journal(tmp_path / "6")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.capture import disk_writer
 from cacheprobe.ops.equality import bitwise
+from cacheprobe.trace.parts.background import Background
 from cacheprobe.trace.parts.following import FollowedRun
 from tests.capture.test_to_disk import _part_each_round, _Stopped, require_equal  # noqa: F401  (a fixture)
 from tests.thinking.test_thinking_engine import FREE, PROMPTS, RUN, lm
@@ -55,7 +56,10 @@ def test_thoughts_on_disk_are_those_in_memory(name: str, tmp_path: Path) -> None
             require_equal_thoughts(trace, in_memory)
 
 
-def test_thoughts_are_read_while_they_grow(tmp_path: Path) -> None:
+def test_thoughts_are_read_while_they_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each job is waited for: both readers see the same parts."""
+    add = Background.add
+    monkeypatch.setattr(Background, "add", lambda self, job: (add(self, job), self.wait()))
     settings = {name: value for name, value in LONG.items() if name != "progress"}
     stream = cp.stream(lm(True), PROMPTS, **settings, drafter=EARLY, out=tmp_path / "run")
     counts = []

@@ -70,8 +70,8 @@ def test_a_flipped_bit_is_harmless_or_one_error_with_its_place(run: Path, tmp_pa
 def files(tmp_path: Path) -> CheckedFiles:
     """A file of three blocks and a half."""
     (tmp_path / "a").write_bytes(np.random.default_rng(0).bytes(3 * BLOCK_BYTES + 100))
-    size, sha256, blocks = checksums_of(tmp_path / "a")
-    return CheckedFiles(tmp_path, {"files": {"a": size}, "blocks": {"a": blocks}, "sha256": {"a": sha256}})
+    size, blocks = checksums_of(tmp_path / "a")
+    return CheckedFiles(tmp_path, {"files": {"a": size}, "blocks": {"a": blocks}})
 
 
 def test_a_part_is_read_though_another_part_is_damaged(files: CheckedFiles) -> None:
@@ -143,7 +143,7 @@ def rewritten(directory: Path, change: Callable[[JsonDict], object]) -> None:
         (lambda m: m.update(layers=[0, True]), r"layers\[1\] is not a whole number"),
         (lambda m: m["files"].pop(f"rows-{m['run_id']}.parquet"), r"lacks files\.rows-"),
         (lambda m: m["files"].pop(m["shards"][0]), r"lacks files\.states-"),
-        (lambda m: m["sha256"].pop(m["shards"][0]), r"lacks sha256\.states-"),
+        (lambda m: m.update(format_version=7, sha256={}), r"lacks sha256\."),
         (lambda m: m["blocks"].update({m["shards"][0]: "00"}), "lacks checksums of blocks.states-"),
         (lambda m: m["files"].update({"../other": 1}), "names a file of another folder, ../other"),
         (lambda m: m.update(format_version=99), "trace format 99, this cacheprobe reads 1 to .*a newer cacheprobe"),
@@ -211,7 +211,7 @@ def test_a_run_without_checksums_raises_no_error_of_a_library(
     path = next(copy.glob(f"{name}-*"))
     write(path)
     manifest = json.loads((copy / "manifest.json").read_text(encoding="utf-8"))
-    old = {k: v for k, v in manifest.items() if k not in ("sha256", "blocks", "manifest_sha256")}
+    old = {k: v for k, v in manifest.items() if k not in ("blocks", "manifest_sha256")}
     old["files"][path.name] = path.stat().st_size
     (copy / "manifest.json").write_text(json.dumps({**old, "format_version": 3}), encoding="utf-8")
     where = copy if "holds no states" in said else path

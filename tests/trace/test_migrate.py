@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
+from cacheprobe.core.files import sha256_of_file
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.dashboard.tabs import compare
 from cacheprobe.ops.equality import close
@@ -163,7 +164,8 @@ def test_a_setting_of_format_5_has_its_new_name(tmp_path: Path) -> None:
     path = trace.save(tmp_path / "run") / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["meta"]["config"]["kv_rows"] = manifest["meta"]["config"].pop("max_kv_tokens")
-    path.write_text(json.dumps({**manifest, "format_version": 5, "manifest_sha256": None}))
+    sha256 = {name: sha256_of_file(tmp_path / "run" / name) for name in manifest["files"]}
+    path.write_text(json.dumps({**manifest, "format_version": 5, "sha256": sha256, "manifest_sha256": None}))
     assert cp.load_trace(tmp_path / "run").meta["config"] == trace.meta["config"]
 
 

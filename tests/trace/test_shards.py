@@ -29,8 +29,7 @@ def stored(directory: Path, dtype: torch.dtype = torch.float32) -> ShardStore:
         made = {f"{site}.{layer}": torch.randn(count, WIDTH, generator=draw) for site in "SC" for layer in (0, 4)}
         tensors = {key: states.to(dtype) for key, states in made.items()}
         files.write(f"{number}.safetensors", lambda path, tensors=tensors: save_file(tensors, path))
-    manifest = {"files": files.sizes, "blocks": files.blocks, "sha256": files.sha256}
-    return ShardStore(CheckedFiles(directory, manifest), list(files.sizes), "SC", [0, 4])
+    return ShardStore(CheckedFiles(directory, files.checksums), list(files.sizes), "SC", [0, 4])
 
 
 @pytest.fixture

@@ -232,7 +232,7 @@ class GrowingRun:
         if (first := next(pieces, None)) is not None:
             files.write(f"hypotheses-{run_id}.parquet", lambda path: _write_pieces(path, first, pieces))
         sums, shards = self.journal.checksums, self.journal.names("states")
-        for kept, of_files in ((files.sizes, "files"), (files.sha256, "sha256"), (files.blocks, "blocks")):
+        for of_files, kept in files.checksums.items():
             kept |= {name: sums[of_files][name] for name in shards}
         tokens, texts = self.journal.tokens, self.texts
         requests = [

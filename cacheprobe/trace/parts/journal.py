@@ -16,8 +16,9 @@ from cacheprobe.core.files import fsync
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.manifest import JOURNAL, TraceError
 
-_FORMAT, _VERSION, _READ = "cacheprobe journal", 4, (1, 2, 3, 4)
-"""Version 2: states as int8; the state_index of rows in `labelled`. Version 3: thoughts. Version 4: features."""
+_FORMAT, _VERSION, _READ = "cacheprobe journal", 5, (1, 2, 3, 4, 5)
+"""Version 2: states as int8; the state_index of rows in `labelled`. Version 3: thoughts. Version 4: features. Version
+5: no SHA-256 of files."""
 _SUM = 32
 """Length of a line's checksum."""
 
@@ -43,7 +44,7 @@ class Journal:
     @property
     def checksums(self) -> JsonDict:
         """Sizes and checksums of the files of all parts, as in a manifest."""
-        named = {name: {} for name in ("files", "sha256", "blocks")}
+        named = {name: {} for name in ("files", "blocks")}
         for part in self.parts:
             for name, of_files in named.items():
                 of_files |= part[name]
