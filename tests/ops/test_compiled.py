@@ -1,7 +1,6 @@
 """The loops that numba compiles: their numbers, batch-invariance, the choice between them and torch, and a model on
 them."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ import cacheprobe as cp
 from cacheprobe.cli.app import verify
 from cacheprobe.models.base import ModelError
 from cacheprobe.ops.compiled import choice, queue
-from cacheprobe.ops.compiled.choice import CompiledOperations, choose
+from cacheprobe.ops.compiled.choice import choose
 from cacheprobe.ops.compiled.lanes import FLOATS, PAIRS, TILES
 from cacheprobe.ops.compiled.product import CompiledProduct
 from cacheprobe.ops.compiled.readout import CompiledReadout
@@ -30,7 +29,7 @@ CPU = torch.device("cpu")
 HAS_PAIRS = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
 CASES = [(FLOATS, torch.float32), (FLOATS, torch.bfloat16), (FLOATS, torch.float16)]
 CASES += [(PAIRS, torch.bfloat16)] if HAS_PAIRS else []
-CASES += [(TILES, torch.bfloat16)] if choose(torch.bfloat16, CPU).reason.startswith("matrix units") else []
+CASES += [(TILES, torch.bfloat16)] if choice._kind(torch.bfloat16, CPU)[0] == TILES else []
 NAMES = {FLOATS: "floats", PAIRS: "pairs", TILES: "tiles"}
 IDS = [f"{NAMES[kind]}-{str(dtype).removeprefix('torch.')}" for kind, dtype in CASES]
 all_cases = pytest.mark.parametrize(("kind", "dtype"), CASES, ids=IDS)
@@ -228,96 +227,36 @@ def test_a_run_is_verified_on_its_own_operations(path: str, tmp_path: Path) -> N
     assert verify(tmp_path / "run", progress=False) == 0
 
 
-def capabilities(**named: object) -> dict[str, object]:
-    return {"architecture": "x86_64", "avx2": True, "fma3": True, "cpu_name": "AMD EPYC", **named}
+@pytest.mark.parametrize("bias", [torch.arange(10.0)[::2], torch.ones(1).expand(5)], ids=["strided", "expanded"])
+def test_a_bias_may_be_a_view(bias: Tensor) -> None:
+    values, weight = torch.zeros(2, 3), torch.zeros(5, 3)
+    assert torch.equal(CompiledProduct(FLOATS)(values, weight, bias), bias.expand(2, 5))
 
 
-@pytest.mark.parametrize(
-    ("machine", "by_dtype"),
-    [
-        (capabilities(avx512_bf16=True), {"float32": FLOATS, "bfloat16": PAIRS, "float16": FLOATS, "float64": None}),
-        (capabilities(), {"float32": FLOATS, "bfloat16": FLOATS, "float16": FLOATS}),
-        (capabilities(cpu_name="Intel(R) Xeon(R)", avx512_bf16=True), {"float32": None, "bfloat16": FLOATS}),
-        (capabilities(cpu_name="Intel(R) Xeon(R)", avx512_bf16=True, amx_bf16=True), {"bfloat16": TILES}),
-        (capabilities(amx_fp16=True), {"float16": None}),
-        (capabilities(avx2=False), {"float32": None, "bfloat16": None}),
-        ({"architecture": "aarch64", "cpu_name": ""}, {"float32": None, "bfloat16": None}),
-    ],
-)
-def test_the_choice_is_the_processors(
-    machine: dict[str, object], by_dtype: dict[str, int | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: machine)
-    monkeypatch.setattr(choice, "FEATURES", {"+avx2", "+fma", "+avx512bf16", "+amx-bf16", "+amx-tile"})
-    monkeypatch.setattr(choice, "LANES", choice.SIDE)
-    monkeypatch.setattr(choice, "ask_for_tiles", lambda: True)
-    for name, kind in by_dtype.items():
-        found, reason = choice._kind(getattr(torch, name), CPU)
-        assert found == kind and reason
-        assert choice._kind(getattr(torch, name), torch.device("meta"))[0] is None
+def test_a_weight_without_outputs_is_torchs() -> None:
+    assert CompiledProduct(FLOATS)(torch.ones(3, 8), torch.ones(0, 8)).shape == (3, 0)
 
 
-def test_the_compilers_processor_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LLVM ends the process for an instruction that it may not use."""
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities(avx512_bf16=True))
-    monkeypatch.setattr(choice, "FEATURES", {"+avx2", "+fma"})
-    assert choice._kind(torch.bfloat16, CPU)[0] == FLOATS
-    monkeypatch.setattr(choice, "FEATURES", set())
-    assert choice._kind(torch.bfloat16, CPU)[0] is None
+@all_cases
+def test_denormal_numbers(kind: int, dtype: torch.dtype) -> None:
+    """Products of bfloat16 in hardware take them as zero; float32 arithmetic does not."""
+    if dtype == torch.bfloat16:
+        values, weight = torch.full((1, 32), 2e-39, dtype=dtype), torch.full((16, 32), 2.0**126, dtype=dtype)
+        made, exact = CompiledProduct(kind)(values, weight), linear(values.double(), weight.double())
+        assert torch.equal(made.double(), torch.zeros(1, 16).double() if kind != FLOATS else exact.to(dtype).double())
 
 
-def test_matrix_units_need_a_permission(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An instruction of theirs ends a process that may not use them."""
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities(amx_bf16=True))
-    monkeypatch.setattr(choice, "FEATURES", {"+avx2", "+fma", "+amx-bf16", "+amx-tile"})
-    monkeypatch.setattr(choice, "LANES", choice.SIDE)
-    for allowed, kind in ((True, TILES), (False, FLOATS)):
-        monkeypatch.setattr(choice, "ask_for_tiles", lambda allowed=allowed: allowed)
-        assert choice._kind(torch.bfloat16, CPU)[0] == kind
-    monkeypatch.setattr(choice, "ask_for_tiles", lambda: True)
-    monkeypatch.setattr(choice, "LANES", 8)
-    assert choice._kind(torch.bfloat16, CPU)[0] == FLOATS
-
-
-def test_without_openmp_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", capabilities)
-    monkeypatch.setattr(choice, "find_thread_runner", lambda: None)
-    assert choice._kind(torch.float32, CPU) == (
-        None, "this torch has no GNU OpenMP library, on whose threads the loops run",
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "why"),
-    [
-        (CompiledProduct, "__call__", "a product of 1 rows of 64 is .* away"),
-        (CompiledOperations, "norm", "a norm is .* away"),
-        (CompiledReadout, "of_logits", "another entropy_nats than torch's"),
-        (CompiledReadout, "of_states", "another entropy_nats than torch's"),
-    ],
-)
-def test_wrong_loops_are_not_used(owner: type, name: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler may be wrong: the loops are compared with torch before they are used."""
-    real = getattr(owner, name)
-
-    def wrong(self: object, *of: object) -> object:
-        made = real(self, *of)
-        if isinstance(made, Readout):
-            return made._replace(entropy_nats=made.entropy_nats + 1e-3)
-        return made * 1.01
-
-    monkeypatch.setattr(owner, name, wrong)
-    monkeypatch.setattr(choice, "_kind", lambda *of: (FLOATS, "a test"))
-    found = choose.__wrapped__(torch.bfloat16, CPU)
-    assert found.operations is None
-    assert re.search(f"failed their trial: {why}", found.reason), found.reason
-
-
-def test_wrong_gates_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue.Queue, "gated", lambda self, gate, up: self.silu(gate))
-    monkeypatch.setattr(choice, "_kind", lambda *of: (FLOATS, "a test"))
-    found = choose.__wrapped__(torch.float32, CPU)
-    assert found.operations is None and "a gate is" in found.reason
+@all_cases
+def test_values_that_were_changed_in_place_are_read_again(kind: int, dtype: torch.dtype) -> None:
+    """The loops pack or widen values once for the products of a queue that read them."""
+    values, weight = drawn(dtype, (2, 1, 1, 32), (16, 32))
+    zeros = torch.zeros(2, 32, dtype=dtype)
+    work = queue.Queue(kind, dtype)
+    before = work.product(values, weight)
+    rotated = work.rotate(values, zeros, zeros)
+    first, again = work.product(rotated, weight), work.product(values, weight)
+    work.run()
+    assert before.count_nonzero() and not first.count_nonzero() and not again.count_nonzero()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt-neox", "gpt2", "gemma2"])

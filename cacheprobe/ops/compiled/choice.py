@@ -12,7 +12,7 @@ from cacheprobe.ops.compiled.lanes import FLOATS, LANES, PAIRS, TILES
 from cacheprobe.ops.compiled.product import CompiledProduct
 from cacheprobe.ops.compiled.queue import Queue
 from cacheprobe.ops.compiled.readout import CompiledReadout
-from cacheprobe.ops.compiled.tiles import SIDE, ask_for_tiles
+from cacheprobe.ops.compiled.tiles import SIDE, refusal_of_tiles
 from cacheprobe.ops.readout import Readout, read_logits
 
 TORCH = "torch"
@@ -29,7 +29,7 @@ class CompiledOperations(NamedTuple):
     readout: CompiledReadout
 
     def norm(self, values: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Returns the RMSNorm of values [..., m] with weight [m]."""
+        """Returns the RMSNorm of values [..., m] with weight [m], without gradients."""
         queue = Queue(self.product.kind, weight.dtype)
         out = queue.norm(values.contiguous(), weight.contiguous(), eps)
         queue.run()
@@ -86,10 +86,15 @@ def _kind(dtype: torch.dtype, device: torch.device) -> tuple[int | None, str]:
         return None, "the processor has matrix units for float16, which torch uses"
     if dtype == torch.float32 and is_intel:
         return None, "MKL's float32 is faster on Intel's processors"
-    if dtype == torch.bfloat16 and has.get("amx_bf16") and FEATURES >= {"+amx-bf16", "+amx-tile"} and LANES == SIDE:
-        if ask_for_tiles():
+    if dtype == torch.bfloat16 and has.get("amx_bf16"):
+        if not (FEATURES >= {"+amx-bf16", "+amx-tile"} and LANES == SIDE):
+            return (
+                None,
+                "torch uses the matrix units, numba compiles without (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES)",
+            )
+        if not (refusal := refusal_of_tiles()):
             return TILES, "matrix units for bfloat16 (AMX)"
-        return FLOATS, "float32 arithmetic; the operating system lets no process use the matrix units"
+        return FLOATS, f"float32 arithmetic; the operating system refused this process the matrix units: {refusal}"
     if dtype == torch.bfloat16 and has.get("avx512_bf16") and "+avx512bf16" in FEATURES and not is_intel:
         return PAIRS, "dot products of bfloat16 (AVX512-BF16)"
     return FLOATS, "float32 arithmetic; the processor has nothing faster for this dtype"
@@ -98,7 +103,8 @@ def _kind(dtype: torch.dtype, device: torch.device) -> tuple[int | None, str]:
 def _product_error(product: CompiledProduct, dtype: torch.dtype) -> str | None:
     """Compares products of several shapes with float64, since compilers have bugs. Returns an error text, or None."""
     generator = torch.Generator().manual_seed(0)
-    for rows, inner, width in ((1, 64, 16), (7, 100, 37), (300, 70, 130)):
+    wide = 8 * 64 * torch.get_num_threads()  # panels of 64 outputs
+    for rows, inner, width in ((1, 64, 16), (7, 100, 37), (300, 70, 130), (9, 70, wide)):
         values, weight, bias = (
             torch.randn(size, generator=generator).to(dtype) for size in ((rows, inner), (width, inner), (width,))
         )

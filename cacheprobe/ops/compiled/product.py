@@ -15,8 +15,9 @@ class CompiledProduct:
     other vectors, on how many there are, or on the number of threads.
 
     kind FLOATS: float32 arithmetic, on tensors of float32 or 16 bits.  PAIRS: the processor's dot products of bfloat16.
-    TILES: its matrix units for bfloat16.
-    Twin: torch.nn.functional.linear in float64, to one unit in the last place of the dtype or of the largest term.
+    TILES: its matrix units for bfloat16. PAIRS and TILES take denormal factors, products and sums as zero.
+    Twin: torch.nn.functional.linear in float64, to one unit in the last place of the dtype or of the largest term, and
+    to the smallest normal number.
     """
 
     def __init__(self, kind: int) -> None:
@@ -29,12 +30,12 @@ class CompiledProduct:
         """Returns values weight^T + bias, [..., o], from values [..., i], weight [o, i] and bias [o] or None.
 
         Raises: TypeError for tensors of several dtypes or of a dtype without such a product, ValueError for another
-        width or device. With gradients, torch computes the product.
+        width or device. With gradients (not in forward mode), torch computes the product.
         """
         if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (values, weight, bias)):
             return linear(values, weight, bias)
         require_operands(self.kind, values, weight, bias)
-        if not weight.shape[1]:
+        if not weight.numel():
             return linear(values, weight, bias)
         queue = Queue(self.kind, weight.dtype)
         out = queue.product(values.contiguous(), weight.contiguous(), bias)

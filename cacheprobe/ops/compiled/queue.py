@@ -16,7 +16,7 @@ from cacheprobe.ops.compiled.attention import attention_call, store_call
 from cacheprobe.ops.compiled.basics import run_on_threads
 from cacheprobe.ops.compiled.lanes import FLOATS, FORMATS, INNER_STEP, KINDS, OUTPUTS, PAIRS, ROWS, TILES
 from cacheprobe.ops.compiled.queue_loops import NUMBERS, NUMBERS_AT_ONCE, ROWS_AT_ONCE
-from cacheprobe.ops.compiled.tiles import SIDE
+from cacheprobe.ops.compiled.tiles import SIDE, require_tiles
 
 Kept = Tensor | NDArray[np.int64]
 """What the loops read or write by its address."""
@@ -49,7 +49,7 @@ class Queue:
     """
 
     def __init__(self, kind: int, dtype: torch.dtype) -> None:
-        """kind: of product, lanes.FLOATS, lanes.PAIRS or lanes.TILES."""
+        """kind: of product, lanes.FLOATS, lanes.PAIRS or lanes.TILES. Without gradients."""
         self.kind, self.dtype = kind, dtype
         self._is_widened = kind == FLOATS and dtype != torch.float32
         self._numbers = np.zeros((_MOST, NUMBERS), np.int64)
@@ -64,7 +64,7 @@ class Queue:
 
     def product(self, values: Tensor, weight: Tensor, bias: Tensor | None = None, *, follows: bool = True) -> Tensor:
         """Returns values weight^T + bias, [..., o], of contiguous values [..., i], weight [o, i] and bias [o] or
-        None, with i above 0."""
+        None, with i and o above 0."""
         inner, width, rows = weight.shape[1], weight.shape[0], values.numel() // weight.shape[1]
         out = values.new_empty((*values.shape[:-1], width), dtype=self.dtype)
         if over := -inner % INNER_STEP[self.kind]:
@@ -72,7 +72,7 @@ class Queue:
             values, weight, inner, follows = pad(values, (0, over)), pad(weight, (0, over)), inner + over, True
         if self._is_widened or self.kind == TILES:
             values, follows = self._converted(values, inner, follows)
-        added = _ZEROS if bias is None else bias.float()
+        added = _ZEROS if bias is None else bias.float().contiguous()
         shared = -(-width // (8 * torch.get_num_threads()))  # several panels for each thread
         least = 2 * SIDE if self.kind == TILES else OUTPUTS
         panel = min(_PANEL, -(-shared // least) * least)
@@ -107,6 +107,7 @@ class Queue:
             cos.data_ptr(), sin.data_ptr(), rows, heads, depth,
         )  # fmt: skip
         self._work += values.numel()
+        self._widened.pop(id(values), None)
         return values
 
     def store(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, rows: Tensor, starts: Tensor) -> None:
@@ -211,4 +212,5 @@ def rows_at_once(kind: int, row_bytes: int) -> int:
 
 @cache
 def _loops(kind: int, format: int) -> CFunc:
+    require_tiles(kind)
     return queue_loops.queue_work(kind, format)

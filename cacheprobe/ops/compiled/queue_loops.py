@@ -84,7 +84,8 @@ def _rotate(like, step, task) -> None:
 @njit
 @no_type_check
 def _pack(step, task) -> None:
-    """Packs 16 rows (`tiles.PackedPlaces`). Padding is left as it is: no product of another row reads it."""
+    """Packs 16 rows (`tiles.PackedPlaces`). Rows beyond the last keep what the memory held: their sums are
+    computed, but not stored."""
     rows, pairs = step[6], step[7] // 2
     count = min(SIDE, rows - task * SIDE)
     values = carray(pointer(step[3] + task * SIDE * pairs * 4), (count * pairs,), np.uint32)

@@ -14,6 +14,7 @@ from cacheprobe.ops.compiled.lanes import FORMATS
 from cacheprobe.ops.compiled.product import CompiledProduct, operands
 from cacheprobe.ops.compiled.queue import rows_at_once
 from cacheprobe.ops.compiled.reading_loops import CHUNK, NUMBERS, combine, logits_work, states_work, targets_work
+from cacheprobe.ops.compiled.tiles import require_tiles
 from cacheprobe.ops.readout import Readout, read_logits
 
 
@@ -77,6 +78,7 @@ def _loops_of_logits(format: int) -> CFunc:
 
 @cache
 def _loops_of_states(kind: int, format: int) -> tuple[CFunc, CFunc]:
+    require_tiles(kind)
     return targets_work(kind, format), states_work(kind, format)
 
 

@@ -1,11 +1,14 @@
 """Builds products of bfloat16 from the instructions of a processor's matrix units (Intel's AMX), for functions that
 numba compiles.
 
-A tile holds the sums of 16 outputs and 16 rows. Each sum takes the products of two numbers at a time, in their order,
-whatever the other rows and outputs are.
+A tile holds the sums of 16 outputs and 16 rows. An instruction adds 32 products to each sum: those at even and at odd
+places are added apart, then together, then to the sum, whatever the other rows and outputs are. Denormal numbers count
+as zero, whatever `torch.set_flush_denormal` says.
 """
 
 import ctypes
+import errno
+import os
 from typing import Any, NamedTuple, no_type_check
 
 from llvmlite import ir
@@ -61,13 +64,25 @@ class PackedPlaces(NamedTuple):
     """How many of the packed rows have a place in `out`; the others are padding."""
 
 
-def ask_for_tiles() -> bool:
+def refusal_of_tiles() -> str:
     """Asks Linux to let the threads of this process use the matrix units: without its permission an instruction of
-    theirs ends the process. Returns whether they may."""
+    theirs ends the process. Returns "" if they may, otherwise the reason that Linux gives."""
     try:
-        return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0
+        library = ctypes.CDLL(None, use_errno=True)
+        refused = library.syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) != 0
     except (AttributeError, OSError, TypeError):  # not Linux
-        return False
+        return "it is not Linux"
+    if not refused:
+        return ""
+    if (number := ctypes.get_errno()) == errno.ENOSPC:
+        return "a thread's alternate signal stack is too small"
+    return os.strerror(number)
+
+
+def require_tiles(kind: int) -> None:
+    """Asks for the matrix units if `kind` is TILES. Raises: RuntimeError if Linux refuses them."""
+    if kind == TILES and (reason := refusal_of_tiles()):
+        raise RuntimeError(f"the operating system refused this process the processor's matrix units: {reason}")
 
 
 def _literals(*given: Any) -> list[int] | None:
