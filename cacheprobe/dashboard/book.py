@@ -183,15 +183,18 @@ class Book:
         return find_windows(events, request_id) if len(events) else ()
 
     def _steps_in_words(self, request_id: int) -> list[list[int | str]]:
-        """Returns a list with [step, text, position to show] for each step of the request: for a verdict, the position
-        of the row that predicts the verifier's own token; else the largest of the step's rows."""
+        """Returns a list with [step, text, position to show, number of tokens committed so far] for each step of the
+        request. The position is for a verdict that of the row that predicts the verifier's own token; else the largest
+        of the step's rows."""
         last_position = self.rows_of(request_id).groupby("step").position.max()
         lines: list[list[int | str]] = []
+        num_committed = 0
         for event in self.events_of(request_id).itertuples():
             position = int(last_position.get(event.step, -1))
             if pd.notna(event.num_accepted):
                 position = int(event.draft_start) + int(event.num_accepted) - 1
-            lines.append([int(event.step), step_words(event), position])
+            num_committed += len(event.committed_token_ids)
+            lines.append([int(event.step), step_words(event), position, num_committed])
         return lines
 
     @cached_property

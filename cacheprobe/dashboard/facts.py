@@ -76,9 +76,9 @@ def growth(shelf: Shelf, question: PageQuestion) -> JsonDict:
 
 
 def request_story(shelf: Shelf, question: PageQuestion) -> JsonDict:
-    """Returns a dict on one request for the page. Keys: request, steps (a list with [step, text, position] for each
-    step), prompt and tokens (the counts of prompt tokens and of committed tokens). A question whose request is None is
-    about the request to show first."""
+    """Returns a dict on one request for the page. Keys: request, steps (as from `Book.steps_in_words`), prompt and
+    tokens (the counts of prompt tokens and of committed tokens). A question whose request is None is about the request
+    to show first."""
     if question["request"] is None:
         question = {**question, "request": shelf.book(question["run"]).opening["request"]}
     book, request_id = shelf.book_and_request(question)

@@ -10,9 +10,9 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.capture import disk_writer
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.trace.parts.background import Background
 from cacheprobe.trace.parts.following import FollowedRun
 from tests.capture.test_to_disk import _part_each_round, _Stopped, require_equal  # noqa: F401  (a fixture)
+from tests.dashboard.growing_run import wait_for_the_disk
 from tests.thinking.test_thinking_engine import FREE, PROMPTS, RUN, lm
 
 EARLY = cp.drafters.EarlyExit(layer=1)
@@ -57,9 +57,7 @@ def test_thoughts_on_disk_are_those_in_memory(name: str, tmp_path: Path) -> None
 
 
 def test_thoughts_are_read_while_they_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each job is waited for: both readers see the same parts."""
-    add = Background.add
-    monkeypatch.setattr(Background, "add", lambda self, job: (add(self, job), self.wait()))
+    wait_for_the_disk(monkeypatch)  # both readers see the same parts
     settings = {name: value for name, value in LONG.items() if name != "progress"}
     stream = cp.stream(lm(True), PROMPTS, **settings, drafter=EARLY, out=tmp_path / "run")
     counts = []

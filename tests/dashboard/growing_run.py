@@ -16,6 +16,7 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.capture import disk_writer
 from cacheprobe.capture.stream import Stream
+from cacheprobe.trace.parts.background import Background
 from cacheprobe.trace.parts.journal import read_journal
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -31,9 +32,16 @@ def begun(directory: Path) -> Stream:
 
 
 def part_each_round(patch: pytest.MonkeyPatch) -> None:
-    """Writes parts in this process as soon as they can be written."""
+    """Writes parts in this process as soon as they can be written, before the run goes on."""
     patch.setattr(disk_writer, "SECONDS", 0.0)
     patch.setattr(disk_writer, "_SHARE", 0.0)
+    wait_for_the_disk(patch)
+
+
+def wait_for_the_disk(patch: pytest.MonkeyPatch) -> None:
+    """Waits for each job in the background, so that a test can say what is on the disk."""
+    add = Background.add
+    patch.setattr(Background, "add", lambda self, job: (add(self, job), self.wait()))
 
 
 def go_on(stream: Stream, directory: Path, parts: int) -> None:

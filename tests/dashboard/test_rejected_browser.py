@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Locator, Page
 
 import cacheprobe as cp
 from cacheprobe.dashboard.shelf import Shelf
@@ -79,7 +79,7 @@ def test_a_click_and_enter_open_the_place(browser: Browser, address: str, lines:
         shows(page, lines[9])
         page.click("#tab-rejected")
         until(page, f"document.querySelectorAll('{LINE}.chosen').length === 1")
-        page.locator(LINE).nth(9).focus()
+        page.keyboard.press("ArrowDown")  # to the chosen line
         page.keyboard.press("ArrowDown")
         page.keyboard.press("Enter")
         shows(page, lines[10])
@@ -241,6 +241,16 @@ def test_the_keys_are_listed(browser: Browser, address: str) -> None:
         assert not dialog.is_visible()
 
 
+def committed_in(page: Page, position: int) -> int:
+    """The step in which the token was committed that the row at a position predicts."""
+    token = page.locator(f"#text-view [data-position='{position}'][data-step]:not([data-intent])")
+    return int(token.first.get_attribute("data-step") or -1)
+
+
+def column(page: Page, position: int) -> Locator:
+    return page.locator(f"#grid-view .column[data-position='{position}']").first
+
+
 def test_arrows_move_in_the_lens_grid(browser: Browser, address: str) -> None:
     first, last = PROMPT - 1, PROMPT + 72 - 2
     with opened(browser, f"{address}?run=0&request=2&step=12&position=20&rows=committed") as page:
@@ -249,12 +259,13 @@ def test_arrows_move_in_the_lens_grid(browser: Browser, address: str) -> None:
         until(page, f"{AT}.step === 13")
         page.keyboard.press("Home")
         until(page, f"{AT}.position === {first}")
-        assert at(page)["step"] == 13
+        assert at(page)["step"] == committed_in(page, first)
         page.keyboard.press("g")
         until(page, IS_IN_GRID)
         page.keyboard.press("ArrowRight")
         answered(page, "card", position=first + 1)
-        assert at(page)["step"] == 13 and at(page)["layer"] == 2
+        assert at(page)["step"] == int(column(page, first + 1).get_attribute("data-born") or -1)
+        assert at(page)["layer"] == 2
         page.keyboard.press("ArrowDown")
         page.keyboard.press("ArrowDown")
         page.keyboard.press("ArrowDown")  # there is no lower layer
@@ -274,6 +285,7 @@ def test_arrows_move_in_the_lens_grid(browser: Browser, address: str) -> None:
         assert page.evaluate(IS_IN_GRID)
         page.keyboard.press("End")
         answered(page, "card", position=last)
+        assert at(page)["step"] == committed_in(page, last)
         page.locator("#grid-view .column .pick[data-layer='2']").first.click()
         page.keyboard.press("ArrowRight")
         second = page.locator("#grid-view .column").nth(1).get_attribute("data-position")

@@ -48,7 +48,7 @@ def test_the_dashboard_shows_them_at_every_step(drafted: cp.Trace, shelf: Shelf)
     rebuilt = events[(events.phase == "verify") & events.num_accepted.isna()]
     request, step = int(rebuilt.request_id.iloc[0]), int(rebuilt.step.iloc[0])
     story = facts.request_story(shelf, {"run": 0, "request": request})
-    assert [words for s, words, _ in story["steps"] if s == step] == ["verify: its cache slots are rebuilt"]
+    assert [words for s, words, *_ in story["steps"] if s == step] == ["verify: its cache slots are rebuilt"]
     steps = [step, step + 20]
     assert "its cache slots are rebuilt" in timeline.view(shelf, dict(run=0, requests=[0, 5], steps=steps, width=900))
     for s in range(step - 3, step + 8):

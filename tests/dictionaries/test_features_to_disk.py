@@ -19,6 +19,7 @@ from cacheprobe.trace.parts.journal import read_journal
 from cacheprobe.trace.tables.features import feature_table
 from tests.capture.recorded_run import DRAFTERS, LONG, recorded
 from tests.command import cacheprobe
+from tests.dashboard.growing_run import wait_for_the_disk
 from tests.dictionaries.planted import random_dictionary
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -63,7 +64,8 @@ def test_features_that_rows_share_are_not_lost(tmp_path: Path, monkeypatch: pyte
         test_they_are_those_of_the_run_in_memory(dict(capture="SZ", deterministic=[0, 4], max_batch=2), tmp_path)
 
 
-def test_they_are_read_while_the_run_grows(tmp_path: Path) -> None:
+def test_they_are_read_while_the_run_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_the_disk(monkeypatch)  # all readers see the same parts
     mine, settings = random_dictionary(), {k: v for k, v in LONG.items() if k != "progress"}
     settings |= {"drafter": cp.drafters.EarlyExit(layer=1), "dictionary": mine, "capture": "S"}
     stream, numbers = cp.stream(loaded(), PROMPTS, **settings, out=tmp_path / "run"), []

@@ -67,7 +67,7 @@ def test_diagram_tells_the_window(trace: cp.Trace, kind) -> None:
     prefill, verified = (ledgers[-1].provenance == name for name in ("prefill", "verified"))
     assert f"{prefill.sum()} prefill" in html and f"{verified.sum()} verified" in html
     panels = html.split("</style>")[1].split('class="legend"')[0]
-    assert ("rejected" in panels) == (window.outcomes.count("rejected") > 0)
+    assert ("not used" in panels) == (window.outcomes.count("not used") > 0)
     assert ("recovered" in panels) == window.is_rollback and ("bonus" in panels) != window.is_rollback
     # red where rejected; hatched where pending: the newest token, beside its verdict and in the sequence
     wrong = len(window.draft_token_ids) - window.num_accepted

@@ -33,6 +33,14 @@
     }
   }
 
+  // Focuses the chosen line of the list, or its first one. Returns whether the key is one that leads there.
+  function to_list(key) {
+    if (current().tab !== "rejected" || !["ArrowUp", "ArrowDown"].includes(key)) return false;
+    const line = document.querySelector(`${LINES}.chosen`) || document.querySelector(LINES);
+    if (line) line.focus();
+    return !!line;
+  }
+
   // Moves the focus among the lines of the list. Returns whether the key is one of the list's.
   function in_list(line, key) {
     const lines = [...document.querySelectorAll(LINES)], here = lines.indexOf(line);
@@ -107,7 +115,7 @@
       in_grid(grid, ARROWS[key]);
       return true;
     }
-    return anywhere(key) || in_timeline(key) || (!target.closest(SLIDES) && in_request(key, shiftKey));
+    return anywhere(key) || in_timeline(key) || to_list(key) || (!target.closest(SLIDES) && in_request(key, shiftKey));
   }
 
   // {name, value} of a filter of the rejected drafts: the value of a menu, or LOW:HIGH of two boxes.

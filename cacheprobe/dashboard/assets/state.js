@@ -169,7 +169,10 @@
     position: (at, what, facts, story) => {
       if (!known(at, story)) return;
       const [low, high] = ends(story);
-      at.position = clamp(what.to === "first" ? low : what.to === "last" ? high : at.position + what.by, low, high);
+      const to = clamp(what.to === "first" ? low : what.to === "last" ? high : at.position + what.by, low, high);
+      const committed = story.steps.find((step) => step[3] > to + 1 - story.prompt);  // the step of the token it predicts
+      if (committed) set(at, "step", committed[0]);
+      at.position = to;
       at.row = at.follow = at.until = null;
     },
     until: (at, what) => {
@@ -183,7 +186,8 @@
     gave: (at) => { at.gave = at.gave ? null : true; },
     pick: (at, what) => {
       if (what.request !== undefined) set(at, "request", Number(what.request));
-      if (what.step !== undefined) set(at, "step", Number(what.step));
+      const step = what.step ?? what.born;  // of a column: the step that computed its row
+      if (step !== undefined) set(at, "step", Number(step));
       if (what.layer !== undefined) at.layer = Number(what.layer);
       if (what.position !== undefined) {
         at.position = Number(what.position);

@@ -12,7 +12,7 @@ from cacheprobe.dashboard.questions import CannotShow, PageQuestion, number, who
 from cacheprobe.dashboard.rejections import LINES_A_PAGE, SORTS, Range, Selection
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.report.rejections import margin_of, quoted
-from cacheprobe.plots.text import markup, plain, shorten, text_of
+from cacheprobe.plots.text import markup, plain, shorten, text_of, token_label
 from cacheprobe.trace.tables.rejected import TOKENS_AROUND
 
 MOST_LETTERS = 200
@@ -238,7 +238,12 @@ def _text_around(book: Book, line: TableLine) -> str:
     ids = request["committed_token_ids"][start : start + TOKENS_AROUND]
     after = "".join(text_of(book.run.token_texts, token) for token in ids)
     before = _cut(line.text_before, keeps_end=True)
-    return f"{before}<del>{_cut(line.drafted_token)}</del><ins>{_cut(line.committed_token)}</ins>{_cut(after)}"
+    return f"{before}<del>{_token(line.drafted_token)}</del><ins>{_token(line.committed_token)}</ins>{_cut(after)}"
+
+
+def _token(text: str | None) -> str:
+    """Returns a token with its white space as signs: a space alone that is struck out would look like a hyphen."""
+    return markup(token_label(text or "", _WIDTH))
 
 
 def _cut(text: str | None, *, keeps_end: bool = False) -> str:

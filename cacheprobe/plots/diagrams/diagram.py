@@ -18,7 +18,7 @@ _LEGEND = (
     ("green", None, "check", "accepted"),
     ("green", "verified", None, "verified slot"),
     ("green", "pending", None, "pending: committed, slot not written yet"),
-    ("red", None, "cross", "rejected"),
+    ("red", None, "cross", "rolled back, or not used"),
     ("grey", None, None, "other requests"),
 )
 

@@ -16,7 +16,7 @@ _OUTCOMES = {  # colour, texture, sign of the verifier's token
     "accepted": ("green", None, "check"),
     "recovered": ("green", "pending", "turn"),
     "bonus": ("green", "pending", "plus"),
-    "rejected": ("red", None, "cross"),
+    "not used": ("red", None, "cross"),
 }
 
 
@@ -71,7 +71,7 @@ def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, n
 
 def verify_panel(window: Window, texts: Mapping[int, str]) -> Panel:
     """Returns the `Panel` (heading, picture, sentence) of a verify pass. A line shows a token fed to the verifier, the
-    verifier's own token for the next position, and what became of the own token: accepted, recovered, bonus or rejected
+    verifier's own token for the next position, and what became of the own token: accepted, recovered, bonus or not used
     (`Window.outcomes`). At most 9 lines are drawn, gaps included."""
     inputs = (window.newest_token_id, *window.draft_token_ids)
     y = 34.0

@@ -53,11 +53,11 @@ class Window:
     def outcomes(self) -> tuple[str, ...]:
         """Tuple with one word for each of the verifier's own tokens (not the verdicts of draft tokens): "accepted" if
         the token equals an accepted draft token; then once "recovered" (after a mismatch) or "bonus" (after a full
-        match), if committed; "rejected" if the token was not committed."""
+        match), if committed; "not used" if the token was not committed."""
         own = "recovered" if self.is_rollback else "bonus"
         committed = len(self.committed_token_ids)
         return tuple(
-            "accepted" if i < self.num_accepted else own if i < committed else "rejected"
+            "accepted" if i < self.num_accepted else own if i < committed else "not used"
             for i in range(len(self.target_token_ids))
         )
 
