@@ -4,10 +4,12 @@ A part is written if the recorder holds `part_bytes`, or after a time that grows
 journal at the end of a round of the main loop only: then every admitted request has read its prompt, so that a run can
 be continued there. `trace/parts/growing.py` reads the parts.
 
-The files and the journal are written in the background, in their order. The next part is taken from the recorder when
-the files of the one before are on the disk.
+The files and the journal are written in the background, in their order. A recorder that holds `part_bytes` waits until
+the earlier files are on the disk.
 """
 
+import ctypes
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -101,14 +103,15 @@ class DiskWriter(Observer):
             self._write()
 
     def end_round(self, states: Sequence[SequenceState], *, is_last: bool = False) -> None:
-        """Names the written files in the journal, with what the recorder holds now, if a part is due.
+        """Names the written files in the journal, with what the recorder holds now, if a part is due and the earlier
+        files are on the disk.
 
-        states: of all requests.  is_last: a part is due in any case.
+        states: of all requests.  is_last: in any case.
         Raises: as `wait`, for files of an earlier part.
         """
         now = time.monotonic()
         is_due = self._names or now - self._last >= max(SECONDS, _SHARE * (now - self._began))
-        if not (is_last or is_due):
+        if not is_last and not (is_due and self._background.is_idle):
             return
         self._write()
         earlier, part = self._waiting, self._part({str(s.request_id): s.error for s in states if s.error})
@@ -139,8 +142,7 @@ class DiskWriter(Observer):
 
     def _write(self) -> None:
         """Takes what the recorder holds, and lets it be written as files that the journal does not name yet."""
-        if self.recorder.num_bytes:
-            self.wait()
+        self.wait()
         part, texts_of = self.recorder.take(), self.recorder.token_texts
         self._labelled += [[number, row.role, row.status, row.state_index] for number, row in part.labelled]
         rows = tables.rows_table(part.rows, texts_of)
@@ -245,6 +247,13 @@ class DiskWriter(Observer):
         self._files.clear()
         if earlier is not None:
             (directory / earlier).unlink(missing_ok=True)
+        _return_freed_memory()
+
+
+def _return_freed_memory() -> None:
+    """Gives freed memory back to the system. glibc keeps it otherwise, and a process grows by each part's tensors."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
 
 
 def _by_text(values: Mapping[int, object]) -> JsonDict:

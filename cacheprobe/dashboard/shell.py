@@ -52,6 +52,7 @@ WORDS = (
     ("superseded", "computed for a draft, and computed again by the pass that verified it"),
     ("prediction depth", "first layer from which the first choice stays the last layer's"),
     ("margin", "log-probability of the committed token minus that of the drafted one, in nats, in the last layer"),
+    ("strip under the slider", "all steps, one after the other: green accepted, red rolled back, blue other passes"),
     ("T₀, T₁′, T₁", "newest committed token, first drafted token, the verifier's own token there"),
 )
 """Words of the page that not every reader knows."""

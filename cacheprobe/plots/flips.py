@@ -48,8 +48,8 @@ def flip_grid(table: pd.DataFrame) -> go.Figure:
             xgap=1,
             ygap=1,
             colorbar=dict(
-                title=dict(text="drafted minus committed,<br>change in nats", side="right", font=dict(size=12)),
-                thickness=12, x=1.01, outlinewidth=0, ticks="",
+                title=dict(text="change,<br>nats", side="top", font=dict(size=12)),
+                thickness=12, x=1.01, y=0, yanchor="bottom", len=0.94, outlinewidth=0, ticks="",
             ),
         )
     )  # fmt: skip
@@ -66,7 +66,7 @@ def flip_grid(table: pd.DataFrame) -> go.Figure:
         )
     figure.update_layout(
         template=layout_template(), title=_finding(table), height=max(170 + 16 * len(layers), _LOWEST), dragmode=False,
-        margin=dict(l=48, r=12, t=104, b=84),
+        margin=dict(l=48, r=12, t=104, b=100),
     )  # fmt: skip
     sites = [site for _, site in columns]
     figure.update_xaxes(
@@ -75,7 +75,7 @@ def flip_grid(table: pd.DataFrame) -> go.Figure:
         ticktext=sites,
         tickangle=0,
         showgrid=False,
-        title=dict(text=", ".join(site_label(site) for site in dict.fromkeys(sites)), standoff=34),
+        title=dict(text=_wrapped([site_label(site) for site in dict.fromkeys(sites)]), standoff=34),
     )
     for edit in dict.fromkeys(edit for edit, _ in columns):
         own = [x for x, column in enumerate(columns) if column[0] == edit]
@@ -86,6 +86,12 @@ def flip_grid(table: pd.DataFrame) -> go.Figure:
     for x in (i for i in range(1, len(columns)) if columns[i][0] != columns[i - 1][0]):
         figure.add_vline(x=x - 0.5, line_width=1.5, line_color=STATUS_STYLES["given_up"]["color"])
     return figure
+
+
+def _wrapped(labels: list[str]) -> str:
+    """Returns labels in lines of two, since the figure may be narrow."""
+    lines = (", ".join(labels[i : i + 2]) for i in range(0, len(labels), 2))
+    return ",<br>".join(lines)
 
 
 def _hovers(table: pd.DataFrame) -> list[str]:

@@ -106,7 +106,7 @@ def test_the_recorder_waits_until_the_part_before_is_on_the_disk(
 
     monkeypatch.setattr(disk_writer.RunFiles, "_write_whole", slowly)
     monkeypatch.setattr(Recorder, "take", noted)
-    cp.run(loaded(), PROMPTS[:2], **{**SMALL, "max_new_tokens": 4}, out=tmp_path)
+    cp.run(loaded(), PROMPTS[:2], **{**SMALL, "max_new_tokens": 4}, out=tmp_path, memory_budget=1)
     ordered = [event for event in events if event]
     assert len(ordered) > 4 and ordered == ["taken", "written"] * (len(ordered) // 2)
 

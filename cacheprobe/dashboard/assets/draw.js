@@ -3,6 +3,7 @@
   "use strict";
   const place = (name) => document.getElementById(name);
   const CARDS = {grid: "lens", gave: "card"};
+  const TOLD = "grid text cache timeline decode window".split(" ").map((name) => name + "-view");  // hover texts at once
   let current = null, playing = null, change = null;
 
   // Pixels for the picture of a card. Before Dash has drawn the page they follow from the rules of page.css, so that the
@@ -84,14 +85,17 @@
 
   function put(view, html) {
     const before = drawn[view.id], parsed = (text) => {
-      const content = document.createElement("template");
-      content.innerHTML = text;
-      return content.content;
+      const {content} = Object.assign(document.createElement("template"), {innerHTML: text});
+      if (TOLD.includes(view.id)) content.querySelectorAll("svg g > title").forEach((title) => {
+        title.parentNode.dataset.says = title.textContent;
+        title.remove();
+      });
+      return content;
     };
     if (before?.html === html) return;
-    if (!before) view.innerHTML = html;
     const after = before && parsed(html);
     if (before) mend(view, before.content || parsed(before.html), after);
+    else view.replaceChildren(parsed(html));
     drawn[view.id] = {html, content: after};
   }
 
@@ -336,10 +340,12 @@
         change({...picked.parentNode.closest(".column")?.dataset, ...picked.dataset, intent: "pick"});
       }
     });
-    for (const view of [place("grid-view"), place("text-view")]) {
+    const hush = () => { place("tip").hidden = true; };
+    for (const view of TOLD.map(place)) {
       view.addEventListener("pointerover", tell);
-      view.addEventListener("pointerleave", () => { place("tip").hidden = true; });
+      view.addEventListener("pointerleave", hush);
     }
+    document.addEventListener("keydown", hush);  // the picture below the pointer may move
     let resizing = null;
     addEventListener("resize", () => {
       clearTimeout(resizing);

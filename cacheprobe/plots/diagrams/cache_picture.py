@@ -60,7 +60,10 @@ def cache_piece(
     count = len(ledger)
     title_start = f"{owner[0].upper()}{owner[1:]}"
     parts = ", ".join(f"{number} {name}" for name, number in cache_counts(ledger).items())
-    about = "Underlined: written in this step. A verify pass writes the slots of its drafts anew." if after_step else ""
+    about = ""
+    if after_step:
+        about = "Underlined: written in this step. A verify pass writes the slots of its drafts anew; the passes that "
+        about += "drafted are not listed."
     note = " ".join(filter(None, (about, memory)))
     return TitledPicture(
         f"{title_start} holds {count} cache slot{'s' * (count != 1)}{after_step}: {parts}",

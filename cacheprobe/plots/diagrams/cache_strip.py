@@ -53,7 +53,7 @@ def cache_strip(
         parts.append(svg.box(x + 0.5, y + 2, width - 1, _HEIGHT, colour, texture, radius=3, tip=tip))
         ticks = "".join(f"M{x + _PITCH * i} {y + 5}v{_HEIGHT - 6}" for i in range(1, last - first + 1))
         if ticks:
-            parts.append(f'<path d="{ticks}" class="{colour}-stroke" fill="none" opacity=".35"/>')
+            parts.append(f'<path d="{ticks}" class="{colour}-stroke" fill="none" opacity=".35" pointer-events="none"/>')
         if written_step == step:
             parts.append(f'<path d="M{x + 2} {y + 24.5}H{x + width - 2}" class="written"/>')
         lines = max(lines, line + 1)

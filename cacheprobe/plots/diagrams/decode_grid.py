@@ -44,7 +44,7 @@ MOST_PLACES = 40
 _NOTE = (
     "Generated tokens by request. A column +4 → +5 holds the fifth one, which the row that reads the fourth predicts; "
     "+0 is the prompt's last token. Texture tells how close the two best tokens were when it was chosen. A bold edge: "
-    "new in this step."
+    "new in this step. The verifier's own token stands in place of the first draft token rolled back."
 )
 
 

@@ -65,13 +65,14 @@ def chip(
     brief = " brief" if columns_of(label) <= 3 else ""  # a lone comma is hard to see
     centre = x + width / 2
     parts = [
-        box(x, y, width, 40, colour, texture, tip=f"{name}: {token!r}{'; ' + tip if tip else ''}"),
+        box(x, y, width, 40, colour, texture),
         text(centre, y + 16, name, f"strong {halo}", "middle"),
         text(centre, y + 33, label, f"token {halo}{brief}", "middle"),
     ]
     if sign:
         parts.append(badge(x + width - 3, y + 2, sign))
-    return f'<g class="chip">{"".join(parts)}</g>'
+    tip = f"{name}: {token!r}{'; ' + tip if tip else ''}"
+    return f'<g class="chip">{"".join(parts)}<title>{markup(tip)}</title></g>'
 
 
 def badge(x: float, y: float, sign: str) -> str:

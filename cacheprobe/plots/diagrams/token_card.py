@@ -98,7 +98,13 @@ def card_parts(
         ),
         ("predicts", f"position {line.position + 1}"),
         ("row", f"{markup(status)}, {markup(line.phase)} in step {line.step}"),
-        *(("next token", _outcome_text(outcome, token_texts)) for outcome in outcomes),
+        *(
+            (
+                "draft" if outcome.outcome in ("rolled_back", "given_up") else "next token",
+                _outcome_text(outcome, token_texts),
+            )
+            for outcome in outcomes
+        ),
         (
             "prediction depth",
             f"from layer {depth['prediction_depth']} on, after {_flips_text(int(depth['num_flips']))}",
@@ -162,7 +168,7 @@ def _layer_table(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
             label = markup(token_label(text, _COLUMNS))
             cells.append(f'<td{css_class} style="--p:{share:.3f}" title="{markup(tip)}">{label}</td>')
         lines.append(f'<tr data-layer="{int(line.layer)}"><th>{int(line.layer)}</th>{"".join(cells)}</tr>')
-    note = "Most likely tokens by layer, the last layer on top; the darker the background, the likelier the token."
+    note = "Most likely tokens by layer, the last layer on top; the stronger the background, the likelier the token."
     if has_committed:
         note += " Framed in green: the committed token."
     return (

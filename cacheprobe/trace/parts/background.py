@@ -17,9 +17,14 @@ class Background:
 
     def add(self, job: Callable[[], object]) -> None:
         """Adds a job. Raises: the error of an earlier job, if one has failed already."""
-        if self._newest is not None and self._newest.done():
-            self._newest.result()
+        if self.is_idle:
+            self.wait()
         self._newest = self._thread.submit(_run_after, self._newest, job)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if every job has run, or one has failed."""
+        return self._newest is None or self._newest.done()
 
     def wait(self) -> None:
         """Waits until every job has run. Raises: the error of the first that failed."""
