@@ -1,9 +1,14 @@
 """A run that is recorded to disk, as a process that a test kills: python -m tests.capture.recorded_run DIR DRAFTER
 [features]."""
 
+import itertools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import cacheprobe as cp
 from cacheprobe.capture import disk_writer
@@ -20,6 +25,30 @@ def recorded(directory: Path, drafter: str, dictionary: "Dictionary | None" = No
     """Records the run, one part in each round."""
     disk_writer.SECONDS = disk_writer._SHARE = 0.0
     return cp.run(loaded(), PROMPTS, **LONG, drafter=DRAFTERS[drafter](), dictionary=dictionary, out=directory)
+
+
+class Stopped(BaseException):
+    """Stands for a kill: no handler of the program catches it."""
+
+
+@contextmanager
+def failing_after(files: int, error: BaseException | None = None) -> Iterator[None]:
+    """The disk takes so many files of a run; the next write raises the error, by default Stopped, which leaves the
+    `with` block and ends there."""
+    write, count = disk_writer.RunFiles._write_whole, itertools.count()
+
+    def fail(*given: Any) -> None:
+        if next(count) >= files:
+            raise error or Stopped
+        write(*given)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(disk_writer.RunFiles, "_write_whole", fail)
+        if error is None:
+            with pytest.raises(Stopped):
+                yield
+        else:
+            yield
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 
 import cacheprobe as cp
 from cacheprobe import imports
-from cacheprobe.capture import disk_writer
 from cacheprobe.cli.resume import resume
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.trace.importers.common import Imported
 from cacheprobe.trace.manifest import JOURNAL, TraceError
 from cacheprobe.trace.parts.journal import read_journal
-from tests.capture.test_to_disk import _Stopped, require_equal
+from tests.capture.recorded_run import failing_after
+from tests.capture.test_to_disk import require_equal
 from tests.tiny import SMALL, loaded
 
 PROMPTS, NEW, WIDTH, LAYERS = ([1, 2, 3, 4, 5], [7, 8, 9], [4]), (6, 3, 9), 8, 3
@@ -112,24 +112,16 @@ def test_a_piece_is_no_larger_than_asked_for(of_vllm: tuple[Path, list[int]], mo
 
 @pytest.mark.parametrize("count", [5, 14])
 def test_what_is_written_of_a_killed_import_is_read(
-    count: int, of_vllm: tuple[Path, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    count: int, of_vllm: tuple[Path, list[int]], tmp_path: Path
 ) -> None:
     folder, lengths = of_vllm
-    write, calls = disk_writer.RunFiles._write_whole, iter(range(10**6))
 
     def make(**to: Any) -> cp.Trace:
         return cp.import_vllm(folder, [1, 2, 3], num_prompt_tokens=lengths, memory_budget=BUDGET, **to)
 
-    def fail(*given: Any) -> None:
-        if next(calls) >= count:
-            raise _Stopped
-        write(*given)
-
     run = tmp_path / "run"
-    with monkeypatch.context() as patched:
-        patched.setattr(disk_writer.RunFiles, "_write_whole", fail)
-        with pytest.raises(_Stopped):
-            make(out=run)
+    with failing_after(count):
+        make(out=run)
     whole, part = cp.import_vllm(folder, [1, 2, 3], num_prompt_tokens=lengths), cp.load_trace(run)
     num_rows = len(part.row_table)
     assert 0 < num_rows < len(whole.row_table) and "not finished" in repr(part)
@@ -157,26 +149,17 @@ def test_an_import_that_is_refused_writes_nothing(of_vllm: tuple[Path, list[int]
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_the_reference(tmp_path: Path) -> None:
     """It is recorded in parts too, for `verify` of a run that is longer than memory."""
     settings: dict[str, Any] = {**SMALL, "deterministic": True}
-    in_memory, parts = cp.reference(loaded(), PROMPTS, **settings), iter(range(10**6))
+    in_memory = cp.reference(loaded(), PROMPTS, **settings)
     require_equal(cp.reference(loaded(), PROMPTS, **settings, out=tmp_path / "run", memory_budget="60kB"), in_memory)
     assert len([*(tmp_path / "run").glob("states-*")]) > 1
     trace = cp.run(loaded(), PROMPTS, **settings)
     assert cp.verify(trace, progress=False, out=tmp_path / "replay").is_equal
     again = cp.load_trace(tmp_path / "replay", loaded())  # on the path of the run
     assert [again.digest(i) for i in range(3)] == [in_memory.digest(i) for i in range(3)]
-    write = disk_writer.RunFiles._write_whole
-
-    def fail(*given: Any) -> None:
-        if next(parts) >= 8:
-            raise _Stopped
-        write(*given)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(disk_writer.RunFiles, "_write_whole", fail)
-        with pytest.raises(_Stopped):
-            cp.reference(loaded(), PROMPTS, **settings, out=tmp_path / "killed", memory_budget="60kB")
+    with failing_after(8):
+        cp.reference(loaded(), PROMPTS, **settings, out=tmp_path / "killed", memory_budget="60kB")
     with pytest.raises(TraceError, match="the reference run in .* cannot be continued; run it again with --overwrite"):
         cp.resume(tmp_path / "killed", loaded())

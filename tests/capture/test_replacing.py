@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.capture import disk_writer
 from cacheprobe.capture.observers import ProgressBar
 from cacheprobe.trace import places
 from cacheprobe.trace.manifest import JOURNAL
 from cacheprobe.trace.parts.journal import read_journal
-from tests.capture.recorded_run import LONG
-from tests.capture.test_to_disk import _part_each_round, _Stopped, require_equal  # noqa: F401  (a fixture)
+from tests.capture.recorded_run import LONG, Stopped, failing_after
+from tests.capture.test_to_disk import _part_each_round, require_equal  # noqa: F401  (a fixture)
 from tests.tiny import PROMPTS, SMALL, loaded
 
 SETTINGS: dict[str, Any] = {**LONG, "max_new_tokens": 12, "deterministic": True}
@@ -49,22 +48,11 @@ def test_the_old_run_stays_while_the_new_one_grows(old: tuple[Path, dict[str, by
 
 
 @pytest.mark.parametrize("count", [3, 30])
-def test_a_killed_one_is_continued_and_then_replaces_it(
-    count: int, old: tuple[Path, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_one_is_continued_and_then_replaces_it(count: int, old: tuple[Path, dict[str, bytes]]) -> None:
     directory, files = old
     whole = cp.run(loaded(), PROMPTS, **SETTINGS)
-    write, calls = disk_writer.RunFiles._write_whole, iter(range(10**6))
-
-    def fail(*given: Any) -> None:
-        if next(calls) >= count:
-            raise _Stopped
-        write(*given)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(disk_writer.RunFiles, "_write_whole", fail)
-        with pytest.raises(_Stopped):
-            cp.run(loaded(), PROMPTS, **SETTINGS, out=directory, overwrite=True)
+    with failing_after(count):
+        cp.run(loaded(), PROMPTS, **SETTINGS, out=directory, overwrite=True)
     require_old(directory, files)
     assert read_journal(directory) is not None
     again = cp.resume(directory, loaded(), progress=False)
@@ -106,12 +94,12 @@ def test_a_kill_after_the_new_manifest_leaves_no_file_of_the_old_run(
     def stop(where: Path, note: Any) -> None:
         if note.get("replaces"):
             left.append((where / places.LOCK).read_text())
-            raise _Stopped
+            raise Stopped
         clean(where, note)
 
     with monkeypatch.context() as patched:
         patched.setattr(places, "_clean", stop)
-        with pytest.raises(_Stopped):
+        with pytest.raises(Stopped):
             cp.run(loaded(), PROMPTS[:1], **SETTINGS, out=directory, overwrite=True)
     (directory / places.LOCK).write_text(left[0])  # a process that is killed does not delete it
     assert {*files} <= {path.name for path in directory.iterdir()}
@@ -126,11 +114,11 @@ def test_a_kill_just_before_the_new_manifest_loses_no_part(
     finish = places.Recording.finish
 
     def stop() -> list[str]:
-        raise _Stopped
+        raise Stopped
 
     with monkeypatch.context() as patched:
         patched.setattr(places.Recording, "finish", lambda place, write: finish(place, stop))
-        with pytest.raises(_Stopped):
+        with pytest.raises(Stopped):
             cp.run(loaded(), PROMPTS, **SETTINGS, out=directory, overwrite=True)
     require_old(directory, files)
     parts = [path.name for path in directory.iterdir() if path.name.startswith("states-")]

@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.capture import disk_writer
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.trace.parts.following import FollowedRun
-from tests.capture.test_to_disk import _part_each_round, _Stopped, require_equal  # noqa: F401  (a fixture)
+from tests.capture.recorded_run import failing_after
+from tests.capture.test_to_disk import _part_each_round, require_equal  # noqa: F401  (a fixture)
 from tests.dashboard.growing_run import wait_for_the_disk
 from tests.thinking.test_thinking_engine import FREE, PROMPTS, RUN, lm
 
@@ -82,22 +82,11 @@ def committed_thoughts(trace: cp.Trace, request_id: int) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize(("drafter", "number"), [(None, 40), (EARLY, 9)], ids=str)
-def test_a_run_with_thoughts_goes_on_wherever_it_stopped(
-    drafter: Any, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_thoughts_goes_on_wherever_it_stopped(drafter: Any, number: int, tmp_path: Path) -> None:
     """The disk fails at the n-th write."""
-    whole, count = cp.run(lm(True), PROMPTS, **LONG, drafter=drafter), iter(range(10**6))
-    write = disk_writer.RunFiles._write_whole
-
-    def fail(*given: Any) -> None:
-        if next(count) >= number:
-            raise _Stopped
-        write(*given)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(disk_writer.RunFiles, "_write_whole", fail)
-        with pytest.raises(_Stopped):
-            cp.run(lm(True), PROMPTS, **LONG, drafter=drafter, out=tmp_path / "run")
+    whole = cp.run(lm(True), PROMPTS, **LONG, drafter=drafter)
+    with failing_after(number):
+        cp.run(lm(True), PROMPTS, **LONG, drafter=drafter, out=tmp_path / "run")
     again = cp.resume(tmp_path / "run", lm(True), drafter=drafter, progress=False)
     for request_id in LONG["deterministic"]:
         assert again.committed(request_id) == whole.committed(request_id)

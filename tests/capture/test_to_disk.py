@@ -22,7 +22,7 @@ from cacheprobe.capture.recorder import Recorder
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.trace.manifest import JOURNAL, TraceError
 from cacheprobe.trace.parts.journal import read_journal
-from tests.capture.recorded_run import DRAFTERS, LONG, recorded
+from tests.capture.recorded_run import DRAFTERS, LONG, failing_after, recorded
 from tests.tiny import PROMPTS, SMALL, loaded
 
 TABLES = ("row_table", "hypothesis_table", "event_table", "ledger_table", "token_table")
@@ -189,28 +189,14 @@ def require_continued(directory: Path, drafter: str, whole: cp.Trace, is_verifie
     assert not list(directory.glob("readings-*")) and not (directory / JOURNAL).exists()
 
 
-class _Stopped(BaseException):
-    """Stands for a kill: no handler of the program catches it."""
-
-
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_run_goes_on_wherever_it_stopped(drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_wherever_it_stopped(drafter: str, tmp_path: Path) -> None:
     """The disk fails at the n-th write, for several n: the parts before stay, and the run is continued."""
     whole = cp.run(loaded(), PROMPTS, **LONG, drafter=DRAFTERS[drafter]())
-    write = disk_writer.RunFiles._write_whole
     for number in (2, 30):
-        count = iter(range(10**6))
-
-        def fail(*given: Any, number: int = number, count: Any = count) -> None:
-            if next(count) >= number:
-                raise _Stopped
-            write(*given)
-
         directory = tmp_path / str(number)
-        with monkeypatch.context() as patched:
-            patched.setattr(disk_writer.RunFiles, "_write_whole", fail)
-            with pytest.raises(_Stopped):
-                recorded(directory, drafter)
+        with failing_after(number):
+            recorded(directory, drafter)
         require_continued(directory, drafter, whole, is_verified=number == 30)
 
 
@@ -231,19 +217,11 @@ def test_killed_runs_go_on(seed: int, tmp_path: Path) -> None:
         require_continued(directory, drafter, wholes[drafter], is_verified=number % 10 == 0)
 
 
-def test_a_full_disk_leaves_the_parts_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, count = cp.run(loaded(), PROMPTS, **LONG), iter(range(10**6))
-    write = disk_writer.RunFiles._write_whole
-
-    def full(*given: Any) -> None:
-        if next(count) >= 40:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(*given)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(disk_writer.RunFiles, "_write_whole", full)
-        with pytest.raises(TraceError, match="No space left.*its whole parts stay.*cacheprobe resume"):
-            recorded(tmp_path / "run", "none")
+def test_a_full_disk_leaves_the_parts_before(tmp_path: Path) -> None:
+    whole = cp.run(loaded(), PROMPTS, **LONG)
+    said = "No space left.*its whole parts stay.*cacheprobe resume"
+    with failing_after(40, OSError(errno.ENOSPC, "No space left on device")), pytest.raises(TraceError, match=said):
+        recorded(tmp_path / "run", "none")
     assert any(cp.load_trace(tmp_path / "run").tokens.values())
     require_continued(tmp_path / "run", "none", whole, is_verified=True)
 

@@ -17,7 +17,7 @@ from cacheprobe.trace.manifest import JOURNAL
 from cacheprobe.trace.parts.following import FollowedRun
 from cacheprobe.trace.parts.journal import read_journal
 from cacheprobe.trace.tables.features import feature_table
-from tests.capture.recorded_run import DRAFTERS, LONG, recorded
+from tests.capture.recorded_run import DRAFTERS, LONG, failing_after, recorded
 from tests.command import cacheprobe
 from tests.dashboard.growing_run import wait_for_the_disk
 from tests.dictionaries.planted import random_dictionary
@@ -98,28 +98,14 @@ def require_continued(directory: Path, drafter: str, whole: cp.Trace) -> None:
         assert committed(again, request_id).equals(committed(whole, request_id))
 
 
-class _Stopped(BaseException):
-    """Stands for a kill: no handler of the program catches it."""
-
-
 @pytest.mark.parametrize("drafter", ["none", "early exit"])
-def test_a_run_goes_on_with_its_features(drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_with_its_features(drafter: str, tmp_path: Path) -> None:
     mine = random_dictionary()
     whole = cp.run(loaded(), PROMPTS, **LONG, drafter=DRAFTERS[drafter](), dictionary=mine)
-    write = disk_writer.RunFiles._write_whole
     for number in (2, 33):
-        count = iter(range(10**6))
-
-        def fail(*given: Any, number: int = number, count: Any = count) -> None:
-            if next(count) >= number:
-                raise _Stopped
-            write(*given)
-
         directory = tmp_path / str(number)
-        with monkeypatch.context() as patched:
-            patched.setattr(disk_writer.RunFiles, "_write_whole", fail)
-            with pytest.raises(_Stopped):
-                recorded(directory, drafter, mine)
+        with failing_after(number):
+            recorded(directory, drafter, mine)
         require_continued(directory, drafter, whole)
 
 
