@@ -2,6 +2,7 @@
 weights."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -78,3 +79,27 @@ def sha256_of(named: Sequence[tuple[str, Tensor]]) -> str:
         digest.update(f"{name} {tuple(weight.shape)}".encode())
         digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data.cast("B"))
     return digest.hexdigest()[:16]
+
+
+class HashedWeights(ABC):
+    """Gives a model a checksum and a hash of its weights."""
+
+    _hashed = "", ""
+    """(checksum of the weights, SHA-256 of the weights at that checksum); empty texts before the first use."""
+
+    @abstractmethod
+    def _named_weights(self) -> Sequence[tuple[str, Tensor]]:
+        """Returns all parameters with their names, sorted by name."""
+
+    @property
+    def weights_checksum(self) -> str:
+        """Checksum of all parameters as hex text, computed at every access."""
+        return checksum_of(self._named_weights())
+
+    @property
+    def weights_sha256(self) -> str:
+        """First 16 hex digits of a SHA-256 over all parameters, sorted by name; computed again if the checksum has
+        changed."""
+        if self._hashed[0] != (checksum := self.weights_checksum):
+            self._hashed = checksum, sha256_of(self._named_weights())
+        return self._hashed[1]

@@ -1,7 +1,6 @@
-"""Implements the parts of CachedLM that all models with TransformerLens' hook points share: capture, edits, weight
-hashes."""
+"""Implements the parts of CachedLM that all models with TransformerLens' hook points share: capture and edits."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,16 +14,15 @@ from cacheprobe.core.live import LiveModule
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.experts.find import MixtureLayer
 from cacheprobe.models.experts.sites import capturing_routing, editing_routers, split
-from cacheprobe.models.facts import checksum_of, sha256_of
+from cacheprobe.models.facts import HashedWeights
 from cacheprobe.models.hf.hooked import ActivationCache, HookPoint
 from cacheprobe.models.hf.text import TokenText
 from cacheprobe.models.output_parts import OutputParts
 from cacheprobe.models.turns import computing, live_model
 
 
-class HookedLM(TokenText, ABC):
-    """Captures and edits activations at TransformerLens' hook points, and hashes the weights. Base class of BridgeLM
-    and ThinkingLM."""
+class HookedLM(TokenText, HashedWeights):
+    """Captures and edits activations at TransformerLens' hook points. Base class of BridgeLM and ThinkingLM."""
 
     hooked_module: LiveModule
     """The TransformerBridge or HookedRootModule that has the hook points."""
@@ -32,8 +30,6 @@ class HookedLM(TokenText, ABC):
     injected_layers: tuple[int, ...] = ()
     mixtures: Mapping[int, MixtureLayer] = {}
     """Mixtures of experts by layer."""
-    _hashed = "", ""
-    """(checksum of the weights, SHA-256 of the weights at that checksum); empty texts before the first use."""
 
     @contextmanager
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
@@ -89,19 +85,6 @@ class HookedLM(TokenText, ABC):
             if site == "S" and layer + 1 < self.n_layers and layer + 1 not in self.injected_layers:
                 named[resid_pre_name(layer + 1)] = value[None]  # what leaves a block enters the next
         return ActivationCache(named, self.hooked_module, has_batch_dim=True)
-
-    @property
-    def weights_checksum(self) -> str:
-        """Checksum of all parameters as hex text, computed at every access."""
-        return checksum_of(self._named_weights())
-
-    @property
-    def weights_sha256(self) -> str:
-        """First 16 hex digits of a SHA-256 over all parameters, sorted by name; computed again if the checksum has
-        changed."""
-        if self._hashed[0] != (checksum := self.weights_checksum):
-            self._hashed = checksum, sha256_of(self._named_weights())
-        return self._hashed[1]
 
     def _named_weights(self) -> list[tuple[str, Parameter]]:
         return sorted(live_model(self).named_parameters(), key=lambda item: item[0])

@@ -17,7 +17,7 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import RecurrentCache
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.experts.sites import EXPERTS, own_experts, use_invariant_experts
-from cacheprobe.models.facts import checksum_of, one_dtype, sha256_of, stop_ids
+from cacheprobe.models.facts import HashedWeights, one_dtype, stop_ids
 from cacheprobe.models.fast.module_hooks import listen
 from cacheprobe.models.hf.attention import ATTENTION, attending
 from cacheprobe.models.hf.float64 import keeping_float64
@@ -41,7 +41,7 @@ _DEFAULT_CONTEXT = 2048
 """Context length in tokens of a model whose config names none, such as one with ALiBi."""
 
 
-class PlainLM(PlainSites, TokenText):
+class PlainLM(PlainSites, TokenText, HashedWeights):
     """Runs a plain transformers model on our KVCache, as a CachedLM: a copy of the model that shares its weights.
 
     Twin: the model's own uncached forward, close(1e-5) in float32; `check_plain` compares both at load, to 1e-3.
@@ -49,7 +49,6 @@ class PlainLM(PlainSites, TokenText):
 
     operations = None
     injected_layers: tuple[int, ...] = ()
-    _hashed = "", ""
 
     def __init__(self, live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str = "", why: str = "") -> None:
         """live: the transformers model.  why: why no bridge runs it, for the reason of the path.
@@ -237,19 +236,6 @@ class PlainLM(PlainSites, TokenText):
         """Returns the logits of `read_out`, and lets gradients flow back into `states`."""
         with keeping_float64(self.dtype):
             return self.head.finish(self.head.unembed(self.head.norm(states[None])))[0]
-
-    @property
-    def weights_checksum(self) -> str:
-        """Checksum of all parameters as hex text, computed at every access."""
-        return checksum_of(self._named_weights())
-
-    @property
-    def weights_sha256(self) -> str:
-        """First 16 hex digits of a SHA-256 over all parameters, sorted by name; computed again if the checksum has
-        changed."""
-        if self._hashed[0] != (checksum := self.weights_checksum):
-            self._hashed = checksum, sha256_of(self._named_weights())
-        return self._hashed[1]
 
     def _named_weights(self) -> list[tuple[str, Tensor]]:
         named = [(plain_path(name), weight) for name, weight in weight_tensors(self.live)]  # a bridge may be around
