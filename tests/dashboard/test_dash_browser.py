@@ -1,7 +1,6 @@
 """The dashboard in a real browser, over runs of tiny models: replay, clicks, menus, links, keys, both themes."""
 
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -235,22 +234,6 @@ def test_the_timeline_zooms_by_mouse_and_keys(browser: Browser, address: str) ->
         assert page.locator("#timeline-view svg[data-first]").get_attribute("data-last") == "7"
     with opened(browser, f"{address}?run=0&zoom=7-x") as page:
         until(page, "/zoom is not FIRST-LAST/.test(document.getElementById('notice').innerText)")
-
-
-def test_pictures_tell_what_is_under_the_pointer_until_a_key_is_pressed(browser: Browser, address: str) -> None:
-    with opened(browser, f"{address}?run=0&request=1") as page:
-        for view, said in (
-            ("cache", "written in step"),
-            ("timeline", r"request \d+"),
-            ("window", r"position"),
-        ):
-            answered(page, view, request=1) if view != "timeline" else answered(page, view)
-            cell = page.locator(f"#{view}-view svg [data-says]").first
-            assert page.locator(f"#{view}-view svg g > title").count() == 0
-            cell.hover()
-            assert re.search(said, page.inner_text("#tip"))
-            page.keyboard.press("Shift")
-            assert not page.locator("#tip").is_visible()
 
 
 def test_a_click_that_moves_the_chosen_cell_draws_no_grid(browser: Browser, address: str) -> None:

@@ -1,5 +1,6 @@
 """The text of a request in a real browser: the first view of a run, and linked with the others."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -202,3 +203,19 @@ def test_requests_are_sorted_by_losses_and_the_strip_shows_the_whole_run(
         assert shown.get_attribute("x") == svg.get_attribute("data-first")
         page.get_by_text("Most rejected first").click()
         answered(page, "timeline", order="")
+
+
+def test_pictures_tell_what_is_under_the_pointer_until_a_key_is_pressed(browser: Browser, address: str) -> None:
+    with opened(browser, f"{address}?run=0&request=1") as page:
+        for view, said in (
+            ("cache", "written in step"),
+            ("timeline", r"request \d+"),
+            ("window", r"position"),
+        ):
+            answered(page, view, request=1) if view != "timeline" else answered(page, view)
+            cell = page.locator(f"#{view}-view svg [data-says]").first
+            assert page.locator(f"#{view}-view svg g > title").count() == 0
+            cell.hover()
+            assert re.search(said, page.inner_text("#tip"))
+            page.keyboard.press("Shift")
+            assert not page.locator("#tip").is_visible()

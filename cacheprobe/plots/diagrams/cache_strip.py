@@ -64,7 +64,7 @@ def cache_strip(
 
 def cache_passes(ledger: pd.DataFrame, windows: Sequence[Window] = (), step: int | None = None) -> str:
     """Returns HTML of a table with a line for each pass that wrote cache slots which one request still holds, or that
-    removed slots again: its step, its kind, the positions written, and the positions removed. A line carries data-step.
+    removed slots again: its step, its kind, the positions written and kept, and the positions removed. A line carries data-step.
     Of a longer list, the first line and the last 11 are shown.
 
     ledger: from `Trace.ledger`, after a step.  windows: the request's verify windows; those of later steps are left
@@ -94,7 +94,7 @@ def cache_passes(ledger: pd.DataFrame, windows: Sequence[Window] = (), step: int
             f'<td class="number">{at}</td><td>{markup(kind)}</td><td>{texts[0]}</td><td class="lost">{texts[1]}</td>'
         )
         lines.append(f'<tr class="pick{chosen}" data-step="{at}">{cells}</tr>')
-    head = '<th class="number">step</th><th>pass</th><th>wrote positions</th><th>rolled back</th>'
+    head = '<th class="number">step</th><th>pass</th><th>wrote and kept</th><th>rolled back</th>'
     return f'<table class="passes"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 

@@ -33,7 +33,7 @@ CARD_CSS = f"""
 .cp .facts dd{{margin:0;overflow-wrap:anywhere}}
 .cp .kept{{color:var(--green-edge)}}
 .cp .lost{{color:var(--red-edge)}}
-.cp .ladder{{max-height:600px;overflow:auto;border:1px solid var(--line);border-radius:8px}}
+.cp .ladder{{max-height:680px;overflow:auto;border:1px solid var(--line);border-radius:8px}}
 .cp.alone .ladder{{max-width:560px}}
 .cp .ladder table{{border-collapse:separate;border-spacing:1px;width:100%;font-size:11.5px;table-layout:fixed;margin:0}}
 .cp .ladder th{{font-weight:400;color:var(--muted);padding:1px 6px;text-align:right;width:44px}}
