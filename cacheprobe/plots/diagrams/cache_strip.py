@@ -64,8 +64,8 @@ def cache_strip(
 
 def cache_passes(ledger: pd.DataFrame, windows: Sequence[Window] = (), step: int | None = None) -> str:
     """Returns HTML of a table with a line for each pass that wrote cache slots which one request still holds, or that
-    removed slots again: its step, its kind, the positions written and kept, and the positions removed. A line carries data-step.
-    Of a longer list, the first line and the last 11 are shown.
+    removed slots again: its step, its kind, the positions written and kept, and the positions removed. A line carries
+    data-step. Of a longer list, the first line and the last 11 are shown.
 
     ledger: from `Trace.ledger`, after a step.  windows: the request's verify windows; those of later steps are left
     out.  step: its line is marked.
