@@ -12,7 +12,7 @@ installed=${VERSIONS_FOLDER:-$PWD/.versions}
 versions=("$@")
 if [ ${#versions[@]} -eq 0 ]; then
     versions=(
-        transformers==5.22.2 transformers==5.21.1 "transformers==5.20.2 transformer-lens==4.0.0"
+        transformers==5.22.2 transformers==5.21.1 "transformers==5.21.1 transformer-lens==4.0.0"
         transformer-lens==4.2.0 transformer-lens==4.1.0
     )
 fi

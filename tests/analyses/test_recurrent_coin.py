@@ -166,8 +166,9 @@ def test_the_page_shows_the_stored_result() -> None:
     assert (ROOT / "docs/recurrent-coin.txt").read_text(encoding="utf-8") == table + "\n"
     seeds = [one["seed"] for one in stored["models"] if one["model"] == "mamba [-1, 1]"]
     assert seeds == list(range(recurrent_coin.Config().seeds))
-    # what the page says of the exchange and of negative eigenvalues
+    # what the page says of the exchange, of the probe and of negative eigenvalues
     for one in stored["models"]:
+        assert all(line["low"] < 0.5 for line in one["probe"] or ()), one
         is_signed = "-1" in one["model"]
         assert (one["trained"] > 0.95) == is_signed, one
         if is_signed and one["exchange"] is not None:
