@@ -205,8 +205,9 @@ class DiskWriter(Observer):
             "errors": dict(errors),
             "answer_mass": _by_text(masses),
             "lens_errors": {} if reader is None else _by_text(reader.errors),
-            "preemptions": recorder.preemptions,
-            "self_checks": {"compared": recorder.num_compared, "differences": recorder.differences},
+            # copies: the line is written later, when the run has gone on
+            "preemptions": list(recorder.preemptions),
+            "self_checks": {"compared": recorder.num_compared, "differences": list(recorder.differences)},
             "checks": recorder.checks,
         }
 

@@ -236,6 +236,21 @@ def test_a_run_with_preempted_requests_goes_on(tmp_path: Path) -> None:
     require_continued(tmp_path / "run", "none", whole, is_verified=True)
 
 
+def test_a_line_of_the_journal_tells_nothing_of_later_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written in the background, while the run goes on."""
+    lines, append = [], disk_writer.append_part
+
+    def late(directory: Path, part: dict[str, Any]) -> None:
+        time.sleep(0.1)
+        lines.append((part["step"], [step for _, step in part["preemptions"]]))
+        append(directory, part)
+
+    monkeypatch.setattr(disk_writer, "append_part", late)
+    cp.run(loaded(), PROMPTS, **(LONG | {"max_kv_tokens": 90}), capture="S", out=tmp_path)
+    assert any(preempted for _, preempted in lines[:-1])
+    assert all(step <= last for last, preempted in lines for step in preempted)
+
+
 def test_a_run_that_keeps_no_state_goes_on(tmp_path: Path) -> None:
     settings = {k: v for k, v in LONG.items() if k != "progress"}
     whole = cp.run(loaded(), PROMPTS, **LONG, capture=None)
