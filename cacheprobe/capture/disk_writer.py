@@ -70,6 +70,8 @@ class DiskWriter(Observer):
         self._tokens, self._texts = journal.tokens, GrowingRun(journal).texts
         self._names: dict[str, list[str]] = {}
         """Names of the files, by kind, that the journal does not name yet."""
+        self._is_late = False
+        """Whether the recorder was full again before the journal named the files of the part before."""
         self._labelled: list[list[object]] = []
         self._committed: dict[int, list[int]] = {}
         self._roles: dict[int, list[str]] = {}
@@ -100,18 +102,19 @@ class DiskWriter(Observer):
         """Writes the files of a part if the recorder holds as much as it may."""
         self.step = record.step
         if self.recorder.num_bytes >= self.part_bytes:
+            self._is_late = bool(self._names)
             self._write()
 
     def end_round(self, states: Sequence[SequenceState], *, is_last: bool = False) -> None:
         """Names the written files in the journal, with what the recorder holds now, if a part is due and the earlier
-        files are on the disk.
+        files are on the disk. If the disk is slower than the run, waits for it.
 
         states: of all requests.  is_last: in any case.
         Raises: as `wait`, for files of an earlier part.
         """
         now = time.monotonic()
         is_due = self._names or now - self._last >= max(SECONDS, _SHARE * (now - self._began))
-        if not is_last and not (is_due and self._background.is_idle):
+        if not is_last and not (is_due and (self._is_late or self._background.is_idle)):
             return
         self._write()
         earlier, part = self._waiting, self._part({str(s.request_id): s.error for s in states if s.error})
@@ -120,6 +123,7 @@ class DiskWriter(Observer):
         self._in_background(lambda: self._append(part, name, waiting, earlier))
         self._last = time.monotonic()
         self._names, self._labelled, self._committed, self._roles, self._finished = {}, [], {}, {}, {}
+        self._is_late = False
         self._seen_tokens |= self._new_tokens
         self._new_tokens = set()
 

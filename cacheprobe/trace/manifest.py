@@ -100,6 +100,8 @@ def stored_manifest(directory: Path) -> tuple[JsonDict, str | None]:
         raise TraceError(f"{path} cannot be migrated from trace format {version}: {error!r}; run it again") from error
     if fault is None:
         _require_shape(newest, _MIGRATED, path)
+        if FIRST_WITH_CHECKSUMS <= version < FIRST_WITH_BLOCKS:
+            _require_shape(newest, {"sha256": {str: str}}, path)
         _require_files(newest, path)
     return newest, fault
 

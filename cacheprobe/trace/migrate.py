@@ -90,9 +90,10 @@ def _from_9(old: Manifest) -> Manifest:
 
 
 def _from_10(old: Manifest) -> Manifest:
-    """Returns a manifest of trace format 10 as format 11, without checksums of files whose blocks have them."""
-    sha256 = {name: digest for name, digest in old["sha256"].items() if name not in old["blocks"]}
-    return {**old, "format_version": 11, "sha256": sha256}
+    """Returns a manifest of trace format 10 as format 11, without checksums of files if their blocks have them."""
+    if old["stored_version"] >= FIRST_WITH_BLOCKS:
+        old = {name: value for name, value in old.items() if name != "sha256"}
+    return {**old, "format_version": 11}
 
 
 _STEPS: dict[int, Callable[[Manifest], Manifest]] = {

@@ -13,6 +13,7 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.capture import disk_writer
 from cacheprobe.dictionaries import Dictionary
+from tests.dashboard.growing_run import wait_for_the_disk
 from tests.dictionaries.planted import random_dictionary
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -44,6 +45,7 @@ def failing_after(files: int, error: BaseException | None = None) -> Iterator[No
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(disk_writer.RunFiles, "_write_whole", fail)
+        wait_for_the_disk(patched)  # else the number of files depends on the disk's speed
         if error is None:
             with pytest.raises(Stopped):
                 yield

@@ -23,6 +23,7 @@ from cacheprobe.ops.state_codec import decode, encode
 from cacheprobe.trace.manifest import JOURNAL, TraceError
 from cacheprobe.trace.parts.journal import read_journal
 from tests.capture.test_to_disk import require_equal
+from tests.dashboard.growing_run import part_each_round
 from tests.tiny import PROMPTS, SMALL, loaded
 
 SITES = dict(sites="STCZ", heads=("q", "pattern"))
@@ -49,8 +50,7 @@ CHOICES: dict[str, tuple[dict[str, Any], Callable[[pd.DataFrame], pd.Series]]] =
 
 @pytest.fixture(autouse=True)
 def _part_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_writer, "SECONDS", 0.0)
-    monkeypatch.setattr(disk_writer, "_SHARE", 0.0)
+    part_each_round(monkeypatch)
 
 
 def made(drafter: str, capture: dict[str, Any], **settings: Any) -> cp.Trace:

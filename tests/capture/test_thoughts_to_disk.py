@@ -12,7 +12,6 @@ from cacheprobe.ops.equality import bitwise
 from cacheprobe.trace.parts.following import FollowedRun
 from tests.capture.recorded_run import failing_after
 from tests.capture.test_to_disk import _part_each_round, require_equal  # noqa: F401  (a fixture)
-from tests.dashboard.growing_run import wait_for_the_disk
 from tests.thinking.test_thinking_engine import FREE, PROMPTS, RUN, lm
 
 EARLY = cp.drafters.EarlyExit(layer=1)
@@ -56,8 +55,7 @@ def test_thoughts_on_disk_are_those_in_memory(name: str, tmp_path: Path) -> None
             require_equal_thoughts(trace, in_memory)
 
 
-def test_thoughts_are_read_while_they_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_for_the_disk(monkeypatch)  # both readers see the same parts
+def test_thoughts_are_read_while_they_grow(tmp_path: Path) -> None:
     settings = {name: value for name, value in LONG.items() if name != "progress"}
     stream = cp.stream(lm(True), PROMPTS, **settings, drafter=EARLY, out=tmp_path / "run")
     counts = []

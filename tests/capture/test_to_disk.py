@@ -1,12 +1,10 @@
 """Runs that are recorded to disk: equal to runs in memory, readable while they grow, and continued after a kill."""
 
 import errno
-import itertools
 import json
 import random
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,11 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.capture import disk_writer
-from cacheprobe.capture.recorder import Recorder
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.trace.manifest import JOURNAL, TraceError
 from cacheprobe.trace.parts.journal import read_journal
 from tests.capture.recorded_run import DRAFTERS, LONG, failing_after, recorded
+from tests.dashboard.growing_run import part_each_round
 from tests.tiny import PROMPTS, SMALL, loaded
 
 TABLES = ("row_table", "hypothesis_table", "event_table", "ledger_table", "token_table")
@@ -30,8 +28,7 @@ TABLES = ("row_table", "hypothesis_table", "event_table", "ledger_table", "token
 
 @pytest.fixture(autouse=True)
 def _part_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_writer, "SECONDS", 0.0)
-    monkeypatch.setattr(disk_writer, "_SHARE", 0.0)
+    part_each_round(monkeypatch)
 
 
 def require_equal(a: cp.Trace, b: cp.Trace) -> None:
@@ -87,48 +84,6 @@ def test_parts_are_written_before_the_recorder_holds_more_than_the_budget(
     monkeypatch.setattr(disk_writer, "SECONDS", 1e9)
     cp.run(loaded(), PROMPTS, **{**SMALL, "max_new_tokens": 40}, out=tmp_path, memory_budget="300kB")
     assert len(held) > 4 and max(held) < 2 * 100_000  # a pass more than a third of the budget
-
-
-def test_the_recorder_waits_until_the_part_before_is_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-    write, take = disk_writer.RunFiles._write_whole, Recorder.take
-
-    def slowly(self: Any, name: str, fill: Any) -> None:
-        time.sleep(0.05)
-        write(self, name, fill)
-        events.append("written" if name.startswith("states-") else "")
-
-    def noted(self: Any) -> Any:
-        events.append("taken" if self.num_bytes else "")
-        return take(self)
-
-    monkeypatch.setattr(disk_writer.RunFiles, "_write_whole", slowly)
-    monkeypatch.setattr(Recorder, "take", noted)
-    cp.run(loaded(), PROMPTS[:2], **{**SMALL, "max_new_tokens": 4}, out=tmp_path, memory_budget=1)
-    ordered = [event for event in events if event]
-    assert len(ordered) > 4 and ordered == ["taken", "written"] * (len(ordered) // 2)
-
-
-def test_the_model_runs_while_a_part_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first file of states is not written before the second round has ended."""
-    rounds, second = itertools.count(1), threading.Event()
-    write, end_round = disk_writer.RunFiles._write_whole, disk_writer.DiskWriter.end_round
-
-    def later(self: Any, name: str, fill: Any) -> None:
-        if name.startswith("states-"):
-            assert second.wait(60), "the second round has not ended"
-        write(self, name, fill)
-
-    def noted(self: Any, states: Any, **given: Any) -> None:
-        if next(rounds) == 2:
-            second.set()
-        end_round(self, states, **given)
-
-    monkeypatch.setattr(disk_writer.RunFiles, "_write_whole", later)
-    monkeypatch.setattr(disk_writer.DiskWriter, "end_round", noted)
-    cp.run(loaded(), PROMPTS[:2], **{**SMALL, "max_new_tokens": 4}, out=tmp_path)
 
 
 def test_a_stream_is_recorded_and_read_while_it_grows(tmp_path: Path) -> None:
@@ -234,21 +189,6 @@ def test_a_run_with_preempted_requests_goes_on(tmp_path: Path) -> None:
         next(stream)
     stream.close()
     require_continued(tmp_path / "run", "none", whole, is_verified=True)
-
-
-def test_a_line_of_the_journal_tells_nothing_of_later_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is written in the background, while the run goes on."""
-    lines, append = [], disk_writer.append_part
-
-    def late(directory: Path, part: dict[str, Any]) -> None:
-        time.sleep(0.1)
-        lines.append((part["step"], [step for _, step in part["preemptions"]]))
-        append(directory, part)
-
-    monkeypatch.setattr(disk_writer, "append_part", late)
-    cp.run(loaded(), PROMPTS, **(LONG | {"max_kv_tokens": 90}), capture="S", out=tmp_path)
-    assert any(preempted for _, preempted in lines[:-1])
-    assert all(step <= last for last, preempted in lines for step in preempted)
 
 
 def test_a_run_that_keeps_no_state_goes_on(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.capture import disk_writer
 from cacheprobe.capture.features import FeatureRecorder
 from cacheprobe.trace.manifest import JOURNAL
 from cacheprobe.trace.parts.following import FollowedRun
@@ -19,7 +18,7 @@ from cacheprobe.trace.parts.journal import read_journal
 from cacheprobe.trace.tables.features import feature_table
 from tests.capture.recorded_run import DRAFTERS, LONG, failing_after, recorded
 from tests.command import cacheprobe
-from tests.dashboard.growing_run import wait_for_the_disk
+from tests.dashboard.growing_run import part_each_round
 from tests.dictionaries.planted import random_dictionary
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -29,8 +28,7 @@ TWINS = [*PROMPTS[:3], PROMPTS[2], PROMPTS[2], PROMPTS[2]]
 
 @pytest.fixture(autouse=True)
 def _part_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_writer, "SECONDS", 0.0)
-    monkeypatch.setattr(disk_writer, "_SHARE", 0.0)
+    part_each_round(monkeypatch)
     monkeypatch.setattr("os.fsync", lambda file: None)  # hundreds of parts; no test here cuts the power
 
 
@@ -64,8 +62,7 @@ def test_features_that_rows_share_are_not_lost(tmp_path: Path, monkeypatch: pyte
         test_they_are_those_of_the_run_in_memory(dict(capture="SZ", deterministic=[0, 4], max_batch=2), tmp_path)
 
 
-def test_they_are_read_while_the_run_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_for_the_disk(monkeypatch)  # all readers see the same parts
+def test_they_are_read_while_the_run_grows(tmp_path: Path) -> None:
     mine, settings = random_dictionary(), {k: v for k, v in LONG.items() if k != "progress"}
     settings |= {"drafter": cp.drafters.EarlyExit(layer=1), "dictionary": mine, "capture": "S"}
     stream, numbers = cp.stream(loaded(), PROMPTS, **settings, out=tmp_path / "run"), []

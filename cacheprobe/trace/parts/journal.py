@@ -18,7 +18,7 @@ from cacheprobe.trace.manifest import JOURNAL, TraceError
 
 _FORMAT, _VERSION, _READ = "cacheprobe journal", 5, (1, 2, 3, 4, 5)
 """Version 2: states as int8; the state_index of rows in `labelled`. Version 3: thoughts. Version 4: features. Version
-5: no SHA-256 of files."""
+5: no SHA-256 of files. A run that is continued keeps the version of its first line."""
 _SUM = 32
 """Length of a line's checksum."""
 

@@ -1,0 +1,87 @@
+"""The files of a run are written while the model goes on: in their order, waited for, and named in the journal."""
+
+import itertools
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cacheprobe as cp
+from cacheprobe.capture import disk_writer
+from cacheprobe.capture.recorder import Recorder
+from tests.capture.recorded_run import LONG
+from tests.tiny import PROMPTS, SMALL, loaded
+
+
+@pytest.fixture(autouse=True)
+def _part_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_writer, "SECONDS", 0.0)
+    monkeypatch.setattr(disk_writer, "_SHARE", 0.0)
+
+
+def test_the_recorder_waits_until_the_part_before_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    write, take = disk_writer.RunFiles._write_whole, Recorder.take
+
+    def slowly(self: Any, name: str, fill: Any) -> None:
+        time.sleep(0.05)
+        write(self, name, fill)
+        events.append("written" if name.startswith("states-") else "")
+
+    def noted(self: Any) -> Any:
+        events.append("taken" if self.num_bytes else "")
+        return take(self)
+
+    monkeypatch.setattr(disk_writer.RunFiles, "_write_whole", slowly)
+    monkeypatch.setattr(Recorder, "take", noted)
+    cp.run(loaded(), PROMPTS[:2], **{**SMALL, "max_new_tokens": 4}, out=tmp_path, memory_budget=1)
+    ordered = [event for event in events if event]
+    assert len(ordered) > 4 and ordered == ["taken", "written"] * (len(ordered) // 2)
+
+
+def test_the_model_runs_while_a_part_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first file of states is not written before the second round has ended."""
+    rounds, second = itertools.count(1), threading.Event()
+    write, end_round = disk_writer.RunFiles._write_whole, disk_writer.DiskWriter.end_round
+
+    def later(self: Any, name: str, fill: Any) -> None:
+        if name.startswith("states-"):
+            assert second.wait(60), "the second round has not ended"
+        write(self, name, fill)
+
+    def noted(self: Any, states: Any, **given: Any) -> None:
+        if next(rounds) == 2:
+            second.set()
+        end_round(self, states, **given)
+
+    monkeypatch.setattr(disk_writer.RunFiles, "_write_whole", later)
+    monkeypatch.setattr(disk_writer.DiskWriter, "end_round", noted)
+    cp.run(loaded(), PROMPTS[:2], **{**SMALL, "max_new_tokens": 4}, out=tmp_path)
+
+
+def test_a_slow_disk_gets_lines_of_the_journal_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recorder is full again before the files of the part before are written."""
+    lines, append, write = [], disk_writer.append_part, disk_writer.RunFiles._write_whole
+    monkeypatch.setattr(disk_writer, "append_part", lambda at, part: (lines.append(part["step"]), append(at, part)))
+    monkeypatch.setattr(disk_writer.RunFiles, "_write_whole", lambda *given: (time.sleep(0.02), write(*given))[1])
+    trace = cp.run(loaded(), PROMPTS[:2], **{**SMALL, "max_new_tokens": 12}, out=tmp_path, memory_budget=1)
+    assert len(lines) > trace.events().step.nunique() / 3
+
+
+def test_a_line_of_the_journal_tells_nothing_of_later_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written in the background, while the run goes on."""
+    lines, append = [], disk_writer.append_part
+
+    def late(directory: Path, part: dict[str, Any]) -> None:
+        time.sleep(0.1)
+        lines.append((part["step"], [step for _, step in part["preemptions"]]))
+        append(directory, part)
+
+    monkeypatch.setattr(disk_writer, "append_part", late)
+    cp.run(loaded(), PROMPTS, **(LONG | {"max_kv_tokens": 90}), capture="S", out=tmp_path)
+    assert any(preempted for _, preempted in lines[:-1])
+    assert all(step <= last for last, preempted in lines for step in preempted)
