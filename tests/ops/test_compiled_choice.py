@@ -1,5 +1,6 @@
 """The choice between compiled loops and torch: by the processor, the compiler, the system's permission and a trial."""
 
+import re
 import subprocess
 import sys
 
