@@ -144,6 +144,8 @@ def rewritten(directory: Path, change: Callable[[JsonDict], object]) -> None:
         (lambda m: m["files"].pop(f"rows-{m['run_id']}.parquet"), r"lacks files\.rows-"),
         (lambda m: m["files"].pop(m["shards"][0]), r"lacks files\.states-"),
         (lambda m: m.update(format_version=7, sha256={}), r"lacks sha256\."),
+        (lambda m: m.update(format_version=7, sha256=None), "sha256 is not an object"),
+        (lambda m: m.update(format_version=7), "lacks sha256"),
         (lambda m: m["blocks"].update({m["shards"][0]: "00"}), "lacks checksums of blocks.states-"),
         (lambda m: m["files"].update({"../other": 1}), "names a file of another folder, ../other"),
         (lambda m: m.update(format_version=99), "trace format 99, this cacheprobe reads 1 to .*a newer cacheprobe"),
