@@ -142,10 +142,11 @@ class ImportSource:
 
     def take(self) -> Part:
         """Returns the piece, and forgets it."""
+        size = self.num_bytes if self.piece is not None and self.piece.states else None
         piece, self.piece = self.piece, None
         assert piece is not None, "a piece is given before each part"
         columns: dict[str, Tensor] = {}
-        part = Part(self.num_taken, piece.rows, [], piece.states, columns, piece.steps, piece.ledger, [])
+        part = Part(self.num_taken, piece.rows, [], size, lambda: piece.states, columns, piece.steps, piece.ledger, [])
         self.num_taken += len(piece.rows)
         return part
 

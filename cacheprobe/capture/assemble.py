@@ -57,7 +57,7 @@ def assemble(
         event_table=events,
         token_table=tables.tokens_table(rows, tokens, events, columns, model.token_texts),
         ledger_table=tables.ledger_table(part.ledger),
-        store=MemoryStore(part.states),
+        store=MemoryStore(part.states()),
         thought_table=thought_table,
         feature_table=feature_table(part.features, rows, capture.statuses) if part.features else None,
         thought_states=thought_states(thoughts) if thoughts else None,

@@ -161,14 +161,16 @@ class DiskWriter(Observer):
             assert self.recorder.model is not None
             self._write_table("thoughts", thought_lines(part.thoughts, self.requests, self.recorder.model))
             logits = first_logits(part.thoughts)
-            self._write_tensors("thoughts", {"states": thought_states(part.thoughts), "first_logits": logits})
-        states = {tensor_key(*place): tensor.contiguous() for place, tensor in part.states.items()}
-        for kind, tensors in (("states", states), ("readings", part.columns), ("features", part.features)):
-            # a run that keeps no row has a file of states too, with empty tensors
-            is_first = kind == "states" and tensors and not self._has_states
-            if is_first or any(tensor.numel() for tensor in tensors.values()):
-                self._write_tensors(kind, tensors)
-                self._has_states |= kind == "states"
+            thoughts = {"states": thought_states(part.thoughts), "first_logits": logits}
+            self._write_tensors("thoughts", lambda: thoughts)
+        # a run that keeps no row has a file of states too, with empty tensors
+        if part.state_bytes or (part.state_bytes == 0 and not self._has_states):
+            join = part.states
+            self._write_tensors("states", lambda: _named(join()))
+            self._has_states = True
+        for kind, tensors in (("readings", part.columns), ("features", part.features)):
+            if any(tensor.numel() for tensor in tensors.values()):
+                self._write_tensors(kind, lambda tensors=tensors: tensors)
         self._number += 1
 
     @property
@@ -182,9 +184,9 @@ class DiskWriter(Observer):
         self._in_background(lambda: self._files.write(name, lambda path: table.to_parquet(path, index=False)))
         self._names.setdefault(kind, []).append(name)
 
-    def _write_tensors(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
+    def _write_tensors(self, kind: str, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
         name = f"{kind}-{self.place.run_id}-{self._number:05d}.safetensors"
-        self._in_background(lambda: self._files.write_tensors(name, tensors))
+        self._in_background(lambda: self._files.write_tensors(name, tensors()))
         self._names.setdefault(kind, []).append(name)
 
     def _part(self, errors: Mapping[str, str]) -> JsonDict:
@@ -253,6 +255,10 @@ class DiskWriter(Observer):
         if earlier is not None:
             (directory / earlier).unlink(missing_ok=True)
         _return_freed_memory()
+
+
+def _named(states: Mapping[tuple[str, int], Tensor]) -> dict[str, Tensor]:
+    return {tensor_key(*place): tensor.contiguous() for place, tensor in states.items()}
 
 
 def _return_freed_memory() -> None:

@@ -1,6 +1,6 @@
 """Decides which rows of a pass keep their states, and collects these states: of draft tokens until their verdict."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +76,7 @@ class KeptStates:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the states that the next call of `joined` returns."""
+        """Bytes of the states that the next call of `take` takes."""
         return self.blocks.num_bytes + (0 if self.heads is None else self.heads.num_bytes)
 
     @property
@@ -84,10 +84,13 @@ class KeptStates:
         """Bytes of the states that are held until their rows have a status, without head activations."""
         return sum(block.nbytes for held in self._undecided for block in held.states.values())
 
-    def joined(self) -> dict[tuple[str, int], Tensor]:
-        """Returns a dict (site, layer) -> the states appended since the last call, and forgets them; see
-        `Blocks.joined` and `HeadBlocks.joined`."""
-        return {**self.blocks.joined(), **(self.heads.joined() if self.heads is not None else {})}
+    def take(self) -> tuple[int | None, Callable[[], dict[tuple[str, int], Tensor]]]:
+        """Takes the states appended since the last call. Returns (their bytes, None for a run that captures none; a
+        function, to be called once, in any thread, that joins them to a dict (site, layer) -> states). See
+        `Blocks.take` and `HeadBlocks.joined`."""
+        num_bytes = self.num_bytes if self.config.state_sites or self.config.heads else None
+        join, heads = self.blocks.take(), {} if self.heads is None else self.heads.joined()
+        return num_bytes, lambda: {**join(), **heads}
 
     def add(self, rows: list[RowRecord], states: dict[str, Tensor], heads: HeadBlock | None) -> bool:
         """Takes the states of the rows of a pass that keep states. Returns whether it appended some, which

@@ -1,7 +1,7 @@
 """Defines what a recorder gives away at once (Part), what it may still discard (Unconfirmed), and what a DiskWriter
 needs of it (Source)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -24,8 +24,11 @@ class Part:
     """Rows; those fed a draft token without a verdict so far have no role and no status."""
     labelled: list[tuple[int, RowRecord]]
     """Rows of earlier parts, with their numbers, that got their role and status since."""
-    states: dict[tuple[str, int], Tensor]
-    """By (site, layer): states [n, m] of the kept rows; heads as in `HeadBlocks.joined`."""
+    state_bytes: int | None
+    """Bytes of the states; None for a run that captures none."""
+    states: Callable[[], dict[tuple[str, int], Tensor]]
+    """Returns by (site, layer) the states [n, m] of the kept rows; heads as in `HeadBlocks.joined`. Called once, in any
+    thread."""
     columns: dict[str, Tensor]
     """Lens readings, as from `LensReader.take`."""
     steps: list[StepRecord]

@@ -140,7 +140,7 @@ class Recorder(Observer):
         self.num_taken += len(rows)
         columns = self.reader.take() if self.reader is not None else {}
         found = {} if self.features is None else self.features.take()
-        part = Part(first, rows, labelled, self.kept.joined(), columns, self.steps, self.ledger, self.thoughts, found)
+        part = Part(first, rows, labelled, *self.kept.take(), columns, self.steps, self.ledger, self.thoughts, found)
         self.steps, self.ledger, self.thoughts = [], [], []
         self._unconfirmed = Unconfirmed()
         return part

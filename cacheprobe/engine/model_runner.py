@@ -235,9 +235,10 @@ class ModelRunner:
 
         Raises: EngineError if memory runs out."""
         with self._recording("read", entries):
-            of_entries = zip(entries, result.batch_index, strict=True)
-            fed = [result.out[b, : len(entry.token_ids)] for entry, b in of_entries]
-            found = iter(likeliest_choices(self.model, torch.cat(fed)))
+            width, of_entries = result.out.shape[1], zip(entries, result.batch_index, strict=True)
+            fed = [b * width + t for entry, b in of_entries for t in range(len(entry.token_ids))]
+            logits = result.out.flatten(0, 1)  # a view
+            found = iter(likeliest_choices(self.model, logits if fed == [*range(len(logits))] else logits[fed]))
         return [list(islice(found, len(entry.token_ids))) for entry in entries]
 
     def _failed(self, phase: str, entries: Sequence[Entry], error: Exception) -> EngineError:

@@ -1,6 +1,6 @@
 """Stores captured state vectors by (site, layer) in memory. `parts/shards.py` reads those of a saved run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from typing import Protocol, SupportsIndex, runtime_checkable
 
@@ -119,17 +119,23 @@ class Blocks:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the states that the next call of `joined` returns."""
+        """Bytes of the states that the next call of `take` takes."""
         return sum(block.nbytes for blocks in self._blocks.values() for block in blocks)
 
-    def joined(self) -> dict[tuple[str, int], Tensor]:
-        """Returns a dict (site, layer) -> states of all passes since the last call as one tensor [n, m], and forgets
-        them. The memory of each site is freed after joining."""
-        states: dict[tuple[str, int], Tensor] = {}
+    def take(self) -> Callable[[], dict[tuple[str, int], Tensor]]:
+        """Takes the states of all passes since the last call. Returns a function that joins them, in any thread, to a
+        dict (site, layer) -> one tensor [n, m]. It is called once: the memory of each site is freed after joining."""
+        taken, self._blocks = self._blocks, {site: [] for site in self.sites}
         self._counts.clear()
-        for site in self.sites:
-            blocks, self._blocks[site] = self._blocks[site], []
-            for layer, i in self.layer_index.items():
-                parts = [block[i] for block in blocks]
-                states[site, layer] = torch.cat(parts) if parts else torch.empty(0, 0, dtype=self.dtype)
-        return states
+
+        def join() -> dict[tuple[str, int], Tensor]:
+            """Joins the taken states, and frees them."""
+            states: dict[tuple[str, int], Tensor] = {}
+            for site in self.sites:
+                blocks = taken.pop(site)
+                for layer, i in self.layer_index.items():
+                    parts = [block[i] for block in blocks]
+                    states[site, layer] = torch.cat(parts) if parts else torch.empty(0, 0, dtype=self.dtype)
+            return states
+
+        return join

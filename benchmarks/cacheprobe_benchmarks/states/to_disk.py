@@ -1,8 +1,8 @@
-"""What recording to disk takes: memory for 1, 4 and 16 times as many tokens, time beside memory, and write speed.
+"""What recording to disk takes: memory for 4 and 16 times as many tokens, time beside memory, and write speed.
 
-The job is the main job with S, T and C. Memory is the peak of a process, beyond the model; requests are more,
-not longer, and 16 run at once, so that the KV cache is the same. The budget is such that the smallest run has several
-parts.
+The job is the main job with S, T and C. Memory is the peak of a process, beyond the model, for 4, 16 and 64 times the
+job's requests; 16 run at once, so that the KV cache is the same. The budget is such that the smallest of these runs has
+a dozen parts: a shorter run ends before its memory is as full as that of a long one.
 """
 
 import json
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,17 +25,19 @@ from cacheprobe_benchmarks.states.main_job import NEW_TOKENS, SHAPE, coin_prompt
 from cacheprobe_benchmarks.states.memory import resident_mb
 
 SMALL = {"requests": 2, "new_tokens": 2}
-TIMES = (1, 4, 16)
+TIMES = (4, 16, 64)
+PAIRS = 5
+"""Runs of each kind in a round, one kind after the other; a round's ratio is that of their medians."""
 
 
 def run(rounds: int, *, requests: int = 16, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
-    """peak_mb: by multiple of the requests, beyond the model.  loop_over_memory: seconds until the last token of a run
-    that is recorded to disk over those of one in memory.  disk_over_memory: of whole runs, both without saving; a run
-    to disk ends when its last bytes are flushed.  saved_over_disk: seconds of a run in memory that is saved at
-    its end, over those of one recorded to disk.  write_over_raw: bytes a second of the parts, written and flushed, over
-    those of one file of as many bytes."""
+    """peak_mb: by multiple of the job's requests, beyond the model.  loop_over_memory: seconds until the last token
+    of a run that is recorded to disk over those of one in memory.  disk_over_memory: of whole runs, both without
+    saving; a run to disk ends when its last bytes are flushed.  saved_over_disk: seconds of a run in memory that is
+    saved at its end, over those of one recorded to disk.  write_over_raw: bytes a second of the parts, written and
+    flushed, over those of one file of as many bytes."""
     peaks: dict[str, list[int]] = {str(times): [] for times in TIMES}
-    with measuring(rounds * (len(TIMES) + 3)) as bar:
+    with measuring(rounds * (len(TIMES) + 3 * PAIRS)) as bar:
         for times in TIMES * rounds:
             code = f"from {__name__} import child; child({requests * times}, {new_tokens})"
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -49,9 +52,9 @@ def run(rounds: int, *, requests: int = 16, new_tokens: int = NEW_TOKENS) -> dic
         seconds: dict[str, list[float]] = {"memory": [], "disk": [], "saved": []}
         loops: dict[str, list[float]] = {name: [] for name in seconds}
         raw: list[float] = []
-        for _ in range(rounds):
+        for number in range(rounds * PAIRS):
             with tempfile.TemporaryDirectory() as folder:
-                for name in seconds:
+                for name in seconds if number % 2 else reversed(seconds):
                     began = time.perf_counter()
                     out = {"out": Path(folder) / "disk"} if name == "disk" else {}
                     stream = cp.stream(model, prompts, **settings, **out)
@@ -61,11 +64,12 @@ def run(rounds: int, *, requests: int = 16, new_tokens: int = NEW_TOKENS) -> dic
                         stream.trace().save(Path(folder) / "saved")
                     seconds[name].append(time.perf_counter() - began)
                     bar.advance()
-                raw.append(_raw_over_parts(Path(folder) / "disk", Path(folder)))
+                if number % PAIRS == 0:
+                    raw.append(_raw_over_parts(Path(folder) / "disk", Path(folder)))
     ratios = {
-        "loop_over_memory": [d / m for d, m in zip(loops["disk"], loops["memory"], strict=True)],
-        "disk_over_memory": [d / m for d, m in zip(seconds["disk"], seconds["memory"], strict=True)],
-        "saved_over_disk": [s / d for s, d in zip(seconds["saved"], seconds["disk"], strict=True)],
+        "loop_over_memory": _by_round(loops["disk"], loops["memory"]),
+        "disk_over_memory": _by_round(seconds["disk"], seconds["memory"]),
+        "saved_over_disk": _by_round(seconds["saved"], seconds["disk"]),
         "write_over_raw": raw,
     }
     return {
@@ -82,6 +86,12 @@ def run(rounds: int, *, requests: int = 16, new_tokens: int = NEW_TOKENS) -> dic
     }
 
 
+def _by_round(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Returns for each round the ratio of the medians of its runs."""
+    starts = range(0, len(ours), PAIRS)
+    return [median(ours[at : at + PAIRS]) / median(theirs[at : at + PAIRS]) for at in starts]
+
+
 def _settings(new_tokens: int) -> dict[str, Any]:
     sampling = cp.SamplingParams(stop_token_ids=(), max_new_tokens=new_tokens)
     return {**SHAPE, "sampling": sampling, "capture": "STC", "progress": False, "max_batch": 16}
@@ -89,7 +99,7 @@ def _settings(new_tokens: int) -> dict[str, Any]:
 
 def child(requests: int, new_tokens: int) -> None:
     """Prints the peak memory beyond the model, in megabytes."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(2)
     model = cp.load_model("smollm2-135m", dtype="bfloat16")
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
