@@ -6,6 +6,7 @@ the two: a machine that is slower for a while is then slower for both. With half
 pass is a decode of a fixed height in which the others ride along. Batch 1 is one longer coin-flip prompt after another
 with n-gram drafts, each beside Hugging Face's. _over_roofline is to the least time of the job's products: its
 multiplications and bytes at the best rates of any product and copy, which are measured after the rounds.
+share_of_seconds says where the time goes: by part of cacheprobe, from samples of further runs.
 """
 
 import time
@@ -20,6 +21,7 @@ import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 from cacheprobe_benchmarks.shared.machine import machine, measuring
+from cacheprobe_benchmarks.shared.profile import shares
 from cacheprobe_benchmarks.shared.workload import side_by_side, stored_prompts
 from cacheprobe_benchmarks.speed import products
 from cacheprobe_benchmarks.speed.roofline import Roofline
@@ -86,6 +88,7 @@ def run(
             if number:
                 ratios["batch1_speculation"].append(took["ours"] / took["hf"])
             bar.advance(note=f"batch 1 {took['ours']:.1f} s")
+    spent = {name: shares(lambda name=name: ours_of(name), rounds) for name in JOBS}
     rates = products.rates(products.REPEATS, shapes)
     least = least_seconds(Roofline.of(model, rates), model.n_layers, ids, new_tokens)
     return {
@@ -100,6 +103,7 @@ def run(
         "copy_gb_per_second": round(rates.copy_gb_per_second, 2),
         "of_each_round": {f"{name}_ratio": [round(one, 2) for one in of_rounds] for name, of_rounds in ratios.items()},
         "seconds_median": {name: round(median(taken), 2) for name, taken in seconds.items()},
+        "share_of_seconds": spent,
         "seconds_of_roofline": {name: round(took, 2) for name, took in least.items()},
         **machine(),
     }
