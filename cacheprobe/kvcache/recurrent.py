@@ -78,9 +78,11 @@ class RecurrentMemory:
         return states
 
     def record(self, layer: int, row: int, position: int, states: LayerStates) -> None:
-        """Stores copies of a layer's states after the token at `position`."""
+        """Stores copies of a layer's states after the token at `position`, beside its other states there: those of
+        another module."""
         if self.is_written:
-            self._of_row[row][layer][position] = {key: value.clone() for key, value in states.items()}
+            copies = {key: value.clone() for key, value in states.items()}
+            self._of_row[row][layer][position] = {**self._of_row[row][layer].get(position, {}), **copies}
 
     def forget_before(self, layer: int, row: int, start: int) -> None:
         """Drops states that no pass from position `start` on can need: those of more than `kept` positions before."""

@@ -71,6 +71,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "roc_bert": dict(shape_vocab_size=VOCAB, pronunciation_vocab_size=VOCAB),
     "zamba": dict(num_hidden_layers=4, layer_types=["linear_attention", "hybrid"] * 2),
     "zamba2": dict(layer_types=["linear_attention", "hybrid"]),
+    "xlstm": dict(hidden_size=128),
     "zaya": dict(num_experts_per_tok=1),
 }
 """Settings that a family needs beside its sizes."""

@@ -37,8 +37,8 @@ SUPPORTED = frozenset(
     "jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe llama llama4_text mamba mamba2 megatron-bert mellum "
     "mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder "
     "mpt nanochat nemotron olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 "
-    "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm "
-    "starcoder2 vaultgemma xglm youtu".split()
+    "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next rwkv seed_oss smollm3 solar_open stablelm "
+    "starcoder2 vaultgemma xglm xlstm youtu".split()
 )
 """Families that must run, and give the tokens of `generate`. All others must be refused by name."""
 
@@ -48,7 +48,7 @@ other two are tried under their own names."""
 
 QUICK = frozenset(
     "deepseek_v3 gemma3_text gpt2 gpt_neox llama mixtral qwen3 bart bloom blt falcon gpt_neo gpt_oss lfm2 mamba opt "
-    "qwen3_5_text rwkv".split()
+    "qwen3_5_text".split()
 )
 """Tried by `make test`: at least one family of each kind. The rest are slow."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import cacheprobe as cp
 from cacheprobe.doctor.families.tiny import tiny_family
@@ -18,14 +18,17 @@ from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.plain.recurrence import RecurrentPlaces, StepForward
 from cacheprobe.ops.equality import close
 from tests.feeding import fed_in_parts, texts
+from tests.interventions.recurrent_slowly import fed, states_in
 from tests.invariants.runs import wrong_at
 from tests.tiny import loaded
 from tests.twins.equivalence import hf_greedy
 
-FAMILIES = ["mamba2", "olmo_hybrid", "bamba", "lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow)]
-"""State spaces alone, Gated DeltaNet, a Mamba hybrid, and convolutions; the slow one has experts, too."""
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3_next", "xlstm")]
+FAMILIES = ["mamba2", "olmo_hybrid", "bamba", "lfm2", "rwkv", *SLOW]
+"""State spaces alone, Gated DeltaNet, a Mamba hybrid, convolutions, states of two modules; slow: experts, mLSTMs."""
 PROMPTS = [[3, 10, 17, 24, 31, 38, 45, 52, 59, 66, 73], [5, 80, 33], [3] * 21, [7, 8, 9, 10], [5, 80, 33]]
 SHAPE: dict[str, Any] = dict(window=4, group=2, capacity=96, max_new_tokens=10, progress=False)
+SHAPE |= dict(sampling=cp.SamplingParams(stop_token_ids=()))
 
 
 @cache
@@ -193,7 +196,7 @@ def test_few_positions_are_kept_if_states_are_large(monkeypatch: pytest.MonkeyPa
         cp.run(model("mamba2"), PROMPTS, deterministic=True, **{**SHAPE, "window": 8})
 
 
-@pytest.mark.parametrize("family", ["mamba2", "mamba", "olmo_hybrid"])
+@pytest.mark.parametrize("family", ["mamba2", "mamba", "olmo_hybrid", "rwkv", SLOW[1]])
 def test_captured_states_are_those_of_the_original(family: str) -> None:
     """Against transformers' own cache after the same tokens, fed at once; also of rejected drafts."""
     one = model(family)
@@ -209,7 +212,7 @@ def test_captured_states_are_those_of_the_original(family: str) -> None:
         assert ours.shape == (len(text), heads, width)
         rejected = trace.vectors("recurrent", layer, first)[0]
         for state, tokens in ((ours[0], text[:1]), (ours[-1], text), (rejected, beside)):
-            theirs = state_after(original(family), tokens, layer)
+            theirs = states_in(fed(original(family), tokens)[1])[layer].flatten()
             # transformers computes the whole text in chunks; rounding differs by about 1e-6 of the largest value
             assert close(state.flatten(), theirs, 1e-4, because="sums are reordered")
 
@@ -217,16 +220,6 @@ def test_captured_states_are_those_of_the_original(family: str) -> None:
 @cache
 def oracle_of(family: str) -> cp.Trace:
     return cp.reference(model(family), PROMPTS[:2], **SHAPE)
-
-
-def state_after(live: PreTrainedModel, text: list[int], layer: int) -> torch.Tensor:
-    """Recurrent state in transformers' own cache after a text, flat."""
-    held = DynamicCache(config=live.config)
-    name = "cache_params" if live.config.model_type.startswith("mamba") else "past_key_values"
-    with torch.inference_mode():
-        live(torch.tensor([text]), use_cache=True, **{name: held})
-    of_layer: Any = held.layers[layer]
-    return of_layer.recurrent_states[0].flatten()
 
 
 def test_recurrent_states_where_there_are_none() -> None:

@@ -113,7 +113,7 @@ def test_positions_of_another_sequence_are_noticed() -> None:
 
 @pytest.mark.parametrize(
     ("family", "why"),
-    [("bert", "not its input plus"), ("rwkv", "keep keys and values"), ("doge", "not its input plus")],
+    [("bert", "not its input plus"), ("openai-gpt", "keep keys and values"), ("doge", "not its input plus")],
 )
 def test_a_model_whose_values_do_not_add_up_is_refused(family: str, why: str) -> None:
     with pytest.raises(ModelError, match=why):

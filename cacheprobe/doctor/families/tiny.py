@@ -51,6 +51,7 @@ _OWN: Mapping[str, Fields] = {
     "bamba": dict(attn_layer_indices=[1, 3], **_MAMBA2),
     "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"] * 2, **_MAMBA2),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
+    "xlstm": dict(hidden_size=128, num_heads=4),  # with fewer, its cache and its layers differ in their shapes
     "ernie4_5_moe": dict(moe_k=2),
     "zaya": dict(num_experts_per_tok=1),
 }

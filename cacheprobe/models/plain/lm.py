@@ -26,6 +26,7 @@ from cacheprobe.models.hf.text import TokenText
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights, output_rows
 from cacheprobe.models.plain.cache import staged_plain
 from cacheprobe.models.plain.output import find_head
+from cacheprobe.models.plain.own_states import own_states
 from cacheprobe.models.plain.recurrence import step_by_step
 from cacheprobe.models.plain.sites import PlainSites
 from cacheprobe.models.plain.structure import find_blocks
@@ -58,6 +59,9 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
         self.live, self.name, self.weights_note, self.why = live, name, note, why
         self.tokenizer, self.adapter = tokenizer, ""
         live.eval()
+        own = own_states(live.config)
+        if own is not None and (change := own.prepare(live)):
+            self.weights_note = "; ".join(filter(None, (note, change)))
         self.dtype, self.device = one_dtype(live, name), next(live.parameters()).device
         self.model: LiveModule = empty_model(live)
         self.attends_by_request = self.config._attn_implementation == ATTENTION
@@ -86,7 +90,7 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
         """Recurrent layer -> its states before the first token."""
         recurrent = {layer: states.get((RECURRENT, 0)) for layer, states in self.initial.items()}
         self.state_shapes = {layer: (len(s), s[0].numel()) for layer, s in recurrent.items() if s is not None}
-        step_by_step(self.model, {layer: watched.writers[layer][-1] for layer in self.initial})
+        step_by_step(self.model, watched.keys_of, None if own is None else own.present)
         self.mixtures = use_invariant_experts(self.model, None)
         self.n_layers, self.d_model = len(self.blocks), int(last.value_out.shape[-1])
         self.d_vocab = int(watched.logits.shape[-1])
@@ -142,7 +146,7 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
             )
             stack.enter_context(keeping_float64(self.dtype))
             stack.enter_context(attending(cache.reach, self._num_attending(num_layers)))
-            named = {**inputs, cache_argument(self.model): inputs["past_key_values"]}
+            named = {**inputs, **cache_argument(self.model, inputs["past_key_values"])}
             arguments = {name: value for name, value in named.items() if name in self._arguments}
             token_ids = token_ids.to(self.device)
             if num_layers is None:
@@ -321,6 +325,7 @@ def _context(config: LiveConfig) -> int:
     one number for a batch; up to floor_scale tokens the scale is 1."""
     tuned_from = int(config.floor_scale) - 1 if getattr(config, "attn_temperature_tuning", None) else None
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+    names += ("max_inference_chunksize",)  # xLSTM has no limit; longer texts it splits before our cache sees them
     found = [getattr(config, name, None) for name in names]
     context = next((int(one) for one in found if isinstance(one, int) and one > 0), _DEFAULT_CONTEXT)
     return context if tuned_from is None else min(context, tuned_from)

@@ -15,12 +15,15 @@ SLIDING_FAMILIES = (
 
 RECURRENT_KINDS = ("linear_attention", "conv")
 """Kinds of layers whose state our cache keeps after every token."""
+_RECURRENT_FAMILIES = ("rwkv", "xlstm")
+"""Model types whose layers are all recurrent, without a list of kinds."""
 
 
 def has_recurrent_layers(config: LiveConfig) -> bool:
     """Returns True if a config lists layers that keep a recurrent state instead of keys and values."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return bool({*RECURRENT_KINDS} & set(getattr(config, "layer_types", None) or ()))
+    is_named = getattr(config, "model_type", None) in _RECURRENT_FAMILIES
+    return is_named or bool({*RECURRENT_KINDS} & set(getattr(config, "layer_types", None) or ()))
 
 
 def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:

@@ -90,6 +90,7 @@ def _finishes(config: LiveConfig) -> list[Callable[[Tensor], Tensor]]:
     found: list[Callable[[Tensor], Tensor]] = [_same]
     for name, function in (
         ("final_logit_softcapping", _capped),
+        ("output_logit_soft_cap", _capped),
         ("logits_scaling", _divided),
         ("logits_scaling", _multiplied),
         ("logit_scale", _multiplied),

@@ -17,13 +17,18 @@ from transformers.cache_utils import Cache
 
 from cacheprobe.core.hook_names import RECURRENT
 from cacheprobe.core.live import LiveModule, ModuleValue
-from cacheprobe.kvcache.recurrent import LayerStates, RecurrentMemory
+from cacheprobe.kvcache.recurrent import LayerStates, RecurrentMemory, StateKey
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 
 CONV = "conv"
 
 Step = Callable[[Tensor, LayerStates], tuple[Tensor, LayerStates]]
 """Function (token [b, 1, m], states) that returns (outputs [b, 1, m], new states)."""
+RunMixer = Callable[[object], ModuleValue]
+"""Function that runs a module's own forward on one token, with an object that holds the states before it."""
+Present = Callable[[LiveModule, RunMixer, LayerStates], tuple[Tensor, LayerStates]]
+"""Function (module, its RunMixer, states) that feeds one token with the states in the module's own form. Returns
+(outputs [b, 1, m], new states)."""
 
 
 class StepCache(Cache):
@@ -64,6 +69,14 @@ class StepCache(Cache):
         return False
 
 
+class PlacesCache(Cache):
+    """Holds no layers, and where recurrent modules find their states in our cache."""
+
+    def __init__(self, places: "RecurrentPlaces | None") -> None:
+        super().__init__(layers=[])
+        self.places = places
+
+
 class RecurrentPlaces:
     """Holds which cache rows and positions one forward feeds, and the memory of their states."""
 
@@ -82,24 +95,26 @@ class _Lane:
 
 
 class StepForward:
-    """Replaces the forward of a recurrent layer: feeds one token at a time.
+    """Replaces the forward of a module with a recurrent state: feeds one token at a time.
 
     Twin: the layer's own forward without a cache, close(1e-4) in float32; `check_plain` compares the logits at load.
     """
 
-    def __init__(self, mixer: nn.Module, layer: int) -> None:
-        self.mixer, self.layer = mixer, layer
+    def __init__(self, mixer: nn.Module, layer: int, keys: Sequence[StateKey], present: Present | None = None) -> None:
+        """keys: of the layer's states that the module keeps.  present: for states outside of transformers' Cache; the
+        module then returns a pair, outputs and states."""
+        self.mixer, self.layer, self.keys, self.present = mixer, layer, tuple(keys), present
         self.edits: list[Callable[[Tensor], Tensor | None]] = []
         """Functions that may change the newest recurrent state, called after each token; see `StateEdit`."""
         self.listeners: list[Callable[[Tensor], None]] = []
         """Functions that take the recurrent state after every token of a forward, as edited, [b, t, h, d]."""
 
     def __call__(self, *args: ModuleValue, **kwargs: ModuleValue) -> ModuleValue:
-        """Returns what the layer's own forward returns: outputs [b, t, m] of inputs [b, t, m]."""
+        """Returns what the module's own forward returns: outputs [b, t, m] of inputs [b, t, m]."""
         bound = self._signature.bind(*args, **kwargs)
-        caches = [name for name, value in bound.arguments.items() if isinstance(value, Cache)]
-        places = getattr(bound.arguments[caches[0]], "places", None) if caches else None
-        if places is None:
+        found = (pair for pair in bound.arguments.items() if isinstance(pair[1], Cache))
+        name, held = next(found, ("", None))
+        if (places := getattr(held, "places", None)) is None:
             return type(self.mixer).forward(self.mixer, *args, **kwargs)
         first = next(iter(bound.arguments))
         if "attention_mask" in bound.arguments:
@@ -108,11 +123,17 @@ class StepForward:
 
         def step(value: Tensor, states: LayerStates) -> tuple[Tensor, LayerStates]:
             """Feeds one token [b, 1, m]. Returns (its outputs, the new states)."""
-            one = StepCache(states)
-            bound.arguments[first], bound.arguments[caches[0]] = value, one
-            return type(self.mixer).forward(self.mixer, *bound.args, **bound.kwargs), one.states
+            bound.arguments[first] = value
 
-        return self._steps(inputs, places, step)
+            def run(states_held: object) -> ModuleValue:
+                """Runs the module's own forward with these states."""
+                bound.arguments[name] = states_held
+                return type(self.mixer).forward(self.mixer, *bound.args, **bound.kwargs)
+
+            return (self.present or _in_cache)(self.mixer, run, states)
+
+        outputs = self._steps(inputs, places, step)
+        return outputs if self.present is None else (outputs, held)
 
     def _steps(self, inputs: Tensor, places: RecurrentPlaces, step: Step) -> Tensor:
         """Feeds inputs [b, t, m] token by token, each cache row by itself: its bits depend on no other. Batch indices
@@ -146,13 +167,13 @@ class StepForward:
         memory, layer = places.memory, self.layer
         if not memory.is_written:
             before = memory.after(layer, places.rows[0], places.starts[0] - 1)
-            return [_Lane(list(range(count)), {key: _expanded(value, count) for key, value in before.items()})]
+            return [_Lane(list(range(count)), {key: _expanded(before[key], count) for key in self.keys})]
         first = {row: b for b, row in reversed(list(enumerate(places.rows)))}
         lanes = []
         for b in sorted(first.values()):  # only dummies use a row twice, and nothing reads them
             memory.forget_before(layer, places.rows[b], places.starts[b])
             before = memory.after(layer, places.rows[b], places.starts[b] - 1)
-            lanes.append(_Lane([b], {key: _expanded(value, 1) for key, value in before.items()}))
+            lanes.append(_Lane([b], {key: _expanded(before[key], 1) for key in self.keys}))
         return lanes
 
     def _edited(self, states: Tensor, fed: int, lanes: Sequence[_Lane]) -> Tensor:
@@ -174,16 +195,20 @@ class StepForward:
         return own.replace(parameters=list(own.parameters.values())[1:])
 
 
-def step_by_step(model: LiveModule, paths: Mapping[int, str]) -> None:
-    """Makes recurrent layers run token by token over our cache. paths: of their modules, by layer.
+def step_by_step(
+    model: LiveModule, modules: Mapping[int, Mapping[str, Sequence[StateKey]]], present: Present | None = None
+) -> None:
+    """Makes recurrent layers run token by token over our cache.
 
-    Raises: ModelError if a module's forward was replaced already.
+    modules: layer -> path of each of its recurrent modules -> the states that this module keeps.  present: as
+    StepForward.  Raises: ModelError if a module's forward was replaced already.
     """
-    for layer, path in paths.items():
-        mixer = model.get_submodule(path)
-        if "forward" in vars(mixer):
-            raise ModelError(f"the forward of {path} was replaced already")
-        vars(mixer)["forward"] = StepForward(mixer, layer)
+    for layer, keys_of in modules.items():
+        for path, keys in keys_of.items():
+            mixer = model.get_submodule(path)
+            if "forward" in vars(mixer):
+                raise ModelError(f"the forward of {path} was replaced already")
+            vars(mixer)["forward"] = StepForward(mixer, layer, keys, present)
 
 
 @contextmanager
@@ -213,6 +238,12 @@ def hooking_states(
                     hooks.append(hook)
                     stack.callback(hooks.remove, hook)
         yield
+
+
+def _in_cache(module: LiveModule, run: RunMixer, states: LayerStates) -> tuple[Tensor, LayerStates]:
+    """Presents states as transformers' Cache, as `Present` says."""
+    one = StepCache(states)
+    return run(one), one.states
 
 
 def _by_head(states: LayerStates) -> Tensor:

@@ -81,7 +81,9 @@ class PlainSites:
         if not 0 <= layer < self.n_layers:
             raise ModelError(f"{self.name} has layers 0 to {self.n_layers - 1}, no layer {layer}")
         block = self.blocks[layer]
-        if site in ("pre", "S"):
+        if site == "pre" and block.entry:
+            stack.callback(change((self._module(block.entry), OUTPUT_POINT), edit).remove)
+        elif site in ("pre", "S"):
             point = INPUT_POINT if site == "pre" else OUTPUT_POINT
             stack.callback(change((self._module(block.path), point), edit).remove)
         elif site == "T":

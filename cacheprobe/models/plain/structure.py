@@ -7,7 +7,7 @@ up is refused.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 
 import torch
@@ -40,6 +40,8 @@ class PlainBlock:
     """T."""
     mlp: tuple[AddedPart, ...]
     """C: one part, or several that are added, such as routed and shared experts; none if C is 0, as in Mamba."""
+    entry: str = ""
+    """Module inside block 0 whose output the block adds to: RWKV's norm of the embeddings. "" if it is the input."""
 
 
 def find_blocks(watched: Watched, config: LiveConfig, dtype: torch.dtype) -> list[PlainBlock]:
@@ -79,6 +81,10 @@ def find_blocks(watched: Watched, config: LiveConfig, dtype: torch.dtype) -> lis
         previous = call.value_out
         inside = [c for c in watched.calls if call.began < c.began and c.ended < call.ended]
         found = _block(call, watched.writers[layer][-1], watched.wrote_at[layer], inside, factors, layer, dtype)
+        if found is None and layer == 0 and (entry := _entry(call, inside)) is not None:
+            after = replace(call, value_in=entry.value_out)
+            found = _block(after, watched.writers[0][-1], watched.wrote_at[0], inside, factors, 0, dtype)
+            found = found and replace(found, entry=entry.path)
         if found is None and layer in watched.initial and path != watched.writers[layer][-1]:
             found = _block_of_one(call, watched.writers[layer][-1], inside, factors, dtype)
         if found is None:
@@ -88,6 +94,15 @@ def find_blocks(watched: Watched, config: LiveConfig, dtype: torch.dtype) -> lis
             )
         blocks.append(found)
     return blocks
+
+
+def _entry(call: Call, inside: Sequence[Call]) -> Call | None:
+    """Returns the first module of a block, if it maps the block's input to a stream of the same shape."""
+    first = min(inside, key=lambda one: one.began, default=None)
+    if first is None or first.value_in is None or first.value_out is None or call.value_in is None:
+        return None
+    is_entry = torch.equal(first.value_in, call.value_in) and first.value_out.shape == call.value_in.shape
+    return first if is_entry else None
 
 
 def _block_path(running: Sequence[str]) -> str:

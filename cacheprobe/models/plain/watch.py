@@ -10,10 +10,11 @@ from transformers.cache_utils import Cache
 
 from cacheprobe.core.hook_names import RECURRENT
 from cacheprobe.core.live import LiveModule, ModuleValue
-from cacheprobe.kvcache.recurrent import LayerStates
+from cacheprobe.kvcache.recurrent import LayerStates, StateKey
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.cache import ShapeProbe
 from cacheprobe.models.hf.float64 import keeping_float64
+from cacheprobe.models.plain.own_states import OwnStates, own_states
 from cacheprobe.models.plain.recurrence import CONV
 
 _TWO_MEMORIES = "layer {} keeps a recurrent state beside keys and values, so its T would be a sum of two modules"
@@ -43,7 +44,9 @@ class Watched:
     wrote_at: dict[int, int] = field(default_factory=dict)
     """Cache layer -> time of the first write, on the clock of `Call`."""
     initial: dict[int, LayerStates] = field(default_factory=dict)
-    """Recurrent layer -> its states before the first token, zeros."""
+    """Recurrent layer -> its states before the first token."""
+    keys_of: dict[int, dict[str, tuple[StateKey, ...]]] = field(default_factory=dict)
+    """Recurrent layer -> path of each module that keeps states -> these states."""
     probe: ShapeProbe = field(default_factory=ShapeProbe)
     logits: Tensor = field(default_factory=lambda: torch.zeros(0))
 
@@ -167,9 +170,29 @@ def _common_start(one: Sequence[str], other: Sequence[str]) -> list[str]:
     return list(one[:different])
 
 
-def cache_argument(model: LiveModule) -> str:
-    """Returns the name of the cache among the arguments of a model's forward."""
-    return "cache_params" if "cache_params" in inspect.signature(type(model).forward).parameters else "past_key_values"
+def cache_argument(model: LiveModule, cache: Cache) -> dict[str, object]:
+    """Returns the cache as a named argument of a model's forward."""
+    if (own := own_states(model.config)) is not None:
+        return {own.argument: own.given(cache)}
+    names = inspect.signature(type(model).forward).parameters
+    return {"cache_params" if "cache_params" in names else "past_key_values": cache}
+
+
+def _note_own_states(watched: Watched, own: OwnStates) -> None:
+    """Notes the states of a family that keeps them in an object of its own. A module with a recurrent state begins a
+    layer; one with other states belongs to the layer of the module before."""
+    layer = -1
+    for call in sorted(watched.calls, key=lambda one: one.began):
+        states = own.initial(call.module, call.value_in) if call.value_in is not None else {}
+        if (RECURRENT, 0) in states and call.value_in is not None:
+            layer += 1
+            around = [one for one in watched.calls if one.began <= call.began and one.ended >= call.ended]
+            watched.writers[layer] = [one.path for one in sorted(around, key=lambda one: one.began)]
+            watched.wrote_at[layer] = call.began
+            watched.probe.layer_shapes[layer], watched.probe.devices[layer] = (0, 0, 0), call.value_in.device
+        if states:
+            watched.initial[layer] = {**watched.initial.get(layer, {}), **states}
+            watched.keys_of.setdefault(layer, {})[call.path] = tuple(states)
 
 
 def watch(model: LiveModule, device: torch.device, dtype: torch.dtype, num_tokens: int) -> Watched:
@@ -182,11 +205,16 @@ def watch(model: LiveModule, device: torch.device, dtype: torch.dtype, num_token
     token_ids = torch.tensor([[(5 + 31 * i) % min(num_tokens, 90) for i in range(PROBE_LENGTH)]], device=device)
     handles = [module.register_forward_pre_hook(watcher.enter, with_kwargs=True) for module in model.modules()]
     handles += [module.register_forward_hook(watcher.leave) for module in model.modules()]
-    cache: Cache = watcher.watched.probe
+    own = own_states(model.config)  # one forward then needs no object for its states
+    cache = {} if own else cache_argument(model, watcher.watched.probe)
     try:
         with torch.inference_mode(), keeping_float64(dtype):
-            watcher.watched.logits = model(token_ids, use_cache=True, **{cache_argument(model): cache}).logits
+            watcher.watched.logits = model(token_ids, use_cache=own is None, **cache).logits
     finally:
         for handle in handles:
             handle.remove()
-    return watcher.watched
+    watched = watcher.watched
+    watched.keys_of = {layer: {watched.writers[layer][-1]: tuple(keys)} for layer, keys in watched.initial.items()}
+    if own is not None:
+        _note_own_states(watched, own)
+    return watched
