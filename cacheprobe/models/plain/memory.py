@@ -13,12 +13,13 @@ SLIDING_FAMILIES = (
 """Model types whose sliding windows or chunks were compared with Hugging Face's own, on longer texts."""
 
 
-RECURRENT_KINDS = ("linear_attention", "conv")
-"""Kinds of layers whose state our cache keeps after every token."""
+RECURRENT_KINDS = ("linear_attention", "conv", "hybrid")
+"""Kinds of layers whose state our cache keeps after every token; a hybrid one has keys and values, too."""
+_KNOWN_KINDS = ("full_attention", "sliding_attention", "chunked_attention", *RECURRENT_KINDS, "mlp", "moe")
 
 
 def has_recurrent_layers(config: LiveConfig) -> bool:
-    """Returns True if a config lists layers that keep a recurrent state instead of keys and values."""
+    """Returns True if a config lists layers that keep a recurrent state."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return bool({*RECURRENT_KINDS} & set(getattr(config, "layer_types", None) or ()))
 
@@ -31,7 +32,7 @@ def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
     is_nested = hasattr(config, "get_text_config") and config.get_text_config() is not config
     config = config.get_text_config() if is_nested else config
     kinds = set(getattr(config, "layer_types", None) or ())
-    others = sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention", *RECURRENT_KINDS})
+    others = sorted(kinds - {*_KNOWN_KINDS})
     if "local" in (getattr(config, "attention_layers", None) or ()):
         raise ModelError(
             f"{architecture} has local attention layers, whose rollback is not defined yet; use a model with full "
