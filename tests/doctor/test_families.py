@@ -19,7 +19,7 @@ from cacheprobe.doctor.families.tiny import families
 from cacheprobe.doctor.families.variants import VARIANTS
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.plain.sites import PlainSites
-from cacheprobe.models.plain.structure import AddedPart
+from cacheprobe.models.plain.structure import AddedPart, PlainBlock
 
 TELLING = {
     "llama": "fast",
@@ -30,6 +30,8 @@ TELLING = {
     "mamba2": "plain",  # recurrent states alone, no MLP
     "jamba": "plain",  # recurrent states, attention and experts
     "rwkv": "plain",  # recurrent states of two modules a block, in a list of its own
+    "falcon_h1": "plain",  # a recurrent state beside keys and values, both scaled
+    "nemotron_h": "plain",  # a mixer or an MLP in each block, least time steps
 }
 LEAST_GREEN = 45
 Edit = Callable[[Tensor], Tensor | None]
@@ -50,7 +52,7 @@ def _documented(row: Row) -> bool:
     return any(line.startswith(facts) for line in DOCS.read_text(encoding="utf-8").splitlines())
 
 
-@pytest.mark.parametrize("family", ["falcon_h1", "minimax", "bart", "openai-gpt"])
+@pytest.mark.parametrize("family", ["inkling_text", "minimax", "bart", "openai-gpt"])
 def test_a_family_without_rollback_is_refused_with_a_reason(family: str) -> None:
     row = measure(family)
     assert row.is_refused and not row.path and row.reasons[0]
@@ -82,11 +84,9 @@ def _plant_early_t(monkeypatch: pytest.MonkeyPatch) -> None:
     """T captured at the attention, before the norm that follows."""
     own = PlainSites._add_sum
 
-    def early(
-        self: PlainSites, stack: ExitStack, parts: Sequence[AddedPart], edit: Callable[[Tensor], Tensor | None]
-    ) -> None:
-        block = next((b for b in self.blocks if tuple(parts) == (b.attended,)), None)
-        own(self, stack, parts if block is None else (replace(block.attended, path=block.attention),), edit)
+    def early(self: PlainSites, stack: ExitStack, block: PlainBlock, parts: Sequence[AddedPart], edit: Edit) -> None:
+        is_t = tuple(parts) == block.attended
+        own(self, stack, block, (replace(parts[0], path=block.attention),) if is_t else parts, edit)
 
     monkeypatch.setattr(PlainSites, "_add_sum", early)
 

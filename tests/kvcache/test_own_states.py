@@ -93,7 +93,7 @@ def test_the_stream_begins_after_the_norm_in_block_0() -> None:
 
     with one.editing([("pre", 0)], lambda site, layer, value: add(value)):
         ours = feed(one, ids).out[0]
-    entry = PlainBlock(one.blocks[0].entry, "", AddedPart("", 1.0), ())
+    entry = PlainBlock(one.blocks[0].entry, "", "", (), ())
     with changing(original, entry, "S", add):
         theirs = logits_of(original, TEXT)
     assert close(ours, theirs, 1e-5, because=SUMS)

@@ -15,7 +15,8 @@ from cacheprobe.kvcache.surgery import KVSnapshot, put_snapshot
 from cacheprobe.models.plain.lm import PlainLM
 from tests.tiny import loaded
 
-FAMILIES = ["bamba", "mamba2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("olmo_hybrid", "rwkv", "xlstm"))]
+_SLOW = ("olmo_hybrid", "rwkv", "xlstm", "falcon_h1", "nemotron_h", "zamba2")
+FAMILIES = ["bamba", "mamba2", *(pytest.param(family, marks=pytest.mark.slow) for family in _SLOW)]
 PROMPT, OTHER = (3, 10, 17, 24, 31, 38, 45, 52, 59), (5, 80, 33, 4, 7, 8, 9, 10, 11)
 PADDED = dict(prefill_chunk=4, pad_prefill=True)
 """Makes a prefill pass as wide as a verify pass, so that one token has the same bits in both."""

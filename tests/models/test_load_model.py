@@ -163,9 +163,9 @@ def test_recurrent_states_run_without_a_bridge() -> None:
     assert isinstance(loaded, PlainLM) and "recurrent layers" in loaded.why
 
 
-def test_a_state_beside_keys_and_values_is_refused_by_name() -> None:
-    with pytest.raises(ModelError, match="FalconH1ForCausalLM has hybrid layers, whose rollback is not defined"):
-        cp.load_model(tiny_family("falcon_h1"))
+def test_convolutions_beside_sliding_attention_are_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="InklingForCausalLM has hybrid_sliding layers, whose rollback is not defined"):
+        cp.load_model(tiny_family("inkling_text"))
 
 
 def test_encoder_decoder_is_refused_by_name() -> None:

@@ -54,9 +54,9 @@ def test_the_modules_that_it_finds(family: str) -> None:
     attended, mlp, factor = MODULES[family]
     for block in plain.blocks:
         start = len(block.path) + 1
-        found = block.attended.path[start:], [part.path[start:] for part in block.mlp]
-        assert found[0].startswith(attended) and found[1] == mlp, block
-        assert {part.factor for part in (block.attended, *block.mlp)} == {factor}
+        found = block.attended[0].path[start:], [part.path[start:] for part in block.mlp]
+        assert len(block.attended) == 1 and found[0].startswith(attended) and found[1] == mlp, block
+        assert {part.factor for part in (*block.attended, *block.mlp)} == {factor}
 
 
 def test_an_edit_of_a_sum_of_two_modules_gives_the_edited_sum() -> None:

@@ -46,7 +46,7 @@ def test_the_real_model_in_16_bits_without_a_bridge(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "cacheprobe.models.hf.bridge", None)
     model = cp.load_model("smollm2-135m", dtype="bfloat16", progress=False)
     assert isinstance(model, PlainLM)
-    assert all(block.attended.path.endswith("self_attn") for block in model.blocks)
+    assert all(part.path.endswith("self_attn") for block in model.blocks for part in block.attended)
 
 
 def test_a_pass_that_fails_leaves_nothing_in_the_next() -> None:

@@ -201,7 +201,7 @@ def equals_oracle(subject: TinySubject) -> str:
 
 def edits_right(subject: TinySubject) -> str:
     """Compares logits after adding a vector at one position of S, T or C with the same edit of the original."""
-    ids, layer = PROMPTS[0], 1
+    ids = PROMPTS[0]
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(subject.model.d_model, generator=generator)
 
@@ -213,7 +213,8 @@ def edits_right(subject: TinySubject) -> str:
 
     plain = logits_of(subject.original, ids)
     for site in "STC":
-        if site == "C" and len(subject.blocks[layer].mlp) != 1:
+        layer = next((i for i, block in enumerate(subject.blocks) if i and _has(block, site)), None)
+        if layer is None:  # no block has an MLP
             continue
         with subject.model.editing([(site, layer)], lambda at, number, value: add(value)):
             ours = feed(subject.model, torch.tensor([ids])).out[0]
@@ -265,6 +266,11 @@ COLUMNS: Mapping[str, Callable[[TinySubject], str]] = {
     "patching": patching_right,
 }
 """Columns of the table, after "loads": name -> function that returns why the family fails, "" if it does not."""
+
+
+def _has(block: PlainBlock, site: str) -> bool:
+    """Whether a block adds something at a site."""
+    return bool({"S": True, "T": block.attended, "C": block.mlp}[site])
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:

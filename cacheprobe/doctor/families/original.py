@@ -23,11 +23,13 @@ def logits_of(model: LiveModule, token_ids: Sequence[int]) -> Tensor:
 
 
 def generated(model: LiveModule, prompt: Sequence[int], count: int, stops: Sequence[int]) -> list[int]:
-    """Returns the tokens that `generate` of transformers adds greedily to a prompt, with its own cache."""
+    """Returns the tokens that `generate` of transformers adds greedily to a prompt, with its own cache; without it if
+    the model has a least time step, which transformers applies to several tokens and not to one."""
     ids = torch.tensor([list(prompt)])
+    is_limited = any((getattr(module, "time_step_limit", None) or (0.0,))[0] > 0 for module in model.modules())
     with torch.inference_mode():
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, use_cache=True,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, use_cache=not is_limited,
             eos_token_id=list(stops) or None, pad_token_id=0,
         )  # fmt: skip
     return out[0, len(prompt) :].tolist()
@@ -41,10 +43,9 @@ def states_of(
     handles = []
     for layer, block in enumerate(blocks):
         handles.append(_on_output(model, block.path, _adding(states, ("S", layer), 1.0)))
-        handles += [_on_output(model, p.path, _adding(states, ("T", layer), p.factor)) for p in (block.attended,)]
-        handles += [_on_output(model, p.path, _adding(states, ("C", layer), p.factor)) for p in block.mlp]
-        if not block.mlp:
-            handles.append(_on_output(model, block.path, _adding(states, ("C", layer), 0.0)))
+        for site, parts in (("T", block.attended), ("C", block.mlp)):
+            added = [(part.path, part.factor) for part in parts] or [(block.path, 0.0)]
+            handles += [_on_output(model, path, _adding(states, (site, layer), factor)) for path, factor in added]
     try:
         logits_of(model, token_ids)
     finally:
@@ -55,25 +56,27 @@ def states_of(
 
 @contextmanager
 def changing(model: LiveModule, block: PlainBlock, site: str, change: StateChange) -> Iterator[None]:
-    """Changes site S, T or C of one block for every forward inside the `with`. A sum of several parts is not changed.
-
-    Raises: ValueError for a C that several modules give.
-    """
-    parts = {"S": (AddedPart(block.path, 1.0),), "T": (block.attended,), "C": block.mlp}[site]
-    if len(parts) != 1:
-        raise ValueError(f"{site} is a sum of {len(parts)} modules")
-    (part,) = parts
+    """Changes site S, T or C of one block for every forward inside the `with`. Of several parts that are added, the
+    last one is changed so that the sum is. Raises: ValueError for a site to which the block adds nothing."""
+    parts = {"S": (AddedPart(block.path, 1.0),), "T": block.attended, "C": block.mlp}[site]
+    if not parts:
+        raise ValueError(f"{block.path} adds nothing at {site}")
+    earlier: dict[tuple[str, int], Tensor] = {}
 
     def replace(value: Tensor) -> Tensor:
         """Returns the module's output with which the state is what `change` gives."""
-        shaped = value if value.dim() == 3 else value[None]
-        return (change(shaped * part.factor) / part.factor).view(value.shape)
+        others = earlier.pop((site, 0), torch.zeros(1))
+        total = value.reshape(others.shape if others.dim() > 1 else value.shape) * parts[-1].factor + others
+        shaped = total if total.dim() == 3 else total[None]
+        return ((change(shaped).view(total.shape) - others) / parts[-1].factor).view(value.shape)
 
-    handle = _on_output(model, part.path, replace)
+    handles = [_on_output(model, p.path, _adding(earlier, (site, 0), p.factor)) for p in parts[:-1]]
+    handles.append(_on_output(model, parts[-1].path, replace))
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def _adding(states: dict[tuple[str, int], Tensor], key: tuple[str, int], factor: float) -> Callable[[Tensor], None]:

@@ -50,6 +50,21 @@ _OWN: Mapping[str, Fields] = {
     "mamba2": dict(num_heads=8, head_dim=8, n_groups=2, state_size=16, chunk_size=4),
     "bamba": dict(attn_layer_indices=[1, 3], **_MAMBA2),
     "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"] * 2, **_MAMBA2),
+    "falcon_h1": dict(
+        **dict(mamba_d_ssm=64, ssm_in_multiplier=0.8, ssm_out_multiplier=0.6, attention_in_multiplier=0.9),
+        **dict(attention_out_multiplier=1.3, lm_head_multiplier=0.5, **_MAMBA2),
+    ),
+    "nemotron_h": dict(
+        layer_types=["linear_attention", "moe", "full_attention", "mlp"],
+        **dict(mamba_num_heads=8, mamba_head_dim=8, n_groups=2, ssm_state_size=16, chunk_size=4),
+        moe_shared_expert_intermediate_size=24,
+    ),
+    "zamba": dict(layer_types=["linear_attention", "hybrid"] * 2, n_mamba_heads=2),
+    "zamba2": dict(
+        layers_block_type=["linear_attention", "hybrid"] * 2,
+        **dict(num_mem_blocks=2, use_shared_attention_adapter=True, adapter_rank=4, use_mem_rope=True),
+        **dict(num_key_value_heads=4, attention_head_dim=16, mamba_d_state=16, mamba_ngroups=2, chunk_size=4),
+    ),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "xlstm": dict(hidden_size=128, num_heads=4),  # with fewer, its cache and its layers differ in their shapes
     "ernie4_5_moe": dict(moe_k=2),

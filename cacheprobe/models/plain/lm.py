@@ -94,10 +94,11 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
         self.mixtures = use_invariant_experts(self.model, None)
         self.n_layers, self.d_model = len(self.blocks), int(last.value_out.shape[-1])
         self.d_vocab = int(watched.logits.shape[-1])
-        self.layer_shapes = [watched.probe.layer_shapes[layer] for layer in range(self.n_layers)]
-        self.layer_devices = [watched.probe.devices[layer] for layer in range(self.n_layers)]
+        self.layer_shapes = [watched.probe.layer_shapes.get(layer, (0, 0, 0)) for layer in range(self.n_layers)]
+        devices = watched.probe.devices
+        self.layer_devices = [devices.get(layer, next(iter(devices.values()))) for layer in range(self.n_layers)]
         self.n_ctx = _context(config)
-        first = next((layer for layer in range(self.n_layers) if layer not in self.initial), 0)
+        first = next((layer for layer in range(self.n_layers) if self.layer_shapes[layer][0]), 0)
         try:
             heads = self.heads_of(first)
         except ModelError:  # attention without one output projection: only its heads cannot be told apart
@@ -158,7 +159,7 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
     def _num_attending(self, num_layers: int | None) -> int:
         """Returns how many of the first `num_layers` layers, None for all, have attention."""
         count = self.n_layers if num_layers is None else num_layers
-        return count - sum(layer < count for layer in self.initial)
+        return sum(heads > 0 for heads, *_ in self.layer_shapes[:count])
 
     def _residual(self, token_ids: Tensor, arguments: dict[str, object], num_layers: int) -> Tensor:
         """Returns the residual stream [b, t, m] after `num_layers` blocks, and computes no further block."""
@@ -217,8 +218,12 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
         Raises: ModelError if the layer has no output projection, or if T is neither that projection's output nor a norm
         of it.
         """
-        projection, attended = self.projection(layer), self.blocks[layer].attended
-        path = self.blocks[layer].attention
+        projection, block = self.projection(layer), self.blocks[layer]
+        if block.mixer:
+            raise ModelError(
+                f"{self.name}: T of layer {layer} is not the attention's output alone, so heads are not split"
+            )
+        (attended,), path = block.attended, block.attention
         if attended.factor != 1:
             raise ModelError(f"{self.name} scales attention's output by {attended.factor}, so heads are not split")
         is_inside = attended.path == path or attended.path.startswith(path + ".")

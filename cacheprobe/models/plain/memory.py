@@ -13,14 +13,15 @@ SLIDING_FAMILIES = (
 """Model types whose sliding windows or chunks were compared with Hugging Face's own, on longer texts."""
 
 
-RECURRENT_KINDS = ("linear_attention", "conv")
-"""Kinds of layers whose state our cache keeps after every token."""
+RECURRENT_KINDS = ("linear_attention", "conv", "hybrid")
+"""Kinds of layers whose state our cache keeps after every token; a hybrid one has keys and values, too."""
+_KNOWN_KINDS = ("full_attention", "sliding_attention", "chunked_attention", *RECURRENT_KINDS, "mlp", "moe")
 _RECURRENT_FAMILIES = ("rwkv", "xlstm")
 """Model types whose layers are all recurrent, without a list of kinds."""
 
 
 def has_recurrent_layers(config: LiveConfig) -> bool:
-    """Returns True if a config lists layers that keep a recurrent state instead of keys and values."""
+    """Returns True if a config lists layers that keep a recurrent state."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     is_named = getattr(config, "model_type", None) in _RECURRENT_FAMILIES
     return is_named or bool({*RECURRENT_KINDS} & set(getattr(config, "layer_types", None) or ()))
@@ -34,7 +35,7 @@ def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
     is_nested = hasattr(config, "get_text_config") and config.get_text_config() is not config
     config = config.get_text_config() if is_nested else config
     kinds = set(getattr(config, "layer_types", None) or ())
-    others = sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention", *RECURRENT_KINDS})
+    others = sorted(kinds - {*_KNOWN_KINDS})
     if "local" in (getattr(config, "attention_layers", None) or ()):
         raise ModelError(
             f"{architecture} has local attention layers, whose rollback is not defined yet; use a model with full "

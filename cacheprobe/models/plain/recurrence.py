@@ -7,12 +7,14 @@ only. Token by token, a token has the same bits in every window, pads come after
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from math import inf
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
 from cacheprobe.core.hook_names import RECURRENT
@@ -128,12 +130,18 @@ class StepForward:
             def run(states_held: object) -> ModuleValue:
                 """Runs the module's own forward with these states."""
                 bound.arguments[name] = states_held
-                return type(self.mixer).forward(self.mixer, *bound.args, **bound.kwargs)
+                with self._limits():
+                    return type(self.mixer).forward(self.mixer, *bound.args, **bound.kwargs)
 
             return (self.present or _in_cache)(self.mixer, run, states)
 
         outputs = self._steps(inputs, places, step)
         return outputs if self.present is None else (outputs, held)
+
+    def _limits(self) -> AbstractContextManager[object]:
+        """Returns a context in which one token gets the limits of time steps that several tokens get."""
+        least, most = getattr(self.mixer, "time_step_limit", None) or (0.0, inf)
+        return nullcontext() if least <= 0 and most == inf else _LimitedTimeSteps(least, most)
 
     def _steps(self, inputs: Tensor, places: RecurrentPlaces, step: Step) -> Tensor:
         """Feeds inputs [b, t, m] token by token, each cache row by itself: its bits depend on no other. Batch indices
@@ -193,6 +201,26 @@ class StepForward:
         """Parameters of the layer's own forward, without `self`."""
         own = inspect.signature(type(self.mixer).forward)
         return own.replace(parameters=list(own.parameters.values())[1:])
+
+
+class _LimitedTimeSteps(TorchFunctionMode):
+    """Limits time steps, which are softplus of a number. transformers limits those of several tokens and not those of
+    one, so that Nemotron-H, whose steps have a lower limit, computes a text otherwise than its tokens one by one."""
+
+    def __init__(self, least: float, most: float) -> None:
+        super().__init__()
+        self.least, self.most = least, most
+
+    def __torch_function__(
+        self,
+        func: Callable[..., ModuleValue],
+        types: object,
+        args: tuple[ModuleValue, ...] = (),
+        kwargs: dict[str, ModuleValue] | None = None,
+    ) -> ModuleValue:
+        """Returns the result of torch's function `func`, limited if it is a softplus."""
+        result = func(*args, **(kwargs or {}))
+        return result.clamp(self.least, self.most) if func is nn.functional.softplus else result
 
 
 def step_by_step(

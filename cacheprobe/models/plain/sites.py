@@ -59,7 +59,7 @@ class PlainSites:
     @property
     def _recurrent_paths(self) -> dict[int, str]:
         """Layer -> path of its module, for layers that have a recurrent state."""
-        return {layer: self.blocks[layer].attention for layer in self.state_shapes}
+        return {layer: self.blocks[layer].mixer for layer in self.state_shapes}
 
     @contextmanager
     def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
@@ -86,12 +86,12 @@ class PlainSites:
         elif site in ("pre", "S"):
             point = INPUT_POINT if site == "pre" else OUTPUT_POINT
             stack.callback(change((self._module(block.path), point), edit).remove)
-        elif site == "T":
-            self._add_sum(stack, block, (block.attended,), edit)
-        elif site == "C" and not block.mlp:
-            stack.callback(change((self._module(block.path), OUTPUT_POINT), partial(_edit_nothing, edit)).remove)
-        elif site == "C":
-            self._add_sum(stack, block, block.mlp, edit)
+        elif site in ("T", "C"):
+            parts = block.attended if site == "T" else block.mlp
+            if parts:
+                self._add_sum(stack, block, parts, edit)
+            else:
+                stack.callback(change((self._module(block.path), OUTPUT_POINT), partial(_edit_nothing, edit)).remove)
         else:
             module, point, shape = self._heads(site, layer)
             stack.callback(change((module, point), partial(_by_head, shape, edit)).remove)
@@ -151,11 +151,12 @@ class PlainSites:
     def projection(self, layer: int) -> LiveModule:
         """Returns the module that projects the heads of a layer into the residual stream. Raises: ModelError if the
         attention has no linear module whose input is a whole number of heads, or several that may be it; and for a
-        recurrent layer."""
-        attention = self._module(self.blocks[layer].attention)
+        layer without attention."""
         kv_heads, _, value_width = self.layer_shapes[layer]
         if kv_heads == 0:
-            raise ModelError(f"{self.name}: layer {layer} is recurrent and has no attention heads; name other layers")
+            kind = "is recurrent" if self.blocks[layer].mixer else "is an MLP"
+            raise ModelError(f"{self.name}: layer {layer} {kind} and has no attention heads; name other layers")
+        attention = self._module(self.blocks[layer].attention)
         width = int(getattr(self, "d_model", 0))
         fitting = [
             module
@@ -184,7 +185,8 @@ def _by_head(shape: tuple[int, int], edit: Callable[[Tensor], Tensor | None], va
 
 
 def _edit_nothing(edit: Callable[[Tensor], Tensor | None], stream: Tensor) -> Tensor | None:
-    """Calls `edit` with zeros, the C of a block without an MLP; adds what it returns to the block's output."""
+    """Calls `edit` with zeros, the C of a block without an MLP or the T of a block without attention; adds what it
+    returns to the block's output."""
     edited = edit(torch.zeros_like(stream))
     return None if edited is None else stream + edited
 

@@ -6,7 +6,7 @@ up is refused.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 
@@ -20,6 +20,8 @@ from cacheprobe.models.plain.watch import Call, Watched
 _ROUNDINGS = 8
 """Number of times that a number of a block's output may have been rounded: the parts are exact, their sum is not."""
 _MOST_PARTS = 24
+_FACTORS = ("residual_multiplier", "residual_scale", "ssm_out_multiplier", "attention_out_multiplier")
+"""Names, in configs, of numbers that a block may multiply its parts by."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,11 @@ class PlainBlock:
 
     path: str
     attention: str
-    attended: AddedPart
-    """T."""
+    """The module that writes keys and values; "" in a block without them."""
+    mixer: str
+    """The module that keeps a recurrent state; "" in a block without one."""
+    attended: tuple[AddedPart, ...]
+    """T: what attention or a mixer adds, or both in a block with both; none if the block has an MLP only."""
     mlp: tuple[AddedPart, ...]
     """C: one part, or several that are added, such as routed and shared experts; none if C is 0, as in Mamba."""
     entry: str = ""
@@ -53,20 +58,9 @@ def find_blocks(watched: Watched, config: LiveConfig, dtype: torch.dtype) -> lis
     by_path: dict[str, list[Call]] = {}
     for call in watched.calls:
         by_path.setdefault(call.path, []).append(call)
-    num_layers = len(watched.writers)
-    if num_layers == 0:
-        raise ModelError("no layers keep keys and values; another memory has no rollback here")
-    if sorted(watched.writers) != list(range(num_layers)):
-        raise ModelError(f"layers {sorted(watched.writers)} keep keys and values; each layer must, from 0 on")
-    paths = [_block_path(watched.writers[layer]) for layer in range(num_layers)]
-    if len(set(paths)) != num_layers:
-        raise ModelError("several layers with keys and values are in one block, or share their modules")
-    folder = {path.rpartition(".")[0] for path in paths}
-    siblings = [p for p in by_path if p.rpartition(".")[0] in folder and p.rpartition(".")[2].isdigit()]
-    if len(folder) != 1 or len(siblings) != num_layers:
-        raise ModelError(f"{len(siblings)} blocks run, and {num_layers} of them keep keys and values")
+    paths = _block_paths(watched, by_path)
     blocks, previous = [], None
-    factors = _numbers(config, num_layers)
+    factors = _numbers(config, len(paths))
     for layer, path in enumerate(paths):
         calls = by_path[path]
         if len(calls) != 1:
@@ -80,19 +74,23 @@ def find_blocks(watched: Watched, config: LiveConfig, dtype: torch.dtype) -> lis
             raise ModelError(f"something changes the residual stream between block {layer - 1} and block {layer}")
         previous = call.value_out
         inside = [c for c in watched.calls if call.began < c.began and c.ended < call.ended]
-        found = _block(call, watched.writers[layer][-1], watched.wrote_at[layer], inside, factors, layer, dtype)
-        if found is None and layer == 0 and (entry := _entry(call, inside)) is not None:
-            after = replace(call, value_in=entry.value_out)
-            found = _block(after, watched.writers[0][-1], watched.wrote_at[0], inside, factors, 0, dtype)
-            found = found and replace(found, entry=entry.path)
-        if found is None and layer in watched.initial and path != watched.writers[layer][-1]:
-            found = _block_of_one(call, watched.writers[layer][-1], inside, factors, dtype)
+        attention, mixer = (one[layer][-1] if layer in one else "" for one in (watched.writers, watched.keepers))
+        memories, entry = [one for one in (attention, mixer) if one], ""
+        wrote_at = watched.wrote_at.get(layer, call.began)
+        found = _sum(call, memories, wrote_at, inside, factors, dtype)
+        if found is None and layer == 0 and (first := _entry(call, inside)) is not None:
+            entry = first.path
+            found = _sum(replace(call, value_in=first.value_out), memories, wrote_at, inside, factors, dtype)
+        if found is None and not memories:
+            raise ModelError(
+                f"block {layer} keeps nothing in the cache, and its output is not its input plus that of one module"
+            )
         if found is None:
             raise ModelError(
                 f"the output of block {layer} is not its input plus the outputs of two or three modules, so what "
                 "attention and MLP add is unknown; BERT, for one, normalises the stream after each sum"
             )
-        blocks.append(found)
+        blocks.append(PlainBlock(call.path, attention, mixer, *found, entry))
     return blocks
 
 
@@ -105,6 +103,27 @@ def _entry(call: Call, inside: Sequence[Call]) -> Call | None:
     return first if is_entry else None
 
 
+def _block_paths(watched: Watched, ran: Collection[str]) -> list[str]:
+    """Returns the paths of all blocks, in order. ran: paths of all modules that ran.
+
+    Blocks without keys, values and states, such as those of an MLP, are counted by their place in the list of modules.
+    """
+    found = {layer: _block_path(running) for layer, running in (watched.writers | watched.keepers).items()}
+    if not found:
+        raise ModelError("no layers keep keys and values; another memory has no rollback here")
+    if len(set(found.values())) != len(found):
+        raise ModelError("several layers with keys and values are in one block, or share their modules")
+    folder = next(iter(found.values())).rpartition(".")[0]
+    blocks = [path for path in ran if path.rpartition(".")[0] == folder and path.rpartition(".")[2].isdigit()]
+    paths = [found.get(layer, f"{folder}.{layer}") for layer in range(len(blocks))]
+    if sorted(paths) != sorted(blocks):
+        raise ModelError(
+            f"{len(blocks)} blocks run, and layers {sorted(found)} keep keys and values; these are not the places of "
+            "their blocks"
+        )
+    return paths
+
+
 def _block_path(running: Sequence[str]) -> str:
     """Returns the path of the first running module that is an element of a list of modules."""
     found = next((path for path in running if path.rpartition(".")[2].isdigit()), None)
@@ -113,40 +132,40 @@ def _block_path(running: Sequence[str]) -> str:
     return found
 
 
-def _block(
-    call: Call, attention: str, wrote_at: int, inside: list[Call], factors: list[float], layer: int, dtype: torch.dtype
-) -> PlainBlock | None:
-    stream_in, stream_out = call.value_in, call.value_out
-    assert stream_in is not None and stream_out is not None
-    runs = Counter(c.path for c in inside)  # a module that runs twice, such as Phi's dropout, has no value of its own
-    later = [c for c in inside if c.ended > wrote_at and c.value_out is not None and runs[c.path] == 1]
-    parts = _distinct(_like(stream_in, later))
-    flat = {id(c): c.value_out.double().flatten() for c in parts if c.value_out is not None}
-    ends, limit = (stream_in.double().flatten(), stream_out.double().flatten()), _ROUNDINGS * torch.finfo(dtype).eps
-    attended_end = max((c.ended for c in inside if c.path == attention), default=wrote_at)
-    for chosen in _choices(parts):
-        if not _is_attention(chosen[0], attention, wrote_at, attended_end, chosen[1:]):
-            continue
-        found = _factors(*ends, [flat[id(c)] for c in chosen], factors, limit)
-        if found is None:
-            continue
-        pairs = [AddedPart(c.path, f) for c, f in zip(chosen, found, strict=True)]
-        return PlainBlock(call.path, attention, pairs[0], tuple(pairs[1:]))
-    return None
+def _sum(
+    call: Call, memories: list[str], wrote_at: int, inside: list[Call], factors: list[float], dtype: torch.dtype
+) -> tuple[tuple[AddedPart, ...], tuple[AddedPart, ...]] | None:
+    """Returns what a block adds to its input: (parts of T, parts of C); None if it is no sum of up to three modules.
 
-
-def _block_of_one(
-    call: Call, mixer: str, inside: list[Call], factors: list[float], dtype: torch.dtype
-) -> PlainBlock | None:
-    """Returns the PlainBlock of a block that adds the output of its recurrent module alone; None if it adds more."""
-    (only,) = [c for c in inside if c.path == mixer]
+    memories: modules of the block that write keys and values or keep a recurrent state. T has a part of each, or one
+    part alone if nothing else is added.
+    """
     assert call.value_in is not None and call.value_out is not None
-    if only.value_out is None or only.value_out.shape != call.value_in.shape:
-        return None
     ends = (call.value_in.double().flatten(), call.value_out.double().flatten())
     limit = _ROUNDINGS * torch.finfo(dtype).eps
-    found = _factors(*ends, [only.value_out.double().flatten()], factors, limit)
-    return None if found is None else PlainBlock(call.path, mixer, AddedPart(mixer, found[0]), ())
+    runs = Counter(c.path for c in inside)  # a module that runs twice, such as Phi's dropout, has no value of its own
+    later = [c for c in inside if c.ended > wrote_at and c.value_out is not None and runs[c.path] == 1]
+    parts = _distinct(_like(call.value_in, later))
+    flat = {id(c): c.value_out.double().flatten() for c in (*parts, *later) if c.value_out is not None}
+    ended = {path: max((c.ended for c in inside if c.path == path), default=wrote_at) for path in memories}
+    memories = sorted(memories, key=lambda path: ended[path])
+    for chosen in _choices(parts, 2, 3):
+        if not memories or len(chosen) < len(memories):
+            continue
+        if not all(
+            _is_attention(one, path, wrote_at, ended[path], [c for c in chosen if c is not one])
+            for one, path in zip(chosen, memories, strict=False)
+        ):
+            continue
+        if (found := _factors(*ends, [flat[id(c)] for c in chosen], factors, limit)) is not None:
+            pairs = tuple(AddedPart(c.path, f) for c, f in zip(chosen, found, strict=True))
+            return pairs[: len(memories)], pairs[len(memories) :]
+    alone = [c for c in _like(call.value_in, later) if c.path in memories] if memories else parts
+    for (only,) in _choices(alone, 1):
+        if (found := _factors(*ends, [flat[id(only)]], factors, limit)) is not None:
+            pair = (AddedPart(only.path, found[0]),)
+            return (pair, ()) if memories else ((), pair)
+    return None
 
 
 def _is_attention(first: Call, attention: str, wrote_at: int, attended_end: int, others: Sequence[Call]) -> bool:
@@ -179,9 +198,9 @@ def _distinct(calls: Sequence[Call]) -> list[Call]:
     return kept[:_MOST_PARTS]
 
 
-def _choices(parts: Sequence[Call]) -> Iterator[tuple[Call, ...]]:
-    """Yields pairs, then triples, each in the order in which the modules ended. Later modules come first."""
-    for count in (2, 3):
+def _choices(parts: Sequence[Call], *counts: int) -> Iterator[tuple[Call, ...]]:
+    """Yields choices of so many parts, each in the order in which the modules ended. Later modules come first."""
+    for count in counts:
         for chosen in combinations(parts, count):
             yield tuple(sorted(chosen, key=lambda one: one.ended))
 
@@ -205,7 +224,7 @@ def _factors(
 
 def _numbers(config: LiveConfig, num_layers: int) -> list[float]:
     """Returns 1, and the factors of the residual stream that a config may name."""
-    named = [getattr(config, name, None) for name in ("residual_multiplier", "residual_scale")]
+    named = [getattr(config, name, None) for name in _FACTORS]
     depth = getattr(config, "scale_depth", None)
     numbers = [1.0, *(float(one) for one in named if isinstance(one, int | float))]
     if isinstance(depth, int | float):

@@ -17,7 +17,6 @@ from cacheprobe.models.hf.float64 import keeping_float64
 from cacheprobe.models.plain.own_states import OwnStates, own_states
 from cacheprobe.models.plain.recurrence import CONV
 
-_TWO_MEMORIES = "layer {} keeps a recurrent state beside keys and values, so its T would be a sum of two modules"
 PROBE_LENGTH = 7
 """Tokens of the watched forward."""
 
@@ -40,7 +39,9 @@ class Watched:
 
     calls: list[Call] = field(default_factory=list)
     writers: dict[int, list[str]] = field(default_factory=dict)
-    """Cache layer -> paths of the modules that were running when it was written, outermost first."""
+    """Cache layer -> paths of the modules that were running when keys and values were written, outermost first."""
+    keepers: dict[int, list[str]] = field(default_factory=dict)
+    """Cache layer -> paths of the modules that were running at every write of a recurrent state, outermost first."""
     wrote_at: dict[int, int] = field(default_factory=dict)
     """Cache layer -> time of the first write, on the clock of `Call`."""
     initial: dict[int, LayerStates] = field(default_factory=dict)
@@ -64,12 +65,10 @@ class _WritingProbe(ShapeProbe):
         """Records the layer's shape, device and running modules; returns the given keys and values unchanged.
         Raises: ModelError if a layer writes twice."""
         watcher = self._watcher
-        if layer_idx in watcher.watched.initial:
-            raise ModelError(_TWO_MEMORIES.format(layer_idx))
         if layer_idx in watcher.watched.writers:
             raise ModelError(f"layer {layer_idx} writes keys and values more than once in a forward")
         watcher.watched.writers[layer_idx] = watcher.running_paths
-        watcher.watched.wrote_at[layer_idx] = watcher.tick()
+        watcher.watched.wrote_at.setdefault(layer_idx, watcher.tick())
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
@@ -113,14 +112,14 @@ class _WritingProbe(ShapeProbe):
         watcher, watched = self._watcher, self._watcher.watched
         running, initial = watcher.running_paths, watched.initial.get(layer)
         if initial is None:
-            if layer in watched.writers:
-                raise ModelError(_TWO_MEMORIES.format(layer))
-            watched.wrote_at[layer], initial = watcher.tick(), {}
-            self.layer_shapes[layer], self.devices[layer] = (0, 0, 0), state.device
+            watched.wrote_at.setdefault(layer, watcher.tick())
+            initial = {}
+            self.layer_shapes.setdefault(layer, (0, 0, 0))
+            self.devices.setdefault(layer, state.device)
         if key in initial:
             raise ModelError(f"layer {layer} writes its {key[0]} state more than once in a forward")
         watched.initial[layer] = {**initial, key: torch.zeros_like(state[0])}
-        watched.writers[layer] = _common_start(watched.writers.get(layer, running), running)
+        watched.keepers[layer] = _common_start(watched.keepers.get(layer, running), running)
 
 
 class _Watcher:
@@ -187,7 +186,7 @@ def _note_own_states(watched: Watched, own: OwnStates) -> None:
         if (RECURRENT, 0) in states and call.value_in is not None:
             layer += 1
             around = [one for one in watched.calls if one.began <= call.began and one.ended >= call.ended]
-            watched.writers[layer] = [one.path for one in sorted(around, key=lambda one: one.began)]
+            watched.keepers[layer] = [one.path for one in sorted(around, key=lambda one: one.began)]
             watched.wrote_at[layer] = call.began
             watched.probe.layer_shapes[layer], watched.probe.devices[layer] = (0, 0, 0), call.value_in.device
         if states:
@@ -214,7 +213,7 @@ def watch(model: LiveModule, device: torch.device, dtype: torch.dtype, num_token
         for handle in handles:
             handle.remove()
     watched = watcher.watched
-    watched.keys_of = {layer: {watched.writers[layer][-1]: tuple(keys)} for layer, keys in watched.initial.items()}
+    watched.keys_of = {layer: {watched.keepers[layer][-1]: tuple(keys)} for layer, keys in watched.initial.items()}
     if own is not None:
         _note_own_states(watched, own)
     return watched
