@@ -3,14 +3,16 @@
 from cacheprobe.core.live import LiveConfig
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.checks import LONGEST_PROBE
-from cacheprobe.models.hf.masks import chunk_size, sliding_window
+from cacheprobe.models.hf.masks import chunk_size, sliding_window, text_config
 
 SLIDING_FAMILIES = (
     *("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "cohere2", "cwm", "exaone4", "granite_swa", "llama4_text"),
     *("ministral", "modernbert-decoder", "olmo3", "vaultgemma", "gpt_oss", "afmoe", "cohere2_moe", "exaone_moe"),
     *("flint", "granitemoe_swa", "kolibri1", "mimo_v2_flash"),
+    *("gemma3", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "llama4"),
 )
-"""Model types whose sliding windows or chunks were compared with Hugging Face's own, on longer texts."""
+"""Model types whose sliding windows or chunks were compared with Hugging Face's own, on longer texts. Of a multimodal
+model, its own type and that of its text decoder are asked for."""
 
 
 RECURRENT_KINDS = ("linear_attention", "conv")
@@ -19,7 +21,7 @@ RECURRENT_KINDS = ("linear_attention", "conv")
 
 def has_recurrent_layers(config: LiveConfig) -> bool:
     """Returns True if a config lists layers that keep a recurrent state instead of keys and values."""
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(config)
     return bool({*RECURRENT_KINDS} & set(getattr(config, "layer_types", None) or ()))
 
 
@@ -28,8 +30,8 @@ def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
     encoder-decoders, recurrent states, local or bidirectional attention, longrope, and windows that no test covers."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{architecture} is an encoder-decoder; cacheprobe runs decoder-only models")
-    is_nested = hasattr(config, "get_text_config") and config.get_text_config() is not config
-    config = config.get_text_config() if is_nested else config
+    types = {config.model_type, text_config(config).model_type}
+    config = text_config(config)
     kinds = set(getattr(config, "layer_types", None) or ())
     others = sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention", *RECURRENT_KINDS})
     if "local" in (getattr(config, "attention_layers", None) or ()):
@@ -42,7 +44,8 @@ def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
             f"{architecture} has {' and '.join(others)} layers, whose rollback is not defined yet; use a model with "
             "full attention in every layer"
         )
-    if getattr(config, "use_bidirectional_attention", None):
+    # "vision": only the tokens of images see later ones; `check_plain` tries whether a text stays causal
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise ModelError(f"{architecture} attends in both directions; cacheprobe runs models that generate")
     if "longrope" in str(getattr(config, "rope_parameters", "")):
         raise ModelError(
@@ -50,9 +53,9 @@ def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
             "a model with another rope_type"
         )
     window = sliding_window(config) or chunk_size(config)
-    is_tried = config.model_type in SLIDING_FAMILIES or (window is not None and window + 8 <= LONGEST_PROBE)
+    is_tried = types <= set(SLIDING_FAMILIES) or (window is not None and window + 8 <= LONGEST_PROBE)
     is_whole = window is not None and window >= (getattr(config, "max_position_embeddings", None) or window + 1)
-    if window is not None and not is_whole and (is_nested or not is_tried):
+    if window is not None and not is_whole and not is_tried:
         raise ModelError(
             f"{architecture} attends over a window of {window}; set config.sliding_window=None and stay within it, or "
             f"use a model with full attention. Windows are tried for {', '.join(SLIDING_FAMILIES)}"

@@ -40,14 +40,18 @@ class PlainBlock:
     """T."""
     mlp: tuple[AddedPart, ...]
     """C: one part, or several that are added, such as routed and shared experts; none if C is 0, as in Mamba."""
+    carried: float = 1.0
+    """Factor of the block's input in its output: S = carried * input + T + C. Gemma 4 scales the whole sum."""
 
 
 def find_blocks(watched: Watched, config: LiveConfig, dtype: torch.dtype) -> list[PlainBlock]:
     """Returns the PlainBlock of every layer, in order.
 
+    Adds to `watched` the last layers if they attend over the keys and values of earlier ones and the config says so.
     Raises: ModelError if layers share a module, run more than once, keep no keys and values, if something is added
     between blocks, or if a block's output is not its input plus parts.
     """
+    _add_sharing_layers(watched, config)
     by_path: dict[str, list[Call]] = {}
     for call in watched.calls:
         by_path.setdefault(call.path, []).append(call)
@@ -73,7 +77,10 @@ def find_blocks(watched: Watched, config: LiveConfig, dtype: torch.dtype) -> lis
         if call.value_in is None or call.value_out is None or call.value_in.shape != call.value_out.shape:
             raise ModelError(f"block {layer} does not map one residual stream to another")
         if call.value_in.dim() != 3:
-            raise ModelError(f"block {layer} has a stream of {call.value_in.dim()} dimensions instead of 3")
+            raise ModelError(
+                f"block {layer} has a stream of {call.value_in.dim()} dimensions instead of 3; Gemma 3n, for one, has "
+                "several streams (AltUp), of which attention and MLP change one, and the logits read all"
+            )
         if previous is not None and not torch.equal(previous, call.value_in):
             raise ModelError(f"something changes the residual stream between block {layer - 1} and block {layer}")
         previous = call.value_out
@@ -88,6 +95,28 @@ def find_blocks(watched: Watched, config: LiveConfig, dtype: torch.dtype) -> lis
             )
         blocks.append(found)
     return blocks
+
+
+def _add_sharing_layers(watched: Watched, config: LiveConfig) -> None:
+    """Adds to `watched` the last `config.num_kv_shared_layers` layers, which write no keys and values: each attends
+    over those of the last layer of its kind that writes some. Their attention is the module at the place where the
+    others have theirs."""
+    count, kinds = int(getattr(config, "num_kv_shared_layers", 0) or 0), getattr(config, "layer_types", None) or ()
+    own = len(kinds) - count
+    if count < 1 or sorted(watched.writers) != list(range(own)):
+        return
+    began = {call.path: call.began for call in watched.calls}
+    for layer in range(own, len(kinds)):
+        source = max((one for one in range(own) if kinds[one] == kinds[layer]), default=0)
+        block = _block_path(watched.writers[source])
+        place = f"{block.rpartition('.')[0]}.{layer}"
+        running = [place + path.removeprefix(block) for path in watched.writers[source] if path.startswith(block)]
+        if any(path not in began for path in running):
+            raise ModelError(
+                f"layer {layer} keeps no keys and values, and has no attention where layer {source} has it"
+            )
+        watched.writers[layer], watched.wrote_at[layer] = running, began[running[-1]]
+        watched.sources[layer] = source
 
 
 def _block_path(running: Sequence[str]) -> str:
@@ -107,17 +136,29 @@ def _block(
     later = [c for c in inside if c.ended > wrote_at and c.value_out is not None and runs[c.path] == 1]
     parts = _distinct(_like(stream_in, later))
     flat = {id(c): c.value_out.double().flatten() for c in parts if c.value_out is not None}
-    ends, limit = (stream_in.double().flatten(), stream_out.double().flatten()), _ROUNDINGS * torch.finfo(dtype).eps
+    before, after = stream_in.double().flatten(), stream_out.double().flatten()
+    limit = _ROUNDINGS * torch.finfo(dtype).eps
     attended_end = max((c.ended for c in inside if c.path == attention), default=wrote_at)
     for chosen in _choices(parts):
         if not _is_attention(chosen[0], attention, wrote_at, attended_end, chosen[1:]):
             continue
-        found = _factors(*ends, [flat[id(c)] for c in chosen], factors, limit)
-        if found is None:
-            continue
-        pairs = [AddedPart(c.path, f) for c, f in zip(chosen, found, strict=True)]
-        return PlainBlock(call.path, attention, pairs[0], tuple(pairs[1:]))
+        values, fits = [flat[id(c)] for c in chosen], []
+        for carried in _carried(call):
+            found = _factors(carried * before, after, values, [carried * factor for factor in factors], limit)
+            if found is not None:
+                terms = sum((f * value for f, value in zip(found, values, strict=True)), carried * before)
+                fits.append((float((terms - after).square().sum()), carried, found))
+        if fits:  # in 16 bits a scale of .95 is within the rounding of 1, so the closest counts
+            _, carried, found = min(fits)
+            pairs = [AddedPart(c.path, f) for c, f in zip(chosen, found, strict=True)]
+            return PlainBlock(call.path, attention, pairs[0], tuple(pairs[1:]), carried)
     return None
+
+
+def _carried(call: Call) -> list[float]:
+    """Returns 1, and the scales that a block may give to its whole sum: its own weights of one number."""
+    own = (*call.module.parameters(recurse=False), *call.module.buffers(recurse=False))
+    return list(dict.fromkeys([1.0, *(float(one) for one in own if one.numel() == 1)]))
 
 
 def _block_of_one(

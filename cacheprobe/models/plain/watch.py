@@ -44,6 +44,8 @@ class Watched:
     """Cache layer -> time of the first write, on the clock of `Call`."""
     initial: dict[int, LayerStates] = field(default_factory=dict)
     """Recurrent layer -> its states before the first token, zeros."""
+    sources: dict[int, int] = field(default_factory=dict)
+    """Layer that writes no keys and values -> the layer over whose it attends."""
     probe: ShapeProbe = field(default_factory=ShapeProbe)
     logits: Tensor = field(default_factory=lambda: torch.zeros(0))
 
