@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +20,9 @@ from cacheprobe.doctor.families.tiny import tiny_config, tiny_family
 from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import BlockSum, CachedLM, ModelError
+from cacheprobe.models.fast import kernel_operations
 from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.kernel_operations import KernelOperations
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.hf import cache as hf_cache
 from cacheprobe.models.plain import cache as plain_cache
@@ -28,6 +30,7 @@ from cacheprobe.models.plain import checks
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.plain.memory import refuse_unknown_memory
 from cacheprobe.ops.equality import close
+from cacheprobe.ops.kernel_set import KernelSet
 from cacheprobe.trace.self_checks import CaptureError, check_residual, residual_check
 from tests.feeding import fed_in_parts, texts
 from tests.twins.equivalence import hf_greedy
@@ -292,6 +295,13 @@ def test_routing_of_a_router_in_the_block() -> None:
     assert close(ours, expected, 1e-3, because="fused attention reorders sums")
 
 
+def test_kernels_take_each_layers_window_from_the_text_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, config = cast(KernelSet, SimpleNamespace(product=None)), original("gemma3").config
+    assert KernelOperations(kernels, config, 4).windows == [WINDOW, None] * 2
+    monkeypatch.setattr(kernel_operations, "text_config", lambda whole: whole)  # the control
+    assert KernelOperations(kernels, config, 4).windows == [WINDOW] * 4
+
+
 def test_a_logit_is_the_sum_of_scaled_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, ids = plain("gemma4"), IDS[0].tolist()
     trace = cp.run(lm, [ids], max_new_tokens=2, capture="STC", capacity=64, progress=False)
@@ -329,5 +339,14 @@ def test_windows_of_types_that_no_test_covers_are_refused() -> None:
 
 
 def test_several_streams_are_refused_by_their_cause() -> None:
-    with pytest.raises(ModelError, match="Gemma3nForCausalLM: block 0 has a stream of 4 dimensions"):
-        cp.load_model(tiny_family("gemma3n_text"))
+    live = tiny_family("gemma3n_text")
+    with pytest.raises(ModelError, match="Gemma3nForCausalLM has 4 residual streams"):
+        cp.load_model(live)
+    with pytest.raises(ModelError, match="block 0 has a stream of 4 dimensions"):  # the values say so, too
+        PlainLM(live, None, "gemma3n_text")
+
+
+def test_a_model_without_keys_of_its_own_is_refused() -> None:
+    config = transformers.AutoConfig.for_model("gemma4_unified_assistant")
+    with pytest.raises(ModelError, match="has no keys and values of its own"):
+        refuse_unknown_memory(config, "Gemma4UnifiedAssistantForCausalLM")

@@ -27,7 +27,8 @@ def has_recurrent_layers(config: LiveConfig) -> bool:
 
 def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
     """Checks a model's config for parts that our KVCache cannot compute or roll back. Raises: ModelError for
-    encoder-decoders, recurrent states, local or bidirectional attention, longrope, and windows that no test covers."""
+    encoder-decoders, recurrent states, local or bidirectional attention, several residual streams, keys of another
+    model, longrope, and windows that no test covers."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{architecture} is an encoder-decoder; cacheprobe runs decoder-only models")
     types = {config.model_type, text_config(config).model_type}
@@ -47,6 +48,16 @@ def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
     # "vision": only the tokens of images see later ones; `check_plain` tries whether a text stays causal
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise ModelError(f"{architecture} attends in both directions; cacheprobe runs models that generate")
+    if (streams := getattr(config, "altup_num_inputs", 1)) > 1:
+        raise ModelError(
+            f"{architecture} has {streams} residual streams (AltUp), of which attention and MLP change one and the "
+            "logits read all, so no single S, T or C is what a layer computes; use a model with one stream"
+        )
+    if 0 < getattr(config, "num_hidden_layers", 0) <= (getattr(config, "num_kv_shared_layers", 0) or 0):
+        raise ModelError(
+            f"{architecture} has no keys and values of its own: all its layers read another model's, for which it "
+            "drafts; give that model"
+        )
     if "longrope" in str(getattr(config, "rope_parameters", "")):
         raise ModelError(
             f"{architecture} rotates by the longest row of a batch (longrope), so rows would depend on each other; use "

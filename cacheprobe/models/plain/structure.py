@@ -77,10 +77,7 @@ def find_blocks(watched: Watched, config: LiveConfig, dtype: torch.dtype) -> lis
         if call.value_in is None or call.value_out is None or call.value_in.shape != call.value_out.shape:
             raise ModelError(f"block {layer} does not map one residual stream to another")
         if call.value_in.dim() != 3:
-            raise ModelError(
-                f"block {layer} has a stream of {call.value_in.dim()} dimensions instead of 3; Gemma 3n, for one, has "
-                "several streams (AltUp), of which attention and MLP change one, and the logits read all"
-            )
+            raise ModelError(f"block {layer} has a stream of {call.value_in.dim()} dimensions instead of 3")
         if previous is not None and not torch.equal(previous, call.value_in):
             raise ModelError(f"something changes the residual stream between block {layer - 1} and block {layer}")
         previous = call.value_out
