@@ -11,7 +11,7 @@ from cacheprobe.capture.stored_states import committed_after, require_model
 from cacheprobe.core.hook_names import HEADS
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.token_text import visible
-from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.models.base import CachedLM, ModelError, block_sum
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.hf.frozen_norm import FrozenNorm
 from cacheprobe.models.output_parts import HeadWriter, OutputParts
@@ -47,7 +47,8 @@ def attribution(
     layer; "T bias", the bias of the heads' output projection if T is split by head; "norm bias" and "unembed bias"; and
     "rest", the part of the stream that comes from none of these: 16-bit rounding of its sums, an intervention, or a
     state that a Thinking States model added. The final norm's scale is frozen at the row's own and its weight is
-    included; the same holds for a norm after attention. A softcap or scale that the architecture applies to logits is
+    included; the same holds for a norm after attention. If blocks scale the stream, as Gemma 4's do, each part is what
+    arrives at the end. A softcap or scale that the architecture applies to logits is
     not included.
     Raises: ValueError unless S, T and C of all layers were captured, and for an unknown row or token; ModelError if the
     model's logits, or T by head, are not such a sum.
@@ -129,7 +130,8 @@ def _parts(trace: "Trace", model: CachedLM, row_info: pd.Series, by_head: bool) 
     last = state("S", model.n_layers - 1)
     parts: list[_Part] = [("embed", None, None, _embedding(model, row_info))]
     for layer in range(model.n_layers):
-        attention = state("T", layer)
+        attention, scale = state("T", layer), block_sum(model, layer).scale
+        parts = [(site, at, head, scale * vector) for site, at, head, vector in parts]
         if by_head:
             parts += _by_head(trace, model.head_writer(layer), layer, state(HEADS, layer), attention)
         else:

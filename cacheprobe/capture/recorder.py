@@ -20,7 +20,7 @@ from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.records import Finished, ForwardRecord, Observer, RowSlot, StepRecord, Thought
 from cacheprobe.core.values import JsonDict
 from cacheprobe.lenses.base import Lens
-from cacheprobe.models.base import CachedLM
+from cacheprobe.models.base import CachedLM, block_sum
 from cacheprobe.models.experts.sites import head_places
 from cacheprobe.ops.kernel_set import DTYPES, KernelSet
 from cacheprobe.trace import self_checks as checks
@@ -242,7 +242,7 @@ class Recorder(Observer):
                 checked_rows = range(0, len(record.rows), now.check_step)
                 unchanged = [i for i, row in enumerate(checked_rows) if row not in rewritten]
                 pre, *sites = (value[unchanged] for value in (pre, *sites))
-            checks.check_residual(self.residual_check, pre, *sites, step=record.step)
+            checks.check_residual(self.residual_check, pre, *sites, step=record.step, form=block_sum(self.model, layer))
         if record.logits is not None and ran == self.model.n_layers:
             rows = now.checked_index[:_LENS_CHECK_ROWS]
             logits = self.model.read_out(watched["S", ran - 1][:_LENS_CHECK_ROWS])

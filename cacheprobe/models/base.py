@@ -3,7 +3,7 @@ activations."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, device, dtype
 
@@ -26,6 +26,19 @@ unchanged. At "router" the tensor is the logits [b, t, e] over the e experts.
 At "recurrent" a forward calls it after each token, with a view [b, t, h, d] that shows the states after the t-th token
 t times. Copy [:, -1:] only: a copy of all costs time quadratic in t. Of a returned tensor, [b, 1, h, d] or longer, only
 [:, -1] counts: the layer goes on from it with the next token."""
+
+
+class BlockSum(NamedTuple):
+    """Describes how a block adds up: S = scale * S of the layer below + T + C; C is a sum of `mlp_parts` parts."""
+
+    scale: float = 1.0
+    mlp_parts: int = 1
+
+
+def block_sum(model: object, layer: int) -> BlockSum:
+    """Returns the BlockSum of a layer of a CachedLM: scale 1 and one part, unless the model says otherwise."""
+    sums: Sequence[BlockSum] = getattr(model, "block_sums", ())
+    return sums[layer] if sums else BlockSum()
 
 
 @runtime_checkable

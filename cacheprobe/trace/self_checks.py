@@ -8,7 +8,10 @@ from torch import Tensor
 
 from cacheprobe.core.records import ObserverError
 from cacheprobe.core.values import JsonDict
+from cacheprobe.models.base import BlockSum
 from cacheprobe.models.settings import product_dtype
+
+_PLAIN_SUM = BlockSum()
 
 
 class CaptureError(ObserverError):
@@ -51,16 +54,21 @@ def residual_check(dtype: torch.dtype) -> Check:
     return Check("resid_post = resid_pre + T + C", _name(dtype), tolerance)
 
 
-def check_residual(check: Check, pre: Tensor, attn: Tensor, mlp: Tensor, post: Tensor, step: int) -> None:
-    """Checks that `post` equals pre + attn + mlp, elementwise, in the model's dtype, up to rounding. Adds the errors to
-    `check`.
+def check_residual(
+    check: Check, pre: Tensor, attn: Tensor, mlp: Tensor, post: Tensor, step: int, form: BlockSum = _PLAIN_SUM
+) -> None:
+    """Checks that `post` equals pre + attn + mlp, elementwise, in the model's dtype, up to rounding; with pre times the
+    scale of `form`. Adds the errors to `check`.
 
     Each of the two additions rounds once, and architectures add in different orders. Two orders differ by at most 2 eps
-    of the terms' magnitudes; 4 eps allow for fused additions.
+    of the terms' magnitudes; 4 eps allow for fused additions, or for a scale of the whole sum. If `mlp` is a sum of
+    several parts, these may cancel in single numbers, so each number has the row's largest magnitude.
     Raises: CaptureError for a larger difference, and for NaN.
     """
+    pre = pre if form.scale == 1 else form.scale * pre
     eps = torch.finfo(post.dtype).eps
     magnitude = pre.float().abs() + attn.float().abs() + mlp.float().abs()
+    magnitude = magnitude if form.mlp_parts <= 1 else magnitude.amax(-1, keepdim=True).expand_as(magnitude)
     error = (post.float() - (pre + attn + mlp).float()).abs()
     check.num_rows += post.reshape(-1, post.shape[-1]).shape[0]
     check.add(error, 4 * eps * magnitude.clamp(min=torch.finfo(torch.float32).tiny), step)

@@ -32,6 +32,7 @@ TELLING = {
     "rwkv": "plain",  # recurrent states of two modules a block, in a list of its own
     "falcon_h1": "plain",  # a recurrent state beside keys and values, both scaled
     "nemotron_h": "plain",  # a mixer or an MLP in each block, least time steps
+    "gemma4_text": "plain",  # blocks that scale the stream and add a third part
 }
 LEAST_GREEN = 45
 Edit = Callable[[Tensor], Tensor | None]
@@ -52,7 +53,7 @@ def _documented(row: Row) -> bool:
     return any(line.startswith(facts) for line in DOCS.read_text(encoding="utf-8").splitlines())
 
 
-@pytest.mark.parametrize("family", ["inkling_text", "minimax", "bart", "openai-gpt"])
+@pytest.mark.parametrize("family", ["inkling_text", "minimax", "bart", "openai-gpt", "gemma3n_text"])
 def test_a_family_without_rollback_is_refused_with_a_reason(family: str) -> None:
     row = measure(family)
     assert row.is_refused and not row.path and row.reasons[0]

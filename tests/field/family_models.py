@@ -65,6 +65,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
     "mamba2": dict(head_dim=16, num_heads=4),
+    "mllama": dict(
+        text_config=dict(
+            **dict(hidden_size=HIDDEN, num_hidden_layers=4, num_attention_heads=HEADS, num_key_value_heads=2),
+            **dict(intermediate_size=64, vocab_size=VOCAB, max_position_embeddings=CONTEXT, pad_token_id=0),
+            cross_attention_layers=[1],  # skipped for a text, so the layers with keys are not numbered in a row
+        )
+    ),
     "moshi": dict(audio_vocab_size=VOCAB),
     "qwen4_exp_text": dict(layer_types=None),
     "reformer": dict(axial_pos_embds_dim=[16, 16], axial_pos_shape=[8, 16]),

@@ -30,15 +30,16 @@ from tests.field.family_models import CONTEXT, SLIDING_WINDOW, class_name, model
 
 SUPPORTED = frozenset(
     "afmoe apertus arcee aria_text axk1 bailing_hybrid bamba biogpt bitnet bloom codegen cohere cohere2 "
-    "cohere2_moe ctrl cwm dbrx deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe "
-    "falcon falcon_mamba flex_olmo flint gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 "
+    "cohere2_moe ctrl cwm dbrx deepseek_v2 deepseek_v3 diffllama dots1 emu3 ernie4_5 ernie4_5_moe exaone4 "
+    "exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma4 "
+    "gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 "
     "gpt_bigcode gpt_neox gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid "
     "granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jamba "
-    "jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe llama llama4_text mamba mamba2 megatron-bert mellum "
+    "jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe llama llama4 llama4_text mamba mamba2 megatron-bert mellum "
     "mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder "
-    "mpt nanochat nemotron olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 "
-    "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next rwkv seed_oss smollm3 solar_open stablelm "
-    "starcoder2 vaultgemma xglm xlstm youtu".split()
+    "mpt nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phi4_multimodal "
+    "phimoe qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next rwkv "
+    "seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma xglm xlstm youtu zamba zamba2".split()
 )
 """Families that must run, and give the tokens of `generate`. All others must be refused by name."""
 

@@ -17,7 +17,7 @@ from cacheprobe.models.feeding import feed
 from cacheprobe.models.plain import own_states
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.plain.recurrence import RecurrentPlaces, StepForward
-from cacheprobe.models.plain.structure import AddedPart, PlainBlock
+from cacheprobe.models.plain.structure import PlainBlock
 from cacheprobe.ops.equality import close
 from tests.twins.equivalence import hf_greedy
 

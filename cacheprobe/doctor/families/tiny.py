@@ -33,6 +33,7 @@ _SMALL: Fields = {
     **dict(pad_token_id=VOCAB - 1, bos_token_id=VOCAB - 2, eos_token_id=VOCAB - 3, is_decoder=True, dim_model_base=32),
     **dict(initializer_range=0.2, residual_multiplier=0.7, logits_scaling=2.0, embedding_multiplier=3.0),
     **dict(kv_channels=8, local_window_size=8, index_topk=4, index_n_heads=2, index_head_dim=8),
+    **dict(image_size=28, patch_size=14),
 }
 _UNLESS_SET = ("sliding_window", "attention_chunk_size")
 """Fields that stay as they are where the family's own default is None."""
@@ -43,6 +44,10 @@ _OWN: Mapping[str, Fields] = {
         attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     ),
+    "gemma4_text": dict(head_dim=8, global_head_dim=16),
+    "gemma4_unified_text": dict(head_dim=8, global_head_dim=16),
+    "gemma3n_text": dict(num_kv_shared_layers=0),
+    "mllama_text_model": dict(cross_attention_layers=[1]),
     "gpt_neo": dict(attention_types=[[["global", "local"], 2]], window_size=8),
     "dots1": dict(n_shared_experts=1),
     "lfm2": dict(layer_types=["conv", "full_attention"] * 2),
@@ -97,7 +102,11 @@ def tiny_config(family: str, fields: Fields = _NONE) -> LiveConfig:
     if "qk_rope_head_dim" in chosen:  # latent attention: the head's rotated part has a width of its own
         chosen.pop("head_dim", None)
         chosen["num_key_value_heads"] = 4
-    chosen |= dict(_OWN.get(family, {})) | dict(fields)
+    for name in getattr(config_class, "sub_configs", {}):  # the text, vision and audio parts of a multimodal model
+        part = str(getattr(_value(default, name), "model_type", ""))
+        if part in CONFIG_MAPPING:
+            chosen[name] = tiny_config(part, fields if name == "text_config" else _NONE)
+    chosen |= dict(_OWN.get(family, {})) | (dict(fields) if "text_config" not in chosen else {})
     for name, target in names.items():
         if target in chosen:
             chosen.pop(name, None)
@@ -136,6 +145,8 @@ def tiny_family(family: str, fields: Fields = _NONE, seed: int = 0) -> PreTraine
     """
     config = tiny_config(family, fields)
     model_class = getattr(transformers, families()[family])
+    if model_class.config_class is type(config.get_text_config()):  # as AutoModelForCausalLM does
+        config = config.get_text_config()
     with torch.device("meta"):
         size = sum(weight.numel() for weight in model_class(config).parameters())
     if size > MOST_WEIGHTS:

@@ -37,7 +37,7 @@ VARIANTS: Mapping[str, Variant] = {
     "latent attention (MLA)": Variant("deepseek_v3", {}),
     "parallel attention and MLP": Variant("gptj", {}),
     "norms on the stream": Variant("bert", {}),
-    "keys shared across layers": Variant("gemma3n_text", dict(num_kv_shared_layers=2)),
+    "keys shared across layers": Variant("gemma4_text", dict(num_kv_shared_layers=2)),
     "head counts per layer": Variant("laguna", dict(num_attention_heads_per_layer=[4, 2, 4, 2])),
     **{f"quantised: {name}": Variant("llama", dict(intermediate_size=64), name) for name in _QUANTISED},
 }

@@ -8,6 +8,7 @@ from torch import nn
 from cacheprobe.core.live import LiveModule
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+_TOP_K = ("num_experts_per_tok", "top_k_experts")
 _WRAPPED = "_original_component"
 """The name under which a TransformerBridge keeps a module that it replaced."""
 
@@ -38,7 +39,8 @@ def mixture_layers(model: LiveModule) -> dict[int, MixtureLayer]:
             continue
         block = _inner(model.get_submodule(path.rpartition(".")[0]))
         router = next((_inner(child) for child in block.children() if _is_router(_inner(child), module)), None)
-        top_k = getattr(router, "top_k", None) or getattr(module.config, "num_experts_per_tok", 0)
+        config = module.config
+        top_k = next(filter(None, (getattr(router, "top_k", 0), *(getattr(config, name, 0) for name in _TOP_K))), 0)
         found[int(layer[1])] = MixtureLayer(block, module, router, int(module.num_experts), int(top_k))
     return dict(sorted(found.items()))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from cacheprobe.core.live import LiveConfig, LiveModule
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.fast.operations import Operations
-from cacheprobe.models.hf.masks import sliding_window
+from cacheprobe.models.hf.masks import sliding_window, text_config
 from cacheprobe.models.hf.rms_norms import Norm, rms_norm_of
 from cacheprobe.ops.kernel_set import KernelSet
 
@@ -25,7 +25,7 @@ class KernelOperations(Operations):
         """Takes the kernels, and from a model's config the sliding window of each layer."""
         super().__init__(kernels.product)
         self.kernels = kernels
-        window, kinds = sliding_window(config), getattr(config, "layer_types", None)
+        window, kinds = sliding_window(config), getattr(text_config(config), "layer_types", None)
         slides = [kind == "sliding_attention" for kind in kinds] if kinds else [True] * num_layers
         self.windows = [window if is_sliding else None for is_sliding in slides]
 

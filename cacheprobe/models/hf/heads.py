@@ -36,7 +36,8 @@ def require_heads(model: CachedLM, sites: Sequence[str], layers: Sequence[int]) 
     fed = feed(model, token_ids, wanted, cache=model.new_cache(1, _CAPACITY))
     shapes = {site_layer: tuple(value.shape) for site_layer, value in fed.states.items()}
     for layer in layers:
-        key, value = fed.cache.keys[layer].shape, fed.cache.values[layer].shape
+        source = getattr(model, "sources", {}).get(layer, layer)  # of a layer that attends over another one's keys
+        key, value = fed.cache.keys[source].shape, fed.cache.values[source].shape
         heads, kv_heads = model.head_shape[0], key[1]
         expected: dict[str, tuple[int, ...]] = {
             "q": (1, _TOKENS, heads, key[3]),

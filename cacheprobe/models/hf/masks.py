@@ -24,6 +24,7 @@ def attention_masks(
     unchanged and adds no window, so a plain causal mask would be wrong beyond the window, without an error.
     Twin: transformers' own masks in an uncached forward; models.checks compares the logits at load.
     """
+    config = text_config(config)
     heads = int(getattr(config, "num_attention_heads", 0))
     plain = cache.mask(positions, dtype, device)
     full = cache.mask_by_layer(plain, heads)
@@ -42,9 +43,15 @@ def attention_masks(
     return sliding
 
 
+def text_config(config: LiveConfig) -> LiveConfig:
+    """Returns the part of a multimodal model's config that describes its text decoder; another config unchanged."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def chunk_size(config: LiveConfig) -> int | None:
     """Returns the width in tokens of the chunks inside which some layers attend; None if no layer attends by chunk.
     Source: transformers' masking_utils.create_chunked_causal_mask."""
+    config = text_config(config)
     kinds = getattr(config, "layer_types", None) or ()
     return int(config.attention_chunk_size) if "chunked_attention" in kinds else None
 
@@ -52,6 +59,7 @@ def chunk_size(config: LiveConfig) -> int | None:
 def sliding_window(config: LiveConfig) -> int | None:
     """Returns the width of the model's sliding attention window in tokens, the token itself included; None if no layer
     has a sliding window."""
+    config = text_config(config)
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     slides = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)

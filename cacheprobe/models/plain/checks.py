@@ -9,7 +9,8 @@ from cacheprobe.models.plain.lm import PlainLM
 
 def check_plain(model: PlainLM) -> None:
     """Checks a newly loaded plain model: a short text, fed in parts through the KVCache, must give the logits of one
-    forward of the model itself, alone and beside a sequence that starts at another position.
+    forward of the model itself, alone and beside a sequence that starts at another position. If the config lets some
+    tokens see later ones, such as an image's, the logits of a text must not change with what follows.
 
     Tolerances are those of `checks.agrees`. Raises: ModelError naming what differs.
     """
@@ -42,6 +43,24 @@ def check_plain(model: PlainLM) -> None:
                 f"{float((logits - whole[-len(logits) :]).abs().max()):.3g}; its attention, positions or experts "
                 "follow a rule that is not known here"
             )
+    if getattr(model.config, "use_bidirectional_attention", None) and not is_causal(model, token_ids):
+        raise ModelError(
+            f"{model.name}: {kind} lets tokens of a text see later ones; cacheprobe runs models that generate"
+        )
+
+
+def is_causal(model: PlainLM, token_ids: torch.Tensor) -> bool:
+    """Returns True if the logits of the first half of token_ids [1, t] stay the same, in forwards of the model itself,
+    when the second half becomes another text.
+
+    Both forwards have the same shapes. Only sums over the tokens of one expert may take another order, so the tolerance
+    is 1e-3 of the largest logit in float32 and float64, and .03, a few roundings, in 16 bits.
+    """
+    half = token_ids.shape[1] // 2
+    other = torch.cat((token_ids[:, :half], token_ids[:, : token_ids.shape[1] - half].flip(1)), 1)
+    one, two = (model.whole_logits(ids)[0, :half].float() for ids in (token_ids, other))
+    limit = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.03
+    return bool((one - two).abs().max() <= limit * one.abs().max())
 
 
 def _beside_another(model: PlainLM, token_ids: torch.Tensor) -> torch.Tensor:

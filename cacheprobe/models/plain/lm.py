@@ -15,12 +15,13 @@ from cacheprobe.core.hook_names import OUTPUT_POINT, RECURRENT, hook_name, resid
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import RecurrentCache
-from cacheprobe.models.base import ModelError
+from cacheprobe.models.base import BlockSum, ModelError
 from cacheprobe.models.experts.sites import EXPERTS, own_experts, use_invariant_experts
 from cacheprobe.models.facts import HashedWeights, one_dtype, stop_ids
 from cacheprobe.models.fast.module_hooks import listen
 from cacheprobe.models.hf.attention import ATTENTION, attending
 from cacheprobe.models.hf.float64 import keeping_float64
+from cacheprobe.models.hf.masks import text_config
 from cacheprobe.models.hf.shared import SharedWeights, empty_model, plain_path
 from cacheprobe.models.hf.text import TokenText
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights, output_rows
@@ -94,9 +95,13 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
         self.mixtures = use_invariant_experts(self.model, None)
         self.n_layers, self.d_model = len(self.blocks), int(last.value_out.shape[-1])
         self.d_vocab = int(watched.logits.shape[-1])
-        self.layer_shapes = [watched.probe.layer_shapes.get(layer, (0, 0, 0)) for layer in range(self.n_layers)]
-        devices = watched.probe.devices
-        self.layer_devices = [devices.get(layer, next(iter(devices.values()))) for layer in range(self.n_layers)]
+        self.sources = watched.sources
+        """Layer that writes no keys and values -> the layer over whose it attends."""
+        self.block_sums = [BlockSum(block.carried, len(block.mlp)) for block in self.blocks]
+        shapes, devices = watched.probe.layer_shapes, watched.probe.devices
+        places = [self.sources.get(layer, layer) for layer in range(self.n_layers)]
+        self.layer_shapes = [shapes.get(place, (0, 0, 0)) for place in places]
+        self.layer_devices = [devices.get(place, next(iter(devices.values()))) for place in places]
         self.n_ctx = _context(config)
         first = next((layer for layer in range(self.n_layers) if self.layer_shapes[layer][0]), 0)
         try:
@@ -111,18 +116,20 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
 
     @property
     def config(self) -> LiveConfig:
-        """Config of the transformers model."""
-        return self.model.config
+        """Config of the transformers model; of a multimodal one, that of its text decoder."""
+        return text_config(self.model.config)
 
     def check_settings(self, window: int) -> None:
         """Does nothing: a PlainLM supports verify passes with any number of tokens."""
 
     def new_cache(self, num_rows: int, capacity: int) -> KVCache:
         """Returns an empty KVCache with this model's layer shapes: `num_rows` cache rows, one for each sequence, of
-        `capacity` token slots each; a RecurrentCache if the model has recurrent layers."""
+        `capacity` token slots each, without heads in layers that attend over another layer's keys; a RecurrentCache if
+        the model has recurrent layers."""
+        shapes = [(0, 0, 0) if i in self.sources else shape for i, shape in enumerate(self.layer_shapes)]
         if self.initial:
-            return RecurrentCache(num_rows, capacity, self.layer_shapes, self.dtype, self.layer_devices, self.initial)
-        return KVCache(num_rows, capacity, self.layer_shapes, self.dtype, self.layer_devices)
+            return RecurrentCache(num_rows, capacity, shapes, self.dtype, self.layer_devices, self.initial)
+        return KVCache(num_rows, capacity, shapes, self.dtype, self.layer_devices)
 
     @one_at_a_time()
     @torch.inference_mode()
@@ -140,6 +147,11 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
         after `num_layers` blocks. Arguments and shapes are those of CachedLM.forward."""
         if not self.weights.is_current:
             self.weights.bind()
+        if self.sources and cache.head_masks.concern(list(cache_rows)):
+            raise ModelError(
+                f"{self.name}: layers {', '.join(map(str, self.sources))} attend over the keys of others, so slots are "
+                "hidden in all layers and heads or in none; leave out layers= and heads="
+            )
         self.token_shape = (token_ids.shape[0], token_ids.shape[1])
         with ExitStack() as stack:
             inputs = stack.enter_context(

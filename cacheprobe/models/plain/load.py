@@ -15,8 +15,11 @@ NO_ADAPTER = "TransformerBridge has no adapter for it"
 _NO_CACHE = "TransformerBridge's forward of it does not take our KV cache"
 _RECURRENT = "it has recurrent layers, whose states only the plain model keeps by position"
 _PACKED = "its weights are packed, and a bridge reads weights as matrices"
-_WITHOUT_BRIDGE: tuple[str, ...] = ("bloom", "falcon", "llama4_text", "opt", "xglm")
-WITHOUT_BRIDGE: dict[str, str] = dict.fromkeys(_WITHOUT_BRIDGE, _NO_CACHE)
+_SCALED = "its blocks scale the residual stream, and TransformerBridge has no hook on that"
+WITHOUT_BRIDGE: dict[str, str] = {
+    **dict.fromkeys(("bloom", "falcon", "llama4", "llama4_text", "opt", "xglm"), _NO_CACHE),
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _SCALED),
+}
 """Model type -> why its bridge, which cannot be taken off again, is not tried."""
 
 

@@ -45,6 +45,8 @@ class PlainBlock:
     """T: what attention or a mixer adds, or both in a block with both; none if the block has an MLP only."""
     mlp: tuple[AddedPart, ...]
     """C: one part, or several that are added, such as routed and shared experts; none if C is 0, as in Mamba."""
+    carried: float = 1.0
+    """Factor of the block's input in its output: S = carried * input + T + C. Gemma 4 scales the whole sum."""
     entry: str = ""
     """Module inside block 0 whose output the block adds to: RWKV's norm of the embeddings. "" if it is the input."""
 
@@ -52,9 +54,11 @@ class PlainBlock:
 def find_blocks(watched: Watched, config: LiveConfig, dtype: torch.dtype) -> list[PlainBlock]:
     """Returns the PlainBlock of every layer, in order.
 
+    Adds to `watched` the last layers if they attend over the keys and values of earlier ones and the config says so.
     Raises: ModelError if layers share a module, run more than once, keep no keys and values, if something is added
     between blocks, or if a block's output is not its input plus parts.
     """
+    _add_sharing_layers(watched, config)
     by_path: dict[str, list[Call]] = {}
     for call in watched.calls:
         by_path.setdefault(call.path, []).append(call)
@@ -124,6 +128,28 @@ def _block_paths(watched: Watched, ran: Collection[str]) -> list[str]:
     return paths
 
 
+def _add_sharing_layers(watched: Watched, config: LiveConfig) -> None:
+    """Adds to `watched` the last `config.num_kv_shared_layers` layers, which write no keys and values: each attends
+    over those of the last layer of its kind that writes some. Their attention is the module at the place where the
+    others have theirs."""
+    count, kinds = int(getattr(config, "num_kv_shared_layers", 0) or 0), getattr(config, "layer_types", None) or ()
+    own = len(kinds) - count
+    if count < 1 or sorted(watched.writers) != list(range(own)):
+        return
+    began = {call.path: call.began for call in watched.calls}
+    for layer in range(own, len(kinds)):
+        source = max((one for one in range(own) if kinds[one] == kinds[layer]), default=0)
+        block = _block_path(watched.writers[source])
+        place = f"{block.rpartition('.')[0]}.{layer}"
+        running = [place + path.removeprefix(block) for path in watched.writers[source] if path.startswith(block)]
+        if any(path not in began for path in running):
+            raise ModelError(
+                f"layer {layer} keeps no keys and values, and has no attention where layer {source} has it"
+            )
+        watched.writers[layer], watched.wrote_at[layer] = running, began[running[-1]]
+        watched.sources[layer] = source
+
+
 def _block_path(running: Sequence[str]) -> str:
     """Returns the path of the first running module that is an element of a list of modules."""
     found = next((path for path in running if path.rpartition(".")[2].isdigit()), None)
@@ -134,14 +160,13 @@ def _block_path(running: Sequence[str]) -> str:
 
 def _sum(
     call: Call, memories: list[str], wrote_at: int, inside: list[Call], factors: list[float], dtype: torch.dtype
-) -> tuple[tuple[AddedPart, ...], tuple[AddedPart, ...]] | None:
-    """Returns what a block adds to its input: (parts of T, parts of C); None if it is no sum of up to three modules.
+) -> tuple[tuple[AddedPart, ...], tuple[AddedPart, ...], float] | None:
+    """Returns (parts of T, parts of C, factor of the input) of a block; None if it is no sum of up to three modules.
 
     memories: modules of the block that write keys and values or keep a recurrent state. T has a part of each, or one
     part alone if nothing else is added.
     """
     assert call.value_in is not None and call.value_out is not None
-    ends = (call.value_in.double().flatten(), call.value_out.double().flatten())
     limit = _ROUNDINGS * torch.finfo(dtype).eps
     runs = Counter(c.path for c in inside)  # a module that runs twice, such as Phi's dropout, has no value of its own
     later = [c for c in inside if c.ended > wrote_at and c.value_out is not None and runs[c.path] == 1]
@@ -157,14 +182,14 @@ def _sum(
             for one, path in zip(chosen, memories, strict=False)
         ):
             continue
-        if (found := _factors(*ends, [flat[id(c)] for c in chosen], factors, limit)) is not None:
-            pairs = tuple(AddedPart(c.path, f) for c, f in zip(chosen, found, strict=True))
-            return pairs[: len(memories)], pairs[len(memories) :]
+        if (fit := _fit(call, [flat[id(c)] for c in chosen], factors, limit)) is not None:
+            pairs = tuple(AddedPart(c.path, f) for c, f in zip(chosen, fit[1], strict=True))
+            return pairs[: len(memories)], pairs[len(memories) :], fit[0]
     alone = [c for c in _like(call.value_in, later) if c.path in memories] if memories else parts
     for (only,) in _choices(alone, 1):
-        if (found := _factors(*ends, [flat[id(only)]], factors, limit)) is not None:
-            pair = (AddedPart(only.path, found[0]),)
-            return (pair, ()) if memories else ((), pair)
+        if (fit := _fit(call, [flat[id(only)]], factors, limit)) is not None:
+            pair = (AddedPart(only.path, fit[1][0]),)
+            return (pair, (), fit[0]) if memories else ((), pair, fit[0])
     return None
 
 
@@ -203,6 +228,30 @@ def _choices(parts: Sequence[Call], *counts: int) -> Iterator[tuple[Call, ...]]:
     for count in counts:
         for chosen in combinations(parts, count):
             yield tuple(sorted(chosen, key=lambda one: one.ended))
+
+
+def _fit(
+    call: Call, values: Sequence[Tensor], factors: Sequence[float], limit: float
+) -> tuple[float, tuple[float, ...]] | None:
+    """Returns (factor of a block's input, factor of each part) that add up to its output; None if there are none.
+
+    In 16 bits a scale of .95 is within the rounding of 1, so of several that fit the closest counts.
+    """
+    assert call.value_in is not None and call.value_out is not None
+    before, after = call.value_in.double().flatten(), call.value_out.double().flatten()
+    fits = []
+    for carried in _carried(call):
+        found = _factors(carried * before, after, values, [carried * factor for factor in factors], limit)
+        if found is not None:
+            terms = sum((f * value for f, value in zip(found, values, strict=True)), carried * before)
+            fits.append((float((terms - after).square().sum()), carried, found))
+    return min(fits)[1:] if fits else None
+
+
+def _carried(call: Call) -> list[float]:
+    """Returns 1, and the scales that a block may give to its whole sum: its own weights of one number."""
+    own = (*call.module.parameters(recurse=False), *call.module.buffers(recurse=False))
+    return list(dict.fromkeys([1.0, *(float(one) for one in own if one.numel() == 1)]))
 
 
 def _factors(

@@ -48,6 +48,8 @@ class Watched:
     """Recurrent layer -> its states before the first token."""
     keys_of: dict[int, dict[str, tuple[StateKey, ...]]] = field(default_factory=dict)
     """Recurrent layer -> path of each module that keeps states -> these states."""
+    sources: dict[int, int] = field(default_factory=dict)
+    """Layer that writes no keys and values -> the layer over whose it attends."""
     probe: ShapeProbe = field(default_factory=ShapeProbe)
     logits: Tensor = field(default_factory=lambda: torch.zeros(0))
 
