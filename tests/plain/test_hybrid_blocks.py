@@ -117,3 +117,10 @@ def test_generate_with_its_cache_differs_from_its_forward() -> None:
     new = generated(live, prompt, 8, [])
     likeliest = logits_of(live, [*prompt, *new]).argmax(-1)[len(prompt) - 1 : -1].tolist()
     assert new == likeliest != hf_greedy(live, prompt, 8)
+
+
+@pytest.mark.parametrize("family", PARTS)
+def test_in_16_bits(family: str) -> None:
+    one = PlainLM(tiny_family(family).bfloat16(), None, family)
+    check_plain(one)
+    assert [{p.factor for p in block.attended} for block in one.blocks] == [{*t.values()} for t, _ in PARTS[family]]

@@ -113,7 +113,10 @@ def test_positions_of_another_sequence_are_noticed() -> None:
 
 @pytest.mark.parametrize(
     ("family", "why"),
-    [("bert", "not its input plus"), ("openai-gpt", "keep keys and values"), ("doge", "not its input plus")],
+    [
+        *[("bert", "not its input plus"), ("openai-gpt", "keep keys and values"), ("doge", "not its input plus")],
+        *[("recurrent_gemma", "block 0 keeps nothing in the cache"), ("inkling_text", "several modules of block 0")],
+    ],
 )
 def test_a_model_whose_values_do_not_add_up_is_refused(family: str, why: str) -> None:
     with pytest.raises(ModelError, match=why):

@@ -1,5 +1,5 @@
-"""Finds in a plain transformers model which modules compute the residual stream (S), and what attention (T) and MLP (C)
-add to it.
+"""Finds in a plain transformers model which modules compute the residual stream (S), and what attention or a recurrent
+mixer (T) and MLP (C) add to it.
 
 Nothing is assumed of names: the modules are found by the values of one short forward. A model whose values do not add
 up is refused.
@@ -66,19 +66,18 @@ def find_blocks(watched: Watched, config: LiveConfig, dtype: torch.dtype) -> lis
     blocks, previous = [], None
     factors = _numbers(config, len(paths))
     for layer, path in enumerate(paths):
-        calls = by_path[path]
-        if len(calls) != 1:
-            raise ModelError(f"block {layer} runs {len(calls)} times in one forward")
-        (call,) = calls
-        if call.value_in is None or call.value_out is None or call.value_in.shape != call.value_out.shape:
-            raise ModelError(f"block {layer} does not map one residual stream to another")
-        if call.value_in.dim() != 3:
-            raise ModelError(f"block {layer} has a stream of {call.value_in.dim()} dimensions instead of 3")
+        call = _only_call(by_path[path], layer)
+        assert call.value_in is not None
         if previous is not None and not torch.equal(previous, call.value_in):
             raise ModelError(f"something changes the residual stream between block {layer - 1} and block {layer}")
         previous = call.value_out
         inside = [c for c in watched.calls if call.began < c.began and c.ended < call.ended]
         attention, mixer = (one[layer][-1] if layer in one else "" for one in (watched.writers, watched.keepers))
+        if mixer and (mixer == path or f"{attention}.".startswith(f"{mixer}.")):
+            raise ModelError(
+                f"several modules of block {layer} keep states, or its attention does; only one module beside "
+                "attention can run token by token here"
+            )
         memories, entry = [one for one in (attention, mixer) if one], ""
         wrote_at = watched.wrote_at.get(layer, call.began)
         found = _sum(call, memories, wrote_at, inside, factors, dtype)
@@ -105,6 +104,18 @@ def _entry(call: Call, inside: Sequence[Call]) -> Call | None:
         return None
     is_entry = torch.equal(first.value_in, call.value_in) and first.value_out.shape == call.value_in.shape
     return first if is_entry else None
+
+
+def _only_call(calls: Sequence[Call], layer: int) -> Call:
+    """Returns the one call of a block. Raises: ModelError if it ran more than once, or maps no stream to another."""
+    if len(calls) != 1:
+        raise ModelError(f"block {layer} runs {len(calls)} times in one forward")
+    (call,) = calls
+    if call.value_in is None or call.value_out is None or call.value_in.shape != call.value_out.shape:
+        raise ModelError(f"block {layer} does not map one residual stream to another")
+    if call.value_in.dim() != 3:
+        raise ModelError(f"block {layer} has a stream of {call.value_in.dim()} dimensions instead of 3")
+    return call
 
 
 def _block_paths(watched: Watched, ran: Collection[str]) -> list[str]:
