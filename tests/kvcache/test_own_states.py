@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import RwkvConfig, RwkvForCausalLM
 
 import cacheprobe as cp
 from cacheprobe.doctor.families.original import changing, logits_of, states_of
@@ -70,6 +71,17 @@ def test_weights_that_a_forward_has_divided_are_multiplied_again() -> None:
     assert torch.equal(first, second)
 
 
+def test_packed_weights_that_a_forward_has_divided_are_refused() -> None:
+    live = tiny_family("rwkv", HALVED)
+    logits_of(live, TEXT)
+    first, last = (live.rwkv.blocks[number].attention.output for number in (2, 3))
+    last.weight = torch.nn.Parameter(last.weight.to(torch.uint8), requires_grad=False)
+    before = first.weight.detach().clone()
+    with pytest.raises(ModelError, match="packed weights that its first forward divided; load it again"):
+        own_states._RWKV.prepare(live)
+    assert torch.equal(first.weight, before)
+
+
 def test_a_halved_stream_is_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="halves its residual stream every 2 blocks.*config.rescale_every=0"):
         model(tiny_family("rwkv", HALVED).half())
@@ -126,6 +138,24 @@ def test_both_modules_of_a_block_start_from_their_own_states(monkeypatch: pytest
             cache = one.new_cache(1, 32)
             parts = [one.forward(torch.tensor([part]), cache, [0], [at]) for at, part in ((0, TEXT[:5]), (5, TEXT[5:]))]
         assert not close(torch.cat(parts, dim=1)[0], right, 1e-3, because="a part of the past is lost"), forgotten
+
+
+@pytest.mark.slow
+def test_the_config_of_rwkv_4_169m() -> None:
+    """With random weights and few tokens: the published sizes, and a stream halved after blocks 5 and 11."""
+    sizes = dict(vocab_size=600, hidden_size=768, intermediate_size=3072, num_hidden_layers=12)
+    with torch.device("meta"):  # transformers' own random weights take a minute
+        live = RwkvForCausalLM(RwkvConfig(**sizes, context_length=1024, rescale_every=6))
+    live = live.to_empty(device="cpu").eval()
+    generator = torch.Generator().manual_seed(1)
+    for weight in live.parameters():
+        torch.nn.init.normal_(weight, float(weight.dim() < 2), 0.3 if weight.dim() < 2 else 0.04, generator=generator)
+    prompt = [510, 379, 310, 85]
+    text = [*prompt, *hf_greedy(live, prompt, 5)]
+    drafter = cp.drafters.Scripted(lambda state: [text[len(state.token_ids)], 17])
+    trace = cp.run(model(live), [prompt], drafter=drafter, capture=None, **{**SHAPE, "max_new_tokens": 5})
+    assert 0 < trace.num_rolled_back < trace.num_drafted
+    assert trace.committed(0) == text[4:]
 
 
 def test_time_mixing_may_be_wider_than_the_stream() -> None:

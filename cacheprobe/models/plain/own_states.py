@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from cacheprobe.core.hook_names import RECURRENT
@@ -98,12 +98,16 @@ def _stop_rescaling(live: LiveModule) -> str:
             "overflow, with config.rescale_every=0"
         )
     if decoder.layers_are_rescaled:
-        for number, block in enumerate(decoder.blocks):
-            for linear in (block.attention.output, block.feed_forward.value):
-                if not isinstance(linear, nn.Linear) or not linear.weight.is_floating_point():
-                    raise ModelError("its packed weights were rescaled by a forward; load it again, and run nothing")
-                with torch.no_grad():
-                    linear.weight.mul_(2 ** (number // every))
+        divided = [(b.attention.output.weight, b.feed_forward.value.weight) for b in decoder.blocks]
+        if not all(weight.is_floating_point() for pair in divided for weight in pair):
+            raise ModelError(
+                f"{type(live).__name__} has packed weights that its first forward divided; load it again, and give it "
+                "to cacheprobe before it runs"
+            )
+        with torch.no_grad():
+            for number, pair in enumerate(divided):
+                for weight in pair:
+                    weight.mul_(2 ** (number // every))
     live.config.rescale_every = decoder.config.rescale_every = 0
     decoder.layers_are_rescaled = False
     return f"residual stream not halved every {every} blocks"
