@@ -88,9 +88,10 @@ class KeptStates:
         """Takes the states appended since the last call. Returns (their bytes, None for a run that captures none; a
         function, to be called once, in any thread, that joins them to a dict (site, layer) -> states). See
         `Blocks.take` and `HeadBlocks.joined`."""
-        num_bytes = self.num_bytes if self.config.state_sites or self.config.heads else None
-        join, heads = self.blocks.take(), {} if self.heads is None else self.heads.joined()
-        return num_bytes, lambda: {**join(), **heads}
+        heads = {} if self.heads is None else self.heads.joined()  # with NaN for passes that did not reach a layer
+        num_bytes = self.blocks.num_bytes + sum(tensor.nbytes for tensor in heads.values())
+        join, is_captured = self.blocks.take(), bool(self.config.state_sites or self.config.heads)
+        return num_bytes if is_captured else None, lambda: {**join(), **heads}
 
     def add(self, rows: list[RowRecord], states: dict[str, Tensor], heads: HeadBlock | None) -> bool:
         """Takes the states of the rows of a pass that keep states. Returns whether it appended some, which

@@ -123,12 +123,11 @@ class KVSnapshot(HintsAtNewNames):
         """
         _require_alike(self, donor)
         where = list(_checked_numbers(positions, len(self), "position"))
-        chosen = list(self._heads(0, heads))
 
         def taken(layer: int, part: str, old: Tensor) -> Tensor:
             """Returns the donor's keys or values for this layer, at the chosen heads and positions."""
             source = donor.keys if part == "K" else donor.values
-            return source[layer][chosen][:, where]
+            return source[layer][list(self._heads(layer, heads))][:, where]
 
         return self._with(taken, where, layers, heads, parts)
 
@@ -158,7 +157,13 @@ class KVSnapshot(HintsAtNewNames):
         return replace(self, head_masks=self.head_masks | hidden_places, provenance=provenance)
 
     def _layers(self, layers: "int | Iterable[int] | None") -> Iterable[int]:
-        return range(len(self.keys)) if layers is None else _checked_numbers(layers, len(self.keys), "layer")
+        """Returns the chosen layers; by default those that keep keys and values. Raises: ValueError for a layer that
+        keeps none."""
+        keeping = [layer for layer, keys in enumerate(self.keys) if keys.shape[0]]
+        chosen = keeping if layers is None else list(_checked_numbers(layers, len(self.keys), "layer"))
+        if without := sorted(set(chosen) - set(keeping)):
+            raise ValueError(f"layer {without[0]} keeps no keys and values; choose of {keeping!s:.80}")
+        return chosen
 
     def _heads(self, layer: int, heads: "int | Iterable[int] | None") -> Iterable[int]:
         count = self.keys[layer].shape[0]

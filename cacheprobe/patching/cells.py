@@ -79,7 +79,7 @@ def run_cells(model: CachedLM, base: Run, cells: Sequence[PatchingCell]) -> Tens
     """
     (start,) = {one.start for one in cells}
     order = sorted(range(len(cells)), key=lambda i: _forward_order(cells[i].enters))
-    batch_size = max(1, MOST_ROWS // (len(base.token_ids) - start))
+    batch_size = max(1, MOST_ROWS // (len(base.token_ids) - start)) if getattr(model, "batch_may_grow", True) else 1
     out: list[Tensor] = [base.logits] * len(cells)
     for batch in _batches(order, batch_size):
         for i, logits in zip(batch, _run_together(model, base, start, [cells[i] for i in batch]), strict=True):

@@ -68,7 +68,7 @@ def check_residual(
     pre = pre if form.scale == 1 else form.scale * pre
     eps = torch.finfo(post.dtype).eps
     magnitude = pre.float().abs() + attn.float().abs() + mlp.float().abs()
-    magnitude = magnitude if form.mlp_parts <= 1 else magnitude.amax(-1, keepdim=True).expand_as(magnitude)
+    magnitude = magnitude if form.mlp_parts <= 1 else magnitude + mlp.float().abs().amax(-1, keepdim=True)
     error = (post.float() - (pre + attn + mlp).float()).abs()
     check.num_rows += post.reshape(-1, post.shape[-1]).shape[0]
     check.add(error, 4 * eps * magnitude.clamp(min=torch.finfo(torch.float32).tiny), step)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import cacheprobe as cp
 from cacheprobe.capture import disk_writer
@@ -85,3 +86,16 @@ def test_a_line_of_the_journal_tells_nothing_of_later_steps(tmp_path: Path, monk
     cp.run(loaded(), PROMPTS, **(LONG | {"max_kv_tokens": 90}), capture="S", out=tmp_path)
     assert any(preempted for _, preempted in lines[:-1])
     assert all(step <= last for last, preempted in lines for step in preempted)
+
+
+def test_parts_whose_passes_end_before_a_layer_keep_their_rows(tmp_path: Path) -> None:
+    """Draft passes end after layer 0, so a small part may have no pass that reached layer 2."""
+    capture = cp.CaptureConfig(sites="Z", heads=("z",), layers=(2,))
+    shape: dict[str, Any] = dict(window=3, group=2, capacity=64, max_new_tokens=6, progress=False)
+    prompts = [[3, 10, 17, 24, 31, 38, 45, 52], [4, 9, 30, 22]]
+    shape |= dict(capture=capture, drafter=cp.drafters.EarlyExit(layer=0))
+    kept = cp.run(loaded("llama"), prompts, **shape)
+    read = cp.run(loaded("llama"), prompts, **shape, out=tmp_path / "run", memory_budget=1000)
+    for request in (0, 1):
+        found, expected = read.heads("z", 2, request), kept.heads("z", 2, request)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

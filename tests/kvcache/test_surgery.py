@@ -8,8 +8,10 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.core.hook_names import hook_name
+from cacheprobe.doctor.families.tiny import tiny_family
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.surgery import KVSnapshot, diff_rows, put_snapshot, take_snapshot
+from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.equality import bitwise, close
 from tests.thinking.test_thinking import tiny
@@ -194,3 +196,24 @@ def nan(old: Tensor) -> Tensor:
 def test_surgery_refuses(cut, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cut(cp.kv_snapshot(loaded(), PROMPT, **ROWS))
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "nemotron_h"])
+def test_layers_without_keys_are_left_out_or_refused_by_name(family: str) -> None:
+    """Gemma 4 with shared keys, and a model with blocks of an MLP alone: layer 3 keeps none."""
+    fields = dict(num_kv_shared_layers=2) if family == "gemma4_text" else {}
+    one = PlainLM(tiny_family(family, fields), None, family)
+    rows, donor = (cp.kv_snapshot(one, prompt, **ROWS) for prompt in (PROMPT, OTHER))
+    keeping = [layer for layer, keys in enumerate(rows.keys) if keys.shape[0]]
+    assert 3 not in keeping and keeping
+    for changed, source in ((rows.edited(lambda old: old * 2, [1]), None), (rows.spliced(donor, [1]), donor)):
+        for layer in keeping:
+            expected = 2 * rows.keys[layer] if source is None else source.keys[layer]
+            assert torch.equal(changed.keys[layer][:, 1], expected[:, 1])
+    for call in (
+        lambda: rows.masked([1], layers=3),
+        lambda: rows.edited(lambda old: old, [1], layers=3),
+        lambda: rows.spliced(donor, [1], layers=3),
+    ):
+        with pytest.raises(ValueError, match="layer 3 keeps no keys and values"):
+            call()

@@ -124,3 +124,10 @@ def test_in_16_bits(family: str) -> None:
     one = PlainLM(tiny_family(family).bfloat16(), None, family)
     check_plain(one)
     assert [{p.factor for p in block.attended} for block in one.blocks] == [{*t.values()} for t, _ in PARTS[family]]
+
+
+def test_a_factor_near_1_is_found_in_16_bits() -> None:
+    """1 is within the rounding, too; Falcon-H1 0.5B has .9375."""
+    fields = dict(attention_out_multiplier=0.9375, ssm_out_multiplier=1.0)
+    one = PlainLM(tiny_family("falcon_h1", fields).bfloat16(), None, "falcon_h1")
+    assert [[part.factor for part in block.attended] for block in one.blocks] == [[1.0, 0.9375]] * 4

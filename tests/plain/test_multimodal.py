@@ -279,6 +279,19 @@ def test_parts_that_cancel_are_no_fault_of_a_block_of_several_parts() -> None:
             check_residual(residual_check(torch.float32), *states, step=0, form=wrong)
 
 
+@pytest.mark.parametrize("wrong", ["0", "negative", "half", "of another row"])
+def test_a_wrong_c_of_several_parts_is_found_beside_a_massive_number(wrong: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    pre, attn, mlp = (scale * torch.randn(64, 256, generator=draw) for scale in (1.0, 0.2, 0.2))
+    pre[:, 7] = 3000.0
+    pre, attn, mlp = pre.bfloat16(), attn.bfloat16(), mlp.bfloat16()
+    post = (pre + attn) + mlp
+    check_residual(residual_check(torch.bfloat16), pre, attn, mlp, post, step=0, form=BlockSum(mlp_parts=2))
+    given = {"0": 0 * mlp, "negative": -mlp, "half": mlp / 2, "of another row": mlp.roll(1, 0)}[wrong]
+    with pytest.raises(CaptureError, match="resid_post"):
+        check_residual(residual_check(torch.bfloat16), pre, attn, given, post, step=0, form=BlockSum(mlp_parts=2))
+
+
 def test_routing_of_a_router_in_the_block() -> None:
     """Two of four experts; transformers' own router gives their weights."""
     capture = cp.CaptureConfig(sites="S", heads="router")

@@ -4,6 +4,7 @@ does not."""
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -232,25 +233,25 @@ def patching_right(subject: TinySubject) -> str:
     clean = PROMPTS[0]
     corrupt = [*clean[:3], 88, *clean[4:]]
     answer = (1, 2)
-    layer = 1
-    positions = [3, 7]
-    grid = activation(subject.model, clean, corrupt, layers=[layer], positions=positions, answer=answer, progress=False)
-    donor = states_of(subject.original, subject.blocks, clean)["S", layer]
-    for position in positions:
+    layers, positions = [0, 1], [3, 7]  # cells of two layers share a batch
+    grid = activation(subject.model, clean, corrupt, layers=layers, positions=positions, answer=answer, progress=False)
+    donors = states_of(subject.original, subject.blocks, clean)
+    for layer, position in product(layers, positions):
 
-        def put(value: Tensor, position: int = position) -> Tensor:
+        def put(value: Tensor, layer: int = layer, position: int = position) -> Tensor:
             """Returns the stream with the clean run's state at the position."""
             changed = value.clone()
-            changed[:, position] = donor[position]
+            changed[:, position] = donors["S", layer][position]
             return changed
 
         with changing(subject.original, subject.blocks[layer], "S", put):
             logits = logits_of(subject.original, corrupt)[-1]
         theirs = float(logits[answer[0]] - logits[answer[1]])
         table = grid.table
-        ours = float(table[table["position"] == position]["logit_difference"].iloc[0])
+        cell = table[(table["position"] == position) & (table["layer"] == layer)]
+        ours = float(cell["logit_difference"].iloc[0])
         if abs(ours - theirs) > _CLOSE * float(logits.abs().max()):
-            return f"the cell of position {position} is {ours:.4f}, the original gives {theirs:.4f}"
+            return f"layer {layer}: the cell of position {position} is {ours:.4f}, the original gives {theirs:.4f}"
     return ""
 
 

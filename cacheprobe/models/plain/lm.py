@@ -96,7 +96,9 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
         self.n_layers, self.d_model = len(self.blocks), int(last.value_out.shape[-1])
         self.d_vocab = int(watched.logits.shape[-1])
         self.sources = watched.sources
-        """Layer that writes no keys and values -> the layer over whose it attends."""
+        """Layer without keys and values of its own -> the layer whose keys and values it reads."""
+        self.batch_may_grow = not self.sources and config.model_type not in ("zamba", "zamba2")
+        """False if a block reads what an earlier one made, or embeddings, so that no batch index may join between."""
         self.block_sums = [BlockSum(block.carried, len(block.mlp)) for block in self.blocks]
         shapes, devices = watched.probe.layer_shapes, watched.probe.devices
         places = [self.sources.get(layer, layer) for layer in range(self.n_layers)]
@@ -237,7 +239,10 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
             )
         (attended,), path = block.attended, block.attention
         if attended.factor != 1:
-            raise ModelError(f"{self.name} scales attention's output by {attended.factor}, so heads are not split")
+            raise ModelError(
+                f"{self.name}: block {layer} scales what attention adds, by {attended.factor:.4g}, so heads are not "
+                'split; run it without "z"'
+            )
         is_inside = attended.path == path or attended.path.startswith(path + ".")
         norm = None if is_inside else self.model.get_submodule(attended.path)
         return HeadWriter(head_weights(projection, self.heads_of(layer)), projection.bias, norm)

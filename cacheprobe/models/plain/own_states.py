@@ -24,7 +24,7 @@ class OwnStates:
     argument: str
     """Argument of the model's forward that holds the states of all layers."""
     given: Callable[[Cache], object]
-    """Returns what the model gets there, so that each recurrent module gets the Cache."""
+    """Returns the value of that argument, from which each recurrent module gets the given Cache."""
     initial: Callable[[LiveModule, Tensor], LayerStates]
     """Returns the states of a module before the first token, {} for a module without any. Takes the module and an input
     [b, t, m] of it."""

@@ -72,7 +72,7 @@ class StepCache(Cache):
 
 
 class PlacesCache(Cache):
-    """Holds no layers, and where recurrent modules find their states in our cache."""
+    """Holds where recurrent modules find their states in our cache; it has no layers of its own."""
 
     def __init__(self, places: "RecurrentPlaces | None") -> None:
         super().__init__(layers=[])

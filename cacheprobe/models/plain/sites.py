@@ -105,12 +105,12 @@ class PlainSites:
 
         def edit_tokens(value: Tensor) -> Tensor | None:
             """Calls `_edit_sum` with a value [b, t, m]; some modules give [b * t, m]."""
-            edited = _edit_sum(earlier, last.factor, edit, value.view(*self.token_shape, -1))
+            edited = _edit_sum(earlier, last.factor, edit, value.view(-1, self.token_shape[1], value.shape[-1]))
             return None if edited is None else edited.view(value.shape)
 
         def keep(factor: float, value: Tensor) -> None:
             """Appends a value, [b, t, m] and times its factor, to `earlier`."""
-            value = value.reshape(*self.token_shape, -1)
+            value = value.reshape(-1, self.token_shape[1], value.shape[-1])
             earlier.append(value if factor == 1 else value * factor)
 
         def forget(*given: object) -> None:

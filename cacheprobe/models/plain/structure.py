@@ -90,8 +90,9 @@ def find_blocks(watched: Watched, config: LiveConfig, dtype: torch.dtype) -> lis
             )
         if found is None:
             raise ModelError(
-                f"the output of block {layer} is not its input plus the outputs of two or three modules, so what "
-                "attention and MLP add is unknown; BERT, for one, normalises the stream after each sum"
+                f"the output of block {layer} is not its input plus the outputs of one to three modules, so what "
+                "attention and MLP add is unknown; BERT, for one, normalises the stream after each sum. In 16 bits a "
+                "part may be too small to be found; then load it in float32"
             )
         blocks.append(PlainBlock(call.path, attention, mixer, *found, entry))
     return blocks
@@ -273,13 +274,14 @@ def _factors(
 
     Each number has a limit of its own, so that a few large ones do not hide what is missing in others.
     """
+    fits = []
     for factors in product(known, repeat=len(parts)):
         terms = [factor * part for factor, part in zip(factors, parts, strict=True)]
         limits = limit * (stream_in.abs() + stream_out.abs() + sum(term.abs() for term in terms))
-        is_sum = bool(((stream_in + sum(terms) - stream_out).abs() <= limits).all())
-        if is_sum and all(bool((term.abs() > limits).any()) for term in terms):
-            return factors
-    return None
+        error = stream_in + sum(terms) - stream_out
+        if bool((error.abs() <= limits).all()) and all(bool((term.abs() > limits).any()) for term in terms):
+            fits.append((float(error.square().sum()), factors))
+    return min(fits)[1] if fits else None
 
 
 def _numbers(config: LiveConfig, num_layers: int) -> list[float]:

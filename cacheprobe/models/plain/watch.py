@@ -49,7 +49,7 @@ class Watched:
     keys_of: dict[int, dict[str, tuple[StateKey, ...]]] = field(default_factory=dict)
     """Recurrent layer -> path of each module that keeps states -> these states."""
     sources: dict[int, int] = field(default_factory=dict)
-    """Layer that writes no keys and values -> the layer over whose it attends."""
+    """Layer without keys and values of its own -> the layer whose keys and values it reads."""
     probe: ShapeProbe = field(default_factory=ShapeProbe)
     logits: Tensor = field(default_factory=lambda: torch.zeros(0))
 
