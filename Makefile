@@ -12,8 +12,9 @@
 SHELL := bash
 PYTHON ?= python3
 BIN := .venv/bin
-# Whole files to each of two workers: what a file set up once is used by all of its tests.
-WORKERS ?= -n 2 --dist loadfile
+# Whole files to each of two workers: what a file set up once is used by all of its tests. In the order of their names:
+# pytest-xdist would keep files of few long tests to the end, when one worker has nothing left.
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 TEST_ENV := OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 \
             TOKENIZERS_PARALLELISM=false WANDB_MODE=disabled
 

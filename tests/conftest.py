@@ -1,7 +1,9 @@
 """Set-up of every test run. Nothing of cacheprobe is imported here: shape checks are switched on before its import."""
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +26,10 @@ for name, value in {
     "TRITON_INTERPRET": "1",
 }.items():
     os.environ.setdefault(name, value)
+
+# A shell's background jobs ignore Ctrl-C, which some tests press.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Time limits of single examples fail on a busy machine; in CI the examples are the same each time.
 settings.register_profile("cacheprobe", deadline=None, derandomize=bool(os.environ.get("CI")))
