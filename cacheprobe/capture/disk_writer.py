@@ -37,7 +37,7 @@ SECONDS, _SHARE = 2.0, 0.01
 """A part is written after this many seconds, or after this share of the run's time if that is longer: a run of hours
 has some hundred parts."""
 _COPIES = 3
-"""Parts in memory at most: one that is written, one as recorded, and that one joined."""
+"""Parts in memory at most: one that is recorded, and one that is written, as it was recorded and joined."""
 
 
 def part_bytes_of(budget: int) -> int:

@@ -62,7 +62,7 @@ def check_residual(
 
     Each of the two additions rounds once, and architectures add in different orders. Two orders differ by at most 2 eps
     of the terms' magnitudes; 4 eps allow for fused additions, or for a scale of the whole sum. If `mlp` is a sum of
-    several parts, these may cancel in single numbers, so each number has the row's largest magnitude.
+    several parts, these may cancel in single numbers, so the largest magnitude of a row of `mlp` is added for each.
     Raises: CaptureError for a larger difference, and for NaN.
     """
     pre = pre if form.scale == 1 else form.scale * pre
