@@ -97,9 +97,9 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
         self.d_vocab = int(watched.logits.shape[-1])
         self.sources = watched.sources
         """Layer without keys and values of its own -> the layer whose keys and values it reads."""
-        is_fixed = config.model_type in ("bloom", "zamba", "zamba2") or bool(getattr(config, "alibi", False))
+        is_fixed = config.model_type in ("bloom", "xglm", "zamba", "zamba2") or bool(getattr(config, "alibi", False))
         self.batch_may_grow = not (is_fixed or self.sources)
-        """False if blocks read what was made before them for each batch index: ALiBi's biases (Bloom), the embeddings
+        """False if blocks read what was made before them for each batch index: biases (Bloom), masks (XGLM), embeddings
         (Zamba), another layer's keys. Then no batch index may join between two blocks."""
         self.block_sums = [BlockSum(block.carried, len(block.mlp)) for block in self.blocks]
         shapes, devices = watched.probe.layer_shapes, watched.probe.devices
