@@ -1,10 +1,10 @@
-"""A run that is recorded to disk, as a process that a test kills: python -m tests.capture.recorded_run DIR DRAFTER
-[features]."""
+"""A run that is recorded to disk, in this process or in one that a test kills."""
 
 import itertools
-import sys
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,14 @@ def failing_after(files: int, error: BaseException | None = None) -> Iterator[No
             yield
 
 
-if __name__ == "__main__":
-    loaded()
-    print("begun", flush=True)
-    recorded(Path(sys.argv[1]), sys.argv[2], random_dictionary() if "features" in sys.argv else None)
+def recording_process(directory: Path, drafter: str, *, has_features: bool = False) -> ForkServerProcess:
+    """Starts a process that records the run. It is forked from one that has imported the program already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=_record, args=(directory, drafter, has_features))
+    process.start()
+    return process
+
+
+def _record(directory: Path, drafter: str, has_features: bool) -> None:
+    recorded(directory, drafter, random_dictionary() if has_features else None)

@@ -3,8 +3,7 @@
 import errno
 import json
 import random
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from cacheprobe.capture import disk_writer
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.trace.manifest import JOURNAL, TraceError
 from cacheprobe.trace.parts.journal import read_journal
-from tests.capture.recorded_run import DRAFTERS, LONG, failing_after, recorded
+from tests.capture.recorded_run import DRAFTERS, LONG, failing_after, recorded, recording_process
 from tests.dashboard.growing_run import part_each_round
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -160,16 +159,18 @@ def test_killed_runs_go_on(seed: int, tmp_path: Path) -> None:
     """kill -9 at random times: 10, or 90 more in `make test-all`."""
     draw = random.Random(seed)
     wholes = {name: cp.run(loaded(), PROMPTS, **LONG, drafter=make()) for name, make in DRAFTERS.items()}
+    codes: list[int | None] = []
     for number in range(10 if seed == 0 else 90):
         directory, drafter = tmp_path / str(number), draw.choice([*DRAFTERS])
-        command = [sys.executable, "-m", "tests.capture.recorded_run", str(directory), drafter]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None and process.stdout.readline() == b"begun\n"
-            while not (directory / JOURNAL).exists() and process.poll() is None:
-                time.sleep(0.001)
-            time.sleep(draw.uniform(0, 1.2))
-            process.kill()
+        process = recording_process(directory, drafter)
+        while not (directory / JOURNAL).exists() and process.is_alive():
+            time.sleep(0.001)
+        process.join(draw.uniform(0, 1.2))
+        process.kill()
+        process.join()
+        codes.append(process.exitcode)
         require_continued(directory, drafter, wholes[drafter], is_verified=number % 10 == 0)
+    assert {*codes} <= {0, -signal.SIGKILL} and -signal.SIGKILL in codes
 
 
 def test_a_full_disk_leaves_the_parts_before(tmp_path: Path) -> None:

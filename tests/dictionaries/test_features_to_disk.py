@@ -1,7 +1,6 @@
 """Features of runs that are recorded to disk: those of the run in memory, read while it grows, kept after a kill."""
 
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from cacheprobe.trace.manifest import JOURNAL
 from cacheprobe.trace.parts.following import FollowedRun
 from cacheprobe.trace.parts.journal import read_journal
 from cacheprobe.trace.tables.features import feature_table
-from tests.capture.recorded_run import DRAFTERS, LONG, failing_after, recorded
+from tests.capture.recorded_run import DRAFTERS, LONG, failing_after, recorded, recording_process
 from tests.command import cacheprobe
 from tests.dashboard.growing_run import part_each_round
 from tests.dictionaries.planted import random_dictionary
@@ -109,11 +108,12 @@ def test_a_run_goes_on_with_its_features(drafter: str, tmp_path: Path) -> None:
 def test_a_killed_run_keeps_the_features_of_whole_steps(tmp_path: Path) -> None:
     """kill -9."""
     directory, drafter = tmp_path / "run", "early exit"
-    command = [sys.executable, "-m", "tests.capture.recorded_run", str(directory), drafter, "features"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        while process.poll() is None and not ((directory / JOURNAL).exists() and len(read_parts(directory)) > 2):
-            time.sleep(0.001)
-        process.kill()
+    process = recording_process(directory, drafter, has_features=True)
+    while process.is_alive() and not ((directory / JOURNAL).exists() and len(read_parts(directory)) > 2):
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     whole = cp.run(loaded(), PROMPTS, **LONG, drafter=DRAFTERS[drafter](), dictionary=random_dictionary())
     require_continued(directory, drafter, whole)
 
