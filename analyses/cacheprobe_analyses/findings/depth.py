@@ -67,7 +67,7 @@ class Depth(Finding):
     )
     presets = {
         "tiny": Settings(TINY, 3, 2, 16, 12, 0, 6),
-        "small": Settings(lens_steps=4, lens_texts=1, length=48, held_out=8, drafted_tokens=6),
+        "small": Settings(lens_steps=3, lens_texts=1, length=32, held_out=4, drafted_tokens=6),
         "full": Settings(),
     }
 

@@ -71,7 +71,7 @@ class FlipFlop(Finding):
     )
     presets = {
         "tiny": Settings(10, 2, 16, 16, 15, 3e-3, 80),
-        "small": Settings(instructions=32, steps=100, texts=100),
+        "small": Settings(instructions=32, batch=32, steps=100, texts=100),
         "full": Settings(),
     }
 
