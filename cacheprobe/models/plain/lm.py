@@ -91,7 +91,7 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
         """Recurrent layer -> its states before the first token."""
         recurrent = {layer: states.get((RECURRENT, 0)) for layer, states in self.initial.items()}
         self.state_shapes = {layer: (len(s), s[0].numel()) for layer, s in recurrent.items() if s is not None}
-        step_by_step(self.model, watched.keys_of, None if own is None else own.present)
+        step_by_step(self.model, watched.keys_of, None if own is None else own.feed)
         self.mixtures = use_invariant_experts(self.model, None)
         self.n_layers, self.d_model = len(self.blocks), int(last.value_out.shape[-1])
         self.d_vocab = int(watched.logits.shape[-1])
@@ -101,7 +101,7 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
         self.batch_may_grow = not (is_fixed or self.sources)
         """False if blocks read what was made before them for each batch index: biases (Bloom), masks (XGLM), embeddings
         (Zamba), another layer's keys. Then no batch index may join between two blocks."""
-        self.block_sums = [BlockSum(block.carried, len(block.mlp)) for block in self.blocks]
+        self.block_sums = [BlockSum(block.input_factor, len(block.mlp)) for block in self.blocks]
         shapes, devices = watched.probe.layer_shapes, watched.probe.devices
         places = [self.sources.get(layer, layer) for layer in range(self.n_layers)]
         self.layer_shapes = [shapes.get(place, (0, 0, 0)) for place in places]

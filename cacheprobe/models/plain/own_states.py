@@ -1,4 +1,4 @@
-"""Presents recurrent states in the form that RWKV and xLSTM take, which is not transformers' Cache."""
+"""Gives RWKV and xLSTM their recurrent states as they take them: not in transformers' Cache."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from cacheprobe.core.hook_names import RECURRENT
 from cacheprobe.core.live import LiveConfig, LiveModule
 from cacheprobe.kvcache.recurrent import LayerStates
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.plain.recurrence import CONV, PlacesCache, Present, RunMixer
+from cacheprobe.models.plain.recurrence import CONV, FeedToken, PlacesCache, RunMixer
 
 _NEVER = -1e30
 """RWKV's maximum before the first token: a past of weight exp(-1e30) = 0. Source: RwkvModel.forward."""
@@ -23,12 +23,12 @@ class OwnStates:
 
     argument: str
     """Argument of the model's forward that holds the states of all layers."""
-    given: Callable[[Cache], object]
+    argument_of: Callable[[Cache], object]
     """Returns the value of that argument, from which each recurrent module gets the given Cache."""
     initial: Callable[[LiveModule, Tensor], LayerStates]
     """Returns the states of a module before the first token, {} for a module without any. Takes the module and an input
     [b, t, m] of it."""
-    present: Present
+    feed: FeedToken
     """Feeds one token."""
     prepare: Callable[[LiveModule], str] = lambda live: ""
     """Changes a model before it is copied. Returns a note about the change, "" for none."""
@@ -40,7 +40,7 @@ def own_states(config: LiveConfig) -> OwnStates | None:
 
 
 class _Slot:
-    """Presents one state as a tensor [b, m, layers], of which a module of RWKV reads and writes `[:, :, layer]`."""
+    """Stands for a tensor [b, m, layers] of one state: a module of RWKV reads and writes its `[:, :, layer]`."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -65,7 +65,7 @@ def _rwkv_initial(module: LiveModule, value: Tensor) -> LayerStates:
     return {(CONV, 0): last_input, (RECURRENT, 0): empty.repeat(module.attention_hidden_size, 1)}
 
 
-def _rwkv_present(module: LiveModule, run: RunMixer, states: LayerStates) -> tuple[Tensor, LayerStates]:
+def _feed_rwkv(module: LiveModule, run: RunMixer, states: LayerStates) -> tuple[Tensor, LayerStates]:
     """Feeds one token to time mixing or channel mixing, with the states as RWKV's list of five tensors.
 
     transformers' list gives the last input as [b, m], which is right for one batch index only; here it is [b, 1, m].
@@ -123,7 +123,7 @@ def _xlstm_initial(module: LiveModule, value: Tensor) -> LayerStates:
     return {(RECURRENT, 0): torch.zeros(shape, dtype=dtype, device=value.device)}
 
 
-def _xlstm_present(module: LiveModule, run: RunMixer, states: LayerStates) -> tuple[Tensor, LayerStates]:
+def _feed_xlstm(module: LiveModule, run: RunMixer, states: LayerStates) -> tuple[Tensor, LayerStates]:
     """Feeds one token to an mLSTM, with its matrix, normaliser and maximum."""
     matrix, normaliser, largest = states[RECURRENT, 0].split(_xlstm_widths(module), dim=-1)
     shaped = matrix.unflatten(-1, (normaliser.shape[-1], -1))
@@ -151,9 +151,9 @@ class _OfLayers:
         return self._cache
 
 
-def _same(cache: Cache) -> Cache:
+def _unchanged(cache: Cache) -> Cache:
     return cache
 
 
-_RWKV = OwnStates("state", _same, _rwkv_initial, _rwkv_present, _stop_rescaling)
-_XLSTM = OwnStates("cache_params", _OfLayers, _xlstm_initial, _xlstm_present)
+_RWKV = OwnStates("state", _unchanged, _rwkv_initial, _feed_rwkv, _stop_rescaling)
+_XLSTM = OwnStates("cache_params", _OfLayers, _xlstm_initial, _feed_xlstm)

@@ -28,8 +28,8 @@ Step = Callable[[Tensor, LayerStates], tuple[Tensor, LayerStates]]
 """Function (token [b, 1, m], states) that returns (outputs [b, 1, m], new states)."""
 RunMixer = Callable[[object], ModuleValue]
 """Function that runs a module's own forward on one token, with an object that holds the states before it."""
-Present = Callable[[LiveModule, RunMixer, LayerStates], tuple[Tensor, LayerStates]]
-"""Function (module, its RunMixer, states) that feeds one token with the states in the module's own form. Returns
+FeedToken = Callable[[LiveModule, RunMixer, LayerStates], tuple[Tensor, LayerStates]]
+"""Function (module, its RunMixer, states) that feeds one token with the states as the module takes them. Returns
 (outputs [b, 1, m], new states)."""
 
 
@@ -102,10 +102,10 @@ class StepForward:
     Twin: the layer's own forward without a cache, close(1e-4) in float32; `check_plain` compares the logits at load.
     """
 
-    def __init__(self, mixer: nn.Module, layer: int, keys: Sequence[StateKey], present: Present | None = None) -> None:
-        """keys: of the layer's states that the module keeps.  present: for states outside of transformers' Cache; the
+    def __init__(self, mixer: nn.Module, layer: int, keys: Sequence[StateKey], feed: FeedToken | None = None) -> None:
+        """keys: of the layer's states that the module keeps.  feed: for states outside of transformers' Cache; the
         module then returns a pair, outputs and states."""
-        self.mixer, self.layer, self.keys, self.present = mixer, layer, tuple(keys), present
+        self.mixer, self.layer, self.keys, self.feed = mixer, layer, tuple(keys), feed
         self.edits: list[Callable[[Tensor], Tensor | None]] = []
         """Functions that may change the newest recurrent state, called after each token; see `StateEdit`."""
         self.listeners: list[Callable[[Tensor], None]] = []
@@ -133,10 +133,10 @@ class StepForward:
                 with self._limits():
                     return type(self.mixer).forward(self.mixer, *bound.args, **bound.kwargs)
 
-            return (self.present or _in_cache)(self.mixer, run, states)
+            return (self.feed or _in_cache)(self.mixer, run, states)
 
         outputs = self._steps(inputs, places, step)
-        return outputs if self.present is None else (outputs, held)
+        return outputs if self.feed is None else (outputs, held)
 
     def _limits(self) -> AbstractContextManager[object]:
         """Returns a context in which one token gets the limits of time steps that several tokens get."""
@@ -224,11 +224,11 @@ class _LimitedTimeSteps(TorchFunctionMode):
 
 
 def step_by_step(
-    model: LiveModule, modules: Mapping[int, Mapping[str, Sequence[StateKey]]], present: Present | None = None
+    model: LiveModule, modules: Mapping[int, Mapping[str, Sequence[StateKey]]], feed: FeedToken | None = None
 ) -> None:
     """Makes recurrent layers run token by token over our cache.
 
-    modules: layer -> path of each of its recurrent modules -> the states that this module keeps.  present: as
+    modules: layer -> path of each of its recurrent modules -> the states that this module keeps.  feed: as
     StepForward.  Raises: ModelError if a module's forward was replaced already.
     """
     for layer, keys_of in modules.items():
@@ -236,7 +236,7 @@ def step_by_step(
             mixer = model.get_submodule(path)
             if "forward" in vars(mixer):
                 raise ModelError(f"the forward of {path} was replaced already")
-            vars(mixer)["forward"] = StepForward(mixer, layer, keys, present)
+            vars(mixer)["forward"] = StepForward(mixer, layer, keys, feed)
 
 
 @contextmanager

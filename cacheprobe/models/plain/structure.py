@@ -45,8 +45,8 @@ class PlainBlock:
     """T: what attention or a mixer adds, or both in a block with both; none if the block has an MLP only."""
     mlp: tuple[AddedPart, ...]
     """C: one part, or several that are added, such as routed and shared experts; none if C is 0, as in Mamba."""
-    carried: float = 1.0
-    """Factor of the block's input in its output: S = carried * input + T + C. Gemma 4 scales the whole sum."""
+    input_factor: float = 1.0
+    """Factor of the block's input in its output: S = input_factor * input + T + C. Gemma 4 scales the whole sum."""
     entry: str = ""
     """Module inside block 0 whose output the block adds to: RWKV's norm of the embeddings. "" if it is the input."""
 
@@ -78,13 +78,13 @@ def find_blocks(watched: Watched, config: LiveConfig, dtype: torch.dtype) -> lis
                 f"several modules of block {layer} keep states, or its attention does; only one module beside "
                 "attention can run token by token here"
             )
-        memories, entry = [one for one in (attention, mixer) if one], ""
+        state_modules, entry = [one for one in (attention, mixer) if one], ""
         wrote_at = watched.wrote_at.get(layer, call.began)
-        found = _sum(call, memories, wrote_at, inside, factors, dtype)
+        found = _sum(call, state_modules, wrote_at, inside, factors, dtype)
         if found is None and layer == 0 and (first := _entry(call, inside)) is not None:
             entry = first.path
-            found = _sum(replace(call, value_in=first.value_out), memories, wrote_at, inside, factors, dtype)
-        if found is None and not memories:
+            found = _sum(replace(call, value_in=first.value_out), state_modules, wrote_at, inside, factors, dtype)
+        if found is None and not state_modules:
             raise ModelError(
                 f"block {layer} keeps nothing in the cache, and its output is not its input plus that of one module"
             )
@@ -171,12 +171,12 @@ def _block_path(running: Sequence[str]) -> str:
 
 
 def _sum(
-    call: Call, memories: list[str], wrote_at: int, inside: list[Call], factors: list[float], dtype: torch.dtype
+    call: Call, state_modules: list[str], wrote_at: int, inside: list[Call], factors: list[float], dtype: torch.dtype
 ) -> tuple[tuple[AddedPart, ...], tuple[AddedPart, ...], float] | None:
     """Returns (parts of T, parts of C, factor of the input) of a block; None if it is no sum of up to three modules.
 
-    memories: modules of the block that write keys and values or keep a recurrent state. T has a part of each, or one
-    part alone if nothing else is added.
+    state_modules: modules of the block that write keys and values or keep a recurrent state. T has a part of each, or
+    one part alone if nothing else is added.
     """
     assert call.value_in is not None and call.value_out is not None
     limit = _ROUNDINGS * torch.finfo(dtype).eps
@@ -184,24 +184,24 @@ def _sum(
     later = [c for c in inside if c.ended > wrote_at and c.value_out is not None and runs[c.path] == 1]
     parts = _distinct(_like(call.value_in, later))
     flat = {id(c): c.value_out.double().flatten() for c in (*parts, *later) if c.value_out is not None}
-    ended = {path: max((c.ended for c in inside if c.path == path), default=wrote_at) for path in memories}
-    memories = sorted(memories, key=lambda path: ended[path])
+    ended = {path: max((c.ended for c in inside if c.path == path), default=wrote_at) for path in state_modules}
+    state_modules = sorted(state_modules, key=lambda path: ended[path])
     for chosen in _choices(parts, 2, 3):
-        if not memories or len(chosen) < len(memories):
+        if not state_modules or len(chosen) < len(state_modules):
             continue
         if not all(
             _is_attention(one, path, wrote_at, ended[path], [c for c in chosen if c is not one])
-            for one, path in zip(chosen, memories, strict=False)
+            for one, path in zip(chosen, state_modules, strict=False)
         ):
             continue
         if (fit := _fit(call, [flat[id(c)] for c in chosen], factors, limit)) is not None:
             pairs = tuple(AddedPart(c.path, f) for c, f in zip(chosen, fit[1], strict=True))
-            return pairs[: len(memories)], pairs[len(memories) :], fit[0]
-    alone = [c for c in _like(call.value_in, later) if c.path in memories] if memories else parts
+            return pairs[: len(state_modules)], pairs[len(state_modules) :], fit[0]
+    alone = [c for c in _like(call.value_in, later) if c.path in state_modules] if state_modules else parts
     for (only,) in _choices(alone, 1):
         if (fit := _fit(call, [flat[id(only)]], factors, limit)) is not None:
             pair = (AddedPart(only.path, fit[1][0]),)
-            return (pair, (), fit[0]) if memories else ((), pair, fit[0])
+            return (pair, (), fit[0]) if state_modules else ((), pair, fit[0])
     return None
 
 
@@ -252,15 +252,15 @@ def _fit(
     assert call.value_in is not None and call.value_out is not None
     before, after = call.value_in.double().flatten(), call.value_out.double().flatten()
     fits = []
-    for carried in _carried(call):
-        found = _factors(carried * before, after, values, [carried * factor for factor in factors], limit)
+    for of_input in _input_factors(call):
+        found = _factors(of_input * before, after, values, [of_input * factor for factor in factors], limit)
         if found is not None:
-            terms = sum((f * value for f, value in zip(found, values, strict=True)), carried * before)
-            fits.append((float((terms - after).square().sum()), carried, found))
+            terms = sum((f * value for f, value in zip(found, values, strict=True)), of_input * before)
+            fits.append((float((terms - after).square().sum()), of_input, found))
     return min(fits)[1:] if fits else None
 
 
-def _carried(call: Call) -> list[float]:
+def _input_factors(call: Call) -> list[float]:
     """Returns 1, and the scales that a block may give to its whole sum: its own weights of one number."""
     own = (*call.module.parameters(recurse=False), *call.module.buffers(recurse=False))
     return list(dict.fromkeys([1.0, *(float(one) for one in own if one.numel() == 1)]))

@@ -174,7 +174,7 @@ def _common_start(one: Sequence[str], other: Sequence[str]) -> list[str]:
 def cache_argument(model: LiveModule, cache: Cache) -> dict[str, object]:
     """Returns the cache as a named argument of a model's forward."""
     if (own := own_states(model.config)) is not None:
-        return {own.argument: own.given(cache)}
+        return {own.argument: own.argument_of(cache)}
     names = inspect.signature(type(model).forward).parameters
     return {"cache_params" if "cache_params" in names else "past_key_values": cache}
 
