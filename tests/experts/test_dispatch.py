@@ -14,6 +14,8 @@ from cacheprobe.models.experts.products import rows_alone
 from cacheprobe.models.experts.router import forward_of
 from cacheprobe.models.experts.sites import use_invariant_experts
 from cacheprobe.ops.compiled.choice import choose
+from cacheprobe.ops.compiled.lanes import FLOATS
+from cacheprobe.ops.compiled.product import CompiledProduct
 from cacheprobe.ops.equality import bitwise, close
 from tests.experts.families import plain
 from tests.tiny import PROMPTS, SMALL
@@ -28,11 +30,10 @@ FAMILIES = pytest.mark.parametrize("family", ["mixtral", "gpt-oss", "deepseek-v3
 
 @cache
 def mixture(family: str, dtype: torch.dtype, is_compiled: bool) -> Any:
+    """The mixture of layer 1. Compiled: with the loops chosen here, or with those of float32 where torch is chosen."""
     operations = choose(dtype, torch.device("cpu")).operations
-    if is_compiled and operations is None:
-        pytest.skip("no compiled loops for this dtype on this processor")
-    model = plain(family, dtype, **WIDE)
-    return use_invariant_experts(model, operations.product if is_compiled and operations is not None else None)[1]
+    compiled = CompiledProduct(FLOATS) if operations is None else operations.product
+    return use_invariant_experts(plain(family, dtype, **WIDE), compiled if is_compiled else None)[1]
 
 
 def tokens(dtype: torch.dtype, count: int = 48) -> Tensor:

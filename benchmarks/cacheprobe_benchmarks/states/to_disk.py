@@ -1,4 +1,4 @@
-"""What recording to disk takes: memory for 4 and 16 times as many tokens, time beside memory, and write speed.
+"""What recording to disk takes: memory for 4, 16 and 64 times as many requests, time, and write speed.
 
 The job is the main job with S, T and C. Memory is the peak of a process, beyond the model, for 4, 16 and 64 times the
 job's requests; 16 run at once, so that the KV cache is the same. The budget is such that the smallest of these runs has

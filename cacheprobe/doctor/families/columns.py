@@ -157,9 +157,8 @@ def states_right(subject: TinySubject) -> str:
             if (distance := _distance(ours, value)) > _CLOSE:
                 return f"{site} of layer {layer} is {distance:.1g} of the largest value away from the original's"
         for layer in range(1, len(subject.blocks)):
-            parts = (
-                subject.blocks[layer].input_factor * theirs["S", layer - 1] + theirs["T", layer] + theirs["C", layer]
-            )
+            below = subject.blocks[layer].input_factor * theirs["S", layer - 1]
+            parts = below + theirs["T", layer] + theirs["C", layer]
             if _distance(theirs["S", layer], parts) > _CLOSE:
                 return f"S of layer {layer} is not S of the layer below plus T plus C"
     return ""
