@@ -183,6 +183,7 @@ def plant(of: HookedHF, is_on: Callable[[], bool]) -> None:
     """From now on, products of passes of two or more requests are one unit in the last place larger in all requests
     behind the first, while `is_on()`."""
     operations = of._operations
+    operations._can_prepare = False  # ty: ignore  # a prepared pass does not call `products` again
     own = operations.products
 
     def products(values: torch.Tensor, layers: Any) -> list[torch.Tensor]:

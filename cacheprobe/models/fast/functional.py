@@ -6,7 +6,7 @@ file does not register hooks: the caller passes functions that receive the activ
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,15 +15,12 @@ from torch import Tensor
 
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.fast.operations import Affine, Operations, Rotation
+from cacheprobe.models.fast.operations import Affine, Listeners, Masks, Operations, PassInputs, Rotation
 from cacheprobe.models.hf.attention import ATTENTION
 from cacheprobe.models.hf.rms_norms import Norm
 from cacheprobe.models.output_parts import is_conv
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-
-Listeners = Mapping[tuple[str, int], Sequence[Callable[[Tensor], object]]]
-"""Functions to call with an activation, keyed by (site, layer); sites are pre, S, T and C."""
 
 
 class _LlamaBlock(NamedTuple):
@@ -74,7 +71,7 @@ class FunctionalForward(ABC):
         token_ids: Int[Tensor, "b t"],
         cache: KVCache,
         position_ids: Int[Tensor, "b t"],
-        masks: Tensor | Mapping[str, Tensor],
+        masks: Masks,
         listeners: Listeners,
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
@@ -87,13 +84,7 @@ class FunctionalForward(ABC):
         operations = self.operations
         operations.begin()
         stream, rotation = self.embed(token_ids, position_ids)
-        if num_layers == 0:
-            operations.pass_on(stream, listeners.get(("pre", 0), ()))
-        for layer, kind in enumerate(self.kinds[:num_layers]):
-            operations.pass_on(stream, listeners.get(("pre", layer), ()))
-            mask = masks if isinstance(masks, Tensor) else masks[kind]
-            stream = self._block(layer, stream, cache, rotation, mask, listeners)
-            operations.pass_on(stream, listeners.get(("S", layer), ()))
+        stream = operations.through(self, PassInputs(stream, cache, rotation, masks, listeners, num_layers))
         operations.finish()
         if num_layers is not None:
             return stream
@@ -103,10 +94,19 @@ class FunctionalForward(ABC):
         operations.finish()
         return logits
 
+    def blocks(self, operations: Operations, inputs: PassInputs) -> Float[Tensor, "b t m"]:
+        """Returns the residual stream after the blocks, computed by `operations` (see BlockForward)."""
+        stream, listeners = inputs.stream, inputs.listeners
+        if inputs.num_layers == 0:
+            operations.pass_on(stream, listeners.get(("pre", 0), ()))
+        for layer, kind in enumerate(self.kinds[: inputs.num_layers]):
+            operations.pass_on(stream, listeners.get(("pre", layer), ()))
+            stream = self._block(operations, layer, stream, inputs, kind)
+            operations.pass_on(stream, listeners.get(("S", layer), ()))
+        return stream
+
     @abstractmethod
-    def _block(
-        self, layer: int, stream: Tensor, cache: KVCache, rotation: Rotation | None, mask: Tensor, listeners: Listeners
-    ) -> Tensor:
+    def _block(self, operations: Operations, layer: int, stream: Tensor, inputs: PassInputs, kind: str) -> Tensor:
         """Returns the residual stream [b, t, m] after block `layer`; writes the block's keys and values to `cache`."""
 
 
@@ -118,7 +118,7 @@ class FunctionalLlama(FunctionalForward):
         self.model, self.operations = model, operations
         config, decoder = model.config, model.model
         self.kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(decoder.layers)
-        self.blocks = [_block(layer) for layer in decoder.layers]
+        self._blocks = [_block(layer) for layer in decoder.layers]
         attention = decoder.layers[0].self_attn
         self.d_head, self.scale = int(attention.head_dim), float(attention.scaling)
         self._last_norm = _norm(decoder.norm)
@@ -143,18 +143,17 @@ class FunctionalLlama(FunctionalForward):
         stream = self.model.model.embed_tokens(token_ids)
         return stream, _rotation(*self.model.model.rotary_emb(stream, position_ids=position_ids))
 
-    def _block(
-        self, layer: int, stream: Tensor, cache: KVCache, rotation: Rotation | None, mask: Tensor, listeners: Listeners
-    ) -> Tensor:
-        assert rotation is not None
-        operations, block = self.operations, self.blocks[layer]
+    def _block(self, operations: Operations, layer: int, stream: Tensor, inputs: PassInputs, kind: str) -> Tensor:
+        assert inputs.rotation is not None
+        block, listeners = self._blocks[layer], inputs.listeners
         shape_by_head = (*stream.shape[:2], -1, self.d_head)
         normed = operations.norm(stream, block.before_attention)
         q, k, v = (part.view(shape_by_head) for part in operations.products(normed, block.qkv))
         if block.q_norm is not None and block.k_norm is not None:
             q, k = operations.norm(q, block.q_norm), operations.norm(k, block.k_norm)
-        heads = (*operations.rotated(q, k, rotation), v)
-        (attended,) = operations.products(operations.attended(cache, layer, heads, mask, self.scale), (block.o,))
+        heads = (*operations.rotated(q, k, inputs.rotation), v)
+        found = operations.attended(inputs.cache, layer, heads, inputs.mask(kind), self.scale)
+        (attended,) = operations.products(found, (block.o,))
         operations.pass_on(attended, listeners.get(("T", layer), ()))
         stream = operations.added(stream, attended)
         gate, up = operations.products(operations.norm(stream, block.before_mlp), block.gate_and_up)

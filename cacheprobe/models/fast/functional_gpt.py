@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from cacheprobe.core.live import LiveModule
-from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.fast.functional import FunctionalForward, Listeners, affine
-from cacheprobe.models.fast.operations import Affine, Operations, Rotation
+from cacheprobe.models.fast.functional import FunctionalForward, affine
+from cacheprobe.models.fast.operations import Affine, Operations, PassInputs, Rotation
 from cacheprobe.models.hf.attention import ATTENTION
 
 _Function = Callable[[Tensor], Tensor]
@@ -43,15 +42,15 @@ class FunctionalGPT(FunctionalForward):
             decoder = model.gpt_neox
             self.is_parallel = bool(config.use_parallel_residual)
             self.embedding, self.positions, self.rotary = decoder.embed_in, None, decoder.rotary_emb
-            self.blocks = [_neox_block(layer, operations) for layer in decoder.layers]
+            self._blocks = [_neox_block(layer, operations) for layer in decoder.layers]
             self._last_norm = _norm(decoder.final_layer_norm)
         else:
             decoder = model.transformer
             self.is_parallel = False
             self.embedding, self.positions, self.rotary = decoder.wte, decoder.wpe, None
-            self.blocks = [_gpt2_block(layer, operations) for layer in decoder.h]
+            self._blocks = [_gpt2_block(layer, operations) for layer in decoder.h]
             self._last_norm = _norm(decoder.ln_f)
-        self.kinds = ["full_attention"] * len(self.blocks)
+        self.kinds = ["full_attention"] * len(self._blocks)
 
     @staticmethod
     def takes(model: LiveModule) -> bool:
@@ -77,14 +76,12 @@ class FunctionalGPT(FunctionalForward):
             stream = stream + self.positions(position_ids)
         return stream, self.rotary(stream, position_ids=position_ids) if self.rotary is not None else None
 
-    def _block(
-        self, layer: int, stream: Tensor, cache: KVCache, rotation: Rotation | None, mask: Tensor, listeners: Listeners
-    ) -> Tensor:
-        operations, block = self.operations, self.blocks[layer]
+    def _block(self, operations: Operations, layer: int, stream: Tensor, inputs: PassInputs, kind: str) -> Tensor:
+        block, rotation, listeners = self._blocks[layer], inputs.rotation, inputs.listeners
         q, k, v = self._heads(block.joint(block.before_attention(stream)))
         if rotation is not None:
             q, k = _rotated(q, *rotation), _rotated(k, *rotation)
-        attended = block.out(operations.attended(cache, layer, (q, k, v), mask, block.scale))
+        attended = block.out(operations.attended(inputs.cache, layer, (q, k, v), inputs.mask(kind), block.scale))
         operations.pass_on(attended, listeners.get(("T", layer), ()))
         after_attention = attended + stream
         normed = block.before_mlp(stream if self.is_parallel else after_attention)

@@ -23,6 +23,7 @@ from cacheprobe.models.fast.kernel_operations import KernelOperations
 from cacheprobe.models.fast.module_hooks import Cut, change, listen
 from cacheprobe.models.fast.operations import Operations, Product
 from cacheprobe.models.fast.places import Places
+from cacheprobe.models.fast.prepared import PreparedOperations
 from cacheprobe.models.fast.queued import QueuedOperations, replace_forward
 from cacheprobe.models.hf.attention import ATTENTION, attending
 from cacheprobe.models.hf.bridge import BridgeLM
@@ -87,7 +88,7 @@ class HookedHF(BridgeMembers):
         if isinstance(faster, CompiledOperations) and self._functional_class is FunctionalLlama:
             for module in self.model.modules():
                 replace_forward(module, QueuedOperations(faster.product, self.dtype))
-            return QueuedOperations(faster.product, self.dtype)
+            return PreparedOperations(faster.product, self.dtype)
         return Operations(faster.product)
 
     @one_at_a_time()

@@ -1,7 +1,7 @@
 """Defines the operations of which a forward consists, so that another implementation can replace torch's."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -21,11 +21,46 @@ Rotation = tuple[Tensor, Tensor]
 vector of sines is negated."""
 
 
+Listeners = Mapping[tuple[str, int], Sequence[Callable[[Tensor], object]]]
+"""Functions to call with an activation, keyed by (site, layer); sites are pre, S, T and C."""
+
+Masks = Tensor | Mapping[str, Tensor]
+"""Additive mask [b, 1, t, s], or one for each kind of layer."""
+
+
 class Affine(NamedTuple):
     """Holds the tensors of a linear layer."""
 
     weight: Tensor
     bias: Tensor | None
+
+
+class PassInputs(NamedTuple):
+    """Holds what the blocks of a model read in one forward."""
+
+    stream: Tensor
+    """Residual stream [b, t, m] before the first block."""
+    cache: KVCache
+    """Where the blocks write and read keys and values, with staged positions."""
+    rotation: Rotation | None
+    masks: Masks
+    listeners: Listeners
+    num_layers: int | None
+    """How many blocks to compute; None for all."""
+
+    def mask(self, kind: str) -> Tensor:
+        """Returns the mask of a kind of layer."""
+        return self.masks if isinstance(self.masks, Tensor) else self.masks[kind]
+
+
+@runtime_checkable
+class BlockForward(Protocol):
+    """Is the part of a forward that computes the blocks (a Protocol)."""
+
+    def blocks(self, operations: "Operations", inputs: PassInputs) -> Tensor:
+        """Returns the residual stream [b, t, m] after the blocks. Writes keys and values to the cache, and passes
+        activations on to the listeners."""
+        ...
 
 
 class Operations:
@@ -39,6 +74,10 @@ class Operations:
 
     def begin(self) -> None:
         """Starts a forward. Here nothing is kept from forward to forward."""
+
+    def through(self, model: BlockForward, inputs: PassInputs) -> Tensor:
+        """Returns the residual stream [b, t, m] after the blocks of a model."""
+        return model.blocks(self, inputs)
 
     def products(self, values: Float[Tensor, "b t i"], layers: Sequence[Affine]) -> list[Tensor]:
         """Returns the outputs [b, t, o] of linear layers that have the same input."""

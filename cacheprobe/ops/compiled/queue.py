@@ -31,9 +31,6 @@ _PANEL = 64
 _LITTLE = 2**18
 """Up to this many multiplications one thread is faster than two, because to wake a thread takes time."""
 
-_MOST = 256
-"""Most operations in a queue."""
-
 _ZEROS = torch.zeros(OUTPUTS)
 _STEP = Struct(f"{NUMBERS}q")
 _FLOAT, _WHOLE = Struct("d"), Struct("q")
@@ -48,14 +45,14 @@ class Queue:
     Twin: torch's operations in float64: tests.ops.test_compiled_queue, to the rounding of the dtype.
     """
 
-    def __init__(self, kind: int, dtype: torch.dtype) -> None:
-        """kind: of product, lanes.FLOATS, lanes.PAIRS or lanes.TILES. Without gradients."""
-        self.kind, self.dtype = kind, dtype
+    def __init__(self, kind: int, dtype: torch.dtype, most: int = 256) -> None:
+        """kind: of product, lanes.FLOATS, lanes.PAIRS or lanes.TILES. Without gradients. most: operations that fit."""
+        self.kind, self.dtype, self.most = kind, dtype, most
         self._is_widened = kind == FLOATS and dtype != torch.float32
-        self._numbers = np.zeros((_MOST, NUMBERS), np.int64)
+        self._numbers = np.zeros((most, NUMBERS), np.int64)
         self._buffer = self._numbers.data.cast("B")
-        self._call = np.zeros(3, np.int64)
         self._kept: list[Kept] = []
+        self._results: list[Tensor] = []
         self._widened: dict[int, Tensor] = {}
         self._num = self._work = self._most_inner = 0
 
@@ -66,7 +63,7 @@ class Queue:
         """Returns values weight^T + bias, [..., o], of contiguous values [..., i], weight [o, i] and bias [o] or
         None, with i and o above 0."""
         inner, width, rows = weight.shape[1], weight.shape[0], values.numel() // weight.shape[1]
-        out = values.new_empty((*values.shape[:-1], width), dtype=self.dtype)
+        out = self._result(values.new_empty((*values.shape[:-1], width), dtype=self.dtype))
         if over := -inner % INNER_STEP[self.kind]:
             self.run()  # torch reads the values
             values, weight, inner, follows = pad(values, (0, over)), pad(weight, (0, over)), inner + over, True
@@ -89,7 +86,7 @@ class Queue:
     def norm(self, values: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Returns the RMSNorm of contiguous values [..., m] with weight [m]."""
         width = values.shape[-1]
-        rows, out = values.numel() // width, torch.empty_like(values)
+        rows, out = values.numel() // width, self._result(torch.empty_like(values))
         self._add(
             (values, weight, out), queue_loops.NORM, True, -(-rows // ROWS_AT_ONCE), values.data_ptr(),
             weight.data_ptr(), out.data_ptr(), rows, width, *_WHOLE.unpack(_FLOAT.pack(eps)),
@@ -122,6 +119,8 @@ class Queue:
         """Returns attention outputs [b, h, t, dv]. Arguments are those of `attention.decode_attention`, which computes
         the same bits."""
         call, out = attention_call(q, keys, values, mask, places, scale)
+        if len(places) == len(q):  # else torch has set some of the numbers to zero
+            self._result(out)
         num_tasks = len(places) * values.shape[1]
         self._add((call, q, keys, values, mask, places, out), queue_loops.ATTEND, True, num_tasks, call.ctypes.data)
         self._work += int(places[:, 3].sum()) * q[0].numel()
@@ -141,29 +140,28 @@ class Queue:
 
     def run(self) -> None:
         """Computes what is queued, and empties the queue. Raises: RuntimeError if the loops ended early."""
-        num = self._num
-        if not num:
+        if not self._num:
             return
-        self._call[:] = num, self._numbers.ctypes.data, self._most_inner
-        run_on_threads(_loops(self.kind, FORMATS[self.dtype]), self._call, self._work <= _LITTLE)
-        steps = self._numbers[:num]
-        self.clear()
-        if (steps[:, 1] != steps[:, queue_loops.FIELDS + 2]).any():  # compiled loops print an error and return
-            raise RuntimeError(f"a queue of {num} operations ended early")
+        loops = _loops(self.kind, FORMATS[self.dtype])
+        try:
+            _compute(loops, self._numbers[: self._num], self._most_inner, self._work <= _LITTLE)
+        finally:
+            self.clear()
 
     @property
     def is_long(self) -> bool:
         """True if half of the places in the queue are taken."""
-        return 2 * self._num > _MOST
+        return 2 * self._num > self.most
 
     def clear(self) -> None:
         """Empties the queue without computing it."""
         self._kept.clear()
+        self._results.clear()
         self._widened.clear()
         self._num = self._work = self._most_inner = 0
 
     def _by_number(self, operation: int, values: Tensor, others: Tensor) -> Tensor:
-        out, count = torch.empty_like(values), values.numel()
+        out, count = self._result(torch.empty_like(values)), values.numel()
         self._add(
             (values, others, out), operation, True, -(-count // NUMBERS_AT_ONCE), values.data_ptr(),
             others.data_ptr(), out.data_ptr(), count,
@@ -180,25 +178,137 @@ class Queue:
         if self.kind == TILES:
             rows = count // inner
             tasks, sizes = -(-rows // SIDE), (rows, inner)
-            out = values.new_empty(tasks * SIDE * inner)
+            out = self._result(values.new_empty(tasks * SIDE * inner))
             operation = queue_loops.PACK
         else:
             tasks, sizes = -(-count // NUMBERS_AT_ONCE), (count,)
-            out = torch.empty_like(values, dtype=torch.float32)
+            out = self._result(torch.empty_like(values, dtype=torch.float32))
             operation = queue_loops.WIDEN
         self._add((values, out), operation, True, tasks, values.data_ptr(), 0, out.data_ptr(), *sizes)
         self._widened[id(values)] = out
         return out, True
 
+    def _call_of(self, number: int) -> NDArray[np.int64] | None:
+        """Returns the numbers that describe a queued cache write or attention; None for other operations."""
+        step = self._numbers[number]
+        if step[queue_loops.FIELDS] not in (queue_loops.STORE, queue_loops.ATTEND):
+            return None
+        return next(k for k in self._kept if isinstance(k, np.ndarray) and k.ctypes.data == step[_CALL])
+
+    def _result(self, out: Tensor) -> Tensor:
+        """Returns a tensor that the next operation fills, after it was added to the results."""
+        self._results.append(out)
+        return out
+
     def _add(self, kept: Sequence[Kept], operation: int, follows: bool, num_tasks: int, *fields: int) -> None:
         """Appends one operation. kept: must live until the queue is computed."""
-        if self._num == _MOST:
-            raise RuntimeError(f"a queue holds {_MOST} operations at most; call run() earlier")
+        if self._num == self.most:
+            raise RuntimeError(f"a queue holds {self.most} operations at most; call run() earlier")
         numbers = (*_COUNTERS, operation, follows, num_tasks, *fields)
         _STEP.pack_into(self._buffer, self._num * _STEP.size, *numbers, *_REST[len(numbers)])
         self._kept.extend(kept)
         self._num += 1
 
+
+class PreparedQueue:
+    """Holds queued operations that are computed many times, each time with what their inputs then hold.
+
+    A few results, `fresh`, have new memory every time. The others share memory: a result takes the place of one that no
+    later operation reads.
+    Twin: the same operations queued again (`Queue`), bitwise: tests.ops.test_prepared_queue.
+    """
+
+    def __init__(self, queue: Queue, fresh: Sequence[Tensor], fixed: Sequence[Tensor] = ()) -> None:
+        """Takes the operations of `queue`, and empties it. fresh: tensors of one shape; the first is an input.  fixed:
+        results that stay in their own memory, and hold their values until `run` is called again."""
+        num = queue._num
+        self._loops, self._most_inner = _loops(queue.kind, FORMATS[queue.dtype]), queue._most_inner
+        self._is_little = queue._work <= _LITTLE
+        calls = [queue._call_of(number) for number in range(num)]
+        parts = [queue._numbers[:num].ravel(), *(call for call in calls if call is not None)]
+        self._memory = np.concatenate(parts)
+        self._numbers = self._memory[: num * NUMBERS].reshape(num, NUMBERS)
+        at, uses = num * NUMBERS, []
+        for step, call in zip(self._numbers, calls, strict=True):
+            uses.append((step if call is None else call).tolist())
+            if call is not None:
+                step[_CALL] = self._memory[at:].ctypes.data
+                at += len(call)
+        unmoved = {tensor.data_ptr() for tensor in (*fresh, *fixed)}
+        sizes = {t.data_ptr(): t.nbytes for t in queue._results if t.data_ptr() not in unmoved}
+        waits = self._numbers[:, queue_loops.FIELDS + 1].astype(bool).tolist()
+        offsets, total = _shared_offsets(uses, sizes, waits)
+        self._scratch = torch.empty(total, dtype=torch.uint8)
+        moved = {address: self._scratch.data_ptr() + offset for address, offset in offsets.items()}
+        places = [(place, number) for place, number in enumerate(self._memory.tolist()) if number in moved]
+        self._memory[[place for place, _ in places]] = [moved[number] for _, number in places]
+        self._shape, self._dtype = (len(fresh), *fresh[0].shape), fresh[0].dtype
+        offset_of = {tensor.data_ptr(): number * tensor.nbytes for number, tensor in enumerate(fresh)}
+        found = [(place, offset_of[n]) for place, n in enumerate(self._memory.tolist()) if n in offset_of]
+        self._fresh_places, self._fresh_offsets = np.array(found, np.int64).reshape(-1, 2).T.copy()
+        gone = {*sizes, *offset_of}
+        self._kept = [k for k in queue._kept if not isinstance(k, Tensor) or k.data_ptr() not in gone]
+        queue.clear()
+
+    def __repr__(self) -> str:
+        return f"PreparedQueue({len(self._numbers)} operations, {self._scratch.nbytes / 2**10:.0f} KiB)"
+
+    def run(self, first: Tensor) -> Tensor:
+        """Computes all operations, and returns the fresh tensors [n, ...]. first: values of the first of them.
+
+        Raises: RuntimeError if the loops ended early.
+        """
+        out = torch.empty(self._shape, dtype=self._dtype)
+        out[0] = first
+        self._memory[self._fresh_places] = self._fresh_offsets + out.data_ptr()
+        self._numbers[:, :2] = 0
+        _compute(self._loops, self._numbers, self._most_inner, self._is_little)
+        return out
+
+
+def _shared_offsets(
+    uses: Sequence[Sequence[int]], sizes: dict[int, int], waits: Sequence[bool]
+) -> tuple[dict[int, int], int]:
+    """Returns (offset of each result, bytes in all), for results that may lie in the memory of earlier ones.
+
+    uses: for each operation, numbers among which are the addresses of what it reads and writes.  sizes: bytes of each
+    result, by address.  waits: whether an operation waits for all earlier ones.
+    """
+    last = {number: index for index, numbers in enumerate(uses) for number in numbers if number in sizes}
+    offsets: dict[int, int] = {}
+    free: dict[int, list[int]] = {}
+    taken: list[int] = []
+    total = 0
+    for index, numbers in enumerate(uses):
+        if waits[index]:
+            for address in [one for one in taken if last[one] < index]:
+                taken.remove(address)
+                free.setdefault(_aligned(sizes[address]), []).append(offsets[address])
+        for address in numbers:
+            if address in sizes and address not in offsets:
+                size = _aligned(sizes[address])
+                if free.get(size):
+                    offsets[address] = free[size].pop()
+                else:
+                    offsets[address], total = total, total + size
+                taken.append(address)
+    return offsets, total
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 64) * 64
+
+
+def _compute(loops: CFunc, numbers: NDArray[np.int64], most_inner: int, is_little: bool) -> None:
+    """Computes operations. Raises: RuntimeError if the loops ended early."""
+    call = np.array((len(numbers), numbers.ctypes.data, most_inner), np.int64)
+    run_on_threads(loops, call, is_little)
+    if (numbers[:, 1] != numbers[:, queue_loops.FIELDS + 2]).any():  # compiled loops print an error and return
+        raise RuntimeError(f"a queue of {len(numbers)} operations ended early")
+
+
+_CALL = queue_loops.FIELDS + 3
+"""Place, in the numbers of a cache write or an attention, of the address of the numbers that describe it."""
 
 _COUNTERS = (0,) * queue_loops.FIELDS
 _REST = [(0,) * (NUMBERS - length) for length in range(NUMBERS + 1)]

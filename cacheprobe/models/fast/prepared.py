@@ -1,0 +1,225 @@
+"""Computes the blocks of passes whose shape occurs again and again, from operations that were prepared once.
+
+In a pass of few tokens, Python takes as long to queue the operations of all blocks as the loops take to compute them.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cacheprobe.core.live import LiveModule
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.models.fast.operations import Affine, BlockForward, PassInputs
+from cacheprobe.models.fast.queued import QueuedOperations, is_silu
+from cacheprobe.models.hf.rms_norms import Norm
+from cacheprobe.ops.compiled.attention import serves
+from cacheprobe.ops.compiled.lanes import INNER_STEP
+from cacheprobe.ops.compiled.product import CompiledProduct
+from cacheprobe.ops.compiled.queue import PreparedQueue, Queue
+
+_MOST_ROWS = 256
+"""Largest number of tokens in a pass that is prepared: in longer ones, the loops take far longer than Python does."""
+
+_MOST_SHAPES = 8
+"""Shapes of passes that are kept for one cache; the one prepared first is dropped for another."""
+
+
+_MOST_OPERATIONS = 32
+"""Most operations of a block."""
+
+
+class NotPreparedError(Exception):
+    """Is raised while a pass is prepared, if torch must compute a part of it."""
+
+
+class _Shape(NamedTuple):
+    """Holds what passes over one cache have in common if they share their operations."""
+
+    batch: int
+    width: int
+    num_layers: int | None
+    kinds: tuple[str, ...]
+    """Kinds of layers that have masks of their own."""
+    attending: bytes
+    """Batch indices whose attention is computed."""
+    has_copy: bool
+    """Whether a batch index recomputes the tokens of another one."""
+
+
+class PreparedOperations(QueuedOperations):
+    """Computes the blocks in passes of few tokens by operations that are queued once for each shape and cache. Else as
+    QueuedOperations.
+
+    Twin: `QueuedOperations`, bitwise: tests.models.test_prepared_passes.
+    """
+
+    def __init__(self, product: CompiledProduct, dtype: torch.dtype) -> None:
+        """dtype: of the model."""
+        super().__init__(product, dtype)
+        self._product, self._dtype = product, dtype
+        self._can_prepare = True
+        self._by_cache: WeakKeyDictionary[BlockForward, WeakKeyDictionary[KVCache, dict[_Shape, _PreparedPass]]] = (
+            WeakKeyDictionary()
+        )
+
+    def through(self, model: BlockForward, inputs: PassInputs) -> Tensor:
+        """Returns the residual stream [b, t, m] after the blocks of a model."""
+        cache, (batch, width) = inputs.cache, inputs.stream.shape[:2]
+        reach = cache.reach
+        if reach is None or not self._can_prepare or not _is_preparable(inputs):
+            return super().through(model, inputs)
+        table = reach.request_table(partial(cache.row_view, 0))
+        kinds = () if isinstance(inputs.masks, Tensor) else tuple(inputs.masks)
+        attending, has_copy = table[:, 0].tobytes(), cache.copy is not None
+        shape = _Shape(batch, width, inputs.num_layers, kinds, attending, has_copy)
+        by_shape = self._by_cache.setdefault(model, WeakKeyDictionary()).setdefault(cache, {})
+        if shape in by_shape and not by_shape[shape].is_current:
+            by_shape.clear()
+        if shape not in by_shape:
+            try:
+                made = _PreparedPass(model, _Preparing(self._product, self._dtype, inputs, table), inputs)
+            except NotPreparedError:
+                self._can_prepare = False
+                return super().through(model, inputs)
+            if len(by_shape) == _MOST_SHAPES:
+                del by_shape[next(iter(by_shape))]
+            by_shape[shape] = made
+        return by_shape[shape].run(inputs, table)
+
+
+def _is_preparable(inputs: PassInputs) -> bool:
+    """Returns True if the loops compute attention in this pass, and it is short enough to be prepared."""
+    stream = inputs.stream
+    is_short = stream.shape[0] * stream.shape[1] <= _MOST_ROWS and serves(stream[:, None])
+    return is_short and inputs.num_layers != 0 and type(inputs.cache) is KVCache
+
+
+class _Preparing(QueuedOperations):
+    """Queues the operations of all blocks, on memory that belongs to a prepared pass."""
+
+    def __init__(
+        self, product: CompiledProduct, dtype: torch.dtype, inputs: PassInputs, table: NDArray[np.int64]
+    ) -> None:
+        super().__init__(product, dtype)
+        cache, stream, rotation = inputs.cache, inputs.stream, inputs.rotation
+        count = len(cache.keys) if inputs.num_layers is None else inputs.num_layers
+        self.queue = self._queue = Queue(product.kind, dtype, _MOST_OPERATIONS * count)
+        self.steps = cache.keys[0].stride(), cache.values[0].stride()
+        batch, width = stream.shape[:2]
+        masks = {"": inputs.masks} if isinstance(inputs.masks, Tensor) else inputs.masks
+        self.masks = {kind: mask.new_empty(batch, 1, width, cache.capacity) for kind, mask in masks.items()}
+        self.rotation = tuple(part.new_empty(batch, width, *part.shape[2:]) for part in rotation or ())
+        self.rows, self.starts = torch.empty(batch, dtype=torch.int64), torch.empty(batch, dtype=torch.int64)
+        self.places = table.copy()
+        self.weights: list[Tensor] = []
+        self.biases: list[tuple[Tensor, Tensor]] = []
+        """(bias of the model, float32 copy that the loops read)"""
+        self.new_keys_and_values: list[tuple[Tensor, Tensor]] = []
+
+    def products(self, values: Tensor, layers: Sequence[Affine]) -> list[Tensor]:
+        """Queues linear layers that have the same input; returns their outputs [b, t, o]."""
+        if values.shape[-1] % INNER_STEP[self.queue.kind]:
+            raise NotPreparedError
+        self.weights += [layer.weight for layer in layers]
+        return super().products(values, [Affine(layer.weight, self._bias(layer.bias)) for layer in layers])
+
+    def _bias(self, bias: Tensor | None) -> Tensor | None:
+        if bias is None:
+            return None
+        self.biases.append((bias, bias.float().clone()))
+        return self.biases[-1][1]
+
+    def norm(self, values: Tensor, norm: Norm) -> Tensor:
+        """Queues an RMSNorm; returns its result [..., m]."""
+        self.weights.append(norm.weight)
+        return super().norm(values, norm)
+
+    def attended(self, cache: KVCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float) -> Tensor:
+        """Queues the cache write and the attention."""
+        q, k, v = (part.transpose(1, 2) for part in heads)
+        keys, values = cache.keys[layer], cache.values[layer]
+        if (keys.stride(), values.stride()) != self.steps:
+            raise NotPreparedError
+        self.new_keys_and_values.append((k, v))
+        self.queue.store(k, v, keys, values, self.rows, self.starts)
+        out = self.queue.attend(q, keys[:1], values[:1], mask, self.places, scale)
+        return out.transpose(1, 2).flatten(2)
+
+    def gated(self, gate: Tensor, up: Tensor, activation: LiveModule) -> Tensor:
+        """Queues silu(gate) * up. Raises: NotPreparedError for another activation."""
+        if not is_silu(activation):
+            raise NotPreparedError
+        return super().gated(gate, up, activation)
+
+    def pass_on(self, value: Tensor, functions: Sequence[Callable[[Tensor], object]]) -> None:
+        """Calls the functions at once: they note which tensor is which activation."""
+        for function in functions:
+            function(value)
+
+
+class _PreparedPass:
+    """Computes all blocks in passes of one shape over one cache, which must live as long."""
+
+    def __init__(self, model: BlockForward, operations: _Preparing, inputs: PassInputs) -> None:
+        """Prepares passes that have the shapes of `inputs`. Raises: NotPreparedError if torch computes a part."""
+        self._inputs = operations
+        noted: list[tuple[tuple[str, int], Tensor]] = []
+
+        def note(place: tuple[str, int]) -> Callable[[Tensor], None]:
+            """Returns a function that notes the activation of a place."""
+            return lambda value: noted.append((place, value))
+
+        stream = torch.empty_like(inputs.stream)
+        layers = range(len(inputs.cache.keys))
+        masks = operations.masks[""] if isinstance(inputs.masks, Tensor) else operations.masks
+        listeners = {(site, layer): [note((site, layer))] for site in ("pre", "T", "C", "S") for layer in layers}
+        rotation = (operations.rotation[0], operations.rotation[1])
+        model.blocks(operations, inputs._replace(stream=stream, rotation=rotation, masks=masks, listeners=listeners))
+        fresh = {tensor.data_ptr(): tensor for tensor in (stream, *(tensor for _, tensor in noted))}
+        index = {address: number for number, address in enumerate(fresh)}
+        self._noted = [(place, index[tensor.data_ptr()]) for place, tensor in noted]
+        self._keys_and_values = operations.new_keys_and_values if inputs.cache.copy is not None else []
+        fixed = [tensor for pair in self._keys_and_values for tensor in pair]
+        self._addresses = [weight.data_ptr() for weight in operations.weights]
+        self._queue = PreparedQueue(operations.queue, [*fresh.values()], fixed)
+
+    @property
+    def is_current(self) -> bool:
+        """False if a weight lies elsewhere than when the pass was prepared."""
+        return [weight.data_ptr() for weight in self._inputs.weights] == self._addresses
+
+    def run(self, inputs: PassInputs, table: NDArray[np.int64]) -> Tensor:
+        """Returns the residual stream [b, t, m] after the blocks. table: `Reach.request_table` of the pass."""
+        own, cache, stream = self._inputs, inputs.cache, inputs.stream
+        for kind, kept in own.masks.items():
+            mask = inputs.mask(kind)
+            kept[..., : mask.shape[3]] = mask
+        placed = cache.placed(stream.device)
+        for new, kept in (
+            *zip(inputs.rotation or (), own.rotation, strict=True),
+            *own.biases,
+            (placed.written_rows, own.rows),
+            (placed.starts, own.starts),
+        ):
+            kept.copy_(new)
+        own.places[:] = table
+        first_row = cache.row_view(0, int(table[0, 0]), 1)
+        for column, part, held in zip((1, 2), first_row, (cache.keys[0], cache.values[0]), strict=True):
+            own.places[:, column] += (part.data_ptr() - held.data_ptr()) // held.element_size()
+        states = self._queue.run(stream).unbind()
+        for layer, (k, v) in enumerate(self._keys_and_values):
+            cache.store(layer, k, v, _is_written)
+        for place, number in self._noted:
+            for function in inputs.listeners.get(place, ()):
+                function(states[number])
+        return states[self._noted[-1][1]]
+
+
+def _is_written(*_: Tensor) -> None:
+    """Writes nothing: the loops wrote these keys and values."""

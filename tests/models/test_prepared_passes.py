@@ -1,0 +1,170 @@
+"""Passes whose operations were prepared, beside passes that queue them again: every bit, and what is prepared anew."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+import cacheprobe as cp
+from cacheprobe.models.fast import prepared
+from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.prepared import PreparedOperations
+from cacheprobe.models.fast.queued import QueuedOperations
+from cacheprobe.ops.attention.by_request import Reach, reach_of_positions
+from cacheprobe.ops.equality import bitwise
+from tests.compiled import on_loops
+from tests.feeding import texts
+from tests.models.test_functional_forward import uneven
+from tests.tiny import SMALL, hf_model
+
+pytestmark = pytest.mark.determinism
+
+SITES = [("pre", 0), *((site, layer) for layer in range(3) for site in "STC")]
+CASES = [(family, dtype, None) for family in ("llama", "qwen2", "qwen3") for dtype in (torch.float32, torch.bfloat16)]
+CASES += [("mistral", torch.bfloat16, 6), ("llama", torch.float16, None)]
+cases = pytest.mark.parametrize(("family", "dtype", "window"), CASES, ids=str)
+
+
+def fast_of(family: str, dtype: torch.dtype = torch.float32, window: int | None = None) -> HookedHF:
+    return HookedHF(on_loops(uneven.__wrapped__(family, dtype, window)))
+
+
+@contextmanager
+def preparing(monkeypatch: pytest.MonkeyPatch, wanted: bool = True) -> Iterator[list[object]]:
+    """Lists the passes that are prepared; none if not wanted."""
+    made: list[object] = []
+
+    class Counted(prepared._PreparedPass):
+        """Is counted."""
+
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepared, "_PreparedPass", Counted)
+        if not wanted:
+            patch.setattr(PreparedOperations, "through", QueuedOperations.through)
+        yield made
+
+
+def fed(fast: HookedHF, monkeypatch: pytest.MonkeyPatch, wanted: bool) -> tuple[list[Tensor], int]:
+    """Logits, states, keys and values of passes of one and four tokens at growing positions, the second row without
+    attention in some, and the number of passes that were prepared."""
+    cache, found = fast.new_cache(4, 64), []
+    kept: list[Tensor] = []
+    with preparing(monkeypatch, wanted) as made, fast.capturing(SITES, lambda site, layer, value: kept.append(value)):
+        for step in range(9):
+            width, layers = (1, 4)[step % 3 == 2], 2 if step == 7 else None
+            rows, starts = [3, 0, 2], [5 * step, 2 + 5 * step, 1]
+            pieces = [reach_of_positions(start, width, 64) for start in starts]
+            if step % 4 == 1:
+                pieces[1] = ()
+            reach = Reach(tuple(pieces))
+            ids = torch.stack(texts(*[width] * 3, seed=step))
+            with cache.attending_to(reach.span, reach):
+                found.append(fast.forward(ids, cache, rows, starts, num_layers=layers))
+    return [*found, *kept, *cache.keys, *cache.values], len(made)
+
+
+@cases
+def test_every_bit_is_that_of_operations_queued_again(
+    family: str, dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shapes come again with other tokens, positions and rows. Activations that a listener keeps stay as they were."""
+    fast = fast_of(family, dtype, window)
+    (ours, num_ours), (theirs, num_theirs) = (fed(fast, monkeypatch, wanted) for wanted in (True, False))
+    assert len(ours) == len(theirs) and all(bitwise(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert (num_ours, num_theirs) == (5, 0), "a pass is prepared once for its width, rows that attend, and layers"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_runs_with_drafts_and_copies_have_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deterministic requests are computed twice in some passes, in which the copy is compared and not stored."""
+    model, traces = on_loops(cp.load_model(hf_model("llama", dtype))), []
+    prompts = [list(map(int, text)) for text in texts(5, 9, 3, 12)]
+    counts = []
+    for wanted in (True, False):
+        with preparing(monkeypatch, wanted) as made:
+            traces.append(cp.run(model, prompts, deterministic=0.5, drafter=cp.drafters.NGram(), **SMALL))
+        counts.append(len(made))
+    ours, theirs = traces
+    for number in range(len(prompts)):
+        assert ours.committed(number) == theirs.committed(number)
+        for site, layer in SITES[1:]:
+            assert bitwise(ours.states(site, layer, number), theirs.states(site, layer, number))
+    assert ours.meta["self_checks"] == theirs.meta["self_checks"] and ours.meta["self_checks"]["compared"]
+    assert counts[0] > 3 and counts[1] == 0
+
+
+def logits_of(fast: HookedHF, cache: object, step: int = 0) -> Tensor:
+    reach = Reach((reach_of_positions(step, 1, 16),))
+    with cache.attending_to(reach.span, reach):
+        return fast.forward(texts(1)[0][None], cache, [0], [step])
+
+
+@pytest.mark.parametrize("edit", ["in place", "bias in place", "other numbers", "another parameter"])
+def test_an_edit_of_the_weights_is_seen(edit: str) -> None:
+    """In a cache for which the pass was prepared before the edit."""
+    fast = fast_of("qwen2", torch.bfloat16)
+    cache = fast.new_cache(1, 16)
+    before = logits_of(fast, cache)
+    assert bitwise(logits_of(fast, cache), before)
+    wrapped = fast.origin.bridge.original_model.model.layers[1].self_attn.v_proj
+    layer = getattr(wrapped, "_original_component", wrapped)
+    with torch.no_grad():
+        if edit == "in place":
+            layer.weight.mul_(2)
+        elif edit == "bias in place":
+            layer.bias.add_(1)
+        elif edit == "other numbers":
+            layer.weight.data = layer.weight.data * 2
+        else:
+            layer.weight = torch.nn.Parameter(layer.weight.detach() * 2)
+    after = logits_of(fast, cache)
+    assert not bitwise(after, before)
+    assert bitwise(logits_of(fast, fast.new_cache(1, 16)), after)
+
+
+def test_what_was_prepared_is_dropped_with_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for another shape, if there are too many."""
+    fast = fast_of("llama")
+    cache = fast.new_cache(1, 64)
+    operations = fast._operations
+    assert isinstance(operations, PreparedOperations)
+    with preparing(monkeypatch) as made:
+        for width in (*range(1, 13), 12, 12):
+            reach = Reach((reach_of_positions(0, width, 64),))
+            with cache.attending_to(reach.span, reach):
+                fast.forward(texts(width)[0][None], cache, [0], [0])
+    assert len(made) == 12
+    (by_cache,) = operations._by_cache.values()
+    assert len(by_cache[cache]) == 8
+    del cache
+    gc.collect()
+    assert not by_cache
+
+
+def test_a_pass_that_torch_computes_in_part_is_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another activation than SiLU."""
+    live = hf_model("llama")
+    config = type(live.config)(**{**live.config.to_dict(), "hidden_act": "gelu"})
+    torch.manual_seed(0)
+    model = on_loops(cp.load_model(type(live)(config).eval()))
+    with preparing(monkeypatch) as made:
+        assert cp.run(model, [[1, 2, 3]], **SMALL).committed(0)
+    assert not made
+
+
+def test_a_long_pass_is_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = fast_of("llama")
+    with preparing(monkeypatch) as made:
+        for width, batch in ((65, 1), (64, 5), (64, 4)):
+            cache = fast.new_cache(batch, 128)
+            reach = Reach(tuple(reach_of_positions(0, width, 128) for _ in range(batch)))
+            with cache.attending_to(reach.span, reach):
+                fast.forward(torch.stack(texts(*[width] * batch)), cache, range(batch), [0] * batch)
+    assert len(made) == 1, "of 4 x 64 tokens"
