@@ -3,6 +3,7 @@ load_trace; `imports.py` has import_generate and import_vllm."""
 
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.facts import hashing_once
 from cacheprobe.models.loaders import load_model
 from cacheprobe.models.turns import hold_model
 from cacheprobe.plan import RunPlan
@@ -118,15 +120,16 @@ def run(
         capture=capture, deterministic=deterministic, lens=lens, sampling=sampling, max_new_tokens=max_new_tokens,
         seed=seed, interventions=interventions, **options,
     )  # fmt: skip
-    plan = _plan(model, prompts, drafter, given, is_on_disk=to.get("out") is not None)
-    states = plan.states(drafter)
-    meta = {"kind": "run", "drafter": repr(drafter) if drafter else None, **_origin_of(to)}
-    with (
-        _progress_bar(plan, progress) as bar,
-        cancelling(states, progress) as stop,
-        to_disk(**to, stop=stop) as disk,
-    ):
-        trace = Execution(plan, plan.bind_loop(drafter), states, [bar], disk, **meta).run()
+    with ExitStack() as stack:
+        with hashing_once():
+            plan = _plan(model, prompts, drafter, given, is_on_disk=to.get("out") is not None)
+            states = plan.states(drafter)
+            meta = {"kind": "run", "drafter": repr(drafter) if drafter else None, **_origin_of(to)}
+            bar = stack.enter_context(_progress_bar(plan, progress))
+            stop = stack.enter_context(cancelling(states, progress))
+            disk = stack.enter_context(to_disk(**to, stop=stop))
+            execution = Execution(plan, plan.bind_loop(drafter), states, [bar], disk, **meta)
+        trace = execution.run()
     if stop.was_pressed:
         raise Interrupted(trace, disk.finished_in if disk else None)
     return _checked(plan, trace, progress)

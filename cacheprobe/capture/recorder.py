@@ -235,14 +235,12 @@ class Recorder(Observer):
     def _check(self, record: ForwardRecord, now: OpenPass, watched: Mapping[tuple[str, int], Tensor], ran: int) -> None:
         """Checks in some rows that S = input + T + C, and that the last S gives the logits, if the pass computed all of
         them. Raises: CaptureError if a difference is larger than rounding errors."""
-        for layer in range(ran):
-            pre = watched["pre", layer] if ("pre", layer) in watched else watched["S", layer - 1]
-            sites = [watched[site, layer] for site in "TCS"]
-            if rewritten := record.rewritten.get(layer):
-                checked_rows = range(0, len(record.rows), now.check_step)
-                unchanged = [i for i, row in enumerate(checked_rows) if row not in rewritten]
-                pre, *sites = (value[unchanged] for value in (pre, *sites))
-            checks.check_residual(self.residual_check, pre, *sites, step=record.step, form=block_sum(self.model, layer))
+        checked = range(0, len(record.rows), now.check_step)
+        unchanged = {
+            layer: [i for i, row in enumerate(checked) if row not in rows] for layer, rows in record.rewritten.items()
+        }
+        forms = [block_sum(self.model, layer) for layer in range(ran)]
+        checks.check_blocks(self.residual_check, watched, forms, unchanged, record.step)
         if record.logits is not None and ran == self.model.n_layers:
             rows = now.checked_index[:_LENS_CHECK_ROWS]
             logits = self.model.read_out(watched["S", ran - 1][:_LENS_CHECK_ROWS])

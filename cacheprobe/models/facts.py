@@ -4,6 +4,8 @@ weights."""
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import xxhash
@@ -81,6 +83,20 @@ def sha256_of(named: Sequence[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()[:16]
 
 
+_KNOWN: ContextVar[dict[int, tuple[object, str]] | None] = ContextVar("known checksums", default=None)
+"""By id of a model: the model and its checksum; None outside of `hashing_once`."""
+
+
+@contextmanager
+def hashing_once() -> Iterator[None]:
+    """Inside the `with`, the bytes of a model's weights are read once: nothing may edit them there."""
+    token = _KNOWN.set({})
+    try:
+        yield
+    finally:
+        _KNOWN.reset(token)
+
+
 class HashedWeights(ABC):
     """Gives a model a checksum and a hash of its weights."""
 
@@ -93,8 +109,13 @@ class HashedWeights(ABC):
 
     @property
     def weights_checksum(self) -> str:
-        """Checksum of all parameters as hex text, computed at every access."""
-        return checksum_of(self._named_weights())
+        """Checksum of all parameters as hex text, computed at every access; inside `hashing_once`, at the first."""
+        known = _KNOWN.get()
+        if known is None:
+            return checksum_of(self._named_weights())
+        if id(self) not in known:
+            known[id(self)] = self, checksum_of(self._named_weights())
+        return known[id(self)][1]
 
     @property
     def weights_sha256(self) -> str:

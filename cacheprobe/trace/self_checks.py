@@ -1,6 +1,7 @@
 """Checks captured states while a run records them: each block's output must be the sum of its parts, and the logit lens
 at the last layer must give the model's own logits."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,9 @@ from cacheprobe.models.base import BlockSum
 from cacheprobe.models.settings import product_dtype
 
 _PLAIN_SUM = BlockSum()
+
+_NUMBERS_AT_ONCE = 2**18
+"""Numbers of the states that are compared in one call: the memory of small tensors is used again, which is faster."""
 
 
 class CaptureError(ObserverError):
@@ -67,11 +71,40 @@ def check_residual(
     """
     pre = pre if form.scale == 1 else form.scale * pre
     eps = torch.finfo(post.dtype).eps
-    magnitude = pre.float().abs() + attn.float().abs() + mlp.float().abs()
-    magnitude = magnitude if form.mlp_parts <= 1 else magnitude + mlp.float().abs().amax(-1, keepdim=True)
-    error = (post.float() - (pre + attn + mlp).float()).abs()
+    magnitude = pre.float().abs().add_(attn.abs()).add_(mlp.abs())
+    if form.mlp_parts > 1:
+        magnitude.add_(mlp.abs().amax(-1, keepdim=True))
+    error = (post.float() - (pre + attn + mlp)).abs_()
     check.num_rows += post.reshape(-1, post.shape[-1]).shape[0]
-    check.add(error, 4 * eps * magnitude.clamp(min=torch.finfo(torch.float32).tiny), step)
+    check.add(error, magnitude.clamp_(min=torch.finfo(torch.float32).tiny).mul_(4 * eps), step)
+
+
+def check_blocks(
+    check: Check,
+    watched: Mapping[tuple[str, int], Tensor],
+    forms: Sequence[BlockSum],
+    unchanged: Mapping[int, Sequence[int]],
+    step: int,
+) -> None:
+    """Calls `check_residual` for the layers of a pass, several at once.
+
+    watched: states [r, m] by (site, layer); the input of a layer without site pre is S of the layer below.  forms: of
+    each layer.  unchanged: layer -> which of its rows to check, if not all.
+    """
+    most = max(1, _NUMBERS_AT_ONCE // watched["S", 0].numel())
+    groups: list[list[int]] = []
+    for layer, form in enumerate(forms):
+        last = groups[-1] if groups else []
+        if last and len(last) < most and forms[last[0]] == form and not {layer, last[0]} & unchanged.keys():
+            last.append(layer)
+        else:
+            groups.append([layer])
+    for layers in groups:
+        places = [[("pre", n) if ("pre", n) in watched else ("S", n - 1) for n in layers]]
+        places += [[(site, n) for n in layers] for site in "TCS"]
+        rows = unchanged.get(layers[0], slice(None))
+        parts = [torch.stack([watched[place] for place in of_site])[:, rows] for of_site in places]
+        check_residual(check, *parts, step=step, form=forms[layers[0]])
 
 
 def lens_check(dtype: torch.dtype) -> Check:
@@ -88,10 +121,10 @@ def check_lens(check: Check, logits: Tensor, model_logits: Tensor, step: int) ->
     They need not be bitwise equal: the two matrix products have different numbers of rows, so sums are reordered.
     Raises: CaptureError beyond the tolerance, and for NaN.
     """
-    scale = model_logits.float().abs().amax(-1, keepdim=True)
-    error = (logits.float() - model_logits.float()).abs()
+    scale = model_logits.abs().amax(-1).float()
+    error = (logits.float() - model_logits).abs_().amax(-1)
     check.num_rows += len(logits)
-    check.add(error, (_lens_rtol(logits.dtype) * scale).expand_as(error), step)
+    check.add(error, _lens_rtol(logits.dtype) * scale, step)
 
 
 def _lens_rtol(dtype: torch.dtype) -> float:

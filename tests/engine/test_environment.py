@@ -11,7 +11,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.engine.fingerprint import FingerprintMismatch, require_same
-from cacheprobe.models import settings
+from cacheprobe.models import facts, settings
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.facts import checksum_of
 from cacheprobe.models.hf.bridge import BridgeLM
@@ -238,6 +238,20 @@ def test_a_checksum_sees_every_edit_of_a_weight(numbers: int) -> None:
         seen.add(checksum_of([("v", weight)], at_once))
         seen.add(checksum_of([("w", weight.view(6, numbers))], at_once))
         assert len(seen) == 6
+
+
+def test_a_run_reads_the_weights_once_and_the_next_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice of the forward and the fingerprint need the same checksum; an edit between two runs changes it."""
+    model, read, real = fresh(), [], checksum_of
+    cp.run(model, PROMPTS[:1], **LIGHT)
+    monkeypatch.setattr(facts, "checksum_of", lambda named: (read.append(1), real(named))[1])
+    before = cp.run(model, PROMPTS[:1], **LIGHT).fingerprint
+    assert len(read) == 1
+    with torch.no_grad():
+        next(model.bridge.original_model.parameters()).data.mul_(1.5)
+    assert len(read) == 1
+    after = cp.run(model, PROMPTS[:1], **LIGHT).fingerprint
+    assert len(read) == 2 and before["weights_sha256"] != after["weights_sha256"]
 
 
 @pytest.mark.parametrize("key", ["threads", "float32_matmul_precision"])

@@ -1,0 +1,61 @@
+"""The check that a layer's output is the sum of its parts: several layers in one call beside one call each."""
+
+
+import pytest
+import torch
+from torch import Tensor
+
+from cacheprobe.models.base import BlockSum
+from cacheprobe.trace import self_checks
+from cacheprobe.trace.self_checks import CaptureError, check_blocks, check_residual, residual_check
+
+LAYERS, ROWS = 7, 5
+FORMS = [*[BlockSum()] * 3, BlockSum(scale=0.5), *[BlockSum(mlp_parts=2)] * 3]
+
+
+def states(
+    dtype: torch.dtype, forms: list[BlockSum], entering: tuple[int, ...] = (0,)
+) -> dict[tuple[str, int], Tensor]:
+    """S, T and C of layers that add up, and the input of some layers."""
+    generator = torch.Generator().manual_seed(0)
+    made: dict[tuple[str, int], Tensor] = {}
+    for layer, form in enumerate(forms):
+        drawn = [torch.randn(ROWS, 8, generator=generator).to(dtype) for _ in range(3)]
+        made["T", layer], made["C", layer], below = drawn
+        if layer in entering:
+            made["pre", layer] = below
+        below = made.get(("pre", layer), made.get(("S", layer - 1)))
+        assert below is not None
+        made["S", layer] = form.scale * below + made["T", layer] + made["C", layer]
+    return made
+
+
+@pytest.mark.parametrize("at_once", [1, 90, 2**18])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_layers_together_are_checked_as_layers_one_by_one(
+    dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_checks, "_NUMBERS_AT_ONCE", at_once)
+    made = states(dtype, FORMS, (0, 5))
+    unchanged = {1: [0, 3], 5: [], 6: [4]}
+    together, alone = residual_check(dtype), residual_check(dtype)
+    check_blocks(together, made, FORMS, unchanged, 0)
+    for layer, form in enumerate(FORMS):
+        rows = unchanged.get(layer, list(range(ROWS)))
+        below = made["pre" if layer in (0, 5) else "S", layer if layer in (0, 5) else layer - 1]
+        parts = (part[rows] for part in (below, *(made[site, layer] for site in "TCS")))
+        check_residual(alone, *parts, step=0, form=form)
+    assert together == alone and together.num_rows == 4 * ROWS + 3
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("site", ["T", "C", "S"])
+def test_a_wrong_state_of_any_layer_is_found(layer: int, site: str) -> None:
+    made = states(torch.float32, FORMS)
+    made[site, layer] = made[site, layer].clone()
+    made[site, layer][3, 2] += 0.1
+    with pytest.raises(CaptureError, match="step 9: resid_post = resid_pre"):
+        check_blocks(residual_check(torch.float32), made, FORMS, {}, 9)
+    others = [row for row in range(ROWS) if row != 3]
+    excluded = {layer: others} | ({layer + 1: others} if site == "S" else {})
+    check_blocks(residual_check(torch.float32), made, FORMS, excluded, 9)
