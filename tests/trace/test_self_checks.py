@@ -1,6 +1,5 @@
 """The check that a layer's output is the sum of its parts: several layers in one call beside one call each."""
 
-
 import pytest
 import torch
 from torch import Tensor

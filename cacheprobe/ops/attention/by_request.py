@@ -151,15 +151,15 @@ def attend_by_request(
     batch, heads, width, depth = q.shape
     groups, value_depth = (cached(0, 1)[0].shape[1], cached(0, 1)[1].shape[3])
     repeats = heads // groups
-    folded = q.reshape(batch, groups, repeats * width, depth).split(1)
     added = None if sinks is None else sinks.view(1, groups, repeats, 1).expand(1, -1, -1, width).reshape(1, groups, -1)
     attend = scaled_dot_product_attention if is_plain else _by_scores(softcap, added)
-    zeros, outputs = q.new_zeros(1, groups, repeats * width, value_depth), []
+    outputs = []
     with _Threads(q.device) as threads:
         for row, pieces in enumerate(reach.pieces):
-            own, parts = _aligned(folded[row]), []
+            parts = []
             for piece in pieces:
                 threads.take(heads * width * depth * piece.span)
+                own = _aligned(q[row : row + 1].reshape(1, groups, repeats * width, depth))
                 keys, values = cached(row, piece.span)
                 own_mask = reach.mask(mask, row, piece.span, repeats)
                 parts.append(attend(own, keys, values, attn_mask=own_mask, scale=scale))
@@ -168,8 +168,8 @@ def attend_by_request(
                 cut = [part[:, :, :, p.first : p.end] for part, p in zip(of_slots, pieces, strict=True)]
                 cut.append(of_slots[-1][:, :, :, pieces[-1].end :])  # pads, whose outputs are not read
                 parts = [torch.cat(cut, 3).view_as(parts[0])]
-            outputs.append(parts[0] if parts else zeros)
-    return torch.cat(outputs).view(batch, heads, width, -1).transpose(1, 2).reshape(batch, width, -1)
+            outputs.append(parts[0] if parts else q.new_zeros(1, groups, repeats * width, value_depth))
+        return torch.cat(outputs).view(batch, heads, width, -1).transpose(1, 2).reshape(batch, width, -1)
 
 
 def attend_together(

@@ -188,13 +188,6 @@ class Queue:
         self._widened[id(values)] = out
         return out, True
 
-    def _call_of(self, number: int) -> NDArray[np.int64] | None:
-        """Returns the numbers that describe a queued cache write or attention; None for other operations."""
-        step = self._numbers[number]
-        if step[queue_loops.FIELDS] not in (queue_loops.STORE, queue_loops.ATTEND):
-            return None
-        return next(k for k in self._kept if isinstance(k, np.ndarray) and k.ctypes.data == step[_CALL])
-
     def _result(self, out: Tensor) -> Tensor:
         """Returns a tensor that the next operation fills, after it was added to the results."""
         self._results.append(out)
@@ -224,7 +217,13 @@ class PreparedQueue:
         num = queue._num
         self._loops, self._most_inner = _loops(queue.kind, FORMATS[queue.dtype]), queue._most_inner
         self._is_little = queue._work <= _LITTLE
-        calls = [queue._call_of(number) for number in range(num)]
+        tables = {kept.ctypes.data: kept for kept in queue._kept if isinstance(kept, np.ndarray)}
+        described = np.isin(queue._numbers[:num, queue_loops.FIELDS], (queue_loops.STORE, queue_loops.ATTEND))
+        addresses = queue._numbers[:num, _CALL].tolist()
+        calls = [
+            tables[address] if is_described else None
+            for address, is_described in zip(addresses, described, strict=True)
+        ]
         parts = [queue._numbers[:num].ravel(), *(call for call in calls if call is not None)]
         self._memory = np.concatenate(parts)
         self._numbers = self._memory[: num * NUMBERS].reshape(num, NUMBERS)
