@@ -16,6 +16,7 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.ops.attention.by_request import Reach, reach_of_positions
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 from cacheprobe_benchmarks.shared.machine import machine, measuring
 
@@ -73,7 +74,13 @@ def _ours(model: CachedLM) -> Callable[[], Tensor]:
     rows = [cache.allocate() for _ in range(ROWS)]
     ids = torch.zeros(ROWS, POSITION, dtype=torch.long)
     fast.forward(ids, cache, rows, [0] * ROWS)
-    return lambda: fast.forward(ids[:, :1], cache, rows, [POSITION] * ROWS)
+
+    def step() -> Tensor:
+        reach = Reach(tuple(reach_of_positions(POSITION, 1, CAPACITY) for _ in rows))
+        with cache.attending_to(reach.span, reach):  # as the loop does in a decode pass
+            return fast.forward(ids[:, :1], cache, rows, [POSITION] * ROWS)
+
+    return step
 
 
 def _static(hf: Any, forward: Callable[..., Any]) -> Callable[[], Tensor]:
