@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
+from cacheprobe.kvcache.cache import Copy, KVCache
 from cacheprobe.models.fast import prepared
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.fast.prepared import PreparedOperations
@@ -86,8 +87,17 @@ def test_runs_with_drafts_and_copies_have_the_same_bits(dtype: torch.dtype, monk
     """Deterministic requests are computed twice in some passes, in which the copy is compared and not stored."""
     model, traces = on_loops(cp.load_model(hf_model("llama", dtype))), []
     prompts = [list(map(int, text)) for text in texts(5, 9, 3, 12)]
-    counts = []
+    counts, compared = [], []
+    real = KVCache._compare
+
+    def compare(cache: KVCache, layer: int, copy: Copy, k: Tensor, v: Tensor) -> None:
+        """Notes what is compared."""
+        compared[-1].append((layer, k.clone(), v.clone()))
+        real(cache, layer, copy, k, v)
+
+    monkeypatch.setattr(KVCache, "_compare", compare)
     for wanted in (True, False):
+        compared.append([])
         with preparing(monkeypatch, wanted) as made:
             traces.append(cp.run(model, prompts, deterministic=0.5, drafter=cp.drafters.NGram(), **SMALL))
         counts.append(len(made))
@@ -98,6 +108,9 @@ def test_runs_with_drafts_and_copies_have_the_same_bits(dtype: torch.dtype, monk
             assert bitwise(ours.states(site, layer, number), theirs.states(site, layer, number))
     assert ours.meta["self_checks"] == theirs.meta["self_checks"] and ours.meta["self_checks"]["compared"]
     assert counts[0] > 3 and counts[1] == 0
+    assert len(compared[0]) == len(compared[1]) > 0
+    for (layer, k, v), (other, other_k, other_v) in zip(*compared, strict=True):
+        assert layer == other and bitwise(k, other_k) and bitwise(v, other_v)
 
 
 def logits_of(fast: HookedHF, cache: object, step: int = 0) -> Tensor:
