@@ -120,7 +120,8 @@ class _Preparing(QueuedOperations):
         self.weights: list[Tensor] = []
         self.biases: list[tuple[Tensor, Tensor]] = []
         """(bias of the model, float32 copy that the loops read)"""
-        self.new_keys_and_values: list[tuple[Tensor, Tensor]] = []
+        self.compared: list[tuple[Tensor, Tensor]] = []
+        """New keys and values of each layer, if a batch index recomputes the tokens of another one."""
 
     def products(self, values: Tensor, layers: Sequence[Affine]) -> list[Tensor]:
         """Queues linear layers that have the same input; returns their outputs [b, t, o]."""
@@ -146,7 +147,8 @@ class _Preparing(QueuedOperations):
         keys, values = cache.keys[layer], cache.values[layer]
         if (keys.stride(), values.stride()) != self.steps:
             raise NotPreparedError
-        self.new_keys_and_values.append((k, v))
+        if cache.copy is not None:
+            self.compared.append((k, v))
         self.queue.store(k, v, keys, values, self.rows, self.starts)
         out = self.queue.attend(q, keys[:1], values[:1], mask, self.places, scale)
         return out.transpose(1, 2).flatten(2)
@@ -184,8 +186,7 @@ class _PreparedPass:
         fresh = {tensor.data_ptr(): tensor for tensor in (stream, *(tensor for _, tensor in noted))}
         index = {address: number for number, address in enumerate(fresh)}
         self._noted = [(place, index[tensor.data_ptr()]) for place, tensor in noted]
-        self._keys_and_values = operations.new_keys_and_values if inputs.cache.copy is not None else []
-        fixed = [tensor for pair in self._keys_and_values for tensor in pair]
+        fixed = [tensor for pair in operations.compared for tensor in pair]
         self._addresses = [weight.data_ptr() for weight in operations.weights]
         self._queue = PreparedQueue(operations.queue, [*fresh.values()], fixed)
 
@@ -213,7 +214,7 @@ class _PreparedPass:
         for column, part, held in zip((1, 2), first_row, (cache.keys[0], cache.values[0]), strict=True):
             own.places[:, column] += (part.data_ptr() - held.data_ptr()) // held.element_size()
         states = self._queue.run(stream).unbind()
-        for layer, (k, v) in enumerate(self._keys_and_values):
+        for layer, (k, v) in enumerate(own.compared):
             cache.store(layer, k, v, _is_written)
         for place, number in self._noted:
             for function in inputs.listeners.get(place, ()):
