@@ -83,13 +83,16 @@ def sha256_of(named: Sequence[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()[:16]
 
 
-_KNOWN: ContextVar[dict[int, tuple[object, str]] | None] = ContextVar("known checksums", default=None)
-"""By id of a model: the model and its checksum; None outside of `hashing_once`."""
+_Known = dict[int, tuple[object, list[tuple[int, int]], str]]
+_KNOWN: ContextVar[_Known | None] = ContextVar("known checksums", default=None)
+"""By id of a model: the model, (address, edit count) of each weight, and the checksum; None outside of
+`hashing_once`."""
 
 
 @contextmanager
 def hashing_once() -> Iterator[None]:
-    """Inside the `with`, the bytes of a model's weights are read once: nothing may edit them there."""
+    """Reads the bytes of each model's weights once inside the `with`, and again if a weight was edited or moved. Do not
+    edit through `weight.data` there, which no edit count shows."""
     token = _KNOWN.set({})
     try:
         yield
@@ -110,12 +113,13 @@ class HashedWeights(ABC):
     @property
     def weights_checksum(self) -> str:
         """Checksum of all parameters as hex text, computed at every access; inside `hashing_once`, at the first."""
-        known = _KNOWN.get()
+        named, known = self._named_weights(), _KNOWN.get()
         if known is None:
-            return checksum_of(self._named_weights())
-        if id(self) not in known:
-            known[id(self)] = self, checksum_of(self._named_weights())
-        return known[id(self)][1]
+            return checksum_of(named)
+        versions = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for _, weight in named]
+        if id(self) not in known or known[id(self)][1] != versions:
+            known[id(self)] = self, versions, checksum_of(named)
+        return known[id(self)][2]
 
     @property
     def weights_sha256(self) -> str:

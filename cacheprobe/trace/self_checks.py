@@ -15,7 +15,8 @@ from cacheprobe.models.settings import product_dtype
 _PLAIN_SUM = BlockSum()
 
 _NUMBERS_AT_ONCE = 2**18
-"""Numbers of the states that are compared in one call: the memory of small tensors is used again, which is faster."""
+"""Most numbers of one site that are compared in one call. For more, torch would take new memory from the operating
+system in every call, which takes longer than the comparison."""
 
 
 class CaptureError(ObserverError):
@@ -71,10 +72,11 @@ def check_residual(
     """
     pre = pre if form.scale == 1 else form.scale * pre
     eps = torch.finfo(post.dtype).eps
-    magnitude = pre.float().abs().add_(attn.abs()).add_(mlp.abs())
+    wide = torch.promote_types(post.dtype, torch.float32)
+    magnitude = pre.to(wide).abs().add_(attn.abs()).add_(mlp.abs())
     if form.mlp_parts > 1:
         magnitude.add_(mlp.abs().amax(-1, keepdim=True))
-    error = (post.float() - (pre + attn + mlp)).abs_()
+    error = (post.to(wide) - (pre + attn + mlp)).abs_()
     check.num_rows += post.reshape(-1, post.shape[-1]).shape[0]
     check.add(error, magnitude.clamp_(min=torch.finfo(torch.float32).tiny).mul_(4 * eps), step)
 
@@ -91,6 +93,8 @@ def check_blocks(
     watched: states [r, m] by (site, layer); the input of a layer without site pre is S of the layer below.  forms: of
     each layer.  unchanged: layer -> which of its rows to check, if not all.
     """
+    if not forms:  # a pass of no layer
+        return
     most = max(1, _NUMBERS_AT_ONCE // watched["S", 0].numel())
     groups: list[list[int]] = []
     for layer, form in enumerate(forms):
@@ -121,8 +125,9 @@ def check_lens(check: Check, logits: Tensor, model_logits: Tensor, step: int) ->
     They need not be bitwise equal: the two matrix products have different numbers of rows, so sums are reordered.
     Raises: CaptureError beyond the tolerance, and for NaN.
     """
-    scale = model_logits.abs().amax(-1).float()
-    error = (logits.float() - model_logits).abs_().amax(-1)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    scale = model_logits.abs().amax(-1).to(wide)
+    error = (logits.to(wide) - model_logits).abs_().amax(-1)
     check.num_rows += len(logits)
     check.add(error, _lens_rtol(logits.dtype) * scale, step)
 

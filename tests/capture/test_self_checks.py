@@ -30,7 +30,7 @@ def states(
 
 
 @pytest.mark.parametrize("at_once", [1, 90, 2**18])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_layers_together_are_checked_as_layers_one_by_one(
     dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,6 +45,8 @@ def test_layers_together_are_checked_as_layers_one_by_one(
         parts = (part[rows] for part in (below, *(made[site, layer] for site in "TCS")))
         check_residual(alone, *parts, step=0, form=form)
     assert together == alone and together.num_rows == 4 * ROWS + 3
+    check_blocks(together, {("pre", 0): made["pre", 0]}, [], {}, 0)
+    assert together == alone, "a pass of no layer has nothing to check"
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))

@@ -1,4 +1,5 @@
-"""Passes whose operations were prepared, beside passes that queue them again: every bit, and what is prepared anew."""
+"""Passes whose operations were prepared have the bits of passes that queue them again. Tests which passes are prepared
+anew."""
 
 import gc
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.fast.prepared import PreparedOperations
 from cacheprobe.models.fast.queued import QueuedOperations
 from cacheprobe.ops.attention.by_request import Reach, reach_of_positions
+from cacheprobe.ops.compiled.lanes import INNER_STEP
 from cacheprobe.ops.equality import bitwise
 from tests.compiled import on_loops
 from tests.feeding import texts
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.determinism
 SITES = [("pre", 0), *((site, layer) for layer in range(3) for site in "STC")]
 CASES = [(family, dtype, None) for family in ("llama", "qwen2", "qwen3") for dtype in (torch.float32, torch.bfloat16)]
 CASES += [("mistral", torch.bfloat16, 6), ("llama", torch.float16, None)]
+CASES += [("qwen2", torch.bfloat16, 6), ("qwen3", torch.float32, 6)]  # two kinds of layers, with a mask each
 cases = pytest.mark.parametrize(("family", "dtype", "window"), CASES, ids=str)
 
 
@@ -39,7 +42,7 @@ def preparing(monkeypatch: pytest.MonkeyPatch, wanted: bool = True) -> Iterator[
     made: list[object] = []
 
     class Counted(prepared._PreparedPass):
-        """Is counted."""
+        """A prepared pass that is counted."""
 
         def __init__(self, *args: object) -> None:
             super().__init__(*args)
@@ -48,7 +51,7 @@ def preparing(monkeypatch: pytest.MonkeyPatch, wanted: bool = True) -> Iterator[
     with monkeypatch.context() as patch:
         patch.setattr(prepared, "_PreparedPass", Counted)
         if not wanted:
-            patch.setattr(PreparedOperations, "through", QueuedOperations.through)
+            patch.setattr(PreparedOperations, "run_blocks", QueuedOperations.run_blocks)
         yield made
 
 
@@ -116,12 +119,14 @@ def test_runs_with_drafts_and_copies_have_the_same_bits(dtype: torch.dtype, monk
 def logits_of(fast: HookedHF, cache: object, step: int = 0) -> Tensor:
     reach = Reach((reach_of_positions(step, 1, 16),))
     with cache.attending_to(reach.span, reach):
-        return fast.forward(texts(1)[0][None], cache, [0], [step])
+        return fast.forward(texts(1, seed=step)[0][None], cache, [0], [step])
 
 
-@pytest.mark.parametrize("edit", ["in place", "bias in place", "other numbers", "another parameter"])
+@pytest.mark.parametrize(
+    "edit", ["in place", "bias in place", "other numbers", "other numbers of a norm", "another parameter"]
+)
 def test_an_edit_of_the_weights_is_seen(edit: str) -> None:
-    """In a cache for which the pass was prepared before the edit."""
+    """The pass was prepared for this cache before the edit."""
     fast = fast_of("qwen2", torch.bfloat16)
     cache = fast.new_cache(1, 16)
     before = logits_of(fast, cache)
@@ -133,6 +138,9 @@ def test_an_edit_of_the_weights_is_seen(edit: str) -> None:
             layer.weight.mul_(2)
         elif edit == "bias in place":
             layer.bias.add_(1)
+        elif edit == "other numbers of a norm":
+            norm = fast.model.model.layers[1].input_layernorm.weight
+            norm.data = norm.data * 2
         elif edit == "other numbers":
             layer.weight.data = layer.weight.data * 2
         else:
@@ -143,13 +151,13 @@ def test_an_edit_of_the_weights_is_seen(edit: str) -> None:
 
 
 def test_what_was_prepared_is_dropped_with_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And for another shape, if there are too many."""
+    """The pass that was not used for longest is dropped too, if there are too many shapes."""
     fast = fast_of("llama")
     cache = fast.new_cache(1, 64)
     operations = fast._operations
     assert isinstance(operations, PreparedOperations)
     with preparing(monkeypatch) as made:
-        for width in (*range(1, 13), 12, 12):
+        for width in (*range(1, 9), 1, *range(9, 13), 12, 1):
             reach = Reach((reach_of_positions(0, width, 64),))
             with cache.attending_to(reach.span, reach):
                 fast.forward(texts(width)[0][None], cache, [0], [0])
@@ -181,3 +189,75 @@ def test_a_long_pass_is_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
             with cache.attending_to(reach.span, reach):
                 fast.forward(torch.stack(texts(*[width] * batch)), cache, range(batch), [0] * batch)
     assert len(made) == 1, "of 4 x 64 tokens"
+
+
+def test_caches_of_other_sizes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = fast_of("llama", torch.bfloat16)
+    outputs = []
+    for wanted in (True, False):
+        caches = [fast.new_cache(rows, capacity) for rows, capacity in ((2, 64), (5, 96), (1, 16))]
+        with preparing(monkeypatch, wanted):
+            outputs.append([logits_of(fast, cache, step) for step in range(3) for cache in caches])
+    assert all(bitwise(ours, theirs) for ours, theirs in zip(*outputs, strict=True))
+
+
+def test_slots_that_are_hidden_between_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that are no longer hidden."""
+    fast, outputs = fast_of("llama", torch.bfloat16), []
+    for wanted in (True, False):
+        cache, found = fast.new_cache(1, 16), []
+        row = cache.allocate()
+        with preparing(monkeypatch, wanted):
+            for step in range(8):
+                cache.hidden[row, 1] = step in (3, 4)
+                found.append(logits_of(fast, cache, step))
+        outputs.append(found)
+    assert all(bitwise(ours, theirs) for ours, theirs in zip(*outputs, strict=True))
+    cache = fast.new_cache(1, 16)
+    assert not bitwise([logits_of(fast, cache, step) for step in range(4)][-1], outputs[0][3]), "the control: it shows"
+
+
+def test_a_request_beyond_its_mask_is_refused_in_every_pass() -> None:
+    fast = fast_of("llama")
+    cache = fast.new_cache(1, 128)
+    ids, reach = texts(1)[0][None], Reach((reach_of_positions(70, 1, 128),))
+    for num_slots in (128, 32):
+        with cache.attending_to(num_slots, reach):
+            if num_slots == 128:
+                fast.forward(ids, cache, [0], [70])
+                continue
+            with pytest.raises(ValueError, match="a mask of 32 slots for requests that attend to 71"):
+                fast.forward(ids, cache, [0], [70])
+
+
+def test_a_listener_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = fast_of("llama")
+    cache = fast.new_cache(1, 16)
+    wanted = logits_of(fast, cache)
+
+    def fail(site: str, layer: int, value: Tensor) -> None:
+        """Raises an error."""
+        raise KeyError(site)
+
+    with pytest.raises(KeyError), fast.capturing([("T", 1)], fail):
+        logits_of(fast, cache)
+    assert bitwise(logits_of(fast, cache), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_with_the_products_that_suit_this_processor(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Widths are multiples of 32, so that pairs and tiles of bfloat16 can be prepared; of 48 they are not."""
+    live = hf_model("llama")
+    for width in (96, 48):
+        sizes = {**live.config.to_dict(), "hidden_size": 64, "intermediate_size": width, "head_dim": 16}
+        torch.manual_seed(0)
+        fast, counts, outputs = HookedHF(cp.load_model(type(live)(type(live.config)(**sizes)).to(dtype).eval())), [], []
+        for wanted in (True, False):
+            found, count = fed(fast, monkeypatch, wanted)
+            outputs.append(found)
+            counts.append(count)
+        assert all(bitwise(ours, theirs) for ours, theirs in zip(*outputs, strict=True))
+        operations = fast._operations
+        is_loops = isinstance(operations, PreparedOperations)
+        fits = is_loops and width % INNER_STEP[operations._queue.kind] == 0
+        assert counts == [5 if fits else 0, 0]

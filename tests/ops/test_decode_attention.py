@@ -124,7 +124,7 @@ def test_what_the_loops_would_misread_is_refused() -> None:
         ((q, keys, values, mask.float()), "mask of torch.float32"),
         ((q, keys.float(), values, mask), "keys of torch.float32"),
         ((q, keys, values, mask[:1]), "a mask of"),
-        ((q, keys, values, mask[..., :200]), "over 300 slots"),
+        ((q, keys, values, mask[..., :200]), "a mask of 200 slots for requests that attend to 300"),
         ((q, keys.mT.contiguous().mT, values, mask), "the last must be 1"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cacheprobe.ops.compiled.lanes import FLOATS
 from cacheprobe.ops.compiled.queue import PreparedQueue, Queue, _shared_offsets
 from cacheprobe.ops.equality import bitwise
 from tests.ops.test_compiled import all_cases, drawn, on_threads
@@ -89,6 +90,15 @@ def test_results_share_memory_unless_they_are_fresh_or_fixed(kind: int, dtype: t
     assert bitwise(normed[0], wanted), "fixed results hold their values after the run"
 
 
+def test_an_operation_that_reads_a_part_of_a_result_is_refused() -> None:
+    """Only whole results have a place of their own."""
+    made, stream = Queue(FLOATS, torch.float32), torch.randn(4, 64)
+    doubled = made.added(stream, stream)
+    made.silu(doubled[2:])
+    with pytest.raises(ValueError, match="a part of another one's result"):
+        PreparedQueue(made, [stream])
+
+
 @pytest.mark.parametrize("seed", range(50))
 def test_no_two_results_in_use_share_a_byte(seed: int) -> None:
     """Random operations: one may run together with those before it, back to the last that waits."""
@@ -110,8 +120,7 @@ def test_no_two_results_in_use_share_a_byte(seed: int) -> None:
     for one in sizes:
         assert offsets[one] + sizes[one] <= total
         for other in sizes:
-            overlaps = one < other and set(spans[one]) & set(spans[other])
-            if overlaps and one != other:
+            if one < other and set(spans[one]) & set(spans[other]):
                 apart = offsets[one] + sizes[one] <= offsets[other] or offsets[other] + sizes[other] <= offsets[one]
                 assert apart, (one, other)
     assert total < sum(sizes.values())

@@ -84,7 +84,7 @@ class FunctionalForward(ABC):
         operations = self.operations
         operations.begin()
         stream, rotation = self.embed(token_ids, position_ids)
-        stream = operations.through(self, PassInputs(stream, cache, rotation, masks, listeners, num_layers))
+        stream = operations.run_blocks(self, PassInputs(stream, cache, rotation, masks, listeners, num_layers))
         operations.finish()
         if num_layers is not None:
             return stream

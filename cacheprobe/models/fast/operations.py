@@ -75,7 +75,7 @@ class Operations:
     def begin(self) -> None:
         """Starts a forward. Here nothing is kept from forward to forward."""
 
-    def through(self, model: BlockForward, inputs: PassInputs) -> Tensor:
+    def run_blocks(self, model: BlockForward, inputs: PassInputs) -> Tensor:
         """Returns the residual stream [b, t, m] after the blocks of a model."""
         return model.blocks(self, inputs)
 

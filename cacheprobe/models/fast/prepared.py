@@ -18,16 +18,16 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.fast.operations import Affine, BlockForward, PassInputs
 from cacheprobe.models.fast.queued import QueuedOperations, is_silu
 from cacheprobe.models.hf.rms_norms import Norm
-from cacheprobe.ops.compiled.attention import serves
+from cacheprobe.ops.compiled.attention import require_slots, serves
 from cacheprobe.ops.compiled.lanes import INNER_STEP
 from cacheprobe.ops.compiled.product import CompiledProduct
-from cacheprobe.ops.compiled.queue import PreparedQueue, Queue
+from cacheprobe.ops.compiled.queue import PreparedQueue
 
-_MOST_ROWS = 256
+_MOST_TOKENS = 256
 """Largest number of tokens in a pass that is prepared: in longer ones, the loops take far longer than Python does."""
 
 _MOST_SHAPES = 8
-"""Shapes of passes that are kept for one cache; the one prepared first is dropped for another."""
+"""Shapes of passes that are kept for one cache; the one that was not used for longest is dropped for another."""
 
 
 _MOST_OPERATIONS = 32
@@ -43,9 +43,7 @@ class _Shape(NamedTuple):
 
     batch: int
     width: int
-    num_layers: int | None
-    kinds: tuple[str, ...]
-    """Kinds of layers that have masks of their own."""
+    num_layers: int
     attending: bytes
     """Batch indices whose attention is computed."""
     has_copy: bool
@@ -53,8 +51,8 @@ class _Shape(NamedTuple):
 
 
 class PreparedOperations(QueuedOperations):
-    """Computes the blocks in passes of few tokens by operations that are queued once for each shape and cache. Else as
-    QueuedOperations.
+    """Computes the blocks in passes of few tokens by operations that are queued once for each shape and cache. The
+    operations of other passes are queued in each pass, as by QueuedOperations.
 
     Twin: `QueuedOperations`, bitwise: tests.models.test_prepared_passes.
     """
@@ -62,41 +60,41 @@ class PreparedOperations(QueuedOperations):
     def __init__(self, product: CompiledProduct, dtype: torch.dtype) -> None:
         """dtype: of the model."""
         super().__init__(product, dtype)
-        self._product, self._dtype = product, dtype
-        self._can_prepare = True
+        self._compiled, self._can_prepare = product, True  # until torch had to compute a part of a pass
         self._by_cache: WeakKeyDictionary[BlockForward, WeakKeyDictionary[KVCache, dict[_Shape, _PreparedPass]]] = (
             WeakKeyDictionary()
         )
 
-    def through(self, model: BlockForward, inputs: PassInputs) -> Tensor:
+    def run_blocks(self, model: BlockForward, inputs: PassInputs) -> Tensor:
         """Returns the residual stream [b, t, m] after the blocks of a model."""
         cache, (batch, width) = inputs.cache, inputs.stream.shape[:2]
         reach = cache.reach
         if reach is None or not self._can_prepare or not _is_preparable(inputs):
-            return super().through(model, inputs)
+            return super().run_blocks(model, inputs)
         table = reach.request_table(partial(cache.row_view, 0))
-        kinds = () if isinstance(inputs.masks, Tensor) else tuple(inputs.masks)
         attending, has_copy = table[:, 0].tobytes(), cache.copy is not None
-        shape = _Shape(batch, width, inputs.num_layers, kinds, attending, has_copy)
+        num_layers = len(cache.keys) if inputs.num_layers is None else inputs.num_layers
+        shape = _Shape(batch, width, num_layers, attending, has_copy)
         by_shape = self._by_cache.setdefault(model, WeakKeyDictionary()).setdefault(cache, {})
         if shape in by_shape and not by_shape[shape].is_current:
             by_shape.clear()
         if shape not in by_shape:
             try:
-                made = _PreparedPass(model, _Preparing(self._product, self._dtype, inputs, table), inputs)
+                made = _PreparedPass(model, _Preparing(self._compiled, self._queue.dtype, inputs, table), inputs)
             except NotPreparedError:
                 self._can_prepare = False
-                return super().through(model, inputs)
+                return super().run_blocks(model, inputs)
             if len(by_shape) == _MOST_SHAPES:
                 del by_shape[next(iter(by_shape))]
             by_shape[shape] = made
+        by_shape[shape] = by_shape.pop(shape)  # the last one used
         return by_shape[shape].run(inputs, table)
 
 
 def _is_preparable(inputs: PassInputs) -> bool:
     """Returns True if the loops compute attention in this pass, and it is short enough to be prepared."""
     stream = inputs.stream
-    is_short = stream.shape[0] * stream.shape[1] <= _MOST_ROWS and serves(stream[:, None])
+    is_short = stream.shape[0] * stream.shape[1] <= _MOST_TOKENS and serves(stream[:, None])
     return is_short and inputs.num_layers != 0 and type(inputs.cache) is KVCache
 
 
@@ -106,15 +104,16 @@ class _Preparing(QueuedOperations):
     def __init__(
         self, product: CompiledProduct, dtype: torch.dtype, inputs: PassInputs, table: NDArray[np.int64]
     ) -> None:
-        super().__init__(product, dtype)
-        cache, stream, rotation = inputs.cache, inputs.stream, inputs.rotation
-        count = len(cache.keys) if inputs.num_layers is None else inputs.num_layers
-        self.queue = self._queue = Queue(product.kind, dtype, _MOST_OPERATIONS * count)
+        cache, stream = inputs.cache, inputs.stream
+        super().__init__(product, dtype, _MOST_OPERATIONS * len(cache.keys))
+        if inputs.rotation is None:
+            raise NotPreparedError
+        self.queue = self._queue
         self.steps = cache.keys[0].stride(), cache.values[0].stride()
         batch, width = stream.shape[:2]
         masks = {"": inputs.masks} if isinstance(inputs.masks, Tensor) else inputs.masks
         self.masks = {kind: mask.new_empty(batch, 1, width, cache.capacity) for kind, mask in masks.items()}
-        self.rotation = tuple(part.new_empty(batch, width, *part.shape[2:]) for part in rotation or ())
+        self.rotation = tuple(part.new_empty(batch, width, *part.shape[2:]) for part in inputs.rotation)
         self.rows, self.starts = torch.empty(batch, dtype=torch.int64), torch.empty(batch, dtype=torch.int64)
         self.places = table.copy()
         self.weights: list[Tensor] = []
@@ -166,11 +165,11 @@ class _Preparing(QueuedOperations):
 
 
 class _PreparedPass:
-    """Computes all blocks in passes of one shape over one cache, which must live as long."""
+    """Computes all blocks in passes of one shape over one cache, whose tensors it keeps alive."""
 
     def __init__(self, model: BlockForward, operations: _Preparing, inputs: PassInputs) -> None:
         """Prepares passes that have the shapes of `inputs`. Raises: NotPreparedError if torch computes a part."""
-        self._inputs = operations
+        self._operations = operations
         noted: list[tuple[tuple[str, int], Tensor]] = []
 
         def note(place: tuple[str, int]) -> Callable[[Tensor], None]:
@@ -193,13 +192,17 @@ class _PreparedPass:
     @property
     def is_current(self) -> bool:
         """False if a weight lies elsewhere than when the pass was prepared."""
-        return [weight.data_ptr() for weight in self._inputs.weights] == self._addresses
+        return [weight.data_ptr() for weight in self._operations.weights] == self._addresses
 
     def run(self, inputs: PassInputs, table: NDArray[np.int64]) -> Tensor:
-        """Returns the residual stream [b, t, m] after the blocks. table: `Reach.request_table` of the pass."""
-        own, cache, stream = self._inputs, inputs.cache, inputs.stream
+        """Returns the residual stream [b, t, m] after the blocks. table: `Reach.request_table` of the pass.
+
+        Raises: ValueError if a request attends to more slots than its mask has, or to none of its own.
+        """
+        own, cache, stream = self._operations, inputs.cache, inputs.stream
         for kind, kept in own.masks.items():
             mask = inputs.mask(kind)
+            require_slots(table, mask.shape[3])
             kept[..., : mask.shape[3]] = mask
         placed = cache.placed(stream.device)
         for new, kept in (
@@ -215,12 +218,13 @@ class _PreparedPass:
             own.places[:, column] += (part.data_ptr() - held.data_ptr()) // held.element_size()
         states = self._queue.run(stream).unbind()
         for layer, (k, v) in enumerate(own.compared):
-            cache.store(layer, k, v, _is_written)
+            cache.store(layer, k, v, _write_nothing)
         for place, number in self._noted:
             for function in inputs.listeners.get(place, ()):
                 function(states[number])
-        return states[self._noted[-1][1]]
+        last = states[self._noted[-1][1]]
+        return last if inputs.num_layers is None else last.clone()  # a view would keep the states of all layers
 
 
-def _is_written(*_: Tensor) -> None:
+def _write_nothing(*_: Tensor) -> None:
     """Writes nothing: the loops wrote these keys and values."""

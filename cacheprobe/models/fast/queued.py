@@ -24,10 +24,10 @@ class QueuedOperations(Operations):
     Twin: `Operations`, close: each result is rounded alike, but sums have another order.
     """
 
-    def __init__(self, product: CompiledProduct, dtype: torch.dtype) -> None:
-        """dtype: of the model."""
+    def __init__(self, product: CompiledProduct, dtype: torch.dtype, most: int = 256) -> None:
+        """dtype: of the model.  most: operations that can be queued."""
         super().__init__(product)
-        self._queue = Queue(product.kind, dtype)
+        self._queue = Queue(product.kind, dtype, most)
         self._calls: list[tuple[Callable[[Tensor], object], Tensor]] = []
 
     def begin(self) -> None:

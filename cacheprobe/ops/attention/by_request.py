@@ -156,10 +156,11 @@ def attend_by_request(
     outputs = []
     with _Threads(q.device) as threads:
         for row, pieces in enumerate(reach.pieces):
-            parts = []
+            own, parts = None, []
             for piece in pieces:
                 threads.take(heads * width * depth * piece.span)
-                own = _aligned(q[row : row + 1].reshape(1, groups, repeats * width, depth))
+                if own is None:
+                    own = _aligned(q[row : row + 1].reshape(1, groups, repeats * width, depth))
                 keys, values = cached(row, piece.span)
                 own_mask = reach.mask(mask, row, piece.span, repeats)
                 parts.append(attend(own, keys, values, attn_mask=own_mask, scale=scale))

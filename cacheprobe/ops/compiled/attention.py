@@ -98,13 +98,21 @@ def _require_readable(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, pla
         raise ValueError(
             f"keys of {keys.dtype}, values of {values.dtype} and mask of {mask.dtype}, queries of {q.dtype}"
         )
-    slots = int(places[:, 3].max(initial=0))  # column 3: number of slots, column 4: position of the first token
     shape = mask.shape
-    if shape[0] != len(q) or shape[1] not in (1, q.shape[1]) or shape[2] != q.shape[2] or shape[3] < slots:
-        raise ValueError(f"a mask of {tuple(shape)} for queries of {tuple(q.shape)} over {slots} slots")
+    if shape[0] != len(q) or shape[1] not in (1, q.shape[1]) or shape[2] != q.shape[2]:
+        raise ValueError(f"a mask of {tuple(shape)} for queries of {tuple(q.shape)}")
+    require_slots(places, shape[3])
     if (keys.stride(3) != 1 and keys.shape[3] > 1) or (values.stride(3) != 1 and values.shape[3] > 1):
         raise ValueError(f"keys and values of strides {keys.stride()} and {values.stride()}; the last must be 1")
-    if len(places) and (places[:, 3] <= places[:, 4]).any():
+
+
+def require_slots(places: NDArray[np.int64], num_slots: int) -> None:
+    """Checks the slots of each request in `places` (see `decode_attention`). Raises: ValueError for a request that
+    attends to more slots than the mask's `num_slots`, or to none of its own."""
+    slots = int(places[:, 3].max(initial=0))  # column 3: number of slots, column 4: position of the first token
+    if slots > num_slots:
+        raise ValueError(f"a mask of {num_slots} slots for requests that attend to {slots}")
+    if (places[:, 3] <= places[:, 4]).any():
         raise ValueError("a request attends to no slot of its own: slots must exceed the first token's position")
 
 

@@ -204,16 +204,18 @@ class Queue:
 
 
 class PreparedQueue:
-    """Holds queued operations that are computed many times, each time with what their inputs then hold.
+    """Computes the same operations many times; each run reads what the inputs and weights then hold.
 
-    A few results, `fresh`, have new memory every time. The others share memory: a result takes the place of one that no
-    later operation reads.
+    They must stay at their addresses, and an operation that reads a result must read all of it. A few results, `fresh`,
+    have new memory every time. The others share memory: a result takes the place of one that no later operation reads.
     Twin: the same operations queued again (`Queue`), bitwise: tests.ops.test_prepared_queue.
     """
 
     def __init__(self, queue: Queue, fresh: Sequence[Tensor], fixed: Sequence[Tensor] = ()) -> None:
         """Takes the operations of `queue`, and empties it. fresh: tensors of one shape; the first is an input.  fixed:
-        results that stay in their own memory, and hold their values until `run` is called again."""
+        results that stay in their own memory, and hold their values until `run` is called again.
+
+        Raises: ValueError if an operation reads a part of a result."""
         num = queue._num
         self._loops, self._most_inner = _loops(queue.kind, FORMATS[queue.dtype]), queue._most_inner
         self._is_little = queue._work <= _LITTLE
@@ -246,7 +248,15 @@ class PreparedQueue:
         found = [(place, offset_of[n]) for place, n in enumerate(self._memory.tolist()) if n in offset_of]
         self._fresh_places, self._fresh_offsets = np.array(found, np.int64).reshape(-1, 2).T.copy()
         gone = {*sizes, *offset_of}
-        self._kept = [k for k in queue._kept if not isinstance(k, Tensor) or k.data_ptr() not in gone]
+        read = [kept for kept in queue._kept if isinstance(kept, Tensor)]
+        if any(one.data_ptr() not in gone and one.untyped_storage().data_ptr() in gone for one in read):
+            raise ValueError("an operation reads a part of another one's result, which has no place of its own")
+        described_by = {id(call) for call in calls}
+        self._kept = [
+            kept
+            for kept in queue._kept
+            if (kept.data_ptr() not in gone if isinstance(kept, Tensor) else id(kept) not in described_by)
+        ]
         queue.clear()
 
     def __repr__(self) -> str:
