@@ -5,6 +5,7 @@ median over neighbouring pairs; above 1.0 the optimisation saves time. Attention
 passes of deterministic requests.
 
     modules     the forward calls functions, not the modules of transformers
+    prepared    operations are queued once for each shape, not in each pass
     products    matrix products run in loops compiled for this processor, where they are faster than torch's
     readings    states of 30 layers are read without storing their logits, not as torch's product and statistics
 """
@@ -21,6 +22,8 @@ import torch
 import cacheprobe as cp
 from cacheprobe.capture.lens_reader import LENS_TILE
 from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.prepared import PreparedOperations
+from cacheprobe.models.fast.queued import QueuedOperations
 from cacheprobe.models.paths import choose_path
 from cacheprobe.ops.attention.by_request import Reach, reach_of_positions
 from cacheprobe.ops.readout import read_logits
@@ -40,6 +43,7 @@ NOT_HERE = "not used on this processor"
 
 WITHOUT: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "modules": lambda: patch.object(HookedHF, "_functional_forward", lambda *asked: None),
+    "prepared": lambda: patch.object(PreparedOperations, "run_blocks", QueuedOperations.run_blocks),
 }
 """By optimisation: switches it off."""
 
