@@ -254,6 +254,20 @@ def test_a_run_reads_the_weights_once_and_the_next_run_again(monkeypatch: pytest
     assert len(read) == 2 and before["weights_sha256"] != after["weights_sha256"]
 
 
+def test_an_edit_while_a_run_starts_is_read() -> None:
+    """By the weight's edit count, or its address."""
+    model = fresh()
+    layer = model.bridge.original_model.model.norm
+    with facts.hashing_once():
+        found = [model.weights_checksum]
+        with torch.no_grad():
+            layer.weight.add_(1)
+        found.append(model.weights_checksum)
+        layer.weight.data = layer.weight.data + 1
+        found.append(model.weights_checksum)
+    assert len(set(found)) == 3 and found[-1] == model.weights_checksum
+
+
 @pytest.mark.parametrize("key", ["threads", "float32_matmul_precision"])
 def test_a_setting_that_changes_between_two_pieces_ends_the_stream(key: str) -> None:
     apply, undo = RECORDED[key]

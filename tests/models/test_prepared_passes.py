@@ -230,6 +230,16 @@ def test_a_request_beyond_its_mask_is_refused_in_every_pass() -> None:
                 fast.forward(ids, cache, [0], [70])
 
 
+def test_an_early_stop_returns_a_stream_of_its_own() -> None:
+    """A drafter that keeps the stream must not keep the states of all layers."""
+    fast = fast_of("llama")
+    cache, reach = fast.new_cache(1, 16), Reach((reach_of_positions(0, 1, 16),))
+    for _ in range(2):
+        with cache.attending_to(reach.span, reach):
+            stream = fast.forward(texts(1)[0][None], cache, [0], [0], num_layers=2)
+        assert stream.untyped_storage().nbytes() == stream.nbytes
+
+
 def test_a_listener_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = fast_of("llama")
     cache = fast.new_cache(1, 16)
