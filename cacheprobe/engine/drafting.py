@@ -124,7 +124,7 @@ class DrafterCalls:
             raise
 
 
-def is_own(drafter: Any) -> bool:
+def is_own(drafter: object) -> bool:
     """Returns True if a drafter is one of cacheprobe's and runs no function or lens of the user."""
     parts = [drafter, *([lens] if (lens := getattr(drafter, "lens", None)) is not None else [])]
     return not isinstance(drafter, Scripted) and all(type(p).__module__.split(".")[0] == "cacheprobe" for p in parts)
@@ -155,7 +155,7 @@ def _checked(
     return kept
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     """Returns True for an iterable that is neither text nor bytes nor a mapping."""
     return isinstance(value, Iterable) and not isinstance(value, str | bytes | bytearray | Mapping)
 

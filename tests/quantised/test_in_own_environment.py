@@ -38,7 +38,6 @@ def test_the_extra_names_every_library() -> None:
     assert named == {method.to_install for method in METHODS.values() if method.package}
 
 
-@pytest.mark.slow
 def test_with_the_libraries(libraries: dict[str, str]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--jaxtyping-packages="]
     done = subprocess.run(
