@@ -53,7 +53,8 @@ class EngineOptions(TypedDict, total=False):
     prefill_chunk: int | None
     """Prompt tokens fed at once for verified requests; by default 128, or 32 if prompts are padded."""
     prefill_group: int | None
-    """Prompts of a prefill pass of verified requests; by default 1."""
+    """Prompts of a prefill pass of verified requests; 1: each prompt alone. By default prompts share passes if a trial
+    finds the bits of a prompt alone, and are otherwise read alone."""
     pad_prefill: bool | None
     """Whether a prompt's last chunk is padded to a whole one; by default only if several prompts share a pass."""
     max_batch: int

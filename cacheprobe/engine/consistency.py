@@ -1,5 +1,5 @@
 """Tests, before a run, whether a pass shape gives a token the same bits at every batch index and every window slot;
-with determinism="invariant", whether passes of any number of requests do.
+with determinism="invariant", whether passes of any number of requests do. Also tests whether prompts may share a pass.
 
 Libraries do not promise it, and some shapes break it: a vectorised loop ends with a scalar tail, and a matrix product
 may treat its last row by itself, so that the last rows of an odd shape are rounded differently (measured on CPU: SiLU
@@ -20,6 +20,8 @@ from cacheprobe.engine.trial import Cycle, num_cycles
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.fast.operations import Operations
 from cacheprobe.models.settings import numeric_settings
+from cacheprobe.ops.compiled.attention import MOST_TOKENS
+from cacheprobe.ops.compiled.lanes import FORMATS
 
 _NEARBY = 8
 """Groups that exceed the given one by less than this are tried, so that the error message can name one that works."""
@@ -39,6 +41,12 @@ _FEW = (1, 3)
 
 class ShapeRefused(ValueError):
     """Raised before a run if a trial on random texts found no batch-invariant pass shape among the allowed ones."""
+
+
+_LEAST_PROMPTS = 4
+"""Fewest prompts for which to try whether they may share a prefill pass."""
+_SHORT, _LONGER = 3, 4
+"""Tokens of a short text of that trial; how many more the other has than texts whose attention runs in loops."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +226,30 @@ def narrow_widths(model: CachedLM, config: EngineConfig, hooked: Hooked = Hooked
                 for width, key in untried.items():
                     known[key] = known.get(key) or cycle.fault_at(width)
     return tuple(width for width, key in faults.items() if known[key] is None)
+
+
+def shares_prefill(model: CachedLM, config: EngineConfig, hooked: Hooked = Hooked(), num_prompts: int = 1) -> bool:
+    """Returns True if a prompt has the bits of a pass by itself in prefill passes with other prompts, as far as a trial
+    on random texts finds no difference.
+
+    num_prompts: how many are read at once, at most. False for fewer than 4, for which the trial takes longer than it
+    saves; for padded chunks; unless no token's result depends on the others by construction; and with interventions,
+    which may look at a whole pass.
+    """
+    if num_prompts < _LEAST_PROMPTS or config.pad_prefill or config.prefill_group > 1 or hooked.edited:
+        return False
+    if not getattr(model, "computes_tokens_apart", False):
+        return False
+    known, key = _known.setdefault(model, {}), ("prefill", config.capacity, hooked, *numeric_settings().values())
+    if key not in known:
+        in_loops = MOST_TOKENS[FORMATS[model.dtype]] if model.dtype in FORMATS else 0
+        capacity = config_to_try(config, model.attends_by_request).capacity
+        longest = min(config.prefill_chunk, capacity)
+        lengths = min(in_loops + _LONGER, longest), min(_SHORT, longest)
+        with _hooks(model, hooked):
+            cycle = Cycle(model, _LEAST_PROMPTS, lengths[0], capacity, "prefill", 0, True, lengths)
+            known[key] = cycle.run_at(_LEAST_PROMPTS, lengths[0])
+    return known[key] is None
 
 
 def _groups(window: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from cacheprobe.interventions.editor import Editor, TokenSlot, token_phase
 from cacheprobe.kvcache.cache import Copy, KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
-from cacheprobe.ops.attention.by_request import SPAN_STEP, Reach, SlotSpan, reach_of_pass, reach_of_positions
+from cacheprobe.ops.attention.by_request import Reach, SlotSpan, reach_of
 from cacheprobe.ops.compiled.attention import serves_tokens_of
 
 PAD_TOKEN_ID = 0
@@ -109,6 +109,7 @@ class ModelRunner:
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
         is_hidden: bool = False,
+        is_without_pads: bool = False,
     ) -> PassOutcome:
         """Runs a [batch, width] pass over the entries, filled up with pads and dummies. Returns a PassOutcome.
 
@@ -117,6 +118,7 @@ class ModelRunner:
         slots in use, or request by request if compiled loops compute it.
         num_layers, logit_slots: as for CachedLM.forward.
         is_hidden: the pass rebuilds a preempted request, so its rows and thoughts are not reported again.
+        is_without_pads: attention runs over the tokens of each entry as in a pass by itself, without pads.
         Raises: EngineError if the entries do not fit the shape, if dummies find no free cache row, if the model fails
         or gives NaN or infinity, or if the observer runs out of memory; ShapeFault if tokens that were computed twice
         have different bits.
@@ -147,8 +149,10 @@ class ModelRunner:
             feeds = [entry.token_ids for entry in entries]
             copy = self.watch.place_copy(self.cache, states, feeds, batch_index, cache_rows, starts, token_ids)
         again = None
-        if batch is not None and phase != "prefill" and not is_hidden and any(state.is_invariant for state in states):
-            again = self.watch.choose_again(self.cache, states)
+        if not is_hidden and size > 1 and phase == "prefill" and is_without_pads:
+            again = self.watch.choose_again(self.cache, states, phase == "prefill")
+        elif batch is not None and phase != "prefill" and not is_hidden and any(s.is_invariant for s in states):
+            again = self.watch.choose_again(self.cache, states, phase == "prefill")
         slots = tuple(row_slots(entries, batch_index))
         self.shape = (size, width)
         began = time.perf_counter()
@@ -157,7 +161,7 @@ class ModelRunner:
                 self.observer.before_forward(self.step, phase, slots, self.shape)
         if self.editor is not None:
             self.editor.aim(self.step, _aims(phase, entries, batch_index), is_hidden)
-        reach = self._reach(phase, entries, batch_index, size, copy) if is_by_request else None
+        reach = self._reach(phase, entries, batch_index, size, copy, is_without_pads) if is_by_request else None
         span = reach.span if reach else self.cache.capacity if batch is not None else max(starts) + width
 
         forward = partial(
@@ -180,7 +184,7 @@ class ModelRunner:
                     copy = again = None  # `_require_numbers` reports NaN; there are no bits to compare
                 differs = None if copy is None else self.watch.difference(self.model, self.cache, copy, out, forward)
             if again is not None:
-                differs = self._compute_again(phase, entries[again], batch_index[again], out)
+                differs = self._compute_again(phase, entries[again], batch_index[again], out, logit_slots)
         except Exception as error:
             raise self._failed(phase, entries, error) from error
         finally:
@@ -203,14 +207,21 @@ class ModelRunner:
         self.seconds = time.perf_counter() - began
         return PassOutcome(out, batch_index)
 
-    def _compute_again(self, phase: str, entry: Entry, original: int, out: Tensor) -> Difference | None:
+    def _compute_again(
+        self, phase: str, entry: Entry, original: int, out: Tensor, logit_slots: Sequence[int] | None
+    ) -> Difference | None:
         """Computes the tokens of one entry of the pass just run a second time: alone, or if it was alone, behind two
-        dummies; and in one of the `widths`. Returns the first Difference, or None.
+        dummies; and in one of the `widths`, or without pads if they are a prompt's. Returns the first Difference, or
+        None.
 
-        original: the entry's batch index in `out`, the logits [b, t, v] of the pass just run.
+        original: the entry's batch index in `out`, the logits of the pass just run (all, or those at `logit_slots`).
         """
         count, taken = len(entry.token_ids), entry.state.cache_row
         fitting = [width for width in self.widths if width >= count] or [self.shape[1]]
+        if phase == "prefill":
+            fitting = [count]
+        slots = [slot for slot in range(count) if logit_slots is None or slot in logit_slots]
+        logits = out[original, slots if logit_slots is None else [logit_slots.index(slot) for slot in slots]]
         width, size = fitting[self.step % len(fitting)], 1 if self.shape[0] > 1 else 3
         rows = place_rows([taken], size, self.cache) or [taken]
         rows.reverse()
@@ -225,9 +236,9 @@ class ModelRunner:
             return self.watch.difference_again(
                 self.model,
                 self.cache,
-                Place(original, at, taken, entry.start),
-                out[original, :count],
-                lambda: self.model.forward(token_ids, self.cache, rows, starts),
+                Place(original, at, taken, entry.start, count),
+                logits,
+                lambda: self.model.forward(token_ids, self.cache, rows, starts, logit_slots=slots),
             )
 
     def likeliest(self, entries: Sequence[Entry], result: PassOutcome) -> list[Sequence[Choice | None]]:
@@ -261,17 +272,25 @@ class ModelRunner:
             raise self._failed(phase, entries, error) from error
 
     def _reach(
-        self, phase: str, entries: Sequence[Entry], batch_index: Sequence[int], size: int, copy: Copy | None
+        self,
+        phase: str,
+        entries: Sequence[Entry],
+        batch_index: Sequence[int],
+        size: int,
+        copy: Copy | None,
+        is_without_pads: bool = False,
     ) -> Reach:
         """Returns a Reach: over which cache slots each token's attention runs, whatever the other requests are."""
-        of = reach_of_pass if phase == "prefill" and self.shape[1] > SPAN_STEP else reach_of_positions
         pieces: list[tuple[SlotSpan, ...]] = [()] * size
         for b, entry in zip(batch_index, entries, strict=True):
-            pieces[b] = of(entry.start, len(entry.token_ids), self.cache.capacity)
+            count = len(entry.token_ids)
+            of = reach_of(phase, count if is_without_pads else self.shape[1])
+            pieces[b] = of(entry.start, count, self.cache.capacity)
         if copy is not None:
             start = next(e.start for b, e in zip(batch_index, entries, strict=True) if b == copy.original)
+            of = reach_of(phase, self.shape[1])
             pieces[copy.copy] = of(start - copy.shift, copy.shift + copy.num_tokens, self.cache.capacity)
-        return Reach(tuple(pieces))
+        return Reach(tuple(pieces), is_without_pads and size > 1)
 
     def _difference_message(
         self, phase: str, differs: Difference, entries: Sequence[Entry], batch_index: Sequence[int]
@@ -280,6 +299,7 @@ class ModelRunner:
         whose = next(e.state.request_id for b, e in zip(batch_index, entries, strict=True) if b == differs.original)
         group, window = self.shape
         others = "another group or window" if differs.copy is not None else "determinism='verify'"
+        others = "prefill_group=1" if phase == "prefill" else others
         return (
             f"request {whose} step {self.step}: of a {phase} pass of {group} x {window} rows, its tokens were computed "
             "twice, "

@@ -15,29 +15,38 @@ from cacheprobe.kvcache.surgery import put_snapshot
 
 FREE_PREFILL_WIDTH = 128
 """Maximum tokens of a prompt in one prefill pass of requests without fixed chunks; the others use prefill_chunk."""
+_MOST_SHARED, _PASS_COST = 1024, 64
+"""Most token slots, with pads, of a prefill pass that several prompts share (more are not faster), and how many slots
+more take as long as another pass."""
 
 
 class Prefill:
     """Writes prompts into cache rows and commits each request's first token; rebuilds preempted requests."""
 
-    def __init__(self, runner: ModelRunner, committer: Committer) -> None:
+    def __init__(self, runner: ModelRunner, committer: Committer, shares_passes: bool = False) -> None:
+        """shares_passes: prompts that are read in chunks without pads may share a pass (consistency.py tries it)."""
         self.runner, self.committer, self.config = runner, committer, committer.config
+        self._shares_passes = shares_passes
 
     def read(self, states: Sequence[SequenceState]) -> None:
         """Reads the prompts of these requests, and commits the first token of each. `reads_in_chunks` must be equal for
         all of them.
 
         If it is True, passes have prefill_group x prefill_chunk tokens, so that a request's passes depend on its prompt
-        alone. The last chunk is shorter if it is not padded. Other requests share passes of any shape.
+        alone. The last chunk is shorter if it is not padded. Prompts share passes of any shape where each has the bits
+        of a pass by itself. Other requests always do.
         """
         for state in states:
             self._begin(state)
         is_fixed = states[0].reads_in_chunks
-        batch = self.config.prefill_group if is_fixed else None
+        is_without_pads = is_fixed and not self.config.pad_prefill
         for entries, width in self._prompt_passes(states):
             last = [len(e.token_ids) - 1 if e.end == e.state.request.num_prompt_tokens else None for e in entries]
             slots = self._logit_slots(last, width, is_fixed)
-            result = self.runner.run("prefill", entries, width, batch=batch, logit_slots=slots)
+            batch = None if not is_fixed else len(entries) if self._shares_passes else self.config.prefill_group
+            result = self.runner.run(
+                "prefill", entries, width, batch=batch, logit_slots=slots, is_without_pads=is_without_pads
+            )
             # every choice before any commit: an error here leaves all requests as they were
             chosen: list[int | None] = []
             for entry, b, slot in zip(entries, result.batch_index, last, strict=True):
@@ -59,7 +68,7 @@ class Prefill:
         """Yields (entries, width) of each prefill pass, until the prompts are read. The caller must set num_prefilled
         of each request after the pass."""
         is_fixed = states[0].reads_in_chunks
-        size = self.config.prefill_group if is_fixed else len(states)
+        size = self.config.prefill_group if is_fixed and not self._shares_passes else len(states)
         chunk = self.config.prefill_chunk if is_fixed else FREE_PREFILL_WIDTH
         for group in (states[i : i + size] for i in range(0, len(states), size)):
             while unread := [s for s in group if s.num_prefilled < s.request.num_prompt_tokens]:
@@ -69,8 +78,23 @@ class Prefill:
                     )
                     for s in unread
                 ]
+                if is_fixed and self._shares_passes:
+                    entries = self._sharing(entries)
                 is_padded = is_fixed and self.config.pad_prefill
                 yield entries, chunk if is_padded else max(len(entry.token_ids) for entry in entries)
+
+    def _sharing(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Returns the entries of the next pass: the longest and shorter ones, unless these would have more pads in it
+        than a pass of their own costs."""
+        longest_first = sorted(entries, key=lambda entry: -len(entry.token_ids))
+        width, taken = len(longest_first[0].token_ids), longest_first[:1]
+        for number, entry in enumerate(longest_first[1:], 1):
+            num_pads = (len(entries) - number) * (width - len(entry.token_ids))
+            if num_pads > _PASS_COST or (number + 1) * width > _MOST_SHARED:
+                break
+            if entry.start + width <= self.config.capacity:
+                taken.append(entry)
+        return taken
 
     def _begin(self, state: SequenceState) -> None:
         """Stores the prompt's length in the cache, and copies the request's KVSnapshot, if any, into its cache row."""

@@ -27,7 +27,7 @@ def choose_shapes(model: Any, is_drafted: bool, settings: Mapping[str, Any]) -> 
 
     Without a drafter the window is 1 on a CPU, and with determinism="invariant" everywhere: each pass computes one new
     token of a request. Otherwise it is 16. A window that the model refuses is replaced, see `_window`. Prompts are read
-    without pads, one a pass, unless prefill_group is given.
+    in chunks of their own length, one a pass or as `consistency.shares_prefill` allows, unless prefill_group is given.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     given_names = tuple(given)
@@ -36,7 +36,7 @@ def choose_shapes(model: Any, is_drafted: bool, settings: Mapping[str, Any]) -> 
         capacity = given.get("capacity")
         window = _window(model, is_drafted, given.get("determinism") == "invariant")
         window = given["window"] = min(window, capacity) if type(capacity) is int and capacity > 0 else window
-    open_shapes = frozenset({"window", "group", "capacity"} - set(given_names))
+    open_shapes = frozenset({"window", "group", "capacity", "prefill_group"} - set(given_names))
     given.setdefault("group", 16 if window == 1 or given.get("determinism") == "invariant" else 4)
     given.setdefault("prefill_group", 1)
     given.setdefault("pad_prefill", given["prefill_group"] != 1)

@@ -52,14 +52,16 @@ class Engine:
         config: EngineConfig,
         drafter: Drafter | None = None,
         narrow_widths: Sequence[int] = (),
+        shares_prefill: bool = False,
     ) -> None:
         """Prepares passes of `runner` in the shapes of `config`. narrow_widths: widths below the window that a verify
-        pass, or a decode pass of invariant requests, may have, ascending; see consistency.py."""
+        pass, or a decode pass of invariant requests, may have, ascending; see consistency.py.  shares_prefill: prompts
+        of these requests may share a pass."""
         self.runner, self.config = runner, config
         self._widths = runner.widths = (*narrow_widths, config.window)
         self.model, self.cache = runner.model, runner.cache
         self.committer = Committer(runner, config)
-        self.prefill = Prefill(runner, self.committer)
+        self.prefill = Prefill(runner, self.committer, shares_prefill)
         self.drafter_calls = DrafterCalls(drafter)
 
     # -- prefill

@@ -8,7 +8,7 @@ from torch import Tensor
 from cacheprobe.engine.watch import PARTS, order_of
 from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.models.base import CachedLM
-from cacheprobe.ops.attention.by_request import SPAN_STEP, Reach, reach_of_pass, reach_of_positions
+from cacheprobe.ops.attention.by_request import Reach, reach_of
 from cacheprobe.ops.equality import bitwise
 
 _STREAMS = 5
@@ -37,12 +37,15 @@ class Cycle:
         phase: str,
         number: int,
         is_alone: bool = False,
+        lengths: Sequence[int] = (),
     ) -> None:
-        """is_alone: each text is computed by itself first; by default the first pass computes all together."""
+        """is_alone: each text is computed by itself first; by default the first pass computes all together.  lengths:
+        number of tokens of each text; by default all have `width` tokens."""
         self.model, self.batch, self.width, self.phase, self.number = model, batch, width, phase, number
         has_room = width > 1 and capacity >= 2 * width and phase == "verify"
         self.shifts = sorted({0, 1, width // 2, width - 1}) if has_room else [0]
-        self.num_streams = min(batch, _STREAMS)
+        self.num_streams = len(lengths) or min(batch, _STREAMS)
+        self.lengths = lengths
         self.num_passes = 1 if batch == len(self.shifts) == 1 else 4 if len(self.shifts) > 1 else 3
         length = width + max(self.shifts)
         draw = torch.Generator().manual_seed(number)
@@ -105,6 +108,8 @@ class Cycle:
         """Computes each text in a pass of its own, and writes its keys and values to all cache rows of the text."""
         self.width, self.found = self.window, None
         for stream, start in enumerate(self.starts):
+            if self.lengths:
+                self.width = self.lengths[stream]
             self._run([stream], [0], False)
             for tensor in (*self.cache.keys, *self.cache.values):
                 written = slice(start, start + self.window)
@@ -140,8 +145,12 @@ class Cycle:
             self._replace_neighbours(fed)
         span, reach = self.cache.capacity, None
         if self.model.attends_by_request:
-            of = reach_of_pass if self.phase == "prefill" and self.width > SPAN_STEP else reach_of_positions
-            reach = Reach(tuple(of(start, self.width, self.cache.capacity) for start in starts))
+            counts = [self.lengths[stream] if self.lengths else self.width for stream in self.stream_of_row]
+            pieces = (
+                reach_of(self.phase, count)(start, count, self.cache.capacity)
+                for start, count in zip(starts, counts, strict=True)
+            )
+            reach = Reach(tuple(pieces), bool(self.lengths) and len(rows) > 1)
             span = reach.span
         sites = [(site, layer) for layer in range(self.model.n_layers) for site in "STC"]
         with self.cache.attending_to(span, reach), self.model.capturing(sites, self._compare):

@@ -1,10 +1,11 @@
 """Checks passes while a run goes on: one request's tokens are computed a second time, and must have the same bits.
 
-In a verify pass of a fixed shape, an unused batch index does so. With determinism="invariant", a pass of another number
-of requests does, now and then. No library promises equal bits, so engine/consistency.py tests shapes before a run, and
-this file checks them during the run.
+In a verify pass of a fixed shape, an unused batch index does so. With determinism="invariant", and if prompts share a
+pass, a pass of another number of requests does, now and then. No library promises equal bits, so engine/consistency.py
+tests shapes before a run, and this file checks them during the run.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,9 +29,9 @@ PARTS = {
     "S": "the residual stream that leaves",
 }
 """What is compared in a layer, by site, in the order of computation; the values are words for messages."""
-AGAIN_EVERY, FIRST_AGAIN = 32, 2
-"""One of this many passes of invariant requests, from the second pass on, computes one of them again. In the second, so
-that short runs are checked too."""
+AGAIN_EVERY, FIRST_AGAIN, FIRST_OF_PROMPTS = 32, 2, 1
+"""One of this many passes of invariant requests, from the second pass on, computes one of them again; of passes that
+read several prompts, from the first on. They begin so early that short runs are checked, too."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Place(NamedTuple):
     cache_row: int
     start: int
     """Absolute position of the first token."""
+    num_tokens: int
 
 
 class Watch:
@@ -80,8 +82,8 @@ class Watch:
         self._copy: Copy | None = None
         self._differing: list[tuple[int, str]] = []
         """(layer, site) of each captured state that differs between the original and its copy."""
-        self._num_invariant = 0
-        """Number of passes that decided tokens of invariant requests."""
+        self._num_passes: Counter[bool] = Counter()
+        """Number of passes of which one request may be computed again, by whether they are prefill passes."""
         self._kept: dict[tuple[str, int], Tensor] = {}
         """By (site, layer): the states [t, m] of the request that is computed again."""
         self._is_again = False
@@ -202,16 +204,17 @@ class Watch:
         if not bitwise(*_pair(copy, tokens)):
             self._differing.append((layer, site if site in PARTS else "T"))
 
-    # -- determinism="invariant": a pass of its own
+    # -- determinism="invariant", and prompts that share a pass: a pass of its own
 
-    def choose_again(self, cache: KVCache, states: Sequence[SequenceState]) -> int | None:
-        """Counts a pass that decides tokens of invariant requests. Returns the index in `states` of the request to
-        compute again, in one of AGAIN_EVERY (32) passes; None in the others, or if no request can be."""
+    def choose_again(self, cache: KVCache, states: Sequence[SequenceState], is_prefill: bool) -> int | None:
+        """Counts a pass that decides tokens of invariant requests, or reads several prompts whose bits must be those of
+        passes by themselves. Returns the index in `states` of the request to compute again, in one of AGAIN_EVERY (32)
+        passes; None in the others, or if no request can be."""
         i = self._least_compared(cache, states, step=-1)  # the first row of a pass is the likeliest to be right
         if i is None:
             return None
-        self._num_invariant += 1
-        if self._num_invariant % AGAIN_EVERY != FIRST_AGAIN:
+        self._num_passes[is_prefill] += 1
+        if self._num_passes[is_prefill] % AGAIN_EVERY != (FIRST_OF_PROMPTS if is_prefill else FIRST_AGAIN):
             return None
         self._times[states[i].request_id] = self._times.get(states[i].request_id, 0) + 1
         return i
@@ -234,7 +237,7 @@ class Watch:
         """Runs a pass that computes the tokens inside `keeping` again, and overwrites their keys and values. Returns
         the first Difference from the first computation; None if all bits are equal.
 
-        logits: [t, v] of the first computation.  forward: runs the pass, and returns its logits [b, t, v].
+        logits: [n, v] of the first computation.  forward: runs the pass, and returns its logits [b, n, v].
         """
         differing: list[tuple[int, str]] = []
 
@@ -245,13 +248,13 @@ class Watch:
 
         def compare_state(site: str, layer: int, value: Tensor) -> None:
             """Compares a state with the kept one."""
-            compare(site, layer, self._kept[site, layer], value[place.again, : len(logits)])
+            compare(site, layer, self._kept[site, layer], value[place.again, : place.num_tokens])
 
         def cached() -> Iterator[tuple[str, int, Tensor]]:
             """Yields ("keys" or "values", layer, a copy of the cache's contents for the tokens)."""
             for name, tensors in (("keys", cache.keys), ("values", cache.values)):
                 for layer, tensor in enumerate(tensors):
-                    yield name, layer, tensor[place.cache_row, :, place.start : place.start + len(logits)].clone()
+                    yield name, layer, tensor[place.cache_row, :, place.start : place.start + place.num_tokens].clone()
 
         before = list(cached())
         self._is_again = True

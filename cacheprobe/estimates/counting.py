@@ -46,6 +46,7 @@ class PassCounter(ModelRunner):
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
         is_hidden: bool = False,
+        is_without_pads: bool = False,
     ) -> PassOutcome:
         """Counts a pass; takes the arguments of `ModelRunner.run`, and returns a PassOutcome of made-up logits."""
         self.step += 1
@@ -136,6 +137,7 @@ def _loop(
         make_runner=make_runner,
         cache=cache,
         narrow_widths=plan.narrow_widths,
+        shares_prefill=plan.shares_prefill,
     )
     for _ in steps:
         pass

@@ -35,10 +35,16 @@ def try_out(plan: RunPlan, drafter: Drafter | None, states: Sequence[SequenceSta
     for state in tried:
         state.stop_rule = StopRule(frozenset(), (), state.decode)
     until = time.perf_counter() + TRIAL_SECONDS
-    with (
-        hold_model(plan.model),
-        closing(rounds(plan.model, tried, plan.config, log, drafter, narrow_widths=plan.narrow_widths)) as steps,
-    ):
+    steps = rounds(
+        plan.model,
+        tried,
+        plan.config,
+        log,
+        drafter,
+        narrow_widths=plan.narrow_widths,
+        shares_prefill=plan.shares_prefill,
+    )
+    with hold_model(plan.model), closing(steps):
         for _ in steps:
             num_verdicts = sum(len(step.verdicts) for step in log.steps)
             if time.perf_counter() > until and num_verdicts >= TRIAL_DRAFTS * len(tried):

@@ -1,5 +1,7 @@
 """Attention request by request: right, and the same bits whatever else is in the batch."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from cacheprobe.ops.attention.by_request import (
     Reach,
     attend_by_request,
     attend_together,
+    first_slots,
     reach_of_pass,
     reach_of_positions,
 )
@@ -108,3 +111,27 @@ def test_threads_are_as_many_as_before_after_an_error(monkeypatch: pytest.Monkey
         attended(q, keys, values, mask, Reach(tuple(reach_of_positions(s, 3, CAPACITY) for s in STARTS)))
     assert seen == [1] and torch.get_num_threads() == before
     assert not request_attention._thread_count.locked()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_without_pads_each_request_has_the_bits_of_a_pass_by_itself(dtype: torch.dtype, is_plain: bool) -> None:
+    """Lengths on both sides of those whose attention runs in loops; pads give zeros."""
+    q, keys, values, _, mask = inputs(6, 2, 70, dtype)
+    counts, more = (70, 16, 64, 17), {} if is_plain else {"softcap": 5.0, "sinks": torch.linspace(-1, 1, 6)}
+    pieces = tuple(
+        (reach_of_pass if count > 64 else reach_of_positions)(start, count, CAPACITY)
+        for start, count in zip(STARTS, counts, strict=True)
+    )
+
+    def apart(row: int, count: int) -> torch.Tensor:
+        held = partial(first_slots, keys[row : row + 1], values[row : row + 1])
+        of_row = q[row : row + 1, :, :count], held, mask[row : row + 1, :, :count], Reach((pieces[row],))
+        return attend_by_request(*of_row, 0.25, **more)[0]
+
+    together = attend_by_request(q, partial(first_slots, keys, values), mask, Reach(pieces, True), 0.25, **more)
+    for row, count in enumerate(counts):
+        assert bitwise(together[row, :count], apart(row, count)), count
+        assert not together[row, count:].any()
+    nothing = Reach(((), *pieces[1:]), True)
+    assert not attend_by_request(q, partial(first_slots, keys, values), mask, nothing, 0.25, **more)[0].any()

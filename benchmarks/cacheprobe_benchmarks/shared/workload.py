@@ -68,7 +68,11 @@ def marked(requests: Sequence[cp.Request], share: float, seed: int = 1) -> list[
 
 
 def timed(
-    model: CachedLM, requests: Sequence, config: EngineConfig, drafter: Drafter | None = None, path: str = "auto"
+    model: CachedLM,
+    requests: Sequence,
+    config: "EngineConfig | Mapping[str, Any]",
+    drafter: Drafter | None = None,
+    path: str = "auto",
 ) -> Timing:
     """Wall-clock seconds of the loop alone; arguments are resolved before the clock starts."""
     run = Run(model, requests, config, drafter, path)

@@ -5,7 +5,7 @@ Batch 1 runs one prompt after another; prompt lookup is Hugging Face's own. At b
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from statistics import mean, median
 from typing import Any
 
@@ -24,8 +24,8 @@ LOOKUP_TOKENS = 8
 SMALL = {"new_tokens": 2, "alone": 1, "together": 2}
 ALONE = EngineConfig(window=16, group=1, capacity=368, prefill_chunk=320, pad_prefill=False, max_batch=1)
 """One chunk, as long as the prompt, holds a coin prompt, and the capacity holds the longest with its answer."""
-TOGETHER = EngineConfig(window=16, group=8, capacity=192, prefill_chunk=128, pad_prefill=False, max_batch=8)
-"""Each prompt is read in a pass of its own, without pads: the default for verified requests."""
+TOGETHER = {"window": 16, "group": 8, "capacity": 192, "max_batch": 8}
+"""The rest is chosen as `cp.run` does."""
 
 
 def run(
@@ -42,8 +42,10 @@ def run(
     batched = ids["repeat"][:together]
     sampling = cp.SamplingParams(max_new_tokens=new_tokens, stop_token_ids=())
 
-    def ours(name: str, prompts: list[list[int]], config: EngineConfig, drafter: Any) -> Iterator[float]:
-        groups = _groups(prompts, config.max_batch)
+    def ours(
+        name: str, prompts: list[list[int]], config: "EngineConfig | Mapping[str, int]", drafter: Any
+    ) -> Iterator[float]:
+        groups = _groups(prompts, 1 if config is ALONE else TOGETHER["max_batch"])
         for number, group in enumerate(groups, 1):
             result = timed(model, [cp.Request(prompt, sampling) for prompt in group], config, drafter)
             verdicts[name] += [v.num_committed for step in result.log.steps for v in step.verdicts]
@@ -62,7 +64,7 @@ def run(
             made[f"{name}_drafted"] = ours(name, singles, ALONE, cp.drafters.NGram(length=ALONE.window - 1))
         made["batch8_greedy"] = theirs(batched, 8)
         made["batch8_undrafted"] = ours("none", batched, TOGETHER, None)
-        drafter = cp.drafters.NGram(length=TOGETHER.window - 1)
+        drafter = cp.drafters.NGram(length=TOGETHER["window"] - 1)
         made["batch8_drafted"] = ours("batch8", batched, TOGETHER, drafter)
         return made
 
@@ -80,7 +82,7 @@ def run(
         "rounds": rounds,
         "new_tokens": new_tokens,
         "window_alone": ALONE.window,
-        "window_together": TOGETHER.window,
+        "window_together": TOGETHER["window"],
         **{name: round(median(of_rounds), 2) for name, of_rounds in _ratios(speeds).items()},
         "of_each_round": {name: [round(one, 2) for one in of_rounds] for name, of_rounds in _ratios(speeds).items()},
         "tokens_per_verify_pass": {name: round(mean(many), 2) for name, many in verdicts.items() if "none" not in name},

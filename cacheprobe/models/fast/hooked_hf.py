@@ -24,7 +24,7 @@ from cacheprobe.models.fast.module_hooks import Cut, change, listen
 from cacheprobe.models.fast.operations import Operations, Product
 from cacheprobe.models.fast.places import Places
 from cacheprobe.models.fast.prepared import PreparedOperations
-from cacheprobe.models.fast.queued import QueuedOperations, replace_forward
+from cacheprobe.models.fast.queued import QueuedOperations, is_silu, replace_forward
 from cacheprobe.models.hf.attention import ATTENTION, attending
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.hf.cache import ForwardInputs, staged
@@ -232,6 +232,15 @@ class HookedHF(BridgeMembers):
         """Whether attention runs request by request, over the slots in the cache's `reach`; otherwise one call covers
         the batch."""
         return self.model.config._attn_implementation == ATTENTION
+
+    @property
+    def computes_tokens_apart(self) -> bool:
+        """Whether no result for a token depends on how many tokens a pass has: attention runs by request, and compiled
+        loops or kernels compute all that libraries may round otherwise elsewhere."""
+        if isinstance(self._operations, KernelOperations):
+            return self.device.type == "cuda"  # elsewhere torch's loops compute the activation
+        is_in_loops = isinstance(self._operations, QueuedOperations) and self.attends_by_request
+        return is_in_loops and all(is_silu(layer.mlp.act_fn) for layer in self.model.model.layers)
 
 
 class _Stopped(Exception):

@@ -51,8 +51,8 @@ class _Shape(NamedTuple):
 
 
 class PreparedOperations(QueuedOperations):
-    """Computes the blocks in passes of few tokens by operations that are queued once for each shape and cache. The
-    operations of other passes are queued in each pass, as by QueuedOperations.
+    """Computes the blocks in passes of few tokens by operations that are queued once for each shape and cache, when the
+    shape occurs for the second time. The operations of other passes are queued in each pass, as by QueuedOperations.
 
     Twin: `QueuedOperations`, bitwise: tests.models.test_prepared_passes.
     """
@@ -61,9 +61,10 @@ class PreparedOperations(QueuedOperations):
         """dtype: of the model."""
         super().__init__(product, dtype)
         self._compiled, self._can_prepare = product, True  # until torch had to compute a part of a pass
-        self._by_cache: WeakKeyDictionary[BlockForward, WeakKeyDictionary[KVCache, dict[_Shape, _PreparedPass]]] = (
-            WeakKeyDictionary()
-        )
+        self._by_cache: WeakKeyDictionary[
+            BlockForward, WeakKeyDictionary[KVCache, dict[_Shape, _PreparedPass | None]]
+        ] = WeakKeyDictionary()
+        """None for a shape that occurred once."""
 
     def run_blocks(self, model: BlockForward, inputs: PassInputs) -> Tensor:
         """Returns the residual stream [b, t, m] after the blocks of a model."""
@@ -76,19 +77,23 @@ class PreparedOperations(QueuedOperations):
         num_layers = len(cache.keys) if inputs.num_layers is None else inputs.num_layers
         shape = _Shape(batch, width, num_layers, attending, has_copy)
         by_shape = self._by_cache.setdefault(model, WeakKeyDictionary()).setdefault(cache, {})
-        if shape in by_shape and not by_shape[shape].is_current:
+        is_new, prepared = shape not in by_shape, by_shape.pop(shape, None)
+        if prepared is not None and not prepared.is_current:
             by_shape.clear()
-        if shape not in by_shape:
+            is_new, prepared = True, None
+        if len(by_shape) == _MOST_SHAPES:
+            del by_shape[next(iter(by_shape))]
+        by_shape[shape] = prepared  # the last one used
+        if is_new:  # many a prompt's shape occurs once
+            return super().run_blocks(model, inputs)
+        if prepared is None:
             try:
-                made = _PreparedPass(model, _Preparing(self._compiled, self._queue.dtype, inputs, table), inputs)
+                prepared = _PreparedPass(model, _Preparing(self._compiled, self._queue.dtype, inputs, table), inputs)
             except NotPreparedError:
                 self._can_prepare = False
                 return super().run_blocks(model, inputs)
-            if len(by_shape) == _MOST_SHAPES:
-                del by_shape[next(iter(by_shape))]
-            by_shape[shape] = made
-        by_shape[shape] = by_shape.pop(shape)  # the last one used
-        return by_shape[shape].run(inputs, table)
+            by_shape[shape] = prepared
+        return prepared.run(inputs, table)
 
 
 def _is_preparable(inputs: PassInputs) -> bool:

@@ -11,6 +11,7 @@ from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.fast.operations import Affine, Operations, Rotation
 from cacheprobe.models.hf.rms_norms import Norm, rms_norm_of
+from cacheprobe.ops.attention.by_request import attend_by_request
 from cacheprobe.ops.compiled.attention import serves
 from cacheprobe.ops.compiled.product import CompiledProduct
 from cacheprobe.ops.compiled.queue import Queue
@@ -64,14 +65,17 @@ class QueuedOperations(Operations):
         """Queues the cache write and the attention of passes that `attention.decode_attention` computes by request; for
         others, computes what is queued, and then as Operations.attended."""
         q, k, v = (part.transpose(1, 2) for part in heads)
-        if cache.reach is None or not serves(q):
+        if cache.reach is None:
             self.finish()
             return super().attended(cache, layer, heads, mask, scale)
         if self._queue.is_long:
             self.finish()
         cached = partial(cache.row_view, layer)
-        places = cache.reach.request_table(cached)
         cache.store(layer, k, v, self._queue.store, lambda compare: self.pass_on(k, [lambda _: compare()]))
+        if not serves(q):
+            self.finish()
+            return attend_by_request(q, cached, mask, cache.reach, scale)
+        places = cache.reach.request_table(cached)
         out = self._queue.attend(q, *cached(int(places[0, 0]), 1), mask, places, scale)
         return out.transpose(1, 2).flatten(2)
 

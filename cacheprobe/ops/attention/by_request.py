@@ -7,14 +7,15 @@ torch calls, or in the compiled loops of decode.py.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from cacheprobe.core.records import CAPACITY_STEP
 from cacheprobe.ops.compiled.attention import decode_attention, serves
@@ -67,6 +68,9 @@ class Reach:
     empty for a batch index whose result is never read."""
 
     pieces: tuple[tuple[SlotSpan, ...], ...]
+    is_without_pads: bool = False
+    """Whether the calls of a batch index cover its own tokens alone, so that it has the bits of a pass by itself. If
+    False, they cover pads too: a request then has the same bits whether its other tokens are pads or not."""
     _masks: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _tables: dict[tuple[int, ...], NDArray[np.int64]] = field(default_factory=dict, repr=False)
 
@@ -75,14 +79,20 @@ class Reach:
         """Number of cache slots of the longest attention call."""
         return max((piece.span for row in self.pieces for piece in row), default=0)
 
-    def mask(self, mask: Tensor, row: int, span: int, repeats: int) -> Tensor:
-        """Returns the additive mask [1, 1 or g, r * t, span] of one attention call, cut from a mask [b, 1 or h, t, s].
-        r = h / g query heads share a key head."""
+    def own_table(self, row: int) -> NDArray[np.int64]:
+        """Returns the table of `request_table` for a pass of one batch index by itself, relative to its own keys and
+        values."""
+        last = self.pieces[row][-1]
+        return np.array([[0, 0, 0, last.slots, last.slots - last.end]], np.int64)
+
+    def mask(self, mask: Tensor, row: int, count: int, repeats: int, span: int) -> Tensor:
+        """Returns the additive mask [1, 1 or g, r * count, span] of an attention call for the first `count` tokens of a
+        batch index, cut from a mask [b, 1 or h, t, s]. r = h / g query heads share a key head."""
         if mask.shape[1] > 1:  # some heads have masks of their own, which differ between layers
-            return mask[row : row + 1, :, :, :span].reshape(1, -1, repeats * mask.shape[2], span)
+            return mask[row : row + 1, :, :count, :span].reshape(1, -1, repeats * count, span)
         key = id(mask), row, span
         if key not in self._masks:
-            self._masks[key] = mask, mask[row : row + 1, :, :, :span].repeat(1, 1, repeats, 1)
+            self._masks[key] = mask, mask[row : row + 1, :, :count, :span].repeat(1, 1, repeats, 1)
         return self._masks[key][1]
 
     def request_table(self, cached: KeysAndValues) -> NDArray[np.int64]:
@@ -127,6 +137,12 @@ def reach_of_pass(start: int, count: int, capacity: int) -> tuple[SlotSpan, ...]
     return (SlotSpan(min(-(-(start + count) // SPAN_STEP) * SPAN_STEP, capacity), 0, count, start + count),)
 
 
+def reach_of(phase: str, width: int) -> Callable[[int, int, int], tuple[SlotSpan, ...]]:
+    """Returns the function that gives the attention calls of a request in a pass of `width` tokens: `reach_of_pass` for
+    a prompt's chunks that are longer than a step of spans, else `reach_of_positions`."""
+    return reach_of_pass if phase == "prefill" and width > SPAN_STEP else reach_of_positions
+
+
 def attend_by_request(
     q: Tensor,
     cached: KeysAndValues,
@@ -144,33 +160,54 @@ def attend_by_request(
     Twin: ops.attention.cached.cached_attention, close: sums are ordered otherwise.
     """
     is_plain = softcap is None and sinks is None
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     if is_plain and serves(q) and (rows := [row for row, pieces in enumerate(reach.pieces) if pieces]):
         keys, values = cached(rows[0], 1)
-        factor = q.shape[-1] ** -0.5 if scale is None else scale
         return decode_attention(q, keys, values, mask, reach.request_table(cached), factor).transpose(1, 2).flatten(2)
-    batch, heads, width, depth = q.shape
-    groups, value_depth = (cached(0, 1)[0].shape[1], cached(0, 1)[1].shape[3])
-    repeats = heads // groups
-    added = None if sinks is None else sinks.view(1, groups, repeats, 1).expand(1, -1, -1, width).reshape(1, groups, -1)
-    attend = scaled_dot_product_attention if is_plain else _by_scores(softcap, added)
+    batch, heads, width, _ = q.shape
+    attend = scaled_dot_product_attention if is_plain else partial(_attend_by_scores, softcap=softcap, sinks=sinks)
     outputs = []
     with _Threads(q.device) as threads:
         for row, pieces in enumerate(reach.pieces):
-            own, parts = None, []
-            for piece in pieces:
-                threads.take(heads * width * depth * piece.span)
-                if own is None:
-                    own = _aligned(q[row : row + 1].reshape(1, groups, repeats * width, depth))
-                keys, values = cached(row, piece.span)
-                own_mask = reach.mask(mask, row, piece.span, repeats)
-                parts.append(attend(own, keys, values, attn_mask=own_mask, scale=scale))
-            if len(parts) > 1:
-                of_slots = [part.view(1, groups, repeats, width, -1) for part in parts]
-                cut = [part[:, :, :, p.first : p.end] for part, p in zip(of_slots, pieces, strict=True)]
-                cut.append(of_slots[-1][:, :, :, pieces[-1].end :])  # pads, whose outputs are not read
-                parts = [torch.cat(cut, 3).view_as(parts[0])]
-            outputs.append(parts[0] if parts else q.new_zeros(1, groups, repeats * width, value_depth))
-        return torch.cat(outputs).view(batch, heads, width, -1).transpose(1, 2).reshape(batch, width, -1)
+            count = pieces[-1].end if pieces and reach.is_without_pads else width
+            own, of_row = q[row : row + 1, :, :count], partial(cached, row)
+            if not pieces:
+                out = q.new_zeros(1, heads, width, of_row(1)[1].shape[3])
+            elif is_plain and count < width and serves(own):
+                out = decode_attention(own, *of_row(1), mask[row : row + 1, :, :count], reach.own_table(row), factor)
+            else:
+                own_mask = partial(reach.mask, mask, row, count, heads // of_row(1)[0].shape[1])
+                out = _attend_alone(own, of_row, own_mask, pieces, partial(attend, scale=scale), threads)
+            outputs.append(out if count == width else pad(out, (0, 0, 0, width - count)))
+        return torch.cat(outputs).transpose(1, 2).reshape(batch, width, -1)
+
+
+def _attend_alone(
+    q: Tensor,
+    cached: Callable[[int], tuple[Tensor, Tensor]],
+    mask: Callable[[int], Tensor],
+    pieces: Sequence[SlotSpan],
+    attend: Callable[..., Tensor],
+    threads: "_Threads",
+) -> Tensor:
+    """Returns attention outputs [1, h, t, dv] of one request's queries [1, h, t, d], from one call for each piece.
+
+    cached, mask: functions of a span, which give the keys and values, and the mask [1, 1 or g, r * t, span].
+    """
+    _, heads, width, depth = q.shape
+    threads.take(q.numel() * pieces[0].span)
+    groups = cached(1)[0].shape[1]
+    folded = (1, groups, heads // groups, width)
+    own = _aligned(q.reshape(1, groups, -1, depth))
+    parts = []
+    for piece in pieces:
+        threads.take(q.numel() * piece.span)
+        parts.append(attend(own, *cached(piece.span), attn_mask=mask(piece.span)).view(*folded, -1))
+    if len(parts) > 1:
+        cut = [part[:, :, :, piece.first : piece.end] for part, piece in zip(parts, pieces, strict=True)]
+        cut.append(parts[-1][:, :, :, pieces[-1].end :])  # pads, whose outputs are not read
+        parts = [torch.cat(cut, 3)]
+    return parts[0].view(1, heads, width, -1)
 
 
 def attend_together(
@@ -192,8 +229,7 @@ def attend_together(
     is_grouped = False
     if softcap is not None or sinks is not None:
         keys, values = (tensor.repeat_interleave(repeats, 1) for tensor in (keys, values))
-        added = None if sinks is None else sinks.view(1, heads, 1).expand(1, -1, width)
-        out = _by_scores(softcap, added)(q, keys, values, attn_mask=mask, scale=scale)
+        out = _attend_by_scores(q, keys, values, attn_mask=mask, scale=scale, softcap=softcap, sinks=sinks)
         return out.transpose(1, 2).reshape(batch, width, -1)
     if repeats > 1 and width == 1:  # all queries that share a key head in one product: five times faster
         q = q.reshape(batch, heads // repeats, repeats, -1)
@@ -206,23 +242,30 @@ def attend_together(
     return out.reshape(batch, heads, width, -1).transpose(1, 2).reshape(batch, width, -1)
 
 
-def _by_scores(softcap: float | None, sinks: Tensor | None) -> Callable[..., Tensor]:
-    """Returns an attention function whose scores are limited to +-softcap, and whose softmax includes one more score
-    for each row of queries: sinks [1, h, t]. Source: Gemma 2 (arXiv 2408.00118); gpt-oss (arXiv 2508.10925)."""
-
-    def attend(q: Tensor, keys: Tensor, values: Tensor, *, attn_mask: Tensor, scale: float | None) -> Tensor:
-        """Returns attention outputs [b, h, t, d] of queries q [b, h, t, d]."""
-        scores = (q @ keys.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        if softcap is not None:
-            scores = (scores / softcap).tanh() * softcap
-        scores = scores + attn_mask
-        if sinks is not None:
-            column = sinks.to(scores.dtype)[..., None].expand(len(scores), -1, -1, -1)
-            scores = torch.cat((scores, column), -1)
-        weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
-        return weights[..., : keys.shape[2]] @ values
-
-    return attend
+def _attend_by_scores(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    attn_mask: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Returns attention outputs [b, g, r * t, d] of queries of r = h / g heads for each key head. Scores are limited to
+    +-softcap, and the softmax includes one more score for each head: sinks [h]. Source: Gemma 2 (arXiv 2408.00118);
+    gpt-oss (arXiv 2508.10925)."""
+    scores = (q @ keys.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    scores = scores + attn_mask
+    if sinks is not None:
+        groups, rows = scores.shape[1:3]
+        repeats = len(sinks) // groups
+        added = sinks.to(scores.dtype).view(1, groups, repeats, 1).expand(len(scores), -1, -1, rows // repeats)
+        scores = torch.cat((scores, added.reshape(len(scores), groups, rows, 1)), -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return weights[..., : keys.shape[2]] @ values
 
 
 def _aligned(part: Tensor) -> Tensor:

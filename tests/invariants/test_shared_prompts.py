@@ -1,0 +1,245 @@
+"""Prompts of verified and invariant requests share prefill passes, where each has the bits of a pass by itself."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import cacheprobe as cp
+from cacheprobe.core.config import EngineConfig
+from cacheprobe.core.records import Request
+from cacheprobe.engine import consistency
+from cacheprobe.engine.consistency import Hooked, shares_prefill
+from cacheprobe.engine.model_runner import ModelRunner
+from cacheprobe.engine.watch import Watch
+from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.paths import choose_path
+from tests.compiled import on_loops
+from tests.invariants.runs import HOT, outcome
+from tests.tiny import hf_model
+
+pytestmark = pytest.mark.determinism
+
+FLOATS = (torch.float32, torch.bfloat16)
+RUN: dict[str, Any] = dict(capacity=192, max_new_tokens=4, progress=False, sampling=HOT)
+DRAFTED: dict[str, Any] = {**RUN, "drafter": cp.drafters.NGram()}
+
+
+def texts(lengths: Sequence[int]) -> list[list[int]]:
+    rng = random.Random(len(lengths))
+    return [[rng.randrange(60) for _ in range(length)] for length in lengths]
+
+
+LENGTHS = (3, 20, 70, 5, 66, 18, 150, 40, 64, 12, 65, 1)
+"""Around the lengths whose attention runs in loops (16 and 64), a step of spans (64) and a chunk (128)."""
+
+
+def model(dtype: torch.dtype = torch.float32) -> HookedHF:
+    """A model of which nothing was tried, whose operations run in the compiled loops."""
+    fast = choose_path(on_loops(cp.load_model(hf_model("llama", dtype))), "fast")[0]
+    assert isinstance(fast, HookedHF)
+    return fast
+
+
+def heights(trace: cp.Trace) -> list[int]:
+    """How many prompts each prefill pass had."""
+    prefill = trace.events().query("phase == 'prefill'")
+    return prefill[prefill.batch_rows > 0].groupby("step").batch_rows.first().tolist()
+
+
+def want(of: Any, prompts: list[Any], **settings: Any) -> list[Any]:
+    trace = cp.reference(of, prompts, **{**RUN, **settings})
+    return [outcome(trace, i) for i in range(len(prompts))]
+
+
+# -- the bits
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "settings", [RUN, {**RUN, "determinism": "invariant"}, DRAFTED], ids=["verify", "invariant", "drafted"]
+)
+def test_prompts_that_share_a_pass_have_the_bits_of_the_reference(dtype: torch.dtype, settings: dict[str, Any]) -> None:
+    of, prompts = model(dtype), texts(LENGTHS)
+    trace = cp.run(of, prompts, deterministic=True, **settings)
+    ways = {name: value for name, value in settings.items() if name == "determinism"}
+    window = trace.fingerprint["window"]
+    assert [outcome(trace, i) for i in range(len(prompts))] == want(of, prompts, window=window, **ways)
+    assert len(heights(trace)) < len(prompts) < sum(heights(trace))  # one prompt has two chunks
+    assert trace.meta["self_checks"]["differences"] == []
+
+
+def test_a_prompt_that_goes_on_from_a_snapshot_attends_as_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its 40 tokens cross a step of spans, beside a prompt whose tokens attend over one span."""
+    of, prompts = model(torch.bfloat16), texts([90, 70, 68, 66, 50])
+    cached = cp.kv_snapshot(of, prompts[0][:50], capacity=192)
+    requests: list[Any] = [Request(prompts[0], HOT, cached=cached, own_fingerprint=True), *prompts[1:]]
+    own, spans = ModelRunner._reach, []
+
+    def note(*given: Any, **named: Any) -> Any:
+        reach = own(*given, **named)
+        spans.append([[piece.span for piece in pieces] for pieces in reach.pieces])
+        return reach
+
+    monkeypatch.setattr(ModelRunner, "_reach", note)
+    trace = cp.run(of, requests, deterministic=True, **RUN)
+    assert heights(trace) == [5] and sorted(spans[0]) == [[64], [64, 128], [128], [128], [128]]
+    assert cp.verify(trace, of, progress=False).is_equal
+
+
+def test_heads_are_recorded_as_by_the_reference() -> None:
+    """With hooks of heads the model's modules run."""
+    of, prompts = model(torch.bfloat16), texts(LENGTHS)
+    capture = cp.CaptureConfig(sites="S", heads=("q", "z"))
+    trace = cp.run(of, prompts, deterministic=True, capture=capture, **RUN)
+    assert max(heights(trace)) > 4 and cp.verify(trace, of, progress=False).is_equal
+
+
+def test_prompts_of_both_kinds_keep_what_is_promised() -> None:
+    """Plain requests, arrivals, limits, equal prompts, and preempted requests, whose prompts are read again alone."""
+    of, rng = model(torch.bfloat16), random.Random(3)
+    for number in range(4):
+        prompts = texts([rng.randrange(1, 90) for _ in range(12)])
+        prompts[5] = prompts[4]
+        requests: list[Any] = [
+            Request(prompt, HOT, is_deterministic=i % 3 > 0, arrival_step=rng.choice([0, 0, 4]))
+            for i, prompt in enumerate(prompts)
+        ]
+        settings = {
+            **RUN,
+            "max_new_tokens": 8,
+            "max_batch": rng.choice([6, 12]),
+            "max_kv_tokens": (None, 150)[number % 2],
+        }
+        trace = cp.run(of, requests, **settings)
+        assert max(heights(trace)) > 1 and cp.verify(trace, of, progress=False).is_equal
+        assert bool(trace.meta["preemptions"]) == bool(number % 2)
+
+
+# -- which prompts share a pass
+
+
+def test_long_prompts_have_a_pass_of_their_own_if_pads_would_cost_more() -> None:
+    of = model()
+    trace = cp.run(of, texts([49, 57, 70, 57, 105, 57, 65, 61]), deterministic=True, **RUN)
+    assert heights(trace) == [1, 7]
+    trace = cp.run(of, texts([100] * 24), deterministic=True, **RUN)
+    assert heights(trace) == [10, 10, 4], "a pass has at most 1,024 token slots"
+
+
+def test_no_pad_leaves_the_capacity() -> None:
+    """A request that goes on from a snapshot begins where a longer prompt's pads would end beyond the cache."""
+    of, settings = model(), {**RUN, "capacity": 64}
+    prompts = texts([44, 40, 40, 40])
+    cached = cp.kv_snapshot(of, prompts[0][:-3], capacity=64)
+    requests: list[Any] = [Request(prompts[0], HOT, cached=cached, own_fingerprint=True), *prompts[1:]]
+    trace = cp.run(of, requests, deterministic=True, **settings)
+    assert not trace.meta["errors"] and heights(trace) == [3, 1]
+    assert cp.verify(trace, of, progress=False).is_equal
+
+
+def test_prompts_are_read_alone_where_that_is_asked_or_needed() -> None:
+    of, prompts = model(), texts([9] * 5)
+    alone = dict(prefill_group=1), dict(pad_prefill=True)
+    for settings in alone:
+        assert heights(cp.run(of, prompts, deterministic=True, **RUN, **settings)) == [1] * 5
+    assert heights(cp.run(of, prompts[:3], deterministic=True, **RUN)) == [1] * 3, "a trial would cost more"
+    zero = cp.interventions.add(torch.ones(of.d_model), site="S", layer=1, request_id=0, own_fingerprint=True)
+    assert heights(cp.run(of, prompts, deterministic=True, interventions=zero, **RUN)) == [1] * 5
+    assert heights(cp.run(of, prompts, deterministic=True, **RUN)) == [5]
+    config = EngineConfig(pad_prefill=False)
+    live = hf_model("llama", torch.float32)
+    by_torch = choose_path(cp.load_model(live, products="torch"), "fast")[0]
+    assert not shares_prefill(by_torch, config, Hooked(), 5)
+    assert not shares_prefill(cp.load_model(live), config, Hooked(), 5), "the bridge attends in one call"
+    other = type(live)(type(live.config)(**{**live.config.to_dict(), "hidden_act": "gelu"})).eval()
+    assert not shares_prefill(choose_path(on_loops(cp.load_model(other)), "fast")[0], config, Hooked(), 5)
+
+
+def test_an_estimate_counts_the_shared_passes() -> None:
+    of, prompts = model(), texts(LENGTHS)
+    settings = {name: value for name, value in RUN.items() if name != "progress"}
+    estimate = cp.estimate(of, prompts, deterministic=True, **settings)
+    trace = cp.run(of, prompts, deterministic=True, **RUN)
+    assert estimate.prefill_passes.likely == len(heights(trace))
+
+
+# -- what keeps the promise
+
+
+@pytest.fixture
+def planted() -> Iterator[tuple[HookedHF, dict[str, bool]]]:
+    """A model, and the switch of a fault: in passes with several prompts, products are one unit in the last place
+    larger in all but the first."""
+    switch, of = {"on": False}, model()
+    operations: Any = of._operations
+    operations._can_prepare = False  # a prepared pass does not call `products` again
+    own = operations.products
+
+    def products(values: torch.Tensor, layers: Any) -> list[torch.Tensor]:
+        out = own(values, layers)
+        if len(values) > 1 and values.shape[1] > 1 and switch["on"]:
+            operations.finish()
+            for one in out:
+                one[1:] = one[1:].nextafter(torch.full_like(one[1:], torch.inf))
+        return out
+
+    operations.products = products
+    yield of, switch
+
+
+def test_a_trial_finds_bits_that_depend_on_other_prompts(planted: Any) -> None:
+    of, switch = planted
+    switch["on"] = True
+    assert heights(cp.run(of, texts([9] * 5), deterministic=True, **RUN)) == [1] * 5
+
+
+def test_a_fault_after_the_trial_ends_the_deterministic_requests(planted: Any) -> None:
+    of, switch = planted
+    prompts = texts([30, 29, 28, 27, 26])
+    cp.run(of, prompts, deterministic=True, **RUN)
+    switch["on"] = True
+    trace = cp.run(of, prompts, deterministic=[1, 2, 3, 4], **{**RUN, "max_batch": 5})
+    assert set(trace.meta["errors"]) == {"1", "2", "3", "4"}
+    error = trace.meta["errors"]["1"]
+    assert "of a prefill pass of 4 x 29 rows, its tokens were computed twice" in error
+    assert "a pass with other requests or none differ in the keys" in error and "set prefill_group=1" in error
+    assert len(trace.committed(0)) == 4 and trace.meta["self_checks"]["differences"]
+
+
+def test_without_trial_and_check_the_fault_changes_bits(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, switch = planted
+    prompts = texts([30, 29, 28, 27, 26])
+    exact = want(of, prompts)
+    cp.run(of, prompts, deterministic=True, **RUN)
+    monkeypatch.setattr(Watch, "choose_again", lambda *asked: None)
+    switch["on"] = True
+    trace = cp.run(of, prompts, deterministic=True, **RUN)
+    assert [outcome(trace, i) == exact[i] for i in range(5)] == [True, False, False, False, False]
+
+
+def test_one_of_32_shared_passes_is_checked_from_the_first_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, seen = model(), Counter[str]()
+    own = ModelRunner._compute_again
+
+    def count(runner: Any, phase: str, *rest: Any) -> Any:
+        seen[phase] += 1
+        return own(runner, phase, *rest)
+
+    monkeypatch.setattr(ModelRunner, "_compute_again", count)
+    settings = {**RUN, "max_new_tokens": 1, "max_batch": 4, "capture": None}
+    trace = cp.run(of, texts([6] * 132), deterministic=True, **settings)
+    assert heights(trace) == [4] * 33 and seen == {"prefill": 2}
+    assert trace.meta["self_checks"] == {"compared": 2, "differences": []}
+
+
+def test_the_trial_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, tried = model(), []
+    own = consistency.Cycle.run_at
+    monkeypatch.setattr(consistency.Cycle, "run_at", lambda cycle, *at: tried.append(at) or own(cycle, *at))
+    for _ in range(2):
+        cp.run(of, texts([9] * 5), deterministic=True, **RUN)
+    assert tried == [(4, 68)]
