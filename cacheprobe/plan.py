@@ -19,7 +19,7 @@ from cacheprobe.core.records import Observer, Request, SamplingParams
 from cacheprobe.core.values import JsonDict, whole_number
 from cacheprobe.drafters.base import Drafter, drafted_layers, require_drafter
 from cacheprobe.drafters.fast_path import FastPath
-from cacheprobe.engine.consistency import Hooked, proven_shapes, shares_prefill
+from cacheprobe.engine.consistency import Hooked, batches_prompts, proven_shapes
 from cacheprobe.engine.fingerprint import Fingerprint, require_ready, schedule_fingerprint
 from cacheprobe.engine.loop import rounds
 from cacheprobe.engine.model_runner import ModelRunner
@@ -102,7 +102,7 @@ class RunPlan:
         self.editor: Editor | None = None
         self.watch = Watch()
         self.narrow_widths: tuple[int, ...] = ()
-        self.shares_prefill = False
+        self.batches_prompts = False
         listed = as_list(prompts)
         chosen = pick_deterministic(deterministic, len(listed))
         self._check_sizes([self._size(item) for item in listed], max_in_flight)
@@ -256,12 +256,10 @@ class RunPlan:
                 self.config, self.narrow_widths = proven_shapes(
                     self.model, before, replaceable, self._hooked(), is_any, self._require_all_fit, most
                 )
-                num_prompts = min(sum(state.reads_in_chunks for state in states), before.max_batch)
-                self.shares_prefill = (
-                    not is_all_verified
-                    and "prefill_group" in self.open_shapes
-                    and shares_prefill(self.model, self.config, self._hooked(), num_prompts)
-                )
+                if "prefill_group" in self.open_shapes and not is_all_verified:
+                    prompts = {state.request.prompt_token_ids for state in states if state.reads_in_chunks}
+                    at_once = min(len(prompts), before.max_batch)
+                    self.batches_prompts = batches_prompts(self.model, self.config, self._hooked(), at_once)
             if self.config.window != before.window:
                 self.editor = self._editor(drafter, states, is_all_verified)
         return states
@@ -309,7 +307,7 @@ class RunPlan:
             self.watch,
             partial(ModelRunner, step=step),
             narrow_widths=self.narrow_widths,
-            shares_prefill=self.shares_prefill,
+            batches_prompts=self.batches_prompts,
         )
 
     def recorder(self) -> Recorder:

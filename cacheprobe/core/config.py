@@ -53,8 +53,8 @@ class EngineOptions(TypedDict, total=False):
     prefill_chunk: int | None
     """Prompt tokens fed at once for verified requests; by default 128, or 32 if prompts are padded."""
     prefill_group: int | None
-    """Prompts of a prefill pass of verified requests; 1: each prompt alone. By default prompts share passes if a trial
-    finds the bits of a prompt alone, and are otherwise read alone."""
+    """Prompts of a prefill pass of verified requests; 1: each prompt alone. By default a pass has several prompts if a
+    trial finds that each has the bits of a pass by itself, otherwise one."""
     pad_prefill: bool | None
     """Whether a prompt's last chunk is padded to a whole one; by default only if several prompts share a pass."""
     max_batch: int
@@ -94,7 +94,8 @@ class EngineConfig(HintsAtNewArguments):
     prefill_chunk: int = 32
     """Prompt tokens of a verified request that one prefill pass takes."""
     prefill_group: int = 1
-    """Verified prompts of one prefill pass. Dummy prompts pad a pass to exactly this many."""
+    """Verified prompts of one prefill pass, unless they are batched (`consistency.batches_prompts`). Dummy prompts pad
+    a pass to exactly this many."""
     max_batch: int = 64
     """Requests in flight at once; the others wait."""
     max_kv_tokens: int | None = None

@@ -43,10 +43,12 @@ class ShapeRefused(ValueError):
     """Raised before a run if a trial on random texts found no batch-invariant pass shape among the allowed ones."""
 
 
-_LEAST_PROMPTS = 4
-"""Fewest prompts for which to try whether they may share a prefill pass."""
-_SHORT, _LONGER = 3, 4
-"""Tokens of a short text of that trial; how many more the other has than texts whose attention runs in loops."""
+_FEWEST_PROMPTS = 4
+"""Fewest prompts for which to try whether a prefill pass may have several of them, and how many the trial has."""
+_SHORT_TEXT, _MORE_THAN_LOOPS = 3, 4
+"""Tokens of the short texts of that trial. The others are too long for attention in loops, by that many tokens."""
+_FORBIDDEN = "batched prompts"
+"""Key in `_known` of a fault that was found in a prefill pass with several prompts during a run."""
 
 
 @dataclass(frozen=True)
@@ -228,28 +230,34 @@ def narrow_widths(model: CachedLM, config: EngineConfig, hooked: Hooked = Hooked
     return tuple(width for width, key in faults.items() if known[key] is None)
 
 
-def shares_prefill(model: CachedLM, config: EngineConfig, hooked: Hooked = Hooked(), num_prompts: int = 1) -> bool:
-    """Returns True if a prompt has the bits of a pass by itself in prefill passes with other prompts, as far as a trial
+def batches_prompts(model: CachedLM, config: EngineConfig, hooked: Hooked, num_prompts: int) -> bool:
+    """Returns True if a prompt has the same bits in prefill passes with other prompts as by itself, as far as a trial
     on random texts finds no difference.
 
     num_prompts: how many are read at once, at most. False for fewer than 4, for which the trial takes longer than it
-    saves; for padded chunks; unless no token's result depends on the others by construction; and with interventions,
-    which may look at a whole pass.
+    saves; for padded chunks; unless rows are independent by construction; and with interventions, which may look at a
+    whole pass.
     """
-    if num_prompts < _LEAST_PROMPTS or config.pad_prefill or config.prefill_group > 1 or hooked.edited:
+    if num_prompts < _FEWEST_PROMPTS or config.pad_prefill or config.prefill_group > 1 or hooked.edited:
         return False
-    if not getattr(model, "computes_tokens_apart", False):
+    known = _known.setdefault(model, {})
+    if not getattr(model, "is_row_independent", False) or known.get(_FORBIDDEN):
         return False
-    known, key = _known.setdefault(model, {}), ("prefill", config.capacity, hooked, *numeric_settings().values())
+    capacity = config_to_try(config, model.attends_by_request).capacity
+    in_loops = MOST_TOKENS[FORMATS[model.dtype]] if model.dtype in FORMATS else 0
+    wanted = _SHORT_TEXT, in_loops + _MORE_THAN_LOOPS
+    lengths = tuple(min(length, config.prefill_chunk, capacity) for length in wanted)
+    key = ("prefill", lengths, capacity, hooked, *numeric_settings().values())
     if key not in known:
-        in_loops = MOST_TOKENS[FORMATS[model.dtype]] if model.dtype in FORMATS else 0
-        capacity = config_to_try(config, model.attends_by_request).capacity
-        longest = min(config.prefill_chunk, capacity)
-        lengths = min(in_loops + _LONGER, longest), min(_SHORT, longest)
         with _hooks(model, hooked):
-            cycle = Cycle(model, _LEAST_PROMPTS, lengths[0], capacity, "prefill", 0, True, lengths)
-            known[key] = cycle.run_at(_LEAST_PROMPTS, lengths[0])
+            cycle = Cycle(model, _FEWEST_PROMPTS, lengths[1], capacity, "prefill", 0, True, lengths)
+            known[key] = cycle.run_at(_FEWEST_PROMPTS, lengths[1])
     return known[key] is None
+
+
+def forbid_batched_prompts(model: CachedLM, fault: str) -> None:
+    """Makes `batches_prompts` return False for a model from now on. fault: text about the difference that was found."""
+    _known.setdefault(model, {})[_FORBIDDEN] = fault
 
 
 def _groups(window: int) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ def rounds(
     make_runner: Callable[..., ModelRunner] = ModelRunner,
     cache: KVCache | None = None,
     narrow_widths: Sequence[int] = (),
-    shares_prefill: bool = False,
+    batches_prompts: bool = False,
 ) -> Generator[int, None, None]:
     """Runs the main loop. Yields the number of the last step after each round, until every request has ended.
 
@@ -45,7 +45,7 @@ def rounds(
     make_runner, cache: for an estimate, which counts the passes instead and needs no keys and values. By default the
         passes run, over a cache that is allocated here.
     narrow_widths: widths below the window that a verify pass of short drafts may have.
-    shares_prefill: prompts of verified and invariant requests may share a pass.
+    batches_prompts: prompts of verified and invariant requests may share a pass.
 
     A request whose passes fail, also without its draft, ends with an error; the others go on. Raises: EngineError if
     there is no request or all failed; ValueError if the drafter refuses the model; CacheIntegrityError at the end if
@@ -53,7 +53,7 @@ def rounds(
     Twin: cacheprobe.engine.reference.run_reference, == for tokens; bitwise for the states of deterministic requests.
     """
     engine, scheduler = prepare(
-        model, states, config, observer, drafter, editor, watch, make_runner, cache, narrow_widths, shares_prefill
+        model, states, config, observer, drafter, editor, watch, make_runner, cache, narrow_widths, batches_prompts
     )
     if drafter is not None:
         drafter.check(model)
@@ -104,7 +104,7 @@ def prepare(
     make_runner: Callable[..., ModelRunner] = ModelRunner,
     cache: KVCache | None = None,
     narrow_widths: Sequence[int] = (),
-    shares_prefill: bool = False,
+    batches_prompts: bool = False,
 ) -> tuple[Engine, Scheduler]:
     """Returns (Engine, Scheduler) for these requests. A new cache (unless one is given) has one row for each request in
     flight and a spare one.
@@ -118,5 +118,5 @@ def prepare(
     for state in states:
         length = config.draft_length
         state.draft_cap = min(FIRST_DRAFT_LENGTH, config.window - 1) if isinstance(length, str) else length
-    engine = Engine(make_runner(model, cache, observer, editor, watch), config, drafter, narrow_widths, shares_prefill)
+    engine = Engine(make_runner(model, cache, observer, editor, watch), config, drafter, narrow_widths, batches_prompts)
     return engine, Scheduler(states, cache, config, in_flight)

@@ -39,6 +39,10 @@ class ShapeFault(EngineError):
     """Raised if a request's tokens were computed twice with different bits: the shape of the passes is at fault."""
 
 
+class BatchedPromptFault(ShapeFault):
+    """Raised if a prompt has other bits in a pass with other prompts than in one by itself."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """Holds the tokens that one request feeds in a pass, and their positions."""
@@ -150,9 +154,9 @@ class ModelRunner:
             copy = self.watch.place_copy(self.cache, states, feeds, batch_index, cache_rows, starts, token_ids)
         again = None
         if not is_hidden and size > 1 and phase == "prefill" and is_without_pads:
-            again = self.watch.choose_again(self.cache, states, phase == "prefill")
+            again = self.watch.choose_prompt(self.cache, states)
         elif batch is not None and phase != "prefill" and not is_hidden and any(s.is_invariant for s in states):
-            again = self.watch.choose_again(self.cache, states, phase == "prefill")
+            again = self.watch.choose_again(self.cache, states)
         slots = tuple(row_slots(entries, batch_index))
         self.shape = (size, width)
         began = time.perf_counter()
@@ -180,11 +184,15 @@ class ModelRunner:
                 else:
                     with self.watch.keeping(self.model, batch_index[again], len(entries[again].token_ids)):
                         out = forward()
-                if (copy, again) != (None, None) and not bool(torch.isfinite(out.amax(-1)).all()):
+                if again is None:
+                    to_compare = out
+                else:
+                    to_compare = _own_logits(out[batch_index[again]], len(entries[again].token_ids), logit_slots)
+                if (copy, again) != (None, None) and not bool(torch.isfinite(to_compare).all()):
                     copy = again = None  # `_require_numbers` reports NaN; there are no bits to compare
                 differs = None if copy is None else self.watch.difference(self.model, self.cache, copy, out, forward)
             if again is not None:
-                differs = self._compute_again(phase, entries[again], batch_index[again], out, logit_slots)
+                differs = self._compute_again(phase, entries[again], batch_index[again], to_compare, logit_slots)
         except Exception as error:
             raise self._failed(phase, entries, error) from error
         finally:
@@ -193,7 +201,9 @@ class ModelRunner:
         if (copy, again) != (None, None):
             self.observer.on_compared(self.step, None if differs is None else str(differs))
         if differs is not None:
-            raise ShapeFault(self._difference_message(phase, differs, entries, batch_index))
+            fault = BatchedPromptFault if phase == "prefill" else ShapeFault
+            whose = next(e for b, e in zip(batch_index, entries, strict=True) if b == differs.original)
+            raise fault(differs.message(whose.state.request_id, self.step, phase, self.shape))
         if phase == "verify":
             self.watch.remember(states, batch_index, starts, out)
         with self._recording(phase, entries):
@@ -208,20 +218,19 @@ class ModelRunner:
         return PassOutcome(out, batch_index)
 
     def _compute_again(
-        self, phase: str, entry: Entry, original: int, out: Tensor, logit_slots: Sequence[int] | None
+        self, phase: str, entry: Entry, original: int, logits: Tensor, logit_slots: Sequence[int] | None
     ) -> Difference | None:
         """Computes the tokens of one entry of the pass just run a second time: alone, or if it was alone, behind two
         dummies; and in one of the `widths`, or without pads if they are a prompt's. Returns the first Difference, or
         None.
 
-        original: the entry's batch index in `out`, the logits of the pass just run (all, or those at `logit_slots`).
+        original: the entry's batch index in the pass just run.  logits: [n, v] of it, see `_own_logits`.
         """
         count, taken = len(entry.token_ids), entry.state.cache_row
         fitting = [width for width in self.widths if width >= count] or [self.shape[1]]
         if phase == "prefill":
             fitting = [count]
-        slots = [slot for slot in range(count) if logit_slots is None or slot in logit_slots]
-        logits = out[original, slots if logit_slots is None else [logit_slots.index(slot) for slot in slots]]
+        slots = None if logit_slots is None else [count - 1]
         width, size = fitting[self.step % len(fitting)], 1 if self.shape[0] > 1 else 3
         rows = place_rows([taken], size, self.cache) or [taken]
         rows.reverse()
@@ -292,22 +301,6 @@ class ModelRunner:
             pieces[copy.copy] = of(start - copy.shift, copy.shift + copy.num_tokens, self.cache.capacity)
         return Reach(tuple(pieces), is_without_pads and size > 1)
 
-    def _difference_message(
-        self, phase: str, differs: Difference, entries: Sequence[Entry], batch_index: Sequence[int]
-    ) -> str:
-        """Returns the text of a ShapeFault: request, step, shape, where the bits differ, and what to set instead."""
-        whose = next(e.state.request_id for b, e in zip(batch_index, entries, strict=True) if b == differs.original)
-        group, window = self.shape
-        others = "another group or window" if differs.copy is not None else "determinism='verify'"
-        others = "prefill_group=1" if phase == "prefill" else others
-        return (
-            f"request {whose} step {self.step}: of a {phase} pass of {group} x {window} rows, its tokens were computed "
-            "twice, "
-            f"and {differs}; this shape does not give the same bits everywhere on this machine "
-            f"({torch.get_num_threads()} threads), so no deterministic request can go on in it; nothing of this step "
-            f"was committed; set {others}, torch.set_num_threads(1), or path='bridge'"
-        )
-
     def _report_thoughts(self, phase: str, entries: Sequence[Entry], is_hidden: bool) -> None:
         """Reports the thoughts (of Thinking States) whose chunk ends in a real token; none in a pass of a rebuild."""
         by_row = {entry.state.cache_row: entry for entry in entries}
@@ -348,6 +341,12 @@ class ModelRunner:
                         f"{entry.start + slots[i] + 1} hold {'NaN' if torch.isnan(top[b, i]) else float(top[b, i])}; "
                         f"nothing of this step was committed; load {self.model.name} in float32 or check its weights"
                     )
+
+
+def _own_logits(logits: Tensor, count: int, slots: Sequence[int] | None) -> Tensor:
+    """Returns those of a batch index's logits [t, v] that belong to its `count` tokens. If the pass computed only those
+    at `slots`: of its last token, [1, v], or [0, v] if that is not among them."""
+    return logits[:count] if slots is None else logits[[i for i, slot in enumerate(slots) if slot == count - 1]]
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -15,26 +15,31 @@ from cacheprobe.kvcache.surgery import put_snapshot
 
 FREE_PREFILL_WIDTH = 128
 """Maximum tokens of a prompt in one prefill pass of requests without fixed chunks; the others use prefill_chunk."""
-_MOST_SHARED, _PASS_COST = 1024, 64
-"""Most token slots, with pads, of a prefill pass that several prompts share (more are not faster), and how many slots
-more take as long as another pass."""
+_MOST_SLOTS, _PASS_COST = 1024, 64
+"""Most token slots, with pads, of a prefill pass of several prompts (more are not faster), and how many slots more take
+as long as another pass."""
+_MOST_SCORES = 2**22
+"""Most token slots times cache slots of such a pass: its mask holds that many numbers."""
 
 
 class Prefill:
     """Writes prompts into cache rows and commits each request's first token; rebuilds preempted requests."""
 
-    def __init__(self, runner: ModelRunner, committer: Committer, shares_passes: bool = False) -> None:
-        """shares_passes: prompts that are read in chunks without pads may share a pass (consistency.py tries it)."""
+    def __init__(self, runner: ModelRunner, committer: Committer, batches_prompts: bool = False) -> None:
+        """batches_prompts: prompts that are read in chunks without pads may share a pass (consistency.py tries it)."""
         self.runner, self.committer, self.config = runner, committer, committer.config
-        self._shares_passes = shares_passes
+        self._batches_prompts = batches_prompts
+        self._batched: list[SequenceState] = []
+        """Requests that have not ended whose prompts were read in passes with others, and must have the same bits."""
 
     def read(self, states: Sequence[SequenceState]) -> None:
         """Reads the prompts of these requests, and commits the first token of each. `reads_in_chunks` must be equal for
         all of them.
 
         If it is True, passes have prefill_group x prefill_chunk tokens, so that a request's passes depend on its prompt
-        alone. The last chunk is shorter if it is not padded. Prompts share passes of any shape where each has the bits
-        of a pass by itself. Other requests always do.
+        alone. The last chunk is shorter if it is not padded. Where a prompt has the same bits beside others as by
+        itself, passes have any number of prompts, of about the same length. Passes of other requests have all their
+        prompts.
         """
         for state in states:
             self._begin(state)
@@ -43,7 +48,7 @@ class Prefill:
         for entries, width in self._prompt_passes(states):
             last = [len(e.token_ids) - 1 if e.end == e.state.request.num_prompt_tokens else None for e in entries]
             slots = self._logit_slots(last, width, is_fixed)
-            batch = None if not is_fixed else len(entries) if self._shares_passes else self.config.prefill_group
+            batch = None if not is_fixed else len(entries) if self._batches_prompts else self.config.prefill_group
             result = self.runner.run(
                 "prefill", entries, width, batch=batch, logit_slots=slots, is_without_pads=is_without_pads
             )
@@ -56,6 +61,9 @@ class Prefill:
                 state = entry.state
                 state.prompt_logits = result.out[b, slot if slots is None else slots.index(slot)].clone()
                 chosen.append(self.committer.choose(state, state.prompt_logits, (), state.last_committed_position + 1))
+            if is_without_pads and len(entries) > 1:
+                self._batched = [state for state in self._batched if not state.is_ended]
+                self._batched += [entry.state for entry in entries]
             committed = []
             for entry, token_id in zip(entries, chosen, strict=True):
                 self.committer.write_ledger(entry.state, entry.start, entry.end, "prefill")
@@ -68,7 +76,7 @@ class Prefill:
         """Yields (entries, width) of each prefill pass, until the prompts are read. The caller must set num_prefilled
         of each request after the pass."""
         is_fixed = states[0].reads_in_chunks
-        size = self.config.prefill_group if is_fixed and not self._shares_passes else len(states)
+        size = self.config.prefill_group if is_fixed and not self._batches_prompts else len(states)
         chunk = self.config.prefill_chunk if is_fixed else FREE_PREFILL_WIDTH
         for group in (states[i : i + size] for i in range(0, len(states), size)):
             while unread := [s for s in group if s.num_prefilled < s.request.num_prompt_tokens]:
@@ -78,23 +86,31 @@ class Prefill:
                     )
                     for s in unread
                 ]
-                if is_fixed and self._shares_passes:
-                    entries = self._sharing(entries)
+                if is_fixed and self._batches_prompts:
+                    entries = self._next_batch(entries)
                 is_padded = is_fixed and self.config.pad_prefill
                 yield entries, chunk if is_padded else max(len(entry.token_ids) for entry in entries)
 
-    def _sharing(self, entries: Sequence[Entry]) -> list[Entry]:
+    def _next_batch(self, entries: Sequence[Entry]) -> list[Entry]:
         """Returns the entries of the next pass: the longest and shorter ones, unless these would have more pads in it
-        than a pass of their own costs."""
-        longest_first = sorted(entries, key=lambda entry: -len(entry.token_ids))
-        width, taken = len(longest_first[0].token_ids), longest_first[:1]
-        for number, entry in enumerate(longest_first[1:], 1):
-            num_pads = (len(entries) - number) * (width - len(entry.token_ids))
-            if num_pads > _PASS_COST or (number + 1) * width > _MOST_SHARED:
+        than a pass of their own costs. A request with hidden slots is read alone, since it may need another forward."""
+        longest, *others = sorted(entries, key=lambda entry: -len(entry.token_ids))
+        width, taken = len(longest.token_ids), [longest]
+        apart = [entry for entry in entries if self.runner.cache.hides_slots([entry.state.cache_row])]
+        span = max(entry.start for entry in entries) + width
+        for number, entry in enumerate(others if longest not in apart else ()):
+            num_slots, num_pads = (len(taken) + 1) * width, (len(others) - number) * (width - len(entry.token_ids))
+            if num_pads > _PASS_COST or num_slots > _MOST_SLOTS or num_slots * span > _MOST_SCORES:
                 break
-            if entry.start + width <= self.config.capacity:
+            if entry.start + width <= self.config.capacity and entry not in apart:
                 taken.append(entry)
-        return taken
+        return [entry for entry in entries if entry in taken]
+
+    def read_alone(self) -> list[SequenceState]:
+        """From now on, reads each prompt in passes of its own. Returns the deterministic requests, not ended, whose
+        prompts were read with others."""
+        self._batches_prompts = False
+        return [state for state in self._batched if state.request.is_deterministic and not state.is_ended]
 
     def _begin(self, state: SequenceState) -> None:
         """Stores the prompt's length in the cache, and copies the request's KVSnapshot, if any, into its cache row."""

@@ -27,7 +27,7 @@ def choose_shapes(model: Any, is_drafted: bool, settings: Mapping[str, Any]) -> 
 
     Without a drafter the window is 1 on a CPU, and with determinism="invariant" everywhere: each pass computes one new
     token of a request. Otherwise it is 16. A window that the model refuses is replaced, see `_window`. Prompts are read
-    in chunks of their own length, one a pass or as `consistency.shares_prefill` allows, unless prefill_group is given.
+    in chunks of their own length, one a pass or as `consistency.batches_prompts` allows, unless prefill_group is given.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     given_names = tuple(given)

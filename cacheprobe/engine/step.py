@@ -14,8 +14,9 @@ from cacheprobe.core.config import EngineConfig
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.choosing import Choice
 from cacheprobe.engine.committer import Committer
+from cacheprobe.engine.consistency import forbid_batched_prompts
 from cacheprobe.engine.drafting import DrafterCalls
-from cacheprobe.engine.model_runner import EngineError, Entry, ModelRunner, ShapeFault
+from cacheprobe.engine.model_runner import BatchedPromptFault, EngineError, Entry, ModelRunner, ShapeFault
 from cacheprobe.engine.prefill import Prefill
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import Status
@@ -52,16 +53,16 @@ class Engine:
         config: EngineConfig,
         drafter: Drafter | None = None,
         narrow_widths: Sequence[int] = (),
-        shares_prefill: bool = False,
+        batches_prompts: bool = False,
     ) -> None:
         """Prepares passes of `runner` in the shapes of `config`. narrow_widths: widths below the window that a verify
-        pass, or a decode pass of invariant requests, may have, ascending; see consistency.py.  shares_prefill: prompts
-        of these requests may share a pass."""
+        pass, or a decode pass of invariant requests, may have, ascending; see consistency.py.  batches_prompts: a
+        prefill pass may have several of their prompts."""
         self.runner, self.config = runner, config
         self._widths = runner.widths = (*narrow_widths, config.window)
         self.model, self.cache = runner.model, runner.cache
         self.committer = Committer(runner, config)
-        self.prefill = Prefill(runner, self.committer, shares_prefill)
+        self.prefill = Prefill(runner, self.committer, batches_prompts)
         self.drafter_calls = DrafterCalls(drafter)
 
     # -- prefill
@@ -239,7 +240,12 @@ class Engine:
         self.committer.forget_choices()
         for state in states:
             self.committer.scrub(state)
-        if isinstance(error, ShapeFault):
+        if isinstance(error, BatchedPromptFault):
+            forbid_batched_prompts(self.model, str(error))
+            for state in self.prefill.read_alone():
+                if state.status in (Status.PREFILLING, Status.RUNNING):
+                    self.committer.stop(state, "error", error=str(error))
+        elif isinstance(error, ShapeFault):
             for state in [s for s in states if s.request.is_deterministic]:  # their committed tokens are in doubt
                 self.committer.stop(state, "error", error=str(error))
         if len(states) > 1:

@@ -5,7 +5,6 @@ pass, a pass of another number of requests does, now and then. No library promis
 tests shapes before a run, and this file checks them during the run.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ PARTS = {
     "S": "the residual stream that leaves",
 }
 """What is compared in a layer, by site, in the order of computation; the values are words for messages."""
-AGAIN_EVERY, FIRST_AGAIN, FIRST_OF_PROMPTS = 32, 2, 1
+AGAIN_EVERY, FIRST_AGAIN = 32, 2
 """One of this many passes of invariant requests, from the second pass on, computes one of them again; of passes that
 read several prompts, from the first on. They begin so early that short runs are checked, too."""
 
@@ -51,6 +50,21 @@ class Difference:
         if self.copy is None:
             return f"batch index {self.original} and a pass with other requests or none differ in {where}"
         return f"batch indices {self.original} and {self.copy} differ in {where}"
+
+    def message(self, request_id: int, step: int, phase: str, shape: tuple[int, int]) -> str:
+        """Returns the text of an error: request, step, shape of the pass, where the bits differ, what follows, and what
+        to set instead."""
+        end, remedy = "so no deterministic request can go on in it", "determinism='verify'"
+        if phase == "prefill":
+            end, remedy = "so requests whose prompts were read with others before end", "prefill_group=1"
+        elif self.copy is not None:
+            remedy = "another group or window"
+        return (
+            f"request {request_id} step {step}: of a {phase} pass of {shape[0]} x {shape[1]} rows, its tokens were "
+            f"computed twice, and {self}; this shape does not give the same bits everywhere on this machine "
+            f"({torch.get_num_threads()} threads), {end}; nothing of this step was committed; set {remedy}, "
+            "torch.set_num_threads(1), or path='bridge'"
+        )
 
 
 class Place(NamedTuple):
@@ -82,8 +96,8 @@ class Watch:
         self._copy: Copy | None = None
         self._differing: list[tuple[int, str]] = []
         """(layer, site) of each captured state that differs between the original and its copy."""
-        self._num_passes: Counter[bool] = Counter()
-        """Number of passes of which one request may be computed again, by whether they are prefill passes."""
+        self._num_invariant = self._num_batched = 0
+        """Numbers of passes that decided tokens of invariant requests, and that read several prompts."""
         self._kept: dict[tuple[str, int], Tensor] = {}
         """By (site, layer): the states [t, m] of the request that is computed again."""
         self._is_again = False
@@ -140,10 +154,8 @@ class Watch:
         """Returns the index in `states` of the deterministic request without interventions and KVSnapshot that was
         compared least often; None without one, or if the cache allows no second computation. Of equal ones, it is the
         first, or the last if `step` is -1."""
-        eligible = [i for i, s in enumerate(states) if s.request.is_deterministic and not s.is_edited]
-        if not eligible or not cache.can_compute_twice:
-            return None
-        return min(eligible[::step], key=lambda i: self._times.get(states[i].request_id, 0))
+        eligible = _comparable(cache, states)[::step]
+        return min(eligible, key=lambda i: self._times.get(states[i].request_id, 0), default=None)
 
     def _known_logits(self, state: SequenceState, start: int, num_again: int) -> Tensor | None:
         """Returns the kept logits [n, v] of up to `num_again` tokens of a request before `start`, or None."""
@@ -204,17 +216,27 @@ class Watch:
         if not bitwise(*_pair(copy, tokens)):
             self._differing.append((layer, site if site in PARTS else "T"))
 
-    # -- determinism="invariant", and prompts that share a pass: a pass of its own
+    # -- determinism="invariant", and batched prompts: a pass of its own
 
-    def choose_again(self, cache: KVCache, states: Sequence[SequenceState], is_prefill: bool) -> int | None:
-        """Counts a pass that decides tokens of invariant requests, or reads several prompts whose bits must be those of
-        passes by themselves. Returns the index in `states` of the request to compute again, in one of AGAIN_EVERY (32)
-        passes; None in the others, or if no request can be."""
+    def choose_prompt(self, cache: KVCache, states: Sequence[SequenceState]) -> int | None:
+        """Counts a pass that reads several prompts, each of which must have the bits of a pass by itself. Returns the
+        index in `states` of the one to compute again, in one of AGAIN_EVERY (32) passes; None in the others, or if none
+        can be. Another prompt of the pass is chosen each time: the longest first, and that at the first place last."""
+        eligible = _comparable(cache, states)
+        if not eligible:
+            return None
+        number, self._num_batched = self._num_batched, self._num_batched + 1
+        places = sorted(eligible[1:], key=lambda i: -states[i].request.num_prompt_tokens) + eligible[:1]
+        return None if number % AGAIN_EVERY else places[number // AGAIN_EVERY % len(places)]
+
+    def choose_again(self, cache: KVCache, states: Sequence[SequenceState]) -> int | None:
+        """Counts a pass that decides tokens of invariant requests. Returns the index in `states` of the request to
+        compute again, in one of AGAIN_EVERY (32) passes; None in the others, or if no request can be."""
         i = self._least_compared(cache, states, step=-1)  # the first row of a pass is the likeliest to be right
         if i is None:
             return None
-        self._num_passes[is_prefill] += 1
-        if self._num_passes[is_prefill] % AGAIN_EVERY != (FIRST_OF_PROMPTS if is_prefill else FIRST_AGAIN):
+        self._num_invariant += 1
+        if self._num_invariant % AGAIN_EVERY != FIRST_AGAIN:
             return None
         self._times[states[i].request_id] = self._times.get(states[i].request_id, 0) + 1
         return i
@@ -237,7 +259,8 @@ class Watch:
         """Runs a pass that computes the tokens inside `keeping` again, and overwrites their keys and values. Returns
         the first Difference from the first computation; None if all bits are equal.
 
-        logits: [n, v] of the first computation.  forward: runs the pass, and returns its logits [b, n, v].
+        logits: [n, v] of the first computation.  forward: runs the pass, and returns logits whose first n are of the
+            same tokens.
         """
         differing: list[tuple[int, str]] = []
 
@@ -269,6 +292,14 @@ class Watch:
         if not differing and bitwise(logits, again):
             return None
         return Difference(*_operation(*min(differing, key=order_of, default=(None, None))), place.original, None)
+
+
+def _comparable(cache: KVCache, states: Sequence[SequenceState]) -> list[int]:
+    """Returns the indices of the deterministic requests without interventions and KVSnapshot; [] if the cache allows no
+    second computation."""
+    if not cache.can_compute_twice:
+        return []
+    return [i for i, state in enumerate(states) if state.request.is_deterministic and not state.is_edited]
 
 
 def order_of(at: tuple[int, str]) -> tuple[int, int]:

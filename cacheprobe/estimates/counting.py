@@ -51,7 +51,7 @@ class PassCounter(ModelRunner):
         """Counts a pass; takes the arguments of `ModelRunner.run`, and returns a PassOutcome of made-up logits."""
         self.step += 1
         num_logits = width if logit_slots is None else len(logit_slots)
-        shape = PassShape(phase, len(entries), width, batch, num_layers, num_logits)
+        shape = PassShape(phase, len(entries), width, batch, num_layers, num_logits, is_without_pads)
         self.shape, self.seconds = (shape.size, width), 0.0
         sums = self._tally.passes.setdefault(shape, PassSums())
         sums.count += 1
@@ -137,7 +137,7 @@ def _loop(
         make_runner=make_runner,
         cache=cache,
         narrow_widths=plan.narrow_widths,
-        shares_prefill=plan.shares_prefill,
+        batches_prompts=plan.batches_prompts,
     )
     for _ in steps:
         pass

@@ -23,6 +23,8 @@ class PassShape:
     num_layers: int | None
     num_logits: int
     """Token slots whose logits are computed."""
+    is_without_pads: bool = False
+    """Whether attention runs over the tokens of each entry as in a pass by itself."""
 
     @property
     def size(self) -> int:

@@ -92,8 +92,18 @@ def _run_pass(
         token_ids = tuple(text[(start + i) % len(text)] for i in range(length))
         # as draft tokens, whose rows get no role: the recorder knows no other token at these positions
         entries.append(Entry(state, token_ids, start, shape.phase != "decode", len(token_ids)))
-    slots = None if shape.num_logits == shape.width else range(shape.width - shape.num_logits, shape.width)
-    runner.run(shape.phase, entries, shape.width, batch=shape.batch, num_layers=shape.num_layers, logit_slots=slots)
+    slots, end = None, length if shape.is_without_pads else shape.width
+    if shape.num_logits < shape.width:
+        slots = range(max(end - shape.num_logits, 0), max(end, shape.num_logits))
+    runner.run(
+        shape.phase,
+        entries,
+        shape.width,
+        batch=shape.batch,
+        num_layers=shape.num_layers,
+        logit_slots=slots,
+        is_without_pads=shape.is_without_pads,
+    )
     recorder.on_failure(runner.step)
 
 

@@ -42,7 +42,7 @@ def try_out(plan: RunPlan, drafter: Drafter | None, states: Sequence[SequenceSta
         log,
         drafter,
         narrow_widths=plan.narrow_widths,
-        shares_prefill=plan.shares_prefill,
+        batches_prompts=plan.batches_prompts,
     )
     with hold_model(plan.model), closing(steps):
         for _ in steps:

@@ -202,11 +202,14 @@ class KVCache:
             self._placed[device] = Placed(*(t.to(device) for t in (rows, written, starts, self._staged[0])))
         return self._placed[device]
 
+    def hides_slots(self, rows: Sequence[int]) -> bool:
+        """Returns True if later tokens of one of these cache rows do not attend to some of its slots."""
+        return self.head_masks.concern(rows) or bool(self.hidden[list(rows)].any())
+
     def hidden_slots(self, layer: int) -> Bool[Tensor, "r h s"] | None:
         """Returns which slots are hidden from later tokens by the key heads of a layer, on the layer's device; None if
         no staged row has such a slot."""
-        rows = [row for row, _ in self._staged_places]
-        if not self.head_masks.concern(rows) and not bool(self.hidden[rows].any()):
+        if not self.hides_slots([row for row, _ in self._staged_places]):
             return None
         by_head = self.hidden[:, None].expand(-1, self.keys[layer].shape[1], -1)
         return self.head_masks.added_to(by_head, layer).to(self.keys[layer].device)
@@ -386,4 +389,4 @@ class KVCache:
 
 def _is_finite(values: Tensor) -> bool:
     """Returns True if every number of a tensor is finite."""
-    return bool(torch.isfinite(values.sum(dtype=torch.float32))) or bool(torch.isfinite(values).all())
+    return bool(torch.isfinite(torch.linalg.vector_norm(values))) or bool(torch.isfinite(values).all())

@@ -129,7 +129,7 @@ class SequenceState:
 
     @property
     def reads_in_chunks(self) -> bool:
-        """Whether the request's prompt is read in passes whose shapes depend on that prompt alone."""
+        """Whether the request's prompt is read in passes whose bits depend on that prompt alone."""
         return self.is_verified or self.is_invariant
 
     @property

@@ -115,7 +115,7 @@ def user_hooks(bridge: LiveModule) -> Iterator[str]:
     HookPoint, or as a PyTorch forward hook on a module. Permanent hooks of TransformerLens and cacheprobe, and PyTorch
     hooks of TransformerLens and transformers, are left out."""
     modules = list(bridge.original_model.named_modules())
-    points = bridge.hook_dict | {plain_path(name): module for name, module in modules if hasattr(module, "fwd_hooks")}
+    points = bridge.hook_dict | {plain_path(name): module for name, module in modules if "fwd_hooks" in vars(module)}
     for name, point in points.items():
         for handle in (*point.fwd_hooks, *point.bwd_hooks):
             if not (handle.is_permanent and _is_of(handle.user_hook, "transformer_lens", "cacheprobe")):

@@ -4,7 +4,7 @@ SmolLM2."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -47,7 +47,8 @@ class Shapes(TypedDict):
     group: int
     capacity: int
     prefill_chunk: int
-    prefill_group: int
+    prefill_group: NotRequired[int]
+    """Only for padded prompts; others are read as `cp.run` chooses."""
     pad_prefill: bool
 
 
@@ -139,10 +140,13 @@ class Subject:
     @property
     def settings(self) -> Shapes:
         """Keywords of `cp.run` that fix the shapes of the passes, as a dict."""
-        return Shapes(
+        shapes = Shapes(
             window=self.window, group=self.group, capacity=self.capacity, prefill_chunk=self.prefill_chunk,
-            prefill_group=self.prefill_group, pad_prefill=self.pads_prefill,
+            pad_prefill=self.pads_prefill,
         )  # fmt: skip
+        if self.pads_prefill:
+            shapes["prefill_group"] = self.prefill_group
+        return shapes
 
 
 def other_shapes(subject: Subject, number: int) -> Iterator[Subject]:

@@ -39,6 +39,9 @@ from cacheprobe.ops.kernel_set import KernelSet
 FUNCTIONAL = (FunctionalLlama, FunctionalGPT)
 """Classes that compute a forward without calling modules; each supports some model families."""
 
+_ROTATIONS_OF_PASSES = ("dynamic", "longrope")
+"""Kinds of rotary embedding whose frequencies depend on the largest position of a pass."""
+
 
 class HookedHF(BridgeMembers):
     """Runs a plain copy of the Hugging Face model inside a bridge, which shares the weights of the bridge's model. This
@@ -234,12 +237,16 @@ class HookedHF(BridgeMembers):
         return self.model.config._attn_implementation == ATTENTION
 
     @property
-    def computes_tokens_apart(self) -> bool:
-        """Whether no result for a token depends on how many tokens a pass has: attention runs by request, and compiled
-        loops or kernels compute all that libraries may round otherwise elsewhere."""
+    def is_row_independent(self) -> bool:
+        """Whether no result for a token depends on the other requests of a pass or on its width, by construction:
+        attention runs by request, and compiled loops or kernels compute products, norms and activations."""
+        if self._functional_class is not FunctionalLlama or not self.attends_by_request:
+            return False
+        if getattr(self.model.model.rotary_emb, "rope_type", "default") in _ROTATIONS_OF_PASSES:
+            return False
         if isinstance(self._operations, KernelOperations):
             return self.device.type == "cuda"  # elsewhere torch's loops compute the activation
-        is_in_loops = isinstance(self._operations, QueuedOperations) and self.attends_by_request
+        is_in_loops = isinstance(self._operations, QueuedOperations)
         return is_in_loops and all(is_silu(layer.mlp.act_fn) for layer in self.model.model.layers)
 
 

@@ -84,7 +84,7 @@ class PreparedOperations(QueuedOperations):
         if len(by_shape) == _MOST_SHAPES:
             del by_shape[next(iter(by_shape))]
         by_shape[shape] = prepared  # the last one used
-        if is_new:  # many a prompt's shape occurs once
+        if is_new:  # the shapes of prompts often occur once
             return super().run_blocks(model, inputs)
         if prepared is None:
             try:

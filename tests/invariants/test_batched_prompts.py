@@ -1,5 +1,6 @@
 """Prompts of verified and invariant requests share prefill passes, where each has the bits of a pass by itself."""
 
+import copy
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Request
 from cacheprobe.engine import consistency
-from cacheprobe.engine.consistency import Hooked, shares_prefill
+from cacheprobe.engine.consistency import Hooked, batches_prompts
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.watch import Watch
 from cacheprobe.models.fast.hooked_hf import HookedHF
@@ -90,6 +91,37 @@ def test_a_prompt_that_goes_on_from_a_snapshot_attends_as_by_itself(monkeypatch:
     assert cp.verify(trace, of, progress=False).is_equal
 
 
+def test_a_snapshot_with_hidden_slots_is_read_alone() -> None:
+    of, prompts = model(torch.bfloat16), texts([40, 40, 40, 40])
+    cached = cp.kv_snapshot(of, prompts[0][:20], capacity=192)
+    hidden = Request(prompts[0], HOT, cached=cached.masked([3, 4], layers=1, heads=0), own_fingerprint=True)
+    requests: list[Any] = [hidden, *prompts[1:]]
+    trace = cp.run(of, requests, deterministic=True, **RUN)
+    assert sorted(heights(trace)) == [1, 3] and cp.verify(trace, of, progress=False).is_equal
+
+
+def test_a_prompt_whose_logits_are_not_numbers_ends_alone() -> None:
+    """Its row of the embedding becomes NaN after all trials of the model."""
+    loaded, prompts = on_loops(cp.load_model(copy.deepcopy(hf_model("llama")))), texts([20, 21, 22, 23, 24])
+    of = choose_path(loaded, "fast")[0]
+    cp.run(of, prompts, deterministic=True, **RUN)
+    with torch.no_grad():
+        loaded.bridge.original_model.get_input_embeddings().weight[96] = torch.nan
+    prompts[2][5] = 96
+    with pytest.warns(RuntimeWarning, match="request 2 ended with an error"):
+        trace = cp.run(of, prompts, deterministic=True, **RUN)
+    assert "hold NaN" in trace.meta["errors"]["2"] and len(trace.meta["errors"]) == 1
+    others = [prompt for i, prompt in enumerate(prompts) if i != 2]
+    assert [outcome(trace, i) for i in (0, 1, 3, 4)] == want(of, others)
+
+
+@pytest.mark.parametrize(("family", "window"), [("mistral", 6), ("qwen3", None), ("qwen2", 6)])
+def test_other_families_and_sliding_windows(family: str, window: int | None) -> None:
+    of, prompts = on_loops(cp.load_model(hf_model(family, torch.bfloat16, window=window))), texts(LENGTHS)
+    trace = cp.run(of, prompts, deterministic=True, **RUN)
+    assert max(heights(trace)) > 4 and cp.verify(trace, of, progress=False).is_equal
+
+
 def test_heads_are_recorded_as_by_the_reference() -> None:
     """With hooks of heads the model's modules run."""
     of, prompts = model(torch.bfloat16), texts(LENGTHS)
@@ -153,10 +185,10 @@ def test_prompts_are_read_alone_where_that_is_asked_or_needed() -> None:
     config = EngineConfig(pad_prefill=False)
     live = hf_model("llama", torch.float32)
     by_torch = choose_path(cp.load_model(live, products="torch"), "fast")[0]
-    assert not shares_prefill(by_torch, config, Hooked(), 5)
-    assert not shares_prefill(cp.load_model(live), config, Hooked(), 5), "the bridge attends in one call"
+    assert not batches_prompts(by_torch, config, Hooked(), 5)
+    assert not batches_prompts(cp.load_model(live), config, Hooked(), 5), "the bridge attends in one call"
     other = type(live)(type(live.config)(**{**live.config.to_dict(), "hidden_act": "gelu"})).eval()
-    assert not shares_prefill(choose_path(on_loops(cp.load_model(other)), "fast")[0], config, Hooked(), 5)
+    assert not batches_prompts(choose_path(on_loops(cp.load_model(other)), "fast")[0], config, Hooked(), 5)
 
 
 def test_an_estimate_counts_the_shared_passes() -> None:
@@ -197,17 +229,53 @@ def test_a_trial_finds_bits_that_depend_on_other_prompts(planted: Any) -> None:
     assert heights(cp.run(of, texts([9] * 5), deterministic=True, **RUN)) == [1] * 5
 
 
-def test_a_fault_after_the_trial_ends_the_deterministic_requests(planted: Any) -> None:
+def test_after_a_fault_prompts_are_read_alone_in_this_run_and_later(planted: Any) -> None:
+    """Nothing of the pass with the fault was committed, so no request has to end."""
     of, switch = planted
-    prompts = texts([30, 29, 28, 27, 26])
+    prompts = texts([120, 30, 29, 28, 27])
+    exact = want(of, prompts)
     cp.run(of, prompts, deterministic=True, **RUN)
     switch["on"] = True
-    trace = cp.run(of, prompts, deterministic=[1, 2, 3, 4], **{**RUN, "max_batch": 5})
-    assert set(trace.meta["errors"]) == {"1", "2", "3", "4"}
-    error = trace.meta["errors"]["1"]
-    assert "of a prefill pass of 4 x 29 rows, its tokens were computed twice" in error
-    assert "a pass with other requests or none differ in the keys" in error and "set prefill_group=1" in error
-    assert len(trace.committed(0)) == 4 and trace.meta["self_checks"]["differences"]
+    for number in range(2):
+        trace = cp.run(of, prompts, deterministic=True, **RUN)
+        assert [outcome(trace, i) for i in range(5)] == exact and not trace.meta["errors"]
+        assert heights(trace) == [1] * 5
+        assert len(trace.meta["self_checks"]["differences"]) == 1 - number
+
+
+def test_a_fault_after_a_request_has_ended_ends_no_run(planted: Any) -> None:
+    """The longest prompt's request ends with its first token, before the pass with the fault."""
+    of, switch = planted
+    prompts, settings = texts([120, *[30] * 8]), {**RUN, "max_new_tokens": 1}
+    exact = want(of, prompts, max_new_tokens=1)
+    cp.run(of, prompts, deterministic=True, **settings)
+    switch["on"] = True
+    trace = cp.run(of, prompts, deterministic=True, **settings)
+    assert [outcome(trace, i) for i in range(9)] == exact and trace.meta["self_checks"]["differences"]
+
+
+def test_a_later_fault_ends_deterministic_requests_whose_prompts_were_read_with_others(
+    planted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, switch = planted
+    requests: list[Any] = [
+        Request(prompt, HOT, is_deterministic=i > 0, arrival_step=2 * (i // 4))
+        for i, prompt in enumerate(texts([9] * 12))
+    ]
+    settings = {**RUN, "max_new_tokens": 24}
+    exact = cp.reference(of, requests, **settings)
+    cp.run(of, requests, **settings)
+    chosen = iter((None, None, 2))
+    monkeypatch.setattr(Watch, "choose_prompt", lambda *asked: next(chosen))
+    switch["on"] = True
+    with pytest.warns(RuntimeWarning, match="set prefill_group=1"):
+        trace = cp.run(of, requests, **settings)
+    ended = {name for name, error in trace.meta["errors"].items() if "whose prompts were read with others" in error}
+    assert ended == {*map(str, range(1, 8))} == {*trace.meta["errors"]}
+    assert "a pass with other requests or none differ in the keys" in trace.meta["errors"]["1"]
+    for i in range(8, 12):
+        assert outcome(trace, i) == outcome(exact, i)
+    assert len(trace.committed(0)) == 24
 
 
 def test_without_trial_and_check_the_fault_changes_bits(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +283,7 @@ def test_without_trial_and_check_the_fault_changes_bits(planted: Any, monkeypatc
     prompts = texts([30, 29, 28, 27, 26])
     exact = want(of, prompts)
     cp.run(of, prompts, deterministic=True, **RUN)
-    monkeypatch.setattr(Watch, "choose_again", lambda *asked: None)
+    monkeypatch.setattr(Watch, "choose_prompt", lambda *asked: None)
     switch["on"] = True
     trace = cp.run(of, prompts, deterministic=True, **RUN)
     assert [outcome(trace, i) == exact[i] for i in range(5)] == [True, False, False, False, False]
