@@ -107,7 +107,8 @@ class EngineConfig(HintsAtNewArguments):
     """"equality": a draft token is accepted if the verifier chose the same token. "rejection": speculative sampling."""
     pad_prefill: bool = True
     """Whether a prompt's last chunk is padded to the length of the others. An unpadded chunk costs less, and its shape
-    still depends on the prompt alone. Prompts that share a prefill pass need padding, because a pass has one shape."""
+    still depends on the prompt alone. With a prefill_group above 1 prompts are padded, because a pass has one
+    shape."""
     determinism: str = "verify"
     """"verify": passes of group x window tokens decide a deterministic request's tokens. "invariant": passes of any
     number of requests do; a trial before the run finds whether a token has the same bits in all of them."""

@@ -184,15 +184,14 @@ class ModelRunner:
                 else:
                     with self.watch.keeping(self.model, batch_index[again], len(entries[again].token_ids)):
                         out = forward()
-                if again is None:
-                    to_compare = out
-                else:
-                    to_compare = _own_logits(out[batch_index[again]], len(entries[again].token_ids), logit_slots)
-                if (copy, again) != (None, None) and not bool(torch.isfinite(to_compare).all()):
+                compared = out
+                if again is not None:
+                    compared = _own_logits(out[batch_index[again]], len(entries[again].token_ids), logit_slots)
+                if (copy, again) != (None, None) and not bool(torch.isfinite(compared.amax(-1)).all()):
                     copy = again = None  # `_require_numbers` reports NaN; there are no bits to compare
                 differs = None if copy is None else self.watch.difference(self.model, self.cache, copy, out, forward)
             if again is not None:
-                differs = self._compute_again(phase, entries[again], batch_index[again], to_compare, logit_slots)
+                differs = self._compute_again(phase, entries[again], batch_index[again], compared, logit_slots)
         except Exception as error:
             raise self._failed(phase, entries, error) from error
         finally:
@@ -238,7 +237,9 @@ class ModelRunner:
         token_ids = torch.full((len(rows), width), PAD_TOKEN_ID, dtype=torch.long)
         token_ids[at, :count] = torch.tensor(entry.token_ids)
         starts = [*[0] * at, entry.start]
-        reach = self._reach(phase, [entry], (at,), len(rows), None) if self.model.attends_by_request else None
+        reach = None
+        if self.model.attends_by_request:
+            reach = self._reach(phase, [entry], (at,), len(rows), None, phase == "prefill")
         if self.editor is not None:
             self.editor.rest()
         with self.cache.attending_to(reach.span if reach else self.cache.capacity, reach):

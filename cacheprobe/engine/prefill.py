@@ -29,8 +29,10 @@ class Prefill:
         """batches_prompts: prompts that are read in chunks without pads may share a pass (consistency.py tries it)."""
         self.runner, self.committer, self.config = runner, committer, committer.config
         self._batches_prompts = batches_prompts
-        self._batched: list[SequenceState] = []
-        """Requests that have not ended whose prompts were read in passes with others, and must have the same bits."""
+        self._batched: dict[int, SequenceState] = {}
+        """By request id: requests whose prompts were read in passes with others, but must not depend on them."""
+        self._faults: dict[int, str] = {}
+        """By request id: the fault after which the prompt of a deterministic request is in doubt."""
 
     def read(self, states: Sequence[SequenceState]) -> None:
         """Reads the prompts of these requests, and commits the first token of each. `reads_in_chunks` must be equal for
@@ -62,8 +64,8 @@ class Prefill:
                 state.prompt_logits = result.out[b, slot if slots is None else slots.index(slot)].clone()
                 chosen.append(self.committer.choose(state, state.prompt_logits, (), state.last_committed_position + 1))
             if is_without_pads and len(entries) > 1:
-                self._batched = [state for state in self._batched if not state.is_ended]
-                self._batched += [entry.state for entry in entries]
+                self._batched = {name: state for name, state in self._batched.items() if not state.is_ended}
+                self._batched |= {entry.state.request_id: entry.state for entry in entries}
             committed = []
             for entry, token_id in zip(entries, chosen, strict=True):
                 self.committer.write_ledger(entry.state, entry.start, entry.end, "prefill")
@@ -97,20 +99,31 @@ class Prefill:
         longest, *others = sorted(entries, key=lambda entry: -len(entry.token_ids))
         width, taken = len(longest.token_ids), [longest]
         apart = [entry for entry in entries if self.runner.cache.hides_slots([entry.state.cache_row])]
-        span = max(entry.start for entry in entries) + width
+        start = longest.start
         for number, entry in enumerate(others if longest not in apart else ()):
             num_slots, num_pads = (len(taken) + 1) * width, (len(others) - number) * (width - len(entry.token_ids))
-            if num_pads > _PASS_COST or num_slots > _MOST_SLOTS or num_slots * span > _MOST_SCORES:
+            if num_pads > _PASS_COST or num_slots > _MOST_SLOTS:
                 break
-            if entry.start + width <= self.config.capacity and entry not in apart:
+            span = max(start, entry.start) + width
+            if span <= self.config.capacity and num_slots * span <= _MOST_SCORES and entry not in apart:
                 taken.append(entry)
+                start = max(start, entry.start)
         return [entry for entry in entries if entry in taken]
 
-    def read_alone(self) -> list[SequenceState]:
+    def read_alone(self, fault: str) -> list[SequenceState]:
         """From now on, reads each prompt in passes of its own. Returns the deterministic requests, not ended, whose
-        prompts were read with others."""
+        prompts were read with others. Preempted ones of these are not rebuilt, and no request copies such a prompt.
+
+        fault: text about the difference that was found.
+        """
         self._batches_prompts = False
-        return [state for state in self._batched if state.request.is_deterministic and not state.is_ended]
+        living = [state for state in self._batched.values() if not state.is_ended]
+        self._batched.clear()
+        for state in living:
+            state.prompt_logits = None
+        in_doubt = [state for state in living if state.request.is_deterministic]
+        self._faults |= {state.request_id: fault for state in in_doubt}
+        return in_doubt
 
     def _begin(self, state: SequenceState) -> None:
         """Stores the prompt's length in the cache, and copies the request's KVSnapshot, if any, into its cache row."""
@@ -141,6 +154,8 @@ class Prefill:
         self._begin(state)
         length = state.request.num_prompt_tokens
         state.prompt_logits = source.prompt_logits
+        if source.request_id in self._batched:
+            self._batched[state.request_id] = state
         token_id = self.committer.choose(state, state.prompt_logits, (), length)
         self.runner.cache.copy_row(source.cache_row, state.cache_row, length)
         self.committer.observer.on_shared_prompt(state.request_id, self.runner.step, source.request_id)
@@ -161,6 +176,8 @@ class Prefill:
         the request is deterministic).
         """
         (state,) = states
+        if state.request_id in self._faults:
+            raise EngineError(self._faults[state.request_id])
         self._begin(state)
         num_prompt = state.request.num_prompt_tokens
         for phase, start, end, width, batch in self._passes_again(state):

@@ -223,7 +223,8 @@ class Engine:
         one without its draft.
 
         A request whose draft cannot grow is verified as it is, which commits a token. One that fails alone and without
-        a draft ends with the error; so does a deterministic one after a ShapeFault.
+        a draft ends with the error; so does a deterministic one after a ShapeFault (after a BatchedPromptFault, if its
+        prompt was read with others before).
         """
         groups = [states]
         while groups:
@@ -242,7 +243,7 @@ class Engine:
             self.committer.scrub(state)
         if isinstance(error, BatchedPromptFault):
             forbid_batched_prompts(self.model, str(error))
-            for state in self.prefill.read_alone():
+            for state in self.prefill.read_alone(str(error)):
                 if state.status in (Status.PREFILLING, Status.RUNNING):
                     self.committer.stop(state, "error", error=str(error))
         elif isinstance(error, ShapeFault):

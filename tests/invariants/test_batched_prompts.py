@@ -278,6 +278,50 @@ def test_a_later_fault_ends_deterministic_requests_whose_prompts_were_read_with_
     assert len(trace.committed(0)) == 24
 
 
+def test_a_prompt_in_doubt_is_neither_copied_nor_rebuilt(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Request 4 copies the prompt of 1, which was read with others; a later pass has the fault. Another request is
+    preempted before."""
+    of, switch = planted
+    first, later = texts([9] * 4), texts([12] * 6)[2:]
+    prompts = [*first, first[1], *later, first[1]]
+    arrivals = [0, 0, 0, 0, 1, 8, 8, 8, 8, 16]
+    requests: list[Any] = [
+        Request(prompt, HOT, is_deterministic=i > 0, arrival_step=arrival)
+        for i, (prompt, arrival) in enumerate(zip(prompts, arrivals, strict=True))
+    ]
+    settings = {**RUN, "max_new_tokens": 30, "max_kv_tokens": 130}
+    exact = cp.reference(of, requests, **{**RUN, "max_new_tokens": 30})
+    cp.run(of, requests, **settings)
+    chosen = iter((None, 1))
+    monkeypatch.setattr(Watch, "choose_prompt", lambda *asked: next(chosen, None))
+    switch["on"] = True
+    with pytest.warns(RuntimeWarning, match="set prefill_group=1"):
+        trace = cp.run(of, requests, **settings)
+    assert trace.meta["preemptions"], trace.meta
+    assert {*trace.meta["errors"]} == {"1", "2", "3", "4"}
+    for i in range(5, 10):
+        assert outcome(trace, i) == outcome(exact, i)
+
+
+def test_a_prompt_is_checked_with_the_attention_of_a_pass_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second chunk has few tokens, which cross a step of spans, in a pass of longer ones."""
+    of, seen = model(torch.bfloat16), []
+    own = ModelRunner._reach
+
+    def note(*given: Any, **named: Any) -> Any:
+        reach = own(*given, **named)
+        seen.append([[piece.span for piece in pieces] for pieces in reach.pieces])
+        return reach
+
+    prompts = texts([140, 66, 66, 66, 66])
+    cp.run(of, prompts, deterministic=True, prefill_chunk=100, **RUN)
+    monkeypatch.setattr(ModelRunner, "_reach", note)
+    monkeypatch.setattr(Watch, "choose_prompt", lambda *asked: 0)
+    trace = cp.run(of, prompts, deterministic=True, prefill_chunk=100, **RUN)
+    assert seen[:3] == [[[128]], [[128, 192], *[[128]] * 4], [[128, 192]]] and heights(trace) == [1, 5]
+    assert cp.verify(trace, of, progress=False).is_equal
+
+
 def test_without_trial_and_check_the_fault_changes_bits(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     of, switch = planted
     prompts = texts([30, 29, 28, 27, 26])

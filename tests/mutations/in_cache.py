@@ -177,8 +177,8 @@ MUTATIONS = [
     bug(
         "attention runs over the used length",
         ("07_window_offset_independence_of_shapes",),
-        "cacheprobe.engine.model_runner:reach_of_positions",
-        instead(reach_of_pass),
+        "cacheprobe.engine.model_runner:reach_of",
+        instead(lambda phase, width: reach_of_pass),
     ),
     bug("positions count from the window's start", ("07",), "cacheprobe.models.hf.cache:staged", _from_the_window),
     bug(
