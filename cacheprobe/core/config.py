@@ -56,7 +56,7 @@ class EngineOptions(TypedDict, total=False):
     """Prompts of a prefill pass of verified requests; 1: each prompt alone. By default a pass has several prompts if a
     trial finds that each has the bits of a pass by itself, otherwise one."""
     pad_prefill: bool | None
-    """Whether a prompt's last chunk is padded to a whole one; by default only if several prompts share a pass."""
+    """Whether a prompt's last chunk is padded to a whole one; by default only if prefill_group is above 1."""
     max_batch: int
     """Requests in flight at once, by default 64."""
     max_kv_tokens: int | None

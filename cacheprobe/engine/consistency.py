@@ -37,18 +37,16 @@ _LOWEST, _FIRST_TILE = 5, 8
 """Batch heights up to the first number are tried; above it, those around 8, 16, 32 ..., tiles of loops and kernels."""
 _FEW = (1, 3)
 """Batch heights to try in a width that is narrower than the window, besides those of the narrowest widths."""
-
-
-class ShapeRefused(ValueError):
-    """Raised before a run if a trial on random texts found no batch-invariant pass shape among the allowed ones."""
-
-
 _FEWEST_PROMPTS = 4
 """Fewest prompts for which to try whether a prefill pass may have several of them, and how many the trial has."""
 _SHORT_TEXT, _MORE_THAN_LOOPS = 3, 4
 """Tokens of the short texts of that trial. The others are too long for attention in loops, by that many tokens."""
 _FORBIDDEN = "batched prompts"
 """Key in `_known` of a fault that was found in a prefill pass with several prompts during a run."""
+
+
+class ShapeRefused(ValueError):
+    """Raised before a run if a trial on random texts found no batch-invariant pass shape among the allowed ones."""
 
 
 @dataclass(frozen=True)
