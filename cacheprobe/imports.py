@@ -152,8 +152,8 @@ class ImportSource:
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Returns the text of each token id."""
-        return self._imported.token_texts(token_ids)
+        return self._imported.text.token_texts(token_ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the joint text of token ids."""
-        return self._imported.decode(token_ids)
+    def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
+        """Returns the joint text of token ids, as it stands after the tokens `after`."""
+        return self._imported.text.decode(token_ids, after)

@@ -35,10 +35,11 @@ from cacheprobe.lenses.base import Lens, require_readable
 from cacheprobe.lenses.identity import lens_identity
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM, StateSink
+from cacheprobe.models.conversation import assistant_turns, stop_sources
 from cacheprobe.models.experts.sites import head_places
 from cacheprobe.models.hf.heads import require_heads
 from cacheprobe.models.paths import choose_path
-from cacheprobe.models.prompts import Chat, answer_ids_of, as_list, text_of, token_ids_of
+from cacheprobe.models.prompts import Chat, Unpadded, answer_ids_of, as_list, require_unpadded, text_of, token_ids_of
 from cacheprobe.models.turns import hold_model
 
 DEFAULT_SAMPLING = SamplingParams(
@@ -96,6 +97,7 @@ class RunPlan:
             raise ValueError(f"sampling must be a cp.SamplingParams, got a {type(sampling).__name__}")
         run_sampling = SamplingParams(max_new_tokens=max_new_tokens).over(sampling or SamplingParams())
         _check_stops(run_sampling, model)
+        self._are_stops_given = run_sampling.stop_token_ids is not None
         run_seed = SamplingParams(seed=whole_number("seed", seed)).seed
         self.fallback = run_sampling.over(DEFAULT_SAMPLING).over(SamplingParams(stop_token_ids=model.stop_token_ids))
         self.interventions = as_interventions(interventions)
@@ -107,6 +109,7 @@ class RunPlan:
         chosen = pick_deterministic(deterministic, len(listed))
         self._check_sizes([self._size(item) for item in listed], max_in_flight)
         tokenized = [self._request(item, i, i in chosen) for i, item in enumerate(listed)]
+        require_unpadded({i: ids for i, item in enumerate(listed) if (ids := _ids_given(item))}, model.tokenizer)
         if "capacity" in open_shapes:
             needed = [(r.num_prompt_tokens, self._size(r)[1], r.num_cached) for r in tokenized]
             self.config = with_capacity(config, needed, model.n_ctx, "window" in open_shapes)
@@ -158,12 +161,15 @@ class RunPlan:
         prompt: Any = given.prompt if given is item else item
         example = given.example
         is_chat = given.is_chat or bool(getattr(prompt, "chat", getattr(example, "chat", False)))
+        messages = prompt.messages if isinstance(prompt, Chat) else None
         if hasattr(prompt, "prompt_text"):
             example = example if isinstance(prompt, Chat) else prompt
             prompt = text_of(prompt, self.model, index)
         ids = token_ids_of(prompt, self.model, index, is_chat=is_chat)
         own = _own_sampling(given)
         _check_stops(own, self.model, f"request {index}: ")
+        if is_chat and own.stop_token_ids is None and not self._are_stops_given:
+            own = replace(own, stop_token_ids=tuple(sorted(stop_sources(self.model, is_chat))))
         if bad := [token for token in given.forced_token_ids if not 0 <= token < self.model.d_vocab]:
             raise ValueError(
                 f"request {index}: forced token {bad[0]} is outside the vocabulary of {self.model.name}, "
@@ -178,6 +184,7 @@ class RunPlan:
             prompt_token_ids=ids,
             example=example,
             is_chat=is_chat,
+            turns=assistant_turns(messages, prompt, self.model.tokenizer, ids) if messages else given.turns,
         )
         self._check_cached(request)
         self._check_fit(request)
@@ -359,6 +366,13 @@ def of_this_thread(sink: StateSink) -> StateSink:
             sink(site, layer, value)
 
     return capture
+
+
+def _ids_given(item: Any) -> Sequence[int]:
+    """Returns the token ids of a prompt that was given as ids and may hold padding; () for another prompt."""
+    if isinstance(item, Request):
+        item = () if item.prompt_token_ids else item.prompt  # the ids of an earlier run were checked there
+    return () if isinstance(item, str | Unpadded) or hasattr(item, "prompt_text") else tuple(map(int, item))
 
 
 def _own_sampling(item: Any) -> SamplingParams:

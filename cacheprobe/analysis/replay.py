@@ -270,7 +270,8 @@ def _end_difference(trace: Trace, reference: Trace, model: CachedLM, request: Re
     ours, theirs = trace.meta["finish"][str(request.request_id)], reference.meta["finish"][str(number)]
     if ours != theirs and ours != "cancelled":
         return f"request {request.request_id}: ended by {ours}, the oracle by {theirs}"
-    if trace.texts[request.request_id] != model.decode(trace.committed(request.request_id)):
+    said = model.decode(trace.committed(request.request_id), after=request.prompt_token_ids)
+    if trace.texts[request.request_id] != said:
         return f"request {request.request_id}: its stored text is not that of its tokens"
     return None
 

@@ -7,12 +7,15 @@ from cacheprobe.capture.later import missing_readings, read_now
 from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import Request
+from cacheprobe.core.token_text import visible
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.conversation import special_ids, stopped_by
 from cacheprobe.tasks import accuracy
 from cacheprobe.trace.state_store import MemoryStore
 from cacheprobe.trace.tables import build as tables
 from cacheprobe.trace.tables.features import feature_table
+from cacheprobe.trace.tables.reasoning import spans_of
 from cacheprobe.trace.tables.thoughts import first_logits, thought_lines, thought_states, thoughts_table
 from cacheprobe.trace.trace import Trace
 
@@ -35,7 +38,7 @@ def assemble(
         recorder.reader.require_ended()
     part = recorder.take()
     tokens = {r.request_id: list(recorder.finished[r.request_id].committed) for r in requests}
-    texts = {request_id: model.decode(token_ids) for request_id, token_ids in tokens.items()}
+    texts = {r.request_id: model.decode(tokens[r.request_id], after=r.prompt_token_ids) for r in requests}
     rows, columns = tables.rows_table(part.rows, model.token_texts), part.columns
     hypotheses = tables.hypotheses_table(columns, rows, recorder.lens.name, model.token_texts) if columns else None
     thoughts, events = part.thoughts, tables.events_table(part.steps)
@@ -98,11 +101,19 @@ def meta_after(
     """Returns the entries of trace.meta that are known after the last pass. meta: the run's "errors" and "missing"."""
     scores, unscored = _behaviour_or_reason(recorder, requests, texts)
     errors = recorder.reader.errors if recorder.reader is not None else {}
+    used = {i for r in requests for i in (*r.prompt_token_ids, *recorder.finished[r.request_id].committed)}
+    stopped = {
+        str(r.request_id): stopped_by(recorder.model, r, ended.committed)
+        for r in requests
+        if (ended := recorder.finished[r.request_id]).reason == "stop"
+    }
     missing = {**meta.get("missing", {}), **missing_readings(errors, has_readings), **unscored}
     return {
         **({"errors": meta["errors"]} if "errors" in meta else {}),
         "checks": recorder.checks,
         "finish": {str(r.request_id): recorder.finished[r.request_id].reason for r in requests},
+        "stopped_by": stopped,
+        "special_token_ids": sorted(special_ids(recorder.model.tokenizer) & used),
         "preemptions": recorder.preemptions,
         "self_checks": {"compared": recorder.num_compared, "differences": recorder.differences},
         "behaviour": scores,
@@ -135,10 +146,12 @@ def _behaviour_or_reason(
         return None, {"behaviour": reason}
 
 
-def _answered(request: Request, text: str) -> str:
+def _answered(model: CachedLM, request: Request, text: str) -> str:
     """Returns a generated text, after a <think> if the prompt ends inside of reasoning."""
-    prompt = request.prompt if isinstance(request.prompt, str) else ""
-    return f"<think>{text}" if prompt.rfind("<think>") > prompt.rfind("</think>") else text
+    ids = request.prompt_token_ids
+    shown = [visible(token) for token in model.token_texts(ids)]
+    spans = spans_of(request, ids, shown, special_ids(model.tokenizer), "<think>", "</think>")
+    return f"<think>{text}" if spans and not spans[-1][2] else text
 
 
 def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, str]) -> dict[str, float | None] | None:
@@ -156,7 +169,7 @@ def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, 
     scored = [r for r in ended if r.example is not None]
     if len({tuple(sorted(r.example.question.answers)) for r in scored}) != 1:
         return None
-    score = accuracy([r.example for r in scored], [_answered(r, texts[r.request_id]) for r in scored])
+    score = accuracy([r.example for r in scored], [_answered(recorder.model, r, texts[r.request_id]) for r in scored])
     masses = [recorder.answer_mass[r.request_id] for r in scored if r.request_id in recorder.answer_mass]
     low, high = score.interval
     known = {

@@ -220,7 +220,8 @@ class DiskWriter(Observer):
     def _new_text(self, request_id: int) -> tuple[int, str]:
         """Returns (number of characters of the request's earlier text that stay, the text after them). A new token may
         change an incomplete character before it."""
-        earlier, now = self._texts[request_id], self.recorder.decode(self._tokens[request_id])
+        prompt = self.requests[request_id].prompt_token_ids
+        earlier, now = self._texts[request_id], self.recorder.decode(self._tokens[request_id], after=prompt)
         self._texts[request_id] = now
         shorter = min(len(earlier), len(now))
         is_longer = now.startswith(earlier)

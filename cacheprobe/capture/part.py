@@ -106,6 +106,6 @@ class Source(Protocol):
         """Returns the text of each token id."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the joint text of token ids."""
+    def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
+        """Returns the joint text of token ids, as it stands after the tokens `after`."""
         ...

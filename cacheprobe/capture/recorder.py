@@ -124,9 +124,9 @@ class Recorder(Observer):
         """Returns the text of each token id."""
         return self.model.token_texts(token_ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the joint text of token ids."""
-        return self.model.decode(token_ids)
+    def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
+        """Returns the joint text of token ids, as it stands after the tokens `after`."""
+        return self.model.decode(token_ids, after)
 
     def take(self) -> Part:
         """Returns what was recorded since the last call, and forgets it. Call it after `on_step` and before the next

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cacheprobe.core.records import Finished, Observer
-from cacheprobe.core.token_text import CUT, TextWindow
+from cacheprobe.core.token_text import CUT, WINDOW, TextWindow
 from cacheprobe.core.values import HintsAtNewNames
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot
@@ -30,6 +30,7 @@ class Piece:
 class _Text:
     """Holds one request's committed tokens, and the text that its pieces have given so far."""
 
+    prompt: tuple[int, ...]
     token_ids: list[int] = field(default_factory=list)
     given: list[str] = field(default_factory=list)
     """The text of each piece."""
@@ -65,13 +66,13 @@ class Stream(HintsAtNewNames):
     def __init__(
         self,
         states: Sequence[SequenceState],
-        decode: Callable[[Sequence[int]], str],
+        decode: Callable[[Sequence[int], Sequence[int]], str],
         begin: Callable[[Observer], Iterator[int]],
     ) -> None:
         self._states = {state.request_id: state for state in states}
         self._decode = decode
-        self._window = TextWindow(decode)
-        self._texts = {request_id: _Text() for request_id in self._states}
+        self._window = TextWindow(lambda token_ids: decode(token_ids, ()))
+        self._texts = {i: _Text(state.request.prompt_token_ids) for i, state in self._states.items()}
         self._trace: Trace | None = None
         self._ready: deque[Piece] = deque()
         self._committed = _Committed()
@@ -151,16 +152,21 @@ class Stream(HintsAtNewNames):
         is_over: the request has ended, so an incomplete character is returned as it is.
         """
         if is_over:
-            whole, known = self._decode(text.token_ids), "".join(text.given)
+            whole, known = self._decode(text.token_ids, text.prompt), "".join(text.given)
             text.given.append(whole[len(known) :] if whole.startswith(known) else "")
             return text.given[-1]
-        whole, known = self._decode(text.token_ids[text.first :]).rstrip(CUT), text.window
+        whole, known = self._text_from(text, text.first), text.window
         if not whole.startswith(known):
             return ""
         text.given.append(whole[len(known) :])
         text.window = whole
         if (first := self._window.start(text.token_ids)) > text.first:
-            window = self._decode(text.token_ids[first:]).rstrip(CUT)
+            window = self._text_from(text, first)
             if text.window.endswith(window):
                 text.first, text.window = first, window
         return text.given[-1]
+
+    def _text_from(self, text: _Text, first: int) -> str:
+        """Returns the text of a request's tokens from index `first` on, without an incomplete character at its end."""
+        before = text.token_ids[max(first - WINDOW, 0) : first] or text.prompt
+        return self._decode(text.token_ids[first:], before).rstrip(CUT)

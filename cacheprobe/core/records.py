@@ -56,6 +56,9 @@ class Request(HintsAtNewArguments):
     (`cp.replay`). It then samples nothing, and ends after them. () for a request that generates."""
     is_chat: bool = False
     """Whether the prompt's text has its special tokens, as that of a `cp.Chat` has, so that none are added."""
+    turns: tuple[tuple[int, int], ...] = ()
+    """Where the model's own turns stand in the prompt of a `cp.Chat`, set by the run: (first token, token after the
+    last). The last one goes on with the generated text. () if they are not known."""
     keep_kv: bool = False
     """Whether to copy the request's keys and values when it ends, for `cp.analysis.kv_snapshot` and `fork`. The copy
     stays in memory with the trace."""

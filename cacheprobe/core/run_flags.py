@@ -24,6 +24,8 @@ class ModelFlags:
     """A LoRA adapter to merge: coin-flip, or a directory."""
     products: Literal["auto", "torch"] = "auto"
     """auto: loops compiled for this processor compute matrix products and Z where they are faster than torch's."""
+    prepend_bos: bool = False
+    """Put the tokenizer's start token in front of every prompt text that does not begin with it."""
     think_while_decoding: bool | None = None
     """Let a Thinking States model also think about generated tokens; the window must be a whole number of chunks."""
 

@@ -2,32 +2,28 @@
 
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from cacheprobe.core.token_text import texts_of_backend
 from cacheprobe.models.known import shipped_folder
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 
 def texts_of(model: str, token_ids: set[int]) -> dict[int, str]:
     """Returns a dict from token id to text, made by the tokenizer of a model; {} if the tokenizer's file is not on this
     machine. Ids outside the vocabulary are left out. Loads no weights, and no torch."""
-    tokenizer = _tokenizer(model) if token_ids else None
-    if tokenizer is None:
-        return {}
-    size = tokenizer.get_vocab_size()
-    return {i: tokenizer.decode([i], skip_special_tokens=False) for i in sorted(token_ids) if 0 <= i < size}
+    texts = _texts(model) if token_ids else []
+    return {i: texts[i] for i in sorted(token_ids) if 0 <= i < len(texts)}
 
 
 @lru_cache(maxsize=8)
-def _tokenizer(model: str) -> "Tokenizer | None":
+def _texts(model: str) -> list[str]:
+    """Returns the text of every token of a model's tokenizer; [] if its file is not on this machine."""
     path = _tokenizer_file(model)
     if path is None:
-        return None
+        return []
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(path))
+    tokenizer = Tokenizer.from_file(str(path))
+    return texts_of_backend(tokenizer, max(tokenizer.get_vocab().values(), default=-1) + 1)
 
 
 def _tokenizer_file(model: str) -> Path | None:

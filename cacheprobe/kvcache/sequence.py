@@ -1,7 +1,8 @@
 """Defines the changing state of one request: committed tokens, to which a run only adds, and a draft."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 from torch import Tensor
@@ -29,8 +30,8 @@ class SequenceState:
     """Whether every token of this request is decided by the verifier."""
     sampling: SamplingParams
     """Sampling settings, with every None replaced by its default."""
-    decode: Callable[[Sequence[int]], str] = str
-    """Converts token ids to text, for stop strings."""
+    decode: Callable[..., str] = str
+    """Converts token ids to text, for stop strings: `CachedLM.decode`."""
     is_invariant: bool = False
     """Whether passes of any number of requests decide its tokens (determinism="invariant"), with a drafter or without
     one. Without one it is not verified: a decode pass commits its token."""
@@ -74,7 +75,7 @@ class SequenceState:
         self.stop_rule = StopRule(
             frozenset(cast("tuple[int, ...]", self.sampling.stop_token_ids)),
             cast("tuple[str, ...]", self.sampling.stop),
-            self.decode,
+            partial(self.decode, after=self.request.prompt_token_ids),
         )
 
         self._is_cancel_requested = False

@@ -57,7 +57,11 @@ class CachedLM(Protocol):
     dtype: dtype
     device: device
     tokenizer: LiveTokenizer
+    prepend_bos: bool
+    """Whether `encode` puts the tokenizer's start token in front where the tokenizer itself does not."""
     stop_token_ids: tuple[int, ...]
+    stop_source: str
+    """Where the model's stop tokens are named: "the generation config", for one."""
     injected_layers: tuple[int, ...]
     """Layers to whose input the model adds something (for example a thought state) besides the previous layer's
     output."""
@@ -149,12 +153,14 @@ class CachedLM(Protocol):
         a text, such as a start token."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of a sequence of token ids; text such as "<17> <4>" if the model has no tokenizer."""
+    def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
+        """Returns the text of a sequence of token ids, as it stands after the tokens `after`; text such as "<17> <4>"
+        if the model has no tokenizer."""
         ...
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns a list with the text of each token id, decoded alone; "<17>" for token 17 without a tokenizer."""
+        """Returns a list with the text of each token id; "<17>" for id 17 without a token. No two ids have one
+        text."""
         ...
 
     def to_activation_cache(self, states: dict[tuple[str, int], Tensor]) -> object:

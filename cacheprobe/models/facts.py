@@ -32,19 +32,19 @@ def one_dtype(bridge: LiveModule, name: str) -> torch.dtype:
     return dense[0].dtype
 
 
-def stop_token_ids(bridge: LiveModule) -> tuple[int, ...]:
-    """Returns a tuple of the token ids that end a model's texts, from the generation config, else the config, else the
-    tokenizer; () if none of the three names an end-of-sequence token."""
-    return stop_ids(bridge.original_model, bridge.tokenizer)
-
-
-def stop_ids(model: LiveModule, tokenizer: LiveTokenizer) -> tuple[int, ...]:
-    """Returns a tuple of the token ids that end the texts of a transformers model, as `stop_token_ids` finds them."""
-    for source in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
+def stop_ids(model: LiveModule, tokenizer: LiveTokenizer) -> tuple[tuple[int, ...], str]:
+    """Returns (token ids that end the texts of a transformers model, where they are named): of the generation config,
+    else the config, else the tokenizer; ((), "") if none of the three names an end-of-sequence token."""
+    sources = {
+        "the generation config": getattr(model, "generation_config", None),
+        "the model's config": getattr(model, "config", None),
+        "the tokenizer": tokenizer,
+    }
+    for name, source in sources.items():
         eos = getattr(source, "eos_token_id", None)
         if eos is not None:
-            return tuple(sorted(eos)) if isinstance(eos, list | tuple) else (int(eos),)
-    return ()
+            return (tuple(sorted(eos)) if isinstance(eos, list | tuple) else (int(eos),)), name
+    return (), ""
 
 
 def checksum_of(named: Sequence[tuple[str, Tensor]], has_bytes_here: bool | None = None) -> str:

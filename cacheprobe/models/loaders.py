@@ -42,6 +42,7 @@ def load_model(
     adapter: "str | Path | None" = None,
     products: str = "auto",
     think_while_decoding: bool | None = None,
+    prepend_bos: bool = False,
     trust_remote_code: bool = False,
     progress: bool = True,
 ) -> CachedLM:
@@ -51,7 +52,9 @@ def load_model(
     directory, a .gguf file, a live transformers model (wrapped in place: TransformerLens replaces its submodules), a
     TransformerBridge, or a live ThinkingModel, such as a ThinkingPretrained. Where TransformerLens has no adapter, the
     plain model runs, and the fingerprint's path is "plain".
-    tokenizer: for a live model; without one, prompts must be lists of token ids.
+    tokenizer: for a live model; without one, prompts must be lists of token ids. It is used as it is, and not changed:
+    `model.encode(text)` gives `tokenizer(text).input_ids`. Of a TransformerBridge, the tokenizer as its files configure
+    it, without the start token that TransformerLens adds.
     dtype: "float32", "bfloat16", "float16" or "float64" (or torch's). Default: float32 for a name or directory. A live
     model or a bridge keeps its own dtype; another dtype is refused. In float64 no state is rounded to float32, even
     where the libraries would do so: use it to measure the error of the other dtypes.
@@ -66,6 +69,8 @@ def load_model(
     use torch's.
     think_while_decoding: whether a Thinking States model also thinks about chunks that hold generated tokens; the
     window must then be a multiple of the chunk size. Default: the stored setting, which is False for shipped models.
+    prepend_bos: put the tokenizer's start token in front of every text that does not begin with it, as TransformerLens
+    does. The trace records this. Token ids and chats are not changed.
     trust_remote_code: for a name or directory whose type transformers does not know: run the Python files that come
     with it. They can do anything that you can; without True, such a model is refused and nothing of it is run.
     Raises: ModelError for a model that cannot be loaded, wrapped, or rolled back, for an adapter of another model, for
@@ -82,7 +87,7 @@ def load_model(
             lm = _load_thinking(folder, model, tokenizer, dtype_name, adapter, checked_map)
             if think_while_decoding is not None:
                 lm.set_think_while_decoding(think_while_decoding)
-            return lm
+            return _with_start_token(lm, prepend_bos)
         _refuse_thoughts(think_while_decoding, model)
         wrapped = _from_pretrained(
             model,
@@ -115,12 +120,11 @@ def load_model(
                 wrapped.set_think_while_decoding(think_while_decoding)
         elif type(model).__name__ == "TransformerBridge":
             model.eval()
-            from cacheprobe.models.hf.bridge import BridgeLM
+            from cacheprobe.models.hf.bridge import BridgeLM, tokenizer_of_owner
 
             refuse_unknown_memory(model.original_model.config, type(model.original_model).__name__)
-            wrapped = BridgeLM(model, _name_of(model))
-            if tokenizer is not None:
-                wrapped.tokenizer = tokenizer
+            tokenizer = tokenizer_of_owner(model) if tokenizer is None else tokenizer
+            wrapped = BridgeLM(model, _name_of(model), tokenizer=tokenizer)
         elif hasattr(model, "config") and hasattr(model, "forward"):
             refuse_unknown_memory(model.config, type(model).__name__)
             wrapped = wrap_live(model, tokenizer, _name_of(model))
@@ -134,7 +138,7 @@ def load_model(
                 f"{wrapped.name} is in {own_dtype}, not {dtype_name}; convert it with .to(torch.{dtype_name}) first"
             )
         if is_thinking:
-            return wrapped
+            return _with_start_token(wrapped, prepend_bos)
     checked = check_or_replace(cast("BridgeLM | PlainLM", wrapped))
     if hasattr(checked, "bridge"):
         _set_operations(cast("BridgeLM", checked), products)
@@ -147,7 +151,15 @@ def load_model(
         if (operations := choose(checked.dtype, checked.device).operations) is not None:
             plain = cast("PlainLM", checked)
             plain.mixtures = use_invariant_experts(plain.model, operations.product)
-    return checked
+    return _with_start_token(checked, prepend_bos)
+
+
+def _with_start_token(model: CachedLM, prepend_bos: bool) -> CachedLM:
+    """Returns the model with its setting `prepend_bos`. Raises: ModelError if its tokenizer has no start token."""
+    if prepend_bos and getattr(model.tokenizer, "bos_token_id", None) is None:
+        raise ModelError(f"{model.name} has no tokenizer with a start token (bos_token); leave out prepend_bos")
+    model.prepend_bos = bool(prepend_bos)
+    return model
 
 
 def _set_operations(model: "BridgeLM", products: str) -> None:
@@ -193,6 +205,7 @@ def model_of_run(
         adapter=adapter or fingerprint.get("adapter"),
         products=products_of(fingerprint.get("readings", "torch")),
         think_while_decoding=fingerprint.get("think_while_decoding"),
+        prepend_bos=bool(fingerprint.get("prepend_bos")),
         progress=progress,
     )
     before, now = fingerprint.get("quantised"), loaded.fingerprint().get("quantised")

@@ -1,9 +1,10 @@
 """Converts the user's prompts to token ids of a model. Invalid prompts raise ValueError with the number of the
 request."""
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.records import Request
@@ -65,14 +66,18 @@ Prompt: TypeAlias = str | Iterable[int] | PromptExample
 """Prompt as the user gives it: text, token ids or a task example."""
 
 
+class Unpadded(tuple[int, ...]):
+    """Holds the token ids of a prompt that a tokenizer's attention mask shows to be without padding."""
+
+
 def as_list(prompts: object) -> list[object]:
     """Returns the user's prompts as a list. One text, example or Request becomes a list of one; a list of whole numbers
-    is one prompt of token ids. Raises: ValueError for an empty list, a mapping, bytes, or an object that is not
-    iterable."""
+    is one prompt of token ids; of what a tokenizer returns, each row of input_ids is a prompt, without its padding.
+    Raises: ValueError for an empty list, another mapping, bytes, or an object that is not iterable."""
     if isinstance(prompts, str | Request) or hasattr(prompts, "prompt_text"):
         return [prompts]
     if isinstance(prompts, Mapping):
-        raise ValueError("prompts are a mapping, as a tokenizer returns; pass its input_ids as lists of token ids")
+        return _rows_of_encoding(prompts)
     if isinstance(prompts, bytes | bytearray | memoryview):
         raise ValueError(f"{KINDS}; got bytes, {prompts!r:.60}; decode them first")
     if not isinstance(prompts, Iterable):
@@ -83,6 +88,45 @@ def as_list(prompts: object) -> list[object]:
     return [listed] if all(isinstance(item, int) or getattr(item, "ndim", None) == 0 for item in listed) else listed
 
 
+def _rows_of_encoding(encoding: Mapping[object, object]) -> list[object]:
+    """Returns the prompts of what a tokenizer returns, a mapping with input_ids: each row's token ids where the
+    attention mask is not 0. Raises: ValueError for a mapping without input_ids."""
+    ids: Any = encoding.get("input_ids")
+    if ids is None:
+        raise ValueError(f"{KINDS}; got a mapping without input_ids, {', '.join(map(str, encoding)):.60}")
+    rows = [list(row) for row in (ids if not len(ids) or isinstance(ids[0], Iterable) else [ids])]
+    mask: Any = encoding.get("attention_mask")
+    if mask is None:
+        return [*rows]
+    masks = [list(row) for row in (mask if not len(mask) or isinstance(mask[0], Iterable) else [mask])]
+    return [
+        Unpadded(int(i) for i, is_kept in zip(row, own, strict=True) if is_kept)
+        for row, own in zip(rows, masks, strict=True)
+    ]
+
+
+def require_unpadded(prompts: Mapping[int, Sequence[int]], tokenizer: LiveTokenizer) -> None:
+    """Checks that prompts given as token ids hold no padding. prompts: token ids by request number.
+
+    A pad token at an end counts if it has no other use; if it also starts or ends texts, two in a row count, and one
+    that fills a prompt up to the others' length.
+    Raises: ValueError for a prompt with padding.
+    """
+    pad = getattr(tokenizer, "pad_token_id", None)
+    if pad is None:
+        return
+    has_other_use = pad in (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    ends = {i: [tuple(ids[:2]), tuple(ids[:-3:-1])] for i, ids in prompts.items() if ids}
+    touching = {i for i, both in ends.items() if any(end[0] == pad for end in both)}
+    doubled = {i for i, both in ends.items() if (pad, pad) in both}
+    is_batch = len(prompts) > 1 and len({len(ids) for ids in prompts.values()}) == 1 and len(touching) < len(prompts)
+    if bad := sorted(touching if is_batch or not has_other_use else doubled):
+        raise ValueError(
+            f"request {bad[0]}: its token ids begin or end with the padding token {pad}, which would be read as text; "
+            "give what the tokenizer returns, input_ids with attention_mask, or the ids without padding"
+        )
+
+
 def as_token_ids(model: CachedLM, prompt: Prompt, what: str) -> tuple[int, ...]:
     """Returns the token ids of a prompt given as text, token ids or a task example. what: the prompt's name in errors.
 
@@ -90,9 +134,9 @@ def as_token_ids(model: CachedLM, prompt: Prompt, what: str) -> tuple[int, ...]:
     """
     if isinstance(prompt, PromptExample):
         is_chat, prompt = bool(getattr(prompt, "chat", False)), prompt.prompt_text(model.tokenizer)
-        ids = model.encode(prompt, add_special_tokens=not is_chat)
+        ids = encode_prompt(model, prompt, f"the {what} prompt", is_chat)
     elif isinstance(prompt, str):
-        ids = model.encode(prompt)
+        ids = encode_prompt(model, prompt, f"the {what} prompt")
     else:
         ids = tuple(int(token_id) for token_id in prompt)
     if not ids:
@@ -126,7 +170,8 @@ def token_ids_of(prompt: object, model: CachedLM, index: int, is_chat: bool) -> 
     is_chat: the text already contains its special tokens, so none are added.
     """
     if isinstance(prompt, str):
-        ids = _encoded(prompt, model, index, is_chat)
+        require_encodable(f"request {index}: the prompt", prompt)
+        ids = encode_prompt(model, prompt, f"request {index}", is_chat)
     else:
         try:
             if not isinstance(prompt, Iterable):
@@ -171,9 +216,25 @@ def answer_ids_of(request: Request, model: CachedLM) -> tuple[tuple[int, ...], s
     return ids, ""
 
 
-def _encoded(text: str, model: CachedLM, index: int, is_chat: bool) -> tuple[int, ...]:
-    require_encodable(f"request {index}: the prompt", text)
-    return model.encode(text, add_special_tokens=not is_chat)
+def encode_prompt(model: CachedLM, text: str, what: str, is_chat: bool = False) -> tuple[int, ...]:
+    """Returns the token ids of a prompt's text. Where the text begins with the start token and the tokenizer adds
+    another, as with the text of a chat template, keeps one, and warns. what: the prompt's name in the warning.
+
+    is_chat: the text already contains its special tokens, so none are added.
+    """
+    ids = model.encode(text, add_special_tokens=not is_chat)
+    start = getattr(model.tokenizer, "bos_token", None)
+    if not start or not text.startswith(start) or ids[:2] != (model.tokenizer.bos_token_id,) * 2:
+        return ids
+    if text.startswith(start * 2):
+        return ids
+    warnings.warn(
+        f"{what}: its text begins with {start}, and the tokenizer adds another; one is kept. Give a conversation as "
+        "cp.Chat, or the text without it",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return ids[1:]
 
 
 def _kind(error: Exception) -> str:

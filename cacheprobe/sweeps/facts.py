@@ -91,8 +91,6 @@ def _plain_facts(name: str) -> ModelFacts:
         untrusted = {"local_files_only": is_local, "trust_remote_code": False}
         config = AutoConfig.from_pretrained(source, **untrusted)
         tokenizer = AutoTokenizer.from_pretrained(source, **untrusted)
-        if tokenizer.bos_token is not None:  # the bridge adds this token too, whatever the model's settings
-            tokenizer = AutoTokenizer.from_pretrained(source, **untrusted, add_bos_token=True)
     except ModelError:
         raise
     except (OSError, ValueError, KeyError) as error:

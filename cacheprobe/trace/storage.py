@@ -223,6 +223,7 @@ def request_record(request: Request) -> JsonDict:
         "arrival_step": request.arrival_step,
         "sample_of": request.sample_of,
         **({"is_chat": True} if request.is_chat else {}),
+        **({"turns": request.turns} if request.turns else {}),
         **({"forced_token_ids": list(request.forced_token_ids)} if request.forced_token_ids else {}),
         "example": example_record(example) if example is not None else None,
     }
@@ -241,6 +242,7 @@ def request_from_record(item: JsonDict) -> Request:
         sample_of=item["sample_of"],
         prompt_token_ids=tuple(item["prompt_token_ids"]),
         is_chat=bool(item.get("is_chat", False)),
+        turns=tuple(map(tuple, item.get("turns", ()))),
         forced_token_ids=tuple(item.get("forced_token_ids", ())),
         example=example_from_record(item["example"]) if item["example"] else None,
     )

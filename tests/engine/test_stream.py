@@ -186,7 +186,7 @@ def test_a_window_of_tokens_gives_the_text_of_the_whole(window: int, monkeypatch
     monkeypatch.setattr(token_text, "WINDOW", window)
     sampling = SamplingParams(stop_token_ids=(), stop=())
     state = SequenceState(Request((), prompt_token_ids=(1,), request_id=0), False, sampling)
-    stream = streams.Stream([state], lambda ids: bytes(ids).decode(errors="replace"), lambda observer: iter(()))
+    stream = streams.Stream([state], lambda ids, after: bytes(ids).decode(errors="replace"), lambda observer: iter(()))
     kept, pieces, firsts = stream._texts[0], [], set()
     tokens = list(text.encode())
     for number, token in enumerate(tokens, 1):

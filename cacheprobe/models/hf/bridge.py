@@ -3,6 +3,7 @@
 This file contains no code for requests, phases or the storage of captured states.
 """
 
+import copy
 import inspect
 from collections.abc import Sequence
 from functools import cached_property
@@ -13,13 +14,15 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
+from transformer_lens.model_bridge.sources._bridge_builder import detect_tokenizer_bos_eos
+from transformers import AutoTokenizer
 
 from cacheprobe.core.hook_names import ROTATED, hook_name, resid_pre_name
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.experts.sites import EXPERTS, use_invariant_experts
-from cacheprobe.models.facts import one_dtype, stop_token_ids
+from cacheprobe.models.facts import one_dtype, stop_ids
 from cacheprobe.models.hf.cache import ShapeProbe, staged
 from cacheprobe.models.hf.float64 import keeping_float64
 from cacheprobe.models.hf.hooked_lm import HookedLM
@@ -43,7 +46,9 @@ class BridgeLM(HookedLM):
     Twin: the bridge's own uncached forward, close(1e-5) in float32; `models.checks` compares both at load, to 1e-3.
     """
 
-    def __init__(self, bridge: TransformerBridge, name: str, weights_note: str = "") -> None:
+    def __init__(
+        self, bridge: TransformerBridge, name: str, weights_note: str = "", tokenizer: LiveTokenizer = None
+    ) -> None:
         if packed := packed_modules(bridge.original_model):
             raise ModelError(
                 f"{name}: the weights of {next(iter(packed))} are packed, and a bridge reads weights as matrices; give "
@@ -58,8 +63,8 @@ class BridgeLM(HookedLM):
         self.n_ctx = int(cfg.n_ctx)
         self.head_shape = (int(cfg.n_heads), int(cfg.d_head))
         self.dtype, self.device = one_dtype(bridge, name), next(bridge.parameters()).device
-        self.tokenizer = bridge.tokenizer
-        self.stop_token_ids = stop_token_ids(bridge)
+        self.tokenizer = tokenizer
+        self.stop_token_ids, self.stop_source = stop_ids(bridge.original_model, tokenizer)
         self.mixtures = use_invariant_experts(bridge.original_model, None)  # again in load_model, with its product
         self.checksum_at_load = self.weights_checksum
         self.fast_trial: object = None  # kept by models.paths
@@ -84,19 +89,18 @@ class BridgeLM(HookedLM):
         model.eval()
         if (known := vars(model).get(_WRAPPED)) is not None:
             bridge, checksum = known
-            wrapped = cls(bridge, name, weights_note)
+            wrapped = cls(bridge, name, weights_note, tokenizer)
             wrapped.checksum_at_load = checksum
-            wrapped.tokenizer = wrapped.tokenizer if tokenizer is None else tokenizer
             return wrapped
         if any(type(module).__module__.startswith("transformer_lens") for module in model.modules()):
             raise ModelError(f"{name}: the {architecture} is already inside a TransformerBridge; give the bridge")
         try:
-            bridge = build_bridge_from_module(
-                model, architecture, hf_config=model.config, tokenizer=tokenizer, model_name=name
-            )
+            bridge = build_bridge_from_module(model, architecture, hf_config=model.config, model_name=name)
         except (ValueError, TypeError, KeyError, NotImplementedError, AttributeError) as error:
             raise ModelError(f"{name}: TransformerBridge does not take {architecture}: {error}") from error
-        wrapped = cls(bridge, name, weights_note)
+        if tokenizer is not None:
+            _give_tokenizer(bridge, tokenizer)
+        wrapped = cls(bridge, name, weights_note, tokenizer)
         vars(model)[_WRAPPED] = bridge, wrapped.checksum_at_load  # no attribute: it would become a submodule
         return wrapped
 
@@ -275,6 +279,7 @@ class BridgeLM(HookedLM):
         return {
             "model": self.name,
             **({"adapter": self.adapter} if self.adapter else {}),
+            **({"prepend_bos": True} if self.prepend_bos else {}),
             "weights_sha256": self.weights_sha256,
             **({"quantised": text} if (text := quantised_text(self.bridge.original_model)) else {}),
             "architecture": type(self.bridge.original_model).__name__,
@@ -288,6 +293,31 @@ class BridgeLM(HookedLM):
             "transformer_lens": version("transformer-lens"),
             **numeric_settings(),
         }
+
+
+def _give_tokenizer(bridge: TransformerBridge, tokenizer: LiveTokenizer) -> None:
+    """Gives a bridge a copy of a tokenizer, for the bridge's own methods that take text. TransformerLens itself would
+    load the tokenizer's files again with a start token, and set tokens that the tokenizer lacks."""
+    own = copy.deepcopy(tokenizer)
+    own.pad_token = own.pad_token or own.eos_token
+    bridge.tokenizer = own
+    bridge.cfg.tokenizer_prepends_bos, bridge.cfg.tokenizer_appends_eos = detect_tokenizer_bos_eos(own)
+
+
+def tokenizer_of_owner(bridge: TransformerBridge) -> LiveTokenizer:
+    """Returns the tokenizer of a user's TransformerBridge as its files configure it; None if the bridge has none.
+
+    TransformerLens loads the files again with add_bos_token=True. The bridge's own object is returned if it was not
+    loaded so, if the files are not on this machine, or if they hold another vocabulary or ask for a start token too.
+    """
+    found = bridge.tokenizer
+    if found is None or getattr(found, "init_kwargs", {}).get("add_bos_token") is not True:
+        return found
+    try:
+        stored = AutoTokenizer.from_pretrained(found.name_or_path, local_files_only=True)
+    except (OSError, ValueError):
+        return found
+    return stored if stored.get_vocab() == found.get_vocab() else found
 
 
 def _keep_dtype_when_rotated(points: dict[str, HookPoint], dtype: torch.dtype) -> None:

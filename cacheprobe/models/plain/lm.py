@@ -68,7 +68,7 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
         self.attends_by_request = self.config._attn_implementation == ATTENTION
         self.weights = SharedWeights(live, self.model)
         _take_whole_masks(self.model)
-        self.stop_token_ids = stop_ids(live, tokenizer)
+        self.stop_token_ids, self.stop_source = stop_ids(live, tokenizer)
         config = self.config
         try:
             with _own_attention(self.model):
@@ -275,6 +275,7 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
         return {
             "model": self.name,
             **({"adapter": self.adapter} if self.adapter else {}),
+            **({"prepend_bos": True} if self.prepend_bos else {}),
             "weights_sha256": self.weights_sha256,
             **({"quantised": text} if (text := quantised_text(self.live)) else {}),
             "architecture": type(self.live).__name__,

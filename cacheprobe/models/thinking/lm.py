@@ -46,7 +46,7 @@ class ThinkingLM(HookedLM):
         self.head_shape = (config.n_heads, config.d_head)
         weight = model.embed.weight
         self.dtype, self.device = weight.dtype, weight.device
-        self.stop_token_ids = (config.eos_id,)
+        self.stop_token_ids, self.stop_source = (config.eos_id,), "the model's config"
         self.injected_layers = (config.l_in,) if config.thinks and config.feeds_back else ()
         self.record: TrainingRecord = {}
         """Training record: how the model was trained; empty if the model was not loaded from a folder."""

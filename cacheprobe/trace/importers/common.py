@@ -14,9 +14,11 @@ from torch import Tensor
 
 from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.hook_names import HEAD_SITES
+from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.records import Request, SamplingParams, StepRecord
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.hf.text import TokenText
 from cacheprobe.trace.rows import LedgerChange, RowRecord
 from cacheprobe.trace.state_store import MemoryStore
 from cacheprobe.trace.tables import build as tables
@@ -26,15 +28,6 @@ KIND = "import"
 """Entry "kind" of the metadata of an imported trace."""
 _RECORD_BYTES = 600
 """Bytes of a row's records (row, events, ledger)."""
-
-
-@runtime_checkable
-class Decoder(Protocol):
-    """Defines the tokenizer method that an import needs: `decode`."""
-
-    def decode(self, token_ids: Sequence[int], *, clean_up_tokenization_spaces: bool) -> str:
-        """Returns the text of the given token ids."""
-        ...
 
 
 @runtime_checkable
@@ -115,28 +108,20 @@ class Imported:
     generations: Sequence[Generation]
     origin: Origin
     model: CachedLM | None
-    tokenizer: Decoder | None
-
-    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns the text of each token id."""
-        return self._texts[0](token_ids)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the joint text of token ids."""
-        return self._texts[1](token_ids)
+    tokenizer: LiveTokenizer
 
     @cached_property
-    def _texts(self) -> tuple[Callable[[Sequence[int]], list[str]], Callable[[Sequence[int]], str]]:
-        return text_maker(self.model, self.tokenizer)
+    def text(self) -> TokenText:
+        """Gives texts of token ids, by the import's tokenizer, or else the model's."""
+        return TokenText.of(self.tokenizer if self.tokenizer is not None else getattr(self.model, "tokenizer", None))
 
     @property
     def requests(self) -> tuple[Request, ...]:
         """One Request for each generation, numbered in order. Its prompt is its text, special tokens included, if a
         tokenizer is known; else its token ids."""
-        has_text = self.tokenizer is not None or getattr(self.model, "tokenizer", None) is not None
         return tuple(
             Request(
-                prompt=self.decode(one.prompt) if has_text else one.prompt,
+                prompt=one.prompt if self.text.tokenizer is None else self.text.decode(one.prompt),
                 sampling=SamplingParams(max_new_tokens=max(len(one.generated), 1)),
                 request_id=number,
                 prompt_token_ids=one.prompt,
@@ -268,38 +253,21 @@ class Imported:
     def trace(self) -> Trace:
         """Returns the Trace, with all states in memory."""
         (piece,) = self.pieces()
-        rows, events = tables.rows_table(piece.rows, self.token_texts), tables.events_table(piece.steps)
+        rows, events = tables.rows_table(piece.rows, self.text.token_texts), tables.events_table(piece.steps)
         tokens = {number: list(one.generated) for number, one in enumerate(self.generations)}
         return Trace(
             requests=self.requests,
             tokens=tokens,
-            texts={number: self.decode(ids) for number, ids in tokens.items()},
+            texts={n: self.text.decode(ids, after=self.generations[n].prompt) for n, ids in tokens.items()},
             row_table=rows,
             stored_readings=None,
             event_table=events,
-            token_table=tables.tokens_table(rows, tokens, events, {}, self.token_texts),
+            token_table=tables.tokens_table(rows, tokens, events, {}, self.text.token_texts),
             ledger_table=tables.ledger_table(piece.ledger),
             store=MemoryStore(piece.states),
             meta=self.meta,
             model=self.model,
         )
-
-
-def text_maker(
-    model: CachedLM | None, tokenizer: Decoder | None
-) -> tuple[Callable[[Sequence[int]], list[str]], Callable[[Sequence[int]], str]]:
-    """Returns two functions of token ids: one gives a list with the text of each token, the other the joint text.
-
-    If model and tokenizer are both None, a token's text is "<17>" for id 17.
-    """
-    if tokenizer is not None:
-        return (
-            lambda ids: [tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in ids],
-            lambda ids: tokenizer.decode(list(ids), clean_up_tokenization_spaces=False),
-        )
-    if model is not None:
-        return model.token_texts, model.decode
-    return lambda ids: [f"<{i}>" for i in ids], lambda ids: " ".join(f"<{i}>" for i in ids)
 
 
 def _places(generations: Sequence[Generation]) -> Iterator[tuple[int, int, int]]:

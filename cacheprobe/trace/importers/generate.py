@@ -15,10 +15,11 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.engine.choosing import Choice, describe
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.importers.checks import require_states_of
-from cacheprobe.trace.importers.common import Decoder, Generation, Imported, ImportRefused, Origin, Stored
+from cacheprobe.trace.importers.common import Generation, Imported, ImportRefused, Origin, Stored
 
 _ASK = "generate(..., return_dict_in_generate=True, output_hidden_states=True, output_logits=True)"
 _CHECKED_ROWS = 4096
@@ -64,7 +65,7 @@ def read_generate(
     attention_mask: object = None,
     stop_token_ids: "Iterable[int] | None" = None,
     model: CachedLM | None = None,
-    tokenizer: Decoder | None = None,
+    tokenizer: LiveTokenizer = None,
     name: str | None = None,
 ) -> Imported:
     """Returns the checked output of Hugging Face's `generate`, or of a safetensors file with the same tensors, as an

@@ -19,9 +19,10 @@ from typing import IO, Protocol, cast
 import torch
 from torch import Tensor
 
+from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.importers.checks import require_states_of
-from cacheprobe.trace.importers.common import Decoder, Generation, Imported, ImportRefused, Origin, Stored
+from cacheprobe.trace.importers.common import Generation, Imported, ImportRefused, Origin, Stored
 
 _PROGRAM = "vLLM"
 _SETTING = "eagle_aux_hidden_state_layer_ids"
@@ -38,7 +39,7 @@ def read_vllm(
     *,
     num_prompt_tokens: "int | Iterable[int] | None" = None,
     model: CachedLM | None = None,
-    tokenizer: Decoder | None = None,
+    tokenizer: LiveTokenizer = None,
     name: str | None = None,
 ) -> Imported:
     """Returns the checked hidden states that vLLM stored, as an Imported, which reads the states of a file when they
