@@ -4,19 +4,23 @@ Right values: the tokenizer's own call, and transformers' `generate`.
 """
 
 import copy
+import json
 from pathlib import Path
 
+import gguf
 import pytest
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import cacheprobe as cp
+from cacheprobe.doctor.families.quantised import write_quantised
+from cacheprobe.doctor.families.tiny import tiny_family as tiny_gguf_family
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.smollm2 import smollm2_directory
 from cacheprobe.sweeps.facts import model_facts
 from tests.field.family_models import NotTried, model_types, tiny_family
-from tests.reported.tokenizers import NAMES, build, stored
-from tests.tiny import FAMILIES, SMALL, hf_model
+from tests.reported.tokenizers import NAMES, SPECIAL, build, stored
+from tests.tiny import FAMILIES, SMALL, VOCAB, hf_model
 
 TEXTS = ["2 + 2?", "the coin is heads", " Alice flips", "<s>the coin", "a<think>b</think>", "it\n\nis <pad> tails"]
 
@@ -118,3 +122,35 @@ def test_smollm2_continues_a_text_as_transformers_does() -> None:
         inputs = tokenizer(prompt, return_tensors="pt")
         out = theirs.generate(**inputs, max_new_tokens=8, do_sample=False)[0].tolist()
         assert [*trace.requests[number].prompt_token_ids, *trace.committed(number)] == out
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("is_added", [True, False])
+def test_a_gguf_file_says_whether_a_start_token_is_added(
+    kind: str, is_added: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = build("byte-level, bare" if kind == "gpt2" else "metaspace, bare")
+    described_model = json.loads(built.backend_tokenizer.to_str())["model"]
+    names = [built.convert_ids_to_tokens(i) or f"<unused {i}>" for i in range(VOCAB)]
+
+    class WithTokenizer(gguf.GGUFWriter):
+        """Writes the tokenizer of the test into the file of a tiny llama."""
+
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)
+            self.add_tokenizer_model(kind)
+            self.add_token_list(names)
+            self.add_token_merges([" ".join(pair) for pair in described_model["merges"]])
+            self.add_token_types([3 if name in SPECIAL else 1 for name in names])
+            self.add_token_scores([-float(i) for i in range(len(names))])
+            self.add_bos_token_id(built.convert_tokens_to_ids("<s>"))
+            self.add_eos_token_id(built.convert_tokens_to_ids("</s>"))
+            self.add_add_bos_token(is_added)
+
+    monkeypatch.setattr(gguf, "GGUFWriter", WithTokenizer)
+    monkeypatch.setenv("CACHEPROBE_CACHE", str(tmp_path / "cache"))
+    write_quantised("GGUF Q8_0", tiny_gguf_family("llama", dict(intermediate_size=64)), tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="tiny.gguf")
+    assert (theirs("the coin").input_ids[0] == built.convert_tokens_to_ids("<s>")) is is_added
+    for _ in range(2):
+        require_own(cp.load_model(tmp_path / "tiny.gguf"), theirs, TEXTS[1:4])
