@@ -99,13 +99,13 @@ print(from_vllm, f"largest difference from the states of the first import: {diff
 #
 # An API returns text and no states. Then prompt and text are given to the model together, and the states of this longer
 # prompt are read. They are the engine's states, up to rounding, as far as the text splits into the tokens that the
-# engine chose. The engine's tokenizer put no start token first, so we give its token ids.
+# engine chose.
 
 # %%
 response = {"choices": [{"text": trace.text(1), "index": 0, "finish_reason": "length"}]}
 text = prompts[1] + response["choices"][0]["text"]
-token_ids = tokenizer(text).input_ids
-again = cp.run(model, [token_ids], capture="STC", max_new_tokens=1)
+again = cp.run(model, text, capture="STC", max_new_tokens=1)
+token_ids = again.requests[0].prompt_token_ids
 rows = again.rows(0).query("role == 'prompt'")
 readings = cp.analysis.read_states(again, cp.lenses.LogitLens(), rows=rows)
 first = len(trace.requests[1].prompt_token_ids) - 1

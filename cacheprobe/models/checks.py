@@ -131,8 +131,8 @@ def probe_ids(model: "BridgeLM | PlainLM") -> torch.Tensor:
     length = max(_PROBE_LENGTH, (sliding_window(model.config) or chunk_size(model.config) or 0) + 8)
     if length > min(LONGEST_PROBE, model.n_ctx):
         length = min(_PROBE_LENGTH, model.n_ctx)
-    if model.tokenizer is not None:
-        ids = list(model.encode(_PROBE_TEXT))
+    ids = [] if model.tokenizer is None else list(model.encode(_PROBE_TEXT))
+    if ids:
         if max(ids) >= model.d_vocab:
             raise ModelError(
                 f"{model.name}: its tokenizer gives token {max(ids)}, and the model has {model.d_vocab} tokens; give "

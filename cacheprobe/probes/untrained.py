@@ -33,6 +33,6 @@ def untrained(model: LiveModule, seed: int = 0) -> CachedLM:
         live = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     live = live.to(model.device, model.dtype).eval()
     live.generation_config.eos_token_id = list(model.stop_token_ids) or None
-    loaded = load_model(live, model.tokenizer)
+    loaded = load_model(live, model.tokenizer, prepend_bos=model.prepend_bos)
     loaded.name, loaded.weights_note = f"{model.name} untrained", f"weights drawn with seed {seed}"
     return loaded

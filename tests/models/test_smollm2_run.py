@@ -13,7 +13,7 @@ from cacheprobe.core.terminal import DASH_PORT
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 
-RUN = dict(window=4, group=2, capacity=128, max_new_tokens=12, progress=False)
+RUN = dict(window=4, group=2, capacity=128, max_new_tokens=16, progress=False)
 EXAMPLES = cp.tasks.CoinFlip(people=3).examples(4, seed=5)
 IGNORE_EOS = cp.SamplingParams(stop_token_ids=())
 
@@ -49,7 +49,7 @@ def test_readings_of_committed_rows_equal_the_oracles(drafted: cp.Trace) -> None
         hypotheses = trace.hypotheses()
         tables.append(hypotheses[hypotheses.status == "committed"].sort_values(columns).reset_index(drop=True))
     ours, theirs = tables
-    assert len(ours) == len(theirs) == 4 * 12 * 30
+    assert len(ours) == len(theirs) == 4 * RUN["max_new_tokens"] * 30
     for column in ("token_id", "logprob_nats", "entropy_nats", "rank", "committed_logprob_nats"):
         assert (ours[column] == theirs[column]).all(), column
 
@@ -99,7 +99,7 @@ def test_behaviour_is_reported_and_claims_nothing(drafted: cp.Trace, capsys: pyt
 
 def test_verify_replays_and_finds_a_forged_token(drafted: cp.Trace) -> None:
     result = cp.verify(drafted, progress=False)
-    assert result.is_equal and result.num_tokens == 48 and result.num_states > 4 * 30 * 3 * 12
+    assert result.is_equal and result.num_tokens == 64 and result.num_states > 4 * 30 * 3 * 16
     honest = drafted.tokens
     drafted.tokens = {**honest, 1: [*honest[1][:5], honest[1][5] + 1, *honest[1][6:]]}
     try:

@@ -266,7 +266,7 @@ def test_a_text_is_replayed(real: CachedLM) -> None:
 
 def test_other_prompt_tokens_are_refused(real: CachedLM) -> None:
     response = {"prompt_token_ids": [1, 2, 3], "token_ids": [4]}
-    with pytest.raises(ReplayRefused, match="the other program read 3; they differ from token 1 on"):
+    with pytest.raises(ReplayRefused, match="the other program read 3; they differ from token 0 on"):
         cp.replay(real, response, prompts="Hello", progress=False)
     with pytest.raises(ReplayRefused, match="2 prompts for 1 responses"):
         cp.replay(real, response, prompts=["a", "b"], progress=False)
