@@ -7,8 +7,9 @@ processors, and are not used.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from cacheprobe.engine.choosing import Choice, describe
 from cacheprobe.models.base import CachedLM
-from cacheprobe.trace.importers.checks import require_states_of
+from cacheprobe.models.feeding import feed
+from cacheprobe.trace.importers.checks import close_to, require_states_of, typical_share
 from cacheprobe.trace.importers.common import Decoder, Generation, Imported, ImportRefused, Origin, Stored
 
 _ASK = "generate(..., return_dict_in_generate=True, output_hidden_states=True, output_logits=True)"
@@ -31,26 +33,35 @@ class _Outputs:
     """Holds the checked tensors of a `generate` output, which are copied in slices: of a file, they are read then."""
 
     sequences: Tensor
-    states: Sequence[Sequence[Tensor | Stored]]
-    """By pass and block, [b, t, m]: the input of the block; the last tensor of a pass is the output of the final norm.
-    """
+    states: Sequence[Sequence[Tensor | Stored | None]]
+    """By pass and index, [b, t, m]; None for an index that was not kept."""
     logits: Sequence[Tensor | Stored] | None
     mask: Tensor
     """[b, prompt]: 1 for a token that is not padding."""
 
-    @property
-    def prompt_length(self) -> int:
-        """Number of prompt tokens in each sequence of the batch, padding included."""
-        return _shape(self.states[0][0])[1]
+    def first_of(self, sequence: int) -> int:
+        """Returns the number of tokens of padding before a sequence."""
+        return self.mask.shape[1] - int(self.mask[sequence].sum())
 
-    def states_of(self, block: int, row: int, start: int, end: int) -> Tensor:
-        """Returns a copy of the input of a block, [end - start, m], for the tokens start..end-1 of sequence number
-        `row`, padding counted."""
-        first = self.prompt_length
-        parts = [self.states[0][block][row, start : min(end, first)]] if start < first else []
-        for number in range(max(start, first), end):
-            parts.append(self.states[number - first + 1][block][row, 0:1])
+    def states_of(self, index: int, sequence: int, start: int, end: int) -> Tensor:
+        """Returns a copy of the states with an index in each pass, [end - start, m], for the tokens start..end-1 of a
+        sequence, padding not counted."""
+        padding, prompt = self.first_of(sequence), self.mask.shape[1]
+        start, end = start + padding, end + padding
+        parts = [self._of_pass(0, index)[sequence, start : min(end, prompt)]] if start < prompt else []
+        for number in range(max(start, prompt), end):
+            parts.append(self._of_pass(number - prompt + 1, index)[sequence, 0:1])
         return torch.cat([part.detach().cpu() for part in parts])
+
+    def logits_of(self, sequence: int, start: int, end: int) -> Tensor:
+        """Returns the logits [end - start, v] of the passes start..end-1."""
+        assert self.logits is not None
+        return torch.stack([logits[sequence].detach().cpu() for logits in self.logits[start:end]])
+
+    def _of_pass(self, number: int, index: int) -> Tensor | Stored:
+        states = self.states[number][index]
+        assert states is not None
+        return states
 
 
 def _shape(stored: Tensor | Stored) -> tuple[int, ...]:
@@ -72,9 +83,9 @@ def read_generate(
 
     attention_mask: [b, prompt] of the call; needed for several sequences, unless the file has one.
     stop_token_ids: tokens that ended a sequence; by default the model's; needed for several sequences without `model`.
-    model: also checks that the states are this model's.
+    model: also checks that all states and logits are this model's.
     Raises: ImportRefused for anything that is not such an output, for a needed argument that is missing, and for states
-    of another model.
+    or logits of another model, sequence, pass, layer or token.
     """
     checked = _read(outputs, attention_mask)
     count = len(checked.sequences)
@@ -86,53 +97,123 @@ def read_generate(
             )
         stop_token_ids = model.stop_token_ids if model is not None else ()
     stops = frozenset(int(token) for token in stop_token_ids)
-    generations = _generations(checked, stops)
+    indices = _indices(checked, model)
+    if not indices:
+        raise ImportRefused(
+            "no states of a block's output were kept: the first ones enter block 0, and the last ones stand behind the "
+            "final norm"
+        )
+    generations = _generations(checked, stops, indices)
     _require_numbers(generations)
-    last = len(checked.states[0]) - 2
+    last = model.n_layers - 1 if model is not None else len(checked.states[0]) - 2
     missing = {
         "T": f"{_PROGRAM} keeps the stream between blocks, not what attention added to it",
         "C": f"{_PROGRAM} keeps the stream between blocks, not what the MLP added to it",
-        f"S of layer {last}": f"the last state that {_PROGRAM} keeps stands behind the final norm, which is not undone",
         "seconds": f"{_PROGRAM} does not time its passes",
     }
+    if last not in indices:
+        missing[f"S of layer {last}"] = (
+            f"the last state that {_PROGRAM} keeps stands behind the final norm, which is not undone; if "
+            "config.tie_last_hidden_states was False, import with model=, which finds that it does not"
+        )
     if checked.logits is None:
         missing["log-probabilities"] = f"no logits were kept; use {_ASK}: scores are taken after processors"
     known = model.name if model is not None else "unknown model"
     origin = Origin(_PROGRAM, name or known, last + 1, missing, has_steps=True)
     if model is not None:
-        require_states_of(model, generations[0])
+        require_states_of(model, generations)
     return Imported(generations, origin, model, tokenizer)
 
 
-def _generations(outputs: _Outputs, stops: frozenset[int]) -> list[Generation]:
+def _indices(outputs: _Outputs, model: CachedLM | None) -> dict[int, int]:
+    """Returns layer -> index of its output among the states of a pass.
+
+    Most models keep what enters each block, so that index k is the output of block k - 1, and the last index is the
+    output of the final norm. Some recurrent models keep what leaves each block, and with
+    config.tie_last_hidden_states=False the last index is the output of the last block. Only a model can tell: it reads
+    the first prompt.
+    """
+    kept, last = (
+        [index for index, states in enumerate(outputs.states[0]) if states is not None],
+        len(outputs.states[0]) - 1,
+    )
+    entering = {index - 1: index for index in kept if 0 < index < last}
+    if model is None or last != model.n_layers:
+        return entering
+    prompt = outputs.sequences[0, outputs.first_of(0) : outputs.mask.shape[1]]
+    if not bool(((prompt >= 0) & (prompt < model.d_vocab)).all()):
+        return entering
+    fed = feed(model, prompt[None], [("S", layer) for layer in range(last)], logit_slots=[0])
+    ours = [fed.states["S", layer][0].cpu() for layer in range(last)]
+    given = {index: outputs.states_of(index, 0, 0, len(prompt)) for index in kept}
+    if any(states.shape[1] != model.d_model for states in given.values()):
+        return entering
+    limit = close_to(model, [*given.values(), *([outputs.logits_of(0, 0, 1)] if outputs.logits is not None else [])])
+
+    def worst(indices: dict[int, int]) -> float:
+        """Returns the largest typical distance of a layer from the model's."""
+        return max((typical_share(given[index], ours[layer]) for layer, index in indices.items()), default=0.0)
+
+    leaving = {index: index for index in kept if index < last}
+    if worst(leaving) <= min(limit, worst(entering)):
+        return leaving
+    if last in given and (share := typical_share(given[last], ours[-1])) <= limit:
+        with torch.inference_mode():
+            normed = model.output_parts().norm(fed.states["S", last - 1])[0].cpu()
+        if share < typical_share(given[last], normed):
+            return {**entering, last - 1: last}
+    return entering
+
+
+def _generations(outputs: _Outputs, stops: frozenset[int], indices: Mapping[int, int]) -> list[Generation]:
     """Returns the sequences of a `generate` output, each as a Generation without padding on the left, and cut after its
-    first stop token. The logits of one pass are in memory at a time."""
+    first stop token. The logits of one pass are in memory at a time.
+
+    indices: layer -> index of its states in a pass.
+    """
     texts = []
-    for row, token_ids in enumerate(outputs.sequences.tolist()):
-        start, end = outputs.prompt_length - int(outputs.mask[row].sum()), outputs.prompt_length
+    for sequence, token_ids in enumerate(outputs.sequences.tolist()):
+        end = outputs.mask.shape[1]
         generated = token_ids[end:]
         stop_index = next((index for index, token in enumerate(generated) if token in stops), None)
-        texts.append((start, token_ids[start:end], generated[: None if stop_index is None else stop_index + 1]))
-    choices = [list[Choice]() for _ in texts]
+        ended = generated[: None if stop_index is None else stop_index + 1]
+        texts.append((token_ids[outputs.first_of(sequence) : end], ended))
+    choices, is_first = [list[Choice]() for _ in texts], [list[bool]() for _ in texts]
     for step, stored in enumerate(outputs.logits or ()):
         logits = stored[:].detach().float().cpu()
-        for row, (_, _, generated) in enumerate(texts):
+        for sequence, (_, generated) in enumerate(texts):
             if step < len(generated):
-                choices[row].append(describe(generated[step], logits[row]))
-    layers = tuple(range(len(outputs.states[0]) - 2))
+                choices[sequence].append(describe(generated[step], logits[sequence]))
+                is_first[sequence].append(bool(logits[sequence, generated[step]] == logits[sequence].max()))
+    _refuse_padding([generated for _, generated in texts], is_first)
     return [
         Generation(
             tuple(prompt),
             tuple(generated),
-            layers,
+            tuple(sorted(indices)),
             len(prompt) + len(generated) - 1,
-            _SequenceStates(outputs, row, start, layers),
-            tuple(choice.logprob_nats for choice in choices[row]),
-            tuple(choice.margin_nats for choice in choices[row]),
+            _SequenceStates(outputs, sequence, indices),
+            tuple(choice.logprob_nats for choice in choices[sequence]),
+            tuple(choice.margin_nats for choice in choices[sequence]),
             "stop" if generated and generated[-1] in stops else "length",
+            partial(outputs.logits_of, sequence) if outputs.logits is not None else None,
         )
-        for row, (start, prompt, generated) in enumerate(texts)
+        for sequence, (prompt, generated) in enumerate(texts)
     ]
+
+
+def _refuse_padding(generated: Sequence[Sequence[int]], is_first: Sequence[Sequence[bool]]) -> None:
+    """Raises: ImportRefused if sequences of a greedy generation end in padding: in two or more equal tokens that were
+    not the first choice, while all others were. is_first: of each token, if logits were kept."""
+    texts = ["".join("x" if first else "." for first in of_sequence) for of_sequence in is_first]
+    padded = [len(text) - len(text.rstrip(".")) for text in texts]
+    if 0 in padded and sum(padded) == "".join(texts).count("."):
+        for number, (token_ids, count) in enumerate(zip(generated, padded, strict=True)):
+            if count > 1 and len({*token_ids[-count:]}) == 1:
+                raise ImportRefused(
+                    f"sequence {number} ends in {count} tokens {token_ids[-1]}, which its logits did not choose, so "
+                    "they are padding after a stop token; give stop_token_ids="
+                )
 
 
 def _require_numbers(generations: Sequence[Generation]) -> None:
@@ -149,17 +230,18 @@ def _require_numbers(generations: Sequence[Generation]) -> None:
 
 @dataclass(frozen=True)
 class _SequenceStates:
-    """Reads states of one sequence; see `Generation.read`. S of a layer is the input of the next block."""
+    """Reads states of one sequence; see `Generation.read`."""
 
     outputs: _Outputs
-    row: int
-    first: int
-    """Number of tokens of padding before the sequence."""
-    layers: Sequence[int]
+    sequence: int
+    indices: Mapping[int, int]
+    """Layer -> index of its states in a pass."""
 
     def __call__(self, start: int, end: int) -> dict[int, Tensor]:
-        first = self.first
-        return {layer: self.outputs.states_of(layer + 1, self.row, first + start, first + end) for layer in self.layers}
+        return {
+            layer: self.outputs.states_of(self.indices[layer], self.sequence, start, end)
+            for layer in sorted(self.indices)
+        }
 
 
 def _read(outputs: object, attention_mask: object) -> _Outputs:
@@ -170,28 +252,72 @@ def _read(outputs: object, attention_mask: object) -> _Outputs:
     sequences, passes = getattr(output, "sequences", None), getattr(output, "hidden_states", None)
     if sequences is None or not passes:
         raise ImportRefused(f"a {type(output).__name__} holds no sequences with hidden states; use {_ASK}")
-    lengths = [_shape(of_pass[0])[1] for of_pass in passes]
-    new = sequences.shape[1] - lengths[0]
-    if lengths[1:] != [1] * (new - 1) or new < 1:
-        raise ImportRefused(
-            f"{sequences.shape[1]} tokens, and passes over {_lengths_text(lengths)} of them: expected the prompt and "
-            "then one token a pass; use generate with use_cache=True, without an assistant and without "
-            "prefill_chunk_size"
-        )
-    if len(passes[0]) < 3:
-        raise ImportRefused(f"{len(passes[0])} states a pass: a model of one block keeps none before its final norm")
+    sequences, logits = sequences.cpu(), getattr(output, "logits", None)
+    _require_shapes(sequences, passes, logits)
+    _refuse_assisted(sequences[0], passes)
+    prompt_length = sequences.shape[1] - len(passes)
     if attention_mask is None:
         attention_mask = getattr(output, "attention_mask", None)
     if attention_mask is None:
         if len(sequences) > 1:
             raise ImportRefused(f"{len(sequences)} sequences: give the attention_mask= that generate was given")
-        attention_mask = torch.ones(1, lengths[0], dtype=torch.long)
-    mask = torch.as_tensor(attention_mask).cpu()[:, : lengths[0]]
-    if mask.shape != (len(sequences), lengths[0]):
-        raise ImportRefused(f"an attention_mask of {tuple(mask.shape)} for prompts of {(len(sequences), lengths[0])}")
+        attention_mask = torch.ones(1, prompt_length, dtype=torch.long)
+    mask = torch.as_tensor(attention_mask).cpu()[:, :prompt_length]
+    if mask.shape != (len(sequences), prompt_length):
+        raise ImportRefused(
+            f"an attention_mask of {tuple(mask.shape)} for prompts of {(len(sequences), prompt_length)}; it needs one "
+            "row for each sequence (repeat_interleave(num_return_sequences))"
+        )
     if not bool((mask.diff(dim=1) >= 0).all()) or not bool(mask[:, -1].all()):
         raise ImportRefused("prompts are padded on the right or in between; generate needs padding_side='left'")
-    return _Outputs(sequences.cpu(), passes, getattr(output, "logits", None), mask)
+    return _Outputs(sequences, passes, logits, mask)
+
+
+def _require_shapes(
+    sequences: Tensor, passes: Sequence[Sequence[Tensor | Stored | None]], logits: Sequence[Tensor | Stored] | None
+) -> None:
+    """Checks that the states are of the prompt and then of one token a pass, for each sequence, and that each pass has
+    as many states, and its logits. Raises: ImportRefused."""
+    shapes = [[None if states is None else _shape(states) for states in of_pass] for of_pass in passes]
+    lengths = [next((shape[1] for shape in of_pass if shape is not None), 0) for of_pass in shapes]
+    new = sequences.shape[1] - lengths[0]
+    if lengths[1:] != [1] * (new - 1) or new < 1:
+        raise ImportRefused(
+            f"{sequences.shape[1]} tokens, and passes over {_lengths_text(lengths)} of them: expected the prompt and "
+            "then one token a pass; use generate with use_cache=True (MPT has it off by default), without an assistant "
+            "and without prefill_chunk_size"
+        )
+    for number, (of_pass, length) in enumerate(zip(shapes, lengths, strict=True)):
+        wanted = [None if shape is None else (len(sequences), length, shape[-1]) for shape in shapes[0]]
+        if of_pass != wanted:
+            raise ImportRefused(
+                f"pass {number} holds states of {of_pass}; expected {wanted} for {len(sequences)} sequences without "
+                "beams"
+            )
+    if logits is not None and [_shape(one)[:-1] for one in logits] != [(len(sequences),)] * len(passes):
+        raise ImportRefused(
+            f"logits of {len(logits)} passes were given for {len(passes)} passes over {len(sequences)} sequences; use "
+            f"{_ASK}"
+        )
+
+
+def _refuse_assisted(token_ids: Tensor, passes: Sequence[Sequence[Tensor | Stored | None]]) -> None:
+    """Raises: ImportRefused for the output of an assisted generation. transformers cuts its passes into slices of one
+    token, and for the accepted tokens of the first pass takes slices of the prompt. token_ids: of the first sequence.
+    """
+    states = [next(one for one in reversed(of_pass) if one is not None) for of_pass in passes]
+    memory = [one.untyped_storage().data_ptr() for one in states if isinstance(one, Tensor)]
+    is_cut, prompt_length = len(set(memory)) < len(memory), len(token_ids) - len(passes)
+    for slot, of_pass in enumerate(states[1 : prompt_length + 1]):
+        if not torch.equal(of_pass[0:1, 0:1], states[0][0:1, slot : slot + 1]):
+            break
+        is_cut |= len(token_ids[: prompt_length + slot + 1].unique()) > 1  # the states of equal tokens may be equal
+    if is_cut:
+        raise ImportRefused(
+            "several passes are slices of one, as of assisted generation or prompt lookup, where some rows hold the "
+            "prompt's states; generate without assistant_model= and prompt_lookup_num_tokens=, or replay the tokens "
+            "with cp.replay"
+        )
 
 
 def _lengths_text(lengths: Sequence[int]) -> str:
