@@ -12,6 +12,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.cli import imports as cli_import
+from cacheprobe.plots.report.listings import run_listings
 from cacheprobe.trace.importers.common import ImportRefused
 from tests.reported.imported import Generated, exchange, written
 from tests.tiny import hf_model, loaded
@@ -189,6 +190,14 @@ def test_the_error_names_request_position_layer_and_the_nearest(batch: Generated
         cp.import_generate(one, attention_mask=batch.mask, model=loaded())
 
 
+def test_a_text_beyond_the_context_cannot_be_compared() -> None:
+    hf = copy.deepcopy(hf_model())
+    hf.config.max_position_embeddings = 64
+    made = Generated(hf, [list(range(60))])
+    with pytest.raises(ImportRefused, match="states of 65 tokens, more than the context of LlamaForCausalLM, 64"):
+        cp.import_generate(made.output, model=cp.load_model(hf))
+
+
 def test_a_late_token_of_a_long_text_is_compared() -> None:
     made = Generated(hf_model(), [list(range(1, 90)) * 4], max_new_tokens=3)
     cp.import_generate(made.output, model=loaded())
@@ -364,7 +373,7 @@ def test_without_a_model_the_trace_says_that_nothing_was_checked(batch: Generate
     said = "layers not checked: no model was given"
     trace = cp.import_generate(batch.output, attention_mask=batch.mask, stop_token_ids=())
     for one in (trace, cp.load_trace(trace.save(tmp_path / "run"))):
-        assert said in repr(one) and said in one.missing.values()
+        assert said in repr(one) and said in one.missing.values() and said in str(run_listings(one))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checked = cp.import_generate(batch.output, attention_mask=batch.mask, model=loaded())

@@ -19,9 +19,10 @@ _CLOSE, _CLOSE_IN_16_BITS = 1e-3, 0.1
 """Largest accepted distance of a state from the model's own, as a share of its length. In float32, sums in another
 order move a state by 1e-6 to 1e-4. In 16 bits, rounding moves it by some hundredths; the block before or after it, or
 another token, moves it by some tenths."""
-_OUTLIER = 10
+_OUTLIER = 5
 """A few states of many lie farther away: up to this many times `_CLOSE`, as a share of their distance from the middle
-of the layer's states; in 16 bits, as far away as that middle. Another token's state lies farther away."""
+of the layer's states. In a mixture of experts, where rounding may choose another expert, they may be as far away as
+that middle. Another token's state lies farther away."""
 _DECIDEDLY = 3
 """A state belongs to another token or layer if it lies this many times nearer to that one's own state."""
 _LOGITS = -1
@@ -33,20 +34,25 @@ _ROWS = 256
 def require_states_of(model: CachedLM, generations: Sequence[Generation]) -> None:
     """Checks that all imported states and logits are those of `model`, which reads the text of every request.
 
-    Raises: ImportRefused for another width, for tokens outside the vocabulary, for a layer that the model does not
-    have, and for states or logits of another request, position or layer, or of other weights. The message names the
-    nearest state of the model.
+    Raises: ImportRefused for another width, for tokens outside the vocabulary or beyond the context, for a layer that
+    the model does not have, and for states or logits of another request, position or layer, or of other weights. The
+    message names the nearest state of the model.
     """
     for number, one in enumerate(generations):
         if bad := [token for token in (*one.prompt, *one.generated) if not 0 <= token < model.d_vocab]:
             raise ImportRefused(
                 f"request {number}: token id {bad[0]} is outside the vocabulary of {model.name}, {model.d_vocab}"
             )
+        if one.num_rows > model.n_ctx:
+            raise ImportRefused(
+                f"request {number} has states of {one.num_rows} tokens, more than the context of {model.name}, "
+                f"{model.n_ctx}, so they cannot be compared"
+            )
         widths = {states.shape[1] for states in one.read(0, 1).values()}
         if widths != {model.d_model}:
-            width = ", ".join(map(str, widths))
             raise ImportRefused(
-                f"states are {width} wide, those of {model.name} {model.d_model}; give the model that ran"
+                f"states are {', '.join(map(str, widths))} wide, those of {model.name} {model.d_model}; give the model "
+                "that ran"
             )
         if (highest := max(one.layers)) >= model.n_layers:
             raise ImportRefused(
@@ -61,7 +67,7 @@ def _require_request(model: CachedLM, number: int, one: Generation) -> None:
     text, first = [*one.prompt, *one.generated], len(one.prompt) - 1
     read_logits = one.read_logits
     some = [*one.read(0, 1).values(), *([read_logits(0, 1)] if read_logits is not None else [])]
-    comparison = _Comparison(model, number, close_to(model, some))
+    check = _RequestCheck(model, number, close_to(model, some))
     sites, cache = [("S", layer) for layer in range(model.n_layers)], model.new_cache(1, one.num_rows)
     for start in range(0, one.num_rows, _ROWS):
         end = min(start + _ROWS, one.num_rows)
@@ -70,11 +76,11 @@ def _require_request(model: CachedLM, number: int, one: Generation) -> None:
         fed = feed(model, torch.tensor([text[start:end]]), sites, start=start, cache=cache, logit_slots=slots)
         ours = {layer: fed.states["S", layer][0] for layer in range(model.n_layers)}
         for layer, states in one.read(start, end).items():
-            comparison.add(start, layer, states, ours)
+            check.add(start, layer, states, ours)
         if read_logits is not None and choosing:
             logits = read_logits(choosing.start - first, choosing.stop - first)
-            comparison.add(choosing.start, _LOGITS, _centred(logits), {_LOGITS: _centred(fed.out[0])})
-    comparison.finish()
+            check.add(choosing.start, _LOGITS, _centred(logits), {_LOGITS: _centred(fed.out[0])})
+    check.finish()
 
 
 def _centred(logits: Tensor) -> Tensor:
@@ -96,7 +102,7 @@ def typical_share(theirs: Tensor, ours: Tensor) -> float:
 
 
 @dataclass
-class _Comparison:
+class _RequestCheck:
     """Compares states of one request, part by part, with the model's."""
 
     model: CachedLM
@@ -120,7 +126,7 @@ class _Comparison:
         distance, length = (given - own).norm(dim=-1), own.norm(dim=-1).clamp(min=1e-30)
         self.shares.setdefault(layer, []).append(distance / length)
         middle = self.middles.setdefault(layer, own.median(0).values)
-        outlier = 1 if layers_of(self.model) else _OUTLIER * self.limit  # rounding may choose another expert
+        outlier = 1 if layers_of(self.model) else _OUTLIER * self.limit
         allowed = torch.maximum(self.limit * length, outlier * (own - middle).norm(dim=-1))
         for row in torch.nonzero(~(distance <= self.limit / 2 * length))[:, 0].tolist():
             of_rows = (own - given[row]).norm(dim=-1)

@@ -1,9 +1,9 @@
 """Reads Hugging Face's `generate(..., output_hidden_states=True, return_dict_in_generate=True)` for a Trace.
 
-Such an output holds `sequences` [b, prompt + new]. `hidden_states` has, for each pass, tensors [b, t, m]: the input of
-block 0, 1, ..., and at last the output of the final norm. With output_logits=True, `logits` has [b, v] for each pass.
-So S of every block but the last can be imported; T, C and attention heads cannot. `scores` are logits after logits
-processors, and are not used.
+Such an output holds `sequences` [b, prompt + new]. `hidden_states` has, for each pass, tensors [b, t, m]: mostly the
+input of block 0, 1, ..., and at last the output of the final norm. With output_logits=True, `logits` has [b, v] for
+each pass. So S of every block but the last can be imported; T, C and attention heads cannot. `scores` are logits after
+logits processors, and are not used.
 """
 
 import re
@@ -26,6 +26,10 @@ _ASK = "generate(..., return_dict_in_generate=True, output_hidden_states=True, o
 _CHECKED_ROWS = 4096
 """Rows whose states are looked at together."""
 _PROGRAM = "Hugging Face's generate"
+_FEW = 64
+"""Number of tokens of the first prompt by which a model finds out what the states are of."""
+_Pass = Mapping[int, Tensor | Stored]
+"""States [b, t, m] of one pass by their index in `hidden_states`; without those that were not kept."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,9 @@ class _Outputs:
     """Holds the checked tensors of a `generate` output, which are copied in slices: of a file, they are read then."""
 
     sequences: Tensor
-    states: Sequence[Sequence[Tensor | Stored | None]]
-    """By pass and index, [b, t, m]; None for an index that was not kept."""
+    passes: Sequence[_Pass]
+    last: int
+    """The last index of `hidden_states`."""
     logits: Sequence[Tensor | Stored] | None
     mask: Tensor
     """[b, prompt]: 1 for a token that is not padding."""
@@ -43,25 +48,22 @@ class _Outputs:
         """Returns the number of tokens of padding before a sequence."""
         return self.mask.shape[1] - int(self.mask[sequence].sum())
 
-    def states_of(self, index: int, sequence: int, start: int, end: int) -> Tensor:
-        """Returns a copy of the states with an index in each pass, [end - start, m], for the tokens start..end-1 of a
-        sequence, padding not counted."""
+    def read(self, indices: Mapping[int, int], sequence: int, start: int, end: int) -> dict[int, Tensor]:
+        """Returns by layer a copy of the states [end - start, m] of the tokens start..end-1 of a sequence, padding not
+        counted. indices: layer -> index of its states."""
         padding, prompt = self.first_of(sequence), self.mask.shape[1]
         start, end = start + padding, end + padding
-        parts = [self._of_pass(0, index)[sequence, start : min(end, prompt)]] if start < prompt else []
-        for number in range(max(start, prompt), end):
-            parts.append(self._of_pass(number - prompt + 1, index)[sequence, 0:1])
-        return torch.cat([part.detach().cpu() for part in parts])
+        found = {}
+        for layer, index in indices.items():
+            parts = [self.passes[0][index][sequence, start : min(end, prompt)]] if start < prompt else []
+            numbers = range(max(start, prompt) - prompt + 1, end - prompt + 1)
+            parts += [self.passes[number][index][sequence, 0:1] for number in numbers]
+            found[layer] = torch.cat([part.detach().cpu() for part in parts])
+        return found
 
-    def logits_of(self, sequence: int, start: int, end: int) -> Tensor:
+    def read_logits(self, sequence: int, start: int, end: int) -> Tensor:
         """Returns the logits [end - start, v] of the passes start..end-1."""
-        assert self.logits is not None
-        return torch.stack([logits[sequence].detach().cpu() for logits in self.logits[start:end]])
-
-    def _of_pass(self, number: int, index: int) -> Tensor | Stored:
-        states = self.states[number][index]
-        assert states is not None
-        return states
+        return torch.stack([logits[sequence].detach().cpu() for logits in (self.logits or ())[start:end]])
 
 
 def _shape(stored: Tensor | Stored) -> tuple[int, ...]:
@@ -105,7 +107,7 @@ def read_generate(
         )
     generations = _generations(checked, stops, indices)
     _require_numbers(generations)
-    last = model.n_layers - 1 if model is not None else len(checked.states[0]) - 2
+    last = model.n_layers - 1 if model is not None else checked.last - 1
     missing = {
         "T": f"{_PROGRAM} keeps the stream between blocks, not what attention added to it",
         "C": f"{_PROGRAM} keeps the stream between blocks, not what the MLP added to it",
@@ -133,29 +135,27 @@ def _indices(outputs: _Outputs, model: CachedLM | None) -> dict[int, int]:
     config.tie_last_hidden_states=False the last index is the output of the last block. Only a model can tell: it reads
     the first prompt.
     """
-    kept, last = (
-        [index for index, states in enumerate(outputs.states[0]) if states is not None],
-        len(outputs.states[0]) - 1,
-    )
+    last, kept = outputs.last, outputs.passes[0]
     entering = {index - 1: index for index in kept if 0 < index < last}
-    if model is None or last != model.n_layers:
-        return entering
-    prompt = outputs.sequences[0, outputs.first_of(0) : outputs.mask.shape[1]]
-    if not bool(((prompt >= 0) & (prompt < model.d_vocab)).all()):
-        return entering
+    prompt = outputs.sequences[0, outputs.first_of(0) : outputs.mask.shape[1]][:_FEW]
+    if (
+        model is None
+        or last != model.n_layers
+        or {_shape(states)[-1] for states in kept.values()} != {model.d_model}
+        or not bool(((prompt >= 0) & (prompt < model.d_vocab)).all())
+    ):
+        return entering  # the comparison of all states says what does not fit
     fed = feed(model, prompt[None], [("S", layer) for layer in range(last)], logit_slots=[0])
     ours = [fed.states["S", layer][0].cpu() for layer in range(last)]
-    given = {index: outputs.states_of(index, 0, 0, len(prompt)) for index in kept}
-    if any(states.shape[1] != model.d_model for states in given.values()):
-        return entering
-    limit = close_to(model, [*given.values(), *([outputs.logits_of(0, 0, 1)] if outputs.logits is not None else [])])
+    given = outputs.read({index: index for index in kept}, 0, 0, len(prompt))
+    limit = close_to(model, [*given.values(), *([outputs.read_logits(0, 0, 1)] if outputs.logits else [])])
 
     def worst(indices: dict[int, int]) -> float:
         """Returns the largest typical distance of a layer from the model's."""
-        return max((typical_share(given[index], ours[layer]) for layer, index in indices.items()), default=0.0)
+        return max((typical_share(given[index], ours[layer]) for layer, index in indices.items()), default=torch.inf)
 
     leaving = {index: index for index in kept if index < last}
-    if worst(leaving) <= min(limit, worst(entering)):
+    if worst(leaving) <= limit and worst(leaving) < worst(entering):
         return leaving
     if last in given and (share := typical_share(given[last], ours[-1])) <= limit:
         with torch.inference_mode():
@@ -190,13 +190,13 @@ def _generations(outputs: _Outputs, stops: frozenset[int], indices: Mapping[int,
         Generation(
             tuple(prompt),
             tuple(generated),
-            tuple(sorted(indices)),
+            tuple(indices),
             len(prompt) + len(generated) - 1,
-            _SequenceStates(outputs, sequence, indices),
+            partial(outputs.read, indices, sequence),
             tuple(choice.logprob_nats for choice in choices[sequence]),
             tuple(choice.margin_nats for choice in choices[sequence]),
             "stop" if generated and generated[-1] in stops else "length",
-            partial(outputs.logits_of, sequence) if outputs.logits is not None else None,
+            partial(outputs.read_logits, sequence) if outputs.logits is not None else None,
         )
         for sequence, (prompt, generated) in enumerate(texts)
     ]
@@ -228,31 +228,16 @@ def _require_numbers(generations: Sequence[Generation]) -> None:
                     )
 
 
-@dataclass(frozen=True)
-class _SequenceStates:
-    """Reads states of one sequence; see `Generation.read`."""
-
-    outputs: _Outputs
-    sequence: int
-    indices: Mapping[int, int]
-    """Layer -> index of its states in a pass."""
-
-    def __call__(self, start: int, end: int) -> dict[int, Tensor]:
-        return {
-            layer: self.outputs.states_of(self.indices[layer], self.sequence, start, end)
-            for layer in sorted(self.indices)
-        }
-
-
 def _read(outputs: object, attention_mask: object) -> _Outputs:
     """Returns the checked tensors of a `generate` output, or of a safetensors file, as _Outputs."""
     output = _from_file(Path(outputs)) if isinstance(outputs, str | Path) else outputs
     if getattr(output, "beam_indices", None) is not None:
         raise ImportRefused("beams change places from pass to pass, so rows are no single text; use num_beams=1")
-    sequences, passes = getattr(output, "sequences", None), getattr(output, "hidden_states", None)
-    if sequences is None or not passes:
+    sequences, states = getattr(output, "sequences", None), getattr(output, "hidden_states", None)
+    if sequences is None or not states:
         raise ImportRefused(f"a {type(output).__name__} holds no sequences with hidden states; use {_ASK}")
     sequences, logits = sequences.cpu(), getattr(output, "logits", None)
+    passes = [{index: one for index, one in enumerate(of_pass) if one is not None} for of_pass in states]
     _require_shapes(sequences, passes, logits)
     _refuse_assisted(sequences[0], passes)
     prompt_length = sequences.shape[1] - len(passes)
@@ -270,16 +255,14 @@ def _read(outputs: object, attention_mask: object) -> _Outputs:
         )
     if not bool((mask.diff(dim=1) >= 0).all()) or not bool(mask[:, -1].all()):
         raise ImportRefused("prompts are padded on the right or in between; generate needs padding_side='left'")
-    return _Outputs(sequences, passes, logits, mask)
+    return _Outputs(sequences, passes, len(states[0]) - 1, logits, mask)
 
 
-def _require_shapes(
-    sequences: Tensor, passes: Sequence[Sequence[Tensor | Stored | None]], logits: Sequence[Tensor | Stored] | None
-) -> None:
+def _require_shapes(sequences: Tensor, passes: Sequence[_Pass], logits: Sequence[Tensor | Stored] | None) -> None:
     """Checks that the states are of the prompt and then of one token a pass, for each sequence, and that each pass has
     as many states, and its logits. Raises: ImportRefused."""
-    shapes = [[None if states is None else _shape(states) for states in of_pass] for of_pass in passes]
-    lengths = [next((shape[1] for shape in of_pass if shape is not None), 0) for of_pass in shapes]
+    shapes = [{index: _shape(one) for index, one in of_pass.items()} for of_pass in passes]
+    lengths = [next((shape[1] for shape in of_pass.values()), 0) for of_pass in shapes]
     new = sequences.shape[1] - lengths[0]
     if lengths[1:] != [1] * (new - 1) or new < 1:
         raise ImportRefused(
@@ -288,11 +271,10 @@ def _require_shapes(
             "and without prefill_chunk_size"
         )
     for number, (of_pass, length) in enumerate(zip(shapes, lengths, strict=True)):
-        wanted = [None if shape is None else (len(sequences), length, shape[-1]) for shape in shapes[0]]
-        if of_pass != wanted:
+        if of_pass != {index: (len(sequences), length, shape[-1]) for index, shape in shapes[0].items()}:
             raise ImportRefused(
-                f"pass {number} holds states of {of_pass}; expected {wanted} for {len(sequences)} sequences without "
-                "beams"
+                f"pass {number} holds states of {[*of_pass.values()]}; expected those of pass 0, of {length} tokens of "
+                f"{len(sequences)} sequences, without beams"
             )
     if logits is not None and [_shape(one)[:-1] for one in logits] != [(len(sequences),)] * len(passes):
         raise ImportRefused(
@@ -301,11 +283,11 @@ def _require_shapes(
         )
 
 
-def _refuse_assisted(token_ids: Tensor, passes: Sequence[Sequence[Tensor | Stored | None]]) -> None:
+def _refuse_assisted(token_ids: Tensor, passes: Sequence[_Pass]) -> None:
     """Raises: ImportRefused for the output of an assisted generation. transformers cuts its passes into slices of one
     token, and for the accepted tokens of the first pass takes slices of the prompt. token_ids: of the first sequence.
     """
-    states = [next(one for one in reversed(of_pass) if one is not None) for of_pass in passes]
+    states = [of_pass[max(of_pass)] for of_pass in passes]
     memory = [one.untyped_storage().data_ptr() for one in states if isinstance(one, Tensor)]
     is_cut, prompt_length = len(set(memory)) < len(memory), len(token_ids) - len(passes)
     for slot, of_pass in enumerate(states[1 : prompt_length + 1]):
@@ -345,7 +327,7 @@ def _from_file(path: Path) -> SimpleNamespace:
             f"{path} has no {missing[0]}; expected sequences, hidden_states.PASS.BLOCK and, where they were kept, "
             "logits.PASS and attention_mask"
         )
-    logits = [file.get_slice(f"logits.{p}") for p in range(passes)] if "logits.0" in names else None
+    logits = [file.get_slice(key) for p in range(passes) if (key := f"logits.{p}") in names] or None
     states = [[file.get_slice(f"hidden_states.{p}.{b}") for b in range(blocks)] for p in range(passes)]
     optional = {name: small.get(name) for name in ("sequences", "attention_mask")}
     return SimpleNamespace(**optional, hidden_states=states, logits=logits)
