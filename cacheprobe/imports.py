@@ -37,13 +37,15 @@ def import_generate(
         `attention_mask`.
     attention_mask: [b, prompt], as given to `generate`; needed for more than one sequence.
     stop_token_ids: token ids that end a sequence, () for none; by default the model's.
-    model: the model that generated, loaded here. It computes the first prompt's first tokens again, to compare their
-        states with the given ones; lenses can then read the given states.
+    model: the model that generated, loaded here. It reads every text once, to compare all states and logits with the
+        given ones; lenses can then read the given states. Without it, nothing says whose states they are.
     tokenizer: for texts, if no model is given.  name: the model's, for the metadata.
     to: out, overwrite and memory_budget record the import to disk, part by part; see `ImportOutput`.
-    The Trace has S of every block but the last. `trace.missing` lists what is missing; using that raises an error.
+    The Trace has S of every block but the last; of that one too if config.tie_last_hidden_states was False and `model`
+    is given. `trace.missing` lists what is missing; using that raises an error.
     Raises: ImportRefused for another layout, for example of beam search, assisted decoding, passes without a cache or
-    prompts padded on the right, and for states that are not the model's; TraceError if `out` may not be written.
+    prompts padded on the right, and for states or logits that are not the model's for their sequence, token and layer;
+    TraceError if `out` may not be written.
     """
     imported = read_generate(
         outputs,
@@ -58,7 +60,7 @@ def import_generate(
 
 def import_vllm(
     outputs: object,
-    layers: "Iterable[int]",
+    layers: "Iterable[int] | None" = None,
     *,
     num_prompt_tokens: "int | Iterable[int] | None" = None,
     model: CachedLM | None = None,
@@ -69,13 +71,14 @@ def import_vllm(
     """Returns a Trace of hidden states written by vLLM's ExampleHiddenStatesConnector, one request for each file.
 
     outputs: the result of `LLM.generate`, whose `kv_transfer_params` name the files; or files, or folders of files.
-    layers: the setting eagle_aux_hidden_state_layer_ids; id k becomes S of layer k - 1.
+    layers: the setting eagle_aux_hidden_state_layer_ids; id k becomes S of layer k - 1. Files of
+        `cp.analysis.to_speculators` name their layers, and need none.
     num_prompt_tokens: if files are given: how many of their tokens are the prompt, one number or one for each file; all
         by default. The last generated token is in no file, so that it has no row.
     model, tokenizer, name, to: as for `import_generate`.
     `trace.missing` lists what is missing; using that raises an error.
     Raises: ImportRefused for another layout, other layers than the file has, NaN or infinite values, and states
-    that are not the model's; TraceError if `out` may not be written.
+    that are not the model's for their request, token and layer; TraceError if `out` may not be written.
     """
     imported = read_vllm(
         outputs, layers, num_prompt_tokens=num_prompt_tokens, model=model, tokenizer=tokenizer, name=name

@@ -26,7 +26,8 @@ class ImportFlags:
     flags' help."""
 
     model: str | None = None
-    """Name or directory of the model that generated; its own states are compared with the imported ones."""
+    """Name or directory of the model that generated; it reads every text, and its states are compared with all imported
+    ones."""
     dtype: str = "float32"
     """dtype of that model: float32, bfloat16, float16 or float64."""
     tokenizer: str | None = None
@@ -75,7 +76,7 @@ def vllm(
     files: Annotated[tuple[Path, ...], Parameter(negative="")],
     /,
     *,
-    layers: Annotated[tuple[str, ...], SEVERAL],
+    layers: Annotated[tuple[str, ...] | None, SEVERAL] = None,
     out: Path,
     overwrite: bool = False,
     memory_budget: str | None = None,
@@ -89,7 +90,7 @@ def vllm(
     files
         The .safetensors files, one a request, or folders of them.
     layers
-        The setting eagle_aux_hidden_state_layer_ids, as in 1,2,3,4 or 1 2 3 4.
+        The setting eagle_aux_hidden_state_layer_ids, as in 1,2,3,4 or 1 2 3 4. Files of cacheprobe export need none.
     out
         Directory for the trace.
     overwrite
@@ -103,9 +104,9 @@ def vllm(
     from cacheprobe.trace.places import require_free
 
     try:
-        ids = [int(part) for given in layers for part in given.split(",")]
+        ids = None if layers is None else [int(part) for given in layers for part in given.split(",")]
     except ValueError:
-        raise ValueError(f"--layers {' '.join(layers)!r} is no list of numbers, as in 1,2,3,4") from None
+        raise ValueError(f"--layers {' '.join(layers or ())!r} is no list of numbers, as in 1,2,3,4") from None
     require_free(out, overwrite)
     to: ImportOutput = {"out": out, "overwrite": overwrite, "memory_budget": memory_budget}
     _report(cp.import_vllm(files, ids, num_prompt_tokens=num_prompt_tokens, **_keywords(origin), **to), out)

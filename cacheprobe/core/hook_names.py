@@ -9,6 +9,9 @@ SITES = ("S", "T", "C")
 SITE_NAMES = {"S": "residual stream", "T": "attention output", "C": "MLP output"}
 """Dict from site letter to name, for the three sites at which a block's states [m] are captured."""
 
+CONVENTION = "S of a layer is the residual stream that leaves this block; blocks are counted from 0"
+"""Written into the metadata of exported files, beside the layers."""
+
 SITE_HOOKS = {"S": "hook_resid_post", "T": "hook_attn_out", "C": "hook_mlp_out"}
 RESID_PRE = "hook_resid_pre"
 HEADS = "z"

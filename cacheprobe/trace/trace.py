@@ -77,7 +77,8 @@ class Trace(TraceData):
             accepted = 100 * (drafted - self.num_rolled_back) / drafted
             text += f"; accepted {accepted:.0f} %, rolled back {self.num_rolled_back} tokens"
         growing = "; not finished" if "growing" in self.meta else ""
-        return text + self_checks_text(self.meta) + growing + ")"
+        unchecked = f"; {self.missing['comparison']}" if "comparison" in self.missing else ""
+        return text + self_checks_text(self.meta) + unchecked + growing + ")"
 
     def committed(self, request_id: SupportsIndex) -> list[int]:
         """Returns the token ids that a request generated (its committed tokens), without its prompt."""

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import SITE_NAMES
+from cacheprobe.core.hook_names import CONVENTION, SITE_NAMES
 
 if TYPE_CHECKING:
     import xarray
@@ -67,5 +67,5 @@ def to_xarray(trace: "Trace", request_id: SupportsIndex) -> "xarray.Dataset":
             "token_id": ("position", rows.token_id.to_numpy()),
             "token": ("position", np.array(rows.token.tolist(), dtype=object)),
         },
-        attrs={"model": str(trace.fingerprint["model"]), "request_id": int(request_id)},
+        attrs={"model": str(trace.fingerprint["model"]), "request_id": int(request_id), "convention": CONVENTION},
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cacheprobe.analysis.exports.arrays import require_unused
 from cacheprobe.core.files import write_whole
+from cacheprobe.core.hook_names import CONVENTION
 from cacheprobe.core.progress import Progress
 from cacheprobe.trace.state_store import layer_number
 
@@ -30,7 +31,8 @@ def to_speculators(
     """Writes hs_REQUEST.safetensors for each request into a folder, which is created, and returns the paths.
 
     A file has token_ids [t], of all tokens but the newest, which was not computed; and hidden_states [t, l, m], site S
-    at `layers`, and last at the model's last layer, before its final norm.
+    at `layers`, and last at the model's last layer, before its final norm. Its metadata names these layers, so that
+    `cp.import_vllm` reads it without layers=.
     layers: by default 1, n/2 - 1 and n - 4 of n layers. vLLM, which counts the stream that enters a block, gives these
     to EAGLE-3 as layers 2, n/2 and n - 3.
     Source: github.com/vllm-project/speculators, check_hidden_states.
@@ -43,11 +45,12 @@ def to_speculators(
     chosen = [layer_number(one, trace.row_table) for one in ((1, n // 2 - 1, n - 4) if layers is None else layers)]
     folder = Path(folder)
     require_unused(folder, "hs_*.safetensors")
-    paths = []
+    paths, named = [], {"layers": ",".join(map(str, (*chosen, n - 1))), "convention": CONVENTION}
     with Progress(len(trace.requests), "writing", "requests", enabled=progress) as bar:
         for request in trace.tokens:
             tensors = _tensors(trace, request, (*chosen, n - 1))
-            paths.append(write_whole(folder / f"hs_{request}.safetensors", partial(save_file, tensors)))
+            save = partial(save_file, tensors, metadata=named)
+            paths.append(write_whole(folder / f"hs_{request}.safetensors", save))
             bar.advance()
     return paths
 

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from cacheprobe.analysis.exports.arrays import NO_STATES, as_numpy, require_unused
 from cacheprobe.core.files import write_whole
+from cacheprobe.core.hook_names import CONVENTION
 from cacheprobe.core.progress import Progress
 from cacheprobe.core.records import STATUSES
 from cacheprobe.core.values import hint
@@ -104,7 +105,8 @@ class ChosenStates:
     def _write(self, request: int, path: Path) -> None:
         batches = self.batches(request)
         first = next(batches)
-        with pq.ParquetWriter(path, first.schema) as writer:
+        named = {"layers": ",".join(map(str, self.layers)), "convention": CONVENTION}
+        with pq.ParquetWriter(path, first.schema.with_metadata(named)) as writer:
             writer.write_batch(first)
             for batch in batches:
                 writer.write_batch(batch)

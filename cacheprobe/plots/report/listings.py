@@ -111,6 +111,8 @@ def _about(trace: "Trace") -> list[tuple[str, str]]:
     ]
     if trace.thought_table is not None:
         about.append(("thoughts", f"{len(trace.thought_table):,}"))
+    if "comparison" in trace.missing:
+        about.append(("comparison", plain(trace.missing["comparison"])))
     if behaviour := meta["behaviour"]:
         share, low, high = (behaviour[name] for name in ("accuracy", "accuracy_low", "accuracy_high"))
         answers = f"{share:.0%} of {behaviour['num_examples']} right, 95 % interval {low:.0%} to {high:.0%}"

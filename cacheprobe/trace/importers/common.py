@@ -65,6 +65,9 @@ class Generation:
     margins: tuple[float, ...] = ()
     """Log-probability gap, in nats, between the two best tokens of each choice; empty if unknown."""
     finish: str = "unknown"
+    read_logits: Callable[[int, int], Tensor] | None = None
+    """Function (start, end) -> logits [end - start, v] from which the generated tokens start..end-1 were chosen; None
+    if they were not kept."""
 
     @property
     def last_step(self) -> int:
@@ -217,9 +220,10 @@ class Imported:
         capture = CaptureConfig("S", layers=self.layers)
         heads = dict.fromkeys(HEAD_SITES, f"{origin.program} keeps no attention heads")
         unread = "no lens was read at the import; cp.analysis.read_states(trace, lens, model=model) reads one from S"
+        unchecked = {"comparison": "layers not checked: no model was given"} if model is None else {}
         return {
             "kind": KIND,
-            "missing": {**heads, "Z": unread, **origin.missing},
+            "missing": {**heads, "Z": unread, **origin.missing, **unchecked},
             "drafter": None,
             "lens": "none",
             "fingerprint": {

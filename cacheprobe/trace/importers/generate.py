@@ -1,14 +1,15 @@
 """Reads Hugging Face's `generate(..., output_hidden_states=True, return_dict_in_generate=True)` for a Trace.
 
-Such an output holds `sequences` [b, prompt + new]. `hidden_states` has, for each pass, tensors [b, t, m]: the input of
-block 0, 1, ..., and at last the output of the final norm. With output_logits=True, `logits` has [b, v] for each pass.
-So S of every block but the last can be imported; T, C and attention heads cannot. `scores` are logits after logits
-processors, and are not used.
+Such an output holds `sequences` [b, prompt + new]. `hidden_states` has, for each pass, tensors [b, t, m]: mostly the
+input of block 0, 1, ..., and at last the output of the final norm. With output_logits=True, `logits` has [b, v] for
+each pass. So S of every block but the last can be imported; T, C and attention heads cannot. `scores` are logits after
+logits processors, and are not used.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,13 +19,18 @@ from torch import Tensor
 from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.engine.choosing import Choice, describe
 from cacheprobe.models.base import CachedLM
-from cacheprobe.trace.importers.checks import require_states_of
+from cacheprobe.models.feeding import feed
+from cacheprobe.trace.importers.checks import close_to, require_states_of, typical_share
 from cacheprobe.trace.importers.common import Generation, Imported, ImportRefused, Origin, Stored
 
 _ASK = "generate(..., return_dict_in_generate=True, output_hidden_states=True, output_logits=True)"
 _CHECKED_ROWS = 4096
 """Rows whose states are looked at together."""
 _PROGRAM = "Hugging Face's generate"
+_FEW = 64
+"""Number of tokens of the first prompt by which a model finds out what the states are of."""
+_Pass = Mapping[int, Tensor | Stored]
+"""States [b, t, m] of one pass by their index in `hidden_states`; without those that were not kept."""
 
 
 @dataclass(frozen=True)
@@ -32,26 +38,33 @@ class _Outputs:
     """Holds the checked tensors of a `generate` output, which are copied in slices: of a file, they are read then."""
 
     sequences: Tensor
-    states: Sequence[Sequence[Tensor | Stored]]
-    """By pass and block, [b, t, m]: the input of the block; the last tensor of a pass is the output of the final norm.
-    """
+    passes: Sequence[_Pass]
+    last: int
+    """The last index of `hidden_states`."""
     logits: Sequence[Tensor | Stored] | None
     mask: Tensor
     """[b, prompt]: 1 for a token that is not padding."""
 
-    @property
-    def prompt_length(self) -> int:
-        """Number of prompt tokens in each sequence of the batch, padding included."""
-        return _shape(self.states[0][0])[1]
+    def first_of(self, sequence: int) -> int:
+        """Returns the number of tokens of padding before a sequence."""
+        return self.mask.shape[1] - int(self.mask[sequence].sum())
 
-    def states_of(self, block: int, row: int, start: int, end: int) -> Tensor:
-        """Returns a copy of the input of a block, [end - start, m], for the tokens start..end-1 of sequence number
-        `row`, padding counted."""
-        first = self.prompt_length
-        parts = [self.states[0][block][row, start : min(end, first)]] if start < first else []
-        for number in range(max(start, first), end):
-            parts.append(self.states[number - first + 1][block][row, 0:1])
-        return torch.cat([part.detach().cpu() for part in parts])
+    def read(self, indices: Mapping[int, int], sequence: int, start: int, end: int) -> dict[int, Tensor]:
+        """Returns by layer a copy of the states [end - start, m] of the tokens start..end-1 of a sequence, padding not
+        counted. indices: layer -> index of its states."""
+        padding, prompt = self.first_of(sequence), self.mask.shape[1]
+        start, end = start + padding, end + padding
+        found = {}
+        for layer, index in indices.items():
+            parts = [self.passes[0][index][sequence, start : min(end, prompt)]] if start < prompt else []
+            numbers = range(max(start, prompt) - prompt + 1, end - prompt + 1)
+            parts += [self.passes[number][index][sequence, 0:1] for number in numbers]
+            found[layer] = torch.cat([part.detach().cpu() for part in parts])
+        return found
+
+    def read_logits(self, sequence: int, start: int, end: int) -> Tensor:
+        """Returns the logits [end - start, v] of the passes start..end-1."""
+        return torch.stack([logits[sequence].detach().cpu() for logits in (self.logits or ())[start:end]])
 
 
 def _shape(stored: Tensor | Stored) -> tuple[int, ...]:
@@ -73,9 +86,9 @@ def read_generate(
 
     attention_mask: [b, prompt] of the call; needed for several sequences, unless the file has one.
     stop_token_ids: tokens that ended a sequence; by default the model's; needed for several sequences without `model`.
-    model: also checks that the states are this model's.
+    model: also checks that all states and logits are this model's.
     Raises: ImportRefused for anything that is not such an output, for a needed argument that is missing, and for states
-    of another model.
+    or logits of another model, sequence, pass, layer or token.
     """
     checked = _read(outputs, attention_mask)
     count = len(checked.sequences)
@@ -87,53 +100,121 @@ def read_generate(
             )
         stop_token_ids = model.stop_token_ids if model is not None else ()
     stops = frozenset(int(token) for token in stop_token_ids)
-    generations = _generations(checked, stops)
+    indices = _indices(checked, model)
+    if not indices:
+        raise ImportRefused(
+            "no states of a block's output were kept: the first ones enter block 0, and the last ones stand behind the "
+            "final norm"
+        )
+    generations = _generations(checked, stops, indices)
     _require_numbers(generations)
-    last = len(checked.states[0]) - 2
+    last = model.n_layers - 1 if model is not None else checked.last - 1
     missing = {
         "T": f"{_PROGRAM} keeps the stream between blocks, not what attention added to it",
         "C": f"{_PROGRAM} keeps the stream between blocks, not what the MLP added to it",
-        f"S of layer {last}": f"the last state that {_PROGRAM} keeps stands behind the final norm, which is not undone",
         "seconds": f"{_PROGRAM} does not time its passes",
     }
+    if last not in indices:
+        missing[f"S of layer {last}"] = (
+            f"the last state that {_PROGRAM} keeps stands behind the final norm, which is not undone; if "
+            "config.tie_last_hidden_states was False, import with model=, which finds that it does not"
+        )
     if checked.logits is None:
         missing["log-probabilities"] = f"no logits were kept; use {_ASK}: scores are taken after processors"
     known = model.name if model is not None else "unknown model"
     origin = Origin(_PROGRAM, name or known, last + 1, missing, has_steps=True)
     if model is not None:
-        require_states_of(model, generations[0])
+        require_states_of(model, generations)
     return Imported(generations, origin, model, tokenizer)
 
 
-def _generations(outputs: _Outputs, stops: frozenset[int]) -> list[Generation]:
+def _indices(outputs: _Outputs, model: CachedLM | None) -> dict[int, int]:
+    """Returns layer -> index of its output among the states of a pass.
+
+    Most models keep what enters each block, so that index k is the output of block k - 1, and the last index is the
+    output of the final norm. Some recurrent models keep what leaves each block, and with
+    config.tie_last_hidden_states=False the last index is the output of the last block. Only a model can tell: it reads
+    the first prompt.
+    """
+    last, kept = outputs.last, outputs.passes[0]
+    entering = {index - 1: index for index in kept if 0 < index < last}
+    prompt = outputs.sequences[0, outputs.first_of(0) : outputs.mask.shape[1]][:_FEW]
+    if (
+        model is None
+        or last != model.n_layers
+        or {_shape(states)[-1] for states in kept.values()} != {model.d_model}
+        or not bool(((prompt >= 0) & (prompt < model.d_vocab)).all())
+    ):
+        return entering  # the comparison of all states says what does not fit
+    fed = feed(model, prompt[None], [("S", layer) for layer in range(last)], logit_slots=[0])
+    ours = [fed.states["S", layer][0].cpu() for layer in range(last)]
+    given = outputs.read({index: index for index in kept}, 0, 0, len(prompt))
+    limit = close_to(model, [*given.values(), *([outputs.read_logits(0, 0, 1)] if outputs.logits else [])])
+
+    def worst(indices: dict[int, int]) -> float:
+        """Returns the largest typical distance of a layer from the model's."""
+        return max((typical_share(given[index], ours[layer]) for layer, index in indices.items()), default=torch.inf)
+
+    leaving = {index: index for index in kept if index < last}
+    if worst(leaving) <= limit and worst(leaving) < worst(entering):
+        return leaving
+    if last in given and (share := typical_share(given[last], ours[-1])) <= limit:
+        with torch.inference_mode():
+            normed = model.output_parts().norm(fed.states["S", last - 1])[0].cpu()
+        if share < typical_share(given[last], normed):
+            return {**entering, last - 1: last}
+    return entering
+
+
+def _generations(outputs: _Outputs, stops: frozenset[int], indices: Mapping[int, int]) -> list[Generation]:
     """Returns the sequences of a `generate` output, each as a Generation without padding on the left, and cut after its
-    first stop token. The logits of one pass are in memory at a time."""
+    first stop token. The logits of one pass are in memory at a time.
+
+    indices: layer -> index of its states in a pass.
+    """
     texts = []
-    for row, token_ids in enumerate(outputs.sequences.tolist()):
-        start, end = outputs.prompt_length - int(outputs.mask[row].sum()), outputs.prompt_length
+    for sequence, token_ids in enumerate(outputs.sequences.tolist()):
+        end = outputs.mask.shape[1]
         generated = token_ids[end:]
         stop_index = next((index for index, token in enumerate(generated) if token in stops), None)
-        texts.append((start, token_ids[start:end], generated[: None if stop_index is None else stop_index + 1]))
-    choices = [list[Choice]() for _ in texts]
+        ended = generated[: None if stop_index is None else stop_index + 1]
+        texts.append((token_ids[outputs.first_of(sequence) : end], ended))
+    choices, is_first = [list[Choice]() for _ in texts], [list[bool]() for _ in texts]
     for step, stored in enumerate(outputs.logits or ()):
         logits = stored[:].detach().float().cpu()
-        for row, (_, _, generated) in enumerate(texts):
+        for sequence, (_, generated) in enumerate(texts):
             if step < len(generated):
-                choices[row].append(describe(generated[step], logits[row]))
-    layers = tuple(range(len(outputs.states[0]) - 2))
+                choices[sequence].append(describe(generated[step], logits[sequence]))
+                is_first[sequence].append(bool(logits[sequence, generated[step]] == logits[sequence].max()))
+    _refuse_padding([generated for _, generated in texts], is_first)
     return [
         Generation(
             tuple(prompt),
             tuple(generated),
-            layers,
+            tuple(indices),
             len(prompt) + len(generated) - 1,
-            _SequenceStates(outputs, row, start, layers),
-            tuple(choice.logprob_nats for choice in choices[row]),
-            tuple(choice.margin_nats for choice in choices[row]),
+            partial(outputs.read, indices, sequence),
+            tuple(choice.logprob_nats for choice in choices[sequence]),
+            tuple(choice.margin_nats for choice in choices[sequence]),
             "stop" if generated and generated[-1] in stops else "length",
+            partial(outputs.read_logits, sequence) if outputs.logits is not None else None,
         )
-        for row, (start, prompt, generated) in enumerate(texts)
+        for sequence, (prompt, generated) in enumerate(texts)
     ]
+
+
+def _refuse_padding(generated: Sequence[Sequence[int]], is_first: Sequence[Sequence[bool]]) -> None:
+    """Raises: ImportRefused if sequences of a greedy generation end in padding: in two or more equal tokens that were
+    not the first choice, while all others were. is_first: of each token, if logits were kept."""
+    texts = ["".join("x" if first else "." for first in of_sequence) for of_sequence in is_first]
+    padded = [len(text) - len(text.rstrip(".")) for text in texts]
+    if 0 in padded and sum(padded) == "".join(texts).count("."):
+        for number, (token_ids, count) in enumerate(zip(generated, padded, strict=True)):
+            if count > 1 and len({*token_ids[-count:]}) == 1:
+                raise ImportRefused(
+                    f"sequence {number} ends in {count} tokens {token_ids[-1]}, which its logits did not choose, so "
+                    "they are padding after a stop token; give stop_token_ids="
+                )
 
 
 def _require_numbers(generations: Sequence[Generation]) -> None:
@@ -148,51 +229,78 @@ def _require_numbers(generations: Sequence[Generation]) -> None:
                     )
 
 
-@dataclass(frozen=True)
-class _SequenceStates:
-    """Reads states of one sequence; see `Generation.read`. S of a layer is the input of the next block."""
-
-    outputs: _Outputs
-    row: int
-    first: int
-    """Number of tokens of padding before the sequence."""
-    layers: Sequence[int]
-
-    def __call__(self, start: int, end: int) -> dict[int, Tensor]:
-        first = self.first
-        return {layer: self.outputs.states_of(layer + 1, self.row, first + start, first + end) for layer in self.layers}
-
-
 def _read(outputs: object, attention_mask: object) -> _Outputs:
     """Returns the checked tensors of a `generate` output, or of a safetensors file, as _Outputs."""
     output = _from_file(Path(outputs)) if isinstance(outputs, str | Path) else outputs
     if getattr(output, "beam_indices", None) is not None:
         raise ImportRefused("beams change places from pass to pass, so rows are no single text; use num_beams=1")
-    sequences, passes = getattr(output, "sequences", None), getattr(output, "hidden_states", None)
-    if sequences is None or not passes:
+    sequences, states = getattr(output, "sequences", None), getattr(output, "hidden_states", None)
+    if sequences is None or not states:
         raise ImportRefused(f"a {type(output).__name__} holds no sequences with hidden states; use {_ASK}")
-    lengths = [_shape(of_pass[0])[1] for of_pass in passes]
-    new = sequences.shape[1] - lengths[0]
-    if lengths[1:] != [1] * (new - 1) or new < 1:
-        raise ImportRefused(
-            f"{sequences.shape[1]} tokens, and passes over {_lengths_text(lengths)} of them: expected the prompt and "
-            "then one token a pass; use generate with use_cache=True, without an assistant and without "
-            "prefill_chunk_size"
-        )
-    if len(passes[0]) < 3:
-        raise ImportRefused(f"{len(passes[0])} states a pass: a model of one block keeps none before its final norm")
+    sequences, logits = sequences.cpu(), getattr(output, "logits", None)
+    passes = [{index: one for index, one in enumerate(of_pass) if one is not None} for of_pass in states]
+    _require_shapes(sequences, passes, logits)
+    _refuse_assisted(sequences[0], passes)
+    prompt_length = sequences.shape[1] - len(passes)
     if attention_mask is None:
         attention_mask = getattr(output, "attention_mask", None)
     if attention_mask is None:
         if len(sequences) > 1:
             raise ImportRefused(f"{len(sequences)} sequences: give the attention_mask= that generate was given")
-        attention_mask = torch.ones(1, lengths[0], dtype=torch.long)
-    mask = torch.as_tensor(attention_mask).cpu()[:, : lengths[0]]
-    if mask.shape != (len(sequences), lengths[0]):
-        raise ImportRefused(f"an attention_mask of {tuple(mask.shape)} for prompts of {(len(sequences), lengths[0])}")
+        attention_mask = torch.ones(1, prompt_length, dtype=torch.long)
+    mask = torch.as_tensor(attention_mask).cpu()[:, :prompt_length]
+    if mask.shape != (len(sequences), prompt_length):
+        raise ImportRefused(
+            f"an attention_mask of {tuple(mask.shape)} for prompts of {(len(sequences), prompt_length)}; it needs one "
+            "row for each sequence (repeat_interleave(num_return_sequences))"
+        )
     if not bool((mask.diff(dim=1) >= 0).all()) or not bool(mask[:, -1].all()):
         raise ImportRefused("prompts are padded on the right or in between; generate needs padding_side='left'")
-    return _Outputs(sequences.cpu(), passes, getattr(output, "logits", None), mask)
+    return _Outputs(sequences, passes, len(states[0]) - 1, logits, mask)
+
+
+def _require_shapes(sequences: Tensor, passes: Sequence[_Pass], logits: Sequence[Tensor | Stored] | None) -> None:
+    """Checks that the states are of the prompt and then of one token a pass, for each sequence, and that each pass has
+    as many states, and its logits. Raises: ImportRefused."""
+    shapes = [{index: _shape(one) for index, one in of_pass.items()} for of_pass in passes]
+    lengths = [next((shape[1] for shape in of_pass.values()), 0) for of_pass in shapes]
+    new = sequences.shape[1] - lengths[0]
+    if lengths[1:] != [1] * (new - 1) or new < 1:
+        raise ImportRefused(
+            f"{sequences.shape[1]} tokens, and passes over {_lengths_text(lengths)} of them: expected the prompt and "
+            "then one token a pass; use generate with use_cache=True (MPT has it off by default), without an assistant "
+            "and without prefill_chunk_size"
+        )
+    for number, (of_pass, length) in enumerate(zip(shapes, lengths, strict=True)):
+        if of_pass != {index: (len(sequences), length, shape[-1]) for index, shape in shapes[0].items()}:
+            raise ImportRefused(
+                f"pass {number} holds states of {[*of_pass.values()]}; expected those of pass 0, of {length} tokens of "
+                f"{len(sequences)} sequences, without beams"
+            )
+    if logits is not None and [_shape(one)[:-1] for one in logits] != [(len(sequences),)] * len(passes):
+        raise ImportRefused(
+            f"logits of {len(logits)} passes were given for {len(passes)} passes over {len(sequences)} sequences; use "
+            f"{_ASK}"
+        )
+
+
+def _refuse_assisted(token_ids: Tensor, passes: Sequence[_Pass]) -> None:
+    """Raises: ImportRefused for the output of an assisted generation. transformers cuts its passes into slices of one
+    token, and for the accepted tokens of the first pass takes slices of the prompt. token_ids: of the first sequence.
+    """
+    states = [of_pass[max(of_pass)] for of_pass in passes]
+    memory = [one.untyped_storage().data_ptr() for one in states if isinstance(one, Tensor)]
+    is_cut, prompt_length = len(set(memory)) < len(memory), len(token_ids) - len(passes)
+    for slot, of_pass in enumerate(states[1 : prompt_length + 1]):
+        if not torch.equal(of_pass[0:1, 0:1], states[0][0:1, slot : slot + 1]):
+            break
+        is_cut |= len(token_ids[: prompt_length + slot + 1].unique()) > 1  # the states of equal tokens may be equal
+    if is_cut:
+        raise ImportRefused(
+            "several passes are slices of one, as of assisted generation or prompt lookup, where some rows hold the "
+            "prompt's states; generate without assistant_model= and prompt_lookup_num_tokens=, or replay the tokens "
+            "with cp.replay"
+        )
 
 
 def _lengths_text(lengths: Sequence[int]) -> str:
@@ -220,7 +328,7 @@ def _from_file(path: Path) -> SimpleNamespace:
             f"{path} has no {missing[0]}; expected sequences, hidden_states.PASS.BLOCK and, where they were kept, "
             "logits.PASS and attention_mask"
         )
-    logits = [file.get_slice(f"logits.{p}") for p in range(passes)] if "logits.0" in names else None
+    logits = [file.get_slice(key) for p in range(passes) if (key := f"logits.{p}") in names] or None
     states = [[file.get_slice(f"hidden_states.{p}.{b}") for b in range(blocks)] for p in range(passes)]
     optional = {name: small.get(name) for name in ("sequences", "attention_mask")}
     return SimpleNamespace(**optional, hidden_states=states, logits=logits)

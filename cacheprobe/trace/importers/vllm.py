@@ -1,9 +1,10 @@
 """Reads vLLM's hidden-state dumps (ExampleHiddenStatesConnector: one safetensors file for each request) for a Trace.
 
 A file holds `hidden_states` [tokens, layers, m] and `token_ids` [tokens]. The layers are those of the setting
-`eagle_aux_hidden_state_layer_ids`, in ascending order; the file does not name them. Id k is the residual stream that
+`eagle_aux_hidden_state_layer_ids`, in ascending order; vLLM's file does not name them. Id k is the residual stream that
 enters block k, so S of layer k - 1 here. The id equal to the number of blocks is the last block's output, before the
 final norm. Tokens are the prompt's; with include_output_tokens in the request, all generated ones but the last follow.
+Our own export for speculators has the same layout, and names its layers in the file's metadata.
 
 vLLM writes a file after it has returned the output, and holds an exclusive lock on NAME.lock until the file is
 complete.
@@ -11,7 +12,7 @@ Source: vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_conne
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Protocol, cast
@@ -19,6 +20,7 @@ from typing import IO, Protocol, cast
 import torch
 from torch import Tensor
 
+from cacheprobe.core.hook_names import CONVENTION
 from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.importers.checks import require_states_of
@@ -35,7 +37,7 @@ SECONDS_TO_WAIT = 60.0
 
 def read_vllm(
     outputs: object,
-    layers: Iterable[int],
+    layers: Iterable[int] | None,
     *,
     num_prompt_tokens: "int | Iterable[int] | None" = None,
     model: CachedLM | None = None,
@@ -47,12 +49,13 @@ def read_vllm(
 
     outputs: file paths, a folder, or vLLM's outputs that name files.
 
-    layers: the setting eagle_aux_hidden_state_layer_ids.  num_prompt_tokens: of each file, or one number for all; by
-    default all tokens are the prompt's.  model: also checks that the states are this model's.
+    layers: the setting eagle_aux_hidden_state_layer_ids; None for files that name their layers.  num_prompt_tokens: of
+    each file, or one number for all; by default all tokens are the prompt's.  model: also checks that the states are
+    this model's.
     Raises: ImportRefused for files of another layout, for layers or lengths that do not fit the files, and for states
-    of another model.
+    of another model, request, layer or token.
     """
-    ids = _layer_ids(layers)
+    ids = _layer_ids(layers) if layers is not None else None
     items = _as_list(outputs)
     if isinstance(num_prompt_tokens, int) or num_prompt_tokens is None:
         lengths: list[int | None] = [num_prompt_tokens] * len(items)
@@ -61,6 +64,8 @@ def read_vllm(
     if len(lengths) != len(items):
         raise ImportRefused(f"num_prompt_tokens lists {len(lengths)} lengths for {len(items)} files")
     generations = [_generation(item, ids, length) for item, length in zip(items, lengths, strict=True)]
+    if len(found := {one.layers for one in generations}) > 1:
+        raise ImportRefused(f"files of layers {' and '.join(map(str, sorted(found)))}; import them one by one")
     widths = {next(iter(one.read(0, 1).values())).shape[1] for one in generations}
     if len(widths) > 1:
         raise ImportRefused(f"files of states {' and '.join(map(str, sorted(widths)))} wide are not of one model")
@@ -72,11 +77,23 @@ def read_vllm(
         "seconds": f"{_PROGRAM}'s files hold no times; passes are numbered by token, batches are not known",
     }
     known = model.name if model is not None else "unknown model"
-    n_layers = model.n_layers if model is not None else max(ids)
+    n_layers = model.n_layers if model is not None else max(generations[0].layers) + 1
     origin = Origin(_PROGRAM, name or known, n_layers, missing, has_steps=False)
     if model is not None:
-        require_states_of(model, generations[0])
+        require_states_of(model, generations)
     return Imported(generations, origin, model, tokenizer)
+
+
+class _OpenFile(Protocol):
+    """Lists the methods of an open safetensors file that the import uses."""
+
+    def get_slice(self, name: str) -> Stored:
+        """Returns a tensor that is read in slices."""
+        ...
+
+    def metadata(self) -> Mapping[str, str] | None:
+        """Returns the metadata of the file."""
+        ...
 
 
 class _Completion(Protocol):
@@ -122,16 +139,16 @@ def _as_list(outputs: object) -> list[object]:
     return found
 
 
-def _generation(item: object, ids: Sequence[int], num_prompt_tokens: int | None) -> Generation:
+def _generation(item: object, ids: Sequence[int] | None, num_prompt_tokens: int | None) -> Generation:
     """Checks one stored file of vLLM, and returns prompt, generated tokens and a reader of the states as a Generation.
     item: a file path, or a vLLM output that names its file."""
     if isinstance(item, str | Path):
         path = Path(item)
-        tokens = _checked_tokens(path, len(ids))
+        tokens, columns = _checked(path, ids)
         prompt_length = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
         if not 1 <= prompt_length <= len(tokens):
             raise ImportRefused(f"{item} holds {len(tokens)} tokens, not a prompt of {prompt_length}")
-        return _generation_of(path, len(tokens), tokens[:prompt_length], tokens[prompt_length:], ids)
+        return _generation_of(path, len(tokens), tokens[:prompt_length], tokens[prompt_length:], columns)
     params = getattr(item, "kv_transfer_params", None)
     if not isinstance(params, Mapping) or "hidden_states_path" not in params:
         raise ImportRefused(f"a {type(item).__name__} names no hidden_states_path; give vLLM's outputs, or its files")
@@ -139,29 +156,27 @@ def _generation(item: object, ids: Sequence[int], num_prompt_tokens: int | None)
     if len(output.outputs) != 1:
         raise ImportRefused(f"an output with {len(output.outputs)} samples has one file for all; ask for n=1")
     path = Path(params["hidden_states_path"])
-    tokens = _checked_tokens(path, len(ids))
+    tokens, columns = _checked(path, ids)
     prompt, generated = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
     if tokens == prompt:
         generated = generated[:1]  # the file has no states for the others
     elif tokens != prompt + generated[:-1]:
         raise ImportRefused(f"{path} is of other tokens than the output that names it: {tokens[:8]}, {prompt[:8]}")
-    return _generation_of(path, len(tokens), prompt, generated, ids)
+    return _generation_of(path, len(tokens), prompt, generated, columns)
 
 
 def _generation_of(
-    path: Path, num_rows: int, prompt: Sequence[int], generated: Sequence[int], ids: Sequence[int]
+    path: Path, num_rows: int, prompt: Sequence[int], generated: Sequence[int], columns: Mapping[int, int]
 ) -> Generation:
-    """Returns a Generation that takes the states [t, l, m] of a file of vLLM apart by layer. vLLM's layer id k names
-    the input of block k, which is S of layer k - 1 here; id 0, the embedding, is left out."""
-    index_of = {layer - 1: index for index, layer in enumerate(ids) if layer > 0}
+    """Returns a Generation that takes the states [t, l, m] of a file apart by layer. columns: layer -> index in l."""
 
     def read(start: int, end: int) -> dict[int, Tensor]:
         """Returns the states at the positions start..end-1 by layer, [end - start, m]."""
-        with _opened(path) as entry:
-            states = entry("hidden_states")[start:end]
-            return {layer: states[:, index].clone() for layer, index in index_of.items()}
+        with _opened(path) as file:
+            states = file.get_slice("hidden_states")[start:end]
+            return {layer: states[:, index].clone() for layer, index in columns.items()}
 
-    return Generation(tuple(prompt), tuple(generated), tuple(index_of), num_rows, read)
+    return Generation(tuple(prompt), tuple(generated), tuple(columns), num_rows, read)
 
 
 @contextmanager
@@ -198,9 +213,9 @@ def _try_to_share(lock: IO[bytes]) -> bool:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Callable[[str], Stored]]:
-    """Opens a safetensors file for a `with` block, and yields a function that returns one of its tensors by name, to be
-    read in slices. Raises: ImportRefused for a file that cannot be read, or has other tensors."""
+def _opened(path: Path) -> Iterator["_OpenFile"]:
+    """Opens a safetensors file for a `with` block. Raises: ImportRefused for a file that cannot be read, or has other
+    tensors."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -208,27 +223,39 @@ def _opened(path: Path) -> Iterator[Callable[[str], Stored]]:
             found = sorted(file.keys())
             if missing := [key for key in _KEYS if key not in found]:
                 raise ImportRefused(f"{path} has no {missing[0]}; expected {' and '.join(_KEYS)}, it holds {found}")
-            yield file.get_slice
+            yield file
     except (OSError, SafetensorError) as error:
         raise ImportRefused(f"{path} cannot be read as safetensors ({error!s:.120}); is vLLM still at it?") from error
 
 
-def _checked_tokens(path: Path, num_layers: int) -> list[int]:
-    """Returns the token ids of one file that vLLM stored, as soon as the file is complete. Checks the shapes of the
-    file, and that all states are finite. Raises: ImportRefused for another file."""
+def _checked(path: Path, ids: Sequence[int] | None) -> tuple[list[int], dict[int, int]]:
+    """Returns the token ids of one file, as soon as the file is complete, and layer -> index of its states. Checks the
+    shapes of the file, and that all states are finite. Raises: ImportRefused for another file.
+
+    ids: vLLM's layer ids; None if the file's metadata names the layers.
+    """
     if path.suffix == ".zst" or (not path.exists() and path.with_name(path.name + ".zst").exists()):
         raise ImportRefused(f"{path} is compressed; unpack it first, with zstd -d")
-    with _complete_file(path), _opened(path) as entry:
-        states, tokens = (entry(name) for name in _KEYS)
+    with _complete_file(path), _opened(path) as file:
+        states, tokens = (file.get_slice(name) for name in _KEYS)
         shape, count = list(states.get_shape()), list(tokens.get_shape())
         if len(shape) != 3 or len(count) != 1 or shape[0] != count[0]:
             raise ImportRefused(
                 f"{path}: hidden_states {tuple(shape)} and token_ids {tuple(count)}; expected "
                 "[tokens, layers, m] and [tokens]"
             )
-        if shape[1] != num_layers:
+        named = _named_layers(file.metadata() or {})
+        if ids is None and named is None:
+            raise ImportRefused(f"{path} does not name its layers; give {_SETTING} as layers=")
+        layers = [layer - 1 for layer in ids] if ids is not None else named or []
+        if named is not None and layers != named:
             raise ImportRefused(
-                f"{path} holds states of {shape[1]} layers, and layers= names {num_layers}; give {_SETTING} as vLLM "
+                f"{path} names the layers {named}, and layers={list(ids or ())} are vLLM's ids of {layers}; leave out "
+                "layers="
+            )
+        if shape[1] != len(layers):
+            raise ImportRefused(
+                f"{path} holds states of {shape[1]} layers, and layers= names {len(layers)}; give {_SETTING} as vLLM "
                 "was given it"
             )
         if not shape[0]:
@@ -238,4 +265,12 @@ def _checked_tokens(path: Path, num_layers: int) -> list[int]:
                 raise ImportRefused(
                     f"{path} holds states that are no numbers; dump them again, with one kind of attention"
                 )
-        return tokens[:].tolist()
+        columns = {layer: index for index, layer in enumerate(layers) if layer >= 0}  # vLLM's id 0 is the embedding
+        return tokens[:].tolist(), dict(sorted(columns.items()))
+
+
+def _named_layers(metadata: Mapping[str, str]) -> list[int] | None:
+    """Returns the layers that the metadata of a file of ours names, such as "1,5,9"; None for another file."""
+    if metadata.get("convention") != CONVENTION:
+        return None
+    return [int(layer) for layer in metadata["layers"].split(",")]
