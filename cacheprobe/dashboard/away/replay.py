@@ -74,7 +74,7 @@ def cache_slots(sources: Sources, question: PageQuestion) -> Taken:
         pending = cache.pending_position(book, request, step, int(ledger.position.max()))
         code += [
             f"cp.plots.cache_picture(table, request_id={request}, step={step}, pending={pending}, "
-            f"truncated={truncated})"
+            f"truncated={truncated}, has_ended={book.has_ended(request, step)})"
         ]
     return Taken(lambda: ledger, code)
 
