@@ -192,7 +192,7 @@ def test_requests_are_sorted_by_losses_and_the_strip_shows_the_whole_run(
     names = "[...document.querySelectorAll('#timeline-view .pick:not([data-step])')].map((one) => one.dataset.request)"
     with opened(browser, f"{address}?run=2&request={order[0]}") as page:
         answered(page, "timeline")
-        page.get_by_text("Most rejected first").click()
+        page.get_by_text("Most rolled back first").click()
         answered(page, "timeline", order="losses")
         assert page.evaluate(names) == [str(request) for request in order[:8]] and "lost=first" in page.url
         steps = trace.events().step
@@ -201,7 +201,7 @@ def test_requests_are_sorted_by_losses_and_the_strip_shows_the_whole_run(
         shown = page.locator("#overview-view .shown")
         svg = page.locator("#timeline-view svg[data-first]")
         assert shown.get_attribute("x") == svg.get_attribute("data-first")
-        page.get_by_text("Most rejected first").click()
+        page.get_by_text("Most rolled back first").click()
         answered(page, "timeline", order="")
 
 

@@ -139,7 +139,7 @@ def table(columns: list[str], rows: list[list[object]]) -> str:
         return f"{value:,.3g}" if isinstance(value, float) else f"{value:,}"
 
     columns_of_numbers = [
-        any(map(is_number, values)) and all(is_number(value) or value == "—" for value in values)
+        any(map(is_number, values)) and all(is_number(value) or value in ("—", "never") for value in values)
         for values in zip(*rows, strict=True)
     ]
     alignments = [' class="number"' if right else "" for right in columns_of_numbers] or [""] * len(columns)
