@@ -147,15 +147,12 @@ class Rejections:
         return np.array(found, dtype=bool)
 
     def left_out(self, selection: Selection) -> tuple[int, int]:
-        """Returns how many lines the ranges of a selection leave out because the number is not there: (lines without a
-        layer, lines of whose margin only a least value is known). 0 for a range that is not set."""
-        whole = selection._replace(flips=None, margin=None)
-        table = self.table(self.lines(whole)) if selection != whole else self.drafts.iloc[:0]
+        """Returns how many lines a range leaves out, and nothing else does, because they lack its number: (lines
+        without a layer, lines of whose margin only a least value is known). 0 for a range that is not set."""
         has_flips, has_most = isinstance(selection.flips, tuple), (selection.margin or (None, None))[1] is not None
-        return (
-            int(table.flip_layer.isna().sum()) if has_flips else 0,
-            int(table.margin_nats.isna().sum()) if has_most else 0,
-        )
+        without_layer = self.lines(selection._replace(flips="none")) if has_flips else ()
+        others = self.table(self.lines(selection._replace(margin=None)) if has_most else ())
+        return len(without_layer), int(others.margin_nats.isna().sum())
 
     def _lines(self, selection: Selection) -> tuple[int, ...]:
         """Returns the numbers of the lines of `drafts` that the list holds, in its order. Raises: ValueError for an

@@ -70,7 +70,9 @@ def test_the_lines_are_those_of_the_trace(trace: cp.Trace, stored: Path, tmp_pat
         assert found.flip_layer.notna().any() == (one is trace)
         html = rejected.view(Shelf.of([folder]), {"run": 0})
         assert listed(Shelf.of([folder])) == places(expected)
-        assert ("recorded no lens readings (Z): the layer from which the committed token is first" in html) == (one is unread)
+        assert ("recorded no lens readings (Z): the layer from which the committed token is first" in html) == (
+            one is unread
+        )
 
 
 FILTERS = [
@@ -132,7 +134,9 @@ def test_a_search_looks_in_the_tokens_and_in_all_text_before(trace: cp.Trace, st
     for line, own in ((table.iloc[0], before[0]), (table.iloc[-1], before[-1])):
         for text in (line.drafted_token, line.committed_token, (own + line.committed_token)[-5:], own[:9]):
             found = listed(shelf, find=text.upper().replace("␣", " "))
-            whole = [(b + t.drafted_token, b + t.committed_token) for b, t in zip(before, table.itertuples(), strict=True)]
+            whole = [
+                (b + t.drafted_token, b + t.committed_token) for b, t in zip(before, table.itertuples(), strict=True)
+            ]
             expected = [any(text.casefold() in one.casefold() for one in both) for both in whole]
             assert found == places(table[expected]) and (line.request_id, line.step, line.position - 1) in found
     request = int(table.request_id.iloc[-1])

@@ -74,7 +74,7 @@ def test_a_click_chooses_a_token_and_shift_a_range(browser: Browser, address: st
         positions = page.eval_on_selector_all(TOKEN, "all => all.map((one) => Number(one.dataset.position))")
         first, last = positions[10], positions[14]
         page.hover(token(page, first))
-        assert "generated token 10" in page.inner_text("#tip") and "prediction depth: layer" in page.inner_text("#tip")
+        assert "generated token 11" in page.inner_text("#tip") and "prediction depth: layer" in page.inner_text("#tip")
         page.click(token(page, first))
         answered(page, "card", request=3, position=first)
         assert at(page)["position"] == first and page.locator(".here").count() == 1
@@ -82,7 +82,7 @@ def test_a_click_chooses_a_token_and_shift_a_range(browser: Browser, address: st
         page.click(token(page, last), modifiers=["Shift"])
         answered(page, "range", position=first, until=last)
         assert page.locator("#text-view .ranged").count() == 5 and f"until={last}" in page.url
-        assert "Tokens 10 to 14" in page.inner_text("#range-view") and "5 tokens" in page.inner_text("#range-view")
+        assert "Tokens 11 to 15" in page.inner_text("#range-view") and "5 tokens" in page.inner_text("#range-view")
         page.keyboard.press("Home")
         until(page, "document.getElementById('range-view').hidden")
         assert page.locator("#text-view .ranged").count() == 0

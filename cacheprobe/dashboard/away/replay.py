@@ -24,7 +24,10 @@ _READINGS = "readings = cp.analysis.lens_readings(trace, include_rolled_back=Tru
 def timeline(sources: Sources, question: PageQuestion) -> Taken:
     """Takes the passes of the requests and steps that the timeline shows."""
     book = sources.shelf.book(question["run"])
-    requests, steps = requests_of(question, book.by_losses, MOST_REQUESTS), span(question["steps"], "steps", MOST_ZOOMED)
+    requests, steps = (
+        requests_of(question, book.by_losses, MOST_REQUESTS),
+        span(question["steps"], "steps", MOST_ZOOMED),
+    )
     steps = range(steps.start, min(steps.stop, book.steps.stop))
 
     def table() -> pd.DataFrame:
@@ -44,7 +47,10 @@ def timeline(sources: Sources, question: PageQuestion) -> Taken:
 def decode(sources: Sources, question: PageQuestion) -> Taken:
     """Takes the tokens in the cells of the decode grid."""
     book = sources.shelf.book(question["run"])
-    requests, places = requests_of(question, book.by_losses, MOST_REQUESTS), span(question["places"], "places", MOST_STEPS)
+    requests, places = (
+        requests_of(question, book.by_losses, MOST_REQUESTS),
+        span(question["places"], "places", MOST_STEPS),
+    )
     step, request = number(question["step"], "step"), whole(question["request"], "request", len(book.run.requests))
 
     def table() -> pd.DataFrame:

@@ -39,7 +39,8 @@ def rejected_drafts(sources: Sources, question: PageQuestion) -> Taken:
         code += [
             "texts, requests, tokens = trace.token_texts, trace.requests, trace.tokens",
             "ids = {r: [*requests[r].prompt_token_ids, *tokens[r]] for r in set(table.request_id)}",
-            "before = [''.join(texts[i] for i in ids[line.request_id][: line.position]) for line in table.itertuples()]",
+            "places = zip(table.request_id, table.position)",
+            "before = [''.join(texts[i] for i in ids[request][:position]) for request, position in places]",
             'said = before + table.drafted_token + "\\n" + before + table.committed_token.fillna("")',
             'said = said.str.replace("␣", " ").str.casefold()',
             f"table = table[said.str.contains({searchable(selection.find)!r}, regex=False)]",

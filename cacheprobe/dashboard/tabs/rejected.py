@@ -159,8 +159,8 @@ def _finder(selection: Selection) -> str:
     does not change what is typed meanwhile."""
     pressed = "false" if selection.request is None else "true"
     return (
-        "<div class='finder'><input type='search' id='rejected-search' maxlength='"
-        f"{MOST_LETTERS}' placeholder='search the tokens and all text before  ( / )' aria-label='search rejected drafts' "
+        f"<div class='finder'><input type='search' id='rejected-search' maxlength='{MOST_LETTERS}' "
+        "placeholder='search the tokens and all text before  ( / )' aria-label='search rejected drafts' "
         "autocomplete='off' spellcheck='false'>"
         f"<button class='plain' data-intent='among' aria-pressed='{pressed}'>only the chosen request</button></div>"
     )
@@ -191,7 +191,7 @@ def _filters(book: Book) -> str:
 def _pages(count: int, page: int, last_page: int) -> str:
     """Returns HTML: which lines are shown, and buttons to the other pages."""
     first, last = page * LINES_A_PAGE + 1, min((page + 1) * LINES_A_PAGE, count)
-    says = f"{first:,} to {last:,} of {count:,}" if count > 1 else f"{count} line"
+    says = f"{first:,} to {last:,} of {count:,}" if count > 1 else _lines(count)
 
     def button(name: str, sign: str, to: int) -> str:
         """Returns a button to a page; one that cannot be used if it is no other page."""
@@ -208,9 +208,13 @@ def _left_out(num_without_layer: int, num_without_margin: int) -> str:
     """Returns HTML: how many lines are not in the list because they lack the number that a range compares; "" if
     none."""
     lists = "<button class='plain' data-intent='filter' data-name='flips' data-value='none'>list them</button>"
-    said = [f"{num_without_layer:,} without such a layer {lists}"] if num_without_layer else []
-    said += [f"{num_without_margin:,} of whose margin only the least is known"] if num_without_margin else []
+    said = [f"{_lines(num_without_layer)} without such a layer {lists}"] if num_without_layer else []
+    said += [f"{_lines(num_without_margin)} of whose margin only the least is known"] if num_without_margin else []
     return f"<p class='note'>Not in this list: {'; '.join(said)}.</p>" if said else ""
+
+
+def _lines(count: int) -> str:
+    return f"{count:,} line{'s' * (count != 1)}"
 
 
 def _head(sort: str) -> str:
