@@ -305,7 +305,7 @@ def test_runs_that_lack_something_say_so(browser: Browser, address: str) -> None
         page.keyboard.press("/")
         assert at(page)["tab"] == "replay"
     with opened(browser, f"{address}?run=2&tab=rejected") as page:
-        assert "its margin are not known" in answered(page, "rejected", run=2)
+        assert "its margin, are not known" in answered(page, "rejected", run=2)
         page.locator(LINE).first.click()
         answered(page, "decode", run=2)
         answered(page, "cache", run=2)

@@ -9,7 +9,7 @@ from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.facts import request_story, why_none_rejected
 from cacheprobe.dashboard.questions import CannotShow, PageQuestion, number, whole
-from cacheprobe.dashboard.rejections import LINES_A_PAGE, SORTS, Range, Selection
+from cacheprobe.dashboard.rejections import LINES_A_PAGE, SORTS, Range, Selection, searchable
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.report.rejections import FLIP_WORDS, flip_of, margin_of, quoted
 from cacheprobe.plots.text import markup, plain, shorten, text_of, token_label
@@ -45,7 +45,7 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
     last_page = max(math.ceil(len(lines) / LINES_A_PAGE) - 1, 0)
     page = 0 if question.get("page") is None else min(max(number(question["page"], "page"), 0), last_page)
     shown = rejections.table(lines[page * LINES_A_PAGE : (page + 1) * LINES_A_PAGE])
-    body = "".join(_line(book, line) for line in shown.itertuples())
+    body = "".join(_line(book, line, selection.find) for line in shown.itertuples())
     rejections.read_ahead()
     return (
         f"<h2>{markup(_finding(rejections.drafts))}</h2><p class='note'>{_note(book)}</p>"
@@ -228,8 +228,8 @@ def _head(sort: str) -> str:
     return f"<thead><tr>{''.join(cells)}<th>text around</th></tr></thead>"
 
 
-def _line(book: Book, line: TableLine) -> str:
-    """Returns HTML of one line of the list."""
+def _line(book: Book, line: TableLine, find: str) -> str:
+    """Returns HTML of one line of the list. find: the text that was searched for."""
     numbers = {"request": line.request_id, "step": line.step, "position": line.position}
     drafter = "—" if pd.isna(line.drafter_layer) else int(line.drafter_layer)
     cells: dict[str, object] = {**numbers, "drafter": drafter, "flip": flip_of(line), "margin": margin_of(line)}
@@ -237,10 +237,18 @@ def _line(book: Book, line: TableLine) -> str:
         f"<td class='drafted'>{markup(quoted(line.drafted_token))}</td>",
         f"<td class='committed'>{markup(quoted(line.committed_token))}</td>",
         *(f"<td class='number' data-name='{_HEADS[key]}'>{markup(str(cells[key]))}</td>" for key in _NUMBERS),
-        f"<td class='around'>{_text_around(book, line)}</td>",
+        f"<td class='around'>{_far_before(line, find)}{_text_around(book, line)}</td>",
     ]
     about = f"data-request='{line.request_id}' data-step='{line.step}' data-position='{line.position - 1}'"
     return f"<tr data-intent='draft' tabindex='-1' {about}>{''.join(shown)}</tr>"
+
+
+def _far_before(line: TableLine, find: str) -> str:
+    """Returns HTML that names a searched text which stands before the text that the line shows; "" for another."""
+    near = (searchable(f"{line.text_before}{token or ''}") for token in (line.drafted_token, line.committed_token))
+    if any(searchable(find) in text for text in near):
+        return ""
+    return f"<small>“{markup(shorten(plain(find), _WIDTH))}” stands before: </small>"
 
 
 def _text_around(book: Book, line: TableLine) -> str:
