@@ -223,4 +223,4 @@ def _within(at_least: pd.Series, exactly: pd.Series, limits: Range | None) -> np
 
 def searchable(text: str) -> str:
     """Returns a text as a search compares it: spaces as spaces, and in one case."""
-    return plain(text).casefold()
+    return plain(text).casefold() if text else ""
