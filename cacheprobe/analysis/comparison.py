@@ -203,19 +203,20 @@ def _settings(meta: JsonDict, requests: Sequence[JsonDict]) -> dict[str, tuple[s
 def _chosen(intervention: JsonDict) -> JsonDict:
     """Returns what a user chose of an intervention: not what it did, and enough of its digest to tell it apart."""
     chosen = {name: value for name, value in intervention.items() if name not in ("num_positions", "num_writes")}
-    return {**chosen, "vectors_sha256": str(chosen.get("vectors_sha256"))[:12]}
+    return {**chosen, "vectors_sha256": (chosen.get("vectors_sha256") or "")[:12] or None}
 
 
-def _listed(what: str, ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:
+def _listed(what: str, ours: tuple[str, ...], theirs: tuple[str, ...]) -> tuple[str, str]:
     """Returns two lists of values as text; of long ones 8 values from the first that differs on. what: what has the
-    values, in the singular."""
-    joint = "; " if any(", " in value for value in (*ours, *theirs)) else ", "
-    if max(len(ours), len(theirs)) <= _MOST_VALUES:
+    values, in the singular; all requests can have one value."""
+    longest, joint = max(len(ours), len(theirs)), "; " if any(", " in value for value in (*ours, *theirs)) else ", "
+    if longest <= _MOST_VALUES:
         return joint.join(ours), joint.join(theirs)
-    start = first_difference(ours, theirs) or 0
-    end, texts = start + _MOST_VALUES, []
-    for values in (ours, theirs):
-        is_one = len(values) == 1
-        shown = f"{joint.join(values if is_one else values[start:end])}{f'{joint}…' if len(values) > end else ''}"
-        texts.append(f"{shown} for each" if is_one else f"from {what} {start} on: {shown or 'none'}")
+    pair = [values * longest if len(values) == 1 and what == "request" else values for values in (ours, theirs)]
+    start = first_difference(*pair) or 0
+    texts = []
+    for values in pair:
+        shown = [*values[start : start + _MOST_VALUES], *["…"] * (len(values) > start + _MOST_VALUES)]
+        is_one = len({*values}) == 1 and what == "request"
+        texts.append(f"{values[0]} for each" if is_one else f"from {what} {start} on: {joint.join(shown) or 'none'}")
     return texts[0], texts[1]

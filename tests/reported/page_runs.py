@@ -9,8 +9,10 @@ import re
 import warnings
 from collections.abc import Sequence
 from functools import cache
+from math import isclose
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pandas as pd
@@ -23,7 +25,8 @@ from tests.dash_page import save_thinking
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
 NAMES = ("drafted", "undrafted", "half", "thinking", "broken", "imported")
-LENGTHS = {"drafted": 20, "undrafted": 19, "half": 18, "broken": 20}
+_FOLDER = TemporaryDirectory()
+LENGTHS = {"drafted": 20, "undrafted": 20, "half": 18, "broken": 20}
 DISCARDED = ("rolled_back", "given_up")
 
 
@@ -43,9 +46,11 @@ class Two:
         return "Two()"
 
 
-def save_all(folder: Path) -> Path:
+@cache
+def folder() -> Path:
     """drafted: sampled, by an early exit.  undrafted.  half: half of the requests deterministic, in bfloat16.
     thinking: a Thinking States model.  broken: two requests are preempted, and one of them fails.  imported."""
+    folder = Path(_FOLDER.name)
     sampled = cp.SamplingParams(temperature=1.0, seed=3)
     settings: dict[str, dict[str, Any]] = {
         "drafted": dict(drafter=cp.drafters.EarlyExit(layer=1), sampling=sampled),
@@ -123,8 +128,9 @@ class Tables:
             if accepted == len(event.draft_token_ids):
                 continue
             position = int(event.draft_start) + accepted
-            line = dict(request=event.request_id, step=event.step, position=position, lost=len(event.draft_token_ids) - accepted,
-                        drafted=int(event.draft_token_ids[accepted]), flip=None, margin=None, at_least=None)  # fmt: skip
+            line: dict[str, Any] = dict(request=event.request_id, step=event.step, position=position)
+            line |= dict(lost=len(event.draft_token_ids) - accepted, drafted=int(event.draft_token_ids[accepted]))
+            line |= dict(flip=None, margin=None, at_least=None)
             whole = [*self.trace.requests[event.request_id].prompt_token_ids, *self.trace.committed(event.request_id)]
             line["committed"] = whole[position] if position < len(whole) else None
             row = self.readings[(self.readings.request_id == event.request_id) & (self.readings.step == event.step)
@@ -151,8 +157,8 @@ def depth(row: pd.DataFrame) -> int:
 class Pages:
     """The views of a dashboard, as text."""
 
-    def __init__(self, folder: Path) -> None:
-        self.server = make_app(Shelf.of([folder / name for name in NAMES])).server.test_client()
+    def __init__(self) -> None:
+        self.server = make_app(Shelf.of([folder() / name for name in NAMES])).server.test_client()
 
     def answer(self, view: str, run: str, **question: Any) -> dict[str, Any]:
         asked = {view: {"run": NAMES.index(run), **question}}
@@ -167,16 +173,34 @@ class Pages:
         return plain(self.html(view, run, **question))
 
 
+@cache
+def pages() -> Pages:
+    return Pages()
+
+
+@cache
+def tables_of(name: str) -> Tables:
+    return Tables(folder() / name)
+
+
 def plain(markup: str) -> str:
-    """The words of markup, without its tips; cells and lines are parted by a space. Tokens such as <28> are left out."""
+    """The words of markup, without its tips, parted by spaces where tags are. Tokens such as <28> are left out."""
     markup = re.sub(r"<title>.*?</title>|<style>.*?</style>|<script>.*?</script>", "", markup, flags=re.S)
-    return re.sub(r"<\d+>", "", html.unescape(re.sub(r"<[^>]+>", " ", markup)))
+    return re.sub(r"<\d+>", "", html.unescape(re.sub(r"<[^>]+>", " ", markup)).replace("\xa0", " "))
 
 
 def tips(markup: str) -> list[str]:
     """The hover texts, without tokens such as <28>."""
-    found = re.findall(r"<title>(.*?)</title>", markup, re.S) + re.findall(r"""(?:data-says|title)="([^"]*)\"""", markup)
+    found = re.findall(r"<title>(.*?)</title>", markup, re.S) + re.findall(
+        r"""(?:data-says|title)="([^"]*)\"""", markup
+    )
     return [re.sub(r"<\d+>", "", html.unescape(one)) for one in found]
+
+
+def same(found: list[float], expected: list[float]) -> bool:
+    """Whether the numbers are equal; the page shows nats with two digits."""
+    pairs = zip(found, expected, strict=False)
+    return len(found) == len(expected) and all(isclose(a, b, rel_tol=0, abs_tol=0.00501) for a, b in pairs)
 
 
 def numbers(text: str) -> list[float]:

@@ -3,40 +3,16 @@
 import re
 from collections.abc import Iterator
 from math import isclose
-from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from tests.reported.page_runs import DISCARDED, NAMES, Pages, Tables, numbers, plain, save_all, tips
-
-ROUNDED = 0.00501
-"""The page shows nats with two digits."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_all(tmp_path_factory.mktemp("pages"))
-
-
-@pytest.fixture(scope="module")
-def pages(folder: Path) -> Pages:
-    return Pages(folder)
-
-
-@pytest.fixture(scope="module")
-def all_tables(folder: Path) -> dict[str, Tables]:
-    return {name: Tables(folder / name) for name in NAMES}
+from tests.reported.page_runs import DISCARDED, NAMES, Tables, numbers, pages, plain, same, tables_of, tips
 
 
 @pytest.fixture(params=NAMES)
-def tables(request: pytest.FixtureRequest, all_tables: dict[str, Tables]) -> Tables:
-    return all_tables[request.param]
-
-
-def same(found: list[float], expected: list[float]) -> bool:
-    pairs = zip(found, expected, strict=False)
-    return len(found) == len(expected) and all(isclose(a, b, rel_tol=0, abs_tol=ROUNDED) for a, b in pairs)
+def tables(request: pytest.FixtureRequest) -> Tables:
+    return tables_of(request.param)
 
 
 def outcomes(tables: Tables, request: int) -> list[tuple[int, int, bool]]:
@@ -64,8 +40,8 @@ def rejected_places(tables: Tables, request: int) -> list[tuple[int, int]]:
     return [(e.step, int(e.draft_start + e.num_accepted)) for e in own.itertuples()]
 
 
-def test_the_line_about_the_run(pages: Pages, tables: Tables) -> None:
-    facts = pages.answer("facts", tables.name)
+def test_the_line_about_the_run(tables: Tables) -> None:
+    facts = pages().answer("facts", tables.name)
     said = facts["says"].replace(str(tables.trace.meta["drafter"]), "").replace(tables.trace.fingerprint["dtype"], "")
     drafted, accepted, rejected, lost = tables.drafts()
     counts = [drafted, accepted, lost, *([rejected, lost - rejected] if lost > rejected else [])] if drafted else []
@@ -75,9 +51,9 @@ def test_the_line_about_the_run(pages: Pages, tables: Tables) -> None:
     assert (facts["first"], facts["last"]) == (tables.events.step.min(), tables.events.step.max())
 
 
-def test_the_slider(pages: Pages, tables: Tables) -> None:
+def test_the_slider(tables: Tables) -> None:
     for request in tables.prompts:
-        story = pages.answer("story", tables.name, request=request)
+        story = pages().answer("story", tables.name, request=request)
         own = tables.of(request)
         committed = own.committed_token_ids.map(len).cumsum()
         assert (story["prompt"], story["tokens"]) == (tables.prompts[request], committed.iloc[-1])
@@ -94,13 +70,17 @@ def verdict(event: object) -> list[float]:
     return [accepted, drafted, *([drafted - accepted] if drafted > accepted else [])]
 
 
-def test_the_timeline_and_the_strip(pages: Pages, tables: Tables) -> None:
+def test_the_timeline_and_the_strip(tables: Tables) -> None:
     last, count = int(tables.events.step.max()), len(tables.prompts)
     end = min(last + 1, 80)
-    html = pages.html("timeline", tables.name, requests=[0, count], steps=[0, end], width=2000)
+    html = pages().html("timeline", tables.name, requests=[0, count], steps=[0, end], width=2000)
     expected = set()
     for event in tables.events[tables.events.step < end].itertuples():
-        places = [] if pd.isna(event.draft_start) else [event.draft_start, event.draft_start + len(event.target_token_ids) - 1]
+        places = (
+            []
+            if pd.isna(event.draft_start)
+            else [event.draft_start, event.draft_start + len(event.target_token_ids) - 1]
+        )
         expected.add((event.request_id, event.step, *verdict(event), *places))
     assert {tuple(numbers(tip)) for tip in tips(html)} == expected
     drafted, accepted, _, lost = tables.drafts()
@@ -111,7 +91,9 @@ def test_the_timeline_and_the_strip(pages: Pages, tables: Tables) -> None:
     share = [round(100 * accepted / drafted), drafted, *who] if lost else [drafted] if drafted else []
     assert numbers(title[0]) == share
     assert numbers(note[1]) == [count, *([0, end - 1, last] if end <= last else [])]
-    for part in re.findall(r'fill-(red|green)" x="(\d+)" y="[\d.]+" width="1" height="([\d.]+)"', pages.html("overview", tables.name)):
+    for part in re.findall(
+        r'fill-(red|green)" x="(\d+)" y="[\d.]+" width="1" height="([\d.]+)"', pages().html("overview", tables.name)
+    ):
         all_drafts, kept, _, gone = tables.drafts(tables.events[tables.events.step == int(part[1])])
         assert isclose(float(part[2]), 10 * (kept if part[0] == "green" else gone) / all_drafts, abs_tol=0.006)
 
@@ -122,12 +104,12 @@ def some_steps(tables: Tables, request: int) -> Iterator[int]:
     yield from {steps[0], steps[len(steps) // 2], steps[-1], int(tables.events.step.max())}
 
 
-def test_the_cache(pages: Pages, tables: Tables) -> None:
+def test_the_cache(tables: Tables) -> None:
     config, size = tables.trace.meta["config"], tables.trace.meta.get("cache_row_bytes")
     for request in tables.prompts:
         for step in some_steps(tables, request):
             held = tables.trace.ledger(request, step)
-            html = pages.html("cache", tables.name, request=request, step=step)
+            html = pages().html("cache", tables.name, request=request, step=step)
             title = plain(re.findall(r"<h2>(.*?)</h2>", html)[0])
             if held.empty:
                 assert numbers(title) in ([request, step], [request]) and "no cache slots" in title
@@ -138,7 +120,9 @@ def test_the_cache(pages: Pages, tables: Tables) -> None:
             assert numbers(title)[: len(start)] == start
             assert {name: int(n) for n, name in re.findall(r"(\d+) (\w+)(?:,|$)", title.split(": ")[1])} == counts
             strip = [t for t in tips(html) if t.startswith(f"request {request}, slot") and "pending" not in t]
-            slots = [re.fullmatch(r"request \d+, slots? (\d+)(?: to (\d+))?: (\w+), written in step (\d+)", t) for t in strip]
+            slots = [
+                re.fullmatch(r"request \d+, slots? (\d+)(?: to (\d+))?: (\w+), written in step (\d+)", t) for t in strip
+            ]
             drawn = {(p, m[3], int(m[4])) for m in slots if m for p in range(int(m[1]), int(m[2] or m[1]) + 1)}
             assert drawn == set(zip(held.position, held.provenance, held.step, strict=True))
             in_use = [tables.trace.ledger(r, step) for r in tables.prompts if not tables.ended(r, step)]
@@ -152,11 +136,11 @@ def test_the_cache(pages: Pages, tables: Tables) -> None:
                 assert isclose(float(shown), size * sum(in_use) / scale, abs_tol=0.06)
 
 
-def test_the_grid_of_tokens(pages: Pages, tables: Tables) -> None:
+def test_the_grid_of_tokens(tables: Tables) -> None:
     """A token's margin is that of the pass which chose it, in the order of the passes."""
     count, last = len(tables.prompts), int(tables.events.step.max())
     margin = tables.events.set_index(["request_id", "step"]).margin_nats
-    html = pages.html("decode", tables.name, request=0, requests=[0, count], places=[0, 40], place=0, step=last)
+    html = pages().html("decode", tables.name, request=0, requests=[0, count], places=[0, 40], place=0, step=last)
     expected = {}
     for request in tables.prompts:
         for place, (step, born, _) in enumerate(outcomes(tables, request)):
@@ -169,15 +153,17 @@ def test_the_grid_of_tokens(pages: Pages, tables: Tables) -> None:
     assert numbers(plain(re.findall(r"<h2>(.*?)</h2>", html)[0]))[:3] == [last, 0, first]
 
 
-def test_the_text(pages: Pages, tables: Tables) -> None:
+def test_the_text(tables: Tables) -> None:
     for request, prompt in tables.prompts.items():
-        html = pages.html("text", tables.name, request=request, measure="verdict", place=0)
+        html = pages().html("text", tables.name, request=request, measure="verdict", place=0)
         tokens, gone = outcomes(tables, request), rejected_places(tables, request)
         accepted = sum(is_accepted for *_, is_accepted in tokens)
         counts = [accepted, len(gone)] if accepted or gone else []
         assert numbers(plain(re.findall(r"<h2>(.*?)</h2>", html)[0])) == [request, len(tokens), *counts]
         told = tips(html)
-        struck = [numbers(tip.replace(tip.split("draft ")[1].split("; ")[0], "")) for tip in told if "rejected in" in tip]
+        struck = [
+            numbers(tip.replace(tip.split("draft ")[1].split("; ")[0], "")) for tip in told if "rejected in" in tip
+        ]
         assert sorted(struck) == sorted([request, step, place] for step, place in gone)
         read = tables.committed_readings(request) if tables.has_readings else pd.DataFrame()
         for place, (tip, (step, *_)) in enumerate(zip([t for t in told if "generated" in t], tokens, strict=True)):
@@ -186,11 +172,11 @@ def test_the_text(pages: Pages, tables: Tables) -> None:
             assert same(numbers(re.sub(r"\(.*?\)", "", tip)), [request, place + 1, prompt + place, step, *measures])
 
 
-def test_a_range_of_the_text(pages: Pages, tables: Tables) -> None:
+def test_a_range_of_the_text(tables: Tables) -> None:
     for request, prompt in tables.prompts.items():
         tokens = outcomes(tables, request)
         first, last = len(tokens) // 3, min(len(tokens) // 3 + 5, len(tokens) - 1)
-        said = pages.html("range", tables.name, request=request, position=prompt + last - 1, until=prompt + first - 1)
+        said = pages().html("range", tables.name, request=request, position=prompt + last - 1, until=prompt + first - 1)
         said = plain(re.sub(r"<b>.*?</b>", "", said))
         gone = [place for _, place in rejected_places(tables, request) if first <= place - prompt <= last]
         expected = [first + 1, last + 1, last - first + 1, sum(a for *_, a in tokens[first : last + 1]), len(gone)]
@@ -201,12 +187,12 @@ def test_a_range_of_the_text(pages: Pages, tables: Tables) -> None:
         assert same(numbers(said), expected), (said, expected)
 
 
-def test_the_lens_grid(pages: Pages, tables: Tables) -> None:
+def test_the_lens_grid(tables: Tables) -> None:
     if not tables.has_readings:
         pytest.skip("nothing was read of this run")
     for request, prompt in tables.prompts.items():
         lens = dict(site="S", lens="recorded", colour="logprob", rows="all", width=4000)
-        html = pages.html("grid", tables.name, request=request, position=prompt, **lens)
+        html = pages().html("grid", tables.name, request=request, position=prompt, **lens)
         read = tables.committed_readings(request)
         firsts = read.depth.where(read.agrees.astype(bool), float("inf")).astype(float).median()
         end = prompt + len(tables.trace.committed(request)) - 2

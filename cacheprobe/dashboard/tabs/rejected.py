@@ -245,7 +245,9 @@ def _line(book: Book, line: TableLine, find: str) -> str:
 
 def _far_before(line: TableLine, find: str) -> str:
     """Returns HTML that names a searched text which stands before the text that the line shows; "" for another."""
-    near = (searchable(line.text_before) + searchable(token or "") for token in (line.drafted_token, line.committed_token))
+    near = (
+        searchable(line.text_before) + searchable(token or "") for token in (line.drafted_token, line.committed_token)
+    )
     if any(searchable(find) in text for text in near):
         return ""
     return f"<small>“{markup(shorten(plain(find), _WIDTH))}” stands before: </small>"
