@@ -103,7 +103,7 @@
     const cards = new Set(names.map((name) => (CARDS[name] || name) + "-card"));
     document.querySelectorAll(".card[id]").forEach((card) => card.classList.toggle("asking", cards.has(card.id)));
     for (const name of ["grid", "card"]) {  // numbers of another lens or site are not shown below the chosen one
-      const view = place(name + "-view"), {lens, site} = JSON.parse(view.dataset.answer || "{}");
+      const view = place(name + "-view"), {lens, site} = view.dataset.answer ? JSON.parse(view.dataset.answer) : at;
       view.classList.toggle("other-lens", names.includes(name) && (lens !== at.lens || site !== at.site));
     }
     place("gave-box").hidden = !at.gave || names.includes("gave");
