@@ -7,6 +7,7 @@ from math import isclose
 import pandas as pd
 import pytest
 
+import cacheprobe as cp
 from tests.reported.page_runs import DISCARDED, NAMES, Tables, numbers, pages, plain, same, tables_of, tips
 
 
@@ -151,6 +152,20 @@ def test_the_grid_of_tokens(tables: Tables) -> None:
     assert all(same(tip[2:], expected[int(tip[0]), int(tip[1])]) for tip in shown)
     first = len(tables.trace.committed(0))
     assert numbers(plain(re.findall(r"<h2>(.*?)</h2>", html)[0]))[:3] == [last, 0, first]
+
+
+def test_the_grid_of_tokens_while_drafts_are_open(tables: Tables) -> None:
+    count, steps = len(tables.prompts), sorted(tables.events.step.unique())
+    for step in steps[:: len(steps) // 5 or 1]:
+        place = dict(request=0, requests=[0, count], places=[0, 40], place=0, step=int(step))
+        shown = [numbers(tip) for tip in tips(pages().html("decode", tables.name, **place))]
+        standing = cp.analysis.tokens_at(tables.trace, int(step)).set_index(["request_id", "place"])
+        assert len(shown) == len(standing)
+        for request, place, born, *rest in shown:
+            token = standing.loc[request, int(place) - 1]
+            nats = [] if pd.isna(token.margin_nats) else [token.margin_nats]
+            decided = [] if token.state == "draft" or token.decided_step == token.born else [token.decided_step]
+            assert born == token.born and same(rest, [*decided, *nats])
 
 
 def test_the_text(tables: Tables) -> None:

@@ -157,7 +157,7 @@ def _token_cell(line: TableLine, x: float, y: float, token: str, is_verified: bo
     colour = _COLOURS[line.state] if is_verified else "grey"
     margin = "margin not known"
     if pd.notna(line.margin_nats):
-        smallest = ", the smallest margin of its verify pass" if line.outcome in ("recovered", "bonus") else ""
+        smallest = ", the smallest margin of its verify pass" if str(line.outcome) in ("recovered", "bonus") else ""
         margin = f"{line.margin_nats:.2f} nats between the two best tokens{smallest}"
     state_words = _STATE_WORDS.get(line.state, line.state)
     step_words = f"came in step {line.born}"
