@@ -39,7 +39,7 @@ def answered(view: Callable[[PageQuestion], str | PageAnswer], question: PageQue
 
 
 class _Question(JsonDict):
-    """A question that says which of its values is missing."""
+    """Holds a question, and says which of its values is missing."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise CannotShow(f"the question has no {name}")
