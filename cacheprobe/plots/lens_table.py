@@ -10,7 +10,6 @@ from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import TableLine
 from cacheprobe.plots.text import columns_of as width_of
 from cacheprobe.plots.text import token_label, visible
-from cacheprobe.trace.tables.draft_verdicts import last_readings
 
 Measure = Literal["logprob", "entropy", "rank"]
 Include = Literal["committed", "all"]
@@ -119,7 +118,9 @@ def finding(rows: pd.DataFrame, request_id: int) -> str:
     comparable = rows[(rows.status == "committed") & rows.agrees.notna()]
     if comparable.empty:
         return f"Request {request_id}: no committed token to compare with"
-    median = np.median(last_readings(comparable).committed_from.to_numpy(dtype=float, na_value=np.inf))
+    read = comparable.sort_values("layer", ascending=False)
+    stays = read.agrees.astype(bool).groupby(read.row).cummin()
+    median = read.layer.astype(float).where(stays, np.inf).groupby(read.row).min().median()
     if median == np.inf:
         return f"Request {request_id}: at half of the positions or more, no layer settles on the committed token"
     return f"Request {request_id}: the committed token is the first choice from layer {median:g} on (median)"

@@ -17,7 +17,7 @@ TEXTS = {1: "A", 2: " A", 3: "\n"}
 
 def readings(*first: int) -> pd.DataFrame:
     """First choices from layer 0 on."""
-    table = pd.DataFrame({"row": 0, "layer": range(len(first)), "lens": "logit", "token_id": first})
+    table = pd.DataFrame({"layer": range(len(first)), "lens": "logit", "token_id": first})
     return table.sample(frac=1, random_state=0)
 
 

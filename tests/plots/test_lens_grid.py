@@ -80,7 +80,7 @@ def test_which_readings_are_drawn(readings: pd.DataFrame) -> None:
         columns = picture.split('<g class="column"')[1:]
         assert len(columns) == rows.row.nunique() and picture.count('<g class="pick') == len(rows)
     assert sum("✗ " in column for column in columns) == own[own.status == "rolled_back"].row.nunique() > 0
-    assert "no layer settles" in cp.plots.lens_grid(readings.assign(committed_token_id=-1), 0).finding
+    assert "no layer settles" in cp.plots.lens_grid(readings.assign(agrees=False), 0).finding
     last = parsed(drawn(readings, colour="rank"), "column")
     assert {cell.get("class") for column in last for cell in column if cell.get("data-layer") == "2"} == {"pick v19"}
     for bad in (dict(request_id=9), dict(request_id=0, positions=range(90, 95))):

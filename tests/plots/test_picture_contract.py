@@ -95,7 +95,7 @@ SAMPLES: dict[str, Callable[[cp.Trace, cp.Trace], tuple[Given, Given]]] = {
         of_decoding(trace() if run is drafted() else hostile(trace()), 0), of_decoding(trace(), 2),
     ),
     "lens_grid": lambda run, _: (
-        ((run.hypotheses(), 0), dict(include="all")), ((run.hypotheses().assign(committed_token_id=-1), 0), {}),
+        ((run.hypotheses(), 0), dict(include="all")), ((run.hypotheses().assign(agrees=False), 0), {}),
     ),
     "request_text": lambda run, _: tuple(
         ((run.row_table, run.events(), request, run.hypotheses()), {}) for request in (0, 1)

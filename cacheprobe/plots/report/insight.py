@@ -9,7 +9,6 @@ import pandas as pd
 from cacheprobe.core.values import TableLine
 from cacheprobe.plots.lens_table import runs_of
 from cacheprobe.plots.text import shorten, text_of, visible
-from cacheprobe.trace.tables.draft_verdicts import prediction_depths
 from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at, outcomes_of_row, token_history
 
 _COLUMNS = 24
@@ -170,7 +169,8 @@ def _layers_text(
     if first_choices[-1] != kept.token_id and (lost is None or first_choices[-1] != lost.token_id):
         parts.append(f"layer {layers[-1]}, {last_words} had {_quoted(first_choices[-1], texts)} first")
     elif first_choices[-1] == kept.token_id:
-        from_layer = int(prediction_depths(table).iloc[0])
+        others = [i for i, choice in enumerate(first_choices) if choice != kept.token_id]
+        from_layer = layers[others[-1] + 1] if others else layers[0]
         parts.append(f"{token} is first from layer {from_layer} on" if from_layer != layers[-1] else
                     f"layer {from_layer}, {last_words} alone had {token} first")  # fmt: skip
     return f"Through the {table.lens.iloc[0]} lens, {'; '.join(parts)}"

@@ -180,16 +180,6 @@ def prediction_depths(readings: pd.DataFrame) -> pd.Series:
     return pd.Series(depths, readings.index, dtype="Int64")
 
 
-def last_readings(readings: pd.DataFrame) -> pd.DataFrame:
-    """Returns the reading of the last layer of each row, with two more columns: depth, as from `prediction_depths`; and
-    committed_from, the first layer from which the first choice stays the committed token, null if that is not the last
-    layer's."""
-    read = readings.assign(depth=prediction_depths(readings)).sort_values("layer", kind="stable")
-    last = read.drop_duplicates("row", keep="last")
-    is_committed = (last.token_id == last.committed_token_id).fillna(False)
-    return last.assign(committed_from=last.depth.where(is_committed))
-
-
 def by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
     """Returns the lens readings that can be compared with a committed token; a missing verdict becomes "not_drafted",
     and `agrees` becomes 0.0 or 1.0.

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from cacheprobe.trace.tables.draft_verdicts import drafts_table, last_readings
+from cacheprobe.trace.tables.draft_verdicts import drafts_table, prediction_depths
 
 if TYPE_CHECKING:
     from cacheprobe.trace.data import TraceData
@@ -131,12 +131,14 @@ def layers_that_decided(table: pd.DataFrame, readings: pd.DataFrame) -> pd.DataF
     found = readings.merge(judging, on=["request_id", "step", "position"])
     if found.empty:
         return nothing
-    last = last_readings(found).set_index("line")
+    found["depth"] = prediction_depths(found)
+    last = found.sort_values("layer").drop_duplicates("line", keep="last").set_index("line")
+    flips = last.depth.where((last.token_id == last.committed_token_id).fillna(False))
     drafted = [
         nats[ids == token][0] if token in ids else None
         for token, ids, nats in zip(last.drafted, last.top_token_ids, last.top_logprob_nats, strict=True)
     ]
     largest = [nats[-1] if known is None else known for known, nats in zip(drafted, last.top_logprob_nats, strict=True)]
     margins = [last.committed_logprob_nats - pd.array(of, dtype="Float64") for of in (drafted, largest)]
-    found = dict(zip(DECIDED_COLUMNS, (last.committed_from, *margins), strict=True))
+    found = dict(zip(DECIDED_COLUMNS, (flips, *margins), strict=True))
     return pd.DataFrame(found, index=table.index)

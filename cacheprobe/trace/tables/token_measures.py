@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from cacheprobe.trace.tables.draft_verdicts import last_readings
+from cacheprobe.trace.tables.draft_verdicts import prediction_depths
 from cacheprobe.trace.tables.token_history import COMMITTED, token_history
 
 
@@ -22,5 +22,8 @@ def token_measures(events: pd.DataFrame, readings: pd.DataFrame | None, num_prom
     if readings is None or readings.empty:
         return tokens.assign(**dict.fromkeys(names, pd.NA)).reset_index(drop=True)
     read = readings[(readings.status == "committed") & (readings.site != "thought")]
-    last = last_readings(read)[["position", "depth", "layer", "entropy_nats", "committed_logprob_nats"]]
+    read = read.assign(depth=prediction_depths(read)).sort_values("layer", kind="stable")
+    last = read.drop_duplicates("position", keep="last")[
+        ["position", "depth", "layer", "entropy_nats", "committed_logprob_nats"]
+    ]
     return tokens.merge(last.set_axis(["position", *names], axis=1), on="position", how="left")
