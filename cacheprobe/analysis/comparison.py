@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from cacheprobe.core.config import CaptureConfig, EngineConfig
+from cacheprobe.core.token_text import visible
 from cacheprobe.core.values import JsonDict
 
 StoredRequest: TypeAlias = Mapping[str, Any]
@@ -136,8 +137,11 @@ def setting_differences(
 
     ours, theirs: metadata of the runs.  our_requests, their_requests: as `StoredRun.requests`.
     """
-    pair = _in_words(ours, our_requests), _in_words(theirs, their_requests)
-    return [(name, *_listed(mine, pair[1][name])) for name, mine in pair[0].items() if mine != pair[1][name]]
+    pair = _settings(ours, our_requests), _settings(theirs, their_requests)
+    differing = [(name, mine, pair[1][name]) for name, mine in pair[0].items() if mine != pair[1][name]]
+    return [
+        (name, *_listed("intervention" if name == "interventions" else "request", *both)) for name, *both in differing
+    ]
 
 
 def lens_of(meta: JsonDict) -> object:
@@ -145,49 +149,74 @@ def lens_of(meta: JsonDict) -> object:
     return meta.get("fingerprint", {}).get("lens") or meta.get("lens")
 
 
-def _in_words(meta: JsonDict, requests: Sequence[JsonDict]) -> dict[str, str]:
-    """Returns each setting by its name in words. What an older run did not record has the default."""
+def in_words(value: object) -> str:
+    """Returns the value of a setting as a reader would write it: without brackets, quotes and names of Python."""
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        parts = {str(name).replace("_", " "): in_words(one) for name, one in value.items() if one is not None}
+        return ", ".join(f"{name} {part.replace(', ', ' and ')}" for name, part in parts.items())
+    if not isinstance(value, list | tuple):
+        return str(value)
+    if len(value) > 2 and isinstance(value[0], int) and list(value) == list(range(value[0], value[0] + len(value))):
+        return f"{value[0]} to {value[-1]}"
+    return ", ".join(in_words(one) for one in value) or "none"
+
+
+def _settings(meta: JsonDict, requests: Sequence[JsonDict]) -> dict[str, tuple[str, ...]]:
+    """Returns the values of each setting in words, by its name in words: one, or of requests that differ and of
+    interventions one for each. What an older run did not record has the default."""
     fingerprint, capture = meta.get("fingerprint", {}), {**CaptureConfig().record(), **meta.get("capture", {})}
     defaults = {**asdict(EngineConfig()), "pad_prefill": True}  # the first format padded
     if meta.get("kind") == "import":  # another engine's settings are not recorded
         defaults = dict.fromkeys(defaults, "not known")
     config = {**defaults, **meta.get("config", {})}
-    changes = [", ".join(f"{k} {v}" for k, v in one.items()) for one in meta.get("interventions") or ()]
+    changes = tuple(in_words(_chosen(one)) for one in meta.get("interventions") or ())
     sampled = [{**dict.fromkeys(_SAMPLING), **_AT_FIRST, **(request.get("sampling") or {})} for request in requests]
+    sampled = [{**of, "stop": [f"“{visible(text)}”" for text in of["stop"] or ()]} for of in sampled]
+    by_request = {words: tuple(in_words(of[name]) for of in sampled) for name, words in _SAMPLING.items()}
+    one_value: JsonDict = {
+        "model": fingerprint.get("model"),
+        "weights": fingerprint.get("weights_sha256"),
+        "adapter": fingerprint.get("adapter") or "none",
+        "dtype": fingerprint.get("dtype"),
+        "device": fingerprint.get("device"),
+        "drafter": meta.get("drafter") or "none",
+        "interventions": None,
+        "lens": lens_of(meta),
+        "requests": len(requests),
+        "deterministic requests": sum(bool(request.get("is_deterministic")) for request in requests),
+        **dict.fromkeys(by_request),
+        **{name.replace("_", " "): value for name, value in config.items()},
+        "captured": [*(capture["sites"] or ""), *capture["heads"]] or "no states",
+        **{f"captured {name.replace('_', ' ')}": capture[name] for name in _CAPTURED},
+    }
     return {
-        "model": str(fingerprint.get("model")),
-        "weights": str(fingerprint.get("weights_sha256")),
-        "adapter": str(fingerprint.get("adapter") or "none"),
-        "dtype": str(fingerprint.get("dtype")),
-        "device": str(fingerprint.get("device")),
-        "drafter": str(meta.get("drafter") or "none"),
-        "interventions": "; ".join(changes) or "none",
-        "lens": str(lens_of(meta)),
-        "requests": str(len(requests)),
-        "deterministic requests": str(sum(bool(request.get("is_deterministic")) for request in requests)),
-        **{words: _values([_plain(of[name]) for of in sampled]) for name, words in _SAMPLING.items()},
-        **{name.replace("_", " "): _values([_plain(value)]) for name, value in config.items()},
-        "captured": ", ".join([*(capture["sites"] or ""), *capture["heads"]]) or "no states",
-        **{f"captured {name}": _values([_plain(capture[name])]) for name in _CAPTURED},
+        **{name: (in_words(value),) for name, value in one_value.items()},
+        **{name: values[:1] if len({*values}) == 1 else values for name, values in by_request.items()},
+        "interventions": changes or ("none",),
     }
 
 
-def _plain(value: object) -> object:
-    """Returns a tuple as a list, as a file holds it."""
-    return list(value) if isinstance(value, tuple) else value
+def _chosen(intervention: JsonDict) -> JsonDict:
+    """Returns what a user chose of an intervention: not what it did, and enough of its digest to tell it apart."""
+    chosen = {name: value for name, value in intervention.items() if name not in ("num_positions", "num_writes")}
+    return {**chosen, "vectors_sha256": (chosen.get("vectors_sha256") or "")[:12] or None}
 
 
-def _values(values: Sequence[object]) -> str:
-    """Returns the value that all requests have, or the different ones in their order."""
-    texts = ["not set" if value is None else str(value) for value in values]
-    return texts[0] if len({*texts}) == 1 else ", ".join(texts)
-
-
-def _listed(ours: str, theirs: str) -> tuple[str, str]:
-    """Returns two values of a setting; of long lists the part from the first entry that differs."""
-    pair = ours.split(", "), theirs.split(", ")
-    start = next((i for i, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), 0)
-    if max(map(len, pair)) <= _MOST_VALUES:
-        return ours, theirs
-    shown = [", ".join(texts[start : start + _MOST_VALUES]) for texts in pair]
-    return f"from request {start} on: {shown[0]}, …", f"from request {start} on: {shown[1]}, …"
+def _listed(what: str, ours: tuple[str, ...], theirs: tuple[str, ...]) -> tuple[str, str]:
+    """Returns two lists of values as text; of long ones 8 values from the first that differs on. what: what has the
+    values, in the singular; all requests can have one value."""
+    longest, joint = max(len(ours), len(theirs)), "; " if any(", " in value for value in (*ours, *theirs)) else ", "
+    if longest <= _MOST_VALUES:
+        return joint.join(ours), joint.join(theirs)
+    pair = [values * longest if len(values) == 1 and what == "request" else values for values in (ours, theirs)]
+    start = first_difference(*pair) or 0
+    texts = []
+    for values in pair:
+        shown = [*values[start : start + _MOST_VALUES], *["…"] * (len(values) > start + _MOST_VALUES)]
+        is_one = len({*values}) == 1 and what == "request"
+        texts.append(f"{values[0]} for each" if is_one else f"from {what} {start} on: {joint.join(shown) or 'none'}")
+    return texts[0], texts[1]

@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.trace.tables.draft_verdicts import by_verdict, prediction_depths
 
 _ROW = ["request_id", "row", "step", "phase", "status", "position", "verdict"]
@@ -48,16 +49,32 @@ def prediction_depth_of(hypotheses: pd.DataFrame) -> pd.DataFrame:
     return ends[[*_ROW, *columns]].reset_index(drop=True)
 
 
-def prediction_depth_by_verdict(hypotheses: pd.DataFrame) -> pd.DataFrame:
-    """Returns a DataFrame with one line for each verdict on a draft token: rows, prediction depth, changes of first
-    choice.
+def with_groups(depths: pd.DataFrame) -> pd.DataFrame:
+    """Returns the lines of `prediction_depth_of` with a column group: the verdict on the draft token and the kind of
+    pass, such as "draft rejected, verify pass", or "nothing drafted".
 
-    Columns: rows (their number), prediction_depth_median, prediction_depth_mean, flips_mean. Verdicts are those of
-    `agreement_by_layer`.
+    A drafter may stop at an early layer, which limits the depth, so rows of draft passes have groups of their own. Left
+    out are draft tokens without a verdict, and rows that were fed a draft token that was never committed.
+    """
+    is_known = ~depths.status.isin(DISCARDED_DRAFT) & (depths.verdict != "never_judged").fillna(True)
+    known = depths[is_known]
+    groups = [
+        "nothing drafted" if pd.isna(verdict) else f"draft {verdict}, {'draft' if phase == 'decode' else 'verify'} pass"
+        for verdict, phase in zip(known.verdict, known.phase, strict=True)
+    ]
+    return known.assign(group=pd.Series(groups, index=known.index, dtype=object))
+
+
+def prediction_depth_by_verdict(depths: pd.DataFrame) -> pd.DataFrame:
+    """Returns a DataFrame with one line for each group of `with_groups` (index): rows, prediction depth, changes of
+    first choice.
+
+    Columns: rows (their number), prediction_depth_median, prediction_depth_mean, flips_mean. depths: as from
+    `prediction_depth_of`.
     """
     return (
-        prediction_depth_of(by_verdict(hypotheses))
-        .groupby("verdict")
+        with_groups(depths)
+        .groupby("group")
         .agg(
             rows=("row", "size"),
             prediction_depth_median=("prediction_depth", "median"),

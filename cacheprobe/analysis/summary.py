@@ -4,7 +4,7 @@ from typing import TypedDict
 
 import pandas as pd
 
-from cacheprobe.analysis.layer_choices import agreement_by_layer, prediction_depth_by_verdict
+from cacheprobe.analysis.layer_choices import agreement_by_layer, prediction_depth_by_verdict, prediction_depth_of
 from cacheprobe.analysis.of_trace import lens_readings
 from cacheprobe.trace.tables.draft_verdicts import parting, shares_by_verdict
 from cacheprobe.trace.trace import Trace
@@ -70,8 +70,8 @@ def summary(trace: Trace) -> str:
             table.loc[layers].round(2).to_string(na_rep="-"),
         ]
         lines += [
-            "prediction depth, by verdict of the draft:",
-            prediction_depth_by_verdict(hypotheses).round(1).to_string(),
+            "prediction depth, by verdict of the draft and kind of pass:",
+            prediction_depth_by_verdict(prediction_depth_of(hypotheses)).round(1).to_string(),
         ]
     return "\n".join(lines)
 

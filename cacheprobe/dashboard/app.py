@@ -1,5 +1,6 @@
 """Builds the Dash app, with one address (/ask) that answers the questions of the page's script (assets/talk.js)."""
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -32,8 +33,9 @@ from cacheprobe.dashboard.tabs import (
 CONTROLS = ("run", "request", "step", "site", "lens", "colour", "rows", "against", "measure")
 """Ids of the menus and the slider, in the order of assets/talk.js."""
 ASSETS = Path(__file__).parent / "assets"
-MOST_BYTES = 16 * 2**10
-"""Largest size of the page's questions in one request, in bytes."""
+MOST_BYTES, MOST_DEEP = 16 * 2**10, 4
+"""Largest size of the page's questions in one request, in bytes, and how deep their objects and lists are nested: the
+question inside of one that takes a view away has lists of two numbers."""
 
 Views = dict[str, Callable[[PageQuestion], str | PageAnswer]]
 
@@ -87,17 +89,25 @@ def _answer(server: Flask, answers: Answers) -> None:
     """Adds the address POST /ask to the server: the browser sends {view: question}, and gets one line of JSON for each
     view."""
 
+    @server.before_request
+    def refuse_other_posts() -> None:
+        """Refuses what is posted elsewhere: Dash would read it as a callback, and this app has none on the server."""
+        if request.method == "POST" and request.path != "/ask":
+            abort(Response("questions are posted to /ask\n", 400))
+
     @server.post("/ask")
     def ask() -> Response:
         """Answers one POST of questions as a stream, one line of JSON for each view; refuses a malformed or too large
         request."""
         if not request.is_json:  # a form on another site cannot send JSON
             abort(Response("questions are application/json\n", 415))
-        if request.content_length is None or request.content_length > MOST_BYTES:
+        if request.headers.get("Transfer-Encoding"):
+            abort(Response("questions name their length (Content-Length)\n", 411))
+        if (request.content_length or 0) > MOST_BYTES:
             abort(Response(f"questions have at most {MOST_BYTES} bytes\n", 413))
-        questions = request.get_json(silent=True)
+        questions = _parsed(request.get_data())
         if not isinstance(questions, dict) or not all(isinstance(question, dict) for question in questions.values()):
-            abort(Response("questions are one object, {view: {...}}\n", 400))
+            abort(Response(f"questions are one JSON object, {{view: {{...}}}}, nested at most {MOST_DEEP} deep\n", 400))
         if unknown := set(questions) - set(answers.views):
             abort(Response(f"there is no view {min(unknown)!r:.40}; there are {', '.join(answers.views)}\n", 400))
 
@@ -107,6 +117,19 @@ def _answer(server: Flask, answers: Answers) -> None:
                 yield answers.line(name, question)
 
         return Response(lines(), mimetype="application/x-ndjson", headers={"Cache-Control": "no-store"})
+
+
+def _parsed(body: bytes) -> object:
+    """Returns the JSON value in a body; None for a body that is not JSON, or that is nested deeper than a question."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    nested = [value]
+    for _ in range(MOST_DEEP + 1):
+        lists = [one.values() if isinstance(one, dict) else one for one in nested if isinstance(one, dict | list)]
+        nested = [inner for values in lists for inner in values]
+    return None if nested else value
 
 
 def guard(app: Dash, host: str) -> None:

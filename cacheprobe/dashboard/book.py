@@ -14,6 +14,7 @@ from cacheprobe.plots.lens_table import finding
 from cacheprobe.plots.report.insight import opening
 from cacheprobe.plots.report.request_text import TextParts, text_parts
 from cacheprobe.plots.text import text_of
+from cacheprobe.trace.manifest import UNFINISHED
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.engine_differences import request_differences
 from cacheprobe.trace.tables.ledgers import ledger_at, rows_in_use
@@ -102,11 +103,19 @@ class Book:
 
     @cached_property
     def _slots_by_step(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """List with a tuple for each request: last step, steps at which its number of used cache slots changed, and the
+        """List with a tuple for each request: its id, steps at which its number of used cache slots changed, and the
         number from each of these steps on."""
         tables = rows_in_use(self.run.ledger).groupby("request_id")
-        last = self.run.events.groupby("request_id").step.max()
-        return [(int(last[r]), table.step.to_numpy(), table.rows.to_numpy()) for r, table in tables]
+        return [(int(r), table.step.to_numpy(), table.rows.to_numpy()) for r, table in tables]
+
+    def has_ended(self, request_id: int, step: int) -> bool:
+        """Returns True if a request has ended by the end of a step, and so freed its cache slots."""
+        finish = self.run.meta["finish"].get(str(request_id), UNFINISHED)
+        return finish != UNFINISHED and step >= self._last_steps.get(request_id, step + 1)
+
+    @cached_property
+    def _last_steps(self) -> dict[int, int]:
+        return self.run.events.groupby("request_id").step.max().to_dict()
 
     @cached_property
     def by_losses(self) -> list[int]:
@@ -134,11 +143,11 @@ class Book:
 
     def slots_in_use(self, step: int) -> tuple[int, int]:
         """Returns (number of cache slots in use, number of requests that use the slots) after a step. Requests that
-        ended before this step do not count."""
+        have ended do not count."""
         num_slots = num_requests = 0
-        for last_step, change_steps, counts in self._slots_by_step:
+        for request_id, change_steps, counts in self._slots_by_step:
             change = int(np.searchsorted(change_steps, step, side="right")) - 1
-            if change >= 0 and last_step >= step and counts[change]:
+            if change >= 0 and counts[change] and not self.has_ended(request_id, step):
                 num_slots, num_requests = num_slots + int(counts[change]), num_requests + 1
         return num_slots, num_requests
 

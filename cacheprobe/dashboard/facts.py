@@ -5,6 +5,7 @@ from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.questions import PageQuestion
 from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.plots.report.prose import drafts_sentence
 
 MOST_LETTERS = 44
 """Number of letters of a prompt's end in the menu of requests."""
@@ -97,18 +98,9 @@ def run_summary(book: Book) -> str:
     run, events = book.run, book.run.events
     fingerprint = run.fingerprint
     steps = events.step.nunique()
-    text = f"{fingerprint['model']} in {fingerprint['dtype']}, {len(run.requests)} requests in {steps} steps. "
-    verify_events = events[events.phase == "verify"]
-    verified = int(verify_events.draft_token_ids.map(len).sum())
-    rolled_back = int(verify_events.num_rolled_back.fillna(0).sum())
-    if not verified:
-        return text + "No draft token was verified."
-    drafter_name = run.meta["drafter"] or "The fast path"
-    accepted = verified - rolled_back
-    counts = f"{accepted} accepted, {rolled_back} rolled back"
-    if behind := rolled_back - int((verify_events.num_rolled_back.fillna(0) > 0).sum()):
-        counts += f": {rolled_back - behind} rejected, {behind} behind a rejected one"
-    return f"{text}{drafter_name} drafted {verified} tokens that were verified: {counts}."
+    num_requests = f"{len(run.requests)} request{'s' * (len(run.requests) != 1)}"
+    text = f"{fingerprint['model']} in {fingerprint['dtype']}, {num_requests} in {steps} step{'s' * (steps != 1)}. "
+    return text + drafts_sentence(run.meta["drafter"] or "", events)
 
 
 def _request_label(request: JsonDict) -> str:

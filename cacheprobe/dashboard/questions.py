@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from pyarrow import ArrowException
 
@@ -28,7 +28,7 @@ def answered(view: Callable[[PageQuestion], str | PageAnswer], question: PageQue
     """Calls a view with the page's question, and returns the view's result as a dict for the page. An error becomes a
     dict with html and error, so that an error in one view does not affect the others."""
     try:
-        result = view(question)
+        result = view(_Question(question))
     except _EXPECTED as error:
         return {"html": refusal(error), "error": reason(error)}
     except Exception as error:
@@ -36,6 +36,13 @@ def answered(view: Callable[[PageQuestion], str | PageAnswer], question: PageQue
         message = f"this cannot be shown: {type(error).__name__}: {error}"
         return {"html": refusal(ValueError(message)), "error": message}
     return {"html": result} if isinstance(result, str) else result
+
+
+class _Question(JsonDict):
+    """Holds a question, and says which of its values is missing."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise CannotShow(f"the question has no {name}")
 
 
 def reason(error: Exception) -> str:
@@ -54,26 +61,28 @@ def span(value: object, what: str, most: int) -> range:
     if (
         not isinstance(value, list)
         or len(value) != 2
-        or not all(isinstance(v, int) and not isinstance(v, bool) for v in value)
-        or not 0 < value[1] - value[0] <= most
+        or not 0 < (end := number(value[1], what)) - (first := number(value[0], what)) <= most
     ):
         raise CannotShow(f"{what} is [first, end], at most {most} apart, got {value!r:.60}")
-    return range(*value)
+    return range(first, end)
 
 
 def requests_of(question: PageQuestion, by_losses: Sequence[int], most: int) -> list[int]:
     """Returns the ids of the requests on a page: places [first, end] of all requests, in order of their ids, or of
-    `by_losses` if the question's order is "losses"."""
+    `by_losses` if the question's order is "losses". Raises: CannotShow if there are none."""
     places = span(question["requests"], "requests", most)
     order = by_losses if question.get("order") == "losses" else range(len(by_losses))
-    return list(order)[max(places.start, 0) : places.stop]
+    requests = list(order)[max(places.start, 0) : max(places.stop, 0)]
+    if not requests:
+        raise CannotShow(f"there is no request at {question['requests']} in this run")
+    return requests
 
 
 def number(value: object, what: str) -> int:
-    """Returns the value if it is a whole number. what: the name of the value in the error. Raises: CannotShow for
-    anything else."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise CannotShow(f"{what} is a whole number, got {value!r:.40}")
+    """Returns the value if it is a whole number of at most 9 digits. what: the name of the value in the error. Raises:
+    CannotShow for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 10**9:
+        raise CannotShow(f"{what} is a whole number of at most 9 digits, got {value!r:.40}")
     return value
 
 

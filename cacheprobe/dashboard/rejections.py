@@ -4,13 +4,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from threading import Lock, Thread
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from cacheprobe.plots.text import plain
+from cacheprobe.plots.text import plain, text_of
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.rejected import (
     DECIDED_COLUMNS,
@@ -53,8 +54,9 @@ class Selection(NamedTuple):
     """Only the rejected drafts of this request; None for all."""
     drafter: int | None = None
     """Only drafts of a pass that ended at this layer, or -1 for those of all layers or of no pass; None for all."""
-    flips: Range | None = None
-    """Only lines that flip at one of these layers; None for all."""
+    flips: Range | str | None = None
+    """Only lines whose committed token is first from one of these layers on; "none" for those without such a layer;
+    None for all."""
     margin: Range | None = None
     """Only lines whose margin is in this range, in nats; None for all. A margin of which only a least value is known
     is in no range that has a most."""
@@ -120,11 +122,37 @@ class Rejections:
             self._decisions |= dict(zip(missing.row.tolist(), values, strict=True))
 
     @cached_property
-    def _texts(self) -> list[str]:
-        """What a search looks through, by line: the text before with the drafted token, and with the committed one."""
-        table = self.drafts
-        tokens = zip(table.text_before, table.drafted_token, table.committed_token, strict=True)
-        return [searchable(f"{before}{drafted}\n{before}{committed or ''}") for before, drafted, committed in tokens]
+    def _texts(self) -> dict[int, tuple[str, list[int]]]:
+        """What a search looks through, by request: the prompt and the generated text, and where each token begins."""
+        texts = {}
+        for request_id in self.drafts.request_id.unique().tolist():
+            request = self.run.request(request_id)
+            ids = (*request["prompt_token_ids"], *request["committed_token_ids"])
+            tokens = [searchable(text_of(self.run.token_texts, token)) for token in ids]
+            texts[request_id] = "".join(tokens), [0, *accumulate(map(len, tokens))]
+        return texts
+
+    def _has(self, wanted: str) -> np.ndarray:
+        """Returns a bool for each line of `drafts`: whether `wanted`, from `searchable`, is in the text up to the
+        drafted token or up to the committed one, these included."""
+        first = {request_id: text.find(wanted) for request_id, (text, _) in self._texts.items()}
+        found = []
+        for line in self.drafts.itertuples():
+            text, starts = self._texts[line.request_id]
+            start = starts[line.position]
+            end = text[max(start - len(wanted), 0) : start]
+            tokens = (searchable(token or "") for token in (line.drafted_token, line.committed_token))
+            is_before = 0 <= first[line.request_id] <= start - len(wanted)
+            found.append(is_before or any(wanted in end + token for token in tokens))
+        return np.array(found, dtype=bool)
+
+    def left_out(self, selection: Selection) -> tuple[int, int]:
+        """Returns how many lines a range leaves out, and nothing else does, because they lack its number: (lines
+        without a layer, lines of whose margin only a least value is known). 0 for a range that is not set."""
+        has_flips, has_most = isinstance(selection.flips, tuple), (selection.margin or (None, None))[1] is not None
+        without_layer = self.lines(selection._replace(flips="none")) if has_flips else ()
+        others = self.table(self.lines(selection._replace(margin=None)) if has_most else ())
+        return len(without_layer), int(others.margin_nats.isna().sum())
 
     def _lines(self, selection: Selection) -> tuple[int, ...]:
         """Returns the numbers of the lines of `drafts` that the list holds, in its order. Raises: ValueError for an
@@ -136,11 +164,13 @@ class Rejections:
             layers = self.drafts.drafter_layer.fillna(-1).to_numpy(dtype=int)
             kept = kept[layers[kept] == selection.drafter]
         if selection.find:
-            wanted = searchable(selection.find)
-            kept = np.array([line for line in kept.tolist() if wanted in self._texts[line]], dtype=int)
+            kept = kept[self._has(searchable(selection.find))[kept]]
         if selection.flips is not None or selection.margin is not None:
             table = self.table(kept.tolist())
-            fits = _within(table.flip_layer, table.flip_layer, selection.flips)
+            if isinstance(selection.flips, str):
+                fits = table.flip_layer.isna().to_numpy()
+            else:
+                fits = _within(table.flip_layer, table.flip_layer, selection.flips)
             kept = kept[fits & _within(table.margin_at_least_nats, table.margin_nats, selection.margin)]
         if selection.sort:
             kept = kept[self._order(kept, selection.sort)]
@@ -193,4 +223,4 @@ def _within(at_least: pd.Series, exactly: pd.Series, limits: Range | None) -> np
 
 def searchable(text: str) -> str:
     """Returns a text as a search compares it: spaces as spaces, and in one case."""
-    return plain(text).casefold()
+    return plain(text).casefold() if text else ""

@@ -278,7 +278,7 @@ def _timeline_card() -> Element:
         html.Button("Leave zoom", id="timeline-whole", className="plain", hidden=True, **{"data-zoom": "0"}),
         html.Button("−", className="icon", title="zoom out (-)", **{"data-zoom": "-1"}),
         html.Button("+", className="icon", title="zoom in (+); or drag over the steps", **{"data-zoom": "1"}),
-        html.Button("Most rejected first", id="timeline-lost", className="plain", **{"data-intent": "lost"}),
+        html.Button("Most rolled back first", id="timeline-lost", className="plain", **{"data-intent": "lost"}),
     ]
     return _card("timeline", "", [html.Div(tools, id="timeline-tools")])
 

@@ -3,7 +3,7 @@
 import pandas as pd
 import plotly.graph_objects as go
 
-from cacheprobe.core.records import DISCARDED_DRAFT
+from cacheprobe.analysis.layer_choices import prediction_depth_by_verdict, with_groups
 from cacheprobe.core.values import TableLine
 from cacheprobe.plots.style import STATUS_STYLES, Figure, layer_ticks, layout_template
 from cacheprobe.plots.text import markup, shorten
@@ -83,18 +83,17 @@ def prediction_depth_figure(depths: pd.DataFrame) -> go.Figure:
     token that was never committed.
     Raises: ValueError if no row is left to draw.
     """
-    known = depths[~depths.status.isin(DISCARDED_DRAFT) & (depths.verdict != "never_judged").fillna(True)]
+    known = with_groups(depths)
     if known.empty:
         raise ValueError(
             "the table of prediction depths is empty, or every row was fed a draft in vain; a run that reads Z fills it"
         )
-    pairs = zip(known.verdict, known.phase, strict=True)
-    names = [_box_name(None if pd.isna(verdict) else verdict, phase) for verdict, phase in pairs]
-    group = pd.Series(names, index=known.index, dtype=object)
     figure = Figure()
     points = "all" if len(known) <= _MOST_POINTS else "outliers"
-    for name in [name for name in _BOXES if name in names]:
-        rows, style = known[group == name], STATUS_STYLES[_BOXES[name]]
+    for name, status in _BOXES.items():
+        rows, style = known[known.group == name], STATUS_STYLES[status]
+        if rows.empty:
+            continue
         figure.add_box(
             x=rows.prediction_depth.tolist(),
             name=f"{name.replace(', ', ',<br>')}<br>({len(rows)} rows)",
@@ -112,26 +111,21 @@ def prediction_depth_figure(depths: pd.DataFrame) -> go.Figure:
         )
     height = 100 + 74 * len(figure.data)
     figure.update_layout(
-        template=layout_template(), title=_depth_finding(known, group), height=height, margin=_NARROW, dragmode=False
+        template=layout_template(), title=_depth_finding(depths), height=height, margin=_NARROW, dragmode=False
     )
     figure.update_xaxes(title="prediction depth (layer)", **layer_ticks(known.prediction_depth))
     return figure
 
 
-def _box_name(verdict: str | None, phase: str) -> str:
-    return f"draft {verdict}, {'draft' if phase == 'decode' else 'verify'} pass" if verdict else "nothing drafted"
-
-
-def _depth_finding(depths: pd.DataFrame, group: pd.Series) -> str:
-    medians = []
+def _depth_finding(depths: pd.DataFrame) -> str:
+    median_of, medians = prediction_depth_by_verdict(depths).prediction_depth_median, []
     for name, group_words in (
         ("draft accepted, verify pass", "accepted drafts"),
         ("draft rejected, verify pass", "rejected drafts"),
         ("nothing drafted", "positions without a draft"),
     ):
-        rows = depths[group == name]
-        if not rows.empty:
-            medians.append(f"{group_words} at layer {rows.prediction_depth.median():g}")
+        if name in median_of:
+            medians.append(f"{group_words} at layer {median_of[name]:g}")
     return f"Median prediction depth: {', '.join(medians)}" if medians else "Prediction depth"
 
 

@@ -118,21 +118,12 @@ def finding(rows: pd.DataFrame, request_id: int) -> str:
     comparable = rows[(rows.status == "committed") & rows.agrees.notna()]
     if comparable.empty:
         return f"Request {request_id}: no committed token to compare with"
-    first_layers = sorted(_agrees_from(comparable))
-    median = first_layers[len(first_layers) // 2]
+    read = comparable.sort_values("layer", ascending=False)
+    stays = read.agrees.astype(bool).groupby(read.row).cummin()
+    median = read.layer.astype(float).where(stays, np.inf).groupby(read.row).min().median()
     if median == np.inf:
         return f"Request {request_id}: at half of the positions or more, no layer settles on the committed token"
-    return f"Request {request_id}: the committed token is the first choice from layer {int(median)} on (median)"
-
-
-def _agrees_from(readings: pd.DataFrame) -> list[float]:
-    """Returns a list with one float for each row: the first layer from which the most likely token stays the committed
-    one; infinity without such a layer."""
-    agrees_from: dict[int, float] = {}
-    columns = (readings[name].tolist() for name in ("layer", "row", "agrees"))
-    for layer, row, agrees in sorted(zip(*columns, strict=True)):
-        agrees_from[row] = min(agrees_from.get(row, np.inf), float(layer)) if agrees else np.inf
-    return list(agrees_from.values())
+    return f"Request {request_id}: the committed token is the first choice from layer {median:g} on (median)"
 
 
 def select(hypotheses: pd.DataFrame, request_id: int, include: Include, positions: range | None) -> pd.DataFrame:

@@ -37,6 +37,8 @@ UNREAD = (
     "cp.load_trace(dir, model=cp.load_model(...)) reads it when it is first needed"
 )
 """Text that says why a saved run without its model has no lens readings."""
+UNFINISHED = "unfinished"
+"""Entry of `trace.meta["finish"]` for a request that has not ended."""
 
 
 class TraceError(ValueError):

@@ -295,9 +295,9 @@ def test_says_why_a_lens_cannot_be_read(browser: Browser, address: str) -> None:
 
 def test_thoughts_of_the_chosen_chunk(browser: Browser, address: str) -> None:
     with opened(browser, f"{address}?run=2&request=0&tab=thoughts&position=3") as page:
-        assert "Chunk 1 in numbers" in answered(page, "thoughts", position=3)
+        assert "Chunk 0 in numbers" in answered(page, "thoughts", position=3)
         page.locator("#thoughts-view button.verdict").nth(1).click()
-        until(page, "document.getElementById('thoughts-view').innerText.includes('Chunk 2 in numbers')")
+        until(page, "document.getElementById('thoughts-view').innerText.includes('Chunk 1 in numbers')")
         page.screenshot(path=PICTURES / "thoughts-1280.png", full_page=True)
 
 

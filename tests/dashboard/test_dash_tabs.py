@@ -187,7 +187,7 @@ def test_a_wrong_facet_of_a_link_is_refused(browser: Browser, address: str) -> N
 
 def test_thoughts_follow_the_request_and_the_step(browser: Browser, address: str) -> None:
     with opened(browser, f"{address}?run=2&request=0&tab=thoughts&position=3") as page:
-        assert "Chunk 1 in numbers" in answered(page, "thoughts", request=0, position=3)
+        assert "Chunk 0 in numbers" in answered(page, "thoughts", request=0, position=3)
         choose(page, "request", "request 1")
         assert "Chunk" in answered(page, "thoughts", request=1)
         marks = page.locator("#thoughts-view button.verdict b").all_inner_texts()

@@ -152,7 +152,7 @@ def test_filters_by_layer_and_margin_are_in_the_address(browser: Browser, addres
     assert 0 < low < len(table) and table.drafter_layer.isna().all() and (table.margin_nats == 0).all()
     with opened(browser, f"{address}?run=0&tab=rejected") as page:
         answered(page, "rejected", page=0)
-        page.get_by_label("flips at layer, most").focus()
+        page.get_by_label("committed first from layer, most").focus()
         page.keyboard.type("1")
         answered(page, "rejected", flips=":1")
         until(page, f"/ of {low}$/.test(document.querySelector('.pages span').innerText)")
@@ -305,7 +305,7 @@ def test_runs_that_lack_something_say_so(browser: Browser, address: str) -> None
         page.keyboard.press("/")
         assert at(page)["tab"] == "replay"
     with opened(browser, f"{address}?run=2&tab=rejected") as page:
-        assert "its margin are not known" in answered(page, "rejected", run=2)
+        assert "its margin, are not known" in answered(page, "rejected", run=2)
         page.locator(LINE).first.click()
         answered(page, "decode", run=2)
         answered(page, "cache", run=2)

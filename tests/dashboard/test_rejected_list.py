@@ -70,7 +70,9 @@ def test_the_lines_are_those_of_the_trace(trace: cp.Trace, stored: Path, tmp_pat
         assert found.flip_layer.notna().any() == (one is trace)
         html = rejected.view(Shelf.of([folder]), {"run": 0})
         assert listed(Shelf.of([folder])) == places(expected)
-        assert ("recorded no lens readings (Z): the layer at which a token flips" in html) == (one is unread)
+        assert ("recorded no lens readings (Z): the layer from which the committed token is first" in html) == (
+            one is unread
+        )
 
 
 FILTERS = [
@@ -78,6 +80,7 @@ FILTERS = [
     ({"drafter": "none"}, lambda t: t.drafter_layer.isna()),
     ({"flips": "2:"}, lambda t: t.flip_layer >= 2),
     ({"flips": ":1"}, lambda t: t.flip_layer <= 1),
+    ({"flips": "none"}, lambda t: t.flip_layer.isna()),
     ({"margin": "0.02:"}, lambda t: t.margin_at_least_nats >= 0.02),
     ({"margin": ":0.05"}, lambda t: t.margin_nats <= 0.05),
     ({"flips": "0:9", "margin": "0.01:0.2"}, lambda t: t.flip_layer.notna() & t.margin_nats.between(0.01, 0.2)),
@@ -124,12 +127,16 @@ def test_the_list_is_sorted_by_every_column(trace: cp.Trace, stored: Path, sort:
     assert html.count("aria-sort=") == 1 and ("▼" in html) == sort.startswith("-")
 
 
-def test_a_search_looks_in_the_tokens_and_in_the_text_before(trace: cp.Trace, stored: Path) -> None:
+def test_a_search_looks_in_the_tokens_and_in_all_text_before(trace: cp.Trace, stored: Path) -> None:
     shelf, table = Shelf.of([stored]), trace.rejected()
-    for line in (table.iloc[0], table.iloc[-1]):
-        for text in (line.drafted_token, line.committed_token, (line.text_before + line.committed_token)[-5:]):
+    ids = {r: [*trace.requests[r].prompt_token_ids, *trace.committed(r)] for r in trace.tokens}
+    before = ["".join(trace.token_texts[i] for i in ids[t.request_id][: t.position]) for t in table.itertuples()]
+    for line, own in ((table.iloc[0], before[0]), (table.iloc[-1], before[-1])):
+        for text in (line.drafted_token, line.committed_token, (own + line.committed_token)[-5:], own[:9]):
             found = listed(shelf, find=text.upper().replace("␣", " "))
-            whole = [(t.text_before + t.drafted_token, t.text_before + t.committed_token) for t in table.itertuples()]
+            whole = [
+                (b + t.drafted_token, b + t.committed_token) for b, t in zip(before, table.itertuples(), strict=True)
+            ]
             expected = [any(text.casefold() in one.casefold() for one in both) for both in whole]
             assert found == places(table[expected]) and (line.request_id, line.step, line.position - 1) in found
     request = int(table.request_id.iloc[-1])

@@ -74,7 +74,7 @@ def test_a_click_chooses_a_token_and_shift_a_range(browser: Browser, address: st
         positions = page.eval_on_selector_all(TOKEN, "all => all.map((one) => Number(one.dataset.position))")
         first, last = positions[10], positions[14]
         page.hover(token(page, first))
-        assert "generated token 10" in page.inner_text("#tip") and "prediction depth: layer" in page.inner_text("#tip")
+        assert "generated token 11" in page.inner_text("#tip") and "prediction depth: layer" in page.inner_text("#tip")
         page.click(token(page, first))
         answered(page, "card", request=3, position=first)
         assert at(page)["position"] == first and page.locator(".here").count() == 1
@@ -82,7 +82,7 @@ def test_a_click_chooses_a_token_and_shift_a_range(browser: Browser, address: st
         page.click(token(page, last), modifiers=["Shift"])
         answered(page, "range", position=first, until=last)
         assert page.locator("#text-view .ranged").count() == 5 and f"until={last}" in page.url
-        assert "Tokens 10 to 14" in page.inner_text("#range-view") and "5 tokens" in page.inner_text("#range-view")
+        assert "Tokens 11 to 15" in page.inner_text("#range-view") and "5 tokens" in page.inner_text("#range-view")
         page.keyboard.press("Home")
         until(page, "document.getElementById('range-view').hidden")
         assert page.locator("#text-view .ranged").count() == 0
@@ -192,7 +192,7 @@ def test_requests_are_sorted_by_losses_and_the_strip_shows_the_whole_run(
     names = "[...document.querySelectorAll('#timeline-view .pick:not([data-step])')].map((one) => one.dataset.request)"
     with opened(browser, f"{address}?run=2&request={order[0]}") as page:
         answered(page, "timeline")
-        page.get_by_text("Most rejected first").click()
+        page.get_by_text("Most rolled back first").click()
         answered(page, "timeline", order="losses")
         assert page.evaluate(names) == [str(request) for request in order[:8]] and "lost=first" in page.url
         steps = trace.events().step
@@ -201,7 +201,7 @@ def test_requests_are_sorted_by_losses_and_the_strip_shows_the_whole_run(
         shown = page.locator("#overview-view .shown")
         svg = page.locator("#timeline-view svg[data-first]")
         assert shown.get_attribute("x") == svg.get_attribute("data-first")
-        page.get_by_text("Most rejected first").click()
+        page.get_by_text("Most rolled back first").click()
         answered(page, "timeline", order="")
 
 

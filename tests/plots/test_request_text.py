@@ -87,7 +87,7 @@ def test_a_long_request_is_drawn_in_pages() -> None:
     first, later = (text_piece(parts, {}, "verdict", places) for places in (range(4), range(4, 8)))
     assert "… 5 tokens before\n w5 w6" in first.body and "w6" not in later.body
     assert [len(WHOLE.findall(piece.body)) for piece in (first, later)] == [4, 4]
-    assert later.note == "Generated tokens 4 to 7."
+    assert later.note == "Generated tokens 5 to 8."
 
 
 def test_an_activation_that_is_not_known_is_not_shown_as_zero() -> None:

@@ -102,6 +102,10 @@
   function waiting(names, at) {
     const cards = new Set(names.map((name) => (CARDS[name] || name) + "-card"));
     document.querySelectorAll(".card[id]").forEach((card) => card.classList.toggle("asking", cards.has(card.id)));
+    for (const name of ["grid", "card"]) {  // numbers of another lens or site are not shown below the chosen one
+      const view = place(name + "-view"), {lens, site} = view.dataset.answer ? JSON.parse(view.dataset.answer) : at;
+      view.classList.toggle("other-lens", names.includes(name) && (lens !== at.lens || site !== at.site));
+    }
     place("gave-box").hidden = !at.gave || names.includes("gave");
     document.querySelector('[data-intent="gave"]').setAttribute("aria-busy", !!at.gave && names.includes("gave"));
   }
@@ -271,7 +275,8 @@
     if (search && search !== document.activeElement) search.value = at.find || "";
     for (const box of document.querySelectorAll("#rejected-view [data-filter]")) {
       const [name, end] = box.dataset.filter.split(" "), text = at[name] || "";
-      if (box !== document.activeElement) box.value = end ? text.split(":")[Number(end)] || "" : text;
+      const ends = text.includes(":") ? text.split(":") : [];  // "none" has no ends
+      if (box !== document.activeElement) box.value = end ? ends[Number(end)] || "" : text;
     }
     const filter = place("result-filter");
     if (filter && filter !== document.activeElement) filter.value = at.filter || "";

@@ -9,7 +9,7 @@
   const NUMBER = /-?(?:\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})(?:e[+-]?\d{1,2})?/.source;
   const FORMS = {  // of the filters of the rejected drafts, and of the timeline's range of steps
     zoom: [/^\d{1,9}-\d{1,9}$/, "FIRST-LAST"], drafter: [/^(\d{1,9}|none)$/, "a layer or none"],
-    flips: [/^\d{0,9}:\d{0,9}$/, "LOWEST:HIGHEST"],
+    flips: [/^(none|\d{0,9}:\d{0,9})$/, "LOWEST:HIGHEST or none"],
     margin: [new RegExp(`^(${NUMBER})?:(${NUMBER})?$`), "LEAST:MOST"],
   };
   const FILTERS = ["drafter", "flips", "margin"];
@@ -321,10 +321,10 @@
         Object.entries({facet, table, order, filter}).filter(([, value]) => value !== null && value !== undefined && value !== ""))};
     }
     if (!width || !mine(at, facts) || !known(at, story) || facts.is_empty) return wanted;
-    const {find = "", sort = "", among, page} = at, list = {find: find || "", sort: sort || "", version};
+    const {find = "", sort = "", among} = at, list = {find: find || "", sort: sort || "", version};
     for (const name of FILTERS) if (at[name]) list[name] = at[name];
     if (at.walk) wanted.walk = {run, request, step, position, by: at.walk, among: among ? request : null, ...list};
-    if (at.tab === "rejected") wanted.rejected = {run, request: among ? request : null, page: page || 0, ...list};
+    if (at.tab === "rejected") wanted.rejected = {run, request: among ? request : null, page: at.page || 0, ...list};
     if (at.tab === "compare") wanted.compare = {run, against: at.against, request, theme, version};
     if (at.tab === "thoughts") wanted.thoughts = {run, request, position, step, version};
     if (at.tab !== "replay") return wanted;
@@ -332,20 +332,19 @@
     const tokens = clamp(Math.floor((width("decode") - 92) / 56), 3, 40), place = position + 1 - story.prompt;
     const first = facts.first + steps * Math.floor((step - facts.first) / steps);
     const shown = at.zoom ? range_of(at.zoom) : [first, Math.min(first + steps - 1, facts.last)];
-    const order = at.lost ? "losses" : "", place_of_request = order ? facts.by_losses.indexOf(request) : request;
-    const top = REQUESTS_A_PAGE * Math.floor(place_of_request / REQUESTS_A_PAGE);
-    const left = tokens * Math.floor(Math.max(place, 0) / tokens);
-    const requests = [top, Math.min(top + REQUESTS_A_PAGE, facts.requests.length)];
+    const left = tokens * Math.floor(Math.max(place, 0) / tokens), order = at.lost ? "losses" : "";
+    const page = (top) => [top, Math.min(top + REQUESTS_A_PAGE, facts.requests.length)];
+    const requests = page(REQUESTS_A_PAGE * Math.floor(request / REQUESTS_A_PAGE));
     wanted.insight = {run, request, position, row, version};
     wanted.text = {run, request, measure: at.measure, place: 2000 * Math.floor(Math.max(place, 0) / 2000), version};
     if (at.measure === "feature") wanted.text.feature = at.feature ?? null;
     if (is_range(at)) wanted.range = {run, request, position, until: at.until, version};
     wanted.overview = {run, version};
-    wanted.timeline = {run, requests, order, steps: [shown[0], shown[1] + 1], width: wide, version};
+    wanted.timeline = {run, requests: order ? page(0) : requests, order, steps: [shown[0], shown[1] + 1], width: wide, version};
     if (at.zoom) wanted.timeline.zoomed = true;
     wanted.cache = {run, request, step, version};
     wanted.card = {run, request, position, row, site, lens, version};
-    wanted.decode = {run, request, requests, order, places: [left, left + tokens], place, step, version};
+    wanted.decode = {run, request, requests, places: [left, left + tokens], place, step, version};
     const grid = {run, request, site, lens, colour: at.colour, rows: at.rows, width: width("lens"), position, version};
     const holds = drawn && drawn.first <= position && position <= drawn.last;
     wanted.grid = holds && same({...drawn.for, position}, grid) ? drawn.for : grid;

@@ -24,7 +24,10 @@ _READINGS = "readings = cp.analysis.lens_readings(trace, include_rolled_back=Tru
 def timeline(sources: Sources, question: PageQuestion) -> Taken:
     """Takes the passes of the requests and steps that the timeline shows."""
     book = sources.shelf.book(question["run"])
-    requests, steps = _requests(book, question), span(question["steps"], "steps", MOST_ZOOMED)
+    requests, steps = (
+        requests_of(question, book.by_losses, MOST_REQUESTS),
+        span(question["steps"], "steps", MOST_ZOOMED),
+    )
     steps = range(steps.start, min(steps.stop, book.steps.stop))
 
     def table() -> pd.DataFrame:
@@ -44,7 +47,10 @@ def timeline(sources: Sources, question: PageQuestion) -> Taken:
 def decode(sources: Sources, question: PageQuestion) -> Taken:
     """Takes the tokens in the cells of the decode grid."""
     book = sources.shelf.book(question["run"])
-    requests, places = _requests(book, question), span(question["places"], "places", MOST_STEPS)
+    requests, places = (
+        requests_of(question, book.by_losses, MOST_REQUESTS),
+        span(question["places"], "places", MOST_STEPS),
+    )
     step, request = number(question["step"], "step"), whole(question["request"], "request", len(book.run.requests))
 
     def table() -> pd.DataFrame:
@@ -74,7 +80,7 @@ def cache_slots(sources: Sources, question: PageQuestion) -> Taken:
         pending = cache.pending_position(book, request, step, int(ledger.position.max()))
         code += [
             f"cp.plots.cache_picture(table, request_id={request}, step={step}, pending={pending}, "
-            f"truncated={truncated})"
+            f"truncated={truncated}, has_ended={book.has_ended(request, step)})"
         ]
     return Taken(lambda: ledger, code)
 
@@ -212,11 +218,3 @@ def gave(sources: Sources, question: PageQuestion) -> Taken:
         "cp.plots.attribution(table)",
     ]
     return Taken(lambda: reader.attribution(book, int(row.row)), code)
-
-
-def _requests(book: Book, question: PageQuestion) -> list[int]:
-    """Returns the requests that a question names. Raises: CannotShow if none of them is in the run."""
-    requests = requests_of(question, book.by_losses, MOST_REQUESTS)
-    if not requests:
-        raise CannotShow(f"there is no request at {question['requests']} in this run")
-    return requests

@@ -37,12 +37,18 @@ def rejected_drafts(sources: Sources, question: PageQuestion) -> Taken:
         code += [f"table = table[table.drafter_layer.fillna(-1) == {selection.drafter}]"]
     if selection.find:
         code += [
-            'said = table.text_before + table.drafted_token + "\\n" + table.text_before + '
-            'table.committed_token.fillna("")',
+            "texts, requests, tokens = trace.token_texts, trace.requests, trace.tokens",
+            "ids = {r: [*requests[r].prompt_token_ids, *tokens[r]] for r in set(table.request_id)}",
+            "places = zip(table.request_id, table.position)",
+            "before = [''.join(texts[i] for i in ids[request][:position]) for request, position in places]",
+            'said = before + table.drafted_token + "\\n" + before + table.committed_token.fillna("")',
             'said = said.str.replace("␣", " ").str.casefold()',
             f"table = table[said.str.contains({searchable(selection.find)!r}, regex=False)]",
         ]  # fmt: skip
-    code += _within("flip_layer", "flip_layer", selection.flips)
+    if isinstance(selection.flips, str):
+        code += ["table = table[table.flip_layer.isna()]"]
+    else:
+        code += _within("flip_layer", "flip_layer", selection.flips)
     code += _within("margin_at_least_nats", "margin_nats", selection.margin)
     if selection.sort:
         column = SORTS[selection.sort.removeprefix("-")]

@@ -22,11 +22,10 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
     book, request = shelf.book_and_request(question)
     step = number(question["step"], "step")
     ledger = book.ledger(request, step)
-    of_request = book.events_of(request)
     if ledger.empty:
-        if (of_request.step <= step).any():
+        if (book.events_of(request).step <= step).any():
             return (
-                f"<h2>Request {request} holds no cache slots after step {step}</h2><p class='note'>It was read before, "
+                f"<h2>Request {request} holds no cache slots after step {step}</h2><p class='note'>It was preempted, "
                 "and freed its slots.</p>"
             )
         return (
@@ -35,15 +34,15 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
         )
     window = window_at(book, request, step)
     truncated = window.num_truncated if window is not None and window.step == step else 0
-    config = book.run.meta["config"]
+    has_ended, config = book.has_ended(request, step), book.run.meta["config"]
     num_slots, num_requests = book.slots_in_use(step)
     memory = memory_sentence(
         len(ledger), num_slots, num_requests, config["capacity"], book.run.meta.get("cache_row_bytes"),
-        has_ended=step > int(of_request.step.max()),
+        has_ended=has_ended,
     )  # fmt: skip
     pending = pending_position(book, request, step, int(ledger.position.max()))
     return cache_piece(
-        ledger, memory, request_id=request, step=step, pending=pending, truncated=truncated,
+        ledger, memory, request_id=request, step=step, pending=pending, truncated=truncated, has_ended=has_ended,
         windows=book.windows(request),
     ).html  # fmt: skip
 
@@ -88,6 +87,8 @@ def window_at(book: Book, request: int, step: int) -> Window | None:
 def pending_position(book: Book, request: int, step: int, last: int) -> int | None:
     """Returns the position of the newest committed token if its cache slot is the next to be written; else None. last:
     position of the last slot."""
+    if book.has_ended(request, step):
+        return None
     of_request = book.events_of(request)
     num_committed = int(of_request[of_request.step <= step].committed_token_ids.map(len).sum())
     return last + 1 if num_committed and book.prompt_length(request) + num_committed - 1 == last + 1 else None

@@ -94,8 +94,8 @@ def _readings(ours: pd.DataFrame, theirs: pd.DataFrame) -> str:
     first_difference = first_reading_difference(shared, their_lines)
     is_all = len(shared) == len(our_lines) == len(their_lines)
     of_shared = "" if is_all else f" of the {len(shared)} that both runs recorded"
-    sentence = f"Every lens reading of it{of_shared} is the same, bit for bit."
+    sentence = f"Every lens reading{of_shared} is the same, bit for bit."
     if first_difference is not None:
         position, layer = first_difference
-        sentence = f"The first lens reading that differs{of_shared} is that of layer {layer} at position {position}."
+        sentence = f"The first lens reading{of_shared} that differs is that of layer {layer} at position {position}."
     return f"<p class='note'>{sentence} States are compared by <code>cacheprobe verify</code>.</p>"

@@ -9,9 +9,9 @@ from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.facts import request_story, why_none_rejected
 from cacheprobe.dashboard.questions import CannotShow, PageQuestion, number, whole
-from cacheprobe.dashboard.rejections import LINES_A_PAGE, SORTS, Range, Selection
+from cacheprobe.dashboard.rejections import LINES_A_PAGE, SORTS, Range, Selection, searchable
 from cacheprobe.dashboard.shelf import Shelf
-from cacheprobe.plots.report.rejections import margin_of, quoted
+from cacheprobe.plots.report.rejections import FLIP_WORDS, flip_of, margin_of, quoted
 from cacheprobe.plots.text import markup, plain, shorten, text_of, token_label
 from cacheprobe.trace.tables.rejected import TOKENS_AROUND
 
@@ -26,7 +26,7 @@ _HEADS = {
     "step": "step",
     "position": "position",
     "drafter": "drafter’s layer",
-    "flip": "flips at layer",
+    "flip": "committed first from layer",
     "margin": "margin, nats",
 }
 """Heads of the columns, by the key in SORTS."""
@@ -45,11 +45,12 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
     last_page = max(math.ceil(len(lines) / LINES_A_PAGE) - 1, 0)
     page = 0 if question.get("page") is None else min(max(number(question["page"], "page"), 0), last_page)
     shown = rejections.table(lines[page * LINES_A_PAGE : (page + 1) * LINES_A_PAGE])
-    body = "".join(_line(book, line) for line in shown.itertuples())
+    body = "".join(_line(book, line, selection.find) for line in shown.itertuples())
     rejections.read_ahead()
     return (
         f"<h2>{markup(_finding(rejections.drafts))}</h2><p class='note'>{_note(book)}</p>"
         f"{_finder(selection)}{_filters(book)}{_pages(len(lines), page, last_page)}"
+        f"{_left_out(*rejections.left_out(selection))}"
         + (f"<div class='scroll'><table class='rejected'>{_head(selection.sort)}<tbody>{body}</tbody></table></div>"
            if len(lines) else f"<p class='refused'>{markup(_nothing_found(selection))}</p>")
     )  # fmt: skip
@@ -100,8 +101,8 @@ def selected(shelf: Shelf, question: PageQuestion) -> tuple[Book, Selection]:
     if drafter is not None and not (isinstance(drafter, str) and re.fullmatch(r"none|[0-9]{1,9}", drafter)):
         raise CannotShow(f"the drafter’s layer is a number or none, got {drafter!r:.40}")
     layer = None if drafter is None else -1 if drafter == "none" else int(drafter)
-    limits = (_range(flips, "flips"), _range(margin, "margin"))
-    return book, Selection(find or "", sort or "", request, layer, *limits)
+    flip_range = flips if flips == "none" else _range(flips, "flips")
+    return book, Selection(find or "", sort or "", request, layer, flip_range, _range(margin, "margin"))
 
 
 def _range(value: object, what: str) -> Range | None:
@@ -137,12 +138,11 @@ def _note(book: Book) -> str:
     said = "A line is the first token of a draft that the verifier did not choose; a click or Enter opens it. "
     if book.run.has_readings:
         return said + (
-            "It flips at the layer from which the committed token stays the lens’s first choice. The margin is how "
-            "much more log-probability the last layer gives to the committed token (“&gt;”: the drafted token is not "
-            "among the top tokens read)."
+            f"{FLIP_WORDS} The margin is how much more log-probability the last layer gives to the committed token "
+            "(“&gt;”: the drafted token is not among the top tokens read)."
         )
     why = 'read no lens yet (<code>lens="later"</code>)' if book.run.is_unread else "recorded no lens readings (Z)"
-    return said + f"This run {why}: the layer at which a token flips and its margin are not known."
+    return said + f"This run {why}: the layer from which the committed token is first, and its margin, are not known."
 
 
 def _nothing_found(selection: Selection) -> str:
@@ -159,8 +159,8 @@ def _finder(selection: Selection) -> str:
     does not change what is typed meanwhile."""
     pressed = "false" if selection.request is None else "true"
     return (
-        "<div class='finder'><input type='search' id='rejected-search' maxlength='"
-        f"{MOST_LETTERS}' placeholder='search tokens and text  ( / )' aria-label='search rejected drafts' "
+        f"<div class='finder'><input type='search' id='rejected-search' maxlength='{MOST_LETTERS}' "
+        "placeholder='search the tokens and all text before  ( / )' aria-label='search rejected drafts' "
         "autocomplete='off' spellcheck='false'>"
         f"<button class='plain' data-intent='among' aria-pressed='{pressed}'>only the chosen request</button></div>"
     )
@@ -180,7 +180,7 @@ def _filters(book: Book) -> str:
         )
         return f"<span>{says} {' to '.join(boxes)}</span>"
 
-    boxes = ends("flips", "flips at layer", "min='0' step='1'") + ends("margin", "margin, nats", "step='any'")
+    boxes = ends("flips", _HEADS["flip"], "min='0' step='1'") + ends("margin", _HEADS["margin"], "step='any'")
     return (
         "<div class='filters'><label>drafter’s layer <select data-filter='drafter'><option value=''>any</option>"
         f"{''.join(options)}</select></label>{boxes if book.run.has_readings else ''}"
@@ -191,7 +191,7 @@ def _filters(book: Book) -> str:
 def _pages(count: int, page: int, last_page: int) -> str:
     """Returns HTML: which lines are shown, and buttons to the other pages."""
     first, last = page * LINES_A_PAGE + 1, min((page + 1) * LINES_A_PAGE, count)
-    says = f"{first:,} to {last:,} of {count:,}" if count > 1 else f"{count} line"
+    says = f"{first:,} to {last:,} of {count:,}" if count > 1 else _lines(count)
 
     def button(name: str, sign: str, to: int) -> str:
         """Returns a button to a page; one that cannot be used if it is no other page."""
@@ -202,6 +202,19 @@ def _pages(count: int, page: int, last_page: int) -> str:
     buttons += [button("next page", "›", page + 1), button("last page", "»", last_page)]
     shown = "".join(buttons) if last_page else ""
     return f"<div class='pages'><span role='status'>{says}</span>{shown}</div>"
+
+
+def _left_out(num_without_layer: int, num_without_margin: int) -> str:
+    """Returns HTML: how many lines are not in the list because they lack the number that a range compares; "" if
+    none."""
+    lists = "<button class='plain' data-intent='filter' data-name='flips' data-value='none'>list them</button>"
+    said = [f"{_lines(num_without_layer)} without such a layer {lists}"] if num_without_layer else []
+    said += [f"{_lines(num_without_margin)} of whose margin only the least is known"] if num_without_margin else []
+    return f"<p class='note'>Not in this list: {'; '.join(said)}.</p>" if said else ""
+
+
+def _lines(count: int) -> str:
+    return f"{count:,} line{'s' * (count != 1)}"
 
 
 def _head(sort: str) -> str:
@@ -215,20 +228,29 @@ def _head(sort: str) -> str:
     return f"<thead><tr>{''.join(cells)}<th>text around</th></tr></thead>"
 
 
-def _line(book: Book, line: TableLine) -> str:
-    """Returns HTML of one line of the list."""
+def _line(book: Book, line: TableLine, find: str) -> str:
+    """Returns HTML of one line of the list. find: the text that was searched for."""
     numbers = {"request": line.request_id, "step": line.step, "position": line.position}
-    layers = {"drafter": line.drafter_layer, "flip": line.flip_layer}
-    cells: dict[str, object] = {**numbers, **{k: "—" if pd.isna(v) else int(v) for k, v in layers.items()}}
-    cells["margin"] = margin_of(line)
+    drafter = "—" if pd.isna(line.drafter_layer) else int(line.drafter_layer)
+    cells: dict[str, object] = {**numbers, "drafter": drafter, "flip": flip_of(line), "margin": margin_of(line)}
     shown = [
         f"<td class='drafted'>{markup(quoted(line.drafted_token))}</td>",
         f"<td class='committed'>{markup(quoted(line.committed_token))}</td>",
         *(f"<td class='number' data-name='{_HEADS[key]}'>{markup(str(cells[key]))}</td>" for key in _NUMBERS),
-        f"<td class='around'>{_text_around(book, line)}</td>",
+        f"<td class='around'>{_far_before(line, find)}{_text_around(book, line)}</td>",
     ]
     about = f"data-request='{line.request_id}' data-step='{line.step}' data-position='{line.position - 1}'"
     return f"<tr data-intent='draft' tabindex='-1' {about}>{''.join(shown)}</tr>"
+
+
+def _far_before(line: TableLine, find: str) -> str:
+    """Returns HTML that names a searched text which stands before the text that the line shows; "" for another."""
+    near = (
+        searchable(line.text_before) + searchable(token or "") for token in (line.drafted_token, line.committed_token)
+    )
+    if any(searchable(find) in text for text in near):
+        return ""
+    return f"<small>“{markup(shorten(plain(find), _WIDTH))}” stands before: </small>"
 
 
 def _text_around(book: Book, line: TableLine) -> str:

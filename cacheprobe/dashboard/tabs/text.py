@@ -47,8 +47,8 @@ def _parts(book: Book, request: int, measure: TextMeasure, question: PageQuestio
 
 
 def range_view(shelf: Shelf, question: PageQuestion) -> str:
-    """Returns HTML: what was drafted, accepted and rejected in a range of generated tokens, and the means of their
-    measures. The question's positions are those of the rows that predict the first and the last token."""
+    """Returns HTML: what was drafted, accepted and rejected in a range of generated tokens, and means or medians of
+    their measures. The question's positions are those of the rows that predict the first and the last token."""
     book, request = shelf.book_and_request(question)
     ends = sorted((number(question["position"], "position"), number(question["until"], "until")))
     return f"<p class='note'>{range_words(book, request, range(ends[0], ends[1] + 1))}</p>"
@@ -61,17 +61,17 @@ def range_words(book: Book, request: int, positions: range) -> str:
     tokens = parts.tokens[parts.tokens.position.between(positions.start, positions.stop - 1)]
     if tokens.empty:
         raise CannotShow(f"request {request} generated no token in this range; choose two of its tokens")
-    first, last = tokens.place.iloc[0], tokens.place.iloc[-1]
+    first, last, count = tokens.place.iloc[0] + 1, tokens.place.iloc[-1] + 1, len(tokens)
     accepted = int((tokens.outcome == "accepted").sum())
     rejected = sum(len(parts.rejected.get(place, ())) for place in tokens.place.tolist())
     text = plain("".join(text_of(book.run.token_texts, int(t)) for t in tokens.token_id))
-    says = f"Tokens {first} to {last}, <b>{markup(text)}</b>: {len(tokens)} tokens, "
+    says = f"Tokens {first} to {last}, <b>{markup(text)}</b>: {count} token{'s' * (count != 1)}, "
     says += f"{accepted} of them accepted drafts; {rejected} draft{'s' * (rejected != 1)} rejected"
     means = [
-        f"{words} {value:.2f} nats"
+        f"mean {words} {value:.2f} nats"
         for name, words in (("logprob", "log-probability"), ("entropy", "entropy"))
         if not pd.isna(value := tokens[name].astype("Float64").mean())
     ]
     if not pd.isna(depth := tokens.depth.astype("Float64").median()):
-        means.append(f"prediction depth layer {depth:g} (median)")
-    return says + (f"; means: {', '.join(means)}." if means else ".")
+        means.append(f"median prediction depth layer {depth:g}")
+    return says + (f"; through the {markup(parts.lens)} lens: {', '.join(means)}." if means else ".")

@@ -19,9 +19,11 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
     # in a run that grows, steps have one width, however many there are, unless they were chosen
     width = 0 if "growing" in book.run.meta and not is_zoomed else number(question["width"], "width")
     pitches = ZOOMED_PITCH if is_zoomed else (PITCH, WIDEST)
+    note = " Sorted by the number of tokens rolled back, most first." if question.get("order") == "losses" else ""
+    note += " A cell is one pass of one request; click one. Drag over steps to zoom."
     piece = timeline_piece(
         book.events_of_all(requests), requests, steps, all_requests, book.steps, book.finding,
-        width=width, pitches=pitches, note=" A cell is one pass of one request; click one. Drag over steps to zoom.",
+        width=width, pitches=pitches, note=note,
     )  # fmt: skip
     return piece.html
 

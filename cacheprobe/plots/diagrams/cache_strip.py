@@ -86,7 +86,7 @@ def cache_passes(ledger: pd.DataFrame, windows: Sequence[Window] = (), step: int
     for i, (at, kind) in enumerate(passes):
         if 1 <= i <= num_skipped:
             if i == 1:
-                lines.append(f'<tr><td colspan="4">… {num_skipped} passes</td></tr>')
+                lines.append(f'<tr><td colspan="4">… {num_skipped} pass{"es" * (num_skipped != 1)}</td></tr>')
             continue
         texts = [_ranges(where.get((at, kind), [])) for where in (written, removed)]
         chosen = " chosen" if at == step else ""
@@ -109,14 +109,14 @@ def memory_sentence(
     uses, and how many slots all requests use; and, if `slot_bytes` is known, the bytes of all these slots and of
     one slot.
 
-    has_ended: the request ended before this step; `own_slots` is then the number at its end.
+    has_ended: the request has ended by this step; `own_slots` is then the number at its end.
     """
     own_part = (
         f"This request has ended, and freed its {own_slots} slots"
         if has_ended
         else f"{own_slots} of {capacity} slots of this request are in use"
     )
-    counts = f"{own_part}; {all_slots} slots of {num_requests} requests are in use"
+    counts = f"{own_part}; {all_slots} slots of {num_requests} request{'s' * (num_requests != 1)} are in use"
     if slot_bytes is None:
         return markup(f"{counts}. The run does not say how large a slot is.")
     size = slot_bytes * all_slots

@@ -43,8 +43,9 @@ MOST_PLACES = 40
 """Largest number of generated tokens of a request in one picture."""
 _NOTE = (
     "Generated tokens by request. A column +4 → +5 holds the fifth one, which the row that reads the fourth predicts; "
-    "+0 is the prompt's last token. Texture tells how close the two best tokens were when it was chosen. A bold edge: "
-    "new in this step. The verifier's own token stands in place of the first draft token rolled back."
+    "+0 is the prompt's last token. Texture tells how close the two best tokens were when it was chosen; for the "
+    "verifier's own token, the smallest margin of its pass. A bold edge: new in this step. The verifier's own token "
+    "stands in place of the first draft token rolled back."
 )
 
 
@@ -154,8 +155,10 @@ def decode_picture(
 
 def _token_cell(line: TableLine, x: float, y: float, token: str, is_verified: bool, step: int | None) -> str:
     colour = _COLOURS[line.state] if is_verified else "grey"
-    is_known = pd.notna(line.margin_nats)
-    margin = f"{line.margin_nats:.2f} nats between the two best tokens of its pass" if is_known else "margin not known"
+    margin = "margin not known"
+    if pd.notna(line.margin_nats):
+        smallest = ", the smallest margin of its verify pass" if str(line.outcome) in ("recovered", "bonus") else ""
+        margin = f"{line.margin_nats:.2f} nats between the two best tokens{smallest}"
     state_words = _STATE_WORDS.get(line.state, line.state)
     step_words = f"came in step {line.born}"
     if line.state != "draft" and pd.notna(line.decided_step) and line.decided_step != line.born:

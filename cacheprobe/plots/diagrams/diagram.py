@@ -103,7 +103,7 @@ def window_phases(
     newest = PanelToken("T₀", text_of(token_texts, window.newest_token_id), None, window.start - 1)
     name = "deterministic request" if is_deterministic else f"request {window.request_id}"
     return [
-        prefill_panel(events, window.request_id, after_prefill, name),
+        prefill_panel(events, window.request_id, window.prefill_steps, after_prefill, name),
         decode_panel(events, window.request_id, after_decode, newest, drafted),
         verify_panel(window, token_texts),
         outcome_panel(window, after_verify, token_texts),
@@ -136,7 +136,7 @@ def decoded_phases(
     ]
     newest = PanelToken("T₀", text_of(token_texts, first_generated), int(prefills.step.max()), first_position)
     return [
-        prefill_panel(events, request_id, after_prefill, f"request {request_id}"),
+        prefill_panel(events, request_id, prefills.step.tolist(), after_prefill, f"request {request_id}"),
         decode_panel(events, request_id, at_end, newest, columns, is_verified=False),
     ]
 

@@ -132,6 +132,7 @@ def grid_of(
     data-x, and up from data-low by data-row-height for each of data-layers.
     width: pixels to fill, if columns can be stretched so far.  title: None for the finding of `readings`.
     """
+    readings = readings[readings.site != "thought"]
     rows = select(readings, request_id, include, positions)
     columns = columns_of(rows)
     layers = np.sort(rows.layer.unique()).tolist()

@@ -37,10 +37,12 @@ class Panel(NamedTuple):
         return f'<section class="{self.classes}">{head}{self.picture}<p>{self.sentence}</p></section>'
 
 
-def prefill_panel(events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, name: str) -> Panel:
+def prefill_panel(
+    events: pd.DataFrame, request_id: int, steps: Sequence[int], ledger: pd.DataFrame, name: str
+) -> Panel:
     """Returns the `Panel` (heading, picture, sentence) of a request's prefill: the cache after prefill, the prompt in
-    blue, and the other requests of the run in grey. name: text on the prompt's box."""
-    passes = events[(events.phase == "prefill") & events.step.isin(_steps(events, request_id, "prefill"))]
+    blue, and the other requests of the run in grey. steps: of the prefill.  name: text on the prompt's box."""
+    passes = events[events.step.isin(steps)]
     num_in_batch = passes.request_id.nunique() - 1
     others = events.request_id.nunique() - 1
     y = CACHE_HEIGHT + 34
@@ -246,10 +248,6 @@ def _quoted(texts: Mapping[int, str], token_id: int) -> str:
 
 def _other_requests(count: int) -> str:
     return f"{count} other request{'s' * (count != 1)}"
-
-
-def _steps(events: pd.DataFrame, request_id: int, phase: str) -> list[int]:
-    return events[(events.request_id == request_id) & (events.phase == phase)].step.tolist()
 
 
 def step_note(steps: Sequence[int] | pd.Series) -> str:

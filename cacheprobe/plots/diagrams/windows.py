@@ -27,7 +27,7 @@ class Window:
     batch_shape: tuple[int, int]
     """Requests and token slots of the verify pass, dummies and pads included."""
     prefill_steps: tuple[int, ...]
-    """Steps that computed the request's prompt."""
+    """Steps that computed the request's prompt; after a preemption, those that computed it again."""
     decode_steps: tuple[int, ...]
     """For each draft token, the step that drafted it."""
 
@@ -98,11 +98,13 @@ def find_windows(events: pd.DataFrame, request_id: int) -> tuple[Window, ...]:
         raise ValueError(f"no events of request {request_id}; the table has {known or 'none'}")
     windows: list[Window] = []
     prefill_steps: list[int] = []
+    is_prefill = True
     draft_steps: list[int] = []
     newest_token_id = -1
     for event in of_request.itertuples():
-        if event.phase == "prefill":
-            prefill_steps.append(int(event.step))
+        was_prefill, is_prefill = is_prefill, event.phase == "prefill"
+        if is_prefill:
+            prefill_steps = [*prefill_steps, int(event.step)] if was_prefill else [int(event.step)]
             draft_steps = []  # a preempted request is computed again, and drafts anew
         elif event.phase == "decode":
             draft_steps += [int(event.step)] * len(event.proposed_token_ids)

@@ -15,6 +15,7 @@ from cacheprobe.plots.text import columns_of, plain, shorten, text_of, token_tex
 from cacheprobe.plots.thoughts.columns import story_of
 from cacheprobe.plots.thoughts.picture import THOUGHT_COLUMNS, thought_lines
 from cacheprobe.trace.manifest import UNREAD
+from cacheprobe.trace.tables.draft_verdicts import verified_drafts
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
@@ -144,10 +145,9 @@ def _requests(trace: "Trace") -> Listing:
     for request in trace.requests:
         request_id = int(request.request_id or 0)
         events_of_request = events[events.request_id == request_id]
-        drafted = int(events_of_request.draft_token_ids.map(len).sum())
-        rolled_back = int(events_of_request.num_rolled_back.fillna(0).sum())
+        drafted, accepted, _, rolled_back = map(str, verified_drafts(events_of_request))
         is_verified = request_id in with_verdict
-        counts = (str(drafted), str(drafted - rolled_back), str(rolled_back)) if is_verified else ("-", "-", "-")
+        counts = (drafted, accepted, rolled_back) if is_verified else ("-", "-", "-")
         rows.append(
             (
                 str(request_id),
@@ -166,14 +166,14 @@ def _verdicts(events: pd.DataFrame) -> list[tuple[str, str]]:
     """Returns a list of (name, count as text) on the verify passes with a verdict in the events table, such as the
     tokens drafted, accepted and rolled back."""
     verify = events[events.num_accepted.notna()]
-    drafted, rolled_back = verify.draft_token_ids.map(len), verify.num_rolled_back.fillna(0)
+    drafted, accepted, rejected, rolled_back = verified_drafts(events)
     counts = {
         "verify passes of a request": len(verify),
-        "accepted whole": int(((drafted > 0) & (rolled_back == 0)).sum()),
-        "rolled back": int((rolled_back > 0).sum()),
-        "tokens drafted": int(drafted.sum()),
-        "tokens accepted": int(verify.num_accepted.fillna(0).sum()),
-        "tokens rolled back": int(rolled_back.sum()),
+        "accepted whole": int((verify.draft_token_ids.map(len) > 0).sum()) - rejected,
+        "rolled back": rejected,
+        "tokens drafted": drafted,
+        "tokens accepted": accepted,
+        "tokens rolled back": rolled_back,
         "tokens recovered": int(verify.recovered_token_id.notna().sum()),
         "tokens bonus": int(verify.bonus_token_id.notna().sum()),
     }

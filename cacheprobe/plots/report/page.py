@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from cacheprobe.plots.diagrams import svg
-from cacheprobe.plots.diagrams.card_style import GRID_CSS
+from cacheprobe.plots.diagrams.card_style import CARD_CSS, GRID_CSS
 from cacheprobe.plots.style import DIAGRAM_CSS, FIGURE_CONFIG, MONO, SHADE_CSS, layout_template
 from cacheprobe.plots.text import markup
 
@@ -81,7 +81,7 @@ def page(title: str, body: str) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{markup(title)}</title><style>{DIAGRAM_CSS}{SHADE_CSS}{GRID_CSS}{_PAGE_CSS}</style>"
+        f"<title>{markup(title)}</title><style>{DIAGRAM_CSS}{SHADE_CSS}{GRID_CSS}{CARD_CSS}{_PAGE_CSS}</style>"
         f'<script>{get_plotlyjs()}</script></head>\n<body class="cp">{svg.TEXTURES}<main>{body}</main>\n'
         f"<div id='tip' hidden></div><script>{_THEME_SCRIPT.replace('TEMPLATES', templates)}</script></body></html>\n"
     )
@@ -139,7 +139,7 @@ def table(columns: list[str], rows: list[list[object]]) -> str:
         return f"{value:,.3g}" if isinstance(value, float) else f"{value:,}"
 
     columns_of_numbers = [
-        any(map(is_number, values)) and all(is_number(value) or value == "—" for value in values)
+        any(map(is_number, values)) and all(is_number(value) or value in ("—", "never") for value in values)
         for values in zip(*rows, strict=True)
     ]
     alignments = [' class="number"' if right else "" for right in columns_of_numbers] or [""] * len(columns)

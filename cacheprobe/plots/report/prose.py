@@ -2,8 +2,11 @@
 
 from typing import TYPE_CHECKING
 
+import pandas as pd
+
 from cacheprobe.core.values import JsonDict
 from cacheprobe.plots.text import markup
+from cacheprobe.trace.tables.draft_verdicts import verified_drafts
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
@@ -22,18 +25,24 @@ def run_sentence(trace: "Trace", request_id: int) -> str:
         f"answered {count} request{'s' * (count != 1)} in {int(phases.sum())} steps ({steps}). "
     )
     drafter = trace.meta["drafter"]
-    verified = trace.num_drafted
-    if verified:
-        rolled_back = trace.num_rolled_back
-        drafter_name = f"<code>{markup(drafter)}</code>" if drafter else "The fast path"
-        sentences += f"{drafter_name} drafted {verified} tokens that were verified: "
-        sentences += f"{verified - rolled_back} accepted, {rolled_back} rolled back. "
-    else:
-        sentences += "No draft token was verified. "
+    sentences += drafts_sentence(f"<code>{markup(drafter)}</code>" if drafter else "", trace.event_table) + " "
     kind = "deterministic: its tokens and states do not depend on the other requests" if (
         trace.requests[request_id].is_deterministic
     ) else "not deterministic: nothing is promised about the bits of its states"  # fmt: skip
     return sentences + f"This page follows request {request_id}, which is {kind}."
+
+
+def drafts_sentence(drafter: str, events: pd.DataFrame) -> str:
+    """Returns a sentence on what became of the draft tokens of a run. drafter: its name, inserted as it is; "" for the
+    fast path."""
+    drafted, accepted, rejected, rolled_back = verified_drafts(events)
+    if not drafted:
+        return "No draft token was verified."
+    parts = f"{accepted} accepted, {rolled_back} rolled back"
+    if behind := rolled_back - rejected:
+        parts += f": {rejected} rejected, {behind} behind a rejected one"
+    of_tokens = f"{drafted} token{'s' * (drafted != 1)} that {'was' if drafted == 1 else 'were'} verified"
+    return f"{drafter or 'The fast path'} drafted {of_tokens}: {parts}."
 
 
 def behaviour_sentences(behaviour: JsonDict | None) -> list[str]:

@@ -14,8 +14,13 @@ if TYPE_CHECKING:
 
 _HEADINGS = (
     "request", "step", "position", "text before", "drafted", "committed", "tokens lost", "drafted in step",
-    "drafter's layer", "flips at layer", "margin, nats",
+    "drafter's layer", "committed first from layer", "margin, nats",
 )  # fmt: skip
+FLIP_WORDS = (
+    "The committed token is the lens’s first choice from the named layer up to the last one; “never”: it is not the "
+    "last layer’s."
+)
+"""Text that explains the column "committed first from layer"."""
 _WIDTH = 32
 """Largest width of the text before a token, and of a token, in columns of a monospaced font."""
 _MOST = 500
@@ -30,8 +35,7 @@ def rejections(table: pd.DataFrame) -> list[list[object]]:
         cells: list[object] = [line.request_id, line.step, line.position, shorten(before[::-1], _WIDTH)[::-1]]
         cells += [quoted(line.drafted_token), quoted(line.committed_token)]
         cells += [line.num_rolled_back, line.drafted_step]
-        cells += ["—" if pd.isna(layer) else int(layer) for layer in (line.drafter_layer, line.flip_layer)]
-        cells.append(margin_of(line))
+        cells += ["—" if pd.isna(line.drafter_layer) else int(line.drafter_layer), flip_of(line), margin_of(line)]
         lines.append(cells)
     return lines
 
@@ -54,10 +58,9 @@ def rejections_section(trace: "Trace") -> str:
         return f"{head}<p class='note'>No draft of this run was rejected.</p>"
     more = f" The first {_MOST} of {len(found):,} are shown." if len(found) > _MOST else ""
     note = (
-        "<p class='note'>Each line is the first token of a draft that the verifier did not choose. It flips at the "
-        "layer from which the committed token stays the lens's first choice. The margin is how much more "
-        "log-probability the last layer gives to the committed token; “&gt;” says that the draft token is not among "
-        f"the top tokens read. “—”: not known, not so, or a draft of all layers or of none.{more}</p>"
+        f"<p class='note'>Each line is the first token of a draft that the verifier did not choose. {FLIP_WORDS} The "
+        "margin is how much more log-probability the last layer gives to the committed token; “&gt;” says that the "
+        f"draft token is not among the top tokens read. “—”: not known, or a draft of all layers or of none.{more}</p>"
     )
     num_requests = found.request_id.nunique()
     summary = (
@@ -65,6 +68,14 @@ def rejections_section(trace: "Trace") -> str:
     )
     lines = table(list(_HEADINGS), rejections(found.iloc[:_MOST]))
     return f"{head}{note}<details open><summary>{summary}</summary>{lines}</details>"
+
+
+def flip_of(line: TableLine) -> int | str:
+    """Returns the layer from which the committed token stays the first choice; "never" without such a layer, "—"
+    without lens readings."""
+    if pd.isna(line.margin_at_least_nats):
+        return "—"
+    return "never" if pd.isna(line.flip_layer) else int(line.flip_layer)
 
 
 def margin_of(line: TableLine) -> str:

@@ -21,6 +21,7 @@ from cacheprobe.plots.thoughts.columns import story_of
 from cacheprobe.plots.thoughts.finding import finding as thoughts_finding
 from cacheprobe.plots.thoughts.picture import THOUGHT_COLUMNS, thought_lines, thoughts_block
 from cacheprobe.trace.manifest import UNREAD
+from cacheprobe.trace.tables.draft_verdicts import verified_drafts
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
@@ -115,7 +116,7 @@ def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
 
 
 def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
-    windows = find_windows(trace.events(), request_id)
+    windows, events = find_windows(trace.events(), request_id), trace.events()
     head = "<h2>From draft to commit</h2>"
     panels_by_name = {
         name: (title, side_by_side(panels)) for name, title, panels in report_panels(trace, request_id, texts)
@@ -123,8 +124,7 @@ def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     if "decoded" in panels_by_name:
         note = f"Request {request_id} is never verified: it has no windows. {_elsewhere(trace, request_id)}"
         return f"{head}<p class='note'>{note}</p>" + legend() + panels_by_name["decoded"][1]
-    drafted = sum(len(window.draft_token_ids) for window in windows)
-    accepted = sum(window.num_accepted for window in windows)
+    drafted, accepted, *_ = verified_drafts(events[events.request_id == request_id])
     note = (
         f"<p class='note'>Request {request_id} went through {len(windows)} verify pass{'es' * (len(windows) != 1)}; "
         f"{accepted} of its {drafted} draft token{'s' * (drafted != 1)} {'was' if accepted == 1 else 'were'} accepted. "

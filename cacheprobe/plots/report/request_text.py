@@ -53,6 +53,8 @@ class TextParts(NamedTuple):
     """From `token_measures`."""
     rejected: Mapping[int, list[tuple[int, int]]]
     """From `rejected_by_place`."""
+    lens: str
+    """Name of the lens of the readings; "" without any."""
     thoughts: Mapping[int, str]
     """Words of a thought by the absolute position of its chunk's last token."""
 
@@ -119,7 +121,9 @@ def text_parts(
         kept = thoughts[thoughts.status == "committed"].sort_values("step", kind="stable")
         words = {int(thought.end): " ".join(words_of(thought)).strip() for thought in kept.itertuples()}
     measured = token_measures(events, readings, num_prompt_tokens)
-    return TextParts(request_id, prompt, num_prompt_tokens, measured, rejected_by_place(drafts_table(events)), words)
+    lens = "" if readings is None or readings.empty else str(readings.lens.iloc[0])
+    rejected = rejected_by_place(drafts_table(events))
+    return TextParts(request_id, prompt, num_prompt_tokens, measured, rejected, lens, words)
 
 
 def with_feature(parts: TextParts, features: pd.DataFrame, feature: int) -> TextParts:
@@ -189,8 +193,8 @@ def text_piece(
             html = f"<ruby>{html}<rt>{above}</rt></ruby>"
         blocks.append((html, parts.thoughts.get(int(token.position) + 1, "")))
     prose = _with_thoughts(blocks, between)
-    body = f'<div class="prose" dir="auto">{prose}</div>{_legend(tokens, measure)}'
-    note = "" if len(shown) == len(tokens) else f"Generated tokens {places.start} to {places.start + len(shown) - 1}."
+    body = f'<div class="prose" dir="auto">{prose}</div>{_legend(tokens, measure, parts.lens)}'
+    note = "" if len(shown) == len(tokens) else f"Generated tokens {places.start + 1} to {places.start + len(shown)}."
     return TitledPicture(_finding(parts), note, body)
 
 
@@ -242,7 +246,7 @@ def _strongest(tokens: pd.DataFrame, measure: str) -> float:
 def _token(token: TableLine, text: str, shares: Mapping[int, float] | None, says: str, request: int) -> str:
     """Returns HTML of one generated token. token: a line of `token_measures`."""
     place, outcome = int(token.place), str(token.outcome)
-    tip = f"request {request}, generated token {place} ({visible(text)}), position {int(token.position) + 1}\n"
+    tip = f"request {request}, generated token {place + 1} ({visible(text)}), position {int(token.position) + 1}\n"
     tip += f"{_OUTCOMES[outcome]} in step {int(token.decided_step)}"
     for name, words in (("depth", "prediction depth"), ("logprob", "log-probability"), ("entropy", "entropy")):
         value = getattr(token, name)
@@ -276,14 +280,15 @@ def _with_thoughts(blocks: Sequence[tuple[str, str]], between: str) -> str:
     )
 
 
-def _legend(tokens: pd.DataFrame, measure: str) -> str:
+def _legend(tokens: pd.DataFrame, measure: str, lens: str) -> str:
     if measure != "verdict":
         strongest, digits = _strongest(tokens, measure), 2 if measure == "difference" else 1
         low, high = "0", f"{'−' * (measure == 'logprob')}{strongest:.{digits}f}"
         if measure == "depth":
             low, high = "layer 0", f"layer {int(tokens.layer.max())}"
         scale = "".join(f'<i class="shade" style="--p:{i / 9:.2f}"></i>' for i in range(10))
-        return f'<ul class="legend"><li>{_NAMES[measure]}: {low} <span class="ramp">{scale}</span> {high}</li></ul>'
+        name = _NAMES[measure] + f", {lens} lens" * (measure in ("depth", "entropy", "logprob"))
+        return f'<ul class="legend"><li>{markup(name)}: {low} <span class="ramp">{scale}</span> {high}</li></ul>'
     listed = "".join(f'<li><i class="{kind}">abc</i> {words}</li>' for kind, words in _LEGEND)
     gone = "<li><del>abc</del> rejected draft, above the token that replaced it</li>"
     return f'<ul class="legend">{listed}{gone}</ul>'

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from cacheprobe.analysis.comparison import RequestDifference, compare_requests
+from cacheprobe.analysis.comparison import RequestDifference, compare_requests, in_words
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.core.values import JsonDict
 from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
@@ -15,7 +15,7 @@ from cacheprobe.plots.text import token_texts as known_texts
 _AROUND = 24
 """Number of tokens shown before and after the first difference."""
 
-_VALUE = 160
+_VALUE = 400
 """Most columns of a setting's value."""
 
 UNCOMPARED = "log-probabilities are not compared: a run recorded none"
@@ -116,8 +116,10 @@ def fingerprint_block(differences: Sequence[tuple[str, object, object]], names: 
     if not differences:
         return "<p class='note'>Both ran under one schedule fingerprint: their bits can be compared.</p>"
     count = len(differences)
-    shown = table(["setting", *names], [[name, *("—" if v is None else str(v) for v in pair)]
-                                        for name, *pair in differences])  # fmt: skip
+    lines: list[list[object]] = [
+        [name, *("—" if v is None else in_words(v) for v in pair)] for name, *pair in differences
+    ]
+    shown = table(["setting", *names], lines)
     return (
         f"<p class='note'>The schedules differ in {count} setting{'s' * (count != 1)}, so equal bits are not promised."
         f"</p>{shown}"

@@ -56,7 +56,7 @@ def chunk_parts(
         ", which is true" if chosen.thought.agrees else f", and the true state is {visible(chosen.thought.true_state)}"
     )  # fmt: skip
     body = f'<div class="verdicts">{buttons}</div><div class="sites">{_sites(chosen, thinking)}</div>'
-    return f"Chunk {chosen.chunk + 1} in numbers: the thought says {thought_text}{truth}", body
+    return f"Chunk {chosen.chunk} in numbers: the thought says {thought_text}{truth}", body
 
 
 def _button(column: Column, is_chosen: bool, tag: str) -> str:
@@ -69,12 +69,12 @@ def _button(column: Column, is_chosen: bool, tag: str) -> str:
         css_class, sign = "lost", "✗"
     thought_text = markup(visible(thought.said)) if thought.said else "nothing"
     chosen_class = " chosen" if is_chosen else ""
-    tip = f"request {thought.request_id}, chunk {column.chunk + 1}, positions {thought.start} to {thought.end}\n"
+    tip = f"request {thought.request_id}, chunk {column.chunk}, positions {thought.start} to {thought.end}\n"
     tip += f"step {thought.step}, {thought.phase}, {thought.status.replace('_', ' ')}"
     return (
         f'<{tag} class="pick verdict {css_class}{chosen_class}" data-position="{column.tokens[-1].position}" '
         f'data-step="{thought.step}" title="{markup(tip)}"><b>{sign}</b> '
-        f"{column.chunk + 1} <small>{thought_text}</small></{tag}>"
+        f"{column.chunk} <small>{thought_text}</small></{tag}>"
     )
 
 

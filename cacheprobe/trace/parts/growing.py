@@ -26,7 +26,7 @@ from cacheprobe.core.token_text import visible
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.checked_files import CheckedFiles
-from cacheprobe.trace.manifest import JOURNAL
+from cacheprobe.trace.manifest import JOURNAL, UNFINISHED
 from cacheprobe.trace.parts.journal import Journal
 from cacheprobe.trace.parts.shards import ShardStore, header_of, read_tensor
 from cacheprobe.trace.run_files import ROW_GROUP, RunFiles, parquet_options, write_parquet
@@ -37,8 +37,6 @@ from cacheprobe.trace.tables.thoughts import thoughts_table
 
 UNDECIDED = "given_up"
 """Role and status of a row whose draft token has no verdict in the journal."""
-UNFINISHED = "unfinished"
-"""Entry of `trace.meta["finish"]` for a request that has not ended."""
 _READINGS_AT_ONCE = 60_000
 """Number of lens readings that are in memory together while a run is finished."""
 

@@ -1,6 +1,7 @@
 """Finds the verdict on every draft token, and adds it to the lens readings that predict the draft token's position."""
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -45,21 +46,38 @@ def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
     ).reset_index(drop=True)
 
 
+class VerifiedDrafts(NamedTuple):
+    """Counts the draft tokens that verify passes read: all, accepted ones, those rejected (the first of a draft that
+    the verifier did not choose), and those rolled back (rejected, or after a rejected one)."""
+
+    drafted: int
+    accepted: int
+    rejected: int
+    rolled_back: int
+
+
+def verified_drafts(events: pd.DataFrame) -> VerifiedDrafts:
+    """Returns what became of the draft tokens in an events table, or in some of its lines."""
+    drafted, rolled_back = events.draft_token_ids.map(len), events.num_rolled_back.fillna(0)
+    accepted, rejected = events.num_accepted.fillna(0), rolled_back > 0
+    return VerifiedDrafts(*(int(column.sum()) for column in (drafted, accepted, rejected, rolled_back)))
+
+
 def draft_counts(events: pd.DataFrame) -> dict[str, int]:
     """Returns what a run did, by words: committed tokens, passes of each kind, and draft tokens that verify passes
     read, accepted, and rejected or rolled back after a rejected one.
 
     events: as in `Trace.events`.
     """
-    drafted = events.draft_token_ids.map(len).sum()
+    found = verified_drafts(events)
     passes = events.drop_duplicates("step").phase.value_counts()
     return {
         "committed tokens": int(events.committed_token_ids.map(len).sum()),
         **{f"{phase} passes": int(passes.get(phase, 0)) for phase in ("prefill", "decode", "verify")},
-        "draft tokens in verify passes": int(drafted),
-        "of these accepted": int(events.num_accepted.fillna(0).sum()),
-        "of these rejected": int((events.num_rolled_back.fillna(0) > 0).sum()),
-        "rolled back: these and what followed them": int(events.num_rolled_back.fillna(0).sum()),
+        "draft tokens in verify passes": found.drafted,
+        "of these accepted": found.accepted,
+        "of these rejected": found.rejected,
+        "rolled back: these and what followed them": found.rolled_back,
     }
 
 
