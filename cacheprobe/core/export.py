@@ -1,13 +1,18 @@
 """Filters the table of lens readings (hypotheses) and writes it to a CSV or Parquet file."""
 
+import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from cacheprobe.core.files import write_whole
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 ENDINGS = (".csv", ".parquet")
 _FILTERS = {"request": "request_id", "layer": "layer", "site": "site", "status": "status", "lens": "lens"}
@@ -40,22 +45,34 @@ def require_ending(path: Path) -> None:
         raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; a table is written as {' or '.join(ENDINGS)}")
 
 
-def write_table(table: pd.DataFrame, path: Path) -> Path:
+def write_table(table: pd.DataFrame, path: Path, schema: "pa.Schema | None" = None) -> Path:
     """Writes a DataFrame to a .csv or .parquet file and returns the path; after an error the earlier file is unchanged.
-    CSV stores lists (columns top_...) as JSON.
 
+    CSV holds lists as JSON, texts in quotes, and nothing for a missing value. Texts such as "null" and "007" are read
+    as they are with `pd.read_csv(path, keep_default_na=False, na_values=[""], dtype={"token": "str"})`.
+    schema: Arrow types of a Parquet file; by default those that Arrow finds in the values.
     Raises: ValueError for another ending.
     """
     require_ending(path)
     if path.suffix == ".parquet":
-        return write_whole(path, lambda temporary: table.to_parquet(temporary, index=False))
-    lists = [name for name in table.columns if name.startswith("top_")]
-    flat = table.assign(**{name: [_listed(value) for value in table[name]] for name in lists})
-    return write_whole(path, lambda temporary: flat.to_csv(temporary, index=False))
+        return write_whole(path, lambda temporary: table.to_parquet(temporary, index=False, schema=schema))
+    flat = table.assign(**{name: table[name].map(cell_text) for name in table if table[name].dtype == object})
+    return write_whole(path, lambda to: flat.to_csv(to, index=False, **CSV))
 
 
-def _listed(value: object) -> str | None:
-    """Returns a list, tuple or array as JSON text; None for any other value."""
-    if not isinstance(value, list | tuple | np.ndarray):
-        return None
-    return json.dumps([one.item() if isinstance(one, np.generic) else one for one in value])
+CSV = {"quoting": csv.QUOTE_NONNUMERIC, "lineterminator": "\n"}
+"""Arguments of `DataFrame.to_csv`: texts are in quotes, also those with a line end."""
+
+
+def cell_text(value: object) -> object:
+    """Returns a list, array or dict as JSON text, for a cell of a CSV file; any other value as it is."""
+    if isinstance(value, list | tuple | dict | np.ndarray):
+        return json.dumps(value, ensure_ascii=False, default=_plain)
+    return value
+
+
+def _plain(value: object) -> object:
+    """Returns a value of numpy as one that JSON has. Raises: TypeError for any other value."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"no JSON of {type(value).__name__}")
