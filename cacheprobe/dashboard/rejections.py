@@ -123,8 +123,8 @@ class Rejections:
     def _texts(self) -> list[str]:
         """What a search looks through, by line: the text before with the drafted token, and with the committed one."""
         table = self.drafts
-        tokens = zip(table.text_before, table.drafted_token, table.committed_token, strict=True)
-        return [searchable(f"{before}{drafted}\n{before}{committed or ''}") for before, drafted, committed in tokens]
+        tokens = zip(table.text_before, table.drafted_token, table.committed_token.fillna(""), strict=True)
+        return [searchable(f"{before}{drafted}\n{before}{committed}") for before, drafted, committed in tokens]
 
     def _lines(self, selection: Selection) -> tuple[int, ...]:
         """Returns the numbers of the lines of `drafts` that the list holds, in its order. Raises: ValueError for an

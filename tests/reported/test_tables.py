@@ -176,6 +176,14 @@ def test_tables_of_one_kind_have_one_schema(names: tuple[str, ...], runs: dict[s
     assert differences({name: types_of(TABLES[name](runs["drafted"])) for name in names}) == []
 
 
+def test_a_query_finds_one_schema(everywhere: dict[str, cp.Trace]) -> None:
+    """`Trace.table`, whose types are DuckDB's."""
+    for name in ("rows", "events", "hypotheses", "ledger", "tokens"):
+        found = [everywhere[of].table(name) for of in ("undrafted", "drafted", "undrafted, loaded", "drafted, loaded")]
+        types = [dict(zip(one.columns, map(str, one.types), strict=True)) for one in found]
+        assert types == [types[0]] * 4, name
+
+
 def test_every_public_table_is_looked_at() -> None:
     trace = {name: getattr(cp.Trace, name) for name in dir(cp.Trace) if not name.startswith("_")}
     analysis = {f"cp.analysis.{name}": getattr(A, name) for name in A.__all__}
