@@ -1,6 +1,7 @@
 """Tables have one schema, whatever a run holds: in memory, in every Parquet file, and exported."""
 
 import inspect
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from cacheprobe.cli import look, sweep
 from cacheprobe.lenses.base import LensError
 from cacheprobe.models.base import ModelError
 from cacheprobe.trace.parts.following import FollowedRun
+from cacheprobe.trace.storage import migrate_run
 from cacheprobe.trace.stored import StoredRun
 from tests.dashboard.growing_run import part_each_round
 from tests.dictionaries.planted import random_dictionary
@@ -28,6 +30,7 @@ from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 FEW: dict[str, Any] = {**SMALL, "max_new_tokens": 8}
 EARLY = cp.drafters.EarlyExit(layer=1)
 LENS = cp.lenses.LogitLens()
+EARLIER = [Path(__file__).parents[1] / "fixtures" / name for name in ("trace-v1", "trace-v6")]
 
 
 def imported(**to: Any) -> cp.Trace:
@@ -74,8 +77,9 @@ def saved(runs: dict[str, cp.Trace], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def everywhere(runs: dict[str, cp.Trace], saved: dict[str, Path]) -> dict[str, cp.Trace]:
-    """The runs in memory, and loaded from the disk."""
-    return runs | {f"{name}, loaded": cp.load_trace(saved[name], trace.model) for name, trace in runs.items()}
+    """The runs in memory, and loaded from the disk; and runs that earlier versions saved."""
+    loaded_again = {f"{name}, loaded": cp.load_trace(saved[name], trace.model) for name, trace in runs.items()}
+    return runs | loaded_again | {folder.name: cp.load_trace(folder, loaded()) for folder in EARLIER}
 
 
 def with_costs(trace: cp.Trace) -> pd.DataFrame:
@@ -221,7 +225,8 @@ def stored_types(files: Iterator[Path]) -> dict[str, dict[str, dict[str, str]]]:
 def test_every_parquet_file_has_one_schema(
     runs: dict[str, cp.Trace], saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of saved runs, of runs that are recorded in parts, while they grow and at their end, and of recorded imports."""
+    """Of saved and migrated runs, of runs that are recorded in parts, while they grow and at their end, and of recorded
+    imports."""
     part_each_round(monkeypatch)
     monkeypatch.setattr("os.fsync", lambda file: None)  # many parts; no power is cut
     made = dict(
@@ -231,6 +236,9 @@ def test_every_parquet_file_has_one_schema(
         imported=lambda to: imported(model=loaded(), out=to),
     )
     files = [file for folder in saved.values() for file in folder.glob("*.parquet")]
+    for folder in EARLIER:
+        migrate_run(shutil.copytree(folder, tmp_path / folder.name))
+        files += (tmp_path / folder.name).glob("*.parquet")
     for name, make in made.items():
         files += make(tmp_path / name).save(tmp_path / f"{name} again").glob("*.parquet")
         files += (tmp_path / name).glob("*.parquet")
@@ -243,12 +251,10 @@ def test_every_parquet_file_has_one_schema(
             pass
         stream.close()
         files += (tmp_path / name).glob("*.parquet")
-        for run in (cp.load_trace(tmp_path / name), FollowedRun(tmp_path / name)):
-            assert (
-                run.events.dtypes.equals(runs["drafted"].event_table.dtypes)
-                if isinstance(run, FollowedRun)
-                else (types_of(run.rejected()) == types_of(runs["undrafted"].rejected()))
-            )
+        growing, followed = cp.load_trace(tmp_path / name), FollowedRun(tmp_path / name)
+        assert growing.rejected().dtypes.equals(runs["drafted"].rejected().dtypes)
+        assert growing.features().dtypes.equals(followed.features.dtypes)
+        assert followed.events.dtypes.equals(runs["drafted"].events().dtypes)
     found = stored_types(iter(files))
     assert {*found} == {"rows", "events", "ledger", "tokens", "hypotheses", "features", "thoughts"}
     assert {kind: said for kind, of in found.items() if (said := differences(of))} == {}

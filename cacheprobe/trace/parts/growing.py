@@ -224,7 +224,7 @@ class GrowingRun:
             **({} if (features := self.features(rows)) is None else {"features": features}),
         }
         for name, table in written.items():
-            files.write(f"{name}-{run_id}.parquet", lambda path, of=(table, name): write_parquet(of[0], path, of[1]))
+            files.write(f"{name}-{run_id}.parquet", lambda path, t=table, of=name: write_parquet(t, path, of))
         if (states := self.thought_states) is not None:
             thoughts = self.thoughts(rows)
             files.write(f"thoughts-{run_id}.parquet", lambda path: write_parquet(thoughts, path, "thoughts"))

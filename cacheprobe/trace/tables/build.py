@@ -75,11 +75,10 @@ def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
     """Returns the events table: a DataFrame with one line for every request in every step (mostly a pass).
 
     Columns: step, phase, batch_rows, batch_slots (batch size and token slots of the pass), request_id, seconds;
-    draft_start, draft_token_ids, target_token_ids, num_accepted, num_rolled_back, finish (of a verify pass; null in
-    other passes, and arrays without a token);
+    draft_start, draft_token_ids, target_token_ids, num_accepted, num_rolled_back, finish (of a verify pass);
     proposed_token_ids (draft tokens that this step added); committed_token_ids and their committed_logprobs_nats under
     the model's unprocessed logits; recovered_token_id, bonus_token_id; margin_nats (the smallest of the step's
-    choices).
+    choices). A cell of several numbers is an array, which may be empty.
     """
     records = []
     for step in steps:
