@@ -1,18 +1,16 @@
 """Filters the table of lens readings (hypotheses) and writes it to a CSV or Parquet file."""
 
-import csv
 import json
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+from pyarrow import csv
 
 from cacheprobe.core.files import write_whole
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 ENDINGS = (".csv", ".parquet")
 _FILTERS = {"request": "request_id", "layer": "layer", "site": "site", "status": "status", "lens": "lens"}
@@ -48,27 +46,36 @@ def require_ending(path: Path) -> None:
 def write_table(table: pd.DataFrame, path: Path, schema: "pa.Schema | None" = None) -> Path:
     """Writes a DataFrame to a .csv or .parquet file and returns the path; after an error the earlier file is unchanged.
 
-    CSV holds lists as JSON, texts in quotes, and nothing for a missing value. Texts such as "null" and "007" are read
-    as they are with `pd.read_csv(path, keep_default_na=False, na_values=[""], dtype={"token": "str"})`.
+    Texts such as "null" and "007" in a .csv file are read as they are with
+    `pd.read_csv(path, keep_default_na=False, na_values=[""], dtype={"token": "str"})`.
     schema: Arrow types of a Parquet file; by default those that Arrow finds in the values.
     Raises: ValueError for another ending.
     """
     require_ending(path)
     if path.suffix == ".parquet":
         return write_whole(path, lambda temporary: table.to_parquet(temporary, index=False, schema=schema))
-    flat = table.assign(**{name: table[name].map(cell_text) for name in table if table[name].dtype == object})
-    return write_whole(path, lambda to: flat.to_csv(to, index=False, **CSV))
+    return write_whole(path, lambda temporary: write_csv(table, temporary))
 
 
-CSV = {"quoting": csv.QUOTE_NONNUMERIC, "lineterminator": "\n"}
-"""Arguments of `DataFrame.to_csv`: texts are in quotes, also those with a line end."""
+def write_csv(table: pd.DataFrame, to: "Path | BytesIO") -> None:
+    """Writes a DataFrame as CSV: texts in quotes, lists as JSON in quotes, and nothing for a missing value."""
+    columns = {str(name): _printable(column) for name, column in table.items()}
+    csv.write_csv(pa.Table.from_pandas(pd.DataFrame(columns, table.index), preserve_index=False), to)
 
 
-def cell_text(value: object) -> object:
-    """Returns a list, array or dict as JSON text, for a cell of a CSV file; any other value as it is."""
+def _printable(column: pd.Series) -> pd.Series:
+    """Returns a column with durations, and objects of any kind, as text."""
+    if column.dtype.kind not in "Om" or isinstance(column.dtype, pd.StringDtype):
+        return column
+    texts = [None if is_null else cell_text(cell) for cell, is_null in zip(column, column.isna(), strict=True)]
+    return pd.Series(texts, column.index, dtype="str")
+
+
+def cell_text(value: object) -> str:
+    """Returns a value as text: a list, array or dict as JSON."""
     if isinstance(value, list | tuple | dict | np.ndarray):
         return json.dumps(value, ensure_ascii=False, default=_plain)
-    return value
+    return str(value)
 
 
 def _plain(value: object) -> object:
