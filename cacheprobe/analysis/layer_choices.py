@@ -4,8 +4,7 @@ import pandas as pd
 
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.trace.tables.draft_verdicts import by_verdict, prediction_depths
-
-_ROW = ["request_id", "row", "step", "phase", "status", "position", "verdict"]
+from cacheprobe.trace.tables.schema import typed
 
 
 def agreement_by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
@@ -35,18 +34,17 @@ def prediction_depth_of(hypotheses: pd.DataFrame) -> pd.DataFrame:
     """
     if hypotheses.empty:
         raise ValueError("there are no hypotheses; capture must include Z")
-    # the other columns of _ROW are equal in all readings of a row
+    # the other columns are equal in all readings of a row
     table = hypotheses.sort_values(["request_id", "row", "layer"], ignore_index=True)
     is_change = (table.row != table.row.shift()) | (table.token_id != table.token_id.shift())
     changes = table[is_change].groupby("row", sort=False).token
     ends = table[~table.row.duplicated(keep="last")].rename(columns={"token": "final_token"})
     ends = ends.assign(
-        prediction_depth=prediction_depths(table).astype("int64"),
+        prediction_depth=prediction_depths(table),
         num_flips=changes.size().to_numpy() - 1,
         path=changes.agg(" → ".join).to_numpy(),
     )
-    columns = ["prediction_depth", "num_flips", "path", "final_token", "committed_token", "drafted_token", "agrees"]
-    return ends[[*_ROW, *columns]].reset_index(drop=True)
+    return typed(ends.reset_index(drop=True), "prediction_depth")
 
 
 def with_groups(depths: pd.DataFrame) -> pd.DataFrame:

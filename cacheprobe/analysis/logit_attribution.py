@@ -17,6 +17,7 @@ from cacheprobe.models.hf.frozen_norm import FrozenNorm
 from cacheprobe.models.output_parts import HeadWriter, OutputParts
 from cacheprobe.ops.sampling import lowest_argmax
 from cacheprobe.ops.state_codec import INT8
+from cacheprobe.trace.tables.schema import typed
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
@@ -75,22 +76,20 @@ def attribution(
         lines.append(("unembed bias", None, None, output.bias[token_ids].double().cpu()))
     names = ("request_id", "row", "position", "status")
     texts = [visible(text) for text in model.token_texts(token_ids)]
-    table = pd.DataFrame(
-        [
-            {
-                **{name: row_info[name] for name in names},
-                "token_id": token_id,
-                "token": text,
-                "layer": layer,
-                "site": site,
-                "head": head,
-                "logit": float(values[i]),
-            }
-            for i, (token_id, text) in enumerate(zip(token_ids, texts, strict=True))
-            for site, layer, head, values in lines
-        ]
-    )
-    return table.astype({"layer": "Int64", "head": "Int64"})
+    table = [
+        {
+            **{name: row_info[name] for name in names},
+            "token_id": token_id,
+            "token": text,
+            "layer": layer,
+            "site": site,
+            "head": head,
+            "logit": float(values[i]),
+        }
+        for i, (token_id, text) in enumerate(zip(token_ids, texts, strict=True))
+        for site, layer, head, values in lines
+    ]
+    return typed(table, "attribution")
 
 
 def _find_row(

@@ -8,6 +8,8 @@ Rolled-back rows have the same measures; `analysis.distributions.rejected_tokens
 import numpy as np
 import pandas as pd
 
+from cacheprobe.trace.tables.schema import typed
+
 ROW = ["request_id", "row", "step", "phase", "status", "position"]
 
 
@@ -53,13 +55,14 @@ def commitment(hypotheses: pd.DataFrame, margin: float = 0.5) -> pd.DataFrame:
     layer = ends.row.map(confident.layer).astype("Int64")
     token = ends.row.map(confident.token_id).astype("Int64")
     agrees = (token == ends.committed_token_id).astype("boolean")
-    return ends[ROW].assign(
+    table = ends[ROW].assign(
         commitment_layer=layer,
         commitment_token_id=token,
         commitment_token=ends.row.map(confident.token),
-        stays=(token == ends.token_id).astype("boolean"),
+        stays=token == ends.token_id,
         agrees=agrees.where((token.notna() & ends.committed_token_id.notna()).to_numpy(dtype=bool)),
-    ).reset_index(drop=True)  # fmt: skip
+    )
+    return typed(table.reset_index(drop=True), "commitment")
 
 
 def saturation(hypotheses: pd.DataFrame, top: int = 3) -> pd.DataFrame:

@@ -7,6 +7,7 @@ import pandas as pd
 from cacheprobe.analysis import measures
 from cacheprobe.analysis.layer_choices import agreement_by_layer, prediction_depth_of
 from cacheprobe.core.hook_names import PATTERN
+from cacheprobe.trace.tables.schema import typed
 from cacheprobe.trace.tables.token_history import standing_at, token_history, tokens_with_texts
 from cacheprobe.trace.tables.token_measures import token_measures
 
@@ -27,7 +28,8 @@ def tokens_at(trace: "Trace", step: SupportsIndex) -> pd.DataFrame:
     Columns: request_id, place, token_id, margin_nats, born, decided_step, outcome and state, as in
     `trace.tables.token_history.standing_at`; token, its text.
     """
-    return tokens_with_texts(standing_at(token_history(trace.event_table), int(step)), trace.token_texts)
+    standing = standing_at(token_history(trace.event_table), int(step))
+    return typed(tokens_with_texts(standing, trace.token_texts), "tokens_at")
 
 
 def generated_tokens(trace: "Trace", request_id: SupportsIndex) -> pd.DataFrame:
@@ -42,7 +44,7 @@ def generated_tokens(trace: "Trace", request_id: SupportsIndex) -> pd.DataFrame:
     readings = None if table is None else table[table.request_id == number]
     num_prompt_tokens = len(trace.requests[number].prompt_token_ids)
     measures = token_measures(events[events.request_id == number], readings, num_prompt_tokens)
-    return tokens_with_texts(measures, trace.token_texts)
+    return typed(tokens_with_texts(measures, trace.token_texts), "generated_tokens")
 
 
 def agreement(trace: "Trace") -> pd.DataFrame:

@@ -13,7 +13,7 @@ from cacheprobe.lenses.base import Lens, LensError, require_readable
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.tables.build import hypotheses_table
-from cacheprobe.trace.tables.draft_verdicts import with_read_tokens, with_verdicts
+from cacheprobe.trace.tables.draft_verdicts import with_verdicts
 
 if TYPE_CHECKING:
     from cacheprobe.trace.data import TraceData
@@ -70,8 +70,7 @@ def read_states(
         raise LensError(message)
     table = hypotheses_table(columns, trace.row_table, lens.name, model.token_texts, site)
     lengths = {request.request_id: request.num_prompt_tokens for request in trace.requests}
-    table = with_verdicts(table, trace.event_table, lengths, _Texts(model))
-    return with_read_tokens(table, trace.row_table)
+    return with_verdicts(table, trace.row_table, trace.event_table, lengths, _Texts(model))
 
 
 class _Texts(dict[int, str]):

@@ -26,7 +26,7 @@ from cacheprobe.trace.parts.background import Background
 from cacheprobe.trace.parts.growing import GrowingRun
 from cacheprobe.trace.parts.journal import Journal, append_part, last_step, next_number, waiting_file
 from cacheprobe.trace.places import Recording, saying_why
-from cacheprobe.trace.run_files import RunFiles
+from cacheprobe.trace.run_files import RunFiles, write_parquet
 from cacheprobe.trace.state_store import tensor_key
 from cacheprobe.trace.tables import build as tables
 from cacheprobe.trace.tables.thoughts import first_logits, thought_lines, thought_states
@@ -156,10 +156,11 @@ class DiskWriter(Observer):
         self._new_tokens |= {*tokens.tolist()} - self._seen_tokens
         for kind, table in (("rows", rows), ("events", events), ("ledger", tables.ledger_table(part.ledger))):
             if len(table):
-                self._write_table(kind, table)
+                self._write_table(kind, table, kind)
         if part.thoughts:
             assert self.recorder.model is not None
-            self._write_table("thoughts", thought_lines(part.thoughts, self.requests, self.recorder.model))
+            lines = thought_lines(part.thoughts, self.requests, self.recorder.model)
+            self._write_table("thoughts", lines, "thoughts of a part")
             logits = first_logits(part.thoughts)
             thoughts = {"states": thought_states(part.thoughts), "first_logits": logits}
             self._write_tensors("thoughts", lambda: thoughts)
@@ -179,9 +180,9 @@ class DiskWriter(Observer):
         command = f"`cacheprobe resume {self.place.directory}`"
         return f"its whole parts stay; when the fault is gone, {command} continues it, unless it is an import"
 
-    def _write_table(self, kind: str, table: pd.DataFrame) -> None:
+    def _write_table(self, kind: str, table: pd.DataFrame, schema: str) -> None:
         name = f"{kind}-{self.place.run_id}-{self._number:05d}.parquet"
-        self._in_background(lambda: self._files.write(name, lambda path: table.to_parquet(path, index=False)))
+        self._in_background(lambda: self._files.write(name, lambda path: write_parquet(table, path, schema)))
         self._names.setdefault(kind, []).append(name)
 
     def _write_tensors(self, kind: str, tensors: Callable[[], Mapping[str, Tensor]]) -> None:

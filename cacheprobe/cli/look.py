@@ -48,7 +48,8 @@ def hypotheses(
     run
         Directory of a saved run.
     out
-        The file, ending in .csv or .parquet.
+        The file, ending in .csv or .parquet. In .csv, pandas takes the tokens null and NA for missing values, unless
+        read_csv has keep_default_na=False, na_values=[""].
     request
         Only readings of these requests, such as 0 3.
     layer
@@ -63,11 +64,12 @@ def hypotheses(
     """
     import cacheprobe as cp
     from cacheprobe.core.export import require_ending, select_hypotheses, write_table
+    from cacheprobe.trace.tables.schema import arrow_schema
 
     require_ending(out)
     table = cp.load_trace(run).hypotheses(include_rolled_back=bool(set(status) & {"rolled_back", "given_up"}))
     chosen = select_hypotheses(table, request=request, layer=layer, site=site, status=status, lens=lens)
-    print(f"{len(chosen)} of {len(table)} readings: {write_table(chosen, out)}")
+    print(f"{len(chosen)} of {len(table)} readings: {write_table(chosen, out, arrow_schema('Trace.hypotheses'))}")
 
 
 def export(

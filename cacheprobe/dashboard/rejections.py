@@ -137,11 +137,11 @@ class Rejections:
         drafted token or up to the committed one, these included."""
         first = {request_id: text.find(wanted) for request_id, (text, _) in self._texts.items()}
         found = []
-        for line in self.drafts.itertuples():
+        for line in self.drafts.fillna({"committed_token": ""}).itertuples():
             text, starts = self._texts[line.request_id]
             start = starts[line.position]
             end = text[max(start - len(wanted), 0) : start]
-            tokens = (searchable(token or "") for token in (line.drafted_token, line.committed_token))
+            tokens = (searchable(token) for token in (line.drafted_token, line.committed_token))
             is_before = 0 <= first[line.request_id] <= start - len(wanted)
             found.append(is_before or any(wanted in end + token for token in tokens))
         return np.array(found, dtype=bool)

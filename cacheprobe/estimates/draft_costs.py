@@ -8,8 +8,7 @@ from typing import Unpack
 
 import pandas as pd
 
-from cacheprobe.analysis.draft_replay.speedup import COSTS
-from cacheprobe.analysis.draft_replay.tables import DRAFTER, names_of
+from cacheprobe.analysis.draft_replay.tables import names_of
 from cacheprobe.core.config import EngineOptions
 from cacheprobe.core.progress import Progress
 from cacheprobe.core.records import Observer, StepRecord
@@ -19,6 +18,7 @@ from cacheprobe.engine.shapes import choose_shapes
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.turns import hold_model
 from cacheprobe.plan import RunPlan
+from cacheprobe.trace.tables.schema import typed
 
 
 class StepClock(Observer):
@@ -109,7 +109,7 @@ def draft_costs(
         for number, (drafter, window) in enumerate(kinds)
         if drafter is not None
     ]
-    return pd.DataFrame(lines, columns=[*DRAFTER, "window", *COSTS]).astype({"layer": "Int64"})
+    return typed(lines, "draft_costs")
 
 
 def timed_run(

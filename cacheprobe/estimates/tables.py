@@ -27,6 +27,7 @@ from cacheprobe.plan import RunPlan
 from cacheprobe.trace.manifest import MANIFEST
 from cacheprobe.trace.run_files import write_parquet
 from cacheprobe.trace.tables.build import hypotheses_table
+from cacheprobe.trace.tables.schema import typed
 from cacheprobe.trace.trace import Trace
 
 SAMPLE_ROWS = 600
@@ -101,26 +102,26 @@ def sample_tables(plan: RunPlan, drafter: Drafter | None, states: Sequence[Seque
     if (features := FeatureRecorder.of(plan.capture, plan.model)) is not None:
         tables["features"] = _features(features)
     memory = {name: PerLine(0.0, table.memory_usage(deep=True).sum() / len(table)) for name, table in tables.items()}
-    disk = {name: _on_disk(table) for name, table in tables.items()}
+    disk = {name: _on_disk(name, table) for name, table in tables.items()}
     disk["manifest"] = _manifest(trace, tally)
     memory["manifest"] = PerLine(0.0, 0.0)
     return TableCosts(memory, disk, PerLine(0.0, seconds / len(trace.row_table)), reading_seconds)
 
 
-def _on_disk(table: pd.DataFrame) -> PerLine:
+def _on_disk(name: str, table: pd.DataFrame) -> PerLine:
     """Returns the bytes of a Parquet file by lines, from the whole table and its first half."""
     lines, half = len(table), len(table) // 2
-    whole = _parquet_bytes(table)
+    whole = _parquet_bytes(name, table)
     if half < 2:
         return PerLine(whole, 0.0)
-    line = max(whole - _parquet_bytes(table.iloc[:half]), 0) / (lines - half)
+    line = max(whole - _parquet_bytes(name, table.iloc[:half]), 0) / (lines - half)
     return PerLine(whole - line * lines, line)
 
 
-def _parquet_bytes(table: pd.DataFrame) -> int:
+def _parquet_bytes(name: str, table: pd.DataFrame) -> int:
     """Returns the size of a table as a Parquet file in bytes, as a saved run holds it."""
     file = io.BytesIO()
-    write_parquet(table, file)
+    write_parquet(table, file, name)
     return file.getbuffer().nbytes
 
 
@@ -142,7 +143,7 @@ def _features(features: FeatureRecorder) -> pd.DataFrame:
         "feature": (numbers[0] * features.dictionary.config.d_sae).long(),
         "activation": numbers[1],
     }
-    return pd.DataFrame({name: column.numpy() for name, column in columns.items()})
+    return typed(pd.DataFrame({name: column.numpy() for name, column in columns.items()}), "features")
 
 
 def _readings(plan: RunPlan, trace: Trace) -> tuple[pd.DataFrame, float]:

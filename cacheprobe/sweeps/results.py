@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 SHARD_TABLES = ("hypotheses", "rows", "events", "ledger", "thoughts")
 _NAMED = re.compile(r"(?:\bfrom|\bjoin|,)\s*\"?(\w+)")
 """Regular expression of words in a query that may be table names. A wrong match only creates an unused view."""
+_DTYPES = {"BOOLEAN": "boolean", "VARCHAR": "str"} | {
+    f"{sign}{name}": f"{'UInt' if sign else 'Int'}{bits}"
+    for name, bits in (("TINYINT", 8), ("SMALLINT", 16), ("INTEGER", 32), ("BIGINT", 64))
+    for sign in ("", "U")
+}
+"""Dtypes of columns by DuckDB's type, with and without nulls."""
 _LAYERS = (
     f"select digest, {', '.join(AXIS_COLUMNS)}, unnest(layers, recursive := true) from committed_cells "
     "where len(layers) > 0"
@@ -60,7 +66,7 @@ class Sweep:
     @property
     def cells(self) -> pd.DataFrame:
         """DataFrame with one line for each committed cell: digest, axes, measured numbers, settings, versions, size."""
-        return self._index.drop_columns(["layers", "tables"]).to_pandas()
+        return self._index.drop_columns(["layers", "tables"]).to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
 
     @property
     def layers(self) -> pd.DataFrame:
@@ -87,7 +93,11 @@ class Sweep:
                 for name in sorted(set(_NAMED.findall(sql.lower())) & set(SHARD_TABLES)):
                     if read := self._shard_table(name):
                         connection.execute(f"create view {name} as {read}")
-                return connection.execute(sql).df()
+                result = connection.execute(sql)
+                kinds = [str(kind) for _, kind, *_ in result.description]
+                table = result.df()
+                dtypes = {name: _DTYPES[kind] for name, kind in zip(table, kinds, strict=True) if kind in _DTYPES}
+                return table.astype(dtypes)
             except database.Error as error:
                 raise ValueError(f"the query cannot be answered: {error}") from error
 

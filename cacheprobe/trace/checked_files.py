@@ -22,16 +22,11 @@ from cacheprobe.core.files import sha256_of_file
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.manifest import BLOCK_BYTES, BLOCK_HEX, TraceError, stored_manifest
 from cacheprobe.trace.migrate import FIRST_WITH_CHECKSUMS
+from cacheprobe.trace.tables.schema import TABLES
 
 _COLUMNS = {
-    "rows": "row request_id step phase position token_id num_layers token state_index role status",
-    "events": "step phase batch_rows batch_slots request_id seconds proposed_token_ids draft_start draft_token_ids "
-    "target_token_ids num_accepted num_rolled_back committed_token_ids recovered_token_id bonus_token_id finish "
-    "margin_nats",
-    "ledger": "request_id step start end provenance",
-    "hypotheses": "row request_id step phase role status position layer site lens token_id token logprob_nats "
-    "entropy_nats committed_token_id committed_token rank committed_logprob_nats agrees top_token_ids top_logprob_nats",
-    "tokens": "token_id token",
+    name: set(TABLES[name]) - {"committed_logprobs_nats"}
+    for name in ("rows", "events", "ledger", "hypotheses", "tokens")
 }
 """Columns that a table has in every trace format, by the first part of the file name."""
 
@@ -165,9 +160,8 @@ class CheckedFiles:
 
     def _require_columns(self, name: str, columns: Sequence[str]) -> None:
         """Raises: TraceError if a column that every trace format has is not among `columns`."""
-        wanted = _COLUMNS.get(name.split("-")[0], "").split()
-        if lacking := [column for column in wanted if column not in columns]:
-            raise TraceError(f"{self.directory / name} has no column {lacking[0]}; run it again or restore the file")
+        if lacking := _COLUMNS.get(name.split("-")[0], set()).difference(columns):
+            raise TraceError(f"{self.directory / name} has no column {min(lacking)}; run it again or restore the file")
 
     @contextmanager
     def naming(self, name: str) -> Iterator[None]:

@@ -127,20 +127,12 @@ def migrated(manifest: Manifest) -> Manifest:
     return manifest
 
 
-def migrated_events(events: pd.DataFrame) -> pd.DataFrame:
-    """Returns the events table. If it has no column committed_logprobs_nats (trace format 1), adds the column, with an
-    empty list in each cell."""
-    if "committed_logprobs_nats" in events.columns:
-        return events
-    at = events.columns.get_loc("committed_token_ids") + 1
-    return pd.concat(
-        [
-            events.iloc[:, :at],
-            pd.Series([[] for _ in range(len(events))], index=events.index, name="committed_logprobs_nats"),
-            events.iloc[:, at:],
-        ],
-        axis=1,
-    )
+def migrated_events(table: pd.DataFrame) -> pd.DataFrame:
+    """Returns a stored table. If it is an events table without the column committed_logprobs_nats (trace format 1),
+    adds the column, with an empty list in each cell."""
+    if "committed_token_ids" not in table.columns or "committed_logprobs_nats" in table.columns:
+        return table
+    return table.assign(committed_logprobs_nats=[[] for _ in range(len(table))])
 
 
 def migrated_rows(rows: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapping[int, int]) -> pd.DataFrame:

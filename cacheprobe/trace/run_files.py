@@ -15,6 +15,7 @@ from cacheprobe.core.files import fsync
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.checked_files import checksums_of
 from cacheprobe.trace.manifest import FORMAT_VERSION, MANIFEST, sha256_of_manifest
+from cacheprobe.trace.tables.schema import arrow_table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,9 +44,9 @@ def parquet_options(schema: pa.Schema) -> JsonDict:
     }
 
 
-def write_parquet(table: pd.DataFrame, path: "Path | BytesIO") -> None:
-    """Writes a table of a run as one Parquet file. path: or an open file."""
-    arrow = pa.Table.from_pandas(table, preserve_index=False)
+def write_parquet(table: pd.DataFrame, path: "Path | BytesIO", name: str) -> None:
+    """Writes a table of a run as one Parquet file. path: or an open file.  name: of the table in `schema.TABLES`."""
+    arrow = arrow_table(table, name)
     pq.write_table(arrow, path, row_group_size=ROW_GROUP, **parquet_options(arrow.schema))
 
 

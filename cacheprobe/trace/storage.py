@@ -39,6 +39,7 @@ from cacheprobe.trace.parts.shards import ShardStore, header_of, read_tensor
 from cacheprobe.trace.places import saving
 from cacheprobe.trace.run_files import RunFiles, write_parquet
 from cacheprobe.trace.state_store import tensor_key
+from cacheprobe.trace.tables.schema import typed
 
 SHARD_BYTES = 10**9
 TABLES = {
@@ -99,7 +100,7 @@ def _write_run(trace: TraceData, directory: Path, staging: Path, run_id: str) ->
         if table is not None:
             files.write(
                 f"{name}-{run_id}.parquet",
-                lambda path, table=table: write_parquet(table, path),
+                lambda path, table=table, name=name: write_parquet(table, path, name),
             )
     if trace.thought_states is not None:
         files.write_tensors(_THOUGHT_STATES.format(run_id), {"states": trace.thought_states.contiguous()})
@@ -131,9 +132,9 @@ def load_fields(directory: Path, model: CachedLM | None) -> dict[str, Any]:
     def stored(name: str) -> pd.DataFrame | None:
         """Returns a table of the run as it is stored; None if the run has no such table."""
         file = f"{name}-{run_id}.parquet"
-        return files.table(file).to_pandas() if file in files.sizes else None
+        return typed(migrated_events(files.table(file).to_pandas()), name) if file in files.sizes else None
 
-    events, tokens, rows = migrated_events(stored("events")), stored("tokens"), stored("rows")
+    events, tokens, rows = stored("events"), stored("tokens"), stored("rows")
     if tokens is None:
         rows = migrated_rows(rows, events, lengths)
     rows = renamed_status(rows, manifest["stored_version"])

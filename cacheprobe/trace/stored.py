@@ -14,8 +14,9 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.checked_files import CheckedFiles
 from cacheprobe.trace.manifest import UNREAD, TraceError, read_manifest, require_whole
 from cacheprobe.trace.migrate import migrated_events, migrated_readings, migrated_rows, renamed_status
-from cacheprobe.trace.tables.draft_verdicts import with_read_tokens, with_verdicts
+from cacheprobe.trace.tables.draft_verdicts import with_verdicts
 from cacheprobe.trace.tables.recorded_features import recorded_lines
+from cacheprobe.trace.tables.schema import typed
 
 REQUESTS_IN_MEMORY = 8
 """Number of requests whose readings stay in memory, in Arrow's compact form."""
@@ -78,7 +79,7 @@ class StoredRun:
     @cached_property
     def events(self) -> pd.DataFrame:
         """Events table of the saved run: a DataFrame with one line for each request in each step (mostly a pass)."""
-        return migrated_events(self._read_table("events"))
+        return self._read_table("events")
 
     @cached_property
     def ledger(self) -> pd.DataFrame:
@@ -134,8 +135,7 @@ class StoredRun:
             readings = migrated_readings(readings, self.rows)
         readings = renamed_status(readings, self._manifest["stored_version"])
         events = self.events[self.events.request_id == request_id]
-        readings = with_verdicts(readings, events, self._prompt_lengths, self.token_texts)
-        return with_read_tokens(readings, self.rows)
+        return with_verdicts(readings, self.rows, events, self._prompt_lengths, self.token_texts)
 
     def readings_of_rows(self, rows: Sequence[int], columns: Sequence[str]) -> pd.DataFrame:
         """Returns some columns of the lens readings of some rows, as a DataFrame with one line for each row and layer.
@@ -218,4 +218,4 @@ class StoredRun:
         damaged."""
         if not self._has_table(name):
             raise TraceError(f"{self.directory} holds no table of {name}; run it again")
-        return self._files.table(self._file(name)).to_pandas()
+        return typed(migrated_events(self._files.table(self._file(name)).to_pandas()), name)

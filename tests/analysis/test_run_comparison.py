@@ -96,7 +96,7 @@ def test_counts_are_those_of_the_verdicts() -> None:
     for trace in pair():
         counts = draft_counts(trace.events())
         lines = trace.events().to_dict("records")
-        judged = [line for line in lines if line["phase"] == "verify" and line["draft_token_ids"]]
+        judged = [line for line in lines if line["phase"] == "verify" and len(line["draft_token_ids"])]
         assert counts["draft tokens in verify passes"] == sum(len(line["draft_token_ids"]) for line in judged)
         assert counts["of these accepted"] == sum(line["num_accepted"] for line in judged)
         lost = [line for line in judged if line["num_accepted"] < len(line["draft_token_ids"])]

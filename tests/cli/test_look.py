@@ -13,7 +13,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.cli import look as cli_look
-from cacheprobe.core import terminal
+from cacheprobe.core import export, terminal
 from cacheprobe.core.export import write_table
 from cacheprobe.core.terminal import Listing
 from cacheprobe.plots.report.listings import request_listings, run_listings
@@ -203,11 +203,11 @@ def test_a_failed_write_leaves_the_old_table(stored: Path, tmp_path: Path, monke
     out = tmp_path / "readings.csv"
     out.write_text("old")
 
-    def full(self: pd.DataFrame, path: Path, **_: object) -> None:
-        Path(path).write_text("half")
+    def full(table: pd.DataFrame, path: Path) -> None:
+        path.write_text("half")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(pd.DataFrame, "to_csv", full)
+    monkeypatch.setattr(export, "write_csv", full)
     with pytest.raises(OSError, match="no space"):
         cli_look.hypotheses(stored, out=out)
     assert out.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["readings.csv"]

@@ -141,7 +141,7 @@ def test_the_search_for_edits_is_taken_when_it_is_done(sources: Sources) -> None
     sources.jobs._jobs[book.run.directory, book.run.run_id, 0, question["step"]] = job
     job.table = pd.DataFrame({"edit": ["zero"]})
     assert "cp.analysis.flip(trace, 0," in taken(sources, "flip", question, "code")
-    assert taken(sources, "flip", question, "csv") == "edit\nzero\n"
+    assert taken(sources, "flip", question, "csv") == '"edit"\n"zero"\n'
 
 
 def test_a_spreadsheet_computes_no_cell_and_lists_are_json() -> None:

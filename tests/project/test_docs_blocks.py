@@ -21,6 +21,7 @@ from cacheprobe.models.hf.tiny import TINY, tiny_model
 from cacheprobe.models.plain import files
 from cacheprobe.tasks import CoinFlip, word_tokenizer
 from tests.dictionaries.planted import random_dictionary
+from tests.reported.stated_outputs import run_and_compare
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -102,7 +103,7 @@ def test_the_blocks_of_a_page_run(
     if DICTIONARY in code:
         random_dictionary(layer=12).save(DICTIONARY)
     known = request.getfixturevalue("names") if NAMES in text else {}
-    exec(compile(code, page.name, "exec"), {**known, "__name__": page.stem})
+    assert run_and_compare(code, page.name, {**known, "__name__": page.stem}) == []
 
 
 def test_what_does_not_run_says_why() -> None:

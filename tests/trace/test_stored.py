@@ -89,7 +89,7 @@ def test_the_grid_after_a_step_is_what_was_known_then(trace: cp.Trace) -> None:
         waiting: list[int] = []
         for event in own[own.step <= step].itertuples():
             waiting = [*waiting, *event.proposed_token_ids] if event.phase == "decode" else []
-            committed += event.committed_token_ids
+            committed += event.committed_token_ids.tolist()
         shown = standing_at(history[history.request_id == 0], step).sort_values("place")
         kept = shown[shown.state.isin(["committed", "pending"])]
         assert kept.token_id.tolist() == committed

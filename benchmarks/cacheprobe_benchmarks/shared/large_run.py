@@ -10,6 +10,7 @@ from cacheprobe.models.hf.tiny import tiny_model
 from cacheprobe.trace.rows import LedgerChange
 from cacheprobe.trace.state_store import MemoryStore
 from cacheprobe.trace.tables.build import EVENT_COLUMNS, ledger_table
+from cacheprobe.trace.tables.schema import typed
 
 PROMPT, WINDOW, VOCAB, TOP = 16, 4, 5000, 5
 
@@ -93,9 +94,7 @@ def _schedule(requests: int, tokens: int) -> tuple[pd.DataFrame, pd.DataFrame, p
     table.insert(0, "row", np.arange(len(table)))
     table["token"] = [f" t{i}" for i in table.token_id]
     table["num_layers"], table["state_index"] = 99, -1
-    whole = ("draft_start", "num_accepted", "num_rolled_back", "recovered_token_id", "bonus_token_id")
-    types = dict.fromkeys(whole, "Int64") | {"margin_nats": "Float64", "finish": "string"}
-    return table, pd.DataFrame(events, columns=EVENT_COLUMNS).astype(types), ledger_table(ledger)
+    return typed(table, "rows"), typed(events, "events"), ledger_table(ledger)
 
 
 def _readings(rows: pd.DataFrame, layers: int) -> pd.DataFrame:

@@ -52,7 +52,8 @@ class TokenDrafts:
         self._has_cap = draft_length is not None
         self._context = cast("DraftContext", TokenContext(drafter.name))
         # stop texts need a tokenizer; they end the committed text, so that a right draft ends there too
-        self._state = SequenceState(text.request, True, replace(text.sampling, stop=()))
+        stops = text.sampling.stop_token_ids or ()  # none are known of an import
+        self._state = SequenceState(text.request, True, replace(text.sampling, stop=(), stop_token_ids=stops))
 
     def draft(self, position: int, limit: int) -> Draft:
         """Returns the draft of at most `limit` tokens after the committed token at `position`, from as many calls of

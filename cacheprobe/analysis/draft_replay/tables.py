@@ -9,6 +9,7 @@ from cacheprobe.analysis.draft_replay.passes import CommittedText, ReplayedPass
 from cacheprobe.analysis.draft_replay.recorded import Sampled
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.drafters.early_exit import EarlyExit
+from cacheprobe.trace.tables.schema import typed
 
 DRAFTER = ["drafter", "settings", "layer", "lens"]
 """Columns that name a drafter."""
@@ -61,16 +62,16 @@ def by_request(replayed: Sequence[DraftReplay]) -> pd.DataFrame:
             {
                 "request_id": one.text.request_id,
                 **one.keys,
-                "passes": float(passes),
-                "undrafted": float(undrafted),
-                "drafted": float(drafted),
-                "accepted": float(accepted),
+                "passes": passes,
+                "undrafted": undrafted,
+                "drafted": drafted,
+                "accepted": accepted,
                 "committed": committed,
                 "tokens_per_pass": committed / passes if passes else None,
                 "acceptance_rate": accepted / drafted if drafted else None,
             }
         )
-    return _typed(lines, ["tokens_per_pass", "acceptance_rate"])
+    return typed(lines, "acceptance by request")
 
 
 def by_pass(replayed: Sequence[DraftReplay]) -> pd.DataFrame:
@@ -81,40 +82,33 @@ def by_pass(replayed: Sequence[DraftReplay]) -> pd.DataFrame:
             **one.keys,
             "position": each.position,
             "probability": each.weight,
-            "drafted": float(sum(each.drafted)),
-            "accepted": float(sum(each.accepted)),
+            "drafted": sum(each.drafted),
+            "accepted": sum(each.accepted),
         }
         for one in replayed
         for each in one.passes
     ]
-    columns = ["request_id", *KEYS, "position", "probability", "drafted", "accepted"]
-    return _typed(lines, ["drafted", "accepted"], columns)
+    return typed(lines, "acceptance by pass")
 
 
 def by_place(replayed: Sequence[DraftReplay]) -> pd.DataFrame:
     """Returns a line for each place in a draft, drafter and window, over all requests."""
-    columns = [*KEYS, "place", "drafted", "accepted"]
     lines = [
         {**one.keys, "place": place, "drafted": each.weight * drafted, "accepted": each.weight * accepted}
         for one in replayed
         for each in one.passes
         for place, (drafted, accepted) in enumerate(_padded(each), start=1)
     ]
-    table = _typed(lines, ["drafted", "accepted"], columns)
+    table = typed(lines, "acceptance by place")
     summed = table.groupby([*KEYS, "place"], dropna=False, sort=False, as_index=False)[["drafted", "accepted"]].sum()
     summed["acceptance_rate"] = summed.accepted / summed.drafted
-    return summed[summed.drafted > 0].reset_index(drop=True)
+    return typed(summed[summed.drafted > 0].reset_index(drop=True), "acceptance by place")
 
 
 def _padded(one: ReplayedPass) -> list[tuple[float, float]]:
     """Returns (drafted, accepted) of each place of a pass; nothing is accepted where the replay ends."""
     accepted = [*one.accepted, *[0.0] * (len(one.drafted) - len(one.accepted))]
     return list(zip(one.drafted, accepted, strict=True))
-
-
-def _typed(lines: "list[dict[str, object]]", floats: Sequence[str], columns: "list[str] | None" = None) -> pd.DataFrame:
-    """Returns the lines as a DataFrame, with whole numbers and null in the column layer."""
-    return pd.DataFrame(lines, columns=columns).astype({"layer": "Int64"} | dict.fromkeys(floats, "float64"))
 
 
 TABLES: dict[str, Callable[[Sequence[DraftReplay]], pd.DataFrame]] = {

@@ -17,14 +17,15 @@ from cacheprobe.core.progress import Progress
 from cacheprobe.core.records import STATUSES
 from cacheprobe.core.values import hint
 from cacheprobe.trace.state_store import layer_number
+from cacheprobe.trace.tables.schema import arrow_schema, typed
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
     from cacheprobe.trace.trace import Trace
 
-COLUMNS = ("row", "request_id", "step", "phase", "status", "position", "token_id", "token")
-"""Columns of the rows table that a line has; site, layer and vector follow."""
+_LINE = "states"
+"""Name of the schema of a line but for its vector, whose numbers have the dtype of the states."""
 
 
 class ChosenStates:
@@ -81,11 +82,11 @@ class ChosenStates:
 
     def _batch(self, rows: pd.DataFrame, site: str, layer: int) -> pa.RecordBatch:
         vectors = as_numpy(self.trace.vectors(site, layer, rows))
-        columns = {name: pa.array(rows[name].tolist(), _TYPES[name]) for name in COLUMNS}
-        columns["site"] = pa.array([site] * len(rows), pa.string())
-        columns["layer"] = pa.array([layer] * len(rows), pa.int32())
-        columns["vector"] = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
-        return pa.RecordBatch.from_pydict(columns)
+        about = pa.RecordBatch.from_pandas(
+            rows.assign(site=site, layer=layer), arrow_schema(_LINE), preserve_index=False
+        )
+        flat = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
+        return about.append_column("vector", flat)
 
     def table(self) -> pa.Table:
         """Returns all chosen states as one Arrow table, in memory."""
@@ -117,12 +118,6 @@ def _numbers(given: "SupportsIndex | Sequence[SupportsIndex]") -> list[int]:
     return [index(one) for one in given] if isinstance(given, Iterable) else [index(given)]
 
 
-_TYPES = {
-    **dict.fromkeys(("row", "request_id", "step", "position", "token_id"), pa.int64()),
-    **dict.fromkeys(("phase", "status", "token"), pa.string()),
-}
-
-
 def to_dataframe(
     trace: "Trace",
     sites: "str | Sequence[str] | None" = None,
@@ -138,7 +133,7 @@ def to_dataframe(
     Raises: ValueError for a site, layer or status that the run does not have; KeyError for an unknown request.
     """
     table = ChosenStates(trace, sites, layers, requests, statuses).table()
-    frame = table.drop_columns(["vector"]).to_pandas()
+    frame = typed(table.drop_columns(["vector"]).to_pandas(), _LINE)
     vectors = [chunk.flatten().to_numpy().reshape(-1, chunk.type.list_size) for chunk in table["vector"].chunks]
     frame["vector"] = [vector for chunk in vectors for vector in chunk]
     return frame

@@ -263,9 +263,9 @@ def _text_around(book: Book, line: TableLine) -> str:
     return f"{before}<del>{_token(line.drafted_token)}</del><ins>{_token(line.committed_token)}</ins>{_cut(after)}"
 
 
-def _token(text: str | None) -> str:
+def _token(text: object) -> str:
     """Returns a token with its white space as signs: a space alone that is struck out would look like a hyphen."""
-    return markup(token_label(text or "", _WIDTH))
+    return markup(token_label(text if isinstance(text, str) else "", _WIDTH))
 
 
 def _cut(text: str | None, *, keeps_end: bool = False) -> str:

@@ -85,6 +85,6 @@ def margin_of(line: TableLine) -> str:
     return f"{'> ' * bool(pd.isna(line.margin_nats))}{line.margin_at_least_nats:.2f}"
 
 
-def quoted(token: str | None) -> str:
-    """Returns a token's text in quotation marks, cut to a width; "—" for None."""
-    return "—" if token is None else f"“{shorten(visible(token), _WIDTH)}”"
+def quoted(token: object) -> str:
+    """Returns a token's text in quotation marks, cut to a width; "—" for a null."""
+    return "—" if not isinstance(token, str) else f"“{shorten(visible(token), _WIDTH)}”"

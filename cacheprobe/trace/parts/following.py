@@ -20,7 +20,7 @@ from cacheprobe.trace.parts.journal import Journal, read_journal, read_on
 from cacheprobe.trace.parts.shards import header_of, read_tensor
 from cacheprobe.trace.stored import REQUESTS_IN_MEMORY, StoredRun
 from cacheprobe.trace.tables import build as tables
-from cacheprobe.trace.tables.draft_verdicts import with_read_tokens, with_verdicts
+from cacheprobe.trace.tables.draft_verdicts import with_verdicts
 from cacheprobe.trace.tables.recorded_features import recorded_lines
 
 
@@ -107,8 +107,7 @@ class FollowedRun(StoredRun):
         columns = self._readings.of(self, request_id, own.row.to_numpy())
         table = tables.hypotheses_table(columns, own, self.meta["lens"], self._texts_of)
         events = self.events[self.events.request_id == request_id]
-        table = with_verdicts(table, events, self._prompt_lengths, self.token_texts)
-        return with_read_tokens(table, own)
+        return with_verdicts(table, own, events, self._prompt_lengths, self.token_texts)
 
     def readings_of_rows(self, rows: Sequence[int], columns: Sequence[str]) -> pd.DataFrame:
         """Returns some columns of the lens readings of some rows, as `StoredRun.readings_of_rows`."""

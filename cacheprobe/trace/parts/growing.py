@@ -13,11 +13,11 @@
 A run is finished by one table of each kind in place of those of the parts, and a manifest (see storage.py).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import pandas as pd
-import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from cacheprobe.trace.run_files import ROW_GROUP, RunFiles, parquet_options, wri
 from cacheprobe.trace.storage import request_from_record
 from cacheprobe.trace.tables import build as tables
 from cacheprobe.trace.tables.features import feature_table
+from cacheprobe.trace.tables.schema import arrow_table, typed
 from cacheprobe.trace.tables.thoughts import thoughts_table
 
 UNDECIDED = "given_up"
@@ -59,11 +60,9 @@ class GrowingRun:
         names = [name for part in self.journal.parts[since:] for name in part["names"].get(kind, ())]
         if before is not None and not names:
             return before
-        parts = [self.files.table(name).to_pandas() for name in names]
-        if before is not None and len(before):
-            parts.insert(0, before)
-        empty = {"rows": tables.rows_table([], self.texts_of), "events": tables.events_table([])}
-        return pd.concat(parts, ignore_index=True) if parts else empty.get(kind, tables.ledger_table([]))
+        parts = [typed([], kind) if before is None else before]
+        parts += [typed(self.files.table(name).to_pandas(), kind) for name in names]
+        return pd.concat(parts, ignore_index=True)
 
     def rows(self, before: pd.DataFrame | None = None, since: int = 0) -> pd.DataFrame:
         """Returns the rows table, with what later parts gave to rows of earlier ones: role, status, and state_index,
@@ -130,7 +129,7 @@ class GrowingRun:
         parts: list[pd.DataFrame] = []
         # the logits of one part at a time
         for of_lines, of_tensors in zip(names[::2], names[1::2], strict=True):
-            lines = self.files.table(of_lines).to_pandas().astype({"true_state": "string", "agrees": "boolean"})
+            lines = self.files.table(of_lines).to_pandas()
             logits = read_tensor(self.files, of_tensors, header_of(self.files, of_tensors)["first_logits"])
             parts.append(thoughts_table(lines, logits, rows, self.journal.tokens))
         if not parts:
@@ -177,8 +176,9 @@ class GrowingRun:
     @property
     def token_table(self) -> pd.DataFrame:
         """The tokens table, as from `tables.tokens_table`."""
-        ids = sorted(self.token_texts)
-        return pd.DataFrame({"token_id": ids, "token": [visible(self.token_texts[token_id]) for token_id in ids]})
+        return typed(
+            [(token_id, visible(self.token_texts[token_id])) for token_id in sorted(self.token_texts)], "tokens"
+        )
 
     def fields(self, model: CachedLM | None) -> JsonDict:
         """Returns the fields of the run so far as a dict by name: the keyword arguments of `Trace`."""
@@ -222,13 +222,14 @@ class GrowingRun:
             **({} if (features := self.features(rows)) is None else {"features": features}),
         }
         for name, table in written.items():
-            files.write(f"{name}-{run_id}.parquet", lambda path, table=table: write_parquet(table, path))
+            files.write(f"{name}-{run_id}.parquet", lambda path, t=table, of=name: write_parquet(t, path, of))
         if (states := self.thought_states) is not None:
-            files.write(f"thoughts-{run_id}.parquet", lambda path: write_parquet(self.thoughts(rows), path))
+            thoughts = self.thoughts(rows)
+            files.write(f"thoughts-{run_id}.parquet", lambda path: write_parquet(thoughts, path, "thoughts"))
             files.write_tensors(f"thoughts-{run_id}.safetensors", {"states": states})
         pieces = self.readings(rows)
         if (first := next(pieces, None)) is not None:
-            files.write(f"hypotheses-{run_id}.parquet", lambda path: _write_pieces(path, first, pieces))
+            files.write(f"hypotheses-{run_id}.parquet", lambda path: _write_pieces(path, chain([first], pieces)))
         sums, shards = self.journal.checksums, self.journal.names("states")
         for of_files, kept in files.checksums.items():
             kept |= {name: sums[of_files][name] for name in shards}
@@ -256,14 +257,9 @@ def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0]} if parts else {}
 
 
-def _write_pieces(path: Path, first: pd.DataFrame, others: Iterator[pd.DataFrame]) -> None:
-    """Writes pieces of one table, one after the other, as one Parquet file."""
-    table = pa.Table.from_pandas(first, preserve_index=False)
-    text = {"committed_token": pa.string()}  # a piece may hold nulls alone
-    schema = pa.schema(
-        [field.with_type(text.get(field.name, field.type)) for field in table.schema], table.schema.metadata
-    )
+def _write_pieces(path: Path, pieces: Iterable[pd.DataFrame]) -> None:
+    """Writes pieces of the table of lens readings, one after the other, as one Parquet file."""
+    schema = arrow_table(typed([], "hypotheses"), "hypotheses").schema
     with pq.ParquetWriter(path, schema, **parquet_options(schema)) as writer:
-        writer.write_table(table.cast(schema), row_group_size=ROW_GROUP)
-        for piece in others:
-            writer.write_table(pa.Table.from_pandas(piece, schema, preserve_index=False), row_group_size=ROW_GROUP)
+        for piece in pieces:
+            writer.write_table(arrow_table(piece, "hypotheses"), row_group_size=ROW_GROUP)

@@ -4,13 +4,12 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
-
 from cacheprobe.core.values import hint
 from cacheprobe.trace.data import TraceData
 from cacheprobe.trace.manifest import TraceError
 from cacheprobe.trace.parts.shards import ShardStore
 from cacheprobe.trace.storage import TABLES
+from cacheprobe.trace.tables.schema import arrow_table
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyRelation
@@ -37,7 +36,7 @@ def relation_of(trace: TraceData, name: str) -> "DuckDBPyRelation":
     table = getattr(trace, "hypothesis_table" if name == "hypotheses" else TABLES[name])
     if table is None:
         raise ValueError(f"this run has no table of {name}")
-    return database.from_arrow(pa.Table.from_pandas(table, preserve_index=False))
+    return database.from_arrow(arrow_table(table, name))
 
 
 def duckdb() -> ModuleType:

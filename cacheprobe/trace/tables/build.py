@@ -11,14 +11,11 @@ from torch import Tensor
 from cacheprobe.core.records import StepRecord
 from cacheprobe.core.token_text import visible
 from cacheprobe.trace.rows import LedgerChange, RowRecord
+from cacheprobe.trace.tables.schema import TABLES, typed
 
 TokenTexts = Callable[[Sequence[int]], list[str]]
 
-EVENT_COLUMNS = [
-    "step", "phase", "batch_rows", "batch_slots", "request_id", "seconds", "proposed_token_ids", "draft_start",
-    "draft_token_ids", "target_token_ids", "num_accepted", "num_rolled_back", "committed_token_ids",
-    "committed_logprobs_nats", "recovered_token_id", "bonus_token_id", "finish", "margin_nats",
-]  # fmt: skip
+EVENT_COLUMNS = list(TABLES["events"])
 """Columns of `events_table`, also for a run without steps, whose requests were all cancelled before they began."""
 
 
@@ -30,9 +27,8 @@ def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFra
     token_texts: function from a list of token ids to their texts.
     """
     table = _table_of(rows, RowRecord)
-    table.insert(0, "row", np.arange(len(table)))
-    table.insert(7, "token", texts_of(table.token_id.to_numpy(), token_texts))
-    return table
+    texts = texts_of(table.token_id.to_numpy(), token_texts)
+    return typed(table.assign(row=np.arange(len(table)), token=texts), "rows")
 
 
 def hypotheses_table(
@@ -61,15 +57,16 @@ def hypotheses_table(
             "token": texts_of(top[:, 0], token_texts),
             "logprob_nats": columns["top_logprob_nats"][:, 0].numpy(),
             "entropy_nats": columns["entropy_nats"].numpy(),
-            "committed_token_id": pd.array(np.where(has_target, target, 0), dtype="Int64"),
+            "committed_token_id": target,
             "committed_token": texts_of(np.where(has_target, target, top[:, 0]), token_texts),  # of known tokens alone
-            "rank": pd.array(columns["target_rank"].numpy(), dtype="Int64"),
+            "rank": columns["target_rank"].numpy(),
             "committed_logprob_nats": columns["target_logprob_nats"].numpy(),
-            "agrees": pd.array(top[:, 0] == target, dtype="boolean"),
+            "agrees": top[:, 0] == target,
             "top_token_ids": list(top),
             "top_logprob_nats": list(columns["top_logprob_nats"].numpy()),
         }
     )
+    table = typed(table, "hypotheses")
     table.loc[~has_target, ["committed_token_id", "committed_token", "rank", "agrees"]] = pd.NA
     return table.sort_values(["request_id", "step", "row", "layer"], ignore_index=True)
 
@@ -81,7 +78,7 @@ def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
     draft_start, draft_token_ids, target_token_ids, num_accepted, num_rolled_back, finish (of a verify pass);
     proposed_token_ids (draft tokens that this step added); committed_token_ids and their committed_logprobs_nats under
     the model's unprocessed logits; recovered_token_id, bonus_token_id; margin_nats (the smallest of the step's
-    choices).
+    choices). A cell of several numbers is an array, which may be empty.
     """
     records = []
     for step in steps:
@@ -101,25 +98,21 @@ def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
                     "batch_slots": step.batch_shape[1] if step.batch_shape else None,
                     "request_id": request_id,
                     "seconds": step.seconds,
-                    "proposed_token_ids": list(proposed.get(request_id, ())),
+                    "proposed_token_ids": proposed.get(request_id, ()),
                     "draft_start": verdict.start if verdict else None,
-                    "draft_token_ids": list(verdict.draft_token_ids) if verdict else [],
-                    "target_token_ids": list(verdict.target_token_ids) if verdict else [],
+                    "draft_token_ids": verdict.draft_token_ids if verdict else (),
+                    "target_token_ids": verdict.target_token_ids if verdict else (),
                     "num_accepted": verdict.num_accepted if verdict else None,
                     "num_rolled_back": len(verdict.rolled_back) if verdict else None,
-                    "committed_token_ids": list(verdict.committed if verdict else committed.get(request_id, ())),
-                    "committed_logprobs_nats": list(logprobs.get(request_id, ())),
+                    "committed_token_ids": verdict.committed if verdict else committed.get(request_id, ()),
+                    "committed_logprobs_nats": logprobs.get(request_id, ()),
                     "recovered_token_id": verdict.recovered if verdict else None,
                     "bonus_token_id": verdict.bonus if verdict else None,
                     "finish": verdict.finish if verdict else None,
                     "margin_nats": smallest_margin.get(request_id),
                 }
             )
-    table = pd.DataFrame(records, columns=EVENT_COLUMNS)
-    whole = ["draft_start", "num_accepted", "num_rolled_back", "recovered_token_id", "bonus_token_id"]
-    if any(step.batch_shape is None for step in steps):
-        whole += ["batch_rows", "batch_slots"]
-    return table.astype(dict.fromkeys(whole, "Int64") | {"margin_nats": "Float64", "finish": "string"})
+    return typed(records, "events")
 
 
 def ledger_table(changes: Sequence[LedgerChange]) -> pd.DataFrame:
@@ -127,7 +120,7 @@ def ledger_table(changes: Sequence[LedgerChange]) -> pd.DataFrame:
 
     Columns: request_id, step, start, end, provenance: in this step, slots start..end-1 got this provenance.
     """
-    return _table_of(changes, LedgerChange)
+    return typed(_table_of(changes, LedgerChange), "ledger")
 
 
 def _table_of(records: Sequence[Any], kind: type) -> pd.DataFrame:
@@ -160,7 +153,7 @@ def tokens_table(
         target = columns["target"].numpy()
         parts += [columns["top_token_ids"].numpy().ravel(), target[target >= 0]]
     distinct = np.unique(np.concatenate(parts).astype(np.int64))
-    return pd.DataFrame({"token_id": distinct, "token": texts_of(distinct, token_texts)})
+    return typed(pd.DataFrame({"token_id": distinct, "token": texts_of(distinct, token_texts)}), "tokens")
 
 
 _EVENT_IDS = ("proposed_token_ids", "draft_token_ids", "target_token_ids")

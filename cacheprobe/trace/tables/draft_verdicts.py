@@ -1,20 +1,17 @@
 """Finds the verdict on every draft token, and adds it to the lens readings that predict the draft token's position."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from cacheprobe.core.records import DISCARDED_DRAFT, VERDICTS
+from cacheprobe.core.records import DISCARDED_DRAFT
+from cacheprobe.trace.tables.schema import typed
 from cacheprobe.trace.tables.token_history import token_history
 
-VERDICT_COLUMNS = ["drafted_token_id", "drafted_token", "verdict", "prediction_depth"]
-"""Columns that `with_verdicts` adds to the readings."""
 NOT_DRAFTED = "not_drafted"
 """Group of the readings whose pass had no draft token for the predicted position."""
-READ_COLUMNS = ["read_token_id", "read_token"]
-"""Columns that `with_read_tokens` adds to the readings."""
 
 
 def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
@@ -41,7 +38,7 @@ def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
             "drafted_token_id": drafts.token_id,
             "born": drafts.born,
             "judged": judged.astype("Int64"),
-            "verdict": verdict.astype(pd.CategoricalDtype(VERDICTS)).astype("string"),
+            "verdict": verdict.astype("string"),
         }
     ).reset_index(drop=True)
 
@@ -91,20 +88,23 @@ def rejected_by_place(drafts: pd.DataFrame) -> Mapping[int, list[tuple[int, int]
 
 
 def with_verdicts(
-    readings: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapping[int, int], token_texts: Mapping[int, str]
+    readings: pd.DataFrame,
+    rows: pd.DataFrame,
+    events: pd.DataFrame,
+    prompt_lengths: Mapping[int, int],
+    token_texts: Mapping[int, str],
 ) -> pd.DataFrame:
-    """Returns the lens readings with five more columns, among them the draft token for the position that the row
-    predicts, and its verdict.
+    """Returns the lens readings with seven more columns, among them the draft token for the position that the row
+    predicts, and its verdict: the columns of `Trace.hypotheses`.
 
-    Columns: drafted_token_id, drafted_token, verdict, prediction_depth (as in `prediction_depths`) and top_tokens, the
-    texts of top_token_ids.
+    Columns: drafted_token_id, drafted_token, verdict, prediction_depth (as in `prediction_depths`); top_tokens, the
+    texts of top_token_ids; and those of `with_read_tokens`.
     A row at position p predicts position p + 1. Its draft token is the one at p + 1 in the row's own pass: the pass
     that drafted the token, or the verify pass that judged it. If the pass had no draft token at p + 1, the draft token
     and the verdict are null.
-    readings: one lens and site, as in `trace.tables.build.hypotheses_table`.  prompt_lengths: tokens by request.
-    token_texts: by token id; a missing token gets the text "<id>".
+    readings: one lens and site, as in `trace.tables.build.hypotheses_table`.  rows: as in `rows_table` there.
+    prompt_lengths: tokens by request.  token_texts: by token id; a missing token gets the text "<id>".
     """
-    readings = readings.drop(columns=[*VERDICT_COLUMNS, "top_tokens"], errors="ignore")
     drafts = drafts_table(events)
     position = drafts.request_id.map(prompt_lengths) + drafts.place - 1  # of the row that predicts the draft token
     known_drafts = drafts.assign(position=position)[["request_id", "position", "drafted_token_id", "verdict"]]
@@ -114,21 +114,16 @@ def with_verdicts(
     )
     keys = ["request_id", "step", "position"]
     matched = readings[keys].merge(drafts_of_passes, on=keys, how="left", validate="many_to_one")
-    token_ids = matched.drafted_token_id.astype("Int64").array
     texts = {token: _text(token_texts, token) for token in drafts.drafted_token_id.unique().tolist()}
-    added = {
-        "drafted_token_id": token_ids,
-        "drafted_token": matched.drafted_token_id.map(texts).astype(object).to_numpy(),
-        "verdict": matched.verdict.astype("string").array,
-        "prediction_depth": prediction_depths(readings).array,
-    }
-    end = readings.columns.get_loc("top_token_ids")
-    table = pd.concat(
-        [readings.iloc[:, :end], pd.DataFrame(added, index=readings.index), readings.iloc[:, end:]], axis=1
+    tops = [None if ids is None else [_text(token_texts, i) for i in ids.tolist()] for ids in readings.top_token_ids]
+    table = with_read_tokens(readings, rows).assign(
+        drafted_token_id=matched.drafted_token_id.array,
+        drafted_token=matched.drafted_token_id.map(texts).array,
+        verdict=matched.verdict.array,
+        prediction_depth=prediction_depths(readings),
+        top_tokens=tops,
     )
-    top = [[_text(token_texts, token) for token in _ids(ids)] for ids in table.top_token_ids]
-    table.insert(table.columns.get_loc("top_token_ids") + 1, "top_tokens", top)
-    return table
+    return typed(table, "Trace.hypotheses")
 
 
 def with_read_tokens(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
@@ -137,18 +132,9 @@ def with_read_tokens(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame
 
     rows: as in `trace.tables.build.rows_table`.
     """
-    readings = readings.drop(columns=READ_COLUMNS, errors="ignore")
     own_rows = rows[rows.row.isin(readings.row.unique())]
     input_tokens = own_rows.set_index("row")[["token_id", "token"]].reindex(readings.row)
-    column = readings.columns.get_loc("position") + 1
-    readings.insert(column, "read_token_id", input_tokens.token_id.astype("Int64").array)
-    readings.insert(column + 1, "read_token", input_tokens.token.to_numpy(dtype=object))
-    return readings
-
-
-def _ids(cell: object) -> list[int]:
-    """Returns the token ids in a cell of a table as a list; [] for a thought, whose cell is null."""
-    return [int(token) for token in cell] if isinstance(cell, Iterable) else []
+    return readings.assign(read_token_id=input_tokens.token_id.array, read_token=input_tokens.token.array)
 
 
 def _text(token_texts: Mapping[int, str], token_id: int) -> str:

@@ -6,22 +6,11 @@ import numpy as np
 import pandas as pd
 
 from cacheprobe.core.values import JsonDict
+from cacheprobe.trace.tables.schema import typed
 from cacheprobe.trace.tables.token_history import token_history
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
-
-COLUMNS = (
-    "request_id",
-    "position",
-    "token_id",
-    "token",
-    "logprob_nats",
-    "other_logprob_nats",
-    "difference_nats",
-    "rank",
-    "is_accepted_draft",
-)
 
 
 def engine_differences(trace: "Trace") -> pd.DataFrame:
@@ -44,7 +33,7 @@ def engine_differences(trace: "Trace") -> pd.DataFrame:
     table["token"] = [texts[token] for token in table.token_id]
     table["rank"] = _ranks(trace, table)
     table["is_accepted_draft"] = _accepted(trace, table).where(table.request_id.isin(about["drafted_requests"]))
-    return table[list(COLUMNS)]
+    return typed(table, "engine_differences")
 
 
 def request_differences(

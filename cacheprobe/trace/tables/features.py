@@ -10,6 +10,7 @@ import torch
 from cacheprobe.core.values import whole_number
 from cacheprobe.dictionaries import Dictionary, DictionaryError
 from cacheprobe.trace.tables.recorded_features import ROW_COLUMNS, recorded_lines
+from cacheprobe.trace.tables.schema import typed
 
 if TYPE_CHECKING:
     from cacheprobe.trace.data import TraceData
@@ -119,7 +120,7 @@ def feature_table(
     )
     if statuses is not None:
         table = table[table.row.isin(rows.row[rows.status.isin(statuses)])]
-    return table.sort_values(["row", "rank"], ignore_index=True)
+    return typed(table.sort_values(["row", "rank"], ignore_index=True), "features")
 
 
 def _checked_top(top: int) -> int:
@@ -139,4 +140,4 @@ def feature_lines(
     table = rows.iloc[row_index][list(ROW_COLUMNS)].reset_index(drop=True)
     table["layer"], table["site"], table["rank"] = layer, site, rank
     table["feature"], table["activation"] = features[row_index, rank], activations[row_index, rank]
-    return table
+    return typed(table, "Trace.features")

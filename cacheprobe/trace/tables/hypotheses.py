@@ -6,7 +6,8 @@ import pandas as pd
 
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.trace.manifest import UNREAD
-from cacheprobe.trace.tables.draft_verdicts import VERDICT_COLUMNS, with_read_tokens, with_verdicts
+from cacheprobe.trace.tables.draft_verdicts import with_read_tokens, with_verdicts
+from cacheprobe.trace.tables.schema import typed
 from cacheprobe.trace.tables.thoughts import as_hypotheses
 
 if TYPE_CHECKING:
@@ -23,15 +24,13 @@ def hypotheses_of(trace: "TraceData", include_rolled_back: bool) -> pd.DataFrame
     thoughts = None
     if trace.thought_table is not None:
         thoughts = as_hypotheses(trace.thought_table, trace.meta["thought_layer"], trace.token_texts)
-        thoughts = with_read_tokens(thoughts, trace.row_table)
+        thoughts = typed(with_read_tokens(thoughts, trace.row_table), "Trace.hypotheses")
     if thoughts is not None and trace.hypothesis_table is None and not trace.is_unread:
-        table = thoughts.assign(**dict.fromkeys(VERDICT_COLUMNS, pd.NA))
+        table = thoughts
     elif thoughts is None:
         table = _readings(trace)
     else:
-        readings = _readings(trace)
-        thought_readings = thoughts.astype(readings.dtypes[thoughts.columns].to_dict())
-        table = pd.concat([readings, thought_readings])
+        table = pd.concat([_readings(trace), thoughts])
         table = table.sort_values(["request_id", "step", "row", "layer"], kind="stable")
     if not include_rolled_back:
         table = table[~table.status.isin(DISCARDED_DRAFT)]
@@ -51,8 +50,7 @@ def _judged(trace: "TraceData") -> pd.DataFrame:
     Raises: ValueError if there are no readings."""
     if trace.hypothesis_table is not None:
         lengths = {request.request_id: request.num_prompt_tokens for request in trace.requests}
-        table = with_verdicts(trace.hypothesis_table, trace.event_table, lengths, trace.token_texts)
-        return with_read_tokens(table, trace.row_table)
+        return with_verdicts(trace.hypothesis_table, trace.row_table, trace.event_table, lengths, trace.token_texts)
     if trace.reading_of_import is not None and trace.model is not None and "S" in trace.store.sites:
         return trace.reading_of_import(trace)
     trace.require_there("Z")

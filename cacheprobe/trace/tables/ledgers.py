@@ -4,6 +4,8 @@ from typing import SupportsIndex
 
 import pandas as pd
 
+from cacheprobe.trace.tables.schema import typed
+
 
 def ledger_at(changes: pd.DataFrame, step: SupportsIndex | None) -> pd.DataFrame:
     """Returns the slots of one request's cache row that are in use after `step`, as a DataFrame.
@@ -20,9 +22,8 @@ def ledger_at(changes: pd.DataFrame, step: SupportsIndex | None) -> pd.DataFrame
                 slots.pop(position, None)
             else:
                 slots[position] = (change.provenance, change.step)
-    return pd.DataFrame(
-        [(position, *slots[position]) for position in sorted(slots)], columns=["position", "provenance", "step"]
-    )
+    lines = [(position, *slots[position]) for position in sorted(slots)]
+    return typed(lines, "Trace.ledger")
 
 
 def rows_in_use(changes: pd.DataFrame) -> pd.DataFrame:

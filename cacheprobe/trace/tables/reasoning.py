@@ -10,12 +10,12 @@ import pandas as pd
 
 from cacheprobe.core.records import Request
 from cacheprobe.core.token_text import visible
+from cacheprobe.trace.tables.schema import typed
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
 
 _WHITE_SPACE = "".join(map(visible, " \n\r\t\u00a0"))
-COLUMNS = ("request_id", "span", "first_position", "end_position", "num_tokens", "is_closed")
 
 
 def reasoning_spans(trace: "Trace", begin: str = "<think>", end: str = "</think>") -> pd.DataFrame:
@@ -41,7 +41,7 @@ def reasoning_spans(trace: "Trace", begin: str = "<think>", end: str = "</think>
             (request.request_id, number, first, stop, stop - first, is_closed)
             for number, (first, stop, is_closed) in enumerate(found)
         ]
-    return pd.DataFrame(lines, columns=list(COLUMNS))
+    return typed(lines, "reasoning_spans")
 
 
 def with_reasoning(trace: "Trace", table: pd.DataFrame, begin: str = "<think>", end: str = "</think>") -> pd.DataFrame:

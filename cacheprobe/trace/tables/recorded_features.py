@@ -3,13 +3,14 @@
 import pandas as pd
 
 from cacheprobe.core.values import JsonDict
+from cacheprobe.trace.tables.schema import TABLES, typed
 
-ROW_COLUMNS = ("row", "request_id", "step", "phase", "position", "status", "token_id", "token")
-FEATURE_COLUMNS = (*ROW_COLUMNS, "layer", "site", "rank", "feature", "activation")
+FEATURE_COLUMNS = tuple(TABLES["Trace.features"])
+ROW_COLUMNS = FEATURE_COLUMNS[: FEATURE_COLUMNS.index("layer")]
 
 
 def recorded_lines(rows: pd.DataFrame, found: pd.DataFrame, about: JsonDict) -> pd.DataFrame:
     """Returns recorded features with the columns FEATURE_COLUMNS. found: row, rank, feature and activation.  about:
     the capture settings' description of the dictionary."""
     merged = rows[list(ROW_COLUMNS)].merge(found, on="row")
-    return merged.assign(layer=about["layer"], site=about["site"])[list(FEATURE_COLUMNS)]
+    return typed(merged.assign(layer=about["layer"], site=about["site"]), "Trace.features")

@@ -6,26 +6,15 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from cacheprobe.trace.tables.draft_verdicts import drafts_table, prediction_depths
+from cacheprobe.trace.tables.schema import typed
 
 if TYPE_CHECKING:
     from cacheprobe.trace.data import TraceData
 
 TOKENS_AROUND = 8
 """Number of tokens before the rejected one whose text the list shows."""
-_TYPES = {
-    **dict.fromkeys(("request_id", "step", "position", "drafted_token_id", "drafted_step", "num_rolled_back"), "int64"),
-    **dict.fromkeys(("drafted_token", "committed_token", "text_before"), "object"),
-    **dict.fromkeys(("committed_token_id", "drafter_layer", "flip_layer"), "Int64"),
-    **dict.fromkeys(("margin_nats", "margin_at_least_nats"), "Float64"),
-}
-"""Type of each column of `Trace.rejected`."""
 DECIDED_COLUMNS = ["flip_layer", "margin_nats", "margin_at_least_nats"]
 """Columns that need lens readings."""
-REJECTED_COLUMNS = [
-    "request_id", "step", "position", "drafted_token_id", "drafted_token", "committed_token_id", "committed_token",
-    "num_rolled_back", "drafted_step", "drafter_layer", "flip_layer", "margin_nats", "margin_at_least_nats",
-    "text_before",
-]  # fmt: skip
 DECIDING_COLUMNS = ["row", "request_id", "step", "position", "layer", "token_id", "committed_token_id",
                     "committed_logprob_nats", "top_token_ids", "top_logprob_nats"]  # fmt: skip
 """Columns of the lens readings that `layers_that_decided` needs."""
@@ -58,10 +47,6 @@ def rejected_drafts(
     """
     drafts = drafts_table(events)
     drafts = drafts[drafts.verdict == "rejected"]
-    names = [name for name in REJECTED_COLUMNS if name not in DECIDED_COLUMNS]
-    types = {name: _TYPES[name] for name in names}
-    if drafts.empty:
-        return pd.DataFrame(columns=names).astype(types)
     lengths = {request_id: len(prompts[request_id]) for request_id in drafts.request_id.unique().tolist()}
     table = pd.DataFrame(
         {
@@ -83,15 +68,14 @@ def rejected_drafts(
     before = [ids[max(at - TOKENS_AROUND, 0) : at] for ids, at in places]
     table["text_before"] = ["".join(texts.get(token, f"<{token}>") for token in ids) for ids in before]
     table["drafter_layer"] = _drafter_layers(rows, table)
-    return table.sort_values(["request_id", "step"], ignore_index=True)[names].astype(types)
+    table = typed(table.sort_values(["request_id", "step"], ignore_index=True), "Trace.rejected")
+    return table.drop(columns=DECIDED_COLUMNS)
 
 
 def with_layers(table: pd.DataFrame, decided: pd.DataFrame | None) -> pd.DataFrame:
     """Returns all columns of `Trace.rejected`. table: from `rejected_drafts`.  decided: from `layers_that_decided`; if
     None, these columns are null."""
-    if decided is None:
-        decided = pd.DataFrame(dict.fromkeys(DECIDED_COLUMNS, pd.NA), index=table.index)
-    return table.join(decided)[REJECTED_COLUMNS].astype(_TYPES)
+    return typed(table if decided is None else table.join(decided), "Trace.rejected")
 
 
 def judging_rows(table: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:

@@ -9,11 +9,10 @@ import pandas as pd
 
 from cacheprobe.core.hook_names import ROUTER
 from cacheprobe.trace.tables.recorded_features import ROW_COLUMNS
+from cacheprobe.trace.tables.schema import typed
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
-
-ROUTING_COLUMNS = (*ROW_COLUMNS, "layer", "rank", "expert", "weight")
 
 
 def routing(
@@ -40,7 +39,7 @@ def routing(
         if part.empty and len(ran) and listed is not None:
             raise ValueError(f"layer {layer} of {trace.fingerprint['model']} has no experts; leave out layers=")
         parts.append(part)
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(ROUTING_COLUMNS))
+    return pd.concat(parts, ignore_index=True) if parts else typed([], "routing")
 
 
 def _lines(trace: "Trace", layer: int, rows: pd.DataFrame) -> pd.DataFrame:
@@ -49,4 +48,4 @@ def _lines(trace: "Trace", layer: int, rows: pd.DataFrame) -> pd.DataFrame:
     row_index, rank = np.nonzero(~np.isnan(kept[..., 0]))
     table = rows.iloc[row_index][list(ROW_COLUMNS)].reset_index(drop=True)
     chosen = kept[row_index, rank]
-    return table.assign(layer=layer, rank=rank, expert=chosen[:, 0].astype("int64"), weight=chosen[:, 1])
+    return typed(table.assign(layer=layer, rank=rank, expert=chosen[:, 0], weight=chosen[:, 1]), "routing")

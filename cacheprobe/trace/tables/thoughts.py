@@ -12,13 +12,9 @@ from cacheprobe.core.records import Request, Thought
 from cacheprobe.core.token_text import visible
 from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks.base import Example
+from cacheprobe.trace.tables.schema import typed
 
 THOUGHT_LENS = "thinking block"
-_COLUMNS = [
-    "thought", "request_id", "step", "phase", "role", "status", "row", "chunk", "start", "end", "token_ids", "tokens",
-    "text", "has_ended", "said", "logprobs_nats", "first_token_id", "first_logprob_nats", "entropy_nats",
-    "committed_token_id", "rank", "committed_logprob_nats", "true_state", "agrees", "state_norm",
-]  # fmt: skip
 
 
 def thought_lines(thoughts: Sequence[Thought], requests: Sequence[Request], model: CachedLM) -> pd.DataFrame:
@@ -41,12 +37,12 @@ def thought_lines(thoughts: Sequence[Thought], requests: Sequence[Request], mode
                 "chunk": thought.chunk,
                 "start": thought.end + 1 - len(thought.state),
                 "end": thought.end,
-                "token_ids": list(thought.token_ids),
+                "token_ids": thought.token_ids,
                 "tokens": texts,
                 "text": " ".join(texts),
                 "has_ended": thought.has_ended,
                 "said": said,
-                "logprobs_nats": list(thought.logprobs),
+                "logprobs_nats": thought.logprobs,
                 "first_token_id": thought.token_ids[0],
                 "first_logprob_nats": float(logprobs[thought.token_ids[0]]),
                 "entropy_nats": float(-(logprobs.exp() * logprobs.clamp(min=-1e6)).sum()),
@@ -55,7 +51,7 @@ def thought_lines(thoughts: Sequence[Thought], requests: Sequence[Request], mode
                 "state_norm": float(thought.state.double().norm()),
             }
         )
-    return pd.DataFrame(records).astype({"true_state": "string", "agrees": "boolean"})
+    return typed(records, "thoughts of a part")
 
 
 def thoughts_table(
@@ -91,7 +87,7 @@ def thoughts_table(
         rank=pd.array(ranks, dtype="Int64"),
         committed_logprob_nats=logprobs,
     )
-    return table[_COLUMNS]
+    return typed(table, "thoughts")
 
 
 def thought_states(thoughts: Sequence[Thought]) -> Tensor:

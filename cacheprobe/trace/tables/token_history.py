@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-COLUMNS = ["request_id", "place", "token_id", "margin_nats", "born", "decided_step", "outcome"]
+from cacheprobe.trace.tables.schema import typed
 
 
 def token_history(events: pd.DataFrame) -> pd.DataFrame:
@@ -52,8 +52,7 @@ def token_history(events: pd.DataFrame) -> pd.DataFrame:
                 open_drafts = []
             place += len(committed)
         lines += [(*line, None, None) for line in open_drafts]
-    table = pd.DataFrame(lines, columns=COLUMNS)
-    return table.astype({"decided_step": "Int64", "outcome": "string", "margin_nats": "Float64"})
+    return typed(lines, "token history")
 
 
 def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
@@ -86,7 +85,7 @@ def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
 def tokens_with_texts(standing: pd.DataFrame, token_texts: Mapping[int, str]) -> pd.DataFrame:
     """Returns the table of `standing_at` with the column token: the text of token_id, "<id>" if it is not known."""
     texts = [token_texts.get(token, f"<{token}>") for token in standing.token_id.tolist()]
-    return standing.assign(token=pd.Series(texts, index=standing.index, dtype=object))
+    return standing.assign(token=texts)
 
 
 def token_texts_of(rows: pd.DataFrame, hypotheses: pd.DataFrame | None) -> pd.DataFrame:
@@ -96,7 +95,7 @@ def token_texts_of(rows: pd.DataFrame, hypotheses: pd.DataFrame | None) -> pd.Da
     if hypotheses is not None:
         committed = hypotheses[["committed_token_id", "committed_token"]].dropna()
         parts += [hypotheses[["token_id", "token"]], committed.set_axis(["token_id", "token"], axis=1)]
-    table = pd.concat([part.astype({"token_id": "int64", "token": object}) for part in parts])
+    table = pd.concat([typed(part, "tokens") for part in parts])
     return table.drop_duplicates("token_id", ignore_index=True)
 
 

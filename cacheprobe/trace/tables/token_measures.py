@@ -3,6 +3,7 @@
 import pandas as pd
 
 from cacheprobe.trace.tables.draft_verdicts import prediction_depths
+from cacheprobe.trace.tables.schema import typed
 from cacheprobe.trace.tables.token_history import COMMITTED, token_history
 
 
@@ -18,12 +19,13 @@ def token_measures(events: pd.DataFrame, readings: pd.DataFrame | None, num_prom
     tokens = history[history.outcome.isin(COMMITTED).fillna(False)].sort_values("place", kind="stable")
     tokens = tokens.drop_duplicates("place", keep="last")[["place", "token_id", "outcome", "born", "decided_step"]]
     tokens = tokens.assign(position=tokens.place + num_prompt_tokens - 1)
-    names = ["depth", "layer", "entropy", "logprob"]
-    if readings is None or readings.empty:
-        return tokens.assign(**dict.fromkeys(names, pd.NA)).reset_index(drop=True)
+    if readings is None:
+        readings = typed([], "hypotheses")
     read = readings[(readings.status == "committed") & (readings.site != "thought")]
     read = read.assign(depth=prediction_depths(read)).sort_values("layer", kind="stable")
     last = read.drop_duplicates("position", keep="last")[
         ["position", "depth", "layer", "entropy_nats", "committed_logprob_nats"]
     ]
-    return tokens.merge(last.set_axis(["position", *names], axis=1), on="position", how="left")
+    names = ["position", "depth", "layer", "entropy", "logprob"]
+    measures = tokens.merge(last.set_axis(names, axis=1), on="position", how="left")
+    return typed(measures, "generated_tokens").drop(columns="token")

@@ -1,0 +1,78 @@
+"""What the documentation's examples say of their values is true."""
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+import cacheprobe as cp
+from tests.project.test_docs_blocks import BLOCK, PAGES, code_of
+from tests.reported.stated_outputs import comments_of, complaint, is_statement, run_and_compare
+from tests.tiny import PROMPTS, SMALL, hf_model, loaded
+
+CAPTURE = Path(__file__).parents[2] / "docs" / "capture.md"
+
+
+def logits_of(text: list[int]) -> torch.Tensor:
+    """Of Hugging Face's model, at each position."""
+    with torch.inference_mode():
+        return hf_model()(torch.tensor([text])).logits[0]
+
+
+def test_the_attribution_of_the_page_is_about_the_token_that_it_names() -> None:
+    """The row at a position predicts the next one; close(1e-4): sums in another order."""
+    (block,) = BLOCK.findall(CAPTURE.read_text(encoding="utf-8").split("## Which parts gave a logit?")[1])
+    trace = cp.run(loaded(), PROMPTS[:2], **{**SMALL, "max_new_tokens": 6})
+    scope: dict[str, Any] = {"cp": cp, "model": loaded(), "prompts": PROMPTS[:2], "trace": trace, "request_id": 0}
+    wrong = run_and_compare(
+        block.replace("cp.run(model, prompts", "cp.run(model, prompts, max_new_tokens=6"), "", scope
+    )
+    assert wrong == []
+    text = [*PROMPTS[0], *scope["trace"].committed(0)]
+    first = len(PROMPTS[0])
+    assert "position)  # of that token" in block and "- 1  # predicts the first generated token" in block
+    table, position = scope["table"], first - 1
+    assert set(table.token_id) == {text[first]} and set(table.position) == {position}
+    assert table.logit.sum() == pytest.approx(float(logits_of(text)[position, text[first]]), abs=1e-4)
+
+
+def test_the_comments_of_the_pages_are_compared_with_the_values() -> None:
+    """`tests/project/test_docs_blocks.py` runs each page so."""
+    programs = {page.name: code_of(page.read_text(encoding="utf-8")) for page in PAGES}
+    stated = [
+        (name, said) for name, code in programs.items() for said in comments_of(code).values() if is_statement(said)
+    ]
+    assert len(stated) >= 10
+    assert {name for name, _ in stated} >= {
+        "capture.md",
+        "exports.md",
+        "gradients.md",
+        "interventions.md",
+        "patching.md",
+    }
+
+
+@pytest.mark.parametrize(
+    ("comment", "value", "said"),
+    [
+        ("[h, position, position], zero above the diagonal", torch.zeros(2, 3, 3), ""),
+        ("[h, position, position], zero above the diagonal", torch.zeros(2, 3, 4), "position is 3 and 4"),
+        ("[position, h, d] of the committed tokens", torch.zeros(2, 3), "has the shape [2, 3]"),
+        ("[h, p + 1] for each", [torch.zeros(2, 3), torch.zeros(2, 4)], ""),
+        ("[h, p + 1] for each", [torch.zeros(2, 3), torch.zeros(3, 4)], "h is 2 and 3"),
+        ("site -> [layer, position]", {"S": torch.zeros(2, 3), "T": torch.zeros(2)}, "has the shape [2]"),
+        ("tidy: layer, head, key", pd.DataFrame({"layer": [], "head": [], "key": []}), ""),
+        ("layer, head, key ...", pd.DataFrame({"layer": [], "head": []}), "there is no key"),
+        ("the same columns, of all layers", pd.DataFrame(), ""),
+    ],
+)
+def test_a_wrong_comment_is_noticed(comment: str, value: Any, said: str) -> None:
+    found = complaint(comment, value)
+    assert said in found and bool(said) == bool(found)
+
+
+def test_values_are_compared_where_they_are_made() -> None:
+    code = "import torch\nx = torch.zeros(2, 3)  # [n, m]\ny = x.T\nx[0]  # [n, m]\n(\n    y\n)  # [m]\n"
+    assert run_and_compare(code, "a page", {}) == ["[n, m]: has the shape [3]", "[m]: has the shape [3, 2]"]

@@ -1,0 +1,118 @@
+"""Numbers, features and texts stand beside the tokens that they are of, also where a pass failed or a part ended."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel as ByteLevelSplit
+from transformers import PreTrainedTokenizerFast
+
+import cacheprobe as cp
+from cacheprobe.trace.parts.following import FollowedRun
+from tests.capture.recorded_run import failing_after
+from tests.dashboard.growing_run import part_each_round
+from tests.dictionaries.planted import FEATURES, random_dictionary, saved
+from tests.engine.test_engine_errors import BAD, indigestible
+from tests.tiny import PROMPTS, SMALL, VOCAB, hf_model, loaded
+from tests.twins.features_slowly import SlowDictionary
+
+
+def plain(text: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hugging Face's logits of a text, and what leaves its second block."""
+    with torch.inference_mode():
+        found = hf_model()(torch.tensor([list(text)]), output_hidden_states=True)
+    return found.logits[0].double(), found.hidden_states[2][0]
+
+
+def gap(logits: torch.Tensor) -> float:
+    best = logits.topk(2).values
+    return float(best[0] - best[1])
+
+
+@pytest.mark.parametrize("drafter", [None, cp.drafters.EarlyExit(layer=1)])
+def test_margins_are_the_gaps_of_the_logits_in_order(drafter: object) -> None:
+    """Of the smallest choice of a pass; close(1e-4): sums in another order."""
+    trace = cp.run(loaded(), PROMPTS, **SMALL, drafter=drafter)
+    texts = {i: [*PROMPTS[i], *trace.committed(i)] for i in range(len(PROMPTS))}
+    logits = {i: plain(text)[0] for i, text in texts.items()}
+    lengths, seen = {i: len(prompt) for i, prompt in enumerate(PROMPTS)}, 0
+    for event in trace.events().sort_values(["step", "request_id"]).itertuples():
+        request, start = event.request_id, lengths[event.request_id]
+        nats = logits[request].log_softmax(-1)
+        own = [float(nats[start - 1 + i, token]) for i, token in enumerate(event.committed_token_ids)]
+        assert list(event.committed_logprobs_nats) == pytest.approx(own, abs=1e-4)
+        if event.phase == "verify":
+            drafted = [*texts[request][:start], *event.draft_token_ids]
+            gaps = [gap(one) for one in plain(drafted)[0][start - 1 :]]
+        else:
+            gaps = [gap(logits[request][start - 1])] if len(event.committed_token_ids) else []
+        if gaps:
+            assert event.margin_nats == pytest.approx(min(gaps), abs=1e-4)
+            seen += 1
+        lengths[request] += len(event.committed_token_ids)
+    assert seen > 20 and trace.events().groupby("step").margin_nats.nunique().max() > 3
+
+
+def test_features_after_a_failed_pass_are_those_of_their_rows(tmp_path: Path) -> None:
+    """Parts with features were written before the pass that failed. close(1e-4): sums in another order."""
+    mine, failed = random_dictionary(), []
+
+    def script(state) -> list[int]:
+        """A token whose states are NaN is drafted at times, which costs a pass."""
+        if state.num_generated in (5, 6, 11, 17):
+            failed.append(state.request_id)
+            return [1, BAD, 2]
+        return [1, 2]
+
+    kept = cp.CaptureConfig("S", dictionary=mine, top_features=FEATURES)
+    settings = {**SMALL, "max_new_tokens": 24, "drafter": cp.drafters.Scripted(script)}
+    trace = cp.run(indigestible(), PROMPTS[:3], **settings, capture=kept, out=tmp_path / "run", memory_budget="40kB")
+    assert failed and not trace.meta["errors"]
+    assert len(json.loads((tmp_path / "run" / "manifest.json").read_text())["shards"]) > 4
+    slow = SlowDictionary(saved(mine, tmp_path))
+    for request in range(3):
+        rows = trace.rows(request, "committed").sort_values("position")
+        found = trace.features(rows=rows, top=FEATURES).groupby("position")
+        text = [*PROMPTS[request], *trace.committed(request)]
+        for position, state in enumerate(plain(text)[1][:-1].tolist()):
+            wanted = {feature: size for feature, size in enumerate(slow.encode_slowly(state)) if size > 1e-3}
+            own: pd.DataFrame = found.get_group(position)
+            sizes = dict(zip(own.feature, own.activation, strict=True))
+            assert {f: size for f, size in sizes.items() if size > 1e-3} == pytest.approx(wanted, abs=1e-4)
+
+
+def bytes_tokenizer(text: str) -> PreTrainedTokenizerFast:
+    """One token for each byte, so that most characters are several."""
+    signs = sorted({sign for word, _ in ByteLevelSplit(add_prefix_space=False).pre_tokenize_str(text) for sign in word})
+    vocabulary = {sign: i for i, sign in enumerate([*signs, *(f"w{i}" for i in range(VOCAB - len(signs)))])}
+    tokenizer = Tokenizer(BPE(vocabulary, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevelSplit(add_prefix_space=False), ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_a_text_that_ends_in_half_a_character_goes_on_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part_each_round(monkeypatch)
+    monkeypatch.setattr("os.fsync", lambda file: None)  # many parts; no power is cut
+    said = "é東京🙂 a" * 9
+    tokenizer = bytes_tokenizer(said)
+    ids = tokenizer(said)["input_ids"]
+    assert len(ids) == len(said.encode())
+    model, response = cp.load_model(hf_model(), tokenizer=tokenizer), {"prompt_token_ids": [0, 1], "token_ids": ids}
+    settings = dict(window=4, capacity=192, capture="S", progress=False)
+    halves = 0
+    for files in range(9, 120, 19):
+        folder = tmp_path / str(files)
+        with failing_after(files):
+            cp.replay(model, [response], **settings, out=folder)
+        growing, followed = cp.load_trace(folder), FollowedRun(folder)
+        so_far = growing.committed(0)
+        assert growing.text(0) == followed.requests[0]["text"] == tokenizer.decode(so_far)
+        halves += growing.text(0).endswith("\ufffd")
+    assert halves > 2
+    assert cp.replay(model, [response], **settings, out=tmp_path / "whole").text(0) == said
