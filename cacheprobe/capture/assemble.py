@@ -7,6 +7,7 @@ from cacheprobe.capture.later import missing_readings, read_now
 from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import Request
+from cacheprobe.core.special_tokens import special_token_ids
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks import accuracy
@@ -86,6 +87,7 @@ def meta_before(
         "lens": recorder.lens.name,
         **({"is_lens_later": True} if capture.reads_lens and recorder.reader is None else {}),
         "weights_note": model.weights_note,
+        "special_token_ids": list(special_token_ids(model)),
         "cache_row_bytes": model.new_cache(1, 1).cache_bytes,
         "thought_layer": getattr(getattr(model, "config", None), "l_out", None),
         "thinking": _thinking(model) if has_thoughts else None,

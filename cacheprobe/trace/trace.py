@@ -19,6 +19,7 @@ from cacheprobe.trace.parts.journal import read_journal
 from cacheprobe.trace.parts.relations import relation_of
 from cacheprobe.trace.self_checks import self_checks_text
 from cacheprobe.trace.storage import load_fields, save_trace
+from cacheprobe.trace.tables.edits import edits_of
 from cacheprobe.trace.tables.features import features_of, recorded_features
 from cacheprobe.trace.tables.hypotheses import hypotheses_of
 from cacheprobe.trace.tables.ledgers import ledger_at
@@ -76,6 +77,10 @@ class Trace(TraceData):
         if drafted := self.num_drafted:
             accepted = 100 * (drafted - self.num_rolled_back) / drafted
             text += f"; accepted {accepted:.0f} %, rolled back {self.num_rolled_back} tokens"
+        if self.meta.get("interventions"):
+            committed = self.edits().committed
+            text += f"; interventions: {len(committed)}, committed rows changed: {committed.sum()}"
+            text += f" ({(committed == 0).sum()} changed none)" if (committed == 0).any() else ""
         growing = "; not finished" if "growing" in self.meta else ""
         return text + self_checks_text(self.meta) + growing + ")"
 
@@ -151,6 +156,16 @@ class Trace(TraceData):
         margins are null.
         """
         return rejected_of(self)
+
+    def edits(self) -> pd.DataFrame:
+        """Returns a DataFrame with one line for each intervention of the run: how many rows it changed.
+
+        Columns: name, request_id, site, layer, head; the number of changed rows of each status: committed (the states
+        that later tokens follow), superseded (draft tokens that were then verified), rolled_back and given_up; missed,
+        the positions that the intervention names and at which it changed no committed row. Rows whose states a later
+        intervention at the same place replaced are not counted.
+        """
+        return edits_of(self)
 
     def table(self, name: str) -> "DuckDBPyRelation":
         """Returns a table as a DuckDB relation: `trace.table("hypotheses").filter("layer = 12 and rank = 0").df()`.

@@ -93,7 +93,7 @@ def test_an_ablation_has_the_oracles_bits_in_any_traffic() -> None:
     among = cp.run(loaded(), [PROMPTS[2], PROMPTS[0], PROMPTS[1]], interventions=crowd, **settings)
     oracle = cp.reference(loaded(), [PROMPTS[0]], interventions=alone, **settings)
     assert mine_alone.digest(0) == among.digest(1) == oracle.digest(0)
-    assert mine_alone.meta["interventions"][0]["num_writes"] > 10
+    assert mine_alone.edits().committed[0] > 10
     assert mine_alone.digest(0) != cp.run(loaded(), [PROMPTS[0]], **settings).digest(0)
 
 

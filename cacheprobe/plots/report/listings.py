@@ -31,6 +31,10 @@ def run_listings(trace: "Trace") -> list[Listing]:
     if command := trace.meta.get("command"):
         origin = f", settings from {command['config']}" if command["config"] else ""
         listings.append(Listing(f"cacheprobe {command['name']}{origin}", (), _pairs(command["settings"])))
+    if trace.meta.get("interventions"):
+        edits = trace.edits()
+        lines = [tuple("-" if pd.isna(value) else str(value) for value in line) for line in edits.iloc[:, :-1].values]
+        listings.append(Listing("interventions, and the rows that each changed", tuple(edits.columns[:-1]), lines))
     return [
         *listings,
         Listing("fingerprint", (), _pairs(trace.fingerprint)),
