@@ -309,6 +309,12 @@ def kv_snapshot(
     (state,) = plan.states(None)
     if state.request.num_prompt_tokens < 2:
         raise ValueError("a prompt of one token leaves no row: its last token is read when generation goes on")
+    last = state.request.num_prompt_tokens - 1
+    for one in plan.interventions:
+        if last in (one.positions or ()):
+            raise ValueError(
+                f"{one}: position {last} is that of the prompt's last token, which a KVSnapshot leaves out"
+            )
     with hold_model(plan.model), plan.hooks():
         return read_rows(plan.model, state, plan.config, Observer(), plan.editor)
 
