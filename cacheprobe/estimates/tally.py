@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from cacheprobe.capture.features import recorded_dictionary
+from cacheprobe.capture.features import FeatureRecorder
 from cacheprobe.capture.kept_states import status_of
 from cacheprobe.core.records import ForwardRecord, Observer, Request, StepRecord
 from cacheprobe.plan import RunPlan
@@ -73,8 +73,7 @@ class RunTally(Observer):
     _prompt_features: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        dictionary = recorded_dictionary(self.plan.capture, self.plan.model)
-        self._feature_layer = None if dictionary is None else dictionary.layer
+        self._features = FeatureRecorder.of(self.plan.capture, self.plan.model)
         self._lengths = {r.request_id: r.num_prompt_tokens for r in self.plan.requests}
 
     def after_forward(self, record: ForwardRecord) -> None:
@@ -91,7 +90,9 @@ class RunTally(Observer):
             self.kept_rows += is_kept
             self.pattern_weights += (row.position + 1) if is_kept and "pattern" in capture.heads else 0
             self.readings += readings
-            has_features = is_kept and self._feature_layer is not None and self._feature_layer < ran
+            features = self._features
+            has_features = is_kept and features is not None and features.place[1] < ran
+            has_features = has_features and features.records(row.position, row.token_id)
             self.feature_rows += has_features
             if row.position < length and record.phase == "prefill":
                 self._prompt_rows[row.request_id] += 1

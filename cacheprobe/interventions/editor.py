@@ -170,13 +170,19 @@ def digests(interventions: Iterable[Intervention]) -> dict[int, str]:
     return {r: hashlib.sha256(json.dumps(texts[r]).encode()).hexdigest() for r in sorted(texts)}
 
 
-def intervention_entries(interventions: Sequence[Intervention], model_facts: Mapping[str, object]) -> dict[str, str]:
+def intervention_entries(
+    interventions: Sequence[Intervention], model_facts: Mapping[str, object], special: Sequence[int]
+) -> dict[str, str]:
     """Returns the entries that interventions add to the schedule fingerprint, all text; {} without interventions.
 
     interventions: the SHA-256 of each request's interventions, from `digests`.
     interventions_act_through: "hooks of the PATH", where PATH is the model's path, such as fast or bridge.
+    special_token_ids: `special`, the ids that some interventions leave out, if any does.
     """
     if not interventions:
         return {}
     named = "; ".join(f"request {r}: {digest}" for r, digest in digests(interventions).items())
-    return {"interventions": named, "interventions_act_through": f"hooks of the {model_facts.get('path', 'model')}"}
+    path = f"hooks of the {model_facts.get('path', 'model')}"
+    is_any_left_out = not all(one.include_special for one in interventions)
+    left_out = {"special_token_ids": str(list(special))} if is_any_left_out else {}
+    return {"interventions": named, "interventions_act_through": path, **left_out}

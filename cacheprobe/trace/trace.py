@@ -81,6 +81,9 @@ class Trace(TraceData):
             committed = self.edits().committed
             text += f"; interventions: {len(committed)}, committed rows changed: {committed.sum()}"
             text += f" ({(committed == 0).sum()} changed none)" if (committed == 0).any() else ""
+        capture = self.meta.get("capture", {})
+        if capture.get("dictionary") is not None and not capture.get("include_special", True):
+            text += "; features without first and special tokens"
         growing = "; not finished" if "growing" in self.meta else ""
         return text + self_checks_text(self.meta) + growing + ")"
 
@@ -228,6 +231,7 @@ class Trace(TraceData):
         rows: "pd.DataFrame | None" = None,
         site: str | None = None,
         layer: SupportsIndex | None = None,
+        include_special: bool = False,
     ) -> pd.DataFrame:
         """Returns the largest feature activations of each row as a DataFrame, one line for each row and active feature,
         of rolled-back rows too. They are computed from captured states, or, without a dictionary, those recorded during
@@ -238,12 +242,14 @@ class Trace(TraceData):
         dictionary: from `cp.lenses.Dictionary.load`.  top: how many features of a row, at most.
         rows: from `rows(...)`; by default all whose states were kept.
         site, layer: by default those that the dictionary was trained on.
+        include_special: also rows of special tokens and of the first position (`is_special`), which are left out by
+        default, as in the training.
         Raises: DictionaryError if the dictionary was made for states of another width, or for a hook point that a trace
         does not keep; ValueError for states that were not captured, and if there is no row.
         """
         if dictionary is None:
-            return recorded_features(self, top, rows, site, layer)
-        return features_of(self, dictionary, top, rows, site, layer)
+            return recorded_features(self, top, rows, site, layer, include_special)
+        return features_of(self, dictionary, top, rows, site, layer, include_special)
 
     def digest(self, request_id: SupportsIndex) -> str:
         """Returns the SHA-256, as hex text, of a request's results: tokens, log-probabilities, thoughts, states of

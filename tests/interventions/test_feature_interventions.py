@@ -45,7 +45,7 @@ def test_ablation_equals_a_plain_hook_without_a_cache(path: str, settings: dict,
     """At every position, drafted, rolled back and computed again."""
     mine = random_dictionary("standard", **settings)
     feature, folder = active_feature(mine), saved(mine, tmp_path)
-    change = ablate_feature(mine, feature, request_id=1)
+    change = ablate_feature(mine, feature, request_id=1, include_special=True)
     trace = cp.run(loaded(), [PROMPTS[1], PROMPTS[0]], interventions=change, **DRAFTED, path=path)
     model = hf_model()
 

@@ -115,6 +115,9 @@ def _about(trace: "Trace") -> list[tuple[str, str]]:
     ]
     if trace.thought_table is not None:
         about.append(("thoughts", f"{len(trace.thought_table):,}"))
+    if trace.feature_table is not None:
+        left_out = "" if meta["capture"].get("include_special", True) else ", without first and special tokens"
+        about.append(("features", f"{len(trace.feature_table):,}{left_out}"))
     if behaviour := meta["behaviour"]:
         share, low, high = (behaviour[name] for name in ("accuracy", "accuracy_low", "accuracy_high"))
         answers = f"{share:.0%} of {behaviour['num_examples']} right, 95 % interval {low:.0%} to {high:.0%}"
