@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cacheprobe.analysis.answers import answer_logprobs
     from cacheprobe.analysis.dictionaries.reconstruction import reconstruction
     from cacheprobe.analysis.distributions import divergences, rejected_tokens
     from cacheprobe.analysis.draft_replay.laboratory import acceptance
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "acceptance": "draft_replay.laboratory",
     "agreement": "of_trace",
+    "answer_logprobs": "answers",
     "attribution": "logit_attribution",
     "kv_snapshot": "forks",
     "commitment": "of_trace",
@@ -77,6 +79,7 @@ _HOMES = {
 __all__ = [
     "acceptance",
     "agreement",
+    "answer_logprobs",
     "attribution",
     "commitment",
     "divergences",

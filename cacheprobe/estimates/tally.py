@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cacheprobe.capture.features import FeatureRecorder
 from cacheprobe.capture.kept_states import status_of
-from cacheprobe.core.records import ForwardRecord, Observer, Request, StepRecord
+from cacheprobe.core.records import ForwardRecord, Observer, Request, RowSlot, StepRecord
 from cacheprobe.plan import RunPlan
 
 
@@ -90,14 +90,17 @@ class RunTally(Observer):
             self.kept_rows += is_kept
             self.pattern_weights += (row.position + 1) if is_kept and "pattern" in capture.heads else 0
             self.readings += readings
-            features = self._features
-            has_features = is_kept and features is not None and features.place[1] < ran
-            has_features = has_features and features.records(row.position, row.token_id)
+            has_features = is_kept and self._records_features(row, ran)
             self.feature_rows += has_features
             if row.position < length and record.phase == "prefill":
                 self._prompt_rows[row.request_id] += 1
                 self._prompt_readings[row.request_id] += readings
                 self._prompt_features[row.request_id] += has_features
+
+    def _records_features(self, row: RowSlot, ran: int) -> bool:
+        """Returns whether features are recorded of a kept row whose pass ran `ran` layers."""
+        recorder = self._features
+        return recorder is not None and recorder.place[1] < ran and recorder.records(row.position, row.token_id)
 
     def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:
         """Counts the copied rows of a prompt, which are read again."""

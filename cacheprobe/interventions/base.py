@@ -11,7 +11,7 @@ from torch import Tensor
 from cacheprobe.core.hook_names import HEADS, RECURRENT, ROUTER, SITES
 from cacheprobe.core.noise import RESAMPLE_STREAM, uniform_noise
 from cacheprobe.core.records import PHASES
-from cacheprobe.core.values import flag, whole_number
+from cacheprobe.core.values import flag, listed, whole_number
 
 EDITED_SITES = (*SITES, "pre", ROUTER, RECURRENT)
 """Sites whose states an intervention may change: S, T, C, "pre", the input of a block, "router", the logits of a router
@@ -151,8 +151,8 @@ def as_interventions(given: Any) -> tuple[Intervention, ...]:
 
     Raises: ValueError for another object in the sequence; TypeError if `given` is no Intervention and no sequence.
     """
-    listed = [given] if isinstance(given, Intervention) else list(given)
-    flat = [one for item in listed for one in (item if isinstance(item, tuple) else (item,))]
+    items = [given] if isinstance(given, Intervention) else list(given)
+    flat = [one for item in items for one in (item if isinstance(item, tuple) else (item,))]
     for one in flat:
         if not isinstance(one, Intervention):
             raise ValueError(f"an intervention is made by cp.interventions.zero(...) and its like, got {one!r:.60}")
@@ -182,12 +182,11 @@ def _as_numbers(given: Any, noun: str, what: str) -> tuple[int, ...] | None:
     number, a number that is given twice, and for anything but whole numbers."""
     if given is None:
         return None
-    several = isinstance(given, Iterable) and not isinstance(given, str) and getattr(given, "ndim", 1)
-    listed = tuple(whole_number(f"{what}: a {noun}", x) for x in (given if several else [given]))
-    if not listed:
+    numbers = tuple(whole_number(f"{what}: a {noun}", x) for x in listed(given))
+    if not numbers:
         raise ValueError(f"{what}: there is no {noun}, so nothing would change; use None for all")
-    if min(listed) < 0:
-        raise ValueError(f"{what}: {noun} {min(listed)} is negative; {noun}s are absolute and count from 0")
-    if len(set(listed)) != len(listed):
+    if min(numbers) < 0:
+        raise ValueError(f"{what}: {noun} {min(numbers)} is negative; {noun}s are absolute and count from 0")
+    if len(set(numbers)) != len(numbers):
         raise ValueError(f"{what}: a {noun} is given twice; give each once")
-    return listed
+    return numbers

@@ -145,7 +145,9 @@ def test_features_leave_them_out(tmp_path: Path) -> None:
     left = trace.features(mine, top=4)
     assert set(left.row) == set(rows.row[~is_special(rows)])
     assert set(trace.features(mine, top=4, include_special=True).row) == set(rows.row)
-    assert set(trace.features(mine, rows=trace.rows(0)).row) == set(rows.row[(rows.request_id == 0) & ~is_special(rows)])
+    assert set(trace.features(mine, rows=trace.rows(0)).row) == set(
+        rows.row[(rows.request_id == 0) & ~is_special(rows)]
+    )
     again = cp.load_trace(trace.save(tmp_path / "run"))  # without the model, and so without a tokenizer
     assert again.features(mine, top=4).equals(left)
     assert again.meta["special_token_ids"] == SPECIAL
@@ -186,7 +188,11 @@ def test_exported_features_leave_them_out() -> None:
 @pytest.mark.parametrize("include_special", [False, True])
 @pytest.mark.parametrize("kind", ["ablate", "steer"])
 def test_edits_of_features_leave_them_out(kind: str, include_special: bool) -> None:
-    mine, prompt, option = random_dictionary("standard"), PROMPTS[0], {"include_special": True} if include_special else {}
+    mine, prompt, option = (
+        random_dictionary("standard"),
+        PROMPTS[0],
+        {"include_special": True} if include_special else {},
+    )
     weights = {name: tensor.double() for name, tensor in mine.tensors.items()}
     if kind == "steer":
         change = cp.interventions.steer_feature(mine, 7, 4.0, request_id=0, **option)

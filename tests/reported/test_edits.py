@@ -227,7 +227,9 @@ def test_a_resumed_run_keeps_an_edit_of_earlier_steps(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_of_a_prompt_has_no_state_of_its_last_token() -> None:
-    with pytest.raises(ValueError, match="position 4 is that of the prompt's last token, which a KVSnapshot leaves out"):
+    with pytest.raises(
+        ValueError, match="position 4 is that of the prompt's last token, which a KVSnapshot leaves out"
+    ):
         cp.kv_snapshot(loaded(), PROMPT, interventions=iv.zero(**WHERE, positions=4, own_fingerprint=True))
 
 
