@@ -136,7 +136,7 @@ def flip(
     answer = (one.drafted_token_id, one.committed_token_id)
     pair = ((answer[0],), (answer[1],))
     results = sweep(lm, _groups(base, states), pair, CellStore(None, {}), progress, choose)
-    unedited = difference(read(base.logits[None], pair)[0])
+    unedited = difference(read(base.logits[None], answer)[0])
     drafted, committed = (visible(text) for text in lm.token_texts(answer))
     meta: FlipMeta = {
         "request_id": one.request_id, "step": one.step, "position": one.position,

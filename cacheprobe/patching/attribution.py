@@ -21,7 +21,7 @@ from cacheprobe.patching.cells import MOST_ROWS
 from cacheprobe.patching.grid import PatchingGrid, difference, pair_meta
 from cacheprobe.patching.pair import PatchedPair
 from cacheprobe.patching.runs import Answers, Run
-from cacheprobe.patching.sweep import unpatched
+from cacheprobe.patching.sweep import as_tokens, unpatched
 
 ESTIMATE = "estimated_nld"
 """Column with the estimate of nld, the normalised logit difference."""
@@ -95,9 +95,8 @@ def attribution(
 def _metrics(answers: Answers, length: int) -> list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]]:
     """Returns (tokens to feed after the prompt, metric of the logits [b, n, v]) of each pass, whose sum is the
     difference between the answers: one for two single tokens, else one for each answer. length: of the prompt."""
-    if all(len(ids) == 1 for ids in answers):
-        (first,), (second,) = answers
-        return [((), lambda logits: (logits[:, -1, first] - logits[:, -1, second]).sum())]
+    if (tokens := as_tokens(answers)) is not None:
+        return [((), lambda logits: (logits[:, -1, tokens[0]] - logits[:, -1, tokens[1]]).sum())]
 
     def logprob(ids: tuple[int, ...], sign: int) -> Callable[[Tensor], Tensor]:
         """Returns the metric that is the log-probability of an answer, times `sign`."""

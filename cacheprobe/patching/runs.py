@@ -102,12 +102,11 @@ def extend(model: CachedLM, run: Run, token_ids: tuple[int, ...]) -> Run:
     return run_once(model, (*run.token_ids, *token_ids), {site for site, _ in run.states}, (run, len(run.token_ids)))
 
 
-def read(logits: Tensor, answers: Answers) -> list[AnswerLogits]:
-    """Returns a list of AnswerLogits, one for each batch index of logits [b, v]: the prediction about two answers of
-    one token."""
+def read(logits: Tensor, answer: tuple[int, int]) -> list[AnswerLogits]:
+    """Returns a list of AnswerLogits, one for each batch index of logits [b, v]: the prediction about two answer
+    tokens."""
     values = logits.double()
-    (first,), (second,) = answers
-    columns = (values[:, first], values[:, second], values.logsumexp(-1), values.argmax(-1))
+    columns = (values[:, answer[0]], values[:, answer[1]], values.logsumexp(-1), values.argmax(-1))
     return [AnswerLogits(a, b, c, int(d)) for a, b, c, d in zip(*(column.tolist() for column in columns), strict=True)]
 
 

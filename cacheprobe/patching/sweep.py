@@ -69,20 +69,20 @@ def _run_group(
 ) -> list[AnswerLogits]:
     """Runs one group of patched runs, and returns a list of their AnswerLogits in the order of `group.indices`."""
 
-    def answers_of(logits: Tensor) -> list[AnswerLogits]:
+    def answers_of(logits: Tensor, tokens: tuple[int, int]) -> list[AnswerLogits]:
         """Returns a list of AnswerLogits for logits [b, v], whose `top` is chosen by `choose` if given."""
-        found = read(logits, answers)
+        found = read(logits, tokens)
         if choose is None:
             return found
         return [one._replace(top=choose(row)) for one, row in zip(found, logits, strict=True)]
 
-    base, cells, is_short = group.base(()), group.cells(()), _are_single(answers)
-    unchanged = answers_of(base.logits[None])[0] if is_short else unpatched(model, base, answers)
+    base, cells, tokens = group.base(()), group.cells(()), as_tokens(answers)
+    unchanged = unpatched(model, base, answers) if tokens is None else answers_of(base.logits[None], tokens)[0]
     results = dict.fromkeys(group.indices, unchanged)
     active = [index for index in group.indices if not is_idle(cells[index], base)]
-    if active and is_short:
+    if active and tokens is not None:
         logits = run_cells(model, base, [cells[index] for index in active])
-        results |= dict(zip(active, answers_of(logits), strict=True))
+        results |= dict(zip(active, answers_of(logits, tokens), strict=True))
     elif active:
         found = _whole(model, group.base, lambda begins: [group.cells(begins)[index] for index in active], answers)
         results |= dict(zip(active, found, strict=True))
@@ -91,15 +91,15 @@ def _run_group(
 
 def unpatched(model: CachedLM, run: Run, answers: Answers) -> AnswerLogits:
     """Returns the AnswerLogits of a run without patches."""
-    if _are_single(answers):
-        return read(run.logits[None], answers)[0]
+    if (tokens := as_tokens(answers)) is not None:
+        return read(run.logits[None], tokens)[0]
     cell = PatchingCell((), len(run.token_ids) - 1, ("pre", 0))
     return _whole(model, lambda begins: extend(model, run, begins), lambda begins: [cell], answers)[0]
 
 
-def _are_single(answers: Answers) -> bool:
-    """Returns whether both answers have one token."""
-    return all(len(ids) == 1 for ids in answers)
+def as_tokens(answers: Answers) -> tuple[int, int] | None:
+    """Returns the token ids of two answers of one token each; None if one has more."""
+    return (answers[0][0], answers[1][0]) if len(answers[0]) == len(answers[1]) == 1 else None
 
 
 def _whole(

@@ -81,11 +81,11 @@ def test_everything_is_one_and_nothing_is_zero(family: str) -> None:
     assert (table.nld[table.position == 6] - 1).abs().max() < 1e-6
     assert table.nld[table.position == 1].abs().max() < 1e-6
     assert ((table.nld > 0.01) & (table.nld < 0.99)).any()
-    runs, pair = run_pair(loaded(family), tuple(CLEAN), tuple(CORRUPT), ()), ((answer[0],), (answer[1],))
-    high, low = (difference(read(run.logits[None], pair)[0]) for run in runs)
+    runs = run_pair(loaded(family), tuple(CLEAN), tuple(CORRUPT), ())
+    high, low = (difference(read(run.logits[None], answer)[0]) for run in runs)
     untouched = [PatchingCell((), 2, ("S", layer)) for layer in range(3)]
     for run, expected in zip(runs, (1, 0), strict=True):
-        for said in read(run_cells(loaded(family), run, untouched), pair):
+        for said in read(run_cells(loaded(family), run, untouched), answer):
             assert abs((difference(said) - low) / (high - low) - expected) < 1e-6
 
 

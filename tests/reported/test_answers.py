@@ -285,5 +285,3 @@ def test_a_subject_that_is_not_there_is_refused(subject: object, message: str) -
 def test_one_position_is_a_subject() -> None:
     one, listed = (cp.patching.causal_tracing(model(), PROMPT, at, samples=1, progress=False) for at in (1, [1]))
     assert one.table.equals(listed.table)
-
-
