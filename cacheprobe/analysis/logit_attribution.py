@@ -12,13 +12,13 @@ from cacheprobe.core.hook_names import HEADS
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.token_text import visible
 from cacheprobe.core.values import listed
-from cacheprobe.models.answers import Answer, one_token
 from cacheprobe.models.base import CachedLM, ModelError, block_sum
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.hf.frozen_norm import FrozenNorm
 from cacheprobe.models.output_parts import HeadWriter, OutputParts
 from cacheprobe.ops.sampling import lowest_argmax
 from cacheprobe.ops.state_codec import INT8
+from cacheprobe.patching.answers import Answer, one_token
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace

@@ -7,7 +7,7 @@ from cacheprobe.capture.later import missing_readings, read_now
 from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import Request
-from cacheprobe.core.special_tokens import special_token_ids
+from cacheprobe.core.tokens.special import special_token_ids
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks import accuracy

@@ -197,7 +197,7 @@ class CaptureConfig(HintsAtNewArguments):
     top_features: int = 8
     """Features of a row that are recorded, at most."""
     include_special: bool = False
-    """Whether to record features of special tokens and of the first position too; see `core.special_tokens`."""
+    """Whether to record features of special tokens and of the first position too; see `core.tokens.special`."""
 
     def __post_init__(self) -> None:
         from cacheprobe.core.records import PHASES, STATUSES

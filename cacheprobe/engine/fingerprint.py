@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Request, fingerprint_differences
-from cacheprobe.core.special_tokens import special_token_ids
+from cacheprobe.core.tokens.special import special_token_ids
 from cacheprobe.engine.shapes import shared_capacity
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.interventions.editor import intervention_entries

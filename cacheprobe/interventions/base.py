@@ -78,7 +78,7 @@ class Intervention:
     num_prompt_tokens: int | None = None
     """Prompt length that the request must have, in tokens; None for any."""
     include_special: bool = True
-    """Whether to act on special tokens and on the first position too; see `core.special_tokens`. False for edits of
+    """Whether to act on special tokens and on the first position too; see `core.tokens.special`. False for edits of
     features."""
 
     def __post_init__(self) -> None:

@@ -7,10 +7,10 @@ from typing import Unpack
 import torch
 
 from cacheprobe.core.hook_names import RECURRENT
-from cacheprobe.models.answers import Answer
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.experts.sites import state_shapes
 from cacheprobe.models.prompts import Prompt
+from cacheprobe.patching.answers import Answer
 from cacheprobe.patching.arguments import GridOptions, patched_place
 from cacheprobe.patching.cells import Edit, PatchingCell, cell
 from cacheprobe.patching.grid import PatchingGrid

@@ -10,17 +10,17 @@ from torch import Tensor
 from cacheprobe.core.progress import Progress
 from cacheprobe.core.token_text import visible
 from cacheprobe.core.values import whole_number
-from cacheprobe.models.answers import Answer
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.hf.differentiable import bridge_of, derivatives
 from cacheprobe.models.prompts import Prompt
 from cacheprobe.ops.statistics import cell_correlations
 from cacheprobe.patching.activation import activation
+from cacheprobe.patching.answers import Answer
 from cacheprobe.patching.arguments import GridOptions, patched_place
 from cacheprobe.patching.cells import MOST_ROWS
 from cacheprobe.patching.grid import PatchingGrid, difference, pair_meta
 from cacheprobe.patching.pair import PatchedPair
-from cacheprobe.patching.runs import Answers, Run
+from cacheprobe.patching.runs import AnswerPair, Run
 from cacheprobe.patching.sweep import as_tokens, unpatched
 
 ESTIMATE = "estimated_nld"
@@ -92,7 +92,7 @@ def attribution(
     return PatchingGrid(table, meta)
 
 
-def _metrics(answers: Answers, length: int) -> list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]]:
+def _metrics(answers: AnswerPair, length: int) -> list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]]:
     """Returns (tokens to feed after the prompt, metric of the logits [b, n, v]) of each pass, whose sum is the
     difference between the answers: one for two single tokens, else one for each answer. length: of the prompt."""
     if (tokens := as_tokens(answers)) is not None:

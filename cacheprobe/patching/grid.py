@@ -10,7 +10,7 @@ import pandas as pd
 
 from cacheprobe.core.files import write_json
 from cacheprobe.models.base import CachedLM
-from cacheprobe.patching.runs import AnswerLogits, Answers, Run
+from cacheprobe.patching.runs import AnswerLogits, AnswerPair, Run
 
 _FORMAT = "cacheprobe patching grid 1"
 _META = ("kind", "site", "value", "model")
@@ -155,7 +155,7 @@ def answer_texts(model: CachedLM, answers: Sequence[tuple[int, ...]]) -> list[st
 
 
 def pair_meta(
-    model: CachedLM, kind: str, site: str, runs: tuple[Run, Run], answer: Answers, ends: Sequence[AnswerLogits]
+    model: CachedLM, kind: str, site: str, runs: tuple[Run, Run], answer: AnswerPair, ends: Sequence[AnswerLogits]
 ) -> GridMeta:
     """Returns the metadata of a grid of two prompts as a dict. runs: the unpatched clean and corrupted run.  ends: the
     results of the two."""

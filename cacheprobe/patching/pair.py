@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from cacheprobe.core.token_text import visible
-from cacheprobe.models.answers import Answer, as_answer
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import Prompt
+from cacheprobe.patching.answers import Answer, as_answer, require_room
 from cacheprobe.patching.arguments import (
     GridConfig,
     GridOptions,
@@ -22,7 +22,7 @@ from cacheprobe.patching.arguments import (
 )
 from cacheprobe.patching.grid import PatchingGrid, as_stored, difference, pair_meta, pair_table
 from cacheprobe.patching.parts import CellStore
-from cacheprobe.patching.runs import Answers, Run, extend, run_once
+from cacheprobe.patching.runs import AnswerPair, Run, extend, run_once
 from cacheprobe.patching.sweep import Group, sweep, unpatched
 
 _LEAST_DIFFERENCE = 1e-4
@@ -40,7 +40,7 @@ class PatchedPair:
     positions: tuple[int, ...]
     runs: tuple[Run, Run]
     """The clean run, the corrupted run."""
-    answer: Answers
+    answer: AnswerPair
     """Token ids of the two answers."""
     clean_before: Callable[[tuple[int, ...]], Run] = field(init=False, repr=False)
     """Returns the clean run, followed by the tokens with which an answer begins."""
@@ -84,7 +84,7 @@ def run_pair(
     return run_once(model, clean, sites, after=shared), run_once(model, corrupt, sites, after=shared)
 
 
-def answers(model: CachedLM, answer: "Sequence[Answer] | None", clean: Run, corrupt: Run) -> Answers:
+def answers(model: CachedLM, answer: "Sequence[Answer] | None", clean: Run, corrupt: Run) -> AnswerPair:
     """Returns the token ids of the two answers that a grid compares; by default the first choices of the two runs.
 
     Raises: ValueError unless `answer` is two answers with the same tokens after both prompts, if `answer` is None and
@@ -112,12 +112,6 @@ def answers(model: CachedLM, answer: "Sequence[Answer] | None", clean: Run, corr
             "scale; give an answer=(a, b) that the prompts differ in"
         )
     return both
-
-
-def require_room(model: CachedLM, prompt: Sequence[int], answers: Iterable[Sequence[int]]) -> None:
-    """Raises: ValueError if the prompt and an answer are longer than the model's context."""
-    if (length := len(prompt) + max(map(len, answers)) - 1) > model.n_ctx:
-        raise ValueError(f"prompt and answer have {length} tokens, the model's context is {model.n_ctx}; shorten them")
 
 
 def grid_of_pair(pair: PatchedPair, kind: str, site: str, axes: Sequence[str], groups: Sequence[Group]) -> PatchingGrid:

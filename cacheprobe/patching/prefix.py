@@ -6,9 +6,9 @@ from typing import Unpack
 
 import torch
 
-from cacheprobe.models.answers import Answer
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import Prompt
+from cacheprobe.patching.answers import Answer
 from cacheprobe.patching.arguments import RESIDUAL_SITES, GridOptions, check_site
 from cacheprobe.patching.cells import Edit, PatchingCell
 from cacheprobe.patching.grid import PatchingGrid

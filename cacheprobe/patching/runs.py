@@ -16,7 +16,7 @@ from cacheprobe.models.feeding import feed
 
 SiteLayer = tuple[str, int]
 """(site, layer)"""
-Answers = tuple[tuple[int, ...], tuple[int, ...]]
+AnswerPair = tuple[tuple[int, ...], tuple[int, ...]]
 """Token ids of two answers."""
 
 
@@ -110,7 +110,7 @@ def read(logits: Tensor, answer: tuple[int, int]) -> list[AnswerLogits]:
     return [AnswerLogits(a, b, c, int(d)) for a, b, c, d in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def read_whole(logits: tuple[Tensor, Tensor], answers: Answers) -> list[AnswerLogits]:
+def read_whole(logits: tuple[Tensor, Tensor], answers: AnswerPair) -> list[AnswerLogits]:
     """Returns a list of AnswerLogits of answers of any length: logits [b, k, v] of the k tokens of each answer."""
     nats = []
     for values, ids in zip(logits, answers, strict=True):

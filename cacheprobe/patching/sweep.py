@@ -10,7 +10,7 @@ from cacheprobe.core.progress import Progress
 from cacheprobe.models.base import CachedLM
 from cacheprobe.patching.cells import PatchingCell, is_idle, run_cells, run_cells_to_end
 from cacheprobe.patching.parts import CellStore
-from cacheprobe.patching.runs import AnswerLogits, Answers, Run, extend, read, read_whole
+from cacheprobe.patching.runs import AnswerLogits, AnswerPair, Run, extend, read, read_whole
 
 Index = tuple[int, ...]
 """The index of a cell in the table, such as (layer, position)."""
@@ -36,7 +36,7 @@ class Group:
 def sweep(
     model: CachedLM,
     groups: Sequence[Group],
-    answers: Answers,
+    answers: AnswerPair,
     store: CellStore,
     progress: "bool | CellProgress",
     choose: Callable[[Tensor], int] | None = None,
@@ -65,7 +65,7 @@ def sweep(
 
 
 def _run_group(
-    model: CachedLM, group: Group, answers: Answers, choose: Callable[[Tensor], int] | None
+    model: CachedLM, group: Group, answers: AnswerPair, choose: Callable[[Tensor], int] | None
 ) -> list[AnswerLogits]:
     """Runs one group of patched runs, and returns a list of their AnswerLogits in the order of `group.indices`."""
 
@@ -89,7 +89,7 @@ def _run_group(
     return [results[index] for index in group.indices]
 
 
-def unpatched(model: CachedLM, run: Run, answers: Answers) -> AnswerLogits:
+def unpatched(model: CachedLM, run: Run, answers: AnswerPair) -> AnswerLogits:
     """Returns the AnswerLogits of a run without patches."""
     if (tokens := as_tokens(answers)) is not None:
         return read(run.logits[None], tokens)[0]
@@ -97,7 +97,7 @@ def unpatched(model: CachedLM, run: Run, answers: Answers) -> AnswerLogits:
     return _whole(model, lambda begins: extend(model, run, begins), lambda begins: [cell], answers)[0]
 
 
-def as_tokens(answers: Answers) -> tuple[int, int] | None:
+def as_tokens(answers: AnswerPair) -> tuple[int, int] | None:
     """Returns the token ids of two answers of one token each; None if one has more."""
     return (answers[0][0], answers[1][0]) if len(answers[0]) == len(answers[1]) == 1 else None
 
@@ -106,7 +106,7 @@ def _whole(
     model: CachedLM,
     base: Callable[[tuple[int, ...]], Run],
     cells: Callable[[tuple[int, ...]], Sequence[PatchingCell]],
-    answers: Answers,
+    answers: AnswerPair,
 ) -> list[AnswerLogits]:
     """Returns a list of AnswerLogits, one for each cell, of answers of any length. base, cells: as in `Group`; they are
     called with all but the last token of each answer."""

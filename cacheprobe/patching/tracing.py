@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.noise import derive_seed
-from cacheprobe.models.answers import Answer, as_answer
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import Prompt
+from cacheprobe.patching.answers import Answer, as_answer, require_room
 from cacheprobe.patching.arguments import (
     PATCHED_SITES,
     GridOptions,
@@ -26,7 +26,7 @@ from cacheprobe.patching.arguments import (
 )
 from cacheprobe.patching.cells import Edit, PatchingCell, cell
 from cacheprobe.patching.grid import GridMeta, PatchingGrid, answer_texts, as_stored
-from cacheprobe.patching.pair import open_cell_store, require_room
+from cacheprobe.patching.pair import open_cell_store
 from cacheprobe.patching.runs import AnswerLogits, Run, extend, run_once
 from cacheprobe.patching.sweep import Group, Index, sweep, unpatched
 

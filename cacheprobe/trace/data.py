@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cacheprobe.core.hook_names import HEAD_SITES, PATTERN, SITE_NAMES, site_label
 from cacheprobe.core.records import STATUSES, Request
-from cacheprobe.core.special_tokens import special_token_ids
+from cacheprobe.core.tokens.special import special_token_ids
 from cacheprobe.core.values import JsonDict, hint
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.kvcache.surgery import KVSnapshot

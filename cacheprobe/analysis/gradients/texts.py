@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from cacheprobe.core.records import Request
-from cacheprobe.models.answers import one_token
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import PromptExample, as_list, text_of, token_ids_of
+from cacheprobe.patching.answers import one_token
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace

@@ -15,7 +15,7 @@ from torch import Tensor
 from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.hook_names import HEAD_SITES
 from cacheprobe.core.records import Request, SamplingParams, StepRecord
-from cacheprobe.core.special_tokens import special_token_ids
+from cacheprobe.core.tokens.special import special_token_ids
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.rows import LedgerChange, RowRecord
