@@ -12,6 +12,11 @@ from cacheprobe.core.values import JsonDict
 if TYPE_CHECKING:
     from cacheprobe.trace.data import TraceData
 
+_TYPES = {
+    "name": "object", "request_id": "int64", "site": "object", "layer": "int64", "head": "Int64",
+    **dict.fromkeys(STATUSES, "int64"), "missed": "object",
+}  # fmt: skip
+"""Columns of `Trace.edits`, each with its type."""
 _MOST_POSITIONS = 8
 """Most positions that a warning lists."""
 
@@ -27,8 +32,7 @@ def edits_of(trace: "TraceData") -> pd.DataFrame:
         about = {name: edit[name] for name in ("name", "request_id", "site", "layer", "head")}
         missed = [position for position in edit["positions"] or () if position not in changed]
         lines.append({**about, **{status: int(counts.get(status, 0)) for status in STATUSES}, "missed": missed})
-    columns = ["name", "request_id", "site", "layer", "head", *STATUSES, "missed"]
-    return pd.DataFrame(lines, columns=columns).astype({"head": "Int64", **dict.fromkeys(STATUSES, "int64")})
+    return pd.DataFrame(lines, columns=list(_TYPES)).astype(_TYPES)
 
 
 def changed_rows(trace: "TraceData", edit: JsonDict) -> pd.DataFrame:
