@@ -36,7 +36,7 @@ def whole_number(name: str, value: object) -> int:
 
 def listed(value: Any) -> list[Any]:
     """Returns the entries of an iterable as a list; [value] for one number or text, and for an array without axes."""
-    is_several = isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1)
+    is_several = isinstance(value, Iterable) and not isinstance(value, str | bytes) and getattr(value, "ndim", 1)
     return list(value) if is_several else [value]
 
 

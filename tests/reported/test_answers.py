@@ -108,6 +108,7 @@ def everywhere(answer: object) -> list[Callable[[], object]]:
         (" heads zebra", "the tokenizer does not know all of ' heads zebra'"),
         (5.7, "a token id must be a whole number, got 5.7"),
         (True, "a token id must be a whole number, got True"),
+        (b"heads", "a token id must be a whole number, got b'heads'"),
         (97, "97 is outside the vocabulary of 97"),
         ("", "'' has no token"),
     ],
