@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.noise import derive_seed
+from cacheprobe.core.values import listed
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import Prompt
 from cacheprobe.patching.answers import Answer, as_answer, require_room
@@ -35,7 +36,7 @@ from cacheprobe.patching.sweep import Group, Index, sweep, unpatched
 def causal_tracing(
     model: CachedLM,
     prompt: Prompt,
-    subject: "str | Iterable[int]",
+    subject: "str | int | Iterable[int]",
     *,
     site: str = "S",
     window: int = 1,
@@ -74,7 +75,7 @@ def causal_tracing(
     config = grid_config(**options)
     model = usable(model, config.path)
     ids = as_token_ids(model, prompt, "traced")
-    given = subject_positions(model, ids, subject) if isinstance(subject, str) else subject
+    given = subject_positions(model, ids, subject) if isinstance(subject, str) else listed(subject)
     noisy_at, at_positions = (as_positions(one, len(ids)) for one in (given, config.positions))
     in_layers = as_layers(config.layers, model)
     clean = run_once(model, ids, (site,))

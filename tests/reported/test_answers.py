@@ -89,13 +89,12 @@ def everywhere(answer: object) -> list[Callable[[], object]]:
     """Every function that takes an answer or a token."""
     trace = cp.run(model(), PROMPT, capture="STC", window=1, max_new_tokens=2, progress=False)
     pair = (answer, HEADS)
-    metric = cp.analysis.token_logprob(answer)
     return [
         *(lambda kind=kind: GRIDS[kind](answer=pair, layers=[0]) for kind in GRIDS),
         lambda: cp.patching.causal_tracing(model(), PROMPT, [1], answer=answer, samples=1, progress=False),
         lambda: cp.analysis.answer_logprobs(model(), PROMPT, [answer]),
         lambda: cp.analysis.attribution(trace, 0, 3, token=answer),
-        lambda: cp.gradients(model(), PROMPT, metric, progress=False),
+        lambda: cp.gradients(model(), PROMPT, cp.analysis.token_logprob(answer), progress=False),
         lambda: cp.gradients(model(), PROMPT, cp.analysis.logit_difference(HEADS, answer), progress=False),
     ]
 
@@ -115,7 +114,7 @@ def everywhere(answer: object) -> list[Callable[[], object]]:
 )
 def test_what_is_no_answer_is_refused_everywhere(answer: object, message: str) -> None:
     for call in everywhere(answer):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=f"{message}|violates type hint"):  # if calls are checked
             call()
 
 
@@ -279,7 +278,7 @@ def test_the_subjects_tokens_are_found_in_the_prompt() -> None:
     ],
 )
 def test_a_subject_that_is_not_there_is_refused(subject: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=f"{message}|violates type hint"):  # if calls are checked
         cp.patching.causal_tracing(model(), PROMPT, subject, samples=1, progress=False)
 
 
