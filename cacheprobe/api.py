@@ -39,6 +39,7 @@ from cacheprobe.models.turns import hold_model
 from cacheprobe.plan import RunPlan
 from cacheprobe.trace.parts.journal import last_step
 from cacheprobe.trace.places import clean_finished
+from cacheprobe.trace.tables.edits import edit_warnings
 from cacheprobe.trace.trace import Trace
 from cacheprobe.trace.trace import load_trace as open_trace
 
@@ -152,7 +153,9 @@ def stream(model: CachedLM, prompts: Any, **settings: Unpack[StreamSettings]) ->
     def begin(observer: Observer) -> Generator[int, None, Trace]:
         """Runs the requests, from the first `next` on; returns the Trace."""
         with to_disk(**to) as disk:
-            return (yield from Execution(plan, loop, states, [observer], disk, **meta).steps())
+            trace = yield from Execution(plan, loop, states, [observer], disk, **meta).steps()
+            _warn_of_edits(trace)
+            return trace
 
     return Stream(states, plan.model.decode, begin)
 
@@ -306,6 +309,12 @@ def kv_snapshot(
     (state,) = plan.states(None)
     if state.request.num_prompt_tokens < 2:
         raise ValueError("a prompt of one token leaves no row: its last token is read when generation goes on")
+    last = state.request.num_prompt_tokens - 1
+    for one in plan.interventions:
+        if last in (one.positions or ()):
+            raise ValueError(
+                f"{one}: position {last} is that of the prompt's last token, which a KVSnapshot leaves out"
+            )
     with hold_model(plan.model), plan.hooks():
         return read_rows(plan.model, state, plan.config, Observer(), plan.editor)
 
@@ -351,17 +360,21 @@ def _progress_bar(plan: RunPlan, is_shown: bool, done: int = 0) -> ProgressBar:
 
 
 def _checked(plan: RunPlan, trace: Trace, progress: bool) -> Trace:
-    """Returns the trace unchanged. Warns of failed requests, data that the trace lacks, and interventions of `run` that
-    never acted; if `progress`, prints path and accuracy."""
+    """Returns the trace unchanged. Warns of failed requests, data that the trace lacks, and interventions that missed
+    committed rows; if `progress`, prints path and accuracy."""
     if progress and plan.capture.heads:
         print(f"path: {plan.path_reason}")
     for request_id, error in trace.meta["errors"].items():
         warnings.warn(f"request {request_id} ended with an error: {error}", RuntimeWarning, stacklevel=3)
     for reason in dict.fromkeys(trace.missing.values()):
         warnings.warn(reason, RuntimeWarning, stacklevel=3)
-    if plan.editor is not None and trace.meta["kind"] == "run":  # the slow reference runs no drafts to change
-        for one in [one for one in plan.editor.unused() if str(one.request_id) not in trace.meta["errors"]]:
-            warnings.warn(f"{one} never acted: no pass computed its positions", RuntimeWarning, stacklevel=3)
+    _warn_of_edits(trace)
     if progress and trace.meta["behaviour"]:
         print(behaviour_line(trace.meta["behaviour"]))
     return trace
+
+
+def _warn_of_edits(trace: Trace) -> None:
+    """Warns of interventions that changed no committed row, or none at some of their positions."""
+    for reason in edit_warnings(trace):
+        warnings.warn(reason, RuntimeWarning, stacklevel=4)

@@ -19,8 +19,11 @@ from cacheprobe.models.paths import PATHS
 from cacheprobe.plan import RunPlan
 from cacheprobe.trace.importers.common import KIND as IMPORT
 from cacheprobe.trace.manifest import MANIFEST, TraceError
+from cacheprobe.trace.parts.growing import GrowingRun
 from cacheprobe.trace.parts.journal import Journal, read_journal
 from cacheprobe.trace.storage import request_from_record
+from cacheprobe.trace.tables.edits import changed_rows
+from cacheprobe.trace.trace import Trace
 
 REFERENCE = "reference"
 """Entry "kind" of the metadata of a run of `cacheprobe.reference`."""
@@ -100,9 +103,10 @@ def plan_again(
                 f"request {made.request_id}: the model's tokenizer gives its prompt other tokens than the run had"
             )
     states = plan.states(drafter)
-    _require_same_interventions(plan, meta)
     require_same(meta["fingerprint"], plan.fingerprint(), "the unfinished run and its continuation")
     restore_states(states, journal)
+    if plan.editor is not None:
+        plan.editor.written = _written(journal)
     return plan, states
 
 
@@ -111,8 +115,12 @@ def _titled(dictionary: JsonDict | None) -> str:
     return "no dictionary" if not dictionary else f"a dictionary at {dictionary['hook']} ({dictionary['sha256']:.12})"
 
 
-def _require_same_interventions(plan: RunPlan, meta: JsonDict) -> None:
-    """Raises: ValueError if the plan's interventions are not described as those of the run."""
-    given = None if plan.editor is None else plan.editor.record()
-    if given != meta.get("interventions"):
-        raise ValueError(f"the run had the interventions {meta.get('interventions')}, given are {given}")
+def _written(journal: Journal) -> list[set[int]]:
+    """Returns, for each intervention of the run of a journal, the positions that it changed when they were last
+    computed."""
+    trace = Trace(**GrowingRun(journal).fields(None))
+    found = []
+    for edit in trace.meta["interventions"]:
+        newest = trace.rows(edit["request_id"]).drop_duplicates("position", keep="last")
+        found.append({*newest.position[newest.row.isin(changed_rows(trace, edit).row)]})
+    return found

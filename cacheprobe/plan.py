@@ -331,7 +331,7 @@ class RunPlan:
 
     def meta(self, meta: Mapping[str, object]) -> JsonDict:
         """Returns entries of the metadata with those that this plan adds before the first pass."""
-        interventions = {} if self.editor is None else {"interventions": self.editor.record()}
+        interventions = {"interventions": [one.record() for one in self.interventions]} if self.interventions else {}
         return {**meta, "path_reason": self.path_reason, **interventions}
 
     def missing_answers(self) -> dict[str, str]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cacheprobe.analysis.patchscopes import patchscope
     from cacheprobe.analysis.reading import read_states
     from cacheprobe.analysis.thought_readings import read_thoughts, thought_activations
+    from cacheprobe.patching.answers import answer_logprobs
     from cacheprobe.trace.tables.engine_differences import engine_differences
     from cacheprobe.trace.tables.reasoning import reasoning_spans, with_reasoning
     from cacheprobe.trace.tables.routing import routing
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "acceptance": "draft_replay.laboratory",
     "agreement": "of_trace",
+    "answer_logprobs": "cacheprobe.patching.answers",
     "attribution": "logit_attribution",
     "kv_snapshot": "forks",
     "commitment": "of_trace",
@@ -77,6 +79,7 @@ _HOMES = {
 __all__ = [
     "acceptance",
     "agreement",
+    "answer_logprobs",
     "attribution",
     "commitment",
     "divergences",

@@ -123,6 +123,7 @@ _CAPTURED = (
     "top_k",
     "dictionary",
     "top_features",
+    "include_special",
 )
 """Settings of `CaptureConfig` beside sites and heads."""
 _MOST_VALUES = 8

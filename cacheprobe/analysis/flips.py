@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, TypedDict
 
@@ -135,7 +134,8 @@ def flip(
     _require_same_choice(lm, one, base, choose)
     states, left_out = _states_to_write(trace, one, base, sites, edits)
     answer = (one.drafted_token_id, one.committed_token_id)
-    results = sweep(lm, _groups(base, states), answer, CellStore(None, {}), progress, choose)
+    pair = ((answer[0],), (answer[1],))
+    results = sweep(lm, _groups(base, states), pair, CellStore(None, {}), progress, choose)
     unedited = difference(read(base.logits[None], answer)[0])
     drafted, committed = (visible(text) for text in lm.token_texts(answer))
     meta: FlipMeta = {
@@ -319,8 +319,13 @@ def _groups(base: Run, states: Sequence[_Written]) -> list[Group]:
     by_kind: dict[tuple[str, str], list[Index]] = {}
     for i, written in enumerate(states):
         by_kind.setdefault((written.edit, written.site), []).append((i,))
+
+    def cells(indices: list[Index]) -> Callable[[tuple[int, ...]], Mapping[Index, PatchingCell]]:
+        """Returns the function that makes these cells. The answers are single tokens, so no token is given to it."""
+        return lambda begins: _cells(base, states, indices)
+
     return [
-        Group(f"{edit}-{site}", len(indices), lambda: base, partial(_cells, base, states, indices), indices)
+        Group(f"{edit}-{site}", len(indices), lambda begins: base, cells(indices), indices)
         for (edit, site), indices in by_kind.items()
     ]
 

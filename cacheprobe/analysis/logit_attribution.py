@@ -11,12 +11,14 @@ from cacheprobe.capture.stored_states import committed_after, require_model
 from cacheprobe.core.hook_names import HEADS
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.token_text import visible
+from cacheprobe.core.values import listed
 from cacheprobe.models.base import CachedLM, ModelError, block_sum
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.hf.frozen_norm import FrozenNorm
 from cacheprobe.models.output_parts import HeadWriter, OutputParts
 from cacheprobe.ops.sampling import lowest_argmax
 from cacheprobe.ops.state_codec import INT8
+from cacheprobe.patching.answers import Answer, one_token
 from cacheprobe.trace.tables.schema import typed
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ def attribution(
     position: SupportsIndex | None = None,
     *,
     row: SupportsIndex | None = None,
-    token: "SupportsIndex | Sequence[int] | None" = None,
+    token: "Answer | Sequence[str] | None" = None,
     heads: bool | None = None,
     model: CachedLM | None = None,
 ) -> pd.DataFrame:
@@ -41,8 +43,9 @@ def attribution(
 
     position: finds the request's row of status "committed" at this position.  row: any row's number, such as a
     rolled-back one's; give one of the two.
-    token: a token id, or several, whose tables are concatenated. Default: the token committed at the next position; the
-    row's own first choice if no token was committed at the next position, or if the row was rolled back.
+    token: a token as id or as text that follows the row's token, or several, whose tables are concatenated. Default:
+    the token committed at the next position; the row's own first choice if no token was committed at the next position,
+    or if the row was rolled back.
     heads: splits T by head, from z; by default if z was captured.
     Columns: request_id, row, position, status, token_id, token, layer, site, head, logit. Sites: embed; T and C by
     layer; "T bias", the bias of the heads' output projection if T is split by head; "norm bias" and "unembed bias"; and
@@ -66,7 +69,7 @@ def attribution(
     output = model.output_parts()
     norm = FrozenNorm(output.norm, last)
     logits = _logits(model, output, norm, last)
-    token_ids = _token_ids(trace, row_info, token, logits)
+    token_ids = _token_ids(trace, model, row_info, token, logits)
     directions = output.weight[token_ids].double().cpu()
     written = norm(torch.stack([vector for *_, vector in parts])) @ directions.T
     lines = [(site, layer, head, written[i]) for i, (site, layer, head, _) in enumerate(parts)]
@@ -187,7 +190,7 @@ def _logits(model: CachedLM, output: OutputParts, norm: FrozenNorm, last: Tensor
 
 
 def _token_ids(
-    trace: "Trace", row_info: pd.Series, token: "SupportsIndex | Sequence[int] | None", logits: Tensor
+    trace: "Trace", model: CachedLM, row_info: pd.Series, token: "Answer | Sequence[str] | None", logits: Tensor
 ) -> list[int]:
     """Returns the token ids to attribute, as a list: the given ones; by default the token committed next, or else the
     row's own first choice."""
@@ -195,7 +198,7 @@ def _token_ids(
         following = committed_after(trace, trace.row_table[trace.row_table.row == row_info.row])[row_info.row]
         is_followed = row_info.status not in DISCARDED_DRAFT and following >= 0
         return [following if is_followed else lowest_argmax(logits.float())]
-    token_ids = [int(t) for t in token] if isinstance(token, Sequence) else [int(token)]
-    if bad := [t for t in token_ids if not 0 <= t < len(logits)]:
-        raise ValueError(f"token id {bad[0]} is outside the vocabulary of {len(logits)}")
-    return token_ids
+    request_id = int(row_info.request_id)
+    text = [*trace.requests[request_id].prompt_token_ids, *trace.committed(request_id)]
+    before = [*text[: int(row_info.position)], int(row_info.token_id)]
+    return [one_token(model, one, before) for one in listed(token)]

@@ -8,9 +8,10 @@ from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import Request
 from cacheprobe.core.token_text import visible
+from cacheprobe.core.tokens.special import special_token_ids
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.conversation import special_ids, stopped_by
+from cacheprobe.models.conversation import stopped_by
 from cacheprobe.tasks import accuracy
 from cacheprobe.trace.state_store import MemoryStore
 from cacheprobe.trace.tables import build as tables
@@ -89,6 +90,7 @@ def meta_before(
         "lens": recorder.lens.name,
         **({"is_lens_later": True} if capture.reads_lens and recorder.reader is None else {}),
         "weights_note": model.weights_note,
+        "special_token_ids": list(special_token_ids(model)),
         "cache_row_bytes": model.new_cache(1, 1).cache_bytes,
         "thought_layer": getattr(getattr(model, "config", None), "l_out", None),
         "thinking": _thinking(model) if has_thoughts else None,
@@ -101,7 +103,6 @@ def meta_after(
     """Returns the entries of trace.meta that are known after the last pass. meta: the run's "errors" and "missing"."""
     scores, unscored = _behaviour_or_reason(recorder, requests, texts)
     errors = recorder.reader.errors if recorder.reader is not None else {}
-    used = {i for r in requests for i in (*r.prompt_token_ids, *recorder.finished[r.request_id].committed)}
     stopped = {
         str(r.request_id): stopped_by(recorder.model, r, ended.committed)
         for r in requests
@@ -113,7 +114,6 @@ def meta_after(
         "checks": recorder.checks,
         "finish": {str(r.request_id): recorder.finished[r.request_id].reason for r in requests},
         "stopped_by": stopped,
-        "special_token_ids": sorted(special_ids(recorder.model.tokenizer) & used),
         "preemptions": recorder.preemptions,
         "self_checks": {"compared": recorder.num_compared, "differences": recorder.differences},
         "behaviour": scores,
@@ -150,7 +150,7 @@ def _answered(model: CachedLM, request: Request, text: str) -> str:
     """Returns a generated text, after a <think> if the prompt ends inside of reasoning."""
     ids = request.prompt_token_ids
     shown = [visible(token) for token in model.token_texts(ids)]
-    spans = spans_of(request, ids, shown, special_ids(model.tokenizer), "<think>", "</think>")
+    spans = spans_of(request, ids, shown, special_token_ids(model), "<think>", "</think>")
     return f"<think>{text}" if spans and not spans[-1][2] else text
 
 

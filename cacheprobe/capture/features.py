@@ -8,8 +8,10 @@ from torch import Tensor
 
 from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.hook_names import SITES
+from cacheprobe.core.tokens.special import is_special, special_token_ids
 from cacheprobe.dictionaries import Dictionary, DictionaryError
 from cacheprobe.models.base import CachedLM
+from cacheprobe.trace.rows import RowRecord
 
 
 def recorded_dictionary(capture: CaptureConfig, model: CachedLM) -> Dictionary | None:
@@ -39,6 +41,8 @@ class FeatureRecorder:
     dictionary: Dictionary
     count: int
     """k: largest number of features of a row."""
+    special: tuple[int, ...] | None
+    """Ids of special tokens, whose rows are left out as those of the first position are; None to leave out none."""
     _found: list[tuple[list[int], Tensor, Tensor]] = field(default_factory=list)
     """For each pass: row numbers, features [n, k] and activations [n, k]."""
     _copies: list[tuple[int, int]] = field(default_factory=list)
@@ -49,7 +53,10 @@ class FeatureRecorder:
         """Returns a recorder of `top_features` features of a row, or of all if the dictionary has fewer; None without a
         dictionary. Raises: as `recorded_dictionary`."""
         dictionary = recorded_dictionary(capture, model)
-        return None if dictionary is None else cls(dictionary, min(capture.top_features, dictionary.config.d_sae))
+        if dictionary is None:
+            return None
+        special = None if capture.include_special else special_token_ids(model)
+        return cls(dictionary, min(capture.top_features, dictionary.config.d_sae), special)
 
     @property
     def most_active(self) -> int:
@@ -68,9 +75,14 @@ class FeatureRecorder:
         """Bytes of the features recorded so far."""
         return sum(features.nbytes + sizes.nbytes for _, features, sizes in self._found)
 
-    def add(self, row_numbers: Sequence[int], states: Tensor) -> None:
+    def records(self, position: int, token_id: int) -> bool:
+        """Returns whether the features of this token at this position are recorded."""
+        return self.special is None or not is_special(position, token_id, self.special)
+
+    def add(self, row_numbers: Sequence[int], rows: Sequence[RowRecord], states: Tensor) -> None:
         """Encodes the states [n, m] of rows, and keeps the largest features of each."""
-        self._found.append((list(row_numbers), *self.dictionary.top(states, self.count)))
+        chosen = [i for i, row in enumerate(rows) if self.records(row.position, row.token_id)]
+        self._found.append(([row_numbers[i] for i in chosen], *self.dictionary.top(states[chosen], self.count)))
 
     def copy(self, row_number: int, source: int) -> None:
         """Gives a row the features of another row, whose stored state it shares."""

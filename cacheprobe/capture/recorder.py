@@ -211,7 +211,7 @@ class Recorder(Observer):
                 lens_column += 1
         self._unconfirmed.num_blocks += self.kept.add(kept_rows, states, now.heads)
         if self.features is not None and now.feature_states is not None:
-            self.features.add(kept_numbers, now.feature_states)
+            self.features.add(kept_numbers, kept_rows, now.feature_states)
         if now.watched is not None:
             self._check(record, now, now.watched, ran)
 

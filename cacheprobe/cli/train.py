@@ -161,7 +161,7 @@ def dictionary(
 
     about = train_dictionary(load_trace(run), settings, out, progress=progress).config.about
     print(
-        f"{about['num_states']} states; "
+        f"{about['num_states']} states, without {about['num_left_out']} of special tokens and first positions; "
         f"{about['variance_explained']:.1%} of the variance is explained on held-out ones, "
         f"{about['active_features']} of {settings.features} features are active\ndictionary: {out}"
     )

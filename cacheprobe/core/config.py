@@ -196,6 +196,8 @@ class CaptureConfig(HintsAtNewArguments):
     unless `sites` says so. `trace.features()` gives them."""
     top_features: int = 8
     """Features of a row that are recorded, at most."""
+    include_special: bool = False
+    """Whether to record features of special tokens and of the first position too; see `core.tokens.special`."""
 
     def __post_init__(self) -> None:
         from cacheprobe.core.records import PHASES, STATUSES
@@ -227,7 +229,8 @@ class CaptureConfig(HintsAtNewArguments):
                 object.__setattr__(self, name, numbers)
         if min(self.positions or (0,)) < 0:
             raise ValueError(f"capture position {min(self.positions or ())} is negative; positions count from 0")
-        object.__setattr__(self, "prompt_hypotheses", flag("prompt_hypotheses", self.prompt_hypotheses))
+        for name in ("prompt_hypotheses", "include_special"):
+            object.__setattr__(self, name, flag(name, getattr(self, name)))
         for name in ("top_k", "every", "top_features"):
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
             if getattr(self, name) < 1:

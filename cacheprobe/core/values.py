@@ -34,6 +34,12 @@ def whole_number(name: str, value: object) -> int:
     raise ValueError(f"{name} must be a whole number, got {value!r:.60}")
 
 
+def listed(value: Any) -> list[Any]:
+    """Returns the entries of an iterable as a list; [value] for one number or text, and for an array without axes."""
+    is_several = isinstance(value, Iterable) and not isinstance(value, str | bytes) and getattr(value, "ndim", 1)
+    return list(value) if is_several else [value]
+
+
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{i}B": (1024 if i else 1000) ** n for n, letter in enumerate("kMGT", 1) for i in ("", "i")
 }

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Request, fingerprint_differences
+from cacheprobe.core.tokens.special import special_token_ids
 from cacheprobe.engine.shapes import shared_capacity
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.interventions.editor import intervention_entries
@@ -50,7 +51,8 @@ def schedule_fingerprint(
     snapshots = [f"request {r.request_id}: {r.cached.digest()}" for r in requests if r.cached is not None]
     cached = {"cached": "; ".join(snapshots)} if snapshots else {}
     read_by = {"lens": lens} if lens else {}
-    return {**facts, **shapes, **intervention_entries(interventions, facts), **cached, **read_by}
+    changes = intervention_entries(interventions, facts, special_token_ids(model))
+    return {**facts, **shapes, **changes, **cached, **read_by}
 
 
 def require_same(a: Fingerprint, b: Fingerprint, what: str) -> None:

@@ -388,7 +388,7 @@ def row_slots(entries: Sequence[Entry], batch_index: Sequence[int]) -> list[RowS
 def _aims(phase: str, entries: Sequence[Entry], batch_index: Sequence[int]) -> list[TokenSlot]:
     """Returns TokenSlots for the editor of interventions: one for each real token, in the order of `_slots`."""
     return [
-        TokenSlot(e.state.request_id, b, t, e.start + t, token_phase(e.state, e.start + t, phase))
+        TokenSlot(e.state.request_id, b, t, e.start + t, token_phase(e.state, e.start + t, phase), e.token_ids[t])
         for b, e in zip(batch_index, entries, strict=True)
         for t in range(len(e.token_ids))
     ]

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from cacheprobe.capture.features import recorded_dictionary
+from cacheprobe.capture.features import FeatureRecorder
 from cacheprobe.capture.kept_states import status_of
-from cacheprobe.core.records import ForwardRecord, Observer, Request, StepRecord
+from cacheprobe.core.records import ForwardRecord, Observer, Request, RowSlot, StepRecord
 from cacheprobe.plan import RunPlan
 
 
@@ -73,8 +73,7 @@ class RunTally(Observer):
     _prompt_features: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        dictionary = recorded_dictionary(self.plan.capture, self.plan.model)
-        self._feature_layer = None if dictionary is None else dictionary.layer
+        self._features = FeatureRecorder.of(self.plan.capture, self.plan.model)
         self._lengths = {r.request_id: r.num_prompt_tokens for r in self.plan.requests}
 
     def after_forward(self, record: ForwardRecord) -> None:
@@ -91,12 +90,17 @@ class RunTally(Observer):
             self.kept_rows += is_kept
             self.pattern_weights += (row.position + 1) if is_kept and "pattern" in capture.heads else 0
             self.readings += readings
-            has_features = is_kept and self._feature_layer is not None and self._feature_layer < ran
+            has_features = is_kept and self._records_features(row, ran)
             self.feature_rows += has_features
             if row.position < length and record.phase == "prefill":
                 self._prompt_rows[row.request_id] += 1
                 self._prompt_readings[row.request_id] += readings
                 self._prompt_features[row.request_id] += has_features
+
+    def _records_features(self, row: RowSlot, ran: int) -> bool:
+        """Returns whether features are recorded of a kept row whose pass ran `ran` layers."""
+        recorder = self._features
+        return recorder is not None and recorder.place[1] < ran and recorder.records(row.position, row.token_id)
 
     def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:
         """Counts the copied rows of a prompt, which are read again."""

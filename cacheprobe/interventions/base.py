@@ -11,6 +11,7 @@ from torch import Tensor
 from cacheprobe.core.hook_names import HEADS, RECURRENT, ROUTER, SITES
 from cacheprobe.core.noise import RESAMPLE_STREAM, uniform_noise
 from cacheprobe.core.records import PHASES
+from cacheprobe.core.values import flag, listed, whole_number
 
 EDITED_SITES = (*SITES, "pre", ROUTER, RECURRENT)
 """Sites whose states an intervention may change: S, T, C, "pre", the input of a block, "router", the logits of a router
@@ -76,12 +77,18 @@ class Intervention:
     """If set, each position takes one of `vectors`, drawn from (seed, position)."""
     num_prompt_tokens: int | None = None
     """Prompt length that the request must have, in tokens; None for any."""
+    include_special: bool = True
+    """Whether to act on special tokens and on the first position too; see `core.tokens.special`. False for edits of
+    features."""
 
     def __post_init__(self) -> None:
         def keep(name: str, value: object) -> None:
             """Sets a field although the dataclass is frozen."""
             object.__setattr__(self, name, value)
 
+        for name in ("request_id", "layer", *(("head",) if self.head is not None else ())):
+            keep(name, whole_number(f"{self.name}: {name}", getattr(self, name)))
+        keep("include_special", flag(f"{self.name}: include_special", self.include_special))
         keep("vectors", _checked(self.vectors, str(self)))
         keep("positions", _as_numbers(self.positions, "position", str(self)))
         keep("steps", _as_numbers(self.steps, "step", str(self)))
@@ -131,11 +138,12 @@ class Intervention:
 
     def record(self) -> dict[str, object]:
         """Returns a dict for the run's metadata: the fields without own_fingerprint and num_prompt_tokens, and with the
-        SHA-256 of the vectors instead of the vectors."""
+        SHA-256 of the vectors instead of the vectors. include_special is there only if it is False."""
         names = ("name", "action", "request_id", "site", "layer", "positions", "head", "phases", "steps", "seed")
         values = {name: getattr(self, name) for name in names}
         as_lists = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        return {**as_lists, "vectors_sha256": hashlib.sha256(self.vectors.numpy().tobytes()).hexdigest()}
+        left_out = {} if self.include_special else {"include_special": False}
+        return {**as_lists, **left_out, "vectors_sha256": hashlib.sha256(self.vectors.numpy().tobytes()).hexdigest()}
 
 
 def as_interventions(given: Any) -> tuple[Intervention, ...]:
@@ -143,8 +151,8 @@ def as_interventions(given: Any) -> tuple[Intervention, ...]:
 
     Raises: ValueError for another object in the sequence; TypeError if `given` is no Intervention and no sequence.
     """
-    listed = [given] if isinstance(given, Intervention) else list(given)
-    flat = [one for item in listed for one in (item if isinstance(item, tuple) else (item,))]
+    items = [given] if isinstance(given, Intervention) else list(given)
+    flat = [one for item in items for one in (item if isinstance(item, tuple) else (item,))]
     for one in flat:
         if not isinstance(one, Intervention):
             raise ValueError(f"an intervention is made by cp.interventions.zero(...) and its like, got {one!r:.60}")
@@ -171,14 +179,14 @@ def _checked(vectors: object, what: str) -> Tensor:
 
 def _as_numbers(given: Any, noun: str, what: str) -> tuple[int, ...] | None:
     """Returns one number or several as a tuple of int; None for None. Raises: ValueError for an empty list, a negative
-    number, or a number that is given twice."""
+    number, a number that is given twice, and for anything but whole numbers."""
     if given is None:
         return None
-    listed = tuple(int(x) for x in given) if isinstance(given, Iterable) else (int(given),)
-    if not listed:
+    numbers = tuple(whole_number(f"{what}: a {noun}", x) for x in listed(given))
+    if not numbers:
         raise ValueError(f"{what}: there is no {noun}, so nothing would change; use None for all")
-    if min(listed) < 0:
-        raise ValueError(f"{what}: {noun} {min(listed)} is negative; {noun}s are absolute and count from 0")
-    if len(set(listed)) != len(listed):
+    if min(numbers) < 0:
+        raise ValueError(f"{what}: {noun} {min(numbers)} is negative; {noun}s are absolute and count from 0")
+    if len(set(numbers)) != len(numbers):
         raise ValueError(f"{what}: a {noun} is given twice; give each once")
-    return listed
+    return numbers

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import RECURRENT
+from cacheprobe.core.tokens.special import is_special, special_token_ids
 from cacheprobe.interventions.base import Intervention, StateContext
 from cacheprobe.interventions.checks import Drafting, check_model, check_request, require_hooks
 from cacheprobe.kvcache.sequence import SequenceState
@@ -20,7 +21,7 @@ from cacheprobe.models.base import CachedLM
 
 
 class TokenSlot(NamedTuple):
-    """Holds the request, absolute position and phase of the token at one batch index and token slot of a pass.
+    """Holds the request, absolute position, phase and id of the token at one batch index and token slot of a pass.
 
     Pads have no TokenSlot.
     """
@@ -31,6 +32,7 @@ class TokenSlot(NamedTuple):
     position: int
     phase: str
     """Phase of the token, not of the pass: prefill for a prompt token, else see `token_phase`."""
+    token_id: int
 
 
 class _Hit(NamedTuple):
@@ -84,11 +86,10 @@ class Editor:
             check_request(one, by_id[one.request_id], drafting)
         for state in states:
             state.is_edited |= any(one.request_id == state.request_id for one in self.interventions)
-        self.applied: list[set[tuple[int, int]]] = [set() for _ in self.interventions]
-        """For each intervention, the (step, position) pairs at which it acted."""
+        self._special = special_token_ids(model)
         self.rewritten: dict[int, frozenset[int]] = {}
         """Layer -> indices, in the list given to `aim`, of the tokens whose residual stream interventions change."""
-        self._written: list[set[int]] = [set() for _ in self.interventions]
+        self.written: list[set[int]] = [set() for _ in self.interventions]
         """For each intervention, the positions that it changed when they were last computed. If a preempted request is
         rebuilt, an intervention with `steps` acts on these positions again."""
         self._aimed: dict[tuple[str, int], list[_Hit]] = {}
@@ -111,7 +112,7 @@ class Editor:
             chosen = [i for i, slot in enumerate(slots) if self._acts(number, one, slot, is_hidden)]
             if not is_hidden:
                 mine = {slot.position for slot in slots if slot.request_id == one.request_id}
-                self._written[number] = (self._written[number] - mine) | {slots[i].position for i in chosen}
+                self.written[number] = (self.written[number] - mine) | {slots[i].position for i in chosen}
             if not chosen:
                 continue
             b, t = (torch.tensor([slots[i][k] for i in chosen]) for k in (1, 2))
@@ -128,9 +129,11 @@ class Editor:
             return False
         if one.phases is not None and slot.phase not in one.phases:
             return False
+        if not one.include_special and is_special(slot.position, slot.token_id, self._special):
+            return False
         if one.steps is None:
             return True
-        return slot.position in self._written[number] if is_hidden else self._step in one.steps
+        return slot.position in self.written[number] if is_hidden else self._step in one.steps
 
     def rest(self) -> None:
         """Ends the current pass: until the next `aim`, `edit` changes no state."""
@@ -156,26 +159,7 @@ class Editor:
             positions = [context.position for context in hit.contexts]
             if not bool(torch.isfinite(value[index]).all()):
                 raise ValueError(f"{one} makes a state of positions {positions} NaN or infinite in {value.dtype}")
-            self.applied[hit.number].update((self._step, position) for position in positions)
         return value
-
-    # -- reports
-
-    def unused(self) -> list[Intervention]:
-        """Returns a list of the interventions that never acted, for example because the request ended too early."""
-        return [one for one, applied in zip(self.interventions, self.applied, strict=True) if not applied]
-
-    def record(self) -> list[dict[str, object]]:
-        """Returns a list of dicts for the run's metadata: each intervention, at how many positions it acted
-        (num_positions), and how often (num_writes: once for each step and position)."""
-        return [
-            {
-                **one.record(),
-                "num_positions": len({position for _, position in applied}),
-                "num_writes": len(applied),
-            }
-            for one, applied in zip(self.interventions, self.applied, strict=True)
-        ]
 
 
 def digests(interventions: Iterable[Intervention]) -> dict[int, str]:
@@ -186,13 +170,19 @@ def digests(interventions: Iterable[Intervention]) -> dict[int, str]:
     return {r: hashlib.sha256(json.dumps(texts[r]).encode()).hexdigest() for r in sorted(texts)}
 
 
-def intervention_entries(interventions: Sequence[Intervention], model_facts: Mapping[str, object]) -> dict[str, str]:
+def intervention_entries(
+    interventions: Sequence[Intervention], model_facts: Mapping[str, object], special: Sequence[int]
+) -> dict[str, str]:
     """Returns the entries that interventions add to the schedule fingerprint, all text; {} without interventions.
 
     interventions: the SHA-256 of each request's interventions, from `digests`.
     interventions_act_through: "hooks of the PATH", where PATH is the model's path, such as fast or bridge.
+    special_token_ids: `special`, the ids that some interventions leave out, if any does.
     """
     if not interventions:
         return {}
     named = "; ".join(f"request {r}: {digest}" for r, digest in digests(interventions).items())
-    return {"interventions": named, "interventions_act_through": f"hooks of the {model_facts.get('path', 'model')}"}
+    path = f"hooks of the {model_facts.get('path', 'model')}"
+    is_any_left_out = not all(one.include_special for one in interventions)
+    left_out = {"special_token_ids": str(list(special))} if is_any_left_out else {}
+    return {"interventions": named, "interventions_act_through": path, **left_out}

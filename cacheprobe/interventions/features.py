@@ -47,10 +47,12 @@ def steer_feature(
     phases: "str | Iterable[str] | None" = None,
     steps: Numbers = None,
     own_fingerprint: bool = False,
+    include_special: bool = False,
 ) -> Intervention:
     """Returns an Intervention that adds `strength` times the decoder's row of a feature to the states that the
     dictionary decodes; a transcoder's are those of the hook point that it predicts.
 
+    include_special: also at special tokens and the first position, where no dictionary was trained by default.
     strength: in units of the feature's activation, for a dictionary that does not scale states. Negative: against it.
     Source: SAELens' tutorial on steering: the decoder's row times a coefficient, added to the residual stream.
     Raises: DictionaryError for an unknown feature, and if the hook point is not S, T, C or the input of a block.
@@ -60,7 +62,7 @@ def steer_feature(
     return Intervention(
         name="steer_feature", action="add", vectors=vector,
         request_id=request_id, site=site, layer=layer, positions=positions, phases=phases, steps=steps,
-        own_fingerprint=own_fingerprint,
+        own_fingerprint=own_fingerprint, include_special=include_special,
     )  # fmt: skip
 
 
@@ -73,11 +75,13 @@ def ablate_feature(
     phases: "str | Iterable[str] | None" = None,
     steps: Numbers = None,
     own_fingerprint: bool = False,
+    include_special: bool = False,
 ) -> Intervention:
     """Returns an Intervention that removes one feature from the states: each loses the feature's activation in it,
     times the decoder's row. A state in which the feature is not active keeps its bits.
 
     The rest of the state stays, also what the dictionary does not reconstruct.
+    include_special: as in `steer_feature`.
     Raises: DictionaryError for an unknown feature, a transcoder, and a hook point that is not S, T, C or the input of a
     block.
     Twin: tests.twins.features_slowly.ablated_slowly, close(1e-5) in float32.
@@ -87,7 +91,7 @@ def ablate_feature(
     return FeatureChange(
         name="ablate_feature", action="function", vectors=torch.zeros(1, 1), dictionary=dictionary,
         feature=int(feature), request_id=request_id, site=site, layer=layer, positions=positions, phases=phases,
-        steps=steps, own_fingerprint=own_fingerprint,
+        steps=steps, own_fingerprint=own_fingerprint, include_special=include_special,
     )  # fmt: skip
 
 

@@ -4,18 +4,12 @@ from collections.abc import Mapping, Sequence
 
 from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.records import Request
+from cacheprobe.core.tokens.special import special_token_ids
 from cacheprobe.models.base import CachedLM
 
 _ASSISTANT = ("assistant", "model")
 """Roles of the model's own turns."""
 _CONTENT = "the words of a turn"
-
-
-def special_ids(tokenizer: LiveTokenizer) -> frozenset[int]:
-    """Returns the ids of a tokenizer's special tokens, such as the start of a text or the end of a turn."""
-    added: Mapping[int, object] = getattr(tokenizer, "added_tokens_decoder", {})
-    marked = {token_id for token_id, token in added.items() if getattr(token, "special", False)}
-    return frozenset({*marked, *getattr(tokenizer, "all_special_ids", ())})
 
 
 def stop_sources(model: CachedLM, is_chat: bool) -> dict[int, str]:
@@ -25,22 +19,23 @@ def stop_sources(model: CachedLM, is_chat: bool) -> dict[int, str]:
     """
     sources = dict.fromkeys(model.stop_token_ids, model.stop_source)
     if is_chat:
-        if (turn_end := _end_of_turn(model.tokenizer)) is not None:
+        if (turn_end := _end_of_turn(model)) is not None:
             sources.setdefault(turn_end, "the chat template")
         if (text_end := getattr(model.tokenizer, "eos_token_id", None)) is not None:
             sources.setdefault(text_end, "the tokenizer")
     return sources
 
 
-def _end_of_turn(tokenizer: LiveTokenizer) -> int | None:
+def _end_of_turn(model: CachedLM) -> int | None:
     """Returns the first special token after the model's turn in the chat template; None if there is none."""
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _CONTENT}]
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        text = model.tokenizer.apply_chat_template(turns, tokenize=False)
     except Exception:  # a template raises errors of its own
         return None
-    after = tokenizer(text.rpartition(_CONTENT)[2], add_special_tokens=False).input_ids
-    return next((token_id for token_id in after if token_id in special_ids(tokenizer)), None)
+    after = model.tokenizer(text.rpartition(_CONTENT)[2], add_special_tokens=False).input_ids
+    special = special_token_ids(model)
+    return next((token_id for token_id in after if token_id in special), None)
 
 
 def stopped_by(model: CachedLM, request: Request, committed: Sequence[int]) -> str:

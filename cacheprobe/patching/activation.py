@@ -10,6 +10,7 @@ from cacheprobe.core.hook_names import RECURRENT
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.experts.sites import state_shapes
 from cacheprobe.models.prompts import Prompt
+from cacheprobe.patching.answers import Answer
 from cacheprobe.patching.arguments import GridOptions, patched_place
 from cacheprobe.patching.cells import Edit, PatchingCell, cell
 from cacheprobe.patching.grid import PatchingGrid
@@ -26,18 +27,20 @@ def activation(
     *,
     site: str = "S",
     heads: bool = False,
-    answer: "Sequence[str | int] | None" = None,
+    answer: "Sequence[Answer] | None" = None,
     **options: Unpack[GridOptions],
 ) -> PatchingGrid:
     """Computes activation patching: for each layer and position, the corrupted prompt is run with the clean run's state
     of that layer and position. Returns a PatchingGrid.
 
-    The table gives, for each of these runs, the logit difference between two answer tokens.
+    The table gives, for each of these runs, the logit difference between two answers.
     clean, corrupt: prompts of one length: text, token ids or task examples.
     site: S, T, C, "pre", the residual stream that enters the block, or "recurrent", the state of a recurrent layer
     after the token, which later tokens go on from.  heads: one run for each head: at site T its output (site z) is
     patched, at site recurrent its part of the state.
-    answer: the clean answer and the other one; by default the first choices of the two runs.
+    answer: the clean answer and the other one, each as text that follows the prompt, a token id, or the ids of several
+    tokens; by default the first choices of the two runs. An answer of several tokens is scored whole: its
+    log-probability, the sum over its tokens, takes the place of the logit.
     options, the keywords of GridOptions: layers and positions of the grid, None for all; store, a folder for finished
     cells, from which the same call resumes; path, "fast", "bridge" or "auto", as in `cp.run`; progress.
     The PatchingGrid's table has layer, position, head (if requested), token, logit_difference, nld (normalised logit
@@ -63,7 +66,7 @@ def activation(
         ]
 
     groups = [
-        Group(str(p), len(indices(p)), lambda: runs[1], partial(_cells, runs[0], place, indices(p)), indices(p))
+        Group(str(p), len(indices(p)), pair.corrupt_before, partial(_cells, runs[0], place, indices(p)), indices(p))
         for p in pair.positions
     ]
     axes = ["layer", "position", *(["head"] if heads else [])]
@@ -75,7 +78,7 @@ def _num_heads(model: CachedLM, place: str, layer: int) -> int:
     return state_shapes(model)[layer][0] if place == RECURRENT else model.head_shape[0]
 
 
-def _cells(donor: Run, site: str, indices: list[Index]) -> Mapping[Index, PatchingCell]:
+def _cells(donor: Run, site: str, indices: list[Index], answer_begins: tuple[int, ...]) -> Mapping[Index, PatchingCell]:
     """Returns a dict of PatchingCells by index: descriptions of patched runs that each copy one state of the run
     `donor`."""
     return {index: _cell(donor, site, *index) for index in indices}

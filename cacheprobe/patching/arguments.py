@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from cacheprobe.core.hook_names import HEADS, RECURRENT
-from cacheprobe.core.values import require_known_options
+from cacheprobe.core.values import listed, require_known_options, whole_number
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.experts.sites import state_shapes
 from cacheprobe.models.paths import usable as usable
@@ -65,21 +65,6 @@ def as_pair(model: CachedLM, clean: Prompt, corrupt: Prompt) -> tuple[tuple[int,
     return pair
 
 
-def as_answer(model: CachedLM, answer: "str | int") -> int:
-    """Returns the token id of an answer given as text or id.
-
-    Raises: ValueError for text that is not one token, and for an id outside the vocabulary.
-    """
-    if isinstance(answer, str):
-        ids = model.encode(answer, add_special_tokens=False)
-        if len(ids) != 1:
-            raise ValueError(f"answer {answer!r} is {len(ids)} tokens; give one token, with its leading space if any")
-        return ids[0]
-    if not 0 <= int(answer) < model.d_vocab:
-        raise ValueError(f"answer: token id {answer} is outside the vocabulary of {model.d_vocab}")
-    return int(answer)
-
-
 def check_site(site: str, sites: Iterable[str]) -> None:
     """Checks that `site` is one of `sites`, those that a patching grid supports. Raises: ValueError otherwise."""
     if site not in sites:
@@ -103,10 +88,10 @@ def as_layers(layers: "Iterable[int] | None", model: CachedLM, sites: Iterable[s
     there = tuple(state_shapes(model))
     if not there:
         raise ValueError(f"{model.name} has no recurrent states to patch; choose another site")
-    listed = there if layers is None else _numbers(layers, model.n_layers, "layer", "the model")
-    if bad := [layer for layer in listed if layer not in there]:
+    chosen = there if layers is None else _numbers(layers, model.n_layers, "layer", "the model")
+    if bad := [layer for layer in chosen if layer not in there]:
         raise ValueError(f"layer {bad[0]} has no recurrent state; layers with one: {', '.join(map(str, there))}")
-    return listed
+    return chosen
 
 
 def as_positions(positions: "Iterable[int] | None", length: int) -> tuple[int, ...]:
@@ -118,9 +103,9 @@ def as_positions(positions: "Iterable[int] | None", length: int) -> tuple[int, .
 def _numbers(given: "Iterable[int] | None", count: int, noun: str, whole: str) -> tuple[int, ...]:
     """Returns the distinct given numbers as a tuple; 0 to count - 1 for None. Raises: ValueError for none, or one out
     of range."""
-    listed = tuple(range(count)) if given is None else tuple(dict.fromkeys(int(x) for x in given))
-    if not listed:
+    chosen = range(count) if given is None else [whole_number(f"{noun}s: a {noun}", x) for x in listed(given)]
+    if not chosen:
         raise ValueError(f"there is no {noun}, so the grid is empty; leave out {noun}s= for all")
-    if bad := [x for x in listed if not 0 <= x < count]:
+    if bad := [x for x in chosen if not 0 <= x < count]:
         raise ValueError(f"{noun} {bad[0]} lies outside {whole}, which has {noun}s 0 to {count - 1}")
-    return listed
+    return tuple(dict.fromkeys(chosen))

@@ -15,11 +15,13 @@ from cacheprobe.models.hf.differentiable import bridge_of, derivatives
 from cacheprobe.models.prompts import Prompt
 from cacheprobe.ops.statistics import cell_correlations
 from cacheprobe.patching.activation import activation
+from cacheprobe.patching.answers import Answer
 from cacheprobe.patching.arguments import GridOptions, patched_place
 from cacheprobe.patching.cells import MOST_ROWS
 from cacheprobe.patching.grid import PatchingGrid, difference, pair_meta
 from cacheprobe.patching.pair import PatchedPair
-from cacheprobe.patching.runs import Run, read
+from cacheprobe.patching.runs import AnswerPair, Run
+from cacheprobe.patching.sweep import as_tokens, unpatched
 
 ESTIMATE = "estimated_nld"
 """Column with the estimate of nld, the normalised logit difference."""
@@ -32,7 +34,7 @@ def attribution(
     *,
     site: str = "S",
     heads: bool = False,
-    answer: "Sequence[str | int] | None" = None,
+    answer: "Sequence[Answer] | None" = None,
     steps: int = 0,
     real: bool = True,
     **options: Unpack[GridOptions],
@@ -61,14 +63,22 @@ def attribution(
         raise ValueError(f"steps must be 0 for attribution patching, or the number of integration steps, got {count}")
     bridge_of(model)
     pair = PatchedPair.of(model, clean, corrupt, answer, (place,), options)
-    runs, total = pair.runs, len(pair.layers) if count else 1
+    runs, metrics = pair.runs, _metrics(pair.answer, len(pair.runs[0].token_ids))
+    total = len(metrics) * (len(pair.layers) if count else 1)
+    slopes: dict[int, Tensor] = {}
     with Progress(total, "differentiating", "passes", enabled=pair.config.progress) as bar:
-        slopes = _mean_gradients(model, place, pair.layers, runs, pair.answer, count, bar.advance)
-    meta = pair_meta(pair.model, "attribution patching", place, runs, pair.answer)
+        for begins, metric in metrics:
+            longer = (pair.clean_before(begins), pair.corrupt_before(begins))
+            found = _mean_gradients(
+                model, place, pair.layers, longer, len(runs[0].token_ids), metric, count, bar.advance
+            )
+            slopes = {layer: found[layer] + slopes.get(layer, 0) for layer in pair.layers}
+    ends = [unpatched(pair.model, run, pair.answer) for run in runs]
+    meta = pair_meta(pair.model, "attribution patching", place, runs, pair.answer, ends)
     table = _estimates(slopes, place, runs, pair.positions)
     tokens = [visible(token) for token in pair.model.token_texts(runs[1].token_ids)]
     table.insert(table.shape[1] - 1, "token", [tokens[position] for position in table.position])
-    high, low = (difference(read(run.logits[None], pair.answer)[0]) for run in runs)
+    high, low = map(difference, ends)
     table[ESTIMATE] = table.estimated_difference / (high - low)
     meta.update({"value": ESTIMATE, "steps": count, "pearson": None, "spearman": None})
     if real:
@@ -82,34 +92,54 @@ def attribution(
     return PatchingGrid(table, meta)
 
 
+def _metrics(answers: AnswerPair, length: int) -> list[tuple[tuple[int, ...], Callable[[Tensor], Tensor]]]:
+    """Returns (tokens to feed after the prompt, metric of the logits [b, n, v]) of each pass, whose sum is the
+    difference between the answers: one for two single tokens, else one for each answer. length: of the prompt."""
+    if (tokens := as_tokens(answers)) is not None:
+        return [((), lambda logits: (logits[:, -1, tokens[0]] - logits[:, -1, tokens[1]]).sum())]
+
+    def logprob(ids: tuple[int, ...], sign: int) -> Callable[[Tensor], Tensor]:
+        """Returns the metric that is the log-probability of an answer, times `sign`."""
+
+        def metric(logits: Tensor) -> Tensor:
+            """Returns it, summed over the batch of independent runs."""
+            tokens = torch.tensor(ids, device=logits.device)[:, None].expand(len(logits), -1, -1)
+            return sign * logits[:, length - 1 :].log_softmax(-1).gather(-1, tokens).sum()
+
+        return metric
+
+    return [(ids[:-1], logprob(ids, sign)) for ids, sign in zip(answers, (1, -1), strict=True)]
+
+
 def _mean_gradients(
     model: CachedLM,
     site: str,
     layers: Sequence[int],
     runs: tuple[Run, Run],
-    pair: tuple[int, int],
+    length: int,
+    metric: Callable[[Tensor], Tensor],
     steps: int,
     advance: Callable[[], None],
 ) -> Mapping[int, Tensor]:
-    """Returns by layer the gradient [n, w] of the logit difference with respect to the states of a site, in float64: of
-    the corrupted run if `steps` is 0, else the mean on the way to the clean run. advance: called after each pass."""
+    """Returns by layer the gradient [length, w] of a metric with respect to the prompt's states at a site, in float64:
+    of the corrupted run if `steps` is 0, else the mean on the way to the clean run. advance: called after each pass.
+
+    runs: the clean and the corrupted run, each with the same tokens after the prompt's `length` tokens. The states of
+    these tokens stay those of the corrupted run.
+    """
     ids = torch.tensor([runs[1].token_ids])
-
-    def answers_apart(logits: Tensor) -> Tensor:
-        """Returns the logit difference at the last position, summed over the batch of independent runs."""
-        return (logits[:, -1, pair[0]] - logits[:, -1, pair[1]]).sum()
-
     about = f"attribution patching at site {site}"
     if not steps:
-        found = derivatives(model, ids, [(site, layer) for layer in layers], answers_apart, about)
+        found = derivatives(model, ids, [(site, layer) for layer in layers], metric, about)
         advance()
-        return {layer: found.gradients[site, layer][0].double() for layer in layers}
+        return {layer: found.gradients[site, layer][0, :length].double() for layer in layers}
     shares = (torch.arange(steps, dtype=torch.float64) + 0.5) / steps
     at_once = max(1, MOST_ROWS // ids.shape[1])
     out: dict[int, Tensor] = {}
     for layer in layers:
-        low, high = (run.at(site, layer).double() for run in (runs[1], runs[0]))
-        total = torch.zeros_like(low)
+        low = runs[1].at(site, layer).double()
+        high = torch.cat([runs[0].at(site, layer)[:length].double(), low[length:]])
+        total = torch.zeros_like(low[:length])
         for part in shares.split(at_once):
             moved = _between(low, high, part.to(low.device))
 
@@ -118,8 +148,8 @@ def _mean_gradients(
                 return moved.to(value.device, value.dtype)
 
             whole = ids.expand(len(part), -1)
-            found = derivatives(model, whole, [(site, layer)], answers_apart, about, edit=replace)
-            total = total + found.gradients[site, layer].double().sum(0)
+            found = derivatives(model, whole, [(site, layer)], metric, about, edit=replace)
+            total = total + found.gradients[site, layer][:, :length].double().sum(0)
         out[layer] = total / steps
         advance()
     return out

@@ -77,19 +77,25 @@ def run_cells(model: CachedLM, base: Run, cells: Sequence[PatchingCell]) -> Tens
     base: the unpatched run that the cells change. All cells must have the same `start`.
     Twin: tests.twins.patching_slowly.patched_logits, close(1e-5) in float32.
     """
+    return run_cells_to_end(model, base, cells, 1)[:, 0]
+
+
+def run_cells_to_end(model: CachedLM, base: Run, cells: Sequence[PatchingCell], count: int) -> Tensor:
+    """Returns the logits [len(cells), count, v] of the last `count` positions of each cell. Arguments: as in
+    `run_cells`; `start` must not be after these positions."""
     (start,) = {one.start for one in cells}
     order = sorted(range(len(cells)), key=lambda i: _forward_order(cells[i].enters))
     batch_size = max(1, MOST_ROWS // (len(base.token_ids) - start)) if getattr(model, "batch_may_grow", True) else 1
-    out: list[Tensor] = [base.logits] * len(cells)
+    out: list[Tensor] = [base.logits[None]] * len(cells)
     for batch in _batches(order, batch_size):
-        for i, logits in zip(batch, _run_together(model, base, start, [cells[i] for i in batch]), strict=True):
+        for i, logits in zip(batch, _run_together(model, base, start, [cells[i] for i in batch], count), strict=True):
             out[i] = logits
     return torch.stack(out)
 
 
-def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[PatchingCell]) -> Tensor:
+def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[PatchingCell], count: int) -> Tensor:
     """Runs patched runs (cells), sorted by the site and layer at which they join the batch, in one forward. Returns
-    their logits [len(cells), v] at the last position."""
+    their logits [len(cells), count, v] at the last `count` positions."""
     joined = 0
 
     def change(site: str, layer: int, value: Tensor) -> Tensor | None:
@@ -126,7 +132,7 @@ def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[Patchi
     with model.editing(sorted(hook_points, key=_forward_order), change):
         ids = torch.tensor([base.token_ids[start:]])
         cache = SharedPrefix(base.cache, start)
-        return model.forward(ids, cache, [0], [start], logit_slots=[slots - 1])[:, 0]
+        return model.forward(ids, cache, [0], [start], logit_slots=list(range(slots - count, slots)))
 
 
 def _forward_order(place: SiteLayer) -> tuple[int, int]:

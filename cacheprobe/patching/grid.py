@@ -10,7 +10,7 @@ import pandas as pd
 
 from cacheprobe.core.files import write_json
 from cacheprobe.models.base import CachedLM
-from cacheprobe.patching.runs import AnswerLogits, Run, read
+from cacheprobe.patching.runs import AnswerLogits, AnswerPair, Run
 
 _FORMAT = "cacheprobe patching grid 1"
 _META = ("kind", "site", "value", "model")
@@ -29,7 +29,7 @@ class GridMeta(TypedDict, total=False):
     value: Required[str]
     model: Required[str]
     weights: str
-    answer_ids: list[int]
+    answer_ids: list[int | list[int]]
     answer_tokens: list[str]
     clean_tokens: Required[list[str]]
     fingerprint: dict[str, str | int | float]
@@ -47,7 +47,7 @@ class GridMeta(TypedDict, total=False):
     prompt: list[int]
     subject: list[int]
     layers: list[int]
-    answer: int
+    answer: int | list[int]
     window: int
     noise: float
     noise_standard_deviation: float
@@ -140,13 +140,26 @@ def pair_table(
 
 
 def difference(logits: AnswerLogits) -> float:
-    """Returns the logit of the first answer token minus that of the second."""
+    """Returns the logit of the first answer minus that of the second; of longer answers, their log-probabilities."""
     return logits.first - logits.second
 
 
-def pair_meta(model: CachedLM, kind: str, site: str, runs: tuple[Run, Run], answer: tuple[int, int]) -> GridMeta:
-    """Returns the metadata of a grid of two prompts as a dict. runs: the unpatched clean and corrupted run."""
-    clean, corrupt = (read(run.logits[None], answer)[0] for run in runs)
+def as_stored(answers: Sequence[tuple[int, ...]]) -> list[int | list[int]]:
+    """Returns the token id of each answer, or the list of its ids if it has several."""
+    return [ids[0] if len(ids) == 1 else list(ids) for ids in answers]
+
+
+def answer_texts(model: CachedLM, answers: Sequence[tuple[int, ...]]) -> list[str]:
+    """Returns the text of each answer."""
+    return [model.token_texts(ids)[0] if len(ids) == 1 else model.decode(ids) for ids in answers]
+
+
+def pair_meta(
+    model: CachedLM, kind: str, site: str, runs: tuple[Run, Run], answer: AnswerPair, ends: Sequence[AnswerLogits]
+) -> GridMeta:
+    """Returns the metadata of a grid of two prompts as a dict. runs: the unpatched clean and corrupted run.  ends: the
+    results of the two."""
+    clean, corrupt = ends
     return {
         "kind": kind,
         "site": site,
@@ -157,8 +170,8 @@ def pair_meta(model: CachedLM, kind: str, site: str, runs: tuple[Run, Run], answ
         "corrupt_token_ids": list(runs[1].token_ids),
         "clean_tokens": model.token_texts(runs[0].token_ids),
         "corrupt_tokens": model.token_texts(runs[1].token_ids),
-        "answer_ids": list(answer),
-        "answer_tokens": model.token_texts(answer),
+        "answer_ids": as_stored(answer),
+        "answer_tokens": answer_texts(model, answer),
         "clean_logit_difference": difference(clean),
         "corrupt_logit_difference": difference(corrupt),
         "fingerprint": model.fingerprint(),

@@ -1,7 +1,8 @@
 """Runs both prompts of a pair without patches, and finds the two answers to compare."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -9,20 +10,20 @@ import torch
 from cacheprobe.core.token_text import visible
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import Prompt
+from cacheprobe.patching.answers import Answer, as_answer, require_room
 from cacheprobe.patching.arguments import (
     GridConfig,
     GridOptions,
-    as_answer,
     as_layers,
     as_pair,
     as_positions,
     grid_config,
     usable,
 )
-from cacheprobe.patching.grid import PatchingGrid, difference, pair_meta, pair_table
+from cacheprobe.patching.grid import PatchingGrid, as_stored, difference, pair_meta, pair_table
 from cacheprobe.patching.parts import CellStore
-from cacheprobe.patching.runs import Run, read, run_once
-from cacheprobe.patching.sweep import Group, sweep
+from cacheprobe.patching.runs import AnswerPair, Run, extend, run_once
+from cacheprobe.patching.sweep import Group, sweep, unpatched
 
 _LEAST_DIFFERENCE = 1e-4
 """Minimum gap between the logit differences of the clean and the corrupted run. nld divides by the gap that a pair
@@ -39,8 +40,15 @@ class PatchedPair:
     positions: tuple[int, ...]
     runs: tuple[Run, Run]
     """The clean run, the corrupted run."""
-    answer: tuple[int, int]
+    answer: AnswerPair
     """Token ids of the two answers."""
+    clean_before: Callable[[tuple[int, ...]], Run] = field(init=False, repr=False)
+    """Returns the clean run, followed by the tokens with which an answer begins."""
+    corrupt_before: Callable[[tuple[int, ...]], Run] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, run in zip(("clean_before", "corrupt_before"), self.runs, strict=True):
+            object.__setattr__(self, name, cache(lambda begins, run=run: extend(self.model, run, begins)))
 
     @classmethod
     @torch.inference_mode()
@@ -49,7 +57,7 @@ class PatchedPair:
         model: CachedLM,
         clean: Prompt,
         corrupt: Prompt,
-        answer: "Sequence[str | int] | None",
+        answer: "Sequence[Answer] | None",
         sites: Iterable[str],
         options: GridOptions,
     ) -> "PatchedPair":
@@ -76,12 +84,12 @@ def run_pair(
     return run_once(model, clean, sites, after=shared), run_once(model, corrupt, sites, after=shared)
 
 
-def answers(model: CachedLM, answer: "Sequence[str | int] | None", clean: Run, corrupt: Run) -> tuple[int, int]:
-    """Returns the token ids of the two answers whose logits a grid compares; by default the first choices of the two
-    runs.
+def answers(model: CachedLM, answer: "Sequence[Answer] | None", clean: Run, corrupt: Run) -> AnswerPair:
+    """Returns the token ids of the two answers that a grid compares; by default the first choices of the two runs.
 
-    Raises: ValueError unless `answer` is two single tokens, if `answer` is None and the two runs have the same first
-    choice, or if the runs' logit differences between the answers differ by less than 1e-4.
+    Raises: ValueError unless `answer` is two answers with the same tokens after both prompts, if `answer` is None and
+    the two runs have the same first choice, if the model's context is too short, or if the runs' differences between
+    the answers differ by less than 1e-4.
     """
     if answer is None:
         answer = [int(run.logits.argmax()) for run in (clean, corrupt)]
@@ -89,15 +97,21 @@ def answers(model: CachedLM, answer: "Sequence[str | int] | None", clean: Run, c
             (text,) = model.token_texts(answer[:1])
             raise ValueError(f"both prompts go on with {text!r}, so there is nothing to bring over; give answer=(a, b)")
     if isinstance(answer, str) or len(pair := tuple(answer)) != 2:
-        raise ValueError(f"answer must be two tokens, the clean one and the other, got {answer!r}")
-    first, second = (as_answer(model, one) for one in pair)
-    differences = [difference(read(run.logits[None], (first, second))[0]) for run in (clean, corrupt)]
+        raise ValueError(f"answer must be two answers, the clean one and the other, got {answer!r}")
+    found, other = ([as_answer(model, one, run.token_ids) for one in pair] for run in (clean, corrupt))
+    if found != other:
+        raise ValueError(
+            f"the answers have the tokens {found} after the clean prompt, {other} after the other; give ids"
+        )
+    both = found[0], found[1]
+    require_room(model, clean.token_ids, both)
+    differences = [difference(unpatched(model, run, both)) for run in (clean, corrupt)]
     if not abs(differences[0] - differences[1]) >= _LEAST_DIFFERENCE:
         raise ValueError(
-            f"both prompts put {differences[0]:.4f} between the answers {first} and {second}, so NLD has no scale; "
-            "give an answer=(a, b) that the prompts differ in"
+            f"both prompts put {differences[0]:.4f} between the answers {pair[0]!r} and {pair[1]!r}, so NLD has no "
+            "scale; give an answer=(a, b) that the prompts differ in"
         )
-    return first, second
+    return both
 
 
 def grid_of_pair(pair: PatchedPair, kind: str, site: str, axes: Sequence[str], groups: Sequence[Group]) -> PatchingGrid:
@@ -106,12 +120,13 @@ def grid_of_pair(pair: PatchedPair, kind: str, site: str, axes: Sequence[str], g
     axes: columns that index a cell, such as layer and position.
     """
     model, answer, (clean, corrupt) = pair.model, pair.answer, (run.token_ids for run in pair.runs)
-    settings = dict(kind=kind, site=site, axes=axes, layers=pair.layers, answer=answer, clean=clean, corrupt=corrupt)
+    named = dict(answer=as_stored(answer), clean=clean, corrupt=corrupt)
+    settings = dict(kind=kind, site=site, axes=axes, layers=pair.layers, **named)
     store = open_cell_store(pair.config.store, model, settings)
     results = dict(sorted(sweep(model, groups, answer, store, pair.config.progress).items()))
-    ends = (read(run.logits[None], answer)[0] for run in pair.runs)
+    ends = [unpatched(model, run, answer) for run in pair.runs]
     table = pair_table(results, axes, [visible(text) for text in model.token_texts(corrupt)], *ends)
-    return PatchingGrid(table, pair_meta(model, kind, site, pair.runs, answer))
+    return PatchingGrid(table, pair_meta(model, kind, site, pair.runs, answer, ends))
 
 
 def open_cell_store(store: "str | Path | None", model: CachedLM, settings: Mapping[str, object]) -> CellStore:

@@ -8,6 +8,7 @@ import torch
 
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import Prompt
+from cacheprobe.patching.answers import Answer
 from cacheprobe.patching.arguments import RESIDUAL_SITES, GridOptions, check_site
 from cacheprobe.patching.cells import Edit, PatchingCell
 from cacheprobe.patching.grid import PatchingGrid
@@ -23,7 +24,7 @@ def prefix(
     corrupt: Prompt,
     *,
     site: str = "S",
-    answer: "Sequence[str | int] | None" = None,
+    answer: "Sequence[Answer] | None" = None,
     **options: Unpack[GridOptions],
 ) -> PatchingGrid:
     """Computes prefix patching: for each layer and position p, the corrupted prompt is run with the clean run's states
@@ -36,35 +37,37 @@ def prefix(
     """
     check_site(site, RESIDUAL_SITES)
     pair = PatchedPair.of(model, clean, corrupt, answer, (), options)
-    runs = pair.runs
 
     def indices(position: int) -> list[Index]:
         """Returns a list of the indices (layer, position) of the patched runs at one position."""
         return [(layer, position) for layer in pair.layers]
 
     groups = [
-        Group(str(p), len(pair.layers), lambda: runs[0], partial(_cells, runs, site, indices(p)), indices(p))
+        Group(str(p), len(pair.layers), pair.clean_before, partial(_cells, pair, site, indices(p)), indices(p))
         for p in pair.positions
     ]
     return grid_of_pair(pair, "prefix", site, ["layer", "position"], groups)
 
 
-def _cells(runs: tuple[Run, Run], site: str, indices: Sequence[Index]) -> Mapping[Index, PatchingCell]:
+def _cells(
+    pair: PatchedPair, site: str, indices: Sequence[Index], answer_begins: tuple[int, ...]
+) -> Mapping[Index, PatchingCell]:
     """Returns a dict of the PatchingCells (descriptions of patched runs) of prefix patching, by index (layer,
-    position)."""
-    return {(layer, position): prefix_cell(*runs, site, layer, position) for layer, position in indices}
+    position). answer_begins: tokens of an answer that follow both prompts."""
+    runs, last = (pair.clean_before(answer_begins), pair.corrupt_before(answer_begins)), len(pair.runs[0].token_ids) - 1
+    return {(layer, position): prefix_cell(*runs, site, layer, position, last) for layer, position in indices}
 
 
-def prefix_cell(clean: Run, corrupt: Run, site: str, layer: int, position: int) -> PatchingCell:
+def prefix_cell(clean: Run, corrupt: Run, site: str, layer: int, position: int, last: int) -> PatchingCell:
     """Returns a PatchingCell (description of a patched run): at one layer, with clean states up to and at `position`,
-    and corrupted states after it.
+    and corrupted states after it. last: the prompt's last position, which predicts the answer.
 
-    If `position` is the last one, the cell has no edits, and the positions from the first different token on are
+    If no position is after `position`, the cell has no edits, and the positions from the first different token on are
     recomputed from clean states.
     """
     rest = tuple(range(position + 1, len(clean.token_ids)))
     if not rest:
         return PatchingCell((), clean.begins_like(corrupt.token_ids), (site, layer))
     return PatchingCell(
-        (Edit((site, layer), rest, corrupt.at(site, layer)[position + 1 :]),), position + 1, (site, layer)
+        (Edit((site, layer), rest, corrupt.at(site, layer)[position + 1 :]),), min(position + 1, last), (site, layer)
     )

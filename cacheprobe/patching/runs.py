@@ -16,18 +16,21 @@ from cacheprobe.models.feeding import feed
 
 SiteLayer = tuple[str, int]
 """(site, layer)"""
+AnswerPair = tuple[tuple[int, ...], tuple[int, ...]]
+"""Token ids of two answers."""
 
 
 class AnswerLogits(NamedTuple):
-    """Holds a run's prediction at its last position, in float64: logits of two answers, log-sum-exp of all logits, top
-    token."""
+    """Holds a run's prediction of two answers in float64. For answers of one token: their logits at the last position,
+    log-sum-exp of all logits, top token. For longer ones: the log-probabilities of whole answers, and 0."""
 
     first: float
-    """Logit of the first answer."""
+    """Logit of the first answer, or its log-probability in nats, the sum over its tokens."""
     second: float
     logsumexp: float
     top: int
-    """Id of the largest logit; the lowest id of equal ones."""
+    """Id of the largest logit; the lowest id of equal ones. Of answers of several tokens: that of the first position,
+    or -1 if a later token of the first answer is not the likeliest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,9 +93,29 @@ def run_once(
     return Run(tuple(token_ids), cache, kept, fed.out[0, 0].clone())
 
 
+@torch.inference_mode()
+def extend(model: CachedLM, run: Run, token_ids: tuple[int, ...]) -> Run:
+    """Returns a Run of the run's tokens followed by `token_ids`, whose first positions are copied; `run` without any.
+    Feed all but the last token of an answer, to read the logits of its tokens."""
+    if not token_ids:
+        return run
+    return run_once(model, (*run.token_ids, *token_ids), {site for site, _ in run.states}, (run, len(run.token_ids)))
+
+
 def read(logits: Tensor, answer: tuple[int, int]) -> list[AnswerLogits]:
     """Returns a list of AnswerLogits, one for each batch index of logits [b, v]: the prediction about two answer
     tokens."""
     values = logits.double()
     columns = (values[:, answer[0]], values[:, answer[1]], values.logsumexp(-1), values.argmax(-1))
     return [AnswerLogits(a, b, c, int(d)) for a, b, c, d in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+def read_whole(logits: tuple[Tensor, Tensor], answers: AnswerPair) -> list[AnswerLogits]:
+    """Returns a list of AnswerLogits of answers of any length: logits [b, k, v] of the k tokens of each answer."""
+    nats = []
+    for values, ids in zip(logits, answers, strict=True):
+        tokens = torch.tensor(ids, device=values.device).expand(len(values), -1)[..., None]
+        nats.append(values.double().log_softmax(-1).gather(-1, tokens).sum((1, 2)).tolist())
+    tops = logits[0].argmax(-1).tolist()
+    found = [top[0] if top[1:] == list(answers[0][1:]) else -1 for top in tops]
+    return [AnswerLogits(a, b, 0.0, top) for a, b, top in zip(*nats, found, strict=True)]

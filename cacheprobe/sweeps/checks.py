@@ -1,5 +1,6 @@
 """Checks the cells (runs) of a sweep in advance: refuses impossible ones, and estimates the size of their shards."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -53,7 +54,7 @@ def complaint(axes: JsonDict, run: SweepRunSettings, known: dict[PromptKey, tupl
         _check_model(facts, axes)
         _check_parts(facts, axes)
         last_changed = _last_changed(axes)
-        if _changes_verify(axes) and axes["drafter"] is None and not run.deterministic:
+        if _phases(axes) == ("verify",) and axes["drafter"] is None and not run.deterministic:
             return f"intervention {axes['intervention']!r}: nothing is verified without a drafter or run.deterministic"
         for tokens in prompt_lengths(axes, run, known):
             if last_changed > (last := tokens + run.max_new_tokens - 2):  # the newest token is never fed
@@ -128,13 +129,14 @@ def _last_changed(axes: JsonDict) -> int:
     return max(where.get("positions") or (-1,))
 
 
-def _changes_verify(axes: JsonDict) -> bool:
-    """Returns True if the cell's intervention applies to verify passes only."""
-    return axes["intervention"] is not None and parse_change(axes["intervention"]).where.get("phases") == "verify"
+def _phases(axes: JsonDict) -> tuple[str, ...] | None:
+    """Returns the phases of the cell's intervention; None for all, or without an intervention."""
+    return None if axes["intervention"] is None else parse_change(axes["intervention"]).where.get("phases")
 
 
 def require_possible(combinations: Sequence[JsonDict], run: SweepRunSettings) -> dict[PromptKey, tuple[int, ...]]:
-    """Checks all cells of a sweep. Returns a dictionary (model, task, seed) -> number of tokens of each prompt.
+    """Checks all cells of a sweep. Returns a dictionary (model, task, seed) -> number of tokens of each prompt. Warns
+    of interventions that change drafts alone.
 
     Raises: ValueError with the number of impossible cells, and one example for each of the first 8 reasons.
     """
@@ -148,6 +150,13 @@ def require_possible(combinations: Sequence[JsonDict], run: SweepRunSettings) ->
         listed = "; ".join(f"{reason} ({_examples(cells)})" for reason, cells in list(impossible.items())[:SHOWN])
         more = f"; and {len(impossible) - SHOWN} reasons more" if len(impossible) > SHOWN else ""
         raise ValueError(f"{count} of {len(combinations)} cells are impossible, nothing was run: {listed}{more}")
+    if drafts_alone := [axes for axes in combinations if _phases(axes) == ("decode",) and axes["drafter"] is not None]:
+        warnings.warn(
+            f"phases=decode changes draft tokens alone, and no committed row, if there is a drafter "
+            f"({_examples(drafts_alone)}); write phases=decode+verify",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return lengths
 
 

@@ -66,8 +66,10 @@ def parse_change(text: str) -> Change:
         )
     if name in NEEDS_STATES and (options["site"] not in SITES or "head" in options):
         raise ValueError(f"intervention {text!r}: {name} takes states of a plain run, which keeps S, T and C")
-    if "phases" in options and options["phases"] not in PHASES:
-        raise ValueError(f"intervention {text!r}: unknown phase; phases are {', '.join(PHASES)}")
+    if "phases" in options:
+        options["phases"] = tuple(str(options["phases"]).split("+"))
+        if set(options["phases"]) - set(PHASES):
+            raise ValueError(f"intervention {text!r}: unknown phase; phases are {', '.join(PHASES)}, joined by +")
     if "positions" in options:
         options["positions"] = _parse_positions(str(options["positions"]), text)
     own_options = {key: options.pop(key) for key in own if key in options}

@@ -31,7 +31,8 @@ _LAYER = pa.struct(
 )
 _FACTS = {"requests": pa.int64(), "tokens": pa.int64(), "steps": pa.int64(), "drafted": pa.int64(),
           "rolled_back": pa.int64(), "acceptance": pa.float64(), "logprob_nats": pa.float64(), "accuracy": pa.float64(),
-          "chance": pa.float64(), "answer_mass": pa.float64(), "forced_accuracy": pa.float64()}  # fmt: skip
+          "chance": pa.float64(), "answer_mass": pa.float64(), "forced_accuracy": pa.float64(),
+          "changed_rows": pa.int64()}  # fmt: skip
 SCHEMA = pa.schema(
     [
         ("digest", pa.string()),

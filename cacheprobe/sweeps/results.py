@@ -39,8 +39,9 @@ class Sweep:
 
     cells: one line for each cell: digest; its axes (model, dtype, adapter, products, task, drafter, window_rows, lens,
         intervention, seed); requests, tokens, steps, drafted, rolled_back, acceptance, mean logprob_nats of the
-        committed tokens, accuracy, chance, answer_mass, forced_accuracy; run (the common settings, JSON), version and
-        code that made the shard, bytes.
+        committed tokens, accuracy, chance, answer_mass, forced_accuracy; changed_rows, the committed rows that the
+        intervention changed, null without one; run (the common settings, JSON), version and code that made the shard,
+        bytes.
     layers: one line for each cell, layer and status: digest, axes, and the columns of `analysis.measures.by_layer`.
     """
 

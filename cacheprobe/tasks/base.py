@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
+from cacheprobe.core.tokens.answers import tokens_after
 from cacheprobe.ops.statistics import wilson
 
 SHOT_SEPARATOR = "\n\n"
@@ -26,6 +27,10 @@ class Tokenizer(Protocol):
 
     def __call__(self, text: str, **options: Any) -> Any:
         """Encodes a text; returns a mapping with `input_ids` and, if requested, `offset_mapping`."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], **options: Any) -> Any:
+        """Returns the text of token ids."""
         ...
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
@@ -199,23 +204,19 @@ class Example:
     def answer_token_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Returns the id of the first token of each possible answer, as encoded directly after the prompt.
 
-        Raises: ValueError if two answers begin with the same token, or if the tokenizer joins an answer to the prompt's
-        last token.
+        Raises: ValueError if two answers begin with the same token, if the tokenizer joins an answer to the prompt's
+        last token, and for an answer with a word that it does not know.
         """
-        prompt_text = self.prompt_text(tokenizer)
-        prompt_ids = list(tokenizer(prompt_text, add_special_tokens=False)["input_ids"])
-        first = []
-        for answer in self.answers:
-            ids = list(tokenizer(prompt_text + answer, add_special_tokens=False)["input_ids"])
-            if ids[: len(prompt_ids)] != prompt_ids or len(ids) == len(prompt_ids):
-                raise ValueError(
-                    f"{_name(tokenizer)} joins {answer!r} to the prompt's last token; score the generated text instead"
-                )
-            first.append(ids[len(prompt_ids)])
+        ids_of = tokens_after(
+            self.prompt_text(tokenizer),
+            lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
+            tokenizer.decode,
+        )
+        first = [ids_of(answer)[0] for answer in self.answers]
         if len(set(first)) < len(first):
             raise ValueError(
                 f"{_name(tokenizer)} starts the answers {self.answers} with the same token ({first}); "
-                "score the generated text instead"
+                "cp.analysis.answer_logprobs scores whole answers"
             )
         return tuple(first)
 

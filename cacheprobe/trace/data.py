@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cacheprobe.core.hook_names import HEAD_SITES, PATTERN, SITE_NAMES, site_label
 from cacheprobe.core.records import STATUSES, Request
+from cacheprobe.core.tokens.special import special_token_ids
 from cacheprobe.core.values import JsonDict, hint
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.kvcache.surgery import KVSnapshot
@@ -148,6 +149,16 @@ class TraceData:
         if status is not None and status not in STATUSES:
             raise ValueError(f"unknown status {status!r}; statuses are {', '.join(STATUSES)}{hint(status, STATUSES)}")
         return table[table.status == status].copy() if status else table.copy()
+
+    def is_special(self, rows: pd.DataFrame) -> pd.Series:
+        """Returns for each given row whether its token is the first of its text, or special for the tokenizer of the
+        run's model. Dictionaries leave these rows out, unless include_special is set.
+
+        rows: from `rows`. The ids are in meta["special_token_ids"]; for a run that lacks them, those of the trace's
+        model, or none if it was loaded without.
+        """
+        known = self.meta.get("special_token_ids")
+        return (rows.position == 0) | rows.token_id.isin(special_token_ids(self.model) if known is None else known)
 
     def thoughts(self) -> pd.DataFrame:
         """Returns a copy of the thoughts table, a DataFrame with one line for each thought of a Thinking States model.

@@ -19,6 +19,7 @@ from cacheprobe.trace.parts.journal import read_journal
 from cacheprobe.trace.parts.relations import relation_of
 from cacheprobe.trace.self_checks import self_checks_text
 from cacheprobe.trace.storage import load_fields, save_trace
+from cacheprobe.trace.tables.edits import edits_of
 from cacheprobe.trace.tables.features import features_of, recorded_features
 from cacheprobe.trace.tables.hypotheses import hypotheses_of
 from cacheprobe.trace.tables.ledgers import ledger_at
@@ -76,6 +77,13 @@ class Trace(TraceData):
         if drafted := self.num_drafted:
             accepted = 100 * (drafted - self.num_rolled_back) / drafted
             text += f"; accepted {accepted:.0f} %, rolled back {self.num_rolled_back} tokens"
+        if self.meta.get("interventions"):
+            committed = self.edits().committed
+            text += f"; interventions: {len(committed)}, committed rows changed: {committed.sum()}"
+            text += f" ({(committed == 0).sum()} changed none)" if (committed == 0).any() else ""
+        capture = self.meta.get("capture", {})
+        if capture.get("dictionary") is not None and not capture.get("include_special", True):
+            text += "; features without first and special tokens"
         growing = "; not finished" if "growing" in self.meta else ""
         unchecked = f"; {self.missing['comparison']}" if "comparison" in self.missing else ""
         return text + self_checks_text(self.meta) + unchecked + growing + ")"
@@ -153,6 +161,16 @@ class Trace(TraceData):
         """
         return rejected_of(self)
 
+    def edits(self) -> pd.DataFrame:
+        """Returns a DataFrame with one line for each intervention of the run: how many rows it changed.
+
+        Columns: name, request_id, site, layer, head; the number of changed rows of each status: committed (the states
+        that later tokens follow), superseded (draft tokens that were then verified), rolled_back and given_up; missed,
+        the positions that the intervention names and at which it changed no committed row. Rows whose states a later
+        intervention at the same place replaced are not counted.
+        """
+        return edits_of(self)
+
     def table(self, name: str) -> "DuckDBPyRelation":
         """Returns a table as a DuckDB relation: `trace.table("hypotheses").filter("layer = 12 and rank = 0").df()`.
 
@@ -214,6 +232,7 @@ class Trace(TraceData):
         rows: "pd.DataFrame | None" = None,
         site: str | None = None,
         layer: SupportsIndex | None = None,
+        include_special: bool = False,
     ) -> pd.DataFrame:
         """Returns the largest feature activations of each row as a DataFrame, one line for each row and active feature,
         of rolled-back rows too. They are computed from captured states, or, without a dictionary, those recorded during
@@ -224,12 +243,14 @@ class Trace(TraceData):
         dictionary: from `cp.lenses.Dictionary.load`.  top: how many features of a row, at most.
         rows: from `rows(...)`; by default all whose states were kept.
         site, layer: by default those that the dictionary was trained on.
+        include_special: also rows of special tokens and of the first position (`is_special`), which are left out by
+        default, as in the training.
         Raises: DictionaryError if the dictionary was made for states of another width, or for a hook point that a trace
         does not keep; ValueError for states that were not captured, and if there is no row.
         """
         if dictionary is None:
-            return recorded_features(self, top, rows, site, layer)
-        return features_of(self, dictionary, top, rows, site, layer)
+            return recorded_features(self, top, rows, site, layer, include_special)
+        return features_of(self, dictionary, top, rows, site, layer, include_special)
 
     def digest(self, request_id: SupportsIndex) -> str:
         """Returns the SHA-256, as hex text, of a request's results: tokens, log-probabilities, thoughts, states of

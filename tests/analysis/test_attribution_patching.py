@@ -181,7 +181,7 @@ def test_the_dashboard_draws_both_grids(tmp_path: Path) -> None:
         (dict(heads=True), "site S has no heads"),
         (dict(layers=[3]), "layer 3 lies outside the model"),
         (dict(positions=[]), "there is no position"),
-        (dict(answer=("a",)), "answer must be two tokens"),
+        (dict(answer=("a",)), "answer must be two answers"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(options: dict[str, Any], said: str) -> None:

@@ -133,7 +133,7 @@ def test_the_picture_has_every_cell_and_marks_the_flips() -> None:
         (lambda: made(positions=[5]), "position 5 lies outside the prompt, which has positions 0 to 4"),
         (lambda: made(positions=[-1]), "position -1 lies outside"),
         (lambda: made(layers=[]), "there is no layer"),
-        (lambda: made(answer=(7,)), "answer must be two tokens"),
+        (lambda: made(answer=(7,)), "answer must be two answers"),
         (lambda: made(answer=(7, 97)), "answer: token id 97 is outside"),
         (lambda: made(answer=(7, 7)), "NLD has no scale"),
         (lambda: cp.patching.causal_tracing(loaded(), CLEAN, [5]), "position 5 lies outside the prompt"),

@@ -28,7 +28,7 @@ def test_the_table_is_that_of_the_twin(
     trace: cp.Trace, architecture: str, site: str, layer: int, tmp_path: Path
 ) -> None:
     mine = random_dictionary(architecture, site, layer)
-    table = trace.features(mine, top=4)
+    table = trace.features(mine, top=4, include_special=True)
     rows = trace.rows()
     rows = rows[rows.num_layers > layer]
     assert layer > 1 or (rows.status == "rolled_back").sum() > 5
@@ -57,9 +57,9 @@ def test_rejected_drafts_have_features(trace: cp.Trace) -> None:
 
 def test_bits_do_not_depend_on_the_other_rows(trace: cp.Trace) -> None:
     mine = random_dictionary("topk", layer=0)
-    whole, rows = trace.features(mine), trace.rows()
+    whole, rows = trace.features(mine, include_special=True), trace.rows()
     for row in (0, 7, len(rows) - 1):
-        alone = trace.features(mine, rows=rows[rows.row == row])
+        alone = trace.features(mine, rows=rows[rows.row == row], include_special=True)
         assert alone.equals(whole[whole.row == row].reset_index(drop=True)) and len(alone)
 
 

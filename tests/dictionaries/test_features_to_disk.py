@@ -14,6 +14,7 @@ from cacheprobe.capture.features import FeatureRecorder
 from cacheprobe.trace.manifest import JOURNAL
 from cacheprobe.trace.parts.following import FollowedRun
 from cacheprobe.trace.parts.journal import read_journal
+from cacheprobe.trace.rows import RowRecord
 from cacheprobe.trace.tables.features import feature_table
 from tests.capture.recorded_run import DRAFTERS, LONG, failing_after, recorded, recording_process
 from tests.command import cacheprobe
@@ -163,8 +164,8 @@ def test_a_damaged_table_is_named(tmp_path: Path) -> None:
 
 
 def test_a_row_whose_source_was_not_recorded_has_no_features() -> None:
-    recorder = FeatureRecorder(random_dictionary(), 3)
-    recorder.add([4], torch.randn(1, 32))
+    recorder = FeatureRecorder(random_dictionary(), 3, ())
+    recorder.add([4], [RowRecord(0, 0, "prefill", 4, 9, 3)], torch.randn(1, 32))
     recorder.copy(6, 4)
     recorder.copy(7, 5)
     table = feature_table(recorder.take(), pd.DataFrame({"row": range(8), "status": "committed"}), None)

@@ -20,7 +20,7 @@ def trace() -> cp.Trace:
 
 def test_logprobs_are_those_of_a_hook_without_a_cache(trace: cp.Trace, tmp_path: Path) -> None:
     mine = random_dictionary("topk")
-    table = cp.analysis.reconstruction(trace, mine)
+    table = cp.analysis.reconstruction(trace, mine, include_special=True)
     folder = saved(mine, tmp_path)
     for request_id, prompt in enumerate(PROMPTS[:2]):
         own, text = table[table.request_id == request_id], [*prompt, *trace.committed(request_id)]

@@ -108,7 +108,7 @@ def test_features_of_a_failed_pass_would_be_noticed(monkeypatch: pytest.MonkeyPa
 def test_other_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: features of the neighbour's state."""
     right = FeatureRecorder.add
-    monkeypatch.setattr(FeatureRecorder, "add", lambda self, rows, states: right(self, rows, states.roll(1, 0)))
+    monkeypatch.setattr(FeatureRecorder, "add", lambda self, n, rows, states: right(self, n, rows, states.roll(1, 0)))
     with pytest.raises(AssertionError):
         test_they_are_those_of_the_stored_states("topk", "S", 1, torch.float32)
 

@@ -64,7 +64,7 @@ def test_acts_at_its_positions_alone_and_reaches_the_oracle() -> None:
     settings: dict[str, Any] = dict(**FEW, interventions=edits)
     trace = cp.run(model, PROMPTS[:2], **settings, deterministic=[0], drafter=cp.drafters.NGram())
     oracle = cp.reference(model, PROMPTS[:1], **settings)
-    assert trace.digest(0) == oracle.digest(0) and trace.meta["interventions"][0]["num_positions"] == 2
+    assert trace.digest(0) == oracle.digest(0) and trace.edits().committed[0] == 2
     ids = trace.heads("router", 1, 0)[..., 0]
     assert not bool((ids[[2, 7]] == expert).any()) and bool((ids == expert).any())
 

@@ -21,7 +21,7 @@ def test_the_texts_are_those_of_the_trace(trace: cp.Trace, tmp_path: Path) -> No
     mine = random_dictionary("topk", "S", 0)
     table = trace.features(mine, top=48)
     numbers = table[table.status == "rolled_back"].feature.value_counts().index[:2].tolist()
-    told = cp.analysis.to_neuronpedia(trace, mine, numbers, tmp_path / "f.json", most_texts=1000)
+    told = cp.analysis.to_neuronpedia(trace, mine, numbers, tmp_path / "f.json", most_texts=1000, include_special=True)
     assert json.loads((tmp_path / "f.json").read_text(encoding="utf-8")) == told
     rows = trace.rows()
     lost = rows[rows.status == "rolled_back"].groupby(["request_id", "step"]).ngroups

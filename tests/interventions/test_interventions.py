@@ -74,7 +74,7 @@ def test_a_run_equals_a_plain_hook_without_a_cache(site: str, head: int | None, 
         tokens, states = generated_slowly(model, prompt, 10)
     assert trace.committed(1) == tokens
     assert close(trace.states("S", 2, 1), states, 1e-5, because=SUMS)
-    assert trace.num_rolled_back > 0 and trace.meta["interventions"][0]["num_writes"] > 3
+    assert trace.num_rolled_back > 0 and trace.edits().committed[0] == 3
     assert trace.fingerprint["interventions_act_through"] == f"hooks of the {path}"
     plain = cp.run(loaded(), [PROMPTS[1], prompt], **settings)
     assert not close(plain.states("S", 2, 1)[2:5], states[2:5], 1e-2, because="the control: the change shows")
@@ -237,5 +237,5 @@ def test_hooks_are_gone_after_the_run() -> None:
 def test_one_that_never_acts_is_told() -> None:
     one = zero(request_id=0, site="S", layer=0, positions=12)
     stopping = cp.SamplingParams(stop_token_ids=range(97))
-    with pytest.warns(RuntimeWarning, match="zero of request 0 at site S of layer 0 never acted"):
+    with pytest.warns(RuntimeWarning, match="zero of request 0 at site S of layer 0 changed no row; no pass computed"):
         cp.run(loaded(), PROMPTS[:1], interventions=one, sampling=stopping, **LIGHT)

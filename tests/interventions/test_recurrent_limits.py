@@ -121,7 +121,7 @@ def test_the_state_after_the_newest_computed_token_is_refused() -> None:
         one = zero(request_id=0, site="recurrent", layer=0, positions=[position])
         return cp.run(model("mamba2"), [A], interventions=[one], **SHAPE)
 
-    assert run(last - 1).meta["interventions"][0]["num_writes"] == 1
+    assert run(last - 1).edits().committed.tolist() == [1]
     said = f"position {last} lies outside .* goes on from the states after 0 to {last - 1}"
     with pytest.raises(ValueError, match=said):
         run(last)

@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 
 
 @torch.inference_mode()
-def reconstruction(trace: "Trace", dictionary: Dictionary, model: CachedLM | None = None) -> pd.DataFrame:
+def reconstruction(
+    trace: "Trace", dictionary: Dictionary, model: CachedLM | None = None, *, include_special: bool = False
+) -> pd.DataFrame:
     """Returns a DataFrame with one line for each generated token: how well its state is reconstructed, and what the
     model would have predicted with reconstructed states.
 
-    Each request's text is fed again, once as it is and once with the states of all its positions at the dictionary's
-    site and layer replaced by their reconstruction. A transcoder's output replaces what it predicts.
+    Each request's text is fed again, once as it is and once with the states of its positions at the dictionary's site
+    and layer replaced by their reconstruction. A transcoder's output replaces what it predicts. By default, special
+    tokens and the first position keep their states, have no line, and do not count in the mean state; include_special
+    brings them back.
     Columns: request_id; position, of the row that predicts the token; token_id and token, the committed token;
     logprob_nats, of this token as the model is; reconstructed_logprob_nats, of the same token with reconstructed
     states; change_nats, the second less the first; squared_error and squared_distance of the row: from the state to its
@@ -43,10 +47,13 @@ def reconstruction(trace: "Trace", dictionary: Dictionary, model: CachedLM | Non
         generated = trace.committed(request.request_id)
         if generated:
             text = [*request.prompt_token_ids, *generated][:-1]
-            lines.append(_lines(model, dictionary, (source, target), text, generated))
-            lines[-1].insert(0, "request_id", request.request_id)
+            tokens = pd.DataFrame({"position": range(len(text)), "token_id": text})
+            is_read = torch.tensor(include_special | ~trace.is_special(tokens).to_numpy())
+            if bool(is_read.any()):
+                lines.append(_lines(model, dictionary, (source, target), text, generated, is_read))
+                lines[-1].insert(0, "request_id", request.request_id)
     if not lines:
-        raise ValueError("no request generated a token")
+        raise ValueError("no request generated a token after an ordinary one; see include_special=")
     table = pd.concat(lines, ignore_index=True)
     table.insert(3, "token", [trace.token_texts[token] for token in table.token_id])
     return table
@@ -58,17 +65,18 @@ def _lines(
     places: tuple[tuple[str, int], tuple[str, int]],
     text: Sequence[int],
     generated: Sequence[int],
+    is_read: Tensor,
 ) -> pd.DataFrame:
     """Returns the lines of one request. text: what is fed, all but the newest token.  generated: its last tokens, and
-    the newest."""
+    the newest.  is_read: [n], for each token of the text whether its state is replaced and has a line."""
     source, target = places
     plain = feed(model, torch.tensor([list(text)]), sorted({source, target}))
     states, wanted = plain.states[source][0], plain.states[target][0].float()
     whole = dictionary.reconstruct(states).to(wanted.device)
 
     def replace(site: str, layer: int, value: Tensor) -> Tensor:
-        """Returns the reconstruction instead of the states of all positions."""
-        return whole[None].to(value.dtype)
+        """Returns the reconstruction instead of the states of the positions that are read."""
+        return torch.where(is_read[:, None].to(value.device), whole.to(value.dtype), value)
 
     with model.editing([target], replace):
         changed = feed(model, torch.tensor([list(text)]))
@@ -77,8 +85,9 @@ def _lines(
         out[0, first:].double().log_softmax(-1).gather(-1, chosen[:, None])[:, 0].cpu().numpy()
         for out in (plain.out, changed.out)
     ]
-    errors, distances = ((wanted - other).square().sum(-1).cpu().numpy() for other in (whole, wanted.mean(0)))
-    return pd.DataFrame(
+    middle = wanted[is_read.to(wanted.device)].mean(0)
+    errors, distances = ((wanted - other).square().sum(-1).cpu().numpy() for other in (whole, middle))
+    table = pd.DataFrame(
         {
             "position": range(first, len(text)),
             "token_id": list(generated),
@@ -89,6 +98,7 @@ def _lines(
             "squared_distance": distances[first:],
         }
     )
+    return table[is_read[first:].numpy()]
 
 
 def _places(dictionary: Dictionary, model: CachedLM) -> tuple[tuple[str, int], tuple[str, int]]:

@@ -29,6 +29,7 @@ def to_neuronpedia(
     site: str | None = None,
     layer: SupportsIndex | None = None,
     most_texts: int = 20,
+    include_special: bool = False,
 ) -> list[JsonDict]:
     """Returns one JSON object for each feature, in the manner of Neuronpedia's export, and writes them to `path` if
     given.
@@ -38,7 +39,8 @@ def to_neuronpedia(
     maxValueTokenIndex. A text is a request without its last token, which has no row; or a rejected draft after the text
     before it. Its `status` says which: committed or rolled_back. Logits and explanations are not there.
     features: numbers of the dictionary.  site, layer: by default those that the dictionary was trained on.
-    most_texts: of a feature, at most.
+    most_texts: of a feature, at most.  include_special: by default, special tokens and the first position have value 0
+    and do not count in frac_nonzero.
     Raises: ValueError for no feature, an unknown one, or rows without states; DictionaryError as `Trace.features`.
     """
     numbers = [whole_number("a feature", one) for one in features]
@@ -46,11 +48,13 @@ def to_neuronpedia(
         raise ValueError(f"features must be of 0 to {dictionary.config.d_sae - 1}, at least one; got {numbers!r:.60}")
     if whole_number("most_texts", most_texts) < 1:
         raise ValueError(f"most_texts must be at least 1, got {most_texts}")
-    site, at, rows = place_of_features(trace, dictionary, None, site, layer)
+    site, at, rows = place_of_features(trace, dictionary, None, site, layer, include_special=True)
     rows = rows[rows.status.isin(["committed", "rolled_back"])]
     values = _values(trace, dictionary, rows, site, at, numbers)
+    is_read = torch.tensor(include_special | ~trace.is_special(rows).to_numpy())
+    values[~is_read] = 0
     texts = [(status, list(where)) for status, where in _texts(rows)]
-    committed = torch.tensor((rows.status == "committed").tolist())
+    committed = torch.tensor((rows.status == "committed").tolist()) & is_read
     found = []
     for column, number in enumerate(numbers):
         own = values[:, column]

@@ -41,7 +41,7 @@ def logit_difference(first: "str | int", second: "str | int", position: int = -1
     def difference(logits: Tensor, text: GradientText) -> Tensor:
         """Returns the difference of the two logits."""
         at = logits[text.position(position)]
-        return at[text.token_id(first)] - at[text.token_id(second)]
+        return at[text.token_id(first, position)] - at[text.token_id(second, position)]
 
     return NamedMetric(f"logit_difference({first!r}, {second!r}, position={position})", difference)
 
@@ -52,7 +52,7 @@ def token_logprob(token: "str | int", position: int = -1) -> NamedMetric:
 
     def logprob(logits: Tensor, text: GradientText) -> Tensor:
         """Returns the log-probability of the token."""
-        return _wide(logits[text.position(position)]).log_softmax(-1)[text.token_id(token)]
+        return _wide(logits[text.position(position)]).log_softmax(-1)[text.token_id(token, position)]
 
     return NamedMetric(f"token_logprob({token!r}, position={position})", logprob)
 

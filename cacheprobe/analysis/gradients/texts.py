@@ -9,7 +9,7 @@ import pandas as pd
 from cacheprobe.core.records import Request
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import PromptExample, as_list, text_of, token_ids_of
-from cacheprobe.patching.arguments import as_answer
+from cacheprobe.patching.answers import one_token
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
@@ -43,9 +43,10 @@ class GradientText:
         rejected = f" step {self.step}" if self.step is not None else ""
         return f"request {self.request_id}{rejected}"
 
-    def token_id(self, token: "str | int") -> int:
-        """Returns the id of a token given as text or id. Raises: ValueError for text that is not one token."""
-        return as_answer(self.model, token)
+    def token_id(self, token: "str | int", position: int = -1) -> int:
+        """Returns the id of a token given as text or id. Text is taken as it follows the tokens up to `position`.
+        Raises: ValueError for text that is not one token there."""
+        return one_token(self.model, token, self.token_ids[: self.position(position) + 1])
 
     def position(self, position: int) -> int:
         """Returns a position counted from 0; a negative one counts from the end of `token_ids`. Raises: ValueError for

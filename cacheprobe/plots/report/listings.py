@@ -32,6 +32,10 @@ def run_listings(trace: "Trace") -> list[Listing]:
     if command := trace.meta.get("command"):
         origin = f", settings from {command['config']}" if command["config"] else ""
         listings.append(Listing(f"cacheprobe {command['name']}{origin}", (), _pairs(command["settings"])))
+    if trace.meta.get("interventions"):
+        edits = trace.edits()
+        lines = [tuple("-" if pd.isna(value) else str(value) for value in line) for line in edits.iloc[:, :-1].values]
+        listings.append(Listing("interventions, and the rows that each changed", tuple(edits.columns[:-1]), lines))
     return [
         *listings,
         Listing("fingerprint", (), _pairs(trace.fingerprint)),
@@ -114,6 +118,9 @@ def _about(trace: "Trace") -> list[tuple[str, str]]:
         about.append(("thoughts", f"{len(trace.thought_table):,}"))
     if "comparison" in trace.missing:
         about.append(("comparison", plain(trace.missing["comparison"])))
+    if trace.feature_table is not None:
+        left_out = "" if meta["capture"].get("include_special", True) else ", without first and special tokens"
+        about.append(("features", f"{len(trace.feature_table):,}{left_out}"))
     if behaviour := meta["behaviour"]:
         share, low, high = (behaviour[name] for name in ("accuracy", "accuracy_low", "accuracy_high"))
         answers = f"{share:.0%} of {behaviour['num_examples']} right, 95 % interval {low:.0%} to {high:.0%}"

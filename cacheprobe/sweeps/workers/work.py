@@ -72,6 +72,7 @@ def facts(trace: Trace) -> dict[str, int | float | None]:
         "acceptance": 1 - trace.num_rolled_back / drafted if drafted else None,
         "logprob_nats": sum(nats) / len(nats) if nats else None,
         **{name: behaviour.get(name) for name in ("accuracy", "chance", "answer_mass", "forced_accuracy")},
+        "changed_rows": int(trace.edits().committed.sum()) if trace.interventions else None,
     }
 
 

@@ -16,6 +16,7 @@ from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.hook_names import HEAD_SITES
 from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.records import Request, SamplingParams, StepRecord
+from cacheprobe.core.tokens.special import special_token_ids
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.hf.text import TokenText
@@ -243,6 +244,7 @@ class Imported:
                 "prompt_hypotheses": False,
             },
             "weights_note": "",
+            **({} if model is None else {"special_token_ids": list(special_token_ids(model))}),
             "cache_row_bytes": None,
             "thought_layer": None,
             "thinking": None,

@@ -25,13 +25,14 @@ def features_of(
     rows: "pd.DataFrame | None",
     site: str | None,
     layer: SupportsIndex | None,
+    include_special: bool,
 ) -> pd.DataFrame:
     """Returns the table of `Trace.features`, computed from the captured states. Arguments and errors as there.
 
     Twin: tests.twins.features_slowly.features_slowly: the same features in the same order, activations close(1e-5).
     """
     top = _checked_top(top)
-    site, layer_number, chosen = place_of_features(trace, dictionary, rows, site, layer)
+    site, layer_number, chosen = place_of_features(trace, dictionary, rows, site, layer, include_special)
     found = []
     for first in range(0, len(chosen), _ROWS_AT_ONCE):
         part = chosen.iloc[first : first + _ROWS_AT_ONCE]
@@ -49,8 +50,10 @@ def place_of_features(
     rows: "pd.DataFrame | None",
     site: str | None,
     layer: SupportsIndex | None,
+    include_special: bool,
 ) -> tuple[str, int, pd.DataFrame]:
     """Returns (site, layer, rows) of the states that a dictionary reads. rows: None for all with states there.
+    include_special: False leaves out the rows that `trace.is_special` names.
 
     Raises: DictionaryError if the dictionary's hook point is none of a trace's; ValueError if there are no such rows.
     """
@@ -66,9 +69,12 @@ def place_of_features(
         table = trace.row_table
         depth = int(number) if int(number) >= 0 else int(number) + int(table.num_layers.max())
         chosen = table[(table.state_index >= 0) & (table.num_layers > depth)]
+    if not include_special:
+        chosen = chosen[~trace.is_special(chosen)]
     layer_number, _ = trace.state_indices(site, number, chosen)  # raises an error that names what was not kept
     if chosen.empty:
-        raise ValueError("there is nothing to read: no row has states at this site and layer")
+        left_out = "" if include_special else " that is not of a first or special token; see include_special="
+        raise ValueError(f"there is nothing to read: no row has states at this site and layer{left_out}")
     return site, layer_number, chosen
 
 
@@ -78,9 +84,11 @@ def recorded_features(
     rows: "pd.DataFrame | None",
     site: str | None = None,
     layer: SupportsIndex | None = None,
+    include_special: bool = False,
 ) -> pd.DataFrame:
     """Returns the table of `Trace.features` without a dictionary: the features that were recorded during the run. `top`
-    above the number recorded gives all that were. Raises: ValueError if none were recorded, or at another place."""
+    above the number recorded gives all that were. Raises: ValueError if none were recorded, at another place, or
+    without the special tokens that `include_special` asks for."""
     found, about = trace.feature_table, trace.meta["capture"].get("dictionary")
     if found is None or about is None:
         raise ValueError(
@@ -92,7 +100,15 @@ def recorded_features(
         raise ValueError(
             f"features were recorded at site {about['site']} of layer {about['layer']}, not at {place[0]} of {place[1]}"
         )
-    return recorded_lines(trace.row_table if rows is None else rows, found[found["rank"] < top], about)
+    chosen = trace.row_table if rows is None else rows
+    if not include_special:
+        chosen = chosen[~trace.is_special(chosen)]
+    elif not trace.meta["capture"].get("include_special", True):
+        raise ValueError(
+            "this run left out features of first and special tokens; give the dictionary and states, or run with "
+            "CaptureConfig(dictionary=..., include_special=True)"
+        )
+    return recorded_lines(chosen, found[found["rank"] < top], about)
 
 
 def feature_table(

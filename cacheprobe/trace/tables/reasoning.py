@@ -32,7 +32,7 @@ def reasoning_spans(trace: "Trace", begin: str = "<think>", end: str = "</think>
     """
     if not begin or not end:
         raise ValueError("begin and end must be tags of at least one character")
-    lines, special = [], trace.meta.get("special_token_ids", ())
+    lines, special = [], frozenset(trace.meta.get("special_token_ids", ()))
     for request in trace.requests:
         ids = [*(request.prompt_token_ids or ()), *trace.tokens[request.request_id]]
         texts = [trace.token_texts.get(token, "") for token in ids]

@@ -32,6 +32,8 @@ class DictionarySettings:
     max_grad_norm: float = field(default=1.0, metadata=NO_FLAG)
     held_out: float = 0.1
     """Share of the states that are never trained on, to measure the variance explained."""
+    include_special: bool = False
+    """Also train and measure on special tokens and the first position of a text, whose states are far longer."""
     seed: int = 0
     """Seed of the weights and of the order of the states."""
 

@@ -23,17 +23,18 @@ if TYPE_CHECKING:
 def train_dictionary(
     trace: "Trace", settings: DictionarySettings, out: Path | None = None, *, progress: bool = True
 ) -> Dictionary:
-    """Trains a topk dictionary on a trace's states at one site and layer, of rows of every status; returns it.
+    """Trains a topk dictionary on a trace's states at one site and layer, of rows of every status; returns it. Special
+    tokens and the first position are left out, unless the settings include them.
 
     out: folder in which the dictionary is saved; None saves no file.
-    dictionary.config.about: model_name, training (the settings), num_states, variance_explained and active_features
-    (how many were active at all), both on held-out states. Equal settings and states give the
-    same bits on one machine with one number of threads.
+    dictionary.config.about: model_name, training (the settings), num_states, num_left_out (states of special tokens
+    and first positions), variance_explained and active_features (how many were active at all), both on held-out states.
+    Equal settings and states give the same bits on one machine with one number of threads.
     Raises: ValueError if the states were not captured, or are fewer than a step draws, and if `out` holds a dictionary.
     """
     if out is not None and (out / CONFIG).exists():
         raise ValueError(f"{out} holds a dictionary; choose another folder")
-    rows = _rows(trace, settings)
+    rows, num_left_out = _rows(trace, settings)
     states = trace.vectors(settings.site, settings.layer, rows).float()
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(len(states), generator=generator)
@@ -69,6 +70,7 @@ def train_dictionary(
     error = (dictionary.decode(features) - held).square().sum()
     about: dict[str, Json] = {
         "num_states": len(states),
+        "num_left_out": num_left_out,
         "variance_explained": round(1 - float(error / (held - trained.mean(0)).square().sum()), 4),
         "active_features": int((features > 0).any(0).sum()),
     }
@@ -90,10 +92,13 @@ def initial_weights(
     return {name: nn.Parameter(one.clone()) for name, one in made.items()}
 
 
-def _rows(trace: "Trace", settings: DictionarySettings) -> pd.DataFrame:
-    """Returns the rows whose states were captured at the settings' layer; of rows that share a state, one."""
+def _rows(trace: "Trace", settings: DictionarySettings) -> tuple[pd.DataFrame, int]:
+    """Returns (the rows whose states are trained on or held out, number of rows that were left out). Of rows that share
+    a state, one is there."""
     rows = trace.row_table
-    return rows[(rows.state_index >= 0) & (rows.num_layers > settings.layer)].drop_duplicates("state_index")
+    rows = rows[(rows.state_index >= 0) & (rows.num_layers > settings.layer)].drop_duplicates("state_index")
+    is_left_out = trace.is_special(rows) & (not settings.include_special)
+    return rows[~is_left_out], int(is_left_out.sum())
 
 
 def _is_held(trace: "Trace", rows: pd.DataFrame, share: float, generator: torch.Generator) -> Tensor:

@@ -1,0 +1,1 @@
+"""Tells special tokens, and finds the tokens of answers, with any tokenizer."""

@@ -1,0 +1,121 @@
+"""Counts the rows that each intervention of a run changed, by their status, and says which changed too few."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from cacheprobe.core.hook_names import RECURRENT
+from cacheprobe.core.records import PHASES, STATUSES
+from cacheprobe.core.values import JsonDict
+
+if TYPE_CHECKING:
+    from cacheprobe.trace.data import TraceData
+
+_TYPES = {
+    "name": "object", "request_id": "int64", "site": "object", "layer": "int64", "head": "Int64",
+    **dict.fromkeys(STATUSES, "int64"), "missed": "object",
+}  # fmt: skip
+"""Columns of `Trace.edits`, each with its type."""
+_MOST_POSITIONS = 8
+"""Most positions that a warning lists."""
+
+
+def edits_of(trace: "TraceData") -> pd.DataFrame:
+    """Returns the table of `Trace.edits`."""
+    edits: Sequence[JsonDict] = trace.meta.get("interventions") or ()
+    lines = []
+    for number, edit in enumerate(edits):
+        rows = _carrying(trace, edits, number)
+        counts = rows.status.value_counts()
+        changed = set(rows.position[rows.status == "committed"])
+        about = {name: edit[name] for name in ("name", "request_id", "site", "layer", "head")}
+        missed = [position for position in edit["positions"] or () if position not in changed]
+        lines.append({**about, **{status: int(counts.get(status, 0)) for status in STATUSES}, "missed": missed})
+    return pd.DataFrame(lines, columns=list(_TYPES)).astype(_TYPES)
+
+
+def changed_rows(trace: "TraceData", edit: JsonDict) -> pd.DataFrame:
+    """Returns the rows that an intervention acted on, by its description in `meta`: as `Editor.aim` chose them."""
+    rows, phases = _computed_rows(trace, edit)
+    chosen = pd.Series(True, rows.index)
+    if edit["phases"] is not None:
+        chosen &= phases.isin(edit["phases"])
+    if edit["steps"] is not None:
+        chosen &= rows.step.isin(edit["steps"])
+    if not edit.get("include_special", True):
+        chosen &= ~trace.is_special(rows)
+    return rows[chosen]
+
+
+def _computed_rows(trace: "TraceData", edit: JsonDict) -> tuple[pd.DataFrame, pd.Series]:
+    """Returns (the rows of an edit's request at its positions whose pass ran its layer; the phase of each token, as
+    `token_phase` gives it)."""
+    request = edit["request_id"]
+    rows, events = trace.rows(request), trace.lookup["events"].lines_of(trace.event_table, request)
+    rows = rows[rows.num_layers > edit["layer"]]
+    if edit["positions"] is not None:
+        rows = rows[rows.position.isin(edit["positions"])]
+    phases = rows.phase if events.num_accepted.notna().any() else rows.phase.mask(rows.phase == "verify", "decode")
+    return rows, phases.mask(rows.position < trace.requests[request].num_prompt_tokens, "prefill")
+
+
+def _carrying(trace: "TraceData", edits: Sequence[JsonDict], number: int) -> pd.DataFrame:
+    """Returns the rows that an edit changed, without those whose states a later edit at the same place replaced."""
+    edit = edits[number]
+    rows = changed_rows(trace, edit)
+    for later in edits[number + 1 :]:
+        is_same = all(edit[name] == later[name] for name in ("request_id", "site", "layer"))
+        is_whole = later["head"] == edit["head"] or (edit["site"] == RECURRENT and later["head"] is None)
+        if is_same and is_whole and later["action"] == "replace":
+            rows = rows.drop(changed_rows(trace, later).index, errors="ignore")
+    return rows
+
+
+def edit_warnings(trace: "TraceData") -> list[str]:
+    """Returns a sentence for each reason why interventions changed no committed row, or none at some of the positions
+    that they name: about the first intervention that it concerns, with the number of the others. Leaves out failed
+    requests."""
+    found: dict[tuple[bool, str], list[str]] = {}
+    for edit, line in zip(trace.meta.get("interventions") or (), edits_of(trace).to_dict("records"), strict=True):
+        is_failed = str(edit["request_id"]) in trace.meta.get("errors", {})
+        is_partly = bool(line["committed"])
+        if is_failed or (is_partly and (not line["missed"] or edit["steps"] is not None)):
+            continue
+        why = _why(trace, edit, line["missed"] if is_partly else None)
+        found.setdefault((is_partly, why), []).append(f"{_missed(edit, line)}; {why}")
+    more = " (so did {} more; trace.edits() lists the interventions)"
+    return [texts[0] + (more.format(len(texts) - 1) if len(texts) > 1 else "") for texts in found.values()]
+
+
+def _missed(edit: JsonDict, line: JsonDict) -> str:
+    """Returns what an edit missed, as text. line: of `edits_of`."""
+    head = "" if edit["head"] is None else f" head {edit['head']}"
+    what = f"{edit['name']} of request {edit['request_id']} at site {edit['site']} of layer {edit['layer']}{head}"
+    if line["committed"]:
+        missed = line["missed"]
+        listed = ", ".join(map(str, missed[:_MOST_POSITIONS])) + ", ..." * (len(missed) > _MOST_POSITIONS)
+        return f"{what} changed no committed row at {len(missed)} of its {len(edit['positions'])} positions: {listed}"
+    counts = ", ".join(f"{line[status]} {status}" for status in STATUSES if line[status])
+    return f"{what} changed no committed row, only others ({counts})" if counts else f"{what} changed no row"
+
+
+def _why(trace: "TraceData", edit: JsonDict, missed: "list[int] | None") -> str:
+    """Returns why committed rows do not carry an edit: those at the positions `missed`, or all at its positions."""
+    rows, phases = _computed_rows(trace, edit)
+    is_wanted = rows.status == "committed"
+    if missed is not None:
+        is_wanted &= rows.position.isin(missed)
+    rows, phases = rows[is_wanted], phases[is_wanted]
+    if rows.empty:
+        return "no pass computed a committed token there"
+    allowed = edit["phases"] or PHASES
+    if not phases.isin(allowed).any():
+        own = {*phases} - {"prefill"} or {*phases}  # who left out the prompt meant the generated tokens
+        wanted = ", ".join(f'"{phase}"' for phase in PHASES if phase in {*allowed, *own})
+        return f"committed rows are computed in phase {' and '.join(sorted(own))}: use phases=({wanted})"
+    if not edit.get("include_special", True) and trace.is_special(rows).all():
+        return "first and special tokens are left out: use include_special=True"
+    if edit["steps"] is not None:
+        return f"its steps {edit['steps']} computed none of them"
+    return "a later intervention at the same place replaces these states"
