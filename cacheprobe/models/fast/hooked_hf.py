@@ -124,7 +124,9 @@ class HookedHF(BridgeMembers):
                 return functional(token_ids, cache, *positions_and_masks, self._listeners, num_layers, logit_slots)
             num_run = self.n_layers if num_layers is None else num_layers
             operations = self._operations
-            attend = partial(operations.attend, cache) if isinstance(operations, KernelOperations) else None
+            attend = None
+            if isinstance(operations, KernelOperations) and cache.is_written:
+                attend = partial(operations.attend, cache)
             stack.enter_context(attending(cache.reach, num_run, attend))
             return self._run_modules(token_ids, inputs, num_layers, logit_slots)
 
