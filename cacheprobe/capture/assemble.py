@@ -86,6 +86,7 @@ def meta_before(
         "lens": recorder.lens.name,
         **({"is_lens_later": True} if capture.reads_lens and recorder.reader is None else {}),
         "weights_note": model.weights_note,
+        "d_vocab": model.d_vocab,
         "cache_row_bytes": model.new_cache(1, 1).cache_bytes,
         "thought_layer": getattr(getattr(model, "config", None), "l_out", None),
         "thinking": _thinking(model) if has_thoughts else None,

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
+from cacheprobe.engine.model_runner import is_out_of_memory
 from cacheprobe.engine.shapes import config_to_try
 from cacheprobe.engine.trial import Cycle, num_cycles
 from cacheprobe.models.base import CachedLM
@@ -40,6 +42,8 @@ _FEWEST_PROMPTS = 4
 """Fewest prompts for which to try whether a prefill pass may have several of them, and how many the trial has."""
 _SHORT_TEXT, _MORE_THAN_LOOPS = 3, 4
 """Tokens of the short texts of that trial. The others are too long for attention in loops, by that many tokens."""
+_BEYOND = "beyond the context"
+"""First part of the key in `_known` of a pass over more cache slots than the model's context."""
 _FORBIDDEN = "batched prompts"
 """Key in `_known` of a fault that was found in a prefill pass with several prompts during a run."""
 
@@ -251,6 +255,23 @@ def batches_prompts(model: CachedLM, config: EngineConfig, hooked: Hooked, num_p
             cycle = Cycle(model, _FEWEST_PROMPTS, lengths[1], capacity, "prefill", 0, True, lengths)
             known[key] = cycle.run_at(_FEWEST_PROMPTS, lengths[1])
     return known[key] is None
+
+
+def fault_beyond_context(model: CachedLM, capacity: int) -> str | None:
+    """Tries a pass over `capacity` cache slots, more than the model's context. Returns the text of its error, such as
+    that of a model with a table of positions (MPT's ALiBi); None without one, and if no pass attends over them all."""
+    if model.attends_by_request:
+        return None
+    known, key = _known.setdefault(model, {}), (_BEYOND, capacity)
+    if key not in known:
+        try:
+            model.forward(torch.zeros(1, 1, dtype=torch.long), model.new_cache(1, capacity), [0], [0])
+            known[key] = None
+        except (RuntimeError, IndexError) as error:
+            if is_out_of_memory(error):
+                raise
+            known[key] = f"{type(error).__name__}: {error!s:.120}"
+    return known[key]
 
 
 def forbid_batched_prompts(model: CachedLM, fault: str) -> None:
