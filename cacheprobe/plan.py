@@ -36,8 +36,8 @@ from cacheprobe.lenses.identity import lens_identity
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM, StateSink
 from cacheprobe.models.experts.sites import head_places
-from cacheprobe.models.hf.context import longrope_length
 from cacheprobe.models.hf.heads import require_heads
+from cacheprobe.models.hf.masks import longrope_length
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.prompts import Chat, answer_ids_of, as_list, text_of, token_ids_of
 from cacheprobe.models.turns import hold_model, live_model

@@ -88,7 +88,8 @@ def require_room(config: EngineConfig, request: Request, new: int, is_longest: b
         remedy, over = f"set capacity={needed} or more", needed - config.capacity
         if is_longest:
             shorter = [f"{name}={n - over}" for name, n in (("window", window), ("max_new_tokens", new)) if n > over]
-            remedy = f"the model has no position beyond; set {' or '.join(shorter) or 'a shorter prompt'}, or less"
+            less = f"set {' or '.join(shorter)}, or less" if shorter else "shorten the prompt, or set pad_prefill=False"
+            remedy = f"the model has no position beyond; {less}"
         raise ValueError(
             f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {window} need {needed} "
             f"cache slots, capacity is {config.capacity}; {remedy}"

@@ -18,11 +18,13 @@ class _Computing:
         self._lock, self._lent, self._of_thread = RLock(), set[int](), local()
 
     def __enter__(self) -> None:
-        require_usable_process(is_computing=True)
+        took_lock = self._of_thread.__dict__.setdefault("took_lock", [])
+        if not took_lock:  # inside, the process is the same
+            require_usable_process(is_computing=True)
         is_lent = get_ident() in self._lent
         if not is_lent:
             self._lock.acquire()
-        self._of_thread.__dict__.setdefault("took_lock", []).append(not is_lent)
+        took_lock.append(not is_lent)
 
     def __exit__(self, *exc: object) -> None:
         if self._of_thread.took_lock.pop():

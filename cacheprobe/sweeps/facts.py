@@ -74,7 +74,7 @@ def _plain_facts(name: str) -> ModelFacts:
     """Returns the ModelFacts of a Hugging Face model. Raises: ModelError if it cannot be read or is not supported."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from cacheprobe.models.hf.context import context_length
+    from cacheprobe.models.hf.masks import context_length
     from cacheprobe.models.known import SMOLLM2, require_known
     from cacheprobe.models.plain.files import require_no_own_code
     from cacheprobe.models.plain.memory import refuse_unknown_memory

@@ -20,9 +20,8 @@ from cacheprobe.models.experts.sites import EXPERTS, own_experts, use_invariant_
 from cacheprobe.models.facts import HashedWeights, one_dtype, stop_ids
 from cacheprobe.models.fast.module_hooks import listen
 from cacheprobe.models.hf.attention import ATTENTION, attending
-from cacheprobe.models.hf.context import context_length
 from cacheprobe.models.hf.float64 import keeping_float64
-from cacheprobe.models.hf.masks import text_config
+from cacheprobe.models.hf.masks import context_length, text_config
 from cacheprobe.models.hf.shared import SharedWeights, empty_model, plain_path
 from cacheprobe.models.hf.text import TokenText
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights, output_rows

@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING
 
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.hf.context import longrope_length
-from cacheprobe.models.hf.masks import text_config
+from cacheprobe.models.hf.masks import longrope_length, text_config
 from cacheprobe.models.plain.memory import has_recurrent_layers
 from cacheprobe.models.quantised.packed import packed_modules, require_usable
 
