@@ -19,7 +19,7 @@ from cacheprobe.capture.to_disk import ImportOutput, OutputOptions, to_disk
 from cacheprobe.continuation import REFERENCE, plan_again, unfinished_run
 from cacheprobe.core.config import CaptureConfig, EngineConfig, EngineOptions, TokenRow
 from cacheprobe.core.records import Observer, SamplingParams
-from cacheprobe.core.values import JsonDict, require_known_options
+from cacheprobe.core.values import JsonDict, folder, require_known_options
 from cacheprobe.dictionaries import Dictionary
 from cacheprobe.drafters.base import Drafter
 from cacheprobe.drafters.replayed import Replayed
@@ -210,9 +210,10 @@ def resume(
     drafter, lens, interventions, dictionary or the name of `keep` are not those of the run, and for requests that began
     from a KVSnapshot; FingerprintMismatch if this machine or model has another schedule fingerprint.
     """
-    if clean_finished(Path(directory)):
+    directory = folder("directory", directory)
+    if clean_finished(directory):
         return load_trace(directory, model)
-    journal = unfinished_run(Path(directory))
+    journal = unfinished_run(directory)
     replay = journal.header["meta"].get("replay")
     if drafter is None and replay is not None and replay["is_replayed"]:
         drafter = Replayed.from_record(replay["drafts"])
@@ -246,8 +247,10 @@ def estimate(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> 
 
 
 def _output_of(options: Any) -> JsonDict:
-    """Removes the fields of OutputOptions from the options of a call, and returns them."""
-    return {name: options.pop(name) for name in OutputOptions.__annotations__ if name in options}
+    """Removes the fields of OutputOptions from the options of a call, and returns them. Raises: ValueError for an `out`
+    that is no path."""
+    to = {name: options.pop(name) for name in OutputOptions.__annotations__ if name in options}
+    return to if to.get("out") is None else {**to, "out": folder("out", to["out"])}
 
 
 def _origin_of(to: JsonDict) -> JsonDict:
@@ -349,7 +352,7 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
     Raises: TraceError for a directory without a readable manifest.json, for an unknown version of the trace format, and
     for a file that is missing or has another size than the manifest says.
     """
-    return readable(open_trace(directory, model))
+    return readable(open_trace(folder("directory", directory), model))
 
 
 def _progress_bar(plan: RunPlan, is_shown: bool, done: int = 0) -> ProgressBar:

@@ -8,7 +8,7 @@ from cacheprobe.capture.disk_writer import DiskWriter
 from cacheprobe.capture.observers import Tee
 from cacheprobe.capture.to_disk import ToDisk, assemble_on_disk
 from cacheprobe.core.records import Observer
-from cacheprobe.engine.fingerprint import RunGuard
+from cacheprobe.engine.fingerprint import FingerprintMismatch, RunGuard
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.turns import hold_model
 from cacheprobe.plan import BoundLoop, RunPlan
@@ -48,7 +48,6 @@ class Execution:
         with closing(self._rounds), self._guard.holding(self.plan.hooks(self.recorder)):
             for _ in self._rounds:
                 self._end_round()
-        self._guard.require_unchanged(had_pauses=False)
         return self._trace()
 
     def steps(self) -> Generator[int, None, Trace]:
@@ -64,7 +63,6 @@ class Execution:
                     break
                 self._end_round()
                 yield step
-        self._guard.require_unchanged(had_pauses=True)
         return self._trace()
 
     def _end_round(self) -> None:
@@ -73,8 +71,19 @@ class Execution:
             self.writer.end_round(self.states)
 
     def _trace(self) -> Trace:
-        """Returns the Trace of a finished run, with its metadata, errors, interventions and kept KVSnapshots."""
+        """Returns the Trace of a finished run, with its metadata, errors, interventions and kept KVSnapshots.
+
+        Raises: FingerprintMismatch if weights or settings changed since the run began. What was recorded on the disk is
+        then deleted: nobody knows which of it has which weights, and it could be continued.
+        """
         plan, states = self.plan, self.states
+        try:
+            self._guard.require_unchanged()
+        except FingerprintMismatch:
+            if self.disk is not None and self.writer is not None:
+                self.writer.wait()
+                self.disk.place.drop()
+            raise
         errors = {str(state.request_id): state.error for state in states if state.error}
         meta = {**plan.meta(self._meta), "errors": errors, "missing": plan.missing_answers()}
         settings = (self._guard.fingerprint, plan.config, plan.capture, meta)

@@ -19,7 +19,7 @@ from cacheprobe.core.records import Observer, Request, SamplingParams
 from cacheprobe.core.values import JsonDict, whole_number
 from cacheprobe.drafters.base import Drafter, drafted_layers, require_drafter
 from cacheprobe.drafters.fast_path import FastPath
-from cacheprobe.engine.consistency import Hooked, batches_prompts, proven_shapes
+from cacheprobe.engine.consistency import Hooked, batches_prompts, fault_beyond_context, proven_shapes
 from cacheprobe.engine.fingerprint import Fingerprint, require_ready, schedule_fingerprint
 from cacheprobe.engine.loop import rounds
 from cacheprobe.engine.model_runner import ModelRunner
@@ -38,9 +38,10 @@ from cacheprobe.models.base import CachedLM, StateSink
 from cacheprobe.models.conversation import assistant_turns, stop_sources
 from cacheprobe.models.experts.sites import head_places
 from cacheprobe.models.hf.heads import require_heads
+from cacheprobe.models.hf.masks import longrope_length
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.prompts import Chat, Unpadded, answer_ids_of, as_list, require_unpadded, text_of, token_ids_of
-from cacheprobe.models.turns import hold_model
+from cacheprobe.models.turns import hold_model, live_model
 
 DEFAULT_SAMPLING = SamplingParams(
     temperature=0.0, max_new_tokens=32, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop=(), n=1
@@ -113,8 +114,16 @@ class RunPlan:
         if "capacity" in open_shapes:
             needed = [(r.num_prompt_tokens, self._size(r)[1], r.num_cached) for r in tokenized]
             self.config = with_capacity(config, needed, model.n_ctx, "window" in open_shapes)
+        capacity = self.config.capacity
+        why = fault_beyond_context(self.model, capacity) if capacity > model.n_ctx else None
+        if why is not None and "capacity" not in open_shapes:
+            raise ValueError(
+                f"capacity={capacity}: {model.name} attends over at most {model.n_ctx} cache slots, the length of its "
+                f"table of positions ({why}); set capacity={model.n_ctx} or less"
+            )
+        self.config = self.config if why is None else replace(self.config, capacity=model.n_ctx)
         for request in tokenized:
-            require_room(self.config, request, self._size(request)[1])
+            require_room(self.config, request, self._size(request)[1], is_longest=why is not None)
         self._check_sizes([(r.num_prompt_tokens, *self._size(r)[1:]) for r in tokenized], max_in_flight)
         requests: list[Request] = []
         for request in tokenized:
@@ -195,9 +204,11 @@ class RunPlan:
         assert request.sampling is not None and request.sampling.max_new_tokens is not None
         prompt, new, n_ctx = request.num_prompt_tokens, request.sampling.max_new_tokens, self.model.n_ctx
         if prompt + new > n_ctx:
+            config = getattr(live_model(self.model), "config", None)
+            switch = ", beyond which the factors of its LongRoPE switch" if n_ctx == longrope_length(config) else ""
             raise ValueError(
                 f"request {request.request_id}: prompt of {prompt} + {new} new tokens exceed the model's context of "
-                f"{n_ctx}; shorten the prompt or set max_new_tokens={max(n_ctx - prompt, 0)} or less"
+                f"{n_ctx}{switch}; shorten the prompt or set max_new_tokens={max(n_ctx - prompt, 0)} or less"
             )
 
     def _check_positions(self) -> None:

@@ -13,6 +13,6 @@ def take_members(proxy: Any, model: CachedLM) -> None:
     for name in (*CachedLM.__annotations__, *(n for n in vars(CachedLM) if not n.startswith("_"))):
         if not hasattr(type(proxy), name):
             setattr(proxy, name, getattr(model, name))
-    for name in ("operations", "read_tokens"):  # of models that can run in compiled loops
+    for name in ("operations", "read_tokens", "independent_width"):  # of models that can run in compiled loops
         if hasattr(model, name):
             setattr(proxy, name, getattr(model, name))

@@ -91,6 +91,7 @@ def meta_before(
         **({"is_lens_later": True} if capture.reads_lens and recorder.reader is None else {}),
         "weights_note": model.weights_note,
         "special_token_ids": list(special_token_ids(model)),
+        "d_vocab": model.d_vocab,
         "cache_row_bytes": model.new_cache(1, 1).cache_bytes,
         "thought_layer": getattr(getattr(model, "config", None), "l_out", None),
         "thinking": _thinking(model) if has_thoughts else None,

@@ -16,7 +16,7 @@ from cacheprobe.capture.recorder import Recorder
 from cacheprobe.capture.restore import restore_recorder
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import Request
-from cacheprobe.core.values import JsonDict, num_bytes
+from cacheprobe.core.values import JsonDict, folder, num_bytes
 from cacheprobe.engine.sizes import available_bytes
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.trace.parts.background import Background
@@ -194,5 +194,5 @@ def to_disk(
         return
     budget = (available_bytes() or 2**32) // 4 if memory_budget is None else num_bytes("memory_budget", memory_budget)
     run_id = secrets.token_hex(4) if journal is None else journal.run_id
-    with recording(Path(out), run_id, overwrite=overwrite) as place, Background() as background:
+    with recording(folder("out", out), run_id, overwrite=overwrite) as place, Background() as background:
         yield ToDisk(place, part_bytes_of(budget), background, journal, stop)

@@ -144,14 +144,16 @@ class EngineConfig(HintsAtNewArguments):
 
     def slots_needed(self, num_prompt_tokens: int, max_new_tokens: int, num_cached: int = 0) -> int:
         """Returns the largest number of cache slots that a request may write, pads included. Pads stand after the last
-        token of a verify pass and of a padded prefill.
+        token of a verify pass and of a padded prefill. The newest token is never fed, so the last pass begins at the
+        token before it.
 
         num_cached: prompt tokens that are in the cache already; the chunks begin after them.
         """
+        in_windows = num_prompt_tokens + max_new_tokens - 2 + self.window
         if not self.pad_prefill:
-            return num_prompt_tokens + max_new_tokens + self.window
+            return max(in_windows, num_prompt_tokens)
         num_chunks = -(-(num_prompt_tokens - num_cached) // self.prefill_chunk)  # rounded up: the last one is padded
-        return max(num_prompt_tokens + max_new_tokens + self.window, num_cached + num_chunks * self.prefill_chunk)
+        return max(in_windows, num_cached + num_chunks * self.prefill_chunk)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,14 @@ today's name, if an earlier version had it, or the nearest one.
 
 import hashlib
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import partial
 from operator import index
+from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat, SupportsIndex, TypeAlias, Union, cast
 
@@ -96,6 +98,17 @@ def require_encodable(name: str, text: str) -> None:
             f"{name} must be text that UTF-8 can encode, got half of a surrogate pair, {text[error.start]!r}, at "
             f"character {error.start}; remove it, or decode the text with errors='replace'"
         ) from None
+
+
+def folder(name: str, value: object) -> Path:
+    """Returns the path of a folder. Raises: ValueError that names `name` for a value that is neither a text nor a Path,
+    and for characters that no file name can hold."""
+    try:
+        if b"\0" not in os.fsencode(cast(str, value)) and not isinstance(value, bytes):
+            return Path(cast(str, value))
+    except (TypeError, UnicodeEncodeError):
+        pass
+    raise ValueError(f"{name} must be the path of a folder, as a text or a pathlib.Path, got {value!r:.60}")
 
 
 def require_settings(settings: Any, above_zero: Iterable[str]) -> None:

@@ -121,8 +121,9 @@ def deadline_seconds(drafter: Drafter) -> float | None:
     return getattr(drafter, "deadline_seconds", DEADLINE_SECONDS)
 
 
-def require_drafter(drafter: Any, model: CachedLM) -> None:
-    """Raises: ValueError if `drafter` is no drafter object, has a deadline out of range, or refuses this model."""
+def require_drafter(drafter: Any, model: CachedLM | None) -> None:
+    """Raises: ValueError if `drafter` is no drafter object, has a deadline out of range, or refuses this model. model:
+    None if it is not at hand, as for a stored run."""
     missing = [part for part in ("name", "extend", "release", "check") if not hasattr(drafter, part)]
     if isinstance(drafter, type) or missing:
         lacks = f", which has no {missing[0]}" if missing and not isinstance(drafter, type | str) else ""
@@ -137,7 +138,7 @@ def require_drafter(drafter: Any, model: CachedLM) -> None:
             f"no deadline, got {seconds}"
         )
     try:
-        drafter.check(model)
+        drafter.check(model) if model is not None else None
     except ValueError:
         raise
     except Exception as error:  # a user's own code

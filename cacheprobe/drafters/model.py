@@ -8,8 +8,10 @@ from weakref import WeakKeyDictionary
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from cacheprobe.core.registry import register
+from cacheprobe.core.token_text import visible
 from cacheprobe.drafters.base import DraftContext
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import copy_states
@@ -38,6 +40,7 @@ class DraftModel:
 
     Draft tokens are sampled with the verifier's own noise (unless acceptance="rejection"), so that similar models often
     sample the same token. The second model's passes are neither captured nor counted as steps.
+    Its vocabulary may be padded to another size: only ids of both are drafted, and nothing after an id that it lacks.
     Source: speculative decoding, Leviathan et al. 2023 (arXiv 2211.17192).
     Twin: tests.twins.equivalence.greedy_continuation, == in float32, whatever was accepted and rolled back before.
     """
@@ -58,8 +61,8 @@ class DraftModel:
         object.__setattr__(self, "_reader", _Reader(self.model))
 
     def check(self, model: CachedLM) -> None:
-        """Raises: ValueError if the draft model is the verified model, has another vocabulary size, or encodes one of
-        three test texts differently (compared only if both have a tokenizer).
+        """Raises: ValueError if the draft model is the verified model, or if it encodes one of three test texts
+        differently. If one of the two has no tokenizer, the vocabularies must have one size.
 
         Also chooses, by `models.paths.choose_path`, whether the draft model runs on its bridge or its fast forward.
         """
@@ -69,20 +72,31 @@ class DraftModel:
                 f"DraftModel holds {model.name} itself, the very weights that it would draft for, and its passes would "
                 "be taken for the verifier's; use FastPath, or load a second model"
             )
-        if ours.d_vocab != model.d_vocab:
+        has_texts = ours.tokenizer is not None and model.tokenizer is not None
+        if not has_texts and ours.d_vocab != model.d_vocab:
             raise ValueError(
                 f"DraftModel: {ours.name} has a vocabulary of {ours.d_vocab}, {model.name} one of {model.d_vocab}; use "
-                "a draft model with the same tokenizer"
+                "a draft model with the same tokenizer, and load both with it"
             )
-        for text in _PROBE_TEXTS:
-            if ours.tokenizer is None or model.tokenizer is None:
-                break  # token ids are all there is to compare
+        for text in _PROBE_TEXTS if has_texts else ():
             if ours.encode(text, add_special_tokens=False) != model.encode(text, add_special_tokens=False):
                 raise ValueError(
                     f"DraftModel: {ours.name} and {model.name} encode {text!r:.40} differently; use a draft model with "
                     "the same tokenizer"
                 )
         self._reader.model, _ = choose_path(ours)  # of the hooks that it has now
+
+    def check_texts(self, name: str, texts: Mapping[int, str]) -> None:
+        """Raises: ValueError if the draft model's tokenizer gives a token another text than a stored run of the model
+        `name`, whose tokens have these texts by id. What `check` compares if the verified model is at hand."""
+        # "<17>" is a token without a tokenizer, and other versions wrote parts of characters otherwise
+        ids = [i for i, text in texts.items() if i < self.model.d_vocab and text.isascii() and text[0] != "<"]
+        own = dict(zip(ids, map(visible, self.model.token_texts(ids)), strict=True))
+        if self.model.tokenizer is not None and (bad := [i for i in ids if own[i] != texts[i]]):
+            raise ValueError(
+                f"DraftModel: token {bad[0]} is {own[bad[0]]!r} for {self.model.name} and {texts[bad[0]]!r} for "
+                f"{name}; use a draft model with the same tokenizer"
+            )
 
     def release(self, state: SequenceState) -> None:
         """Frees the request's row in the draft model's cache."""
@@ -92,10 +106,13 @@ class DraftModel:
         """Returns a list of new draft tokens for each request, until its draft has `length` tokens (or fewer, see
         `_room`) or a draft token would end the request."""
         proposals: dict[SequenceState, list[int]] = {state: [] for state in states}
-        drafting = [state for state in states if self._room(state) > 0]
+        known = self.model.d_vocab
+        size = context.model.d_vocab or known  # unknown in a replay of an older run without its model
+        drafting = [state for state in states if self._room(state) > 0 and max(state.token_ids) < known]
         while drafting:
             texts = {state: [*state.token_ids, *state.draft, *proposals[state]] for state in drafting}
             for state, logits in self._reader.next_logits(texts).items():
+                logits = pad(logits, (0, size - known), value=-torch.inf)  # cuts what the verified model lacks
                 proposals[state].append(context.choose(state, logits, tuple(proposals[state])))
             drafting = [
                 state
@@ -148,7 +165,8 @@ class _Reader:
         assert self.cache is not None
         fed = [self.fed[state] for state in texts]
         starts = [len(one.token_ids) for one in fed]
-        parts = [text[start : start + _FEED_WIDTH] for start, text in zip(starts, texts.values(), strict=True)]
+        most = min(_FEED_WIDTH, self.model.n_ctx - max(starts))  # pads stay inside the context, too
+        parts = [text[start : start + most] for start, text in zip(starts, texts.values(), strict=True)]
         width = max(len(part) for part in parts)
         token_ids = torch.tensor([[*part, *[0] * (width - len(part))] for part in parts])
         slots = sorted({len(part) - 1 for part in parts})
@@ -171,13 +189,14 @@ class _Reader:
                 self.fed[state] = _Fed(min(set(range(len(taken) + 1)) - taken))
         old = self.cache
         rows = 1 + max(one.cache_row for one in self.fed.values())
-        capacity = max(len(text) for text in texts.values()) + _FEED_WIDTH
+        capacity = min(max(len(text) for text in texts.values()) + _FEED_WIDTH, self.model.n_ctx)
         if old is not None and rows <= old.rows and capacity <= old.capacity:
             return
         if old is not None:  # double what is too small, so that copies stay rare
             rows = max(old.rows, 2 * old.rows if rows > old.rows else 0, rows)
             capacity = max(old.capacity, 2 * old.capacity if capacity > old.capacity else 0, capacity)
-        self.cache = self.model.new_cache(rows, -(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP)
+        capacity = min(-(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP, self.model.n_ctx)
+        self.cache = self.model.new_cache(rows, capacity)
         if old is not None:
             pairs = zip((*self.cache.keys, *self.cache.values), (*old.keys, *old.values), strict=True)
             for new_tensor, old_tensor in pairs:

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
+from cacheprobe.engine.model_runner import is_out_of_memory
 from cacheprobe.engine.shapes import config_to_try
 from cacheprobe.engine.trial import Cycle, num_cycles
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.fast.operations import Operations
 from cacheprobe.models.settings import numeric_settings
 from cacheprobe.ops.compiled.attention import MOST_TOKENS
 from cacheprobe.ops.compiled.lanes import FORMATS
@@ -41,6 +42,8 @@ _FEWEST_PROMPTS = 4
 """Fewest prompts for which to try whether a prefill pass may have several of them, and how many the trial has."""
 _SHORT_TEXT, _MORE_THAN_LOOPS = 3, 4
 """Tokens of the short texts of that trial. The others are too long for attention in loops, by that many tokens."""
+_BEYOND = "beyond the context"
+"""First part of the key in `_known` of a pass over more cache slots than the model's context."""
 _FORBIDDEN = "batched prompts"
 """Key in `_known` of a fault that was found in a prefill pass with several prompts during a run."""
 
@@ -145,15 +148,15 @@ def invariant_widths(
     """Requires that a token has the same bits in passes of 1 to `num_requests` requests as in a pass of its request
     alone. Returns the widths below the window in which it has them, too, ascending.
 
-    If a llama-like model runs in compiled loops or kernels, no row depends on another. Some heights then stand for all,
-    and all widths are tried; otherwise every height is tried, and no width but the window.
+    If no row depends on another by construction, some heights stand for all, and all widths are tried in which a row
+    does not depend on the width either; otherwise every height is tried, and no width but the window.
     Raises: ShapeRefused, with the height, the first differing operation and layer, and the remedy.
     """
     window, heights = config.window, range(1, num_requests + 1)
     widths: Sequence[int] = ()
-    if _computes_by_row(model) and type(getattr(model, "_operations", Operations())) is not Operations:
+    if independent := _independent_width(model):
         heights = _heights(num_requests)
-        widths = () if hooked.edited else range(1, window)
+        widths = () if hooked.edited or window > independent else range(1, window)
     shapes = [(h, window) for h in heights if num_requests > 1]
     few = [height for height in _FEW if height <= num_requests]
     shapes += [(h, w) for w in widths for h in (heights if w < _FEW[1] else few)]
@@ -200,10 +203,10 @@ def _heights(most: int) -> tuple[int, ...]:
     return tuple(sorted(heights))
 
 
-def _computes_by_row(model: CachedLM) -> bool:
-    """Returns True if products run in compiled loops or kernels, whose rows do not depend on each other, and attention
-    runs by request."""
-    return getattr(model, "operations", None) is not None and model.attends_by_request
+def _independent_width(model: CachedLM) -> int:
+    """Returns `HookedHF.independent_width`; 0 for another kind of model. A trial alone does not make a width safe: a
+    fault that shows in one text of thirty passes it."""
+    return getattr(model, "independent_width", 0)
 
 
 def narrow_widths(model: CachedLM, config: EngineConfig, hooked: Hooked = Hooked()) -> tuple[int, ...]:
@@ -211,9 +214,10 @@ def narrow_widths(model: CachedLM, config: EngineConfig, hooked: Hooked = Hooked
     in a whole window: 2, 4 and 8, as far as a trial on random texts finds no difference. A pass of short drafts then
     computes fewer pads.
 
-    Returns () unless rows do not depend on each other, and with interventions, which may look at a whole pass.
+    Returns () unless results are independent of the width by construction, and with interventions, which may look at a
+    whole pass.
     """
-    if not _computes_by_row(model) or hooked.edited:
+    if config.window > _independent_width(model) or hooked.edited:
         return ()
     known, shape = _known.setdefault(model, {}), (config.group, config.window, config.capacity)
     settings = (hooked, *numeric_settings().values())
@@ -239,7 +243,7 @@ def batches_prompts(model: CachedLM, config: EngineConfig, hooked: Hooked, num_p
     if num_prompts < _FEWEST_PROMPTS or config.pad_prefill or config.prefill_group > 1 or hooked.edited:
         return False
     known = _known.setdefault(model, {})
-    if not getattr(model, "is_row_independent", False) or known.get(_FORBIDDEN):
+    if not _independent_width(model) or known.get(_FORBIDDEN):
         return False
     capacity = config_to_try(config, model.attends_by_request).capacity
     in_loops = MOST_TOKENS[FORMATS[model.dtype]] if model.dtype in FORMATS else 0
@@ -251,6 +255,23 @@ def batches_prompts(model: CachedLM, config: EngineConfig, hooked: Hooked, num_p
             cycle = Cycle(model, _FEWEST_PROMPTS, lengths[1], capacity, "prefill", 0, True, lengths)
             known[key] = cycle.run_at(_FEWEST_PROMPTS, lengths[1])
     return known[key] is None
+
+
+def fault_beyond_context(model: CachedLM, capacity: int) -> str | None:
+    """Tries a pass over `capacity` cache slots, more than the model's context. Returns the text of its error, such as
+    that of a model with a table of positions (MPT's ALiBi); None without one, and if no pass attends over them all."""
+    if model.attends_by_request:
+        return None
+    known, key = _known.setdefault(model, {}), (_BEYOND, capacity)
+    if key not in known:
+        try:
+            model.forward(torch.zeros(1, 1, dtype=torch.long), model.new_cache(1, capacity), [0], [0])
+            known[key] = None
+        except (RuntimeError, IndexError) as error:
+            if is_out_of_memory(error):
+                raise
+            known[key] = f"{type(error).__name__}: {error!s:.120}"
+    return known[key]
 
 
 def forbid_batched_prompts(model: CachedLM, fault: str) -> None:

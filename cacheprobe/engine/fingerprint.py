@@ -15,7 +15,7 @@ from cacheprobe.interventions.base import Intervention
 from cacheprobe.interventions.editor import intervention_entries
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.settings import numeric_settings, require_one_flush_mode
-from cacheprobe.models.turns import hold_model, live_model, require_idle
+from cacheprobe.models.turns import hold_model, require_idle
 
 Fingerprint = dict[str, str | int | float]
 
@@ -73,14 +73,14 @@ def require_ready(model: CachedLM) -> None:
 
 
 class RunGuard:
-    """Keeps the numeric settings and the weights' versions that a run began with, and checks that they are unchanged.
+    """Keeps the numeric settings and the fingerprint that a run began with, and checks that they are unchanged.
 
     The run's hooks are on the model during the run's own steps only, so that several streams may use one model.
     """
 
     def __init__(self, model: CachedLM, fingerprint: Callable[[], Fingerprint]) -> None:
         self.model, self._fingerprint = model, fingerprint
-        self._settings, self._versions = numeric_settings(), _versions(model)
+        self._settings = numeric_settings()
         with hold_model(model):
             self.fingerprint = fingerprint()
 
@@ -100,19 +100,9 @@ class RunGuard:
         what = "two steps of one run, which must end before a setting is changed,"
         require_same(self._settings, numeric_settings(), what)
 
-    def require_unchanged(self, had_pauses: bool) -> None:
-        """Raises: FingerprintMismatch if numeric settings or weights have changed since the run began.
-
-        had_pauses: the caller's code ran between steps, so all bytes of the weights are read again. Otherwise the
-            weights are read again only if a setting changed, or if `_versions` differs: a weight was edited or moved.
-        """
-        if had_pauses or numeric_settings() != self._settings or _versions(self.model) != self._versions:
-            what = "begin and end of one run, which must end before weights or settings are changed,"
+    def require_unchanged(self) -> None:
+        """Raises: FingerprintMismatch if numeric settings or weights have changed since the run began. All bytes of the
+        weights are read again, since an edit through `weight.data` leaves no other trace."""
+        what = "begin and end of one run, which must end before weights or settings are changed,"
+        with hold_model(self.model):
             require_same(self.fingerprint, self._fingerprint(), what)
-
-
-def _versions(model: CachedLM) -> tuple[tuple[int, int], ...]:
-    """Returns (address, edit count) of every parameter; edits through `weight.data` are not counted."""
-    live = live_model(model)
-    weights = live.parameters() if hasattr(live, "parameters") else ()
-    return tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights)

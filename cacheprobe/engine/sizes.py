@@ -79,14 +79,20 @@ def _from_cgroup(path: Path) -> int | None:
 # -- the cache, which one allocation takes
 
 
-def require_room(config: EngineConfig, request: Request, new: int) -> None:
-    """Raises: ValueError if a prompt, `new` new tokens and the window exceed the cache's capacity or max_kv_tokens."""
+def require_room(config: EngineConfig, request: Request, new: int, is_longest: bool = False) -> None:
+    """Raises: ValueError if a prompt, `new` new tokens and the window exceed the cache's capacity or max_kv_tokens.
+    is_longest: the model can attend over no more slots than the capacity."""
     prompt, window = request.num_prompt_tokens, config.window
     needed = config.slots_needed(prompt, new, request.num_cached)
     if needed > config.capacity:
+        remedy, over = f"set capacity={needed} or more", needed - config.capacity
+        if is_longest:
+            shorter = [f"{name}={n - over}" for name, n in (("window", window), ("max_new_tokens", new)) if n > over]
+            less = f"set {' or '.join(shorter)}, or less" if shorter else "shorten the prompt, or set pad_prefill=False"
+            remedy = f"the model has no position beyond; {less}"
         raise ValueError(
             f"request {request.request_id}: prompt of {prompt} + {new} new tokens + window of {window} need {needed} "
-            f"cache slots, capacity is {config.capacity}; set capacity={needed} or more"
+            f"cache slots, capacity is {config.capacity}; {remedy}"
         )
     if config.max_kv_tokens is not None and prompt + new + window > config.max_kv_tokens:
         raise ValueError(

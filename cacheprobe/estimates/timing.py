@@ -195,7 +195,7 @@ def draft_seconds(plan: RunPlan, drafter: Drafter | None, tally: RunTally) -> fl
             one = seconds_of(lambda: drafter.lens.logits(plan.model, states, layers))
     elif isinstance(drafter, DraftModel):
         model, _ = choose_path(drafter.model)
-        longest = max(r.num_prompt_tokens + new_tokens(r) for r in plan.requests)
+        longest = min(max(r.num_prompt_tokens + new_tokens(r) for r in plan.requests), model.n_ctx - 1)
         cache = model.new_cache(batch, longest + 1)
         token_ids, rows, starts = torch.zeros(batch, 1, dtype=torch.long), range(batch), [longest // 2] * batch
         with hold_model(plan.model), torch.inference_mode():

@@ -69,6 +69,8 @@ class KVCache:
     can_compute_twice = True
     """Whether two batch indices of a pass may use one cache row; False for models that write more than keys and
     values."""
+    is_written = True
+    """Whether a forward stores its keys and values in the cache's slots; False if `write` only joins them to those."""
 
     def __init__(
         self,

@@ -17,6 +17,8 @@ class SharedPrefix(KVCache):
     Twin: tests.twins.patching_slowly: the whole text without a cache, one run for each batch index.
     """
 
+    is_written = False
+
     def __init__(self, cache: KVCache, length: int) -> None:
         """Shares the first `length` positions of row 0 of `cache`. The tensors are the cache's own, not copies. Raises:
         ValueError if the row has fewer positions in use."""

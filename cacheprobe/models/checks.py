@@ -92,9 +92,10 @@ def _check_sums(model: "BridgeLM", states: dict[tuple[str, int], torch.Tensor]) 
 
 
 def probe_cache(model: CachedLM, token_ids: torch.Tensor) -> KVCache:
-    """Returns a KVCache with two cache rows, each with room for the probe text `token_ids` [1, t] and 24 pads. Call
-    this function before adding hooks, because a model runs one short forward to make its first cache."""
-    return model.new_cache(2, token_ids.shape[1] + _SPARE_SLOTS)
+    """Returns a KVCache with two cache rows, each with room for the probe text `token_ids` [1, t] and up to 24 pads
+    inside the model's context. Call this function before adding hooks, because a model runs one short forward to make
+    its first cache."""
+    return model.new_cache(2, min(token_ids.shape[1] + _SPARE_SLOTS, model.n_ctx))
 
 
 def cached_logits(model: CachedLM, token_ids: torch.Tensor, cache: KVCache) -> torch.Tensor:

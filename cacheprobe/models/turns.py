@@ -1,13 +1,14 @@
 """Lets one thread compute at a time, and refuses a run that is started inside a step of another run of the same
 model."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock, get_ident, local
 
 from cacheprobe.core.live import LiveModule
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.settings import plain_settings
+from cacheprobe.models.settings import plain_settings, require_usable_process
 
 
 class _Computing:
@@ -17,10 +18,13 @@ class _Computing:
         self._lock, self._lent, self._of_thread = RLock(), set[int](), local()
 
     def __enter__(self) -> None:
+        took_lock = self._of_thread.__dict__.setdefault("took_lock", [])
+        if not took_lock:  # inside, the process is the same
+            require_usable_process(is_computing=True)
         is_lent = get_ident() in self._lent
         if not is_lent:
             self._lock.acquire()
-        self._of_thread.__dict__.setdefault("took_lock", []).append(not is_lent)
+        took_lock.append(not is_lent)
 
     def __exit__(self, *exc: object) -> None:
         if self._of_thread.took_lock.pop():
@@ -43,6 +47,8 @@ class _Computing:
 computing = _Computing()
 """Lock that a thread takes while a model computes or has our hooks on it. One lock for all models: torch's default
 dtype and environment variables belong to the process, and two runs that draft for each other cannot deadlock."""
+
+os.register_at_fork(after_in_child=computing.__init__)  # a lock that another thread of the parent had taken stays taken
 
 _in_step: set[int] = set()
 """Ids of the live models whose run is in the middle of a step. Read and written only by the holder of `computing`."""

@@ -74,6 +74,7 @@ def _plain_facts(name: str) -> ModelFacts:
     """Returns the ModelFacts of a Hugging Face model. Raises: ModelError if it cannot be read or is not supported."""
     from transformers import AutoConfig, AutoTokenizer
 
+    from cacheprobe.models.hf.masks import context_length
     from cacheprobe.models.known import SMOLLM2, require_known
     from cacheprobe.models.plain.files import require_no_own_code
     from cacheprobe.models.plain.memory import refuse_unknown_memory
@@ -99,7 +100,7 @@ def _plain_facts(name: str) -> ModelFacts:
     refuse_unknown_memory(config, (config.architectures or [config.model_type])[0])
     text = config.get_text_config()
     digest = known or (folder_digest(Path(source)) if is_local else str(getattr(config, "_commit_hash", "")))
-    shape = (text.num_hidden_layers, text.hidden_size, text.num_attention_heads, text.max_position_embeddings)
+    shape = (text.num_hidden_layers, text.hidden_size, text.num_attention_heads, context_length(text))
     return ModelFacts(name, *shape, tokenizer, digest)
 
 

@@ -90,7 +90,7 @@ def stored_manifest(directory: Path) -> tuple[JsonDict, str | None]:
             f"{directory} is of trace format {version}, this cacheprobe reads {OLDEST} to {NEWEST}; {remedy}"
         )
     fault, recorded = None, manifest.get("manifest_sha256")
-    if version >= FIRST_WITH_CHECKSUMS and "manifest_sha256" not in manifest:
+    if version >= FIRST_WITH_CHECKSUMS and not isinstance(recorded, str):
         raise TraceError(f"{path} lacks manifest_sha256; run it again or restore the file")
     if recorded is not None and recorded != sha256_of_manifest(manifest):
         fault = f"{MANIFEST} was changed after the run was saved: its checksum differs"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import HEAD_SITES
+from cacheprobe.core.values import folder
 from cacheprobe.dictionaries import Dictionary
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.data import TraceData
@@ -278,7 +279,7 @@ class Trace(TraceData):
         If writing fails, an earlier run in the directory stays complete.
         Raises: TraceError as `cacheprobe.trace.storage.save_trace`.
         """
-        return save_trace(self, Path(directory), overwrite=overwrite)
+        return save_trace(self, folder("directory", directory), overwrite=overwrite)
 
 
 def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:

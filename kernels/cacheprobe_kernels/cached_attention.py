@@ -159,6 +159,11 @@ class CachedAttention(Kernel):
         require_dense_slots(keys=keys, values=values)
         require_one_dtype(q=q, keys=keys, values=values)
         (batch, heads, count, dk), (_, kv_heads, capacity, dv) = q.shape, values.shape
+        if rows.shape != (batch,) or positions.shape != (batch, count):
+            raise ValueError(
+                f"queries of {batch} x {count} tokens need as many rows and positions, got {tuple(rows.shape)} and "
+                f"{tuple(positions.shape)}; stage one cache row for each batch index"
+            )
         groups, num_splits = heads // kv_heads, triton.cdiv(capacity, SPLIT)
         places = (batch * kv_heads, count * groups, num_splits)
         part = torch.empty(*places, dv, dtype=torch.float32, device=q.device)

@@ -77,6 +77,11 @@ class StoreKV(Kernel):
         require_dense_slots(keys=keys, values=values)
         require_one_dtype(k=k, v=v, keys=keys, values=values)
         (batch, num_heads, width, dk), (num_rows, _, capacity, dv) = k.shape, values.shape
+        if rows.shape != (batch,) or starts.shape != (batch,) or v.shape[:3] != k.shape[:3]:
+            raise ValueError(
+                f"keys of {tuple(k.shape)} need as many values, rows and starts, got {tuple(v.shape)}, "
+                f"{tuple(rows.shape)} and {tuple(starts.shape)}; stage one cache row for each batch index"
+            )
         tensors = {"k": k, "v": v, "keys": keys, "values": values, "rows": rows, "starts": starts}
         strides = dict(zip(("k_batch", "k_head", "k_slot"), k.stride(), strict=False))
         strides |= dict(zip(("v_batch", "v_head", "v_slot"), v.stride(), strict=False))

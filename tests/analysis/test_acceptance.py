@@ -211,7 +211,7 @@ def test_what_cannot_be_replayed_is_refused(stored: cp.Trace) -> None:
     for settings, match in [
         (dict(drafters=FastPath()), "drafter fast_path runs the verified model"),
         (dict(drafters=NGram(), temperature=0.5), "drafter ngram drafts tokens for the run's own text"),
-        (dict(drafters=EarlyExit(9)), "request 0 has no lens reading at position 5 of layer 9"),
+        (dict(drafters=EarlyExit(9)), "unknown layer 9 for EarlyExit"),
         (dict(drafters=head()), "drafter draft_head runs the verified model"),
         (dict(drafters=[]), "there is no drafter to replay"),
         (dict(windows=0), "windows must hold"),

@@ -22,7 +22,7 @@ P = [[1, 2, 3]]
         ([[1], [-1]], {}, "request 1: token id -1"),
         ([3.5], {}, "request 0: a prompt is text, a list of token ids"),
         ([[1] * 3000], {"capacity": 4096}, "exceed the model's context of 2048; shorten the prompt"),
-        ([[1] * 80], {}, r"need 104 cache slots, capacity is 96; set capacity=104"),
+        ([[1] * 80], {}, r"need 102 cache slots, capacity is 96; set capacity=102"),
         ([[1] * 2], {"capacity": 24, "pad_prefill": True}, "need 32 cache slots"),  # the padded prefill chunk
         (P, {"window": 0}, "window must be a whole number of at least 1, got 0"),
         (P, {"group": 0}, "group must be"),

@@ -3,6 +3,7 @@
 import copy
 import random
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def new_state(prompt: list[int], request_id: int = 0, **sampling) -> SequenceSta
 class Context:
     """A DraftContext for drafters that feed nothing to the main model."""
 
-    model = None
+    model = SimpleNamespace(d_vocab=VOCAB)
 
     def feed_newest(self, states, num_layers=None):
         raise AssertionError("this drafter has no use for the main model")

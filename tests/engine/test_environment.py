@@ -240,18 +240,18 @@ def test_a_checksum_sees_every_edit_of_a_weight(numbers: int) -> None:
         assert len(seen) == 6
 
 
-def test_a_run_reads_the_weights_once_and_the_next_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_reads_the_weights_at_its_begin_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice of the forward and the fingerprint need the same checksum; an edit between two runs changes it."""
     model, read, real = fresh(), [], checksum_of
     cp.run(model, PROMPTS[:1], **LIGHT)
     monkeypatch.setattr(facts, "checksum_of", lambda named: (read.append(1), real(named))[1])
     before = cp.run(model, PROMPTS[:1], **LIGHT).fingerprint
-    assert len(read) == 1
+    assert len(read) == 2
     with torch.no_grad():
         next(model.bridge.original_model.parameters()).data.mul_(1.5)
-    assert len(read) == 1
+    assert len(read) == 2
     after = cp.run(model, PROMPTS[:1], **LIGHT).fingerprint
-    assert len(read) == 2 and before["weights_sha256"] != after["weights_sha256"]
+    assert len(read) == 4 and before["weights_sha256"] != after["weights_sha256"]
 
 
 def test_an_edit_while_a_run_starts_is_read() -> None:

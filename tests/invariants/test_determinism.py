@@ -8,6 +8,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.models.base import CachedLM
+from tests.compiled import on_loops
 from tests.invariants.machines import Spy, near_twins, rounding_by_shape, tiny, wide_bfloat16
 from tests.invariants.runs import (
     CHUNK,
@@ -25,7 +26,8 @@ from tests.invariants.runs import (
     random_batch,
     wrong_at,
 )
-from tests.tiny import VOCAB, loaded
+from tests.planted import Planted, ends, in_some_narrow_passes
+from tests.tiny import VOCAB, hf_model, loaded
 
 pytestmark = pytest.mark.determinism
 
@@ -135,6 +137,18 @@ def test_invariant_03_candidate_independence_with_a_mismatch_in_every_row() -> N
     full = trace.events().query("phase == 'verify'")
     full = full[full.draft_token_ids.map(len) == W - 1]
     assert set(full.num_accepted) == {0, 1, 2, 3}
+
+
+def test_invariant_03_candidate_independence_where_attention_depends_on_the_width() -> None:
+    """The drafts of all requests of a pass could choose its width, which may decide bits: of softcapped attention, for
+    one. The trial of the shapes has no text where this fault shows."""
+    model = on_loops(cp.load_model(hf_model("gemma2", torch.float16)))
+    drafter = cp.drafters.Scripted(lambda state: [1, 2, 3] if len(state.token_ids) % 2 else [])
+    prompts = [[5, 6, 7], [*range(20, 32)], [9, 8, 7, 6, 5, 4, 3, 2, 1]]
+    settings = dict(drafter=drafter, window=4, group=4, capacity=64, max_new_tokens=24)
+    fault = Planted("attention by scores", in_some_narrow_passes)
+    verdict = ends(model, fault, prompts, **settings)
+    assert verdict.kind == "right" and fault.num_calls, verdict
 
 
 def test_invariant_24_selectivity() -> None:

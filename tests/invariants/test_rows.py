@@ -141,7 +141,7 @@ def test_invariant_21_prefill_determinism_of_groups() -> None:
 def test_invariant_21_prefill_determinism_without_pads() -> None:
     """Chunks that end with the prompt: the same shapes and bits in a batch, and after a preemption."""
     prompts = prompts_of_all_lengths()
-    settings = dict(pad_prefill=False, max_new_tokens=6)
+    settings = dict(pad_prefill=False, prefill_group=1, max_new_tokens=6)
     spy = Spy(tiny())
     cp.run(spy, prompts, **{**RUN, **settings, "capture": None}, deterministic=True)
     expected = [n for length in LENGTHS for n in [*[CHUNK] * (length // CHUNK), length % CHUNK] if n]

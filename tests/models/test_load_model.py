@@ -138,11 +138,10 @@ def test_attention_in_both_directions_is_refused_by_name() -> None:
         cp.load_model(model)
 
 
-def test_rotation_by_the_longest_row_is_refused_by_name() -> None:
+def test_rotation_by_the_longest_row_ends_the_context_where_it_would_switch() -> None:
     rope = dict(rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=16, factor=4.0)
     config = LlamaConfig(**_TINY, rope_parameters={**rope, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4})
-    with pytest.raises(ModelError, match="LlamaForCausalLM rotates by the longest row"):
-        cp.load_model(LlamaForCausalLM(config))
+    assert cp.load_model(LlamaForCausalLM(config)).n_ctx == 16
 
 
 def test_chunked_attention_runs_without_a_bridge() -> None:

@@ -233,6 +233,12 @@ MUTATIONS = [
         _verify_pass(lambda entries, width, batch: (max(len(entry.token_ids) for entry in entries), batch)),
     ),
     bug(
+        "a width is used wherever a trial finds no difference",
+        ("03_candidate_independence_where_attention",),
+        "cacheprobe.engine.consistency:_independent_width",
+        instead(lambda model: 64),
+    ),
+    bug(
         "verify has no dummies",
         ("01", "05_neighbour_independence_in_random_batches", "09_fixed_shape"),
         RUN,

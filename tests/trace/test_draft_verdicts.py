@@ -10,6 +10,7 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.analysis.layer_choices import prediction_depth_of
 from cacheprobe.core.records import DISCARDED_DRAFT
+from cacheprobe.trace.manifest import sha256_of_manifest
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.draft_verdicts import drafts_table, parting, prediction_depths, shares_by_verdict
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -189,8 +190,8 @@ def test_a_run_of_format_4_is_read_as_todays(name: str, request: pytest.FixtureR
     manifest["files"].pop(tokens.name)
     tokens.unlink()
     sha256 = {name: hashlib.sha256((run / name).read_bytes()).hexdigest() for name in manifest["files"]}
-    manifest.update(format_version=4, sha256=sha256, manifest_sha256=None)
-    (run / "manifest.json").write_text(json.dumps(manifest))
+    manifest.update(format_version=4, sha256=sha256)
+    (run / "manifest.json").write_text(json.dumps({**manifest, "manifest_sha256": sha256_of_manifest(manifest)}))
     again = cp.load_trace(run, loaded())
     pd.testing.assert_frame_equal(again.row_table, preempted.row_table, check_dtype=False)
     ours, theirs = (

@@ -21,7 +21,7 @@ from cacheprobe.plots.report.listings import request_listings, run_listings
 from cacheprobe.sweeps.index import INDEX
 from cacheprobe.sweeps.storage.store import SHARDS
 from cacheprobe.trace.checked_files import damaged_files
-from cacheprobe.trace.manifest import FORMAT_VERSION, TraceError
+from cacheprobe.trace.manifest import FORMAT_VERSION, TraceError, sha256_of_manifest
 from cacheprobe.trace.migrate import OLDEST, migrated
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.build import EVENT_COLUMNS
@@ -166,7 +166,8 @@ def test_a_setting_of_format_5_has_its_new_name(tmp_path: Path) -> None:
     manifest = json.loads(path.read_text())
     manifest["meta"]["config"]["kv_rows"] = manifest["meta"]["config"].pop("max_kv_tokens")
     sha256 = {name: sha256_of_file(tmp_path / "run" / name) for name in manifest["files"]}
-    path.write_text(json.dumps({**manifest, "format_version": 5, "sha256": sha256, "manifest_sha256": None}))
+    manifest |= {"format_version": 5, "sha256": sha256}
+    path.write_text(json.dumps({**manifest, "manifest_sha256": sha256_of_manifest(manifest)}))
     assert cp.load_trace(tmp_path / "run").meta["config"] == trace.meta["config"]
 
 

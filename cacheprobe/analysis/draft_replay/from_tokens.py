@@ -17,7 +17,9 @@ from cacheprobe.ops.sampling import choose_token
 class NoModel:
     """Stands for the verified model in a replay, which has none."""
 
-    def __init__(self, drafter_name: str) -> None:
+    def __init__(self, drafter_name: str, d_vocab: int | None) -> None:
+        """d_vocab: size of its vocabulary; None if the run does not say."""
+        self.d_vocab = d_vocab
         self.refusal = ValueError(
             f"drafter {drafter_name} runs the verified model, which a replay does not; EarlyExit is read from the "
             "lens readings, other drafters must need only tokens; try this one with cp.run(model, prompts, drafter=...)"
@@ -30,8 +32,8 @@ class NoModel:
 class TokenContext:
     """Is the DraftContext of a replay: it chooses tokens, and refuses to run the verified model."""
 
-    def __init__(self, drafter_name: str) -> None:
-        self.model = NoModel(drafter_name)
+    def __init__(self, drafter_name: str, d_vocab: int | None) -> None:
+        self.model = NoModel(drafter_name, d_vocab)
 
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
         """Raises: ValueError, because a replay does not run the model."""
@@ -46,11 +48,13 @@ class TokenContext:
 class TokenDrafts:
     """Gives the drafts of a drafter for one request. Call `close` at the end."""
 
-    def __init__(self, text: CommittedText, drafter: Drafter, draft_length: "int | str | None") -> None:
-        """Begins with the prompt and the first generated token committed."""
+    def __init__(
+        self, text: CommittedText, drafter: Drafter, draft_length: "int | str | None", d_vocab: int | None = None
+    ) -> None:
+        """Begins with the prompt and the first generated token committed. d_vocab: of the verified model, if known."""
         self._text, self._drafter = text, drafter
         self._has_cap = draft_length is not None
-        self._context = cast("DraftContext", TokenContext(drafter.name))
+        self._context = cast("DraftContext", TokenContext(drafter.name, d_vocab))
         # stop texts need a tokenizer; they end the committed text, so that a right draft ends there too
         stops = text.sampling.stop_token_ids or ()  # none are known of an import
         self._state = SequenceState(text.request, True, replace(text.sampling, stop=(), stop_token_ids=stops))

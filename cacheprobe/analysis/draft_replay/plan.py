@@ -11,8 +11,9 @@ from cacheprobe.analysis.draft_replay.recorded import Sampled, exit_of
 from cacheprobe.analysis.of_trace import lens_readings
 from cacheprobe.core.config import ACCEPTANCES
 from cacheprobe.core.values import number, whole_number
-from cacheprobe.drafters.base import Drafter
+from cacheprobe.drafters.base import Drafter, require_drafter
 from cacheprobe.drafters.early_exit import EarlyExit
+from cacheprobe.drafters.model import DraftModel
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
@@ -45,6 +46,8 @@ class ReplayPlan:
             raise ValueError(f"draft_length must be None, 'adaptive' or at least 1, got {draft_length!r:.60}")
         self._temperature, self._draft_length, self._rule = temperature, draft_length, rule
         self._last_layer = int(trace.row_table.num_layers.max()) - 1
+        self._trace = trace
+        self._d_vocab = trace.meta.get("d_vocab") if trace.model is None else trace.model.d_vocab
         self.texts = _texts_of(trace)
         """The requests that generated a token."""
         for text in self.texts:
@@ -79,6 +82,7 @@ class ReplayPlan:
             raise ValueError("there is no drafter to replay: give drafters, or a run that read layers before the last")
         lenses = set() if readings is None else set(readings.lens.tolist())
         for drafter in listed:
+            self._require_fitting(drafter)
             if not isinstance(drafter, EarlyExit):
                 self._require_own_sampling(drafter)
             elif given is not None and lenses and lenses != {drafter.lens.name}:
@@ -87,6 +91,16 @@ class ReplayPlan:
                     f"{drafter.lens.name}; give readings=cp.analysis.read_states(trace, lens)"
                 )
         return listed
+
+    def _require_fitting(self, drafter: Drafter) -> None:
+        """Raises: ValueError for a drafter that a run with it would refuse. Without the verified model, compares what
+        the run stores of it."""
+        trace, name = self._trace, str(self._trace.fingerprint.get("model"))
+        require_drafter(drafter, trace.model)
+        if trace.model is None and isinstance(drafter, EarlyExit):
+            drafter.check_layers(self._last_layer + 1, name)
+        if trace.model is None and isinstance(drafter, DraftModel):
+            drafter.check_texts(name, trace.token_texts)
 
     def _require_own_sampling(self, drafter: Drafter) -> None:
         """Raises: ValueError for a drafter without recorded readings if its draft tokens would depend on a draw that
@@ -109,7 +123,7 @@ class ReplayPlan:
                 yield window, replay_passes(text, exits, window, self._draft_length)
             return
         for window in windows:
-            drafts = TokenDrafts(text, drafter, self._draft_length)
+            drafts = TokenDrafts(text, drafter, self._draft_length, self._d_vocab)
             try:
                 yield window, replay_passes(text, drafts, window, self._draft_length)
             finally:

@@ -33,7 +33,9 @@ from cacheprobe.models.hf.shared import SharedWeights, empty_model
 from cacheprobe.models.output_parts import is_conv
 from cacheprobe.models.turns import computing, one_at_a_time
 from cacheprobe.ops.attention.by_request import BY_REQUEST
+from cacheprobe.ops.compiled.attention import MOST_TOKENS
 from cacheprobe.ops.compiled.choice import TORCH, CompiledOperations
+from cacheprobe.ops.compiled.lanes import FORMATS
 from cacheprobe.ops.kernel_set import KernelSet
 
 FUNCTIONAL = (FunctionalLlama, FunctionalGPT)
@@ -124,7 +126,9 @@ class HookedHF(BridgeMembers):
                 return functional(token_ids, cache, *positions_and_masks, self._listeners, num_layers, logit_slots)
             num_run = self.n_layers if num_layers is None else num_layers
             operations = self._operations
-            attend = partial(operations.attend, cache) if isinstance(operations, KernelOperations) else None
+            attend = None
+            if isinstance(operations, KernelOperations) and cache.is_written:
+                attend = partial(operations.attend, cache)
             stack.enter_context(attending(cache.reach, num_run, attend))
             return self._run_modules(token_ids, inputs, num_layers, logit_slots)
 
@@ -237,17 +241,19 @@ class HookedHF(BridgeMembers):
         return self.model.config._attn_implementation == ATTENTION
 
     @property
-    def is_row_independent(self) -> bool:
-        """Whether no result for a token depends on the other requests of a pass or on its width, by construction:
-        attention runs by request, and compiled loops or kernels compute products, norms and activations."""
+    def independent_width(self) -> int:
+        """Largest width, in tokens, up to which no result for a token depends, by construction, on the width of a pass
+        or on its other requests: compiled loops or kernels compute products, norms, attention and activations. 0 if
+        there is none. In wider passes torch computes the attention, by request, in calls whose shape has the width."""
         if self._functional_class is not FunctionalLlama or not self.attends_by_request:
-            return False
+            return 0
         if getattr(self.model.model.rotary_emb, "rope_type", "default") in _ROTATIONS_OF_PASSES:
-            return False
+            return 0
         if isinstance(self._operations, KernelOperations):
-            return self.device.type == "cuda"  # elsewhere torch's loops compute the activation
+            return self.n_ctx if self.device.type == "cuda" else 0  # elsewhere torch's loops compute the activation
         is_in_loops = isinstance(self._operations, QueuedOperations)
-        return is_in_loops and all(is_silu(layer.mlp.act_fn) for layer in self.model.model.layers)
+        is_in_loops &= all(is_silu(layer.mlp.act_fn) for layer in self.model.model.layers)
+        return MOST_TOKENS[FORMATS[self.dtype]] if is_in_loops else 0
 
 
 class _Stopped(Exception):

@@ -37,7 +37,10 @@ class KernelOperations(Operations):
         self, cache: KVCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float
     ) -> Float[Tensor, "b t w"]:
         """Stores keys and values at the positions staged on `cache`, and returns the attention outputs [b, t, h * d].
-        heads: new queries [b, t, h, d], keys and values [b, t, g, d].  mask: not used."""
+        heads: new queries [b, t, h, d], keys and values [b, t, g, d].  mask: read by torch's attention alone, which
+        computes over a cache that is not written (`SharedPrefix`)."""
+        if not cache.is_written:
+            return super().attended(cache, layer, heads, mask, scale)
         q, k, v = (part.transpose(1, 2) for part in heads)
         cache.store(layer, k, v)
         return self.attend(cache, layer, q, scale)

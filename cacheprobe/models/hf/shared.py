@@ -68,7 +68,12 @@ class SharedWeights:
         for path, source, target in _pairs(self.wrapped, self.plain):
             self._path_of[id(source)] = path
             self._taken += _take_tensors(source, target, path)
-            plain_tensors = [name for name, value in vars(target).items() if isinstance(value, Tensor)]
+            # a tensor that is not on the "meta" device was made by a forward, such as LongRoPE's frequencies
+            plain_tensors = [
+                name
+                for name, value in vars(target).items()
+                if isinstance(value, Tensor) and (value.is_meta or name in vars(source))
+            ]
             if lacking := sorted(set(plain_tensors) - set(vars(source))):
                 raise ModelError(f"{path or 'the model'} lacks a tensor of its class: {lacking[0]}")
             vars(target).update({name: vars(source)[name] for name in plain_tensors})

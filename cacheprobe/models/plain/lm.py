@@ -21,7 +21,7 @@ from cacheprobe.models.facts import HashedWeights, one_dtype, stop_ids
 from cacheprobe.models.fast.module_hooks import listen
 from cacheprobe.models.hf.attention import ATTENTION, attending
 from cacheprobe.models.hf.float64 import keeping_float64
-from cacheprobe.models.hf.masks import text_config
+from cacheprobe.models.hf.masks import context_length, text_config
 from cacheprobe.models.hf.shared import SharedWeights, empty_model, plain_path
 from cacheprobe.models.hf.text import TokenText
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights, output_rows
@@ -38,9 +38,6 @@ from cacheprobe.models.turns import one_at_a_time
 from cacheprobe.ops.attention.by_request import BY_REQUEST
 from cacheprobe.ops.compiled.choice import TORCH
 from cacheprobe.ops.readout import Readout
-
-_DEFAULT_CONTEXT = 2048
-"""Context length in tokens of a model whose config names none, such as one with ALiBi."""
 
 
 class PlainLM(PlainSites, TokenText, HashedWeights):
@@ -106,7 +103,7 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
         places = [self.sources.get(layer, layer) for layer in range(self.n_layers)]
         self.layer_shapes = [shapes.get(place, (0, 0, 0)) for place in places]
         self.layer_devices = [devices.get(place, next(iter(devices.values()))) for place in places]
-        self.n_ctx = _context(config)
+        self.n_ctx = context_length(config)
         first = next((layer for layer in range(self.n_layers) if self.layer_shapes[layer][0]), 0)
         try:
             heads = self.heads_of(first)
@@ -343,14 +340,3 @@ def _take_whole_masks(model: LiveModule) -> None:
         return own(slots, num_heads, dtype=dtype)
 
     vars(decoder)["build_alibi_tensor"] = by_slot
-
-
-def _context(config: LiveConfig) -> int:
-    """Returns the context length in tokens. Llama 4 scales queries by the length that it asks of the cache, which is
-    one number for a batch; up to floor_scale tokens the scale is 1."""
-    tuned_from = int(config.floor_scale) - 1 if getattr(config, "attn_temperature_tuning", None) else None
-    names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
-    names += ("max_inference_chunksize",)  # xLSTM has no limit; longer texts it splits before our cache sees them
-    found = [getattr(config, name, None) for name in names]
-    context = next((int(one) for one in found if isinstance(one, int) and one > 0), _DEFAULT_CONTEXT)
-    return context if tuned_from is None else min(context, tuned_from)

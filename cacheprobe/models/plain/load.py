@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.hf.masks import longrope_length, text_config
 from cacheprobe.models.plain.memory import has_recurrent_layers
 from cacheprobe.models.quantised.packed import packed_modules, require_usable
 
@@ -61,6 +62,7 @@ def check_or_replace(wrapped: "BridgeLM | PlainLM") -> "BridgeLM | PlainLM":
     from cacheprobe.models.plain.checks import check_plain
     from cacheprobe.models.plain.lm import PlainLM
 
+    wrapped.n_ctx = min(wrapped.n_ctx, longrope_length(text_config(wrapped.config)) or wrapped.n_ctx)
     if isinstance(wrapped, PlainLM):
         check_plain(wrapped)
         return wrapped

@@ -32,7 +32,7 @@ def has_recurrent_layers(config: LiveConfig) -> bool:
 def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
     """Checks a model's config for parts that our KVCache cannot compute or roll back. Raises: ModelError for
     encoder-decoders, recurrent states, local or bidirectional attention, several residual streams, keys of another
-    model, longrope, and windows that no test covers."""
+    model, and windows that no test covers."""
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{architecture} is an encoder-decoder; cacheprobe runs decoder-only models")
     types = {config.model_type, text_config(config).model_type}
@@ -61,11 +61,6 @@ def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
         raise ModelError(
             f"{architecture} has no keys and values of its own: all its layers read another model's, for which it "
             "drafts; give that model"
-        )
-    if "longrope" in str(getattr(config, "rope_parameters", "")):
-        raise ModelError(
-            f"{architecture} rotates by the longest row of a batch (longrope), so rows would depend on each other; use "
-            "a model with another rope_type"
         )
     window = sliding_window(config) or chunk_size(config)
     is_tried = types <= set(SLIDING_FAMILIES) or (window is not None and window + 8 <= LONGEST_PROBE)

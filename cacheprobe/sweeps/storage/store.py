@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 
 from cacheprobe.core.files import fsync, write_whole
-from cacheprobe.core.values import JsonDict
+from cacheprobe.core.values import JsonDict, folder
 from cacheprobe.sweeps.storage.clients import opened, put_new
 from cacheprobe.trace.manifest import MANIFEST
 
@@ -36,6 +36,7 @@ class SweepStore:
     """Writes and reads the shards (saved runs) and other files of a sweep, in a folder or at an fsspec address."""
 
     def __init__(self, url: "str | Path") -> None:
+        folder("out", url)  # raises for what is no path
         self.url = str(url)
         self.fs, self.root, self.is_local = opened(self.url)
 

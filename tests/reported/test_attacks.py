@@ -1,0 +1,230 @@
+"""What a deliberate attack tries: edits that leave no count, forged manifests, forked processes, odd settings."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cacheprobe as cp
+from cacheprobe.engine.fingerprint import FingerprintMismatch
+from cacheprobe.models.base import ModelError
+from cacheprobe.trace.manifest import TraceError
+from tests.tiny import PROMPTS, SMALL, hf_model, loaded
+
+RUN: dict[str, Any] = {**SMALL, "capture": "S"}
+STREAMED = {name: value for name, value in RUN.items() if name != "progress"}
+
+
+def fresh(family: str = "llama") -> Any:
+    """A model of its own, whose weights a test may edit."""
+    return cp.load_model(hf_model(family, seed=5))
+
+
+# -- weights that change inside a run, through .data, which neither address nor edit count shows
+
+
+def editing_at(model: Any, call: int) -> cp.drafters.Scripted:
+    """A drafter that edits a weight in its call of this number, and drafts nothing."""
+    weight, calls = next(iter(model.bridge.original_model.parameters())), []
+
+    def script(state: Any) -> list[int]:
+        calls.append(1)
+        if len(calls) == call:
+            weight.data.mul_(1.5)
+        return []
+
+    return cp.drafters.Scripted(script)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_a_run_whose_weights_changed_ends_with_an_error(family: str) -> None:
+    model = fresh(family)
+    with pytest.raises(FingerprintMismatch, match="begin and end of one run.*weights_sha256"):
+        cp.run(model, PROMPTS[:2], drafter=editing_at(model, 5), **RUN)
+
+
+def test_a_stream_whose_weights_changed_ends_with_an_error() -> None:
+    model = fresh()
+    with pytest.raises(FingerprintMismatch, match="weights_sha256"):
+        for _ in cp.stream(model, PROMPTS[:2], drafter=editing_at(model, 5), **STREAMED):
+            pass
+
+
+def edit_when_asked(model: Any) -> Callable[[Any], bool]:
+    """A predicate of rows to keep that edits a weight at position 12."""
+    weight = next(iter(model.bridge.original_model.parameters()))
+
+    def keep(row: Any) -> bool:
+        if row.position == 12:
+            weight.data.add_(0.5)
+        return True
+
+    return keep
+
+
+def test_a_reference_and_a_replay_whose_weights_changed_end_with_an_error() -> None:
+    model = fresh()
+    capture = cp.CaptureConfig(sites="S", keep=edit_when_asked(model))
+    with pytest.raises(FingerprintMismatch, match="weights_sha256"):
+        cp.reference(model, PROMPTS[:1], **{**RUN, "capture": capture})
+    model = fresh()
+    capture = cp.CaptureConfig(sites="S", keep=edit_when_asked(model))
+    with pytest.raises(FingerprintMismatch, match="weights_sha256"):
+        cp.replay(model, [[9] * 20], prompts=[PROMPTS[0]], capture=capture, progress=False)
+
+
+def test_a_recorded_run_whose_weights_changed_leaves_nothing_to_resume(tmp_path: Path) -> None:
+    model, out = fresh(), tmp_path / "run"
+    with pytest.raises(FingerprintMismatch, match="weights_sha256"):
+        cp.run(model, PROMPTS[:2], drafter=editing_at(model, 5), out=out, **RUN)
+    assert [path.name for path in out.iterdir()] == []
+    with pytest.raises(TraceError, match="holds no run"):
+        cp.resume(out, fresh())
+
+
+def test_a_resumed_run_whose_weights_change_ends_with_an_error(tmp_path: Path) -> None:
+    """The first process records until it is killed; the second one edits a weight."""
+    model, out = fresh(), tmp_path / "run"
+    stream = cp.stream(model, PROMPTS[:2], out=out, capture=cp.CaptureConfig(sites="S", keep=edit_never), **{
+        name: value for name, value in STREAMED.items() if name != "capture"})  # fmt: skip
+    for _, _ in zip(range(6), stream, strict=False):
+        pass
+    del stream
+    weight = next(iter(model.bridge.original_model.parameters()))
+    edit_never.weight = weight
+    try:
+        with pytest.raises(FingerprintMismatch, match="weights_sha256"):
+            cp.resume(out, model, keep=edit_never, progress=False)
+    finally:
+        edit_never.weight = None
+
+
+def edit_never(row: Any) -> bool:
+    if edit_never.weight is not None and row.position == 18:
+        edit_never.weight.data.add_(0.5)
+    return True
+
+
+edit_never.weight = None
+
+
+# -- forged manifests
+
+
+@pytest.mark.parametrize("value", [None, 0, "", [], "no digest"])
+def test_a_manifest_without_its_checksum_is_refused(value: object, tmp_path: Path) -> None:
+    trace = cp.run(fresh(), PROMPTS[:1], **RUN)
+    path = trace.save(tmp_path / "run") / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["requests"][0]["committed_token_ids"][0] += 1
+    path.write_text(json.dumps({**manifest, "manifest_sha256": value}))
+    with pytest.raises(TraceError, match="manifest"):
+        cp.load_trace(tmp_path / "run")
+
+
+# -- processes
+
+FORKED = """
+import os, signal, torch
+import cacheprobe as cp
+from tests.tiny import hf_model
+torch.set_num_threads(2)
+model = cp.load_model(hf_model())
+options = dict(max_new_tokens=4, progress=False)
+want = cp.run(model, [[1, 2, 3]], **options).committed(0)
+calls = {
+    "run": lambda: cp.run(model, [[1, 2, 3]], **options).committed(0),
+    "stream": lambda: [piece for piece in cp.stream(model, [[1, 2, 3]], max_new_tokens=4)],
+    "reference": lambda: cp.reference(model, [[1, 2, 3]], **options),
+    "load_model": lambda: cp.load_model(hf_model(seed=1)),
+    "patching": lambda: cp.patching.activation(model, [1, 2, 3], [1, 4, 3], answer=(5, 6), progress=False),
+    "kv_snapshot": lambda: cp.kv_snapshot(model, [1, 2, 3]),
+}
+for name, call in calls.items():
+    child = os.fork()
+    if not child:
+        signal.alarm(15)  # ends a process that waits for ever
+        try:
+            call()
+            print(name, "was not refused", flush=True)
+        except ValueError as error:
+            print(name, type(error).__name__, error, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    torch.set_num_threads(1)
+    print("one thread", calls["run"]() == want, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+print("parent", calls["run"]() == want)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
+def test_a_forked_process_is_refused_at_once_with_the_remedy() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=100,
+        env={**os.environ, "PYTHONPATH": f"{root}:{root}/kernels"},
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines[:6]] == [
+        "run", "stream", "reference", "load_model", "patching", "kv_snapshot",
+    ], done.stderr[-2000:]  # fmt: skip
+    for line in lines[:6]:
+        assert "ModelError" in line and "forked" in line and "get_context('spawn')" in line, line
+    assert lines[6:] == ["one thread True", "parent True"]
+
+
+# -- odd values
+
+
+@pytest.mark.parametrize("out", [5, "\0", "runs/\0x", b"run", ["run"], "\ud800"])
+def test_an_out_that_is_no_path_is_named(out: Any) -> None:
+    model = loaded()
+    calls: list[Callable[[], object]] = [
+        lambda: cp.run(model, PROMPTS[:1], out=out, **RUN),
+        lambda: cp.stream(model, PROMPTS[:1], out=out, **STREAMED),
+        lambda: cp.reference(model, PROMPTS[:1], out=out, **RUN),
+        lambda: cp.verify(cp.run(model, PROMPTS[:1], deterministic=True, **RUN), model, out=out),
+        lambda: cp.replay(model, [[9, 9]], prompts=[PROMPTS[0]], out=out),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="out must be the path of a folder"):
+            call()
+    if not isinstance(out, bytes):  # a sweep's settings take bytes for a text
+        with pytest.raises(ValueError, match="out must be the path of a folder|out in the sweep's settings"):
+            cp.sweep(dict(out=out, grid=dict(model=["smollm2-135m"], task=["coin_flip"]), run=dict(n=1)))
+    for open_run in (lambda: cp.load_trace(out), lambda: cp.resume(out, model)):
+        with pytest.raises(ValueError, match="directory must be the path of a folder"):
+            open_run()
+    with pytest.raises(ValueError, match="directory must be the path of a folder"):
+        cp.run(model, PROMPTS[:1], **RUN).save(out)
+
+
+def test_another_default_device_of_torch_is_named() -> None:
+    model, live = fresh(), hf_model(seed=6)
+    torch.set_default_device("meta")
+    try:
+        for call in (
+            lambda: cp.run(model, PROMPTS[:1], **RUN),
+            lambda: cp.stream(model, PROMPTS[:1], **STREAMED),
+            lambda: cp.reference(model, PROMPTS[:1], **RUN),
+            lambda: cp.load_model(live),
+            lambda: cp.patching.activation(model, [1, 2, 3], [1, 4, 3], answer=(5, 6), progress=False),
+        ):
+            with pytest.raises(ModelError, match=r"default device is meta.*torch.set_default_device\('cpu'\)"):
+                call()
+    finally:
+        torch.set_default_device(None)
+    with torch.device("meta"), pytest.raises(ModelError, match="default device is meta"):
+        cp.run(model, PROMPTS[:1], **RUN)
+    assert cp.run(model, PROMPTS[:1], **RUN).committed(0)

@@ -1,0 +1,120 @@
+"""Patching and flips in Triton kernels, here in Triton's interpreter, equal plain forwards with hooks."""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import cacheprobe as cp
+from cacheprobe.core.registry import available
+from cacheprobe.models.hf.tiny import Size, tiny_model
+
+SIZE = Size(vocab=40, hidden=16, mlp=24, layers=2, heads=4, initializer_range=0.3)
+CLEAN, CORRUPT, ANSWER = [1, 3, 4, 5], [1, 9, 4, 6], (7, 8)
+
+
+@cache
+def in_kernels(family: str, window: int | None = None) -> Any:
+    return cp.load_model(tiny_model(family, size=SIZE, window=window), products="kernels")
+
+
+def blocks(live: Any) -> Any:
+    return live.transformer.h if hasattr(live, "transformer") else live.model.layers
+
+
+def modules_of(live: Any, site: str) -> list[Any]:
+    """The modules whose outputs are S, T or C, layer by layer."""
+    if site == "S":
+        return list(blocks(live))
+    names = {"T": ("attn", "self_attn"), "C": ("mlp", "mlp")}[site]
+    return [getattr(block, names[not hasattr(live, "transformer")]) for block in blocks(live)]
+
+
+def first(out: Any) -> torch.Tensor:
+    return out if isinstance(out, torch.Tensor) else out[0]
+
+
+@contextlib.contextmanager
+def hooked(module: Any, change: Any) -> Iterator[None]:
+    handle = module.register_forward_hook(change)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def outputs(live: Any, site: str, token_ids: list[int]) -> list[torch.Tensor]:
+    seen: list[torch.Tensor] = []
+    with contextlib.ExitStack() as stack:
+        for module in modules_of(live, site):
+            stack.enter_context(hooked(module, lambda m, a, out: seen.append(first(out)[0].clone())))
+        live(torch.tensor([token_ids]))
+    return seen
+
+
+@torch.no_grad()
+def last_logits(live: Any, token_ids: list[int], site: str, layer: int, places: Any, state: torch.Tensor) -> Any:
+    """Logits of the last position of a forward in which the states at one place, or a slice of them, were replaced."""
+
+    def change(module: Any, args: Any, out: Any) -> None:
+        first(out)[0, places] = state
+
+    with hooked(modules_of(live, site)[layer], change):
+        return live(torch.tensor([token_ids])).logits[0, -1]
+
+
+@pytest.mark.parametrize(("family", "window", "site"), [("llama", None, "S"), ("gpt2", None, "T"), ("mistral", 3, "C")])
+def test_activation_patching_in_kernels_is_a_forward_with_hooks(family: str, window: int | None, site: str) -> None:
+    live = tiny_model(family, size=SIZE, window=window)
+    states = outputs(live, site, CLEAN)
+    model = in_kernels(family, window)
+    grid = cp.patching.activation(model, CLEAN, CORRUPT, site=site, answer=ANSWER, progress=False)
+    assert len(grid.table) == 2 * len(CLEAN)
+    for line in grid.table.itertuples():
+        logits = last_logits(live, CORRUPT, site, line.layer, line.position, states[line.layer][line.position])
+        want = float(logits[ANSWER[0]] - logits[ANSWER[1]])
+        assert line.logit_difference == pytest.approx(want, abs=2e-5), line  # sums in another order
+
+
+def test_prefix_patching_in_kernels_is_a_forward_with_hooks() -> None:
+    live = tiny_model("llama", size=SIZE)
+    states = outputs(live, "S", CLEAN)
+    grid = cp.patching.prefix(in_kernels("llama"), CLEAN, CORRUPT, answer=ANSWER, progress=False)
+    for line in grid.table.itertuples():
+        places = slice(line.position + 1)
+        logits = last_logits(live, CORRUPT, "S", line.layer, places, states[line.layer][places])
+        want = float(logits[ANSWER[0]] - logits[ANSWER[1]])
+        assert line.logit_difference == pytest.approx(want, abs=2e-5), line
+
+
+def test_flips_in_kernels_are_forwards_with_hooks() -> None:
+    live, model = tiny_model("llama", size=SIZE), in_kernels("llama")
+    drafter = cp.drafters.Scripted(lambda state: [(state.token_ids[-1] + 1) % 40])
+    settings: dict[str, Any] = dict(window=4, group=2, max_new_tokens=3, progress=False, capture=None)
+    trace = cp.run(cp.load_model(copy.deepcopy(live)), [CLEAN], drafter=drafter, **settings)
+    rejected = trace.rejected().iloc[0]
+    settings = dict(model=model, sites="STC", edits=["zero"], progress=False)
+    found = cp.analysis.flip(trace, 0, int(rejected.step), **settings)
+    text = [*CLEAN, *trace.committed(0)][: found.meta["position"]]
+    a, b = found.meta["drafted_token_id"], found.meta["committed_token_id"]
+    for line in found.table.itertuples():
+        nats = last_logits(live, text, line.site, line.layer, len(text) - 1, torch.zeros(16)).log_softmax(-1)
+        assert line.difference_nats == pytest.approx(float(nats[a] - nats[b]), abs=2e-5), line
+
+
+def test_kernels_refuse_rows_that_do_not_fit_their_queries_before_they_read_memory() -> None:
+    kernels = available("kernels")
+    q, cache = torch.randn(3, 4, 2, 8), torch.randn(5, 2, 16, 8)
+    positions = torch.arange(6).view(3, 2)
+    for rows, at in ((torch.tensor([0]), positions), (torch.tensor([0, 1, 2]), positions[:1])):
+        with pytest.raises(ValueError, match="3 x 2 tokens need as many rows and positions"):
+            kernels["cached_attention"].run(q, cache, cache, rows, at, 1.0)
+    new, one = torch.randn(3, 2, 2, 8), torch.tensor([0])
+    for rows, starts in ((one, torch.tensor([0, 1, 2])), (torch.tensor([0, 1, 2]), one)):
+        with pytest.raises(ValueError, match="need as many values, rows and starts"):
+            kernels["store_kv"].run(new, new, cache.clone(), cache.clone(), rows, starts)
