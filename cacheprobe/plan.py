@@ -19,7 +19,7 @@ from cacheprobe.core.records import Observer, Request, SamplingParams
 from cacheprobe.core.values import JsonDict, whole_number
 from cacheprobe.drafters.base import Drafter, drafted_layers, require_drafter
 from cacheprobe.drafters.fast_path import FastPath
-from cacheprobe.engine.consistency import Hooked, batches_prompts, fault_beyond_context, proven_shapes
+from cacheprobe.engine.consistency import Hooked, batches_prompts, proven_shapes, within_positions
 from cacheprobe.engine.fingerprint import Fingerprint, require_ready, schedule_fingerprint
 from cacheprobe.engine.loop import rounds
 from cacheprobe.engine.model_runner import ModelRunner
@@ -114,16 +114,10 @@ class RunPlan:
         if "capacity" in open_shapes:
             needed = [(r.num_prompt_tokens, self._size(r)[1], r.num_cached) for r in tokenized]
             self.config = with_capacity(config, needed, model.n_ctx, "window" in open_shapes)
-        capacity = self.config.capacity
-        why = fault_beyond_context(self.model, capacity) if capacity > model.n_ctx else None
-        if why is not None and "capacity" not in open_shapes:
-            raise ValueError(
-                f"capacity={capacity}: {model.name} attends over at most {model.n_ctx} cache slots, the length of its "
-                f"table of positions ({why}); set capacity={model.n_ctx} or less"
-            )
-        self.config = self.config if why is None else replace(self.config, capacity=model.n_ctx)
+        fitting = within_positions(model, self.config, "capacity" not in open_shapes)
+        is_longest, self.config = fitting is not self.config, fitting
         for request in tokenized:
-            require_room(self.config, request, self._size(request)[1], is_longest=why is not None)
+            require_room(self.config, request, self._size(request)[1], is_longest)
         self._check_sizes([(r.num_prompt_tokens, *self._size(r)[1:]) for r in tokenized], max_in_flight)
         requests: list[Request] = []
         for request in tokenized:
@@ -193,7 +187,7 @@ class RunPlan:
             prompt_token_ids=ids,
             example=example,
             is_chat=is_chat,
-            turns=assistant_turns(messages, prompt, self.model.tokenizer, ids) if messages else given.turns,
+            turns=assistant_turns(messages, str(prompt), self.model.tokenizer, ids) if messages else given.turns,
         )
         self._check_cached(request)
         self._check_fit(request)

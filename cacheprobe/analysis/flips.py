@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cacheprobe.capture.stored_states import require_model
 from cacheprobe.core.sampling_params import SamplingParams
-from cacheprobe.core.token_text import visible
+from cacheprobe.core.tokens.text import visible
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import PATHS
 from cacheprobe.ops.sampling import choose_token

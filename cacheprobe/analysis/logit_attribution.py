@@ -10,7 +10,7 @@ from torch import Tensor
 from cacheprobe.capture.stored_states import committed_after, require_model
 from cacheprobe.core.hook_names import HEADS
 from cacheprobe.core.records import DISCARDED_DRAFT
-from cacheprobe.core.token_text import visible
+from cacheprobe.core.tokens.text import visible
 from cacheprobe.core.values import listed
 from cacheprobe.models.base import CachedLM, ModelError, block_sum
 from cacheprobe.models.feeding import feed

@@ -8,7 +8,7 @@ import pandas as pd
 from cacheprobe.capture.later import read_now
 from cacheprobe.capture.stored_states import read_rows, require_model
 from cacheprobe.core.records import DISCARDED_DRAFT
-from cacheprobe.core.token_text import visible
+from cacheprobe.core.tokens.text import visible
 from cacheprobe.lenses.base import Lens, LensError, require_readable
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM

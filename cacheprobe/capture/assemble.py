@@ -7,8 +7,8 @@ from cacheprobe.capture.later import missing_readings, read_now
 from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import Request
-from cacheprobe.core.token_text import visible
 from cacheprobe.core.tokens.special import special_token_ids
+from cacheprobe.core.tokens.text import visible
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.conversation import stopped_by

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cacheprobe.core.records import Finished, Observer
-from cacheprobe.core.token_text import CUT, WINDOW, TextWindow
+from cacheprobe.core.tokens.text import CUT, WINDOW, TextWindow
 from cacheprobe.core.values import HintsAtNewNames
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot

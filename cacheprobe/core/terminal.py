@@ -10,7 +10,7 @@ DASH_PORT = 8050
 
 class Listing(NamedTuple):
     """Holds a small table for a terminal: a title, columns, lines of text cells, and a note. No text in it may have a
-    line break, a tab or another control character; `visible` of core/token_text.py writes those as signs."""
+    line break, a tab or another control character; `visible` of core/tokens/text.py writes those as signs."""
 
     title: str
     columns: tuple[str, ...]

@@ -257,7 +257,22 @@ def batches_prompts(model: CachedLM, config: EngineConfig, hooked: Hooked, num_p
     return known[key] is None
 
 
-def fault_beyond_context(model: CachedLM, capacity: int) -> str | None:
+def within_positions(model: CachedLM, config: EngineConfig, is_capacity_given: bool) -> EngineConfig:
+    """Returns the config, with the capacity of the model's context if the model cannot attend over more cache slots.
+
+    Raises: ValueError if it cannot, and the capacity is the user's own.
+    """
+    if config.capacity <= model.n_ctx or (why := _fault_beyond_context(model, config.capacity)) is None:
+        return config
+    if is_capacity_given:
+        raise ValueError(
+            f"capacity={config.capacity}: {model.name} attends over at most {model.n_ctx} cache slots, the length of "
+            f"its table of positions ({why}); set capacity={model.n_ctx} or less"
+        )
+    return replace(config, capacity=model.n_ctx)
+
+
+def _fault_beyond_context(model: CachedLM, capacity: int) -> str | None:
     """Tries a pass over `capacity` cache slots, more than the model's context. Returns the text of its error, such as
     that of a model with a table of positions (MPT's ALiBi); None without one, and if no pass attends over them all."""
     if model.attends_by_request:

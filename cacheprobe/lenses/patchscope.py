@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from cacheprobe.core.errors import ModelError
 from cacheprobe.core.registry import register
 from cacheprobe.core.values import whole_number
 from cacheprobe.lenses.base import LensError
@@ -14,7 +15,6 @@ from cacheprobe.lenses.identity import said
 from cacheprobe.lenses.insertion import IDENTITY_PROMPT, TargetPrompt, inserted
 from cacheprobe.lenses.linear_maps import LinearMap, mapped
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.errors import ModelError
 from cacheprobe.models.paths import usable
 from cacheprobe.models.prompts import as_token_ids
 

@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, device, dtype
 
+from cacheprobe.core.errors import ModelError as ModelError
 from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.errors import ModelError as ModelError
 from cacheprobe.models.output_parts import HeadWriter, OutputParts
 
 StateSink = Callable[[str, int, Tensor], None]

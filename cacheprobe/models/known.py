@@ -8,8 +8,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from cacheprobe.core.errors import ModelError
 from cacheprobe.core.values import Json
-from cacheprobe.models.errors import ModelError
 from cacheprobe.models.quantised.gguf_header import gguf_file
 
 SMOLLM2 = "smollm2-135m"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.progress import Progress
-from cacheprobe.core.token_text import visible
+from cacheprobe.core.tokens.text import visible
 from cacheprobe.core.values import whole_number
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.hf.differentiable import bridge_of, derivatives

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from cacheprobe.core.token_text import visible
+from cacheprobe.core.tokens.text import visible
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import Prompt
 from cacheprobe.patching.answers import Answer, as_answer, require_room

@@ -14,8 +14,8 @@ from cyclopts import App
 
 import cacheprobe as cp
 from cacheprobe.cli.app import app
+from cacheprobe.core.errors import ModelError
 from cacheprobe.models import known
-from cacheprobe.models.errors import ModelError
 from cacheprobe.trace.manifest import TraceError
 from tests.tiny import PROMPTS, SMALL, loaded
 

@@ -98,6 +98,6 @@ def test_activation_cache_knows_what_enters_a_block() -> None:
     assert torch.equal(cache["resid_pre", 2], cache["resid_post", 1])
 
 
-def test_mappings_and_classes_are_refused() -> None:
-    with pytest.raises(ValueError, match="pass its input_ids"):
-        cp.run(loaded(), {"input_ids": [1, 2]}, **SMALL)
+def test_a_mapping_from_a_tokenizer_is_a_prompt() -> None:
+    trace = cp.run(loaded(), {"input_ids": [1, 2]}, **SMALL)
+    assert trace.requests[0]["prompt_token_ids"] == [1, 2]

@@ -11,7 +11,7 @@ from cacheprobe.analysis.gradients.result import Gradients, TextGradients
 from cacheprobe.analysis.gradients.texts import REJECTED, GradientText, texts_of_prompts, texts_of_trace
 from cacheprobe.capture.stored_states import require_model
 from cacheprobe.core.progress import Progress
-from cacheprobe.core.token_text import visible
+from cacheprobe.core.tokens.text import visible
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.hf.differentiable import GRADIENT_SITES, Derivatives, bridge_of, derivatives
 from cacheprobe.patching.arguments import as_layers, check_site

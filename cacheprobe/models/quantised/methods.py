@@ -4,9 +4,9 @@ import importlib.util
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from cacheprobe.core.errors import ModelError
 from cacheprobe.core.live import LiveConfig
 from cacheprobe.core.values import hint
-from cacheprobe.models.errors import ModelError
 
 StoredQuantisation = Mapping[str, object]
 """The `quantization_config` of a config.json."""

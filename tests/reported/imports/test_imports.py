@@ -14,7 +14,7 @@ import cacheprobe as cp
 from cacheprobe.cli import imports as cli_import
 from cacheprobe.plots.report.listings import run_listings
 from cacheprobe.trace.importers.common import ImportRefused
-from tests.reported.imported import Generated, exchange, written
+from tests.reported.imports.imported import Generated, exchange, written
 from tests.tiny import hf_model, loaded
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9, 10, 11], [12, 13, 14]]

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from tests.reported.page_runs import DISCARDED, NAMES, Tables, numbers, pages, plain, same, tables_of, tips
+from tests.reported.page.runs import DISCARDED, NAMES, Tables, numbers, pages, plain, same, tables_of, tips
 
 
 @pytest.fixture(params=NAMES)

@@ -170,7 +170,7 @@ print("parent", calls["run"]() == want)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
 def test_a_forked_process_is_refused_at_once_with_the_remedy() -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run(
         [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=100,
         env={**os.environ, "PYTHONPATH": f"{root}:{root}/kernels"},

@@ -14,7 +14,7 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.analysis.summary import summary
 from cacheprobe.cli.look import show
-from tests.reported.page_runs import (
+from tests.reported.page.runs import (
     DISCARDED,
     NAMES,
     Tables,

@@ -13,9 +13,9 @@ import cacheprobe as cp
 from cacheprobe.doctor.families.tiny import tiny_family
 from cacheprobe.doctor.families.variants import VARIANTS
 from cacheprobe.trace.importers.common import ImportRefused
-from tests.reported.imported import Generated, blocks_of
+from tests.reported.imports.imported import Generated, blocks_of
 
-TABLE = Path(__file__).parents[2] / "docs" / "families.txt"
+TABLE = Path(__file__).parents[3] / "docs" / "families.txt"
 RUNNING = [line.split("|")[1].strip() for line in TABLE.read_text().splitlines()[2:] if "| - |" not in line]
 DENSE = [name for name in RUNNING if name not in VARIANTS or not VARIANTS[name].quantised]
 QUICK = {"llama", "gpt2", "gemma3_text", "mixtral", "deepseek_v3", "mpt", "bloom", "mamba", "rwkv", "qwen3_next"}
