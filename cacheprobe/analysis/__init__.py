@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cacheprobe.analysis.answers import answer_logprobs
     from cacheprobe.analysis.dictionaries.reconstruction import reconstruction
     from cacheprobe.analysis.distributions import divergences, rejected_tokens
     from cacheprobe.analysis.draft_replay.laboratory import acceptance
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from cacheprobe.analysis.patchscopes import patchscope
     from cacheprobe.analysis.reading import read_states
     from cacheprobe.analysis.thought_readings import read_thoughts, thought_activations
-    from cacheprobe.patching.answers import answer_logprobs
     from cacheprobe.trace.tables.engine_differences import engine_differences
     from cacheprobe.trace.tables.reasoning import reasoning_spans, with_reasoning
     from cacheprobe.trace.tables.routing import routing
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "acceptance": "draft_replay.laboratory",
     "agreement": "of_trace",
-    "answer_logprobs": "cacheprobe.patching.answers",
+    "answer_logprobs": "cacheprobe.analysis.answers",
     "attribution": "logit_attribution",
     "kv_snapshot": "forks",
     "commitment": "of_trace",

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 import pandas as pd
 
 from cacheprobe.analysis import measures
-from cacheprobe.analysis.layer_choices import agreement_by_layer, prediction_depth_of
+from cacheprobe.analysis.measures import agreement_by_layer, prediction_depth_of
 from cacheprobe.core.hook_names import PATTERN
 from cacheprobe.trace.tables.schema import typed
 from cacheprobe.trace.tables.token_history import standing_at, token_history, tokens_with_texts
@@ -51,7 +51,7 @@ def agreement(trace: "Trace") -> pd.DataFrame:
     """Returns a DataFrame of shares, layer (index) by verdict (columns): how often the first choice of a trace's lens
     readings is the committed token.
 
-    Columns: as in `analysis.layer_choices.agreement_by_layer`.
+    Columns: as in `analysis.measures.agreement_by_layer`.
     """
     return agreement_by_layer(lens_readings(trace))
 
@@ -61,7 +61,7 @@ def prediction_depth(trace: "Trace") -> pd.DataFrame:
     these choices.
 
     Prediction depth: the layer from which the first choice stays. The choices are one text, in order. Columns: as in
-    `analysis.layer_choices.prediction_depth_of`.
+    `analysis.measures.prediction_depth_of`.
     """
     return prediction_depth_of(lens_readings(trace))
 

@@ -4,7 +4,7 @@ from typing import TypedDict
 
 import pandas as pd
 
-from cacheprobe.analysis.layer_choices import agreement_by_layer, prediction_depth_by_verdict, prediction_depth_of
+from cacheprobe.analysis.measures import agreement_by_layer, prediction_depth_by_verdict, prediction_depth_of
 from cacheprobe.analysis.of_trace import lens_readings
 from cacheprobe.trace.tables.draft_verdicts import parting, shares_by_verdict
 from cacheprobe.trace.trace import Trace

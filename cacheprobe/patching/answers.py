@@ -1,19 +1,12 @@
-"""Converts the answers that a user gives, as text or as token ids, to token ids of a model, and scores them."""
+"""Converts the answers that a user gives, as text or as token ids, to token ids of a model."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
-import pandas as pd
-import torch
-
-from cacheprobe.core.records import Request
 from cacheprobe.core.tokens.answers import tokens_after
 from cacheprobe.core.values import listed, whole_number
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.feeding import feed
-from cacheprobe.models.prompts import Prompt, as_list, as_token_ids
-from cacheprobe.models.turns import hold_model
 
 Answer: TypeAlias = str | int | Sequence[int]
 """An answer as the user gives it: text, a token id, or the ids of several tokens."""
@@ -47,54 +40,6 @@ def one_token(model: CachedLM, answer: Answer, prompt: Sequence[int]) -> int:
             f"{list(ids)}. cp.analysis.answer_logprobs and cp.patching score whole answers"
         )
     return ids[0]
-
-
-@torch.inference_mode()
-def answer_logprobs(model: CachedLM, prompts: object, answers: "Sequence[Answer] | None" = None) -> pd.DataFrame:
-    """Returns a DataFrame with one line for each prompt and answer: the log-probability of the whole answer, the sum
-    over its tokens.
-
-    prompts: one prompt or several, as for `cp.run`.  answers: of every prompt, each as text that follows the prompt
-    directly, a token id, or the ids of several tokens; by default the possible answers of each task example.
-    Columns: prompt (its index), answer (text), token_ids, logprob_nats, share (the answer's probability among the given
-    ones), is_right (whether it is the example's right answer; null without an example).
-    Raises: ValueError for an answer that the tokenizer joins to the prompt or does not know all of, for a prompt
-    without answers, and for text beyond the model's context.
-    """
-    lines = []
-    with hold_model(model):
-        for number, item in enumerate(as_list(prompts)):
-            prompt, example = (item.prompt, item.example) if isinstance(item, Request) else (item, item)
-            given = getattr(example, "answers", ()) if answers is None else answers
-            if isinstance(given, str) or not len(given):
-                raise ValueError(f"prompt {number}: give answers, a list of texts or token ids, got {given!r}")
-            ids = as_token_ids(model, cast("Prompt", prompt), f"number {number}")
-            found = [as_answer(model, answer, ids) for answer in given]
-            require_room(model, ids, found)
-            nats = [_logprob(model, ids, tokens) for tokens in found]
-            right = getattr(example, "answer", None)
-            lines += [
-                {
-                    "prompt": number,
-                    "answer": answer if isinstance(answer, str) else model.decode(tokens),
-                    "token_ids": list(tokens),
-                    "logprob_nats": logprob,
-                    "share": share,
-                    "is_right": None if right is None else answer == right,
-                }
-                for answer, tokens, logprob, share in zip(
-                    given, found, nats, torch.tensor(nats).double().softmax(0).tolist(), strict=True
-                )
-            ]
-    return pd.DataFrame(lines).astype({"is_right": "boolean"})
-
-
-def _logprob(model: CachedLM, prompt: Sequence[int], answer: Sequence[int]) -> float:
-    """Returns the log-probability in nats of the tokens of an answer, after a prompt."""
-    fed = [*prompt, *answer[:-1]]
-    slots = list(range(len(prompt) - 1, len(fed)))
-    logits = feed(model, torch.tensor([fed]), logit_slots=slots).out[0].double()
-    return float(logits.log_softmax(-1).gather(-1, torch.tensor(answer, device=logits.device)[:, None]).sum())
 
 
 def require_room(model: CachedLM, prompt: Sequence[int], answers: Iterable[Sequence[int]]) -> None:

@@ -149,9 +149,9 @@ def as_stored(answers: Sequence[tuple[int, ...]]) -> list[int | list[int]]:
     return [ids[0] if len(ids) == 1 else list(ids) for ids in answers]
 
 
-def answer_texts(model: CachedLM, answers: Sequence[tuple[int, ...]]) -> list[str]:
-    """Returns the text of each answer."""
-    return [model.token_texts(ids)[0] if len(ids) == 1 else model.decode(ids) for ids in answers]
+def answer_texts(model: CachedLM, answers: Sequence[tuple[int, ...]], prompt: Sequence[int]) -> list[str]:
+    """Returns the text of each answer after a prompt."""
+    return [model.token_texts(ids)[0] if len(ids) == 1 else model.decode(ids, prompt) for ids in answers]
 
 
 def pair_meta(
@@ -171,7 +171,7 @@ def pair_meta(
         "clean_tokens": model.token_texts(runs[0].token_ids),
         "corrupt_tokens": model.token_texts(runs[1].token_ids),
         "answer_ids": as_stored(answer),
-        "answer_tokens": answer_texts(model, answer),
+        "answer_tokens": answer_texts(model, answer, runs[0].token_ids),
         "clean_logit_difference": difference(clean),
         "corrupt_logit_difference": difference(corrupt),
         "fingerprint": model.fingerprint(),

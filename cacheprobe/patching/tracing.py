@@ -117,7 +117,7 @@ def causal_tracing(
         "kind": "causal tracing", "site": site, "window": window, "answer": first, "prompt": list(ids),
         "subject": list(noisy_at), "noise": noise, "seed": seed, "layers": list(in_layers), "value": "effect",
         "samples": samples, "model": model.name, "weights": model.weights_note, "clean_tokens": texts,
-        "answer_ids": [first], "answer_tokens": answer_texts(model, [measured]), "noise_standard_deviation": scale,
+        "answer_ids": [first], "answer_tokens": answer_texts(model, [measured], ids), "noise_standard_deviation": scale,
         "clean_probability": _probability(unpatched(model, clean, pair)),
         "noisy_probabilities": probabilities,
         "fingerprint": model.fingerprint(),

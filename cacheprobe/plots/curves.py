@@ -3,7 +3,7 @@
 import pandas as pd
 import plotly.graph_objects as go
 
-from cacheprobe.analysis.layer_choices import prediction_depth_by_verdict, with_groups
+from cacheprobe.analysis.measures import prediction_depth_by_verdict, with_groups
 from cacheprobe.core.values import TableLine
 from cacheprobe.plots.style import STATUS_STYLES, Figure, layer_ticks, layout_template
 from cacheprobe.plots.text import markup, shorten

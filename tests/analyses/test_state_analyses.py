@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.analysis.layer_choices import prediction_depth_of
+from cacheprobe.analysis.measures import prediction_depth_of
 from cacheprobe.drafters import EarlyExit, NGram
 from cacheprobe_analyses.coin import coin_state_probe as coin
 from cacheprobe_analyses.drafts import prediction_depths as settles

@@ -11,7 +11,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.analysis.comparison import RequestDifference
-from cacheprobe.analysis.layer_choices import prediction_depth_of
+from cacheprobe.analysis.measures import prediction_depth_of
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.dashboard.questions import CannotShow, answered, span
 from cacheprobe.dashboard.shelf import Shelf, whole

@@ -147,7 +147,7 @@ def test_whole_answers_are_scored_by_the_sum_over_their_tokens() -> None:
     given = [" heads", " not heads", (NOT, TAILS), TAILS]
     table = cp.analysis.answer_logprobs(model(), [PROMPT, ids_of(OTHER)], given)
     tokens = [[HEADS], [NOT, HEADS], [NOT, TAILS], [TAILS]]
-    assert table.token_ids.tolist() == tokens * 2 and table.prompt.tolist() == [0] * 4 + [1] * 4
+    assert [*map(list, table.token_ids)] == tokens * 2 and table.prompt.tolist() == [0] * 4 + [1] * 4
     wanted = [nats_of(ids_of(prompt), ids) for prompt in (PROMPT, OTHER) for ids in tokens]
     assert table.logprob_nats.tolist() == pytest.approx(wanted, abs=1e-4)
     total = math.log(sum(map(math.exp, wanted[:4])))
@@ -178,7 +178,7 @@ def test_a_grid_of_longer_answers_is_that_of_whole_forwards(kind: str) -> None:
     grid = GRIDS[kind](**LONG, layers=[0, 1])
     clean, corrupt = ids_of(PROMPT), ids_of(OTHER)
     high, low = difference(clean), difference(corrupt)
-    assert grid.meta["answer_ids"] == [[NOT, TAILS], HEADS] and grid.meta["answer_tokens"] == ["not tails", "heads"]
+    assert grid.meta["answer_ids"] == [[NOT, TAILS], HEADS] and grid.meta["answer_tokens"] == [" not tails", " heads"]
     assert grid.meta["clean_logit_difference"] == pytest.approx(high, abs=1e-4)
     for cell in grid.table.itertuples():
         positions = [cell.position] if kind == "activation" else list(range(cell.position + 1))

@@ -227,7 +227,7 @@ def test_an_edit_of_the_first_position_names_the_option() -> None:
     change = cp.interventions.steer_feature(random_dictionary(), 7, 4.0, request_id=0, positions=0)
     with pytest.warns(RuntimeWarning, match="first and special tokens are left out: use include_special=True"):
         trace = cp.run(model(), PROMPTS[:1], interventions=change, **DRAFTED)
-    assert trace.edits().missed.tolist() == [[0]]
+    assert [*map(list, trace.edits().missed)] == [[0]]
 
 
 def test_without_a_tokenizer_the_first_position_is_left_out() -> None:

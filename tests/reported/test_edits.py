@@ -147,7 +147,7 @@ def test_positions_that_were_never_committed_are_named() -> None:
     said = [str(one.message) for one in told]
     assert any("changed no committed row at 2 of its 3 positions: 6, 7; no pass computed" in one for one in said)
     assert any("changed no row; no pass computed a committed token there" in one for one in said)
-    assert trace.edits().missed.tolist() == [[6, 7], [9]] and trace.edits().committed.tolist() == [1, 0]
+    assert [*map(list, trace.edits().missed)] == [[6, 7], [9]] and trace.edits().committed.tolist() == [1, 0]
 
 
 def test_an_edit_that_a_later_one_replaces_is_told() -> None:

@@ -103,6 +103,8 @@ TABLES: dict[str, Callable[[cp.Trace], pd.DataFrame]] = {
     )},
     "cp.analysis.to_dataframe": lambda trace: A.to_dataframe(trace).drop(columns="vector"),  # of the states' own dtype
     "cp.analysis.expected_speedup": with_costs,
+    "edits": lambda trace: trace.edits(),
+    "cp.analysis.answer_logprobs": lambda trace: A.answer_logprobs(loaded(), [[1, 2]], [[3]]),
     "cp.analysis.acceptance": lambda trace: A.acceptance(trace, progress=False),
     "cp.analysis.acceptance of n-grams": lambda trace: A.acceptance(trace, cp.drafters.NGram(), progress=False),
     "cp.analysis.attribution": lambda trace: A.attribution(trace, 0, len(trace.requests[0].prompt_token_ids) - 1),

@@ -70,7 +70,7 @@ def test_features_after_a_failed_pass_are_those_of_their_rows(tmp_path: Path) ->
             return [1, BAD, 2]
         return [1, 2]
 
-    kept = cp.CaptureConfig("S", dictionary=mine, top_features=FEATURES)
+    kept = cp.CaptureConfig("S", dictionary=mine, top_features=FEATURES, include_special=True)
     settings = {**SMALL, "max_new_tokens": 24, "drafter": cp.drafters.Scripted(script)}
     trace = cp.run(indigestible(), PROMPTS[:3], **settings, capture=kept, out=tmp_path / "run", memory_budget="40kB")
     assert failed and not trace.meta["errors"]

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.analysis.layer_choices import prediction_depth_of
+from cacheprobe.analysis.measures import prediction_depth_of
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.trace.manifest import sha256_of_manifest
 from cacheprobe.trace.stored import StoredRun

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.analysis.layer_choices import agreement_by_layer, prediction_depth_of
+from cacheprobe.analysis.measures import agreement_by_layer, prediction_depth_of
 from cacheprobe.core.records import ROLES, STATUSES
 from cacheprobe.ops.equality import bitwise
 from tests.tiny import PROMPTS, SMALL, loaded

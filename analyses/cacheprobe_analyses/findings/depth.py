@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 import cacheprobe as cp
-from cacheprobe.analysis.layer_choices import prediction_depth_of
+from cacheprobe.analysis.measures import prediction_depth_of
 from cacheprobe.core.registry import register
 from cacheprobe_analyses.findings.finding import Advance, Finding, Measured, Published
 

@@ -1,7 +1,7 @@
 """Shows one row as a card (each layer's most likely tokens, and the verdict on the draft token at the next position),
 and as a sentence."""
 
-from cacheprobe.analysis.layer_choices import prediction_depth_of
+from cacheprobe.analysis.measures import prediction_depth_of
 from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.dashboard.book import Book

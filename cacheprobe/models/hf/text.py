@@ -53,7 +53,8 @@ class TokenText:
         if self.tokenizer is None:
             return " ".join(self.token_texts(token_ids))
         before = list(after[-_TAIL:])
-        whole, known = self._decoded([*before, *token_ids]), self._decoded(before).rstrip(CUT)
+        whole, known = self._decoded([*before, *token_ids]), self._decoded(before)
+        known = known if whole.startswith(known) else known.rstrip(CUT)
         return whole[len(known) :] if whole.startswith(known) else self._decoded(token_ids)
 
     def _decoded(self, token_ids: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from cacheprobe.analysis.layer_choices import prediction_depth_of
+from cacheprobe.analysis.measures import prediction_depth_of
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.plots.diagrams.frame import Markup, TitledPicture
@@ -79,7 +79,7 @@ def card_parts(
     """Returns (title as plain text, HTML) of the card of one row of the trace. The HTML has a table with a line for
     each layer, which carries data-layer.
 
-    readings: the row's lines of the hypotheses table.  depth: its line of `analysis.layer_choices.prediction_depth_of`.
+    readings: the row's lines of the hypotheses table.  depth: its line of `analysis.measures.prediction_depth_of`.
     outcomes: the tokens drafted and committed at the next position, in order.  token_texts: of all choices; a missing
     token is shown as "<id>".  input_token: the text of the row's input token.
     Raises: ValueError for readings of more than one row, or of none.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from cacheprobe.analysis.layer_choices import agreement_by_layer
+from cacheprobe.analysis.measures import agreement_by_layer
 from cacheprobe.analysis.of_trace import lens_readings
 from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.terminal import Listing

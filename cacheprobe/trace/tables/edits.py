@@ -8,15 +8,11 @@ import pandas as pd
 from cacheprobe.core.hook_names import RECURRENT
 from cacheprobe.core.records import PHASES, STATUSES
 from cacheprobe.core.values import JsonDict
+from cacheprobe.trace.tables.schema import typed
 
 if TYPE_CHECKING:
     from cacheprobe.trace.data import TraceData
 
-_TYPES = {
-    "name": "object", "request_id": "int64", "site": "object", "layer": "int64", "head": "Int64",
-    **dict.fromkeys(STATUSES, "int64"), "missed": "object",
-}  # fmt: skip
-"""Columns of `Trace.edits`, each with its type."""
 _MOST_POSITIONS = 8
 """Most positions that a warning lists."""
 
@@ -32,7 +28,7 @@ def edits_of(trace: "TraceData") -> pd.DataFrame:
         about = {name: edit[name] for name in ("name", "request_id", "site", "layer", "head")}
         missed = [position for position in edit["positions"] or () if position not in changed]
         lines.append({**about, **{status: int(counts.get(status, 0)) for status in STATUSES}, "missed": missed})
-    return pd.DataFrame(lines, columns=list(_TYPES)).astype(_TYPES)
+    return typed(lines, "Trace.edits")
 
 
 def changed_rows(trace: "TraceData", edit: JsonDict) -> pd.DataFrame:
@@ -80,7 +76,7 @@ def edit_warnings(trace: "TraceData") -> list[str]:
     for edit, line in zip(trace.meta.get("interventions") or (), edits_of(trace).to_dict("records"), strict=True):
         is_failed = str(edit["request_id"]) in trace.meta.get("errors", {})
         is_partly = bool(line["committed"])
-        if is_failed or (is_partly and (not line["missed"] or edit["steps"] is not None)):
+        if is_failed or (is_partly and (not len(line["missed"]) or edit["steps"] is not None)):
             continue
         why = _why(trace, edit, line["missed"] if is_partly else None)
         found.setdefault((is_partly, why), []).append(f"{_missed(edit, line)}; {why}")

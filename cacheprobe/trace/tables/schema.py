@@ -32,7 +32,8 @@ _DTYPES = {
     "str": "phase role status token provenance read_token site lens committed_token drafted_token text said state "
     "text_before commitment_token path final_token drafter settings kind",
     "string": "finish verdict outcome true_state",
-    "list<int64>": "proposed_token_ids draft_token_ids target_token_ids committed_token_ids top_token_ids token_ids",
+    "list<int64>": "missed proposed_token_ids draft_token_ids target_token_ids committed_token_ids top_token_ids "
+    "token_ids",
     "list<float32>": "top_logprob_nats",
     "list<float64>": "committed_logprobs_nats logprobs_nats",
     "list<str>": "top_tokens tokens",
@@ -64,6 +65,8 @@ _TABLES = {
     "token_id token logprob_nats entropy_nats committed_token_id committed_token rank committed_logprob_nats agrees "
     "drafted_token_id drafted_token verdict prediction_depth top_token_ids top_tokens top_logprob_nats",
     "Trace.features": f"{_ROW} layer site rank:int64 feature activation",
+    "Trace.edits": "name:str request_id site layer:int64 head committed:int64 superseded:int64 rolled_back:int64 "
+    "given_up:int64 missed",
     "Trace.ledger": "position provenance step",
     "Trace.rejected": "request_id step position drafted_token_id:int64 drafted_token committed_token_id "
     "committed_token num_rolled_back:int64 drafted_step drafter_layer flip_layer margin_nats margin_at_least_nats "
@@ -73,6 +76,7 @@ _TABLES = {
     "acceptance_rate",
     "acceptance by pass": f"request_id {_KEYS} position probability drafted accepted",
     "acceptance by place": f"{_KEYS} place drafted accepted acceptance_rate",
+    "answer_logprobs": "prompt:int64 answer:str token_ids logprob_nats:float64 share:float64 is_right:boolean",
     "attribution": "request_id row position status token_id token layer:Int64 site head logit",
     "commitment": "request_id row step phase status position commitment_layer commitment_token_id commitment_token "
     "stays agrees",
