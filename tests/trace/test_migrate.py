@@ -69,7 +69,7 @@ def test_its_tables_have_todays_columns(old: cp.Trace, new: cp.Trace) -> None:
     assert set(old.ledger(0).columns) == set(new.ledger(0).columns)
     assert set(old.meta["capture"]) <= set(new.meta["capture"])
     # of a path there was no choice then, and dictionaries left no token out
-    assert set(new.meta) <= set(old.meta) | {"path_reason", "special_token_ids"}
+    assert set(new.meta) <= set(old.meta) | {"path_reason", "special_token_ids", "d_vocab", "stopped_by"}
 
 
 def test_what_was_not_recorded_is_said_to_be_missing(old: cp.Trace, new: cp.Trace) -> None:
