@@ -16,6 +16,7 @@ from cacheprobe.analysis.gradients.texts import texts_of_prompts
 from cacheprobe.dashboard.tokenizers import texts_of
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.smollm2 import smollm2_directory
+from cacheprobe.plots.report.listings import request_listings
 from tests.reported.tokenizers import NAMES, TEMPLATE, TEXTS, build
 from tests.tiny import SMALL, VOCAB, hf_model
 
@@ -120,6 +121,8 @@ def test_the_trace_says_what_stopped(tmp_path: Path) -> None:
     assert trace.committed(0) == free.committed(0)[:3]
     assert trace.meta["stopped_by"] == {"0": f"token {third} ({shown}) of the generation config"}
     assert cp.load_trace(tmp_path / "run").meta["stopped_by"] == trace.meta["stopped_by"]
+    listed = dict(request_listings(trace, 0)[0].rows)
+    assert listed["finish"] == f"stop, by token {third} ({shown}) of the generation config"
     given = cp.SamplingParams(stop_token_ids=third)
     trace = cp.run(with_tokenizer(tokenizer), "heads or tails", sampling=given, **SMALL)
     assert trace.meta["stopped_by"] == {"0": f"token {third} ({shown}) of SamplingParams.stop_token_ids"}

@@ -55,12 +55,13 @@ def request_listings(trace: "Trace", request_id: int) -> list[Listing]:
     request, events = trace.requests[request_id], trace.events()
     events_of_request = events[events.request_id == request_id]
     texts = token_texts(trace.row_table, trace.hypothesis_table)
+    stopped_by = trace.meta.get("stopped_by", {}).get(str(request_id))
     about = [
         ("prompt", _prompt(trace, request_id, texts)),
         ("text", plain(text)),
         ("tokens", f"{request.num_prompt_tokens} of the prompt, {len(trace.committed(request_id))} committed"),
         ("deterministic", "yes" if request.is_deterministic else "no"),
-        ("finish", _finish(trace, request_id)),
+        ("finish", _finish(trace, request_id) + (f", by {plain(stopped_by)}" if stopped_by else "")),
         ("arrived", f"at step {request.arrival_step}"),
     ]
     if request.example is not None:
