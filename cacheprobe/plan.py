@@ -40,7 +40,7 @@ from cacheprobe.models.experts.sites import head_places
 from cacheprobe.models.hf.heads import require_heads
 from cacheprobe.models.hf.masks import longrope_length
 from cacheprobe.models.paths import choose_path
-from cacheprobe.models.prompts import Chat, Unpadded, answer_ids_of, as_list, require_unpadded, text_of, token_ids_of
+from cacheprobe.models.prompts import Chat, answer_ids_of, as_list, require_unpadded, text_of, token_ids_of
 from cacheprobe.models.turns import hold_model, live_model
 
 DEFAULT_SAMPLING = SamplingParams(
@@ -110,7 +110,7 @@ class RunPlan:
         chosen = pick_deterministic(deterministic, len(listed))
         self._check_sizes([self._size(item) for item in listed], max_in_flight)
         tokenized = [self._request(item, i, i in chosen) for i, item in enumerate(listed)]
-        require_unpadded({i: ids for i, item in enumerate(listed) if (ids := _ids_given(item))}, model.tokenizer)
+        require_unpadded(listed, model.tokenizer)
         if "capacity" in open_shapes:
             needed = [(r.num_prompt_tokens, self._size(r)[1], r.num_cached) for r in tokenized]
             self.config = with_capacity(config, needed, model.n_ctx, "window" in open_shapes)
@@ -164,7 +164,7 @@ class RunPlan:
         prompt: Any = given.prompt if given is item else item
         example = given.example
         is_chat = given.is_chat or bool(getattr(prompt, "chat", getattr(example, "chat", False)))
-        messages = prompt.messages if isinstance(prompt, Chat) else None
+        chat = next((one for one in (prompt, example) if isinstance(one, Chat)), None)  # an example: of a replay
         if hasattr(prompt, "prompt_text"):
             example = example if isinstance(prompt, Chat) else prompt
             prompt = text_of(prompt, self.model, index)
@@ -172,7 +172,7 @@ class RunPlan:
         own = _own_sampling(given)
         _check_stops(own, self.model, f"request {index}: ")
         if is_chat and own.stop_token_ids is None and not self._are_stops_given:
-            own = replace(own, stop_token_ids=tuple(sorted(stop_sources(self.model, is_chat))))
+            own = replace(own, stop_token_ids=tuple(sorted(stop_sources(self.model, is_chat, chat))))
         if bad := [token for token in given.forced_token_ids if not 0 <= token < self.model.d_vocab]:
             raise ValueError(
                 f"request {index}: forced token {bad[0]} is outside the vocabulary of {self.model.name}, "
@@ -187,7 +187,7 @@ class RunPlan:
             prompt_token_ids=ids,
             example=example,
             is_chat=is_chat,
-            turns=assistant_turns(messages, str(prompt), self.model.tokenizer, ids) if messages else given.turns,
+            turns=given.turns if chat is None else assistant_turns(chat, self.model.tokenizer, ids),
         )
         self._check_cached(request)
         self._check_fit(request)
@@ -371,13 +371,6 @@ def of_this_thread(sink: StateSink) -> StateSink:
             sink(site, layer, value)
 
     return capture
-
-
-def _ids_given(item: Any) -> Sequence[int]:
-    """Returns the token ids of a prompt that was given as ids and may hold padding; () for another prompt."""
-    if isinstance(item, Request):
-        item = () if item.prompt_token_ids else item.prompt  # the ids of an earlier run were checked there
-    return () if isinstance(item, str | Unpadded) or hasattr(item, "prompt_text") else tuple(map(int, item))
 
 
 def _own_sampling(item: Any) -> SamplingParams:

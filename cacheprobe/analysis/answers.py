@@ -9,7 +9,7 @@ import torch
 from cacheprobe.core.records import Request
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.feeding import feed
-from cacheprobe.models.prompts import Prompt, as_list, as_token_ids
+from cacheprobe.models.prompts import Prompt, as_list, as_token_ids, require_unpadded
 from cacheprobe.models.turns import hold_model
 from cacheprobe.patching.answers import Answer, as_answer, require_room
 from cacheprobe.trace.tables.schema import typed
@@ -27,14 +27,16 @@ def answer_logprobs(model: CachedLM, prompts: object, answers: "Sequence[Answer]
     Raises: ValueError for an answer that the tokenizer joins to the prompt or does not know all of, for a prompt
     without answers, and for text beyond the model's context.
     """
-    lines = []
+    lines, listed = [], as_list(prompts)
+    given_prompts = [item.prompt if isinstance(item, Request) else item for item in listed]
+    read = [as_token_ids(model, cast("Prompt", prompt), f"number {n}") for n, prompt in enumerate(given_prompts)]
+    require_unpadded(listed, model.tokenizer)
     with hold_model(model):
-        for number, item in enumerate(as_list(prompts)):
-            prompt, example = (item.prompt, item.example) if isinstance(item, Request) else (item, item)
+        for number, (item, ids) in enumerate(zip(listed, read, strict=True)):
+            example = item.example if isinstance(item, Request) else item
             given = getattr(example, "answers", ()) if answers is None else answers
             if isinstance(given, str) or not len(given):
                 raise ValueError(f"prompt {number}: give answers, a list of texts or token ids, got {given!r}")
-            ids = as_token_ids(model, cast("Prompt", prompt), f"number {number}")
             found = [as_answer(model, answer, ids) for answer in given]
             require_room(model, ids, found)
             nats = [_logprob(model, ids, tokens) for tokens in found]

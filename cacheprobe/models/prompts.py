@@ -4,7 +4,7 @@ request."""
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.records import Request
@@ -72,7 +72,8 @@ class Unpadded(tuple[int, ...]):
 
 def as_list(prompts: object) -> list[object]:
     """Returns the user's prompts as a list. One text, example or Request becomes a list of one; a list of whole numbers
-    is one prompt of token ids; of what a tokenizer returns, each row of input_ids is a prompt, without its padding.
+    is one prompt of token ids; of what a tokenizer returns, also in a list, each row of input_ids is a prompt, without
+    its padding.
     Raises: ValueError for an empty list, another mapping, bytes, or an object that is not iterable."""
     if isinstance(prompts, str | Request) or hasattr(prompts, "prompt_text"):
         return [prompts]
@@ -85,12 +86,14 @@ def as_list(prompts: object) -> list[object]:
     listed = list(prompts)
     if not listed:
         raise ValueError("there are no prompts; give at least one")
+    listed = [one for item in listed for one in (_rows_of_encoding(item) if isinstance(item, Mapping) else [item])]
     return [listed] if all(isinstance(item, int) or getattr(item, "ndim", None) == 0 for item in listed) else listed
 
 
 def _rows_of_encoding(encoding: Mapping[object, object]) -> list[object]:
     """Returns the prompts of what a tokenizer returns, a mapping with input_ids: each row's token ids where the
-    attention mask is not 0. Raises: ValueError for a mapping without input_ids."""
+    attention mask is not 0. Raises: ValueError for a mapping without input_ids, and for a mask of another shape or with
+    a hole."""
     ids: Any = encoding.get("input_ids")
     if ids is None:
         raise ValueError(f"{KINDS}; got a mapping without input_ids, {', '.join(map(str, encoding)):.60}")
@@ -98,15 +101,23 @@ def _rows_of_encoding(encoding: Mapping[object, object]) -> list[object]:
     mask: Any = encoding.get("attention_mask")
     if mask is None:
         return [*rows]
-    masks = [list(row) for row in (mask if not len(mask) or isinstance(mask[0], Iterable) else [mask])]
+    masks = [[bool(i) for i in row] for row in (mask if not len(mask) or isinstance(mask[0], Iterable) else [mask])]
+    if [*map(len, rows)] != [*map(len, masks)]:
+        raise ValueError(f"attention_mask has rows of {[*map(len, masks)]} tokens, input_ids of {[*map(len, rows)]}")
+    for number, own in enumerate(masks):
+        if "10" in "".join(str(int(i)) for i in own).strip("0"):
+            raise ValueError(
+                f"row {number} of attention_mask leaves out tokens between others; a prompt is one stretch of text, so "
+                "give its token ids"
+            )
     return [
         Unpadded(int(i) for i, is_kept in zip(row, own, strict=True) if is_kept)
         for row, own in zip(rows, masks, strict=True)
     ]
 
 
-def require_unpadded(prompts: Mapping[int, Sequence[int]], tokenizer: LiveTokenizer) -> None:
-    """Checks that prompts given as token ids hold no padding. prompts: token ids by request number.
+def require_unpadded(prompts: Sequence[object], tokenizer: LiveTokenizer, what: str = "request {}") -> None:
+    """Checks that valid prompts hold no padding if they were given as token ids. what: the name of prompt {} in errors.
 
     A pad token at an end counts if it has no other use; if it also starts or ends texts, two in a row count, and one
     that fills a prompt up to the others' length.
@@ -115,16 +126,24 @@ def require_unpadded(prompts: Mapping[int, Sequence[int]], tokenizer: LiveTokeni
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is None:
         return
+    given = {i: ids for i, item in enumerate(prompts) if (ids := _ids_given(item))}
     has_other_use = pad in (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    ends = {i: [tuple(ids[:2]), tuple(ids[:-3:-1])] for i, ids in prompts.items() if ids}
+    ends = {i: [tuple(ids[:2]), tuple(ids[:-3:-1])] for i, ids in given.items()}
     touching = {i for i, both in ends.items() if any(end[0] == pad for end in both)}
     doubled = {i for i, both in ends.items() if (pad, pad) in both}
-    is_batch = len(prompts) > 1 and len({len(ids) for ids in prompts.values()}) == 1 and len(touching) < len(prompts)
+    is_batch = len(given) > 1 and len({*map(len, given.values())}) == 1 and len(touching) < len(given)
     if bad := sorted(touching if is_batch or not has_other_use else doubled):
         raise ValueError(
-            f"request {bad[0]}: its token ids begin or end with the padding token {pad}, which would be read as text; "
-            "give what the tokenizer returns, input_ids with attention_mask, or the ids without padding"
+            f"{what.format(bad[0])}: its token ids begin or end with the padding token {pad}, which would be read as "
+            "text; give what the tokenizer returns, input_ids with attention_mask, or the ids without padding"
         )
+
+
+def _ids_given(item: Any) -> tuple[int, ...]:
+    """Returns the token ids of a prompt that was given as ids and may hold padding; () for another prompt."""
+    if isinstance(item, Request):
+        item = () if item.prompt_token_ids else item.prompt  # the ids of an earlier run were checked there
+    return () if isinstance(item, str | Unpadded | Mapping | PromptExample) else tuple(map(int, item))
 
 
 def as_token_ids(model: CachedLM, prompt: Prompt, what: str) -> tuple[int, ...]:
@@ -138,7 +157,9 @@ def as_token_ids(model: CachedLM, prompt: Prompt, what: str) -> tuple[int, ...]:
     elif isinstance(prompt, str):
         ids = encode_prompt(model, prompt, f"the {what} prompt")
     else:
-        ids = tuple(int(token_id) for token_id in prompt)
+        (given,) = _rows_of_encoding({**prompt}) if isinstance(prompt, Mapping) else (prompt,)
+        ids = given_ids(model, cast("Iterable[Any]", given), f"the {what} prompt")
+        require_unpadded([ids if given is prompt else ()], model.tokenizer, f"the {what} prompt")
     if not ids:
         raise ValueError(f"the {what} prompt is empty; give at least one token")
     if bad := [t for t in ids if not 0 <= t < model.d_vocab]:
@@ -178,7 +199,7 @@ def token_ids_of(prompt: object, model: CachedLM, index: int, is_chat: bool) -> 
                 raise TypeError(f"{type(prompt).__name__!r} object is not iterable")
             if isinstance(prompt, bytes | bytearray | memoryview):
                 raise ValueError("decode bytes first")
-            ids = tuple(whole_number("a token id", token_id) for token_id in prompt)
+            ids = given_ids(model, prompt, f"request {index}")
         except (TypeError, ValueError) as error:
             raise ValueError(f"request {index}: {KINDS}; got {prompt!r:.60} ({error})") from error
     if not ids or (isinstance(prompt, str) and not prompt):
@@ -217,24 +238,39 @@ def answer_ids_of(request: Request, model: CachedLM) -> tuple[tuple[int, ...], s
 
 
 def encode_prompt(model: CachedLM, text: str, what: str, is_chat: bool = False) -> tuple[int, ...]:
-    """Returns the token ids of a prompt's text. Where the text begins with the start token and the tokenizer adds
-    another, as with the text of a chat template, keeps one, and warns. what: the prompt's name in the warning.
+    """Returns the token ids of a prompt's text. Where the text begins with the tokens that the tokenizer adds in front,
+    as the text of a chat template does, keeps them once, and warns. what: the prompt's name in the warning.
 
     is_chat: the text already contains its special tokens, so none are added.
     """
     ids = model.encode(text, add_special_tokens=not is_chat)
-    start = getattr(model.tokenizer, "bos_token", None)
-    if not start or not text.startswith(start) or ids[:2] != (model.tokenizer.bos_token_id,) * 2:
+    if is_chat or not (own := model.encode(text, add_special_tokens=False)):
         return ids
-    if text.startswith(start * 2):
+    num_added = next((n for n in range(len(ids) - len(own), 0, -1) if ids[n : n + len(own)] == own), 0)
+    start = ids[:num_added]
+    if not start or own[:num_added] != start or own[num_added : 2 * num_added] == start:
         return ids
     warnings.warn(
-        f"{what}: its text begins with {start}, and the tokenizer adds another; one is kept. Give a conversation as "
-        "cp.Chat, or the text without it",
+        f"{what}: its text begins with {model.decode(start)}, and the tokenizer adds another; one is kept. Give a "
+        "conversation as cp.Chat, or the text without it",
         RuntimeWarning,
         stacklevel=2,
     )
-    return ids[1:]
+    return ids[num_added:]
+
+
+def given_ids(model: CachedLM, token_ids: Iterable[object], what: str) -> tuple[int, ...]:
+    """Returns token ids that a user gave as a prompt. Warns if they begin with two start tokens, as those of a chat
+    template's text do if the tokenizer adds one. Raises: ValueError for what is no whole number."""
+    ids = tuple(whole_number("a token id", token_id) for token_id in token_ids)
+    start = getattr(model.tokenizer, "bos_token_id", None)
+    if start is not None and ids[:2] == (start, start):
+        warnings.warn(
+            f"{what}: its token ids begin with two start tokens, {start}; leave out one, or give a cp.Chat",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return ids
 
 
 def _kind(error: Exception) -> str:

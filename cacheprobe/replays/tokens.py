@@ -44,7 +44,7 @@ def _request(model: CachedLM, response: Response, prompt: object, index: int) ->
         )
     forced = response.token_ids
     if forced is None:
-        forced = _tokens_of(model, response, text, ids, index, is_chat)
+        forced = _tokens_of(model, response, text if isinstance(text, str) else ids)
     for start, draft in response.drafts.items():
         if bad := [token for token in draft if not 0 <= token < model.d_vocab]:
             raise ReplayRefused(
@@ -54,13 +54,13 @@ def _request(model: CachedLM, response: Response, prompt: object, index: int) ->
     return Request(ids, forced_token_ids=forced, example=example)
 
 
-def _tokens_of(
-    model: CachedLM, response: Response, prompt: object, ids: tuple[int, ...], index: int, is_chat: bool
-) -> tuple[int, ...]:
-    """Returns the tokens of a response that is text alone: those after the prompt's, of both texts joined."""
-    before = prompt if isinstance(prompt, str) else model.decode(ids)
-    whole = token_ids_of(before + response.text, model, index, is_chat)
-    if whole[: len(ids)] != ids or len(whole) == len(ids):
+def _tokens_of(model: CachedLM, response: Response, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the tokens of a response that is text alone: those after the prompt's, of both texts joined. Tokens that
+    the tokenizer adds to every text are no part of it."""
+    before = prompt if isinstance(prompt, str) else model.decode(prompt)
+    ids, whole = (model.encode(text, add_special_tokens=False) for text in (before, before + response.text))
+    is_read_alike = isinstance(prompt, str) or prompt[len(prompt) - len(ids) :] == ids
+    if not is_read_alike or whole[: len(ids)] != ids or len(whole) == len(ids):
         raise ReplayRefused(
             f"{response.where}: its text joined to the prompt has other tokens at the seam, so the generated tokens "
             "are not known; give token ids"

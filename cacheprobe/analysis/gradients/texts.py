@@ -8,7 +8,7 @@ import pandas as pd
 
 from cacheprobe.core.records import Request
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.prompts import PromptExample, as_list, text_of, token_ids_of
+from cacheprobe.models.prompts import PromptExample, as_list, require_unpadded, text_of, token_ids_of
 from cacheprobe.patching.answers import one_token
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ class GradientText:
 def texts_of_prompts(model: CachedLM, prompts: object) -> list[GradientText]:
     """Returns the GradientText of each prompt: text, token ids, a task example or a Request. Raises: ValueError for an
     invalid prompt, one that is longer than the model's context, and a Request with cached keys and values."""
-    found = []
-    for index, item in enumerate(as_list(prompts)):
+    found, listed = [], as_list(prompts)
+    for index, item in enumerate(listed):
         prompt, example = (item.prompt, item.example) if isinstance(item, Request) else (item, None)
         if isinstance(item, Request) and item.cached is not None:
             raise ValueError(f"request {index} begins with cached keys and values; give its whole prompt without them")
@@ -79,6 +79,7 @@ def texts_of_prompts(model: CachedLM, prompts: object) -> list[GradientText]:
         if len(ids) > model.n_ctx:
             raise ValueError(f"request {index}: {len(ids)} tokens exceed the model's context of {model.n_ctx}")
         found.append(GradientText(index, PROMPT, None, ids, None, 0, len(ids), example, model))
+    require_unpadded(listed, model.tokenizer)
     return found
 
 
