@@ -246,7 +246,7 @@ def test_a_lens_that_always_fails_leaves_the_reason(monkeypatch: pytest.MonkeyPa
         raise IndexError("no such layer")
 
     monkeypatch.setattr(LogitLens, "to_residual", fails)
-    with pytest.warns(RuntimeWarning), pytest.raises(ValueError, match="this trace has no Z: request 0 step"):
+    with pytest.warns(RuntimeWarning), pytest.raises(ValueError, match=r"this trace has no Z: request \d step"):
         later.hypotheses()
 
 

@@ -25,12 +25,12 @@ BYTES = [0x61, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0x20, 0xF0]
 """A letter, a space, and parts of characters of two to four bytes."""
 
 
-def in_bytes(token_ids: Sequence[int]) -> str:
+def in_bytes(token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
     """Text of a tokenizer whose tokens are bytes: many a character spans tokens, and some never become whole."""
     return bytes(BYTES[t % len(BYTES)] for t in token_ids).decode("utf-8", "replace")
 
 
-def in_letters(token_ids: Sequence[int]) -> str:
+def in_letters(token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
     return "".join(chr(ord("a") + t % 26) for t in token_ids)
 
 

@@ -133,5 +133,5 @@ def _reply_to(model: CachedLM, prompts: Sequence[tuple[int, ...]], max_new_token
     for ids in continue_texts(model, prompts, length + max_new_tokens, choose):
         new = ids[length:]
         ends = [index for index, token_id in enumerate(new) if token_id in model.stop_token_ids]
-        texts.append(model.decode(new[: ends[0]] if ends else new))
+        texts.append(model.decode(new[: ends[0]] if ends else new, after=ids[:length]))
     return [Reply(text, choice) for text, choice in zip(texts, choices, strict=True)]
