@@ -195,7 +195,8 @@ def test_few_positions_are_kept_if_states_are_large(monkeypatch: pytest.MonkeyPa
     with pytest.raises(CacheIntegrityError, match="no recurrent state of layer 0 after position 19: .* 6 positions"):
         model("mamba2").forward(torch.tensor([[1]]), held, [0], [20])
     for window in (4, 5):
-        trace = cp.run(model("mamba2"), PROMPTS, deterministic=True, **{**SHAPE, "window": window})
+        free = {**SHAPE, "window": window, "group": None}  # not every processor computes 2 x 5 rows alike
+        trace = cp.run(model("mamba2"), PROMPTS, deterministic=True, **free)
         assert [trace.committed(r) for r in range(5)] == [oracle("mamba2").committed(r) for r in range(5)]
     with pytest.raises(CacheIntegrityError, match="choose a window below 6"):
         cp.run(model("mamba2"), PROMPTS, deterministic=True, **{**SHAPE, "window": 8})
