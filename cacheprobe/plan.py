@@ -164,7 +164,7 @@ class RunPlan:
         prompt: Any = given.prompt if given is item else item
         example = given.example
         is_chat = given.is_chat or bool(getattr(prompt, "chat", getattr(example, "chat", False)))
-        chat = next((one for one in (prompt, example) if isinstance(one, Chat)), None)  # an example: of a replay
+        chat = prompt if isinstance(prompt, Chat) else None
         if hasattr(prompt, "prompt_text"):
             example = example if isinstance(prompt, Chat) else prompt
             prompt = text_of(prompt, self.model, index)

@@ -101,10 +101,10 @@ def require_encodable(name: str, text: str) -> None:
 
 
 def folder(name: str, value: object) -> Path:
-    """Returns the path of a folder. Raises: ValueError that names `name` for a value that is neither a text nor a Path,
-    and for characters that no file name can hold."""
+    """Returns the path of a folder or file. Raises: ValueError that names `name` for a value that is neither a text nor
+    a Path, for an empty text, and for characters that no file name can hold."""
     try:
-        if b"\0" not in os.fsencode(cast(str, value)) and not isinstance(value, bytes):
+        if value != "" and not isinstance(value, bytes) and b"\0" not in os.fsencode(cast(str, value)):
             return Path(cast(str, value))
     except (TypeError, UnicodeEncodeError):
         pass

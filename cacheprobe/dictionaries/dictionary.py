@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from cacheprobe.core.values import folder as checked_folder
 from cacheprobe.dictionaries.config import GATED, JUMPRELU, STANDARD, TOPK, DictionaryConfig, DictionaryError
 from cacheprobe.dictionaries.formats import Said, read_dictionary, shapes_of
 from cacheprobe.dictionaries.saving import save_saelens
@@ -63,7 +64,7 @@ class Dictionary:
         Raises: DictionaryError for a missing, broken or unknown file, and for weights that are NaN or infinite.
         """
         try:
-            return cls(*read_dictionary(Path(path), Said(hook, k, architecture)))
+            return cls(*read_dictionary(checked_folder("path", path), Said(hook, k, architecture)))
         except DictionaryError as error:
             text = str(error)
             raise DictionaryError(text if str(path) in text else f"{path}: {text}") from error
@@ -95,7 +96,7 @@ class Dictionary:
 
     def save(self, folder: "str | Path") -> Path:
         """Writes cfg.json and sae_weights.safetensors, which SAELens reads, into a folder, and returns its path."""
-        return save_saelens(self.config, self.tensors, Path(folder))
+        return save_saelens(self.config, self.tensors, checked_folder("folder", folder))
 
     @property
     def hook(self) -> str | None:

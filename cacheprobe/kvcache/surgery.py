@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cacheprobe.core.values import HintsAtNewNames
+from cacheprobe.core.values import HintsAtNewNames, listed, whole_number
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.head_masks import LayerHeadPosition
 from cacheprobe.kvcache.recurrent import RecurrentCache, RowStates, before, memory_of
@@ -62,7 +62,7 @@ class KVSnapshot(HintsAtNewNames):
     def cut(self, length: int) -> "KVSnapshot":
         """Returns a snapshot of the first `length` positions. Raises: ValueError for a length below 1 or above the
         number of positions, and if the recurrent states after the new last position were not kept."""
-        if not 1 <= length <= len(self):
+        if not 1 <= (length := whole_number("length", length)) <= len(self):
             raise ValueError(f"rows of {len(self)} positions cannot be cut to {length}; give 1 to {len(self)}")
         keys, values = (tuple(tensor[:, :length] for tensor in part) for part in (self.keys, self.values))
         hidden = frozenset(p for p in self.hidden if p < length)
@@ -97,9 +97,10 @@ class KVSnapshot(HintsAtNewNames):
         def changed(layer: int, part: str, old: Tensor) -> Tensor:
             """Returns the result of `change` for a copy of `old`. Raises: ValueError for a result of another shape."""
             new = change(old.clone())
-            if new.shape != old.shape:
+            if not isinstance(new, Tensor) or new.shape != old.shape:
+                made = list(new.shape) if isinstance(new, Tensor) else f"{new!r:.60}"
                 raise ValueError(
-                    f"layer {layer} {part}: the change made {list(new.shape)} of {list(old.shape)}; return as many "
+                    f"layer {layer} {part}: the change made {made} of {list(old.shape)}; return as many "
                     "rows, of the same width, as were given"
                 )
             return new
@@ -338,9 +339,9 @@ def _provenance_after_edit(provenance: tuple[str, ...], where: Iterable[int]) ->
 
 
 def _checked_numbers(given: "int | Iterable[int]", count: int, noun: str) -> tuple[int, ...]:
-    listed = tuple(int(x) for x in given) if isinstance(given, Iterable) else (int(given),)
-    if not listed:
+    numbers = tuple(whole_number(f"a {noun}", x) for x in listed(given))
+    if not numbers:
         raise ValueError(f"there is no {noun}, so nothing would change; give at least one")
-    if bad := [x for x in listed if not 0 <= x < count]:
+    if bad := [x for x in numbers if not 0 <= x < count]:
         raise ValueError(f"{noun} {bad[0]} lies outside the rows, which have {noun}s 0 to {count - 1}")
-    return tuple(dict.fromkeys(listed))
+    return tuple(dict.fromkeys(numbers))

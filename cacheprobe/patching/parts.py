@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cacheprobe.core.files import write_json
+from cacheprobe.core.values import folder as checked_folder
 from cacheprobe.patching.runs import AnswerLogits
 
 _SETTINGS_FILE = "asked.json"
@@ -19,7 +20,7 @@ class CellStore:
 
         Raises: ValueError for a folder that contains results of another grid, or files but no settings of a grid.
         """
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else checked_folder("store", folder)
         if self.folder is None:
             return
         requested = json.loads(json.dumps(settings))

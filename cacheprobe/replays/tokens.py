@@ -1,10 +1,11 @@
 """Makes the requests of a replay: the tokens of each prompt and of each response."""
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 from cacheprobe.core.records import Request
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.prompts import PromptExample, as_list, text_of, token_ids_of
+from cacheprobe.models.prompts import Chat, PromptExample, as_list, text_of, token_ids_of
 from cacheprobe.replays.response import ReplayRefused, Response
 
 
@@ -51,6 +52,8 @@ def _request(model: CachedLM, response: Response, prompt: object, index: int) ->
                 f"{response.where}: the draft at token {start} holds {bad[0]}, outside the vocabulary of {model.name}, "
                 f"{model.d_vocab}"
             )
+    if isinstance(prompt, Chat):  # its turns are found as those of a run are
+        return Request(cast("Any", prompt), forced_token_ids=forced)
     return Request(ids, forced_token_ids=forced, example=example)
 
 

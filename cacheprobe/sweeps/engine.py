@@ -99,6 +99,8 @@ def sweep(
     Raises: ValueError for settings that cannot be met, SweepBusy if another sweep writes to the same place.
     """
     config = read_config(config)
+    if out is not None and not isinstance(out, str | Path):
+        raise ValueError(f"out must be the path or address of a folder, got {out!r:.60}")
     url = str(out or config.out or "")
     if not url:
         raise ValueError("say where the results go: out: in the sweep's file, or out= (--out)")

@@ -12,6 +12,7 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.sweeps.index import AXIS_COLUMNS, refresh
 from cacheprobe.sweeps.storage.store import PLAN, SHARDS, SweepStore
 from cacheprobe.trace.parts.relations import duckdb
+from cacheprobe.trace.tables.schema import arrow_schema
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
@@ -40,7 +41,7 @@ class Sweep:
     cells: one line for each cell: digest; its axes (model, dtype, adapter, products, task, drafter, window_rows, lens,
         intervention, seed); requests, tokens, steps, drafted, rolled_back, acceptance, mean logprob_nats of the
         committed tokens, accuracy, chance, answer_mass, forced_accuracy; changed_rows, the committed rows that the
-        intervention changed, null without one; run (the common settings, JSON), version and code that made the shard,
+        intervention acted on, null without one; run (the common settings, JSON), version and code that made the shard,
         bytes.
     layers: one line for each cell, layer and status: digest, axes, and the columns of `analysis.measures.by_layer`.
     """
@@ -94,6 +95,9 @@ class Sweep:
                 for name in sorted(set(_NAMED.findall(sql.lower())) & set(SHARD_TABLES)):
                     if read := self._shard_table(name):
                         connection.execute(f"create view {name} as {read}")
+                    else:
+                        schema = pa.schema([("digest", pa.string()), *arrow_schema(name)])
+                        connection.register(name, schema.empty_table())
                 result = connection.execute(sql)
                 kinds = [str(kind) for _, kind, *_ in result.description]
                 table = result.df()

@@ -163,11 +163,12 @@ class Trace(TraceData):
         return rejected_of(self)
 
     def edits(self) -> pd.DataFrame:
-        """Returns a DataFrame with one line for each intervention of the run: how many rows it changed.
+        """Returns a DataFrame with one line for each intervention of the run: how many rows it acted on, also
+        where it left all numbers as they were.
 
-        Columns: name, request_id, site, layer, head; the number of changed rows of each status: committed (the states
+        Columns: name, request_id, site, layer, head; the number of these rows of each status: committed (the states
         that later tokens follow), superseded (draft tokens that were then verified), rolled_back and given_up; missed,
-        the positions that the intervention names and at which it changed no committed row. Rows whose states a later
+        the positions that the intervention names and at which it acted on no committed row. Rows whose states a later
         intervention at the same place replaced are not counted.
         """
         return edits_of(self)

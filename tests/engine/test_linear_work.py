@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.core import token_text
 from cacheprobe.core.config import EngineConfig
+from cacheprobe.core.tokens import text as token_text
 from cacheprobe.engine.scheduler import Scheduler
 from cacheprobe.kvcache import status
 from cacheprobe.kvcache.sequence import SequenceState
@@ -119,7 +119,7 @@ def test_tokens_that_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
         del shapes["progress"]
         stream = cp.stream(loaded(), [[1, 2, 3]], **shapes)
         decode = stream._decode
-        stream._decode = lambda token_ids: (decoded.append(len(token_ids)), decode(token_ids))[1]
+        stream._decode = lambda token_ids, after: (decoded.append(len(token_ids)), decode(token_ids, after))[1]
         decoded.clear()
         text = "".join(piece.text for piece in stream)
         assert text == stream.trace().text(0)

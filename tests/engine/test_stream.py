@@ -6,8 +6,8 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.capture import stream as streams
-from cacheprobe.core import token_text
 from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.core.tokens import text as token_text
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.paths import choose_path
 from tests.invariants.machines import Faulty, Spy, tiny

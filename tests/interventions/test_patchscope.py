@@ -160,7 +160,7 @@ REFUSED = {
     "map to another width": (dict(linear_map=torch.zeros(31, 32)), r"must be \[3, 32\], the linear_map gave \[3, 31\]"),
     "module of another width": (dict(linear_map=torch.nn.Linear(31, 32)), "takes states of width 31, .* have 32"),
     "map to no tensor": (dict(linear_map=lambda states: None), r"the linear_map gave NoneType"),
-    "map to NaN": (dict(linear_map=lambda s: s * torch.nan), "request 0 step 0 layer 0 position 4: the mapped state"),
+    "map to NaN": (dict(linear_map=lambda s: s * torch.nan), r"request \d step 0 layer 0 position 4: the mapped state"),
     "no rows": (dict(rows=[]), "there is nothing to read"),
     "unknown row": (dict(rows=[99999]), "the trace has no row 99999"),
 }
@@ -194,5 +194,5 @@ def test_recorded_states_that_are_no_numbers_are_refused(monkeypatch: pytest.Mon
     trace = recorded()
     right = type(trace).vectors
     monkeypatch.setattr(type(trace), "vectors", lambda self, *given: right(self, *given) * torch.nan)
-    with pytest.raises(ValueError, match="request 0 step 0 layer 0 position 4: the recorded state holds NaN"):
+    with pytest.raises(ValueError, match=r"request \d step 0 layer 0 position 4: the recorded state holds NaN"):
         cp.analysis.patchscope(loaded(), trace, [4], prompt=TARGET, **QUIET)

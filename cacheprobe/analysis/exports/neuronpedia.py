@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.files import write_whole
-from cacheprobe.core.values import JsonDict, whole_number
+from cacheprobe.core.values import JsonDict, folder, whole_number
 from cacheprobe.dictionaries import Dictionary
 from cacheprobe.trace.tables.features import place_of_features
 
@@ -71,7 +71,9 @@ def to_neuronpedia(
             }
         )
     if path is not None:
-        write_whole(Path(path), lambda to: to.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8"))
+        write_whole(
+            folder("path", path), lambda to: to.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
+        )
     return found
 
 
