@@ -30,12 +30,12 @@ _DECIDEDLY = 3
 """A state farther away than half of `_CLOSE` belongs to another token or layer if it lies this many times nearer to
 that one's own state."""
 _NEARER = 2.0
-"""States that are summed over layers or tokens belong to another request or layer if the sum of their squared distances
-from that one's is this many times smaller. Rounding, which knows nothing of the other, leaves it larger: in bfloat16,
-0.6 times smaller where the two are as near as rounding, and 0.01 times where they are not."""
-_NEARER_WITH_EXPERTS = 16.0
-"""The same for single tokens of a mixture of experts in 16 bits: rounding may choose the experts of the other request's
-token."""
+"""States of several tokens belong to another request or layer if their squared distances from that one's are on average
+this many times smaller. Rounding leaves them larger: 0.4 times smaller at most, measured in bfloat16."""
+_SEVERAL = 3
+_NEARER_ALONE = 16.0
+"""The same for a single token: rounding that a model enlarges (4 times smaller was measured), or that chooses another
+expert, may bring one near to another request's."""
 _TOLD_APART = 0.02
 """Two own states nearer to each other than this share of `_CLOSE` are not told apart."""
 _TOGETHER, _TOKENS_TOGETHER = 128, 65_536
@@ -165,25 +165,25 @@ def _require_nearest(one: _Sketch, other: _Sketch) -> None:
         has_both = (own != 0).any(-1) & (theirs != 0).any(-1)  # most positions have no logits
         told = has_both & (gap > (_TOLD_APART * check.limit) ** 2)
         both = torch.stack([near, far]).where(told, 0)
-        states, split = both[:, :-1], max(one.prompt - start, 0)
-        of_row = _NEARER_WITH_EXPERTS if check.chooses_experts else _NEARER
-        positions = [f"position {position}" for position in range(start, end)]
-        parts = (
-            ("states", states.sum(1), positions, of_row),
-            ("logits", both[:, -1], positions, of_row),
-            ("states", states.sum(2), [f"layer {layer}" for layer in check.layers], _NEARER),
-            ("logits", both[:, -1:].sum(2), ["all passes"], _NEARER),
-            ("states", states[..., :split].sum((1, 2))[:, None], ["the prompt"], _NEARER),
-            ("states", states[..., split:].sum((1, 2))[:, None], ["the generated tokens"], _NEARER),
-        )
-        for what, (near, far), names, factor in parts:
-            for index in torch.nonzero(near * factor < far)[:, 0].tolist():
-                times = float(far[index] / near[index].clamp(min=1e-30)) ** 0.5
-                raise ImportRefused(
-                    f"request {check.request}, {names[index]}: {what} that were given lie {times:.1f} times as far from "
-                    f"those of {check.model.name} as from its {what} of request {other.check.request}; give those of "
-                    "each request as they were kept"
-                )
+        of_tokens = both[:, :-1].sum(1)
+        for what, (near, far) in (("states", of_tokens), ("logits", both[:, -1])):
+            if len(found := torch.nonzero(near * _NEARER_ALONE < far)):
+                raise _refusal(one, other, f"position {start + int(found[0])}: {what}")
+        shares, of_tokens = (far / (near + far) for near, far in (both, of_tokens))  # NaN where nothing is told apart
+        is_prompt = torch.arange(start, end) < one.prompt
+        parts = torch.stack([*shares, *(of_tokens.where(which, torch.nan) for which in (is_prompt, ~is_prompt))])
+        names = [*(f"states of layer {layer}" for layer in check.layers), "logits", "states of the prompt"]
+        is_theirs = (parts.nanmean(1) > _NEARER / (1 + _NEARER)) & ((~parts.isnan()).sum(1) >= _SEVERAL)
+        if len(found := torch.nonzero(is_theirs)):
+            raise _refusal(one, other, [*names, "states of the generated tokens"][int(found[0])])
+
+
+def _refusal(one: _Sketch, other: _Sketch, what: str) -> ImportRefused:
+    """Returns the error about states or logits that are nearer to another request's."""
+    return ImportRefused(
+        f"request {one.check.request}, {what} that were given are nearer to those that {one.check.model.name} computes "
+        f"for request {other.check.request} than to its own; give those of each request as they were kept"
+    )
 
 
 def _centred(logits: Tensor) -> Tensor:

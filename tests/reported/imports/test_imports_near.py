@@ -68,7 +68,7 @@ def copied_row(one: SimpleNamespace) -> None:
         state[1, 12] = state[0, 12]
 
 
-CHANGES = [of_rows(10, 11), of_rows(20, 21), of_rows(12, 21), of_passes, of_logits, copied_row]
+CHANGES = [of_rows(10, 11), of_rows(20, 21), of_passes, of_logits, copied_row]
 
 
 def require_refused(made: Generated, models: list[Any], change: Callable[[SimpleNamespace], None]) -> None:
@@ -76,7 +76,7 @@ def require_refused(made: Generated, models: list[Any], change: Callable[[Simple
     change(one)
     for model in models:
         cp.import_generate(made.output, attention_mask=made.mask, model=model)
-        with pytest.raises(ImportRefused, match=r"request \d, .* of request \d|of their length away"):
+        with pytest.raises(ImportRefused, match=r"request \d, .* for request \d than|of their length away"):
             cp.import_generate(one, attention_mask=made.mask, model=model)
 
 
@@ -85,7 +85,7 @@ def require_refused(made: Generated, models: list[Any], change: Callable[[Simple
 def test_near_requests_are_told_apart(change: Callable[[SimpleNamespace], None], dtype: torch.dtype) -> None:
     """Of rows, passes and logits. The tokens of the second text attend to the first one alike."""
     hf = hf_model("gpt2", dtype)
-    made = Generated(hf, NEAR, forced_eos_token_id=None)
+    made = Generated(hf, NEAR)
     require_refused(made, [cp.load_model(hf), cp.load_model(copy.deepcopy(hf).float())], change)
 
 
@@ -96,13 +96,10 @@ def test_requests_of_two_lengths_are_told_apart() -> None:
     require_refused(made, [cp.load_model(hf)], of_rows(15, 22))
 
 
-@pytest.mark.parametrize("change", CHANGES[:4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_near_requests_of_a_mixture_are_told_apart(
-    change: Callable[[SimpleNamespace], None], dtype: torch.dtype
-) -> None:
+def test_near_requests_of_a_mixture_are_told_apart(dtype: torch.dtype) -> None:
     hf = mixture(dtype)
-    require_refused(Generated(hf, NEAR), [cp.load_model(hf)], change)
+    require_refused(Generated(hf, NEAR), [cp.load_model(hf)], of_rows(10, 11))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.5])
