@@ -24,7 +24,7 @@ def import_generate(
     outputs: object,
     *,
     attention_mask: object = None,
-    stop_token_ids: "Iterable[int] | None" = None,
+    stop_token_ids: "int | Iterable[int] | None" = None,
     model: CachedLM | None = None,
     tokenizer: Any = None,
     name: str | None = None,
@@ -36,7 +36,7 @@ def import_generate(
         log-probabilities; or a safetensors file of `sequences`, `hidden_states.PASS.BLOCK`, `logits.PASS` and
         `attention_mask`.
     attention_mask: [b, prompt], as given to `generate`; needed for more than one sequence.
-    stop_token_ids: token ids that end a sequence, () for none; by default the model's.
+    stop_token_ids: token ids (or one) that end a sequence, () for none; by default the model's.
     model: the model that generated, loaded here. It reads every text once, to compare all states and logits with the
         given ones; lenses can then read the given states. Without it, nothing says whose states they are.
     tokenizer: for texts, if no model is given.  name: the model's, for the metadata.
@@ -60,7 +60,7 @@ def import_generate(
 
 def import_vllm(
     outputs: object,
-    layers: "Iterable[int] | None" = None,
+    layers: "int | Iterable[int] | None" = None,
     *,
     num_prompt_tokens: "int | Iterable[int] | None" = None,
     model: CachedLM | None = None,

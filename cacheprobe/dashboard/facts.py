@@ -1,11 +1,14 @@
 """Returns what the page needs to know about a run or a request before the page asks for pictures."""
 
+from collections.abc import Mapping
+
 from cacheprobe.core.values import JsonDict
 from cacheprobe.dashboard.book import Book
 from cacheprobe.dashboard.questions import PageQuestion
 from cacheprobe.dashboard.reader import RunReader
 from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.plots.report.prose import drafts_sentence
+from cacheprobe.plots.text import plain, text_of, token_texts
 
 MOST_LETTERS = 44
 """Number of letters of a prompt's end in the menu of requests."""
@@ -19,10 +22,11 @@ def run_facts(shelf: Shelf, reader: RunReader, question: PageQuestion) -> JsonDi
     version, of the tables that all this is of; absent, as `absent_tabs`."""
     book = shelf.book(question["run"])
     run = book.run
+    texts = token_texts(run.rows)
     return {
         "name": book.name,
         "says": run_summary(book),
-        "requests": [_request_label(r) for r in run.requests],
+        "requests": [_request_label(r, texts) for r in run.requests],
         "by_losses": book.by_losses,
         "first": book.steps.start,
         "last": max(book.steps.stop - 1, book.steps.start),
@@ -103,8 +107,11 @@ def run_summary(book: Book) -> str:
     return text + drafts_sentence(run.meta["drafter"] or "", events)
 
 
-def _request_label(request: JsonDict) -> str:
-    prompt = request["prompt"] if isinstance(request["prompt"], str) else "token ids"
+def _request_label(request: JsonDict, texts: Mapping[int, str]) -> str:
+    """Returns the name of a request in the menu. texts: of the run's token ids, for a prompt that was given as ids."""
+    prompt = request["prompt"]
+    if not isinstance(prompt, str):
+        prompt = "".join(plain(text_of(texts, token)) for token in prompt)
     end = " ".join(prompt.split())
     end = end if len(end) <= MOST_LETTERS else "…" + end[-MOST_LETTERS:]
     kind = " · deterministic" if request["is_deterministic"] else ""

@@ -83,6 +83,15 @@ def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) 
     return model, f"bridge: {reason}"
 
 
+def require_loaded(model: object, what: str) -> None:
+    """Raises: ValueError for an object that is no CachedLM, such as a plain transformers model. what: names the
+    caller, which needs one."""
+    if not hasattr(model, "new_cache"):
+        raise ValueError(
+            f"{what} needs a model from cp.load_model(...), got a {type(model).__name__}; give cp.load_model(model)"
+        )
+
+
 def usable(model: CachedLM, path: str) -> CachedLM:
     """Returns the model that runs the grid: for a model inside a TransformerBridge, the bridge or its fast forward, as
     `path` says; another model is returned unchanged.
@@ -91,8 +100,7 @@ def usable(model: CachedLM, path: str) -> CachedLM:
     ModelError if path="fast" is impossible, and for a model without `editing` or with a cache of more than keys and
     values.
     """
-    if not hasattr(model, "new_cache"):
-        raise ValueError(f"a patching grid needs a model from cp.load_model(...), got a {type(model).__name__}")
+    require_loaded(model, "a patching grid")
     chosen, _ = choose_path(model, path)
     if not hasattr(chosen, "editing"):
         raise ModelError(f"{chosen.name} has no `editing`, so nothing can be patched in it; see CachedLM")

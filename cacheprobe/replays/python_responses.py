@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cacheprobe.core.values import listed, whole_number
 from cacheprobe.replays.json_responses import read_file, read_json
 from cacheprobe.replays.response import ReplayRefused, Response, ids_in, nats_in
 
@@ -16,7 +17,7 @@ _KINDS = (
 
 
 def read_responses(
-    responses: object, attention_mask: object = None, stop_token_ids: Iterable[int] = ()
+    responses: object, attention_mask: object = None, stop_token_ids: int | Iterable[int] = ()
 ) -> list[Response]:
     """Returns the responses of one object or of a sequence of them, in order.
 
@@ -24,17 +25,18 @@ def read_responses(
     Raises: ReplayRefused for other objects, and for a response that generated nothing.
     """
     if isinstance(responses, Tensor) or hasattr(responses, "sequences"):
-        return list(_generate(responses, attention_mask, frozenset(map(int, stop_token_ids))))
+        stops = frozenset(whole_number("a stop token", token) for token in listed(stop_token_ids))
+        return list(_generate(responses, attention_mask, stops))
     if isinstance(responses, str | Path | Mapping) or hasattr(responses, "outputs"):
-        listed: list[object] = [responses]
+        items: list[object] = [responses]
     elif isinstance(responses, Iterable) and not isinstance(responses, bytes):
-        listed = list(responses)
+        items = list(responses)
     else:
         raise ReplayRefused(f"{_KINDS}; got {responses!r:.60}")
-    if listed and all(isinstance(item, int) and not isinstance(item, bool) for item in listed):
-        listed = [listed]
+    if items and all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        items = [items]
     found: list[Response] = []
-    for index, item in enumerate(listed):
+    for index, item in enumerate(items):
         found += _one(_as_python(item), f"response {index}")
     if not found:
         raise ReplayRefused("there are no responses; give at least one")
@@ -97,14 +99,14 @@ def _generate(outputs: object, attention_mask: object, stops: frozenset[int]) ->
         )
     if attention_mask is None:
         raise ReplayRefused("give attention_mask=, as generate was given it: it says where each prompt ends")
-    mask = torch.as_tensor(attention_mask).bool().cpu()
+    mask = torch.atleast_2d(torch.as_tensor(attention_mask).bool().cpu())
     if mask.ndim != 2 or len(mask) != len(sequences) or mask.shape[1] >= sequences.shape[1]:
         raise ReplayRefused(
             f"attention_mask {tuple(mask.shape)} does not fit sequences {tuple(sequences.shape)}; it needs one row for "
             "each sequence (repeat_interleave(num_return_sequences)) and the prompts' length"
         )
-    if bool((~mask[:, -1]).any()):
-        raise ReplayRefused("the prompts are padded on the right; generate needs padding on the left")
+    if bool((~mask[:, -1]).any() or (mask.long().diff(dim=1) < 0).any()):
+        raise ReplayRefused("the prompts are padded on the right or in between; generate needs padding on the left")
     width, logits = mask.shape[1], getattr(outputs, "logits", None)
     for row, ids in enumerate(sequences.tolist()):
         prompt = tuple(token for token, is_there in zip(ids[:width], mask[row].tolist(), strict=True) if is_there)

@@ -13,6 +13,7 @@ from cacheprobe.drafters.replayed import Replayed
 from cacheprobe.interventions.base import Intervention
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.paths import require_loaded
 from cacheprobe.replays.python_responses import read_responses
 from cacheprobe.replays.response import Response
 from cacheprobe.replays.tokens import requests_of
@@ -38,7 +39,7 @@ def replay(
     *,
     prompts: object = None,
     attention_mask: object = None,
-    stop_token_ids: "Iterable[int] | None" = None,
+    stop_token_ids: "int | Iterable[int] | None" = None,
     drafter: Drafter | None = None,
     progress: bool = True,
     **settings: Unpack[ReplaySettings],
@@ -52,7 +53,7 @@ def replay(
     prompts: a text, token ids or a task example for each response, or one for all, where the responses do not hold
         their prompt's tokens. Of a chat, the text after the chat template.
     attention_mask: [b, prompt], as Hugging Face's `generate` was given it; it says where the prompts end.
-    stop_token_ids: token ids that end a sequence of `generate`, () for none; by default the model's.
+    stop_token_ids: token ids (or one) that end a sequence of `generate`, () for none; by default the model's.
     drafter: drafts as in `run`; its tokens are accepted where they equal the given ones. By default the drafts that the
         responses hold are verified again, so that the states of rejected ones are recorded too; of a draft, the tokens
         beyond the last given token but one are not. Without drafts, each pass computes a window of the given tokens.
@@ -64,6 +65,7 @@ def replay(
     Twin: tests.twins.equivalence.replayed_slowly, close(1e-4): one forward of Hugging Face's model without a cache.
     """
     require_known_options(settings, ReplaySettings.__annotations__)
+    require_loaded(model, "a replay")
     stops = model.stop_token_ids if stop_token_ids is None else stop_token_ids
     read = read_responses(responses, attention_mask, stops)
     requests = requests_of(model, read, prompts)

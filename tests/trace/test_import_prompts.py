@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 import cacheprobe as cp
 from cacheprobe.dashboard.facts import _request_label
 from cacheprobe.plots.report.listings import request_listings
+from cacheprobe.plots.text import token_texts
 from cacheprobe.trace.stored import StoredRun
 from tests.tiny import hf_model
 
@@ -41,10 +42,10 @@ def of_vllm(folder: Path, **speaker: Any) -> cp.Trace:
 def test_the_prompt_of_an_import_is_its_text(imported: Any, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """Before, the menu said "token ids", and views put a blank between tokens that bring their own."""
     trace = imported(tmp_path, tokenizer=tokenizer)
-    assert trace.requests[0].prompt == TEXT and list(trace.requests[0].prompt_token_ids) == IDS
-    (request,) = StoredRun(trace.save(tmp_path / "run")).requests
-    assert request["prompt"] == TEXT and request["prompt_token_ids"] == IDS
-    assert _request_label(request).endswith("· A coin is heads.")
+    assert trace.requests[0].prompt == trace.requests[0].prompt_token_ids == tuple(IDS)
+    (request,) = (stored := StoredRun(trace.save(tmp_path / "run"))).requests
+    assert request["prompt"] == request["prompt_token_ids"] == IDS
+    assert _request_label(request, token_texts(stored.rows)).endswith("· A coin is heads.⏎")
     assert ("prompt", "A coin is heads.⏎") in request_listings(trace, 0)[0].rows
     assert ">A coin is heads.\n</span>" in drawn(trace)
 
@@ -60,7 +61,8 @@ def test_show_says_why_an_import_of_vllm_has_no_ledger(tmp_path: Path) -> None:
 
 
 def test_the_models_own_tokenizer_gives_the_text(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    assert of_generate(tmp_path, model=cp.load_model(hf_model(), tokenizer=tokenizer)).requests[0].prompt == TEXT
+    trace = of_generate(tmp_path, model=cp.load_model(hf_model(), tokenizer=tokenizer))
+    assert ("prompt", "A coin is heads.⏎") in request_listings(trace, 0)[0].rows
 
 
 def test_without_a_tokenizer_it_is_the_ids(tmp_path: Path) -> None:

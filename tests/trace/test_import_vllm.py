@@ -149,7 +149,7 @@ def test_other_layers_are_refused(ours: cp.Trace, tmp_path: Path, layers: list[i
     [
         (dict(token_ids=torch.tensor([1, 2])), r"token_ids \(2,\); expected \[tokens, layers, m\] and \[tokens\]"),
         (dict(hidden_states=torch.zeros(5, 32)), r"hidden_states \(5, 32\)"),
-        (dict(hidden_states=torch.full((5, 2, 32), torch.nan)), "states that are no numbers"),
+        (dict(hidden_states=torch.full((5, 2, 32), torch.nan)), "NaN or infinite"),
         (dict(hidden_states=torch.zeros(0, 2, 32), token_ids=torch.zeros(0, dtype=torch.long)), "holds no tokens"),
         (dict(hidden_states=torch.zeros(5, 2, 16)), "states are 16 wide, those of .* 32"),
     ],

@@ -48,6 +48,27 @@ class ImportRefused(ValueError):
     """Raised for data that cannot be read as a trace."""
 
 
+def require_numbers(states: Tensor, what: str) -> None:
+    """Raises: ImportRefused for states that are no floating-point numbers, or NaN or infinite."""
+    if not states.is_floating_point():
+        raise ImportRefused(f"{what} are {states.dtype}; expected floating-point numbers, as the model computed them")
+    if not bool(torch.isfinite(states).all()):
+        raise ImportRefused(
+            f"{what} are NaN or infinite; generate again, for example in float32 or with another kind of attention"
+        )
+
+
+def token_ids_in(tokens: Tensor, what: str) -> Tensor:
+    """Returns token ids as int64. Raises: ImportRefused for numbers that are none."""
+    if tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise ImportRefused(f"{what} are {tokens.dtype}; expected token ids, which are whole numbers")
+    if bool((tokens < 0).any()):
+        raise ImportRefused(
+            f"{what} hold {int(tokens.min())}; token ids are 0 or more (-100 marks labels; give what the model read)"
+        )
+    return tokens.long()
+
+
 @dataclass(frozen=True)
 class Generation:
     """Holds one request of another program: its prompt, its generated tokens, and how the captured states are read."""
@@ -121,11 +142,11 @@ class Imported:
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """One Request for each generation, numbered in order. Its prompt is its text, special tokens included, if a
-        tokenizer is known; else its token ids."""
+        """One Request for each generation, numbered in order. Its prompt is its token ids, so that a run of it reads
+        the same ones: its text may be split into others."""
         return tuple(
             Request(
-                prompt=one.prompt if self.text.tokenizer is None else self.text.decode(one.prompt),
+                prompt=one.prompt,
                 sampling=SamplingParams(max_new_tokens=max(len(one.generated), 1)),
                 request_id=number,
                 prompt_token_ids=one.prompt,

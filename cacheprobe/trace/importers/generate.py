@@ -17,11 +17,21 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.live import LiveTokenizer
+from cacheprobe.core.values import listed, whole_number
 from cacheprobe.engine.choosing import Choice, describe
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.feeding import feed
+from cacheprobe.models.paths import require_loaded
 from cacheprobe.trace.importers.checks import close_to, require_states_of, typical_share
-from cacheprobe.trace.importers.common import Generation, Imported, ImportRefused, Origin, Stored
+from cacheprobe.trace.importers.common import (
+    Generation,
+    Imported,
+    ImportRefused,
+    Origin,
+    Stored,
+    require_numbers,
+    token_ids_in,
+)
 
 _ASK = "generate(..., return_dict_in_generate=True, output_hidden_states=True, output_logits=True)"
 _CHECKED_ROWS = 4096
@@ -76,7 +86,7 @@ def read_generate(
     outputs: object,
     *,
     attention_mask: object = None,
-    stop_token_ids: "Iterable[int] | None" = None,
+    stop_token_ids: "int | Iterable[int] | None" = None,
     model: CachedLM | None = None,
     tokenizer: LiveTokenizer = None,
     name: str | None = None,
@@ -90,6 +100,8 @@ def read_generate(
     Raises: ImportRefused for anything that is not such an output, for a needed argument that is missing, and for states
     or logits of another model, sequence, pass, layer or token.
     """
+    if model is not None:
+        require_loaded(model, "an import")
     checked = _read(outputs, attention_mask)
     count = len(checked.sequences)
     if stop_token_ids is None:
@@ -99,7 +111,7 @@ def read_generate(
                 "model="
             )
         stop_token_ids = model.stop_token_ids if model is not None else ()
-    stops = frozenset(int(token) for token in stop_token_ids)
+    stops = frozenset(whole_number("a stop token", token) for token in listed(stop_token_ids))
     indices = _indices(checked, model)
     if not indices:
         raise ImportRefused(
@@ -184,6 +196,14 @@ def _generations(outputs: _Outputs, stops: frozenset[int], indices: Mapping[int,
         logits = stored[:].detach().float().cpu()
         for sequence, (_, generated) in enumerate(texts):
             if step < len(generated):
+                where = f"sequence {sequence}, pass {step}"
+                if generated[step] >= logits.shape[1]:
+                    raise ImportRefused(
+                        f"{where} chose token {generated[step]}, but its logits are of {logits.shape[1]} tokens; give "
+                        "the sequences and logits of one generation"
+                    )
+                if bool(logits[sequence].isnan().any()):
+                    raise ImportRefused(f"{where}: its logits are NaN; generate again, for example in float32")
                 choices[sequence].append(describe(generated[step], logits[sequence]))
                 is_first[sequence].append(bool(logits[sequence, generated[step]] == logits[sequence].max()))
     _refuse_padding([generated for _, generated in texts], is_first)
@@ -218,15 +238,11 @@ def _refuse_padding(generated: Sequence[Sequence[int]], is_first: Sequence[Seque
 
 
 def _require_numbers(generations: Sequence[Generation]) -> None:
-    """Raises: ImportRefused if a state of a token is NaN or infinite; those of padding are not looked at."""
+    """Raises: ImportRefused if a state of a token is no number; those of padding are not looked at."""
     for number, one in enumerate(generations):
         for start in range(0, one.num_rows, _CHECKED_ROWS):
             for layer, states in one.read(start, min(start + _CHECKED_ROWS, one.num_rows)).items():
-                if not bool(torch.isfinite(states).all()):
-                    raise ImportRefused(
-                        f"sequence {number}: states of layer {layer} at positions from {start} are NaN or infinite; "
-                        "generate again, for example in float32"
-                    )
+                require_numbers(states, f"sequence {number}: states of layer {layer} at positions from {start}")
 
 
 def _read(outputs: object, attention_mask: object) -> _Outputs:
@@ -237,8 +253,11 @@ def _read(outputs: object, attention_mask: object) -> _Outputs:
     sequences, states = getattr(output, "sequences", None), getattr(output, "hidden_states", None)
     if sequences is None or not states:
         raise ImportRefused(f"a {type(output).__name__} holds no sequences with hidden states; use {_ASK}")
-    sequences, logits = sequences.cpu(), getattr(output, "logits", None)
-    passes = [{index: one for index, one in enumerate(of_pass) if one is not None} for of_pass in states]
+    sequences, logits = token_ids_in(torch.as_tensor(sequences).cpu(), "the sequences"), getattr(output, "logits", None)
+    if sequences.ndim != 2:
+        raise ImportRefused(f"sequences are {tuple(sequences.shape)}; expected [sequences, tokens]; use {_ASK}")
+    passes = [{index: _tensor(one) for index, one in enumerate(of_pass) if one is not None} for of_pass in states]
+    logits = None if logits is None else [_tensor(one) for one in logits]
     _require_shapes(sequences, passes, logits)
     _refuse_assisted(sequences[0], passes)
     prompt_length = sequences.shape[1] - len(passes)
@@ -248,7 +267,7 @@ def _read(outputs: object, attention_mask: object) -> _Outputs:
         if len(sequences) > 1:
             raise ImportRefused(f"{len(sequences)} sequences: give the attention_mask= that generate was given")
         attention_mask = torch.ones(1, prompt_length, dtype=torch.long)
-    mask = torch.as_tensor(attention_mask).cpu()[:, :prompt_length]
+    mask = torch.atleast_2d(torch.as_tensor(attention_mask).cpu())[:, :prompt_length].bool().long()
     if mask.shape != (len(sequences), prompt_length):
         raise ImportRefused(
             f"an attention_mask of {tuple(mask.shape)} for prompts of {(len(sequences), prompt_length)}; it needs one "
@@ -257,6 +276,11 @@ def _read(outputs: object, attention_mask: object) -> _Outputs:
     if not bool((mask.diff(dim=1) >= 0).all()) or not bool(mask[:, -1].all()):
         raise ImportRefused("prompts are padded on the right or in between; generate needs padding_side='left'")
     return _Outputs(sequences, passes, len(states[0]) - 1, logits, mask)
+
+
+def _tensor(stored: object) -> Tensor | Stored:
+    """Returns a tensor, also of an array; one in a file as it is."""
+    return stored if isinstance(stored, Stored) and not isinstance(stored, Tensor) else torch.as_tensor(stored)
 
 
 def _require_shapes(sequences: Tensor, passes: Sequence[_Pass], logits: Sequence[Tensor | Stored] | None) -> None:

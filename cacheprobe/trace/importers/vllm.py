@@ -11,20 +11,30 @@ complete.
 Source: vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py, `load_hidden_states`.
 """
 
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Protocol, cast
 
-import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import CONVENTION
 from cacheprobe.core.live import LiveTokenizer
+from cacheprobe.core.values import listed, whole_number
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.paths import require_loaded
 from cacheprobe.trace.importers.checks import require_states_of
-from cacheprobe.trace.importers.common import Generation, Imported, ImportRefused, Origin, Stored
+from cacheprobe.trace.importers.common import (
+    Generation,
+    Imported,
+    ImportRefused,
+    Origin,
+    Stored,
+    require_numbers,
+    token_ids_in,
+)
 
 _PROGRAM = "vLLM"
 _SETTING = "eagle_aux_hidden_state_layer_ids"
@@ -37,7 +47,7 @@ SECONDS_TO_WAIT = 60.0
 
 def read_vllm(
     outputs: object,
-    layers: Iterable[int] | None,
+    layers: int | Iterable[int] | None,
     *,
     num_prompt_tokens: "int | Iterable[int] | None" = None,
     model: CachedLM | None = None,
@@ -55,12 +65,16 @@ def read_vllm(
     Raises: ImportRefused for files of another layout, for layers or lengths that do not fit the files, and for states
     of another model, request, layer or token.
     """
+    if model is not None:
+        require_loaded(model, "an import")
     ids = _layer_ids(layers) if layers is not None else None
     items = _as_list(outputs)
-    if isinstance(num_prompt_tokens, int) or num_prompt_tokens is None:
-        lengths: list[int | None] = [num_prompt_tokens] * len(items)
-    else:
-        lengths = list(num_prompt_tokens)
+    lengths: list[int | None] = [
+        None if length is None else whole_number(f"num_prompt_tokens of file {index}", length)
+        for index, length in enumerate(listed(num_prompt_tokens))
+    ]
+    if num_prompt_tokens is None or not getattr(num_prompt_tokens, "ndim", isinstance(num_prompt_tokens, Iterable)):
+        lengths *= len(items)
     if len(lengths) != len(items):
         raise ImportRefused(f"num_prompt_tokens lists {len(lengths)} lengths for {len(items)} files")
     generations = [_generation(item, ids, length) for item, length in zip(items, lengths, strict=True)]
@@ -109,9 +123,9 @@ class _RequestOutput(Protocol):
     outputs: Sequence[_Completion]
 
 
-def _layer_ids(layers: Iterable[int]) -> list[int]:
+def _layer_ids(layers: int | Iterable[int]) -> list[int]:
     """Checks the layer ids of vLLM's setting, and returns them as a list of int."""
-    ids = [int(layer) for layer in layers]
+    ids = [whole_number(f"a layer id of {_SETTING}, as in layers=[1, 2],", layer) for layer in listed(layers)]
     if not ids or ids != sorted(set(ids)) or ids[0] < 0:
         raise ImportRefused(
             f"layers={ids}: give {_SETTING} as vLLM was given it, ascending: vLLM stores states in the order in which "
@@ -244,7 +258,7 @@ def _checked(path: Path, ids: Sequence[int] | None) -> tuple[list[int], dict[int
                 f"{path}: hidden_states {tuple(shape)} and token_ids {tuple(count)}; expected "
                 "[tokens, layers, m] and [tokens]"
             )
-        named = _named_layers(file.metadata() or {})
+        named = _named_layers(path, file.metadata() or {})
         if ids is None and named is None:
             raise ImportRefused(f"{path} does not name its layers; give {_SETTING} as layers=")
         layers = [layer - 1 for layer in ids] if ids is not None else named or []
@@ -261,16 +275,20 @@ def _checked(path: Path, ids: Sequence[int] | None) -> tuple[list[int], dict[int
         if not shape[0]:
             raise ImportRefused(f"{path} holds no tokens: vLLM was given embeddings instead of a prompt")
         for start in range(0, shape[0], _CHECKED_ROWS):
-            if not bool(torch.isfinite(states[start : start + _CHECKED_ROWS]).all()):
-                raise ImportRefused(
-                    f"{path} holds states that are no numbers; dump them again, with one kind of attention"
-                )
+            require_numbers(states[start : start + _CHECKED_ROWS], f"{path}: states at positions from {start}")
         columns = {layer: index for index, layer in enumerate(layers) if layer >= 0}  # vLLM's id 0 is the embedding
-        return tokens[:].tolist(), dict(sorted(columns.items()))
+        return token_ids_in(tokens[:], f"{path}: token_ids").tolist(), dict(sorted(columns.items()))
 
 
-def _named_layers(metadata: Mapping[str, str]) -> list[int] | None:
-    """Returns the layers that the metadata of a file of ours names, such as "1,5,9"; None for another file."""
+def _named_layers(path: Path, metadata: Mapping[str, str]) -> list[int] | None:
+    """Returns the layers that the metadata of a file of ours names, such as "1,5,9"; None for another file. Raises:
+    ImportRefused for metadata that names no layers."""
     if metadata.get("convention") != CONVENTION:
         return None
-    return [int(layer) for layer in metadata["layers"].split(",")]
+    layers = re.findall(r"\d+", metadata.get("layers", ""))
+    if not layers or ",".join(layers) != metadata["layers"] or len(set(layers)) < len(layers):
+        raise ImportRefused(
+            f"{path} names its layers as {metadata.get('layers')!r:.60}; expected layers such as '1,5,9', each once; "
+            "export it again with cp.analysis.to_speculators"
+        )
+    return [int(layer) for layer in layers]
