@@ -265,7 +265,7 @@ class Imported:
                 "prompt_hypotheses": False,
             },
             "weights_note": "",
-            **({} if model is None else {"special_token_ids": list(special_token_ids(model))}),
+            **({} if self.text.tokenizer is None else {"special_token_ids": list(special_token_ids(self.text))}),
             "cache_row_bytes": None,
             "thought_layer": None,
             "thinking": None,

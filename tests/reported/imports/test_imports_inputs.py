@@ -187,3 +187,16 @@ def test_a_run_of_imported_requests_reads_the_same_tokens() -> None:
     again = cp.run(model, trace.requests, progress=False)
     assert again.requests[0].prompt_token_ids == tuple(ids)
     assert again.committed(0) == made.output.sequences[0, len(ids) :].tolist()
+
+
+def test_an_import_without_a_model_knows_the_special_tokens_of_its_tokenizer() -> None:
+    """By hand: the prompt's token 2 is special, and its first token is the first of the text."""
+    tokenizer = build("metaspace, start token not added")
+    made = Generated(hf_model(), [[9, 5, 2, 7, 9]], max_new_tokens=2)
+    trace = cp.import_generate(made.output, tokenizer=tokenizer, stop_token_ids=(), attention_mask=made.mask)
+    rows = trace.rows(0)
+    assert 2 in tokenizer.all_special_ids
+    special = rows[trace.is_special(rows)]
+    places = [*zip(rows.position, rows.token_id, strict=True)]
+    chosen = {(0, 9), *(place for place in places if place[1] in tokenizer.all_special_ids)}
+    assert set(zip(special.position, special.token_id, strict=True)) == chosen and (2, 2) in chosen
