@@ -192,7 +192,7 @@ def test_a_run_of_imported_requests_reads_the_same_tokens() -> None:
 def test_an_import_without_a_model_knows_the_special_tokens_of_its_tokenizer() -> None:
     """By hand: the prompt's token 2 is special, and its first token is the first of the text."""
     tokenizer = build("metaspace, start token not added")
-    made = Generated(hf_model(), [[9, 5, 2, 7, 9]], max_new_tokens=2)
+    made = Generated(hf_model(), [[9, 8, 2, 7, 9]], max_new_tokens=2)
     trace = cp.import_generate(made.output, tokenizer=tokenizer, stop_token_ids=(), attention_mask=made.mask)
     rows = trace.rows(0)
     assert 2 in tokenizer.all_special_ids
