@@ -9,6 +9,7 @@ from torch import Tensor
 from cacheprobe.analysis.reading import readable
 from cacheprobe.capture.part import Part
 from cacheprobe.capture.to_disk import ImportOutput, ToDisk, to_disk
+from cacheprobe.core.process import require_usable_process
 from cacheprobe.core.records import Finished
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
@@ -47,6 +48,7 @@ def import_generate(
     prompts padded on the right, and for states or logits that are not the model's for their sequence, token and layer;
     TraceError if `out` may not be written.
     """
+    require_usable_process()
     imported = read_generate(
         outputs,
         attention_mask=attention_mask,
@@ -80,6 +82,7 @@ def import_vllm(
     Raises: ImportRefused for another layout, other layers than the file has, NaN or infinite values, and states
     that are not the model's for their request, token and layer; TraceError if `out` may not be written.
     """
+    require_usable_process()
     imported = read_vllm(
         outputs, layers, num_prompt_tokens=num_prompt_tokens, model=model, tokenizer=tokenizer, name=name
     )

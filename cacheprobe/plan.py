@@ -200,9 +200,12 @@ class RunPlan:
         if prompt + new > n_ctx:
             config = getattr(live_model(self.model), "config", None)
             switch = ", beyond which the factors of its LongRoPE switch" if n_ctx == longrope_length(config) else ""
+            count, remedy = f"{new} new tokens", f" or set max_new_tokens={n_ctx - prompt} or less"
+            if prompt >= n_ctx:
+                count, remedy = "a new token", f" to {n_ctx - 1} tokens or fewer"
             raise ValueError(
-                f"request {request.request_id}: prompt of {prompt} + {new} new tokens exceed the model's context of "
-                f"{n_ctx}{switch}; shorten the prompt or set max_new_tokens={max(n_ctx - prompt, 0)} or less"
+                f"request {request.request_id}: prompt of {prompt} + {count} exceed the model's context of "
+                f"{n_ctx}{switch}; shorten the prompt{remedy}"
             )
 
     def _check_positions(self) -> None:

@@ -19,7 +19,7 @@ from cacheprobe.trace.data import TraceData
 from cacheprobe.trace.tables import build as tables
 
 LOGIT, LATER = "logit", "later"
-_NOT_OF_READINGS = {"path", "attention", "compatibility_mode", "products"}
+_NOT_OF_READINGS = {"path", "attention", "compatibility_mode", "products", "buffers_sha256"}
 """Fields of a model's fingerprint on which states depend, and readings of given states do not."""
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.capture.lens_reader import LensReader, Queued
+from cacheprobe.core.process import require_usable_process
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.data import TraceData
@@ -62,6 +63,7 @@ def require_model(trace: TraceData, model: CachedLM | None) -> CachedLM:
 
     Raises: ValueError if there is no model, if its weights differ, or if the trace was imported without a model.
     """
+    require_usable_process()
     model = model or trace.model
     if model is None:
         raise ValueError("this trace was loaded without its model; use cp.load_trace(dir, model=...)")

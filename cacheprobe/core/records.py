@@ -279,10 +279,11 @@ def fingerprint_differences(a: Mapping[str, object], b: Mapping[str, object]) ->
 
     A value is None if the fingerprint lacks the field. A field that an earlier version did not record is compared by
     its default; its value is then a text that says so (for pad_prefill, True). Names of model and adapter are not
-    compared, because the weights are; nor is the lens, on which no token or state depends. A capacity in slots equals
-    ANY_CAPACITY if it is such a multiple.
+    compared, because the weights are; nor is the lens, on which no token or state depends; nor a hash of buffers that
+    an earlier version did not record. A capacity in slots equals ANY_CAPACITY if it is such a multiple.
     """
-    keys = sorted({*a, *b} - {"model", "adapter", "lens"})
+    unknown = {"buffers_sha256"} - (a.keys() & b.keys())
+    keys = sorted({*a, *b} - {"model", "adapter", "lens"} - unknown)
     differing = [key for key in keys if _field(a, key) != _field(b, key) and not _fit_any_capacity(key, a, b)]
     return [(key, _value_or_note(a, key), _value_or_note(b, key)) for key in differing]
 

@@ -32,6 +32,6 @@ def read_yaml(path: Path, kind: str) -> object:
         raise ValueError(f"there is no {kind} file {path}; give a YAML file of settings")
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} is not readable as YAML ({reason}); write a line `name: value` for each") from error

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from cacheprobe.core.process import require_usable_process
 from cacheprobe.core.values import folder as checked_folder
 from cacheprobe.dictionaries.config import GATED, JUMPRELU, STANDARD, TOPK, DictionaryConfig, DictionaryError
 from cacheprobe.dictionaries.formats import Said, read_dictionary, shapes_of
@@ -138,6 +139,7 @@ class Dictionary:
         States of all heads, [.., h, d], are joined first if the dictionary was trained on z.
         Raises: DictionaryError for states of another width.
         """
+        require_usable_process(is_computing=True)
         if self.config.reshape_activations == "hook_z" and states.shape[-1] != self.config.d_in:
             states = states.flatten(-2)
         self.require_width(states.shape[-1], "the given tensor")
@@ -165,6 +167,7 @@ class Dictionary:
         Without the skip connection of a transcoder, which reads states and not features; see `reconstruct`.
         Raises: DictionaryError if `states` are needed and not given.
         """
+        require_usable_process(is_computing=True)
         if self.config.rescale_acts_by_decoder_norm:
             features = features / self.tensors["W_dec"].norm(dim=-1)
         out = features @ self.tensors["W_dec"] + self.tensors["b_dec"]

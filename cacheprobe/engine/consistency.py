@@ -19,6 +19,7 @@ from cacheprobe.core.config import EngineConfig
 from cacheprobe.engine.model_runner import is_out_of_memory
 from cacheprobe.engine.shapes import config_to_try
 from cacheprobe.engine.trial import Cycle, num_cycles
+from cacheprobe.engine.watch import other_settings
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.settings import numeric_settings
 from cacheprobe.ops.compiled.attention import MOST_TOKENS
@@ -37,7 +38,8 @@ _NARROW = (2, 4, 8)
 _LOWEST, _FIRST_TILE = 5, 8
 """Batch heights up to the first number are tried; above it, those around 8, 16, 32 ..., tiles of loops and kernels."""
 _FEW = (1, 3)
-"""Batch heights to try in a width that is narrower than the window, besides those of the narrowest widths."""
+"""Batch heights of the passes in which a run checks itself. Only these are tried in a width that is narrower than the
+window, but for the narrowest widths."""
 _FEWEST_PROMPTS = 4
 """Fewest prompts for which to try whether a prefill pass may have several of them, and how many the trial has."""
 _SHORT_TEXT, _MORE_THAN_LOOPS = 3, 4
@@ -145,21 +147,21 @@ def proven_shapes(
 def invariant_widths(
     model: CachedLM, config: EngineConfig, hooked: Hooked = Hooked(), num_requests: int = 1
 ) -> tuple[int, ...]:
-    """Requires that a token has the same bits in passes of 1 to `num_requests` requests as in a pass of its request
-    alone. Returns the widths below the window in which it has them, too, ascending.
+    """Requires that a token has the same bits in passes of 1 to `num_requests` requests, and of the three in which the
+    run checks itself, as in a pass of its request alone. Returns the widths below the window in which it has them, too,
+    ascending.
 
     If no row depends on another by construction, some heights stand for all, and all widths are tried in which a row
     does not depend on the width either; otherwise every height is tried, and no width but the window.
     Raises: ShapeRefused, with the height, the first differing operation and layer, and the remedy.
     """
-    window, heights = config.window, range(1, num_requests + 1)
+    window, heights = config.window, {*range(1, num_requests + 1), *_FEW}
     widths: Sequence[int] = ()
     if independent := _independent_width(model):
-        heights = _heights(num_requests)
+        heights = {*_heights(num_requests), *_FEW}
         widths = () if hooked.edited or window > independent else range(1, window)
-    shapes = [(h, window) for h in heights if num_requests > 1]
-    few = [height for height in _FEW if height <= num_requests]
-    shapes += [(h, w) for w in widths for h in (heights if w < _FEW[1] else few)]
+    shapes = [(h, window) for h in sorted(heights)]
+    shapes += [(h, w) for w in widths for h in (sorted(heights) if w < _FEW[1] else _FEW)]
     known = _known.setdefault(model, {})
     settings = (window, "invariant", config.capacity, hooked, *numeric_settings().values())
     if untried := [shape for shape in shapes if (*shape, *settings) not in known]:
@@ -186,7 +188,7 @@ def _invariant_faults(
     num_tokens = sum(height * width for height, width in shapes)
     with _hooks(model, hooked):
         for number in range(num_cycles(model, num_tokens, 1)):
-            cycle = Cycle(model, max(most, _FEW[1]), config.window, config.capacity, "verify", number, is_alone=True)
+            cycle = Cycle(model, most, config.window, config.capacity, "verify", number, is_alone=True)
             for shape in [shape for shape in shapes if shape not in found]:
                 if (fault := cycle.run_at(*shape)) is not None:
                     found[shape] = fault
@@ -336,7 +338,7 @@ def _remedy(model: CachedLM, config: EngineConfig, hooked: Hooked) -> str:
         for group in _groups(other.window):
             if _fault(model, group, other.window, config.capacity, "verify", hooked) is None:
                 return f"set window={other.window} and group={group}"
-    return "try torch.set_num_threads(1), or path='bridge'"
+    return f"try {other_settings(model)}"
 
 
 def _fault(model: CachedLM, batch: int, width: int, capacity: int, phase: str, hooked: Hooked) -> str | None:

@@ -202,7 +202,7 @@ class ModelRunner:
         if differs is not None:
             fault = BatchedPromptFault if phase == "prefill" else ShapeFault
             whose = next(e for b, e in zip(batch_index, entries, strict=True) if b == differs.original)
-            raise fault(differs.message(whose.state.request_id, self.step, phase, self.shape))
+            raise fault(differs.message(whose.state.request_id, self.step, phase, self.shape, self.model))
         if phase == "verify":
             self.watch.remember(states, batch_index, starts, out)
         with self._recording(phase, entries):

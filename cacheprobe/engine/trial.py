@@ -113,7 +113,7 @@ class Cycle:
             self._run([stream], [0], False)
             for tensor in (*self.cache.keys, *self.cache.values):
                 written = slice(start, start + self.window)
-                tensor[stream :: self.num_streams, :, written] = tensor[stream : stream + 1, :, written]
+                tensor[stream :: self.num_streams, :, written] = tensor[stream : stream + 1, :, written].clone()
             if (memory := memory_of(self.cache)) is not None:
                 for row in range(stream + self.num_streams, self.batch, self.num_streams):
                     memory.share(memory, stream, row, self.cache.capacity)

@@ -51,20 +51,25 @@ class Difference:
             return f"batch index {self.original} and a pass with other requests or none differ in {where}"
         return f"batch indices {self.original} and {self.copy} differ in {where}"
 
-    def message(self, request_id: int, step: int, phase: str, shape: tuple[int, int]) -> str:
+    def message(self, request_id: int, step: int, phase: str, shape: tuple[int, int], model: CachedLM) -> str:
         """Returns the text of an error: request, step, shape of the pass, where the bits differ, what follows, and what
         to set instead."""
         end, remedy = "so no deterministic request can go on in it", "determinism='verify'"
         if phase == "prefill":
-            end, remedy = "so requests whose prompts were read with others before end", "prefill_group=1"
+            end = "so requests whose prompts were read with others before end"
+            remedy = f"prefill_group=1, or {other_settings(model)}"
         elif self.copy is not None:
-            remedy = "another group or window"
+            remedy = f"another group or window, or {other_settings(model)}"
         return (
             f"request {request_id} step {step}: of a {phase} pass of {shape[0]} x {shape[1]} rows, its tokens were "
             f"computed twice, and {self}; this shape does not give the same bits everywhere on this machine "
-            f"({torch.get_num_threads()} threads), {end}; nothing of this step was committed; set {remedy}, "
-            "torch.set_num_threads(1), or path='bridge'"
+            f"({torch.get_num_threads()} threads), {end}; nothing of this step was committed; set {remedy}"
         )
+
+
+def other_settings(model: CachedLM) -> str:
+    """Returns text for an error message: settings with which a pass of the model may be batch-invariant."""
+    return "torch.set_num_threads(1)" + " or path='bridge'" * hasattr(model, "origin")
 
 
 class Place(NamedTuple):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cacheprobe.core.hook_names import HEADS, RECURRENT, ROUTER, SITES
 from cacheprobe.core.noise import RESAMPLE_STREAM, uniform_noise
+from cacheprobe.core.process import require_usable_process
 from cacheprobe.core.records import PHASES
 from cacheprobe.core.values import flag, listed, whole_number
 
@@ -168,6 +169,7 @@ def as_wide(vectors: object) -> Tensor:
 def _checked(vectors: object, what: str) -> Tensor:
     """Returns a copy of vectors [w] or [n, w] as [n, w], in float32 or float64, on the CPU. Raises: ValueError for
     other shapes, an empty tensor, NaN or infinity."""
+    require_usable_process()
     made = as_wide(vectors).detach().to("cpu", copy=True)
     made = made[None] if made.dim() == 1 else made
     if made.dim() != 2 or not made.numel():

@@ -57,7 +57,7 @@ def require_tuned_lens(directory: Path) -> dict[str, Json]:
     try:
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         is_ours = config.get("kind") == _KIND
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise LensError(
             f"{directory} holds no tuned lens ({error!s:.120}); write one with cacheprobe train tuned-lens --out DIR"
         ) from error

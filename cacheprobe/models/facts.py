@@ -14,7 +14,11 @@ from torch import Tensor
 from cacheprobe.core.config import DTYPES
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.hf.shared import plain_path
 from cacheprobe.models.quantised.packed import packed_modules
+
+ROTATIONS_OF_PASSES = ("dynamic", "longrope")
+"""Kinds of rotary embedding whose frequencies depend on the largest position of a pass."""
 
 
 def one_dtype(bridge: LiveModule, name: str) -> torch.dtype:
@@ -81,6 +85,25 @@ def sha256_of(named: Sequence[tuple[str, Tensor]]) -> str:
         digest.update(f"{name} {tuple(weight.shape)}".encode())
         digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data.cast("B"))
     return digest.hexdigest()[:16]
+
+
+def buffers_sha256(live: LiveModule) -> str:
+    """Returns the first 16 hex digits of a SHA-256 over a model's buffers, such as a router's trained bias, sorted by
+    name. Buffers of zeros are left out, since a bridge adds some; so are frequencies that each pass computes again."""
+    named = [
+        (plain_path(f"{path}.{name}"), buffer)
+        for path, module in live.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if bool(buffer.any()) and not _is_recomputed(module, name)
+    ]
+    return sha256_of(sorted(named, key=lambda item: item[0]))
+
+
+def _is_recomputed(module: LiveModule, name: str) -> bool:
+    """Returns True for the frequencies of a rotary embedding that follow the length of the text."""
+    kinds = getattr(module, "rope_type", "default")
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return name.endswith("inv_freq") and "original" not in name and any(kind in ROTATIONS_OF_PASSES for kind in kinds)
 
 
 _Known = dict[int, tuple[object, list[tuple[int, int]], str]]

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from threading import RLock, get_ident, local
 
 from cacheprobe.core.live import LiveModule
+from cacheprobe.core.process import require_usable_process
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.settings import plain_settings, require_usable_process
+from cacheprobe.models.settings import plain_settings
 
 
 class _Computing:

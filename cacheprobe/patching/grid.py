@@ -108,7 +108,7 @@ class PatchingGrid:
             if lacking := [name for name in ("layer", "position", "token", meta["value"]) if name not in table.columns]:
                 raise KeyError(f"its table lacks {', '.join(lacking)}")
             return cls(table, meta)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{path} is no patching grid ({error!s:.80}); give a file that PatchingGrid.save wrote"
             ) from error

@@ -60,5 +60,5 @@ def _read(path: Path):
     """Returns the content of a JSON file of a CellStore. Raises: ValueError if the file is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no file of a grid ({error!s:.80}); remove it and run again") from error

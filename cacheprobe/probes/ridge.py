@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from cacheprobe.core.process import require_usable_process
+
 STRENGTHS = (0.01, 0.1, 1.0, 10.0, 100.0)
 """Penalties to try, in units of the number of features."""
 _NUMBERS_AT_ONCE = 20_000_000
@@ -40,6 +42,7 @@ def held_out_scores(
     Source: ridge regression as a classifier, Hastie, Tibshirani and Friedman 2009, sections 3.4.1 and 4.2.
     Twin: tests.twins.probes_slowly.held_out_slowly (scikit-learn), close(1e-6).
     """
+    require_usable_process(is_computing=True)
     num_folds = int(folds.max()) + 1
     if num_folds < 3:
         raise ValueError(f"{num_folds} folds leave none to choose the penalty on; give at least 3")

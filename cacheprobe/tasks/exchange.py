@@ -62,7 +62,7 @@ def from_dataset(rows: Dataset) -> list[Example]:
             raise ValueError(f"row {index}: inputs and targets must be texts, got {text!r} and {target!r}")
         try:
             example = Example(parse_wei(text)) if record is None else example_from_record(json.loads(record))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"row {index}: {error}") from error
         if target.strip().lower() != example.answer.strip().lower():
             raise ValueError(f"row {index}: {text!r} has the target {target!r}, but gives {example.answer.strip()!r}")

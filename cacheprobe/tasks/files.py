@@ -34,7 +34,7 @@ def load_examples(path: str | Path) -> list[Example]:
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try:
             examples.append(example_from_record(json.loads(line)))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: {error}; write the file with save_examples") from error
     if not examples:
         raise ValueError(f"{path} holds no examples; write it with save_examples")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import HEAD_SITES, PATTERN, SITE_NAMES, site_label
+from cacheprobe.core.process import require_usable_process
 from cacheprobe.core.records import STATUSES, Request
 from cacheprobe.core.tokens.special import special_token_ids
 from cacheprobe.core.values import JsonDict, hint
@@ -180,6 +181,7 @@ class TraceData:
         Raises: ValueError for states that were not captured or not computed, and for patterns, whose length differs
         between rows (see `pattern_rows`); KeyError for an unknown row number.
         """
+        require_usable_process()
         if site == PATTERN:
             raise ValueError("patterns differ in length from row to row; ask for them with pattern_rows(layer, rows)")
         return self.store.some_of(site, *self.state_indices(site, layer, rows))

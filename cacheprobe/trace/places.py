@@ -213,7 +213,7 @@ def _manifest_in(directory: Path) -> JsonDict:
     """Returns the manifest of a complete run in this directory, as it is stored; {} if there is no readable one."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else {}
 
@@ -286,7 +286,7 @@ def _run_description(directory: Path) -> str:
     TraceError if manifest.json belongs to another program."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return f"its {MANIFEST} cannot be read"
     if not isinstance(manifest, dict) or manifest.get("format") != "cacheprobe trace":
         raise TraceError(f"{directory / MANIFEST} is not of a cacheprobe trace; choose an empty directory")

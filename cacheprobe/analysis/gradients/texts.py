@@ -77,7 +77,9 @@ def texts_of_prompts(model: CachedLM, prompts: object) -> list[GradientText]:
             example, prompt = prompt, text_of(prompt, model, index)
         ids = token_ids_of(prompt, model, index, is_chat=bool(getattr(example, "chat", False)))
         if len(ids) > model.n_ctx:
-            raise ValueError(f"request {index}: {len(ids)} tokens exceed the model's context of {model.n_ctx}")
+            raise ValueError(
+                f"request {index}: {len(ids)} tokens exceed the model's context of {model.n_ctx}; shorten the prompt"
+            )
         found.append(GradientText(index, PROMPT, None, ids, None, 0, len(ids), example, model))
     require_unpadded(listed, model.tokenizer)
     return found

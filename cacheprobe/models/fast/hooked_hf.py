@@ -16,6 +16,7 @@ from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.experts.sites import capturing_routing, editing_routers, split, use_invariant_experts
+from cacheprobe.models.facts import ROTATIONS_OF_PASSES
 from cacheprobe.models.fast.bridge_members import BridgeMembers
 from cacheprobe.models.fast.functional import FunctionalForward, FunctionalLlama, affine
 from cacheprobe.models.fast.functional_gpt import FunctionalGPT
@@ -40,9 +41,6 @@ from cacheprobe.ops.kernel_set import KernelSet
 
 FUNCTIONAL = (FunctionalLlama, FunctionalGPT)
 """Classes that compute a forward without calling modules; each supports some model families."""
-
-_ROTATIONS_OF_PASSES = ("dynamic", "longrope")
-"""Kinds of rotary embedding whose frequencies depend on the largest position of a pass."""
 
 
 class HookedHF(BridgeMembers):
@@ -247,7 +245,7 @@ class HookedHF(BridgeMembers):
         there is none. In wider passes torch computes the attention, by request, in calls whose shape has the width."""
         if self._functional_class is not FunctionalLlama or not self.attends_by_request:
             return 0
-        if getattr(self.model.model.rotary_emb, "rope_type", "default") in _ROTATIONS_OF_PASSES:
+        if getattr(self.model.model.rotary_emb, "rope_type", "default") in ROTATIONS_OF_PASSES:
             return 0
         if isinstance(self._operations, KernelOperations):
             return self.n_ctx if self.device.type == "cuda" else 0  # elsewhere torch's loops compute the activation

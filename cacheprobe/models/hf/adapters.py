@@ -94,7 +94,7 @@ def read_config(directory: Path) -> LoraConfig:
     try:
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         rank, alpha = config["r"], config["lora_alpha"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"{directory} is no adapter: {CONFIG} is absent or broken ({error!s:.120})") from error
     if config.get("peft_type") != "LORA":
         raise ModelError(f"{directory} is a {config.get('peft_type')} adapter; only LORA is merged here")

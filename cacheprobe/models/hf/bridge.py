@@ -22,7 +22,7 @@ from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.experts.sites import EXPERTS, use_invariant_experts
-from cacheprobe.models.facts import one_dtype, stop_ids
+from cacheprobe.models.facts import buffers_sha256, one_dtype, stop_ids
 from cacheprobe.models.hf.cache import ShapeProbe, staged
 from cacheprobe.models.hf.float64 import keeping_float64
 from cacheprobe.models.hf.hooked_lm import HookedLM
@@ -281,6 +281,7 @@ class BridgeLM(HookedLM):
             **({"adapter": self.adapter} if self.adapter else {}),
             **({"prepend_bos": True} if self.prepend_bos else {}),
             "weights_sha256": self.weights_sha256,
+            "buffers_sha256": buffers_sha256(self.bridge.original_model),
             **({"quantised": text} if (text := quantised_text(self.bridge.original_model)) else {}),
             "architecture": type(self.bridge.original_model).__name__,
             "path": "bridge",

@@ -17,7 +17,7 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import RecurrentCache
 from cacheprobe.models.base import BlockSum, ModelError
 from cacheprobe.models.experts.sites import EXPERTS, own_experts, use_invariant_experts
-from cacheprobe.models.facts import HashedWeights, one_dtype, stop_ids
+from cacheprobe.models.facts import HashedWeights, buffers_sha256, one_dtype, stop_ids
 from cacheprobe.models.fast.module_hooks import listen
 from cacheprobe.models.hf.attention import ATTENTION, attending
 from cacheprobe.models.hf.float64 import keeping_float64
@@ -274,6 +274,7 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
             **({"adapter": self.adapter} if self.adapter else {}),
             **({"prepend_bos": True} if self.prepend_bos else {}),
             "weights_sha256": self.weights_sha256,
+            "buffers_sha256": buffers_sha256(self.live),
             **({"quantised": text} if (text := quantised_text(self.live)) else {}),
             "architecture": type(self.live).__name__,
             "path": "plain",

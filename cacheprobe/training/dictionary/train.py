@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from cacheprobe.core.hook_names import hook_name
 from cacheprobe.core.noise import derive_seed
+from cacheprobe.core.process import require_usable_process
 from cacheprobe.core.values import Json
 from cacheprobe.dictionaries import Dictionary, DictionaryConfig
 from cacheprobe.dictionaries.formats import CONFIG
@@ -32,6 +33,7 @@ def train_dictionary(
     Equal settings and states give the same bits on one machine with one number of threads.
     Raises: ValueError if the states were not captured, or are fewer than a step draws, and if `out` holds a dictionary.
     """
+    require_usable_process(is_computing=True)
     if out is not None and (out / CONFIG).exists():
         raise ValueError(f"{out} holds a dictionary; choose another folder")
     rows, num_left_out = _rows(trace, settings)

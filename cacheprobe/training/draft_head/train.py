@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from cacheprobe.core.noise import derive_seed
+from cacheprobe.core.process import require_usable_process
 from cacheprobe.core.values import Json
 from cacheprobe.drafters.draft_head import DraftHead, next_states
 from cacheprobe.lenses.base import unembedding_sha256
@@ -40,6 +41,7 @@ def train_draft_head(
     Raises: ValueError for a trace without its model or of another one, without these states, with fewer than two
     requests, and if `out` exists.
     """
+    require_usable_process(is_computing=True)
     if out is not None and out.exists():
         raise ValueError(f"{out} exists; choose another file")
     model = trace.model

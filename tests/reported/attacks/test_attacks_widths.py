@@ -1,5 +1,6 @@
 """Bits of a deterministic request do not depend on how wide a pass another request's drafts make it."""
 
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Request
-from cacheprobe.engine.consistency import Hooked, invariant_widths, narrow_widths
+from cacheprobe.engine.consistency import Hooked, ShapeRefused, invariant_widths, narrow_widths
 from cacheprobe.models.paths import choose_path
 from tests.compiled import on_loops
 from tests.field.family_models import tiny_family
@@ -90,7 +91,8 @@ def test_a_window_that_is_too_long_for_loops_has_no_narrow_passes(dtype: torch.d
     for window, wanted in ((most, (2, 4, 8)), (most + 1, ())):
         config = EngineConfig(window=window, group=2, capacity=512)
         assert narrow_widths(fast, config) == wanted
-        assert (8 in invariant_widths(fast, config, Hooked(), 1)) == bool(wanted)
+        with nullcontext() if wanted else suppress(ShapeRefused):  # torch's attention may depend on the slot
+            assert (8 in invariant_widths(fast, config, Hooked(), 1)) == bool(wanted)
 
 
 def test_latent_attention_has_no_narrow_passes() -> None:
