@@ -1,5 +1,5 @@
 """Names types of objects of transformers and TransformerLens that these libraries leave untyped; to Python each name is
-Any."""
+Any. Defines ModelError, without importing torch, so that model names can be checked before it is loaded."""
 
 from typing import Any, TypeAlias
 
@@ -17,3 +17,7 @@ LiveTokenizer: TypeAlias = Any
 ModuleValue: TypeAlias = Any
 """An argument or the output of a module's forward, as PyTorch's hooks pass them: a tensor, a tuple that begins with
 one, or another object, depending on the module."""
+
+
+class ModelError(ValueError):
+    """Signals that a model cannot be loaded or used as requested; the message says why."""

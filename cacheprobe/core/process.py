@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from cacheprobe.core.errors import ModelError
+from cacheprobe.core.live import ModelError
 
 _OS_THREADS = Path("/proc/self/task")
 _threads: set[str] = set()

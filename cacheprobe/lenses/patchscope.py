@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cacheprobe.core.errors import ModelError
+from cacheprobe.core.live import ModelError
 from cacheprobe.core.registry import register
 from cacheprobe.core.values import whole_number
 from cacheprobe.lenses.base import LensError

@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, device, dtype
 
-from cacheprobe.core.errors import ModelError as ModelError
 from cacheprobe.core.live import LiveTokenizer
+from cacheprobe.core.live import ModelError as ModelError
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.output_parts import HeadWriter, OutputParts
 

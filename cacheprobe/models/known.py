@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from cacheprobe.core.errors import ModelError
+from cacheprobe.core.live import ModelError
 from cacheprobe.core.values import Json
 from cacheprobe.models.quantised.gguf_header import gguf_file
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from cacheprobe.core.errors import ModelError
+from cacheprobe.core.live import ModelError
 from cacheprobe.core.process import require_usable_process
 
 CPU_INFO = Path("/proc/cpuinfo")

@@ -14,7 +14,7 @@ from cyclopts import App
 
 import cacheprobe as cp
 from cacheprobe.cli.app import app
-from cacheprobe.core.errors import ModelError
+from cacheprobe.core.live import ModelError
 from cacheprobe.models import known
 from cacheprobe.trace.manifest import TraceError
 from tests.tiny import PROMPTS, SMALL, loaded

@@ -5,9 +5,8 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from cacheprobe.core.errors import ModelError
 from cacheprobe.core.files import sha256_of_file
-from cacheprobe.core.live import LiveModule
+from cacheprobe.core.live import LiveModule, ModelError
 from cacheprobe.models.quantised.gguf_header import GGUFHeader, read_header
 from cacheprobe.models.smollm2 import (
     CONTENTS,

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
-from cacheprobe.core.errors import ModelError
+from cacheprobe.core.live import ModelError
 
 SUFFIX = ".gguf"
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

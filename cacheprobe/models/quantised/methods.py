@@ -4,8 +4,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from cacheprobe.core.errors import ModelError
-from cacheprobe.core.live import LiveConfig
+from cacheprobe.core.live import LiveConfig, ModelError
 from cacheprobe.core.values import hint
 
 StoredQuantisation = Mapping[str, object]

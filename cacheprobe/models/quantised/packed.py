@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from cacheprobe.core.errors import ModelError
-from cacheprobe.core.live import LiveModule
+from cacheprobe.core.live import LiveModule, ModelError
 from cacheprobe.models.quantised.methods import method_of, stored_quantisation
 
 BITS_4, BITS_8, SUBCLASS = "Linear4bit", "Linear8bitLt", "torchao"
