@@ -1,21 +1,13 @@
 """Refuses to compute in a process that would wait for ever or make tensors on another device."""
 
 import os
-from pathlib import Path
 
 import torch
 
 from cacheprobe.core.live import ModelError
 
-_OS_THREADS = Path("/proc/self/task")
 _threads: set[str] = set()
 """Holds "used" if this process has computed with several threads; "lost" if it was forked from one that had."""
-
-
-def _note_threads() -> None:
-    """Notes, in a process that is about to be forked, that it may have threads of torch, which others started."""
-    if torch.get_num_threads() > 1 and _OS_THREADS.exists() and len(os.listdir(_OS_THREADS)) > 1:
-        _threads.add("used")
 
 
 def _note_fork() -> None:
@@ -24,7 +16,7 @@ def _note_fork() -> None:
         _threads.add("lost")
 
 
-os.register_at_fork(before=_note_threads, after_in_child=_note_fork)
+os.register_at_fork(after_in_child=_note_fork)
 
 
 def require_usable_process(is_computing: bool = False) -> None:
