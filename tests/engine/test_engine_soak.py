@@ -24,7 +24,7 @@ SHAPES = [(1, 4), (2, 2), (2, 4), (3, 4), (4, 2), (4, 3), (6, 2)]
 """Windows and groups."""
 
 
-def text(token_ids: Sequence[int]) -> str:
+def text(token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
     return bytes(LETTERS[t % 8] for t in token_ids).decode("utf-8", "replace")
 
 

@@ -222,7 +222,9 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple]]:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"deterministic": True, "window": 1}, {"deterministic": 0.5, "max_batch": 2}], ids=str
+    "settings",
+    [{}, {"deterministic": True, "window": 1, "prefill_group": 1}, {"deterministic": 0.5, "max_batch": 2}],
+    ids=str,
 )
 def test_the_measured_passes_have_the_shapes_of_the_run(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch

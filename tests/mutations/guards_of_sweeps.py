@@ -77,7 +77,6 @@ GUARDS: dict[str, Callable[[Place], None]] = {
     "adapters": _refused({"model": "smollm2-135m", "adapter": "nowhere"}, "unknown adapter 'nowhere'"),
     "adapters' bytes": lambda p: sweeps.test_cells_know_the_bytes_of_their_adapter(p.empty),
     "pads": lambda p: sweeps.test_prompts_are_counted_as_the_model_counts_them("coinflip-thinking"),
-    "first tokens": lambda p: sweeps.test_prompts_are_counted_as_the_model_counts_them("smollm2-135m"),
     "ranges of seeds": lambda p: sweeps.test_seeds_are_given_as_a_range_and_cells_named_by_what_differs(),
     "capacity": _refused({"task": "coin_flip:people=40"}, "set run.capacity: 2[0-9]+ or more"),
     "products": lambda p: sweeps.test_products_are_an_axis(),

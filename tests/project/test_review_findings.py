@@ -100,4 +100,4 @@ def test_activation_cache_knows_what_enters_a_block() -> None:
 
 def test_a_mapping_from_a_tokenizer_is_a_prompt() -> None:
     trace = cp.run(loaded(), {"input_ids": [1, 2]}, **SMALL)
-    assert trace.requests[0]["prompt_token_ids"] == [1, 2]
+    assert trace.requests[0].prompt_token_ids == (1, 2)

@@ -78,7 +78,7 @@ def test_features_after_a_failed_pass_are_those_of_their_rows(tmp_path: Path) ->
     slow = SlowDictionary(saved(mine, tmp_path))
     for request in range(3):
         rows = trace.rows(request, "committed").sort_values("position")
-        found = trace.features(rows=rows, top=FEATURES).groupby("position")
+        found = trace.features(rows=rows, top=FEATURES, include_special=True).groupby("position")
         text = [*PROMPTS[request], *trace.committed(request)]
         for position, state in enumerate(plain(text)[1][:-1].tolist()):
             wanted = {feature: size for feature, size in enumerate(slow.encode_slowly(state)) if size > 1e-3}
