@@ -77,7 +77,7 @@ def test_all_that_a_run_gives_equals_the_dense_twin(name: str, width: int, tmp_p
     model, _ = choose_path(cp.load_model(folder_of(name, tmp_path, hidden_size=width, head_dim=width // 4)))
     twin = twin_of(tmp_path)
     assert model.weights_note == model.fingerprint()["quantised"] == NOTES[name]
-    assert max(distances(model, twin, twin)) < (5e-5 if name == "torchao int8" else 1e-5)
+    assert max(distances(model, twin, twin)) < (5e-5 if name == "torchao int8" else 3e-5)
     subject = TinySubject(twin, PlainLM(copy.deepcopy(twin), None, "twin").blocks, model)
     assert {column: why for column, function in COLUMNS.items() if (why := function(subject))} == {}
 
