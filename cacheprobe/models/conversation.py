@@ -79,7 +79,7 @@ def assistant_turns(chat: Chat, tokenizer: LiveTokenizer, token_ids: Sequence[in
     ends = _exact_ends(chat, tokenizer, text) or _found_ends(chat, text)
     try:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    except NotImplementedError:
+    except ValueError:  # of mistral-common, which gives no offsets; other tokenizers in Python leave them out
         return ()
     offsets = encoded.get("offset_mapping")
     if not ends or offsets is None or tuple(encoded["input_ids"]) != tuple(token_ids):

@@ -268,6 +268,12 @@ MUTATIONS = [
         lambda real: lambda self, text: real(replace(self, thinking=SimpleNamespace(chunk=1)), text),
     ),
     bug(
+        "no token stands in front",
+        ("first tokens",),
+        f"{SWEEPS}.facts:ModelFacts.count_tokens",
+        instead(lambda self, text: len(self.tokenizer(text, add_special_tokens=False).input_ids)),
+    ),
+    bug(
         "seeds end early",
         ("ranges of seeds",),
         f"{SWEEPS}.settings:_span",

@@ -168,7 +168,10 @@ def test_what_a_tokenizer_returns_is_read_everywhere() -> None:
 
 
 def test_a_mask_that_does_not_fit_is_refused() -> None:
-    model = with_tokenizer(build("metaspace, own additions"))
+    tokenizer = build("metaspace, own additions")
+    model = with_tokenizer(tokenizer)
+    with pytest.raises(ValueError, match="the traced prompt is one text, and 2 rows of input_ids were given"):
+        cp.patching.causal_tracing(model, tokenizer(["the coin", "the coin"]), [1], samples=1, progress=False)
     hole = {"input_ids": [[1, 9, 10, 11]], "attention_mask": [[1, 0, 1, 1]]}
     with pytest.raises(ValueError, match="row 0 of attention_mask leaves out tokens between others"):
         cp.run(model, hole, **SMALL)
