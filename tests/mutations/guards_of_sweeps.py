@@ -76,7 +76,7 @@ GUARDS: dict[str, Callable[[Place], None]] = {
     "objects": _refused({"drafter": "draft_model:length=3"}, "made of a loaded model"),
     "adapters": _refused({"model": "smollm2-135m", "adapter": "nowhere"}, "unknown adapter 'nowhere'"),
     "adapters' bytes": lambda p: sweeps.test_cells_know_the_bytes_of_their_adapter(p.empty),
-    "first tokens": lambda p: sweeps.test_a_start_token_is_counted(p.empty),
+    "first tokens": lambda p: workers.test_a_start_token_is_counted(p.empty),
     "pads": lambda p: sweeps.test_prompts_are_counted_as_the_model_counts_them("coinflip-thinking"),
     "ranges of seeds": lambda p: sweeps.test_seeds_are_given_as_a_range_and_cells_named_by_what_differs(),
     "capacity": _refused({"task": "coin_flip:people=40"}, "set run.capacity: 2[0-9]+ or more"),

@@ -27,8 +27,6 @@ from cacheprobe.sweeps.settings import read_config
 from cacheprobe.sweeps.storage.lock import SweepBusy, only_sweep
 from cacheprobe.sweeps.storage.store import SHARDS, SweepStore
 from cacheprobe.sweeps.workers import holder as holding
-from tests.reported.tokenizers import build
-from tests.tiny import hf_model
 
 RUN = {"n": 2, "max_new_tokens": 2, "capacity": 128, "capture": "SZ"}
 GRID = {"model": "coinflip-plain", "task": "coin_flip:people=2", "window": 4}
@@ -287,16 +285,6 @@ def test_prompts_are_counted_as_the_model_counts_them(name: str) -> None:
     model, task = cp.load_model(name, progress=False), cp.tasks.CoinFlip(people=2)
     texts = [example.prompt_text(model.tokenizer) for example in task.examples(4, 0)]
     assert [model_facts(name).count_tokens(text) for text in texts] == [len(model.encode(text)) for text in texts]
-
-
-def test_a_start_token_is_counted(tmp_path: Path) -> None:
-    """Of a tokenizer that adds one, as that of SmolLM2 does not."""
-    tokenizer = build("metaspace, start token added")
-    for part in (hf_model(), tokenizer):
-        part.save_pretrained(tmp_path)
-    text = "the coin is heads"
-    assert model_facts(str(tmp_path)).count_tokens(text) == len(tokenizer(text).input_ids)
-    assert tokenizer(text).input_ids[0] == tokenizer.bos_token_id
 
 
 def test_cells_know_the_bytes_of_their_adapter(tmp_path: Path) -> None:

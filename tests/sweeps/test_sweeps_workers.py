@@ -15,6 +15,7 @@ import cacheprobe as cp
 from cacheprobe.sweeps.backends.processes import DIED, processes
 from cacheprobe.sweeps.cells import Cell
 from cacheprobe.sweeps.events import Event
+from cacheprobe.sweeps.facts import model_facts
 from cacheprobe.sweeps.plan import make_plan
 from cacheprobe.sweeps.settings import read_config
 from cacheprobe.sweeps.storage.store import SweepStore
@@ -24,7 +25,9 @@ from cacheprobe_benchmarks.sweeps import sweep_backends
 from cacheprobe_benchmarks.sweeps.ray_faults import NOT_HERE, children, command_line
 from cacheprobe_benchmarks.sweeps.struck import CELLS
 from cacheprobe_benchmarks.sweeps.sweep_faults import FAULTS, run
+from tests.reported.tokenizers import build
 from tests.sweeps.test_sweeps import RUN, SMALL, digests
+from tests.tiny import hf_model
 
 TWO_MODELS = {"model": ["coinflip-plain", "coinflip-thinking"], "task": "coin_flip:people=2", "window": 4}
 
@@ -167,3 +170,13 @@ def test_every_fault_of_the_benchmark_is_survived(name: str) -> None:
         pytest.skip(row["not_tried"])
     assert (row["equal_to_serial"], row["of"]) == (1, 1)
     assert set(row["exit_codes"]) <= {"0", "3", "1", str(-signal.SIGKILL)}
+
+
+def test_a_start_token_is_counted(tmp_path: Path) -> None:
+    """Of a tokenizer that adds one, as that of SmolLM2 does not."""
+    tokenizer = build("metaspace, start token added")
+    for part in (hf_model(), tokenizer):
+        part.save_pretrained(tmp_path)
+    text = "the coin is heads"
+    assert model_facts(str(tmp_path)).count_tokens(text) == len(tokenizer(text).input_ids)
+    assert tokenizer(text).input_ids[0] == tokenizer.bos_token_id
