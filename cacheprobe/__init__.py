@@ -3,13 +3,12 @@
 The names in `__all__` are imported at their first use, to keep the import quick.
 """
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cacheprobe import analysis, drafters, interventions, lenses, patching, plots, probes, tasks
-    from cacheprobe.analysis.gradients.compute import gradients
+    from cacheprobe import analysis, lenses, tasks
+    from cacheprobe import views as plots
     from cacheprobe.api import (
         estimate,
         kv_snapshot,
@@ -21,16 +20,20 @@ if TYPE_CHECKING:
         stream,
         verify,
     )
-    from cacheprobe.capture.interrupts import Interrupted
     from cacheprobe.core.config import CaptureConfig
     from cacheprobe.core.records import Request, SamplingParams
-    from cacheprobe.estimates.draft_costs import draft_costs
-    from cacheprobe.imports import import_generate, import_vllm
+    from cacheprobe.edits import interventions, patching
+    from cacheprobe.edits.gradients.compute import gradients
+    from cacheprobe.engine import drafters
+    from cacheprobe.engine.estimates.draft_costs import draft_costs
     from cacheprobe.kvcache.surgery import diff_rows
+    from cacheprobe.lenses import probes
     from cacheprobe.models.prompts import Chat
-    from cacheprobe.replays.run import replay
     from cacheprobe.sweeps.engine import sweep
     from cacheprobe.sweeps.results import load_sweep
+    from cacheprobe.trace.importers.entry import import_generate, import_vllm
+    from cacheprobe.trace.recording.interrupts import Interrupted
+    from cacheprobe.trace.replays.run import replay
     from cacheprobe.trace.trace import Trace
 
 __version__ = "0.1.0"
@@ -40,19 +43,19 @@ _HOMES = {
     "load_trace": "cacheprobe.api",
     "run": "cacheprobe.api",
     "estimate": "cacheprobe.api",
-    "draft_costs": "cacheprobe.estimates.draft_costs",
+    "draft_costs": "cacheprobe.engine.estimates.draft_costs",
     "resume": "cacheprobe.api",
     "stream": "cacheprobe.api",
     "reference": "cacheprobe.api",
     "verify": "cacheprobe.api",
     "kv_snapshot": "cacheprobe.api",
-    "import_generate": "cacheprobe.imports",
-    "import_vllm": "cacheprobe.imports",
-    "replay": "cacheprobe.replays.run",
-    "gradients": "cacheprobe.analysis.gradients.compute",
+    "import_generate": "cacheprobe.trace.importers.entry",
+    "import_vllm": "cacheprobe.trace.importers.entry",
+    "replay": "cacheprobe.trace.replays.run",
+    "gradients": "cacheprobe.edits.gradients.compute",
     "diff_rows": "cacheprobe.kvcache.surgery",
     "CaptureConfig": "cacheprobe.core.config",
-    "Interrupted": "cacheprobe.capture.interrupts",
+    "Interrupted": "cacheprobe.trace.recording.interrupts",
     "Trace": "cacheprobe.trace.trace",
     "Request": "cacheprobe.core.records",
     "SamplingParams": "cacheprobe.core.records",
@@ -60,7 +63,16 @@ _HOMES = {
     "sweep": "cacheprobe.sweeps.engine",
     "load_sweep": "cacheprobe.sweeps.results",
 }
-_MODULES = ("analysis", "tasks", "drafters", "interventions", "lenses", "patching", "plots", "probes")
+_MODULES = {
+    "analysis": "cacheprobe.analysis",
+    "tasks": "cacheprobe.tasks",
+    "drafters": "cacheprobe.engine.drafters",
+    "interventions": "cacheprobe.edits.interventions",
+    "lenses": "cacheprobe.lenses",
+    "patching": "cacheprobe.edits.patching",
+    "plots": "cacheprobe.views",
+    "probes": "cacheprobe.lenses.probes",
+}
 
 __all__ = [  # noqa: RUF022
     "load_model", "run", "resume", "estimate", "draft_costs", "stream", "reference", "verify", "load_trace",
@@ -76,10 +88,7 @@ if not TYPE_CHECKING:  # a checker that saw it would let every misspelt name pas
         if name in _HOMES:
             return getattr(import_module(_HOMES[name]), name)
         if name in _MODULES:
-            return import_module(f"cacheprobe.{name}")
-        if name == "views":
-            warnings.warn("cp.views is named cp.plots", DeprecationWarning, stacklevel=2)
-            return import_module("cacheprobe.plots")
+            return import_module(_MODULES[name])
         from cacheprobe.core.values import no_attribute
 
         raise no_attribute("module 'cacheprobe'", name, __all__)

@@ -12,33 +12,33 @@ from typing import Any, Unpack
 from cacheprobe.analysis.reading import readable
 from cacheprobe.analysis.replay import Replay, replay
 from cacheprobe.analysis.summary import behaviour_line
-from cacheprobe.capture.interrupts import Interrupted, cancelling
-from cacheprobe.capture.observers import ProgressBar
-from cacheprobe.capture.stream import Stream
-from cacheprobe.capture.to_disk import ImportOutput, OutputOptions, to_disk
-from cacheprobe.continuation import REFERENCE, plan_again, unfinished_run
 from cacheprobe.core.config import CaptureConfig, EngineConfig, EngineOptions, TokenRow
 from cacheprobe.core.records import Observer, SamplingParams
 from cacheprobe.core.values import JsonDict, folder, require_known_options
-from cacheprobe.dictionaries import Dictionary
-from cacheprobe.drafters.base import Drafter
-from cacheprobe.drafters.replayed import Replayed
+from cacheprobe.edits.interventions.base import Intervention, as_interventions
+from cacheprobe.engine.continuation import REFERENCE, plan_again, unfinished_run
+from cacheprobe.engine.drafters.base import Drafter
+from cacheprobe.engine.drafters.replayed import Replayed
+from cacheprobe.engine.estimates.result import Estimate
+from cacheprobe.engine.estimates.run import estimate_plan
+from cacheprobe.engine.execution import Execution
+from cacheprobe.engine.plan import RunPlan
 from cacheprobe.engine.reference import read_rows, run_reference
 from cacheprobe.engine.shapes import choose_shapes
-from cacheprobe.estimates.result import Estimate
-from cacheprobe.estimates.run import estimate_plan
-from cacheprobe.execution import Execution
-from cacheprobe.interventions.base import Intervention, as_interventions
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.lenses.base import Lens
+from cacheprobe.lenses.dictionaries import Dictionary
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.facts import hashing_once
 from cacheprobe.models.loaders import load_model
 from cacheprobe.models.turns import hold_model
-from cacheprobe.plan import RunPlan
 from cacheprobe.trace.parts.journal import last_step
 from cacheprobe.trace.places import clean_finished
+from cacheprobe.trace.recording.interrupts import Interrupted, cancelling
+from cacheprobe.trace.recording.observers import ProgressBar
+from cacheprobe.trace.recording.stream import Stream
+from cacheprobe.trace.recording.to_disk import ImportOutput, OutputOptions, to_disk
 from cacheprobe.trace.tables.edits import edit_warnings
 from cacheprobe.trace.trace import Trace
 from cacheprobe.trace.trace import load_trace as open_trace
@@ -96,9 +96,9 @@ def run(
     capture: sites to keep, of S, T, C and Z; or a CaptureConfig, with filters by layer, position and phase and with
         attention heads; or None for tokens and events only.
     lens: the lens that reads Z; the logit lens by default. "later": the run records S, and the logit lens reads Z from
-        it when a table or view first needs it, with the same bits; see `cacheprobe.capture.later`.
+        it when a table or view first needs it, with the same bits; see `cacheprobe.trace.recording.later`.
     sampling, max_new_tokens, seed: for requests without settings of their own; seeds derive from (seed, index).
-    interventions: changes of states by request, layer, site and absolute position; see `cacheprobe.interventions`.
+    interventions: changes of states by request, layer, site and absolute position; see `cp.interventions`.
         They act during this run, on the bridge and the fast path, and do not change the other requests' bits.
     progress: show a bar on a terminal; if the prompts come from a task, print the model's accuracy.
     options: window, group, capacity, prefill_chunk, prefill_group, pad_prefill, max_batch, max_kv_tokens,
@@ -107,7 +107,7 @@ def run(
         dictionary, from `cp.lenses.Dictionary.load`, records the largest features of each row, as the field of
         CaptureConfig does; `trace.features()` gives them.
         out, overwrite and memory_budget record the run to disk while it goes on, so that it can be longer than memory,
-        looked at and continued (`resume`); see `cacheprobe.capture.to_disk.OutputOptions`.
+        looked at and continued (`resume`); see `cacheprobe.trace.recording.to_disk.OutputOptions`.
     A request whose passes fail ends with an error and a warning; the others go on.
     In the main thread, Ctrl-C ends every request at the next round and raises `cp.Interrupted`, a KeyboardInterrupt
     whose `trace` holds the tokens and states so far; a finished run that `out` holds then stays, and the stopped one is

@@ -10,8 +10,8 @@ from threading import Thread
 from playwright.sync_api import Browser, sync_playwright
 
 import cacheprobe as cp
-from cacheprobe.dashboard.serve import listen
-from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.serve import listen
+from cacheprobe.views.dashboard.shelf import Shelf
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM = "/usr/bin/chromium"

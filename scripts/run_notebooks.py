@@ -20,8 +20,8 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 from playwright.sync_api import Page, sync_playwright
 
-from cacheprobe.plots.images import browser_path, image
-from cacheprobe.plots.style import FIGURE_CONFIG
+from cacheprobe.views.images import browser_path, image
+from cacheprobe.views.style import FIGURE_CONFIG
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 SECONDS = 600

@@ -26,7 +26,7 @@ TYPED = "import cacheprobe, pathlib; print((pathlib.Path(cacheprobe.__file__).pa
 USED = """from typing import assert_type
 
 import cacheprobe as cp
-from cacheprobe.capture.stream import Stream
+from cacheprobe.trace.recording.stream import Stream
 from cacheprobe.sweeps.engine import SweepReport
 from cacheprobe.sweeps.results import Sweep
 

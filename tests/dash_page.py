@@ -13,8 +13,8 @@ from typing import Any
 from playwright.sync_api import Browser, ConsoleMessage, Page
 
 import cacheprobe as cp
-from cacheprobe.dashboard.serve import listen
-from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.serve import listen
+from cacheprobe.views.dashboard.shelf import Shelf
 from tests.chromium import PATIENCE
 from tests.plots.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed

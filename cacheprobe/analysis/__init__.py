@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from cacheprobe.analysis.exports.states_table import to_dataframe, to_datasets
     from cacheprobe.analysis.flips import flip
     from cacheprobe.analysis.forks import fork, kv_snapshot
-    from cacheprobe.analysis.gradients.metrics import logit_difference, text_logprob, token_logprob
     from cacheprobe.analysis.logit_attribution import attribution
     from cacheprobe.analysis.of_trace import (
         agreement,
@@ -30,9 +29,10 @@ if TYPE_CHECKING:
         to_activation_cache,
         tokens_at,
     )
-    from cacheprobe.analysis.patchscopes import patchscope
     from cacheprobe.analysis.reading import read_states
     from cacheprobe.analysis.thought_readings import read_thoughts, thought_activations
+    from cacheprobe.edits.gradients.metrics import logit_difference, text_logprob, token_logprob
+    from cacheprobe.edits.patchscopes import patchscope
     from cacheprobe.trace.tables.engine_differences import engine_differences
     from cacheprobe.trace.tables.reasoning import reasoning_spans, with_reasoning
     from cacheprobe.trace.tables.routing import routing

@@ -7,11 +7,11 @@ import pandas as pd
 import torch
 
 from cacheprobe.core.records import Request
+from cacheprobe.edits.patching.answers import Answer, as_answer, require_room
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.prompts import Prompt, as_list, as_token_ids, require_unpadded
 from cacheprobe.models.turns import hold_model
-from cacheprobe.patching.answers import Answer, as_answer, require_room
 from cacheprobe.trace.tables.schema import typed
 
 

@@ -11,9 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cacheprobe.analysis.reading import predicting_rows, read_states
-from cacheprobe.capture.stored_states import require_model
 from cacheprobe.lenses.base import Lens, require_readable
 from cacheprobe.models.base import CachedLM
+from cacheprobe.trace.recording.stored_states import require_model
 from cacheprobe.trace.tables.build import texts_of
 
 if TYPE_CHECKING:

@@ -9,18 +9,18 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.capture.stored_states import require_model
 from cacheprobe.core.sampling_params import SamplingParams
 from cacheprobe.core.tokens.text import visible
+from cacheprobe.edits.patching.arguments import check_site, usable
+from cacheprobe.edits.patching.cells import Edit, PatchingCell, cell
+from cacheprobe.edits.patching.grid import difference
+from cacheprobe.edits.patching.parts import CellStore
+from cacheprobe.edits.patching.runs import AnswerLogits, Run, read, run_once
+from cacheprobe.edits.patching.sweep import CellProgress, Group, Index, sweep
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import PATHS
 from cacheprobe.ops.sampling import choose_token
-from cacheprobe.patching.arguments import check_site, usable
-from cacheprobe.patching.cells import Edit, PatchingCell, cell
-from cacheprobe.patching.grid import difference
-from cacheprobe.patching.parts import CellStore
-from cacheprobe.patching.runs import AnswerLogits, Run, read, run_once
-from cacheprobe.patching.sweep import CellProgress, Group, Index, sweep
+from cacheprobe.trace.recording.stored_states import require_model
 from cacheprobe.trace.tables.draft_verdicts import drafts_table
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Flips:
 
     def plot(self) -> object:
         """Returns `cp.plots.flip_grid` of this result: a plotly figure, layers upwards, sites and edits across."""
-        draw: Callable[[pd.DataFrame], object] = import_module("cacheprobe.plots").flip_grid  # plots import analyses
+        draw: Callable[[pd.DataFrame], object] = import_module("cacheprobe.views").flip_grid  # plots import analyses
         return draw(self.table)
 
 

@@ -7,18 +7,18 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.capture.stored_states import committed_after, require_model
 from cacheprobe.core.hook_names import HEADS
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.tokens.text import visible
 from cacheprobe.core.values import listed
+from cacheprobe.edits.patching.answers import Answer, one_token
 from cacheprobe.models.base import CachedLM, ModelError, block_sum
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.hf.frozen_norm import FrozenNorm
 from cacheprobe.models.output_parts import HeadWriter, OutputParts
 from cacheprobe.ops.sampling import lowest_argmax
 from cacheprobe.ops.state_codec import INT8
-from cacheprobe.patching.answers import Answer, one_token
+from cacheprobe.trace.recording.stored_states import committed_after, require_model
 from cacheprobe.trace.tables.schema import typed
 
 if TYPE_CHECKING:

@@ -10,13 +10,11 @@ import pandas as pd
 
 from cacheprobe.analysis.audit import audit
 from cacheprobe.analysis.comparison import first_difference, first_reading_difference
-from cacheprobe.capture.later import read_now
-from cacheprobe.capture.lens_reader import LENS_TILE
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import Request
-from cacheprobe.drafters.fast_path import FastPath
+from cacheprobe.edits.interventions.base import Intervention
+from cacheprobe.engine.drafters.fast_path import FastPath
 from cacheprobe.engine.fingerprint import require_same, schedule_fingerprint
-from cacheprobe.interventions.base import Intervention
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import PATHS, choose_path
@@ -24,6 +22,8 @@ from cacheprobe.ops.equality import bitwise
 from cacheprobe.ops.state_codec import INT8
 from cacheprobe.trace.checked_files import damaged_files
 from cacheprobe.trace.parts.shards import ShardStore
+from cacheprobe.trace.recording.later import read_now
+from cacheprobe.trace.recording.lens_reader import LENS_TILE
 from cacheprobe.trace.trace import Trace
 
 _SHAPES = ("window", "group", "capacity", "prefill_chunk", "prefill_group", "pad_prefill", "determinism")

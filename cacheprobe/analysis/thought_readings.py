@@ -9,11 +9,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.capture.stored_states import require_model
 from cacheprobe.lenses.base import LensError
 from cacheprobe.lenses.thought import ThoughtLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.sampling import lowest_argmax
+from cacheprobe.trace.recording.stored_states import require_model
 from cacheprobe.trace.tables.thoughts import says_state
 
 if TYPE_CHECKING:

@@ -81,7 +81,7 @@ def report(
         Show a progress bar.
     """
     import cacheprobe as cp
-    from cacheprobe.plots import write_figures, write_report
+    from cacheprobe.views import write_figures, write_report
 
     if out is not None and figures is not None:
         raise ValueError("--out names the HTML file and --figures a directory of pictures; give one of them")

@@ -56,9 +56,9 @@ def open_runs(
     for path in runs:
         if not path.exists():
             raise ValueError(f"there is no {path}; name a saved run, a folder of runs or a result file")
-    from cacheprobe.dashboard.serve import listen
-    from cacheprobe.dashboard.shelf import Shelf
-    from cacheprobe.plots.text import plain
+    from cacheprobe.views.dashboard.serve import listen
+    from cacheprobe.views.dashboard.shelf import Shelf
+    from cacheprobe.views.text import plain
 
     shelf = Shelf.of(runs, model, lens)
     server = listen(shelf, host, port)

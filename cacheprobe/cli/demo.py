@@ -27,9 +27,9 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     import cacheprobe as cp
     from cacheprobe.analysis.summary import closing, thoughts_text
     from cacheprobe.models.inventory import THINKING
-    from cacheprobe.plots import token_texts, write_report
-    from cacheprobe.plots.report.insight import first_insight
     from cacheprobe.trace.places import require_free
+    from cacheprobe.views import token_texts, write_report
+    from cacheprobe.views.report.insight import first_insight
 
     other_out, thinking_out = (out.with_name(f"{out.name}-{end}") for end in ("n-gram", "thinking"))
     for directory in (out, other_out, thinking_out):

@@ -13,8 +13,8 @@ from cacheprobe.cli.flags import with_flags
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from cacheprobe.capture.to_disk import ImportOutput
     from cacheprobe.models.base import CachedLM
+    from cacheprobe.trace.recording.to_disk import ImportOutput
     from cacheprobe.trace.trace import Trace
 
 imports = App(name="import", help="Make a run of what another program kept.", help_format="plaintext")

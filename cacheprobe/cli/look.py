@@ -21,8 +21,8 @@ def show(run: Path, *, request: int | None = None, rejected: bool = False) -> No
     """
     import cacheprobe as cp
     from cacheprobe.core import terminal
-    from cacheprobe.plots.report.listings import request_listings, run_listings
-    from cacheprobe.plots.report.rejections import rejections_listing
+    from cacheprobe.views.report.listings import request_listings, run_listings
+    from cacheprobe.views.report.rejections import rejections_listing
 
     trace = cp.load_trace(run)
     if rejected:
@@ -123,8 +123,8 @@ def export(
 
 def models() -> None:
     """List the models on this machine, the model families that will run, and how to get other models."""
+    from cacheprobe.cli.doctor.listing import model_listings
     from cacheprobe.core import terminal
-    from cacheprobe.doctor.listing import model_listings
 
     terminal.show(model_listings())
 
@@ -154,7 +154,7 @@ def doctor(
         return _families(families, json, markdown, progress)
     if families or json or markdown:
         raise ValueError("--families, --json and --markdown are for --models; add --models")
-    from cacheprobe.doctor.checkup import checkup
+    from cacheprobe.cli.doctor.checkup import checkup
 
     found = checkup()
     terminal.show(found.listings)
@@ -166,8 +166,8 @@ def _families(chosen: str, as_json: bool, as_markdown: bool, progress: bool) -> 
     """Measures families, prints them, and returns 1 if one that loads fails a column."""
     import json
 
+    from cacheprobe.cli.doctor.families import table
     from cacheprobe.core import terminal
-    from cacheprobe.doctor.families import table
 
     rows = table.measure_all(table.names_to_measure(chosen), progress=progress)
     if as_json:

@@ -34,8 +34,8 @@ def resume(
     import cacheprobe as cp
     from cacheprobe.analysis.summary import closing
     from cacheprobe.cli.run import say_stopped
-    from cacheprobe.continuation import unfinished_run
     from cacheprobe.core.registry import make
+    from cacheprobe.engine.continuation import unfinished_run
     from cacheprobe.models.loaders import model_of_run
 
     meta = unfinished_run(run).header["meta"]

@@ -11,9 +11,9 @@ from cacheprobe.core.run_flags import ModelFlags, PromptFlags, RunFlags
 from cacheprobe.core.values import JsonDict
 
 if TYPE_CHECKING:
-    from cacheprobe.capture.interrupts import Interrupted
-    from cacheprobe.capture.to_disk import OutputOptions
-    from cacheprobe.drafters.base import Drafter
+    from cacheprobe.engine.drafters.base import Drafter
+    from cacheprobe.trace.recording.interrupts import Interrupted
+    from cacheprobe.trace.recording.to_disk import OutputOptions
 
 SHAPES = ("window", "group", "capacity", "max_batch", "max_kv_tokens", "determinism")
 PASSED_ON = ("deterministic", "lens", "max_new_tokens", "seed", *SHAPES)
@@ -120,7 +120,7 @@ def _drafter_and_prompts(
     from cacheprobe.core.records import SamplingParams
     from cacheprobe.core.registry import make
     from cacheprobe.core.values import require_encodable
-    from cacheprobe.drafters.early_exit import EarlyExit
+    from cacheprobe.engine.drafters.early_exit import EarlyExit
     from cacheprobe.engine.shapes import choose_shapes
     from cacheprobe.models.known import num_layers
 

@@ -6,7 +6,7 @@ looked up. The folder's package may define a mapping INSTEAD, from a name used e
 messages.
 
 An installed package adds plug-ins by entry points of the group "cacheprobe.KIND", such as
-[project.entry-points."cacheprobe.drafters"] repeat_last = "my_package:RepeatLast".
+[project.entry-points."cacheprobe.engine.drafters"] repeat_last = "my_package:RepeatLast".
 """
 
 import importlib
@@ -26,6 +26,9 @@ Plugin: TypeAlias = Any
 SEPARATE_PACKAGES = {"kernels": "cacheprobe_kernels", "findings": "cacheprobe_analyses.findings"}
 """Packages of the kinds of plug-ins that are not a folder of cacheprobe. cacheprobe runs without the packages that they
 need."""
+
+_FOLDERS = {"drafters": "cacheprobe.engine.drafters"}
+"""Packages of the kinds of plug-ins whose folder is inside another."""
 
 _ONE_OF = {"lenses": "lens"}
 """Singular of the kinds whose plural is not formed with an s."""
@@ -172,7 +175,7 @@ def _load(kind: str, name: str, load: Callable[[], Plugin], package: str) -> Non
 
 
 def _package(kind: str) -> str:
-    return SEPARATE_PACKAGES.get(kind, f"cacheprobe.{kind}")
+    return {**SEPARATE_PACKAGES, **_FOLDERS}.get(kind, f"cacheprobe.{kind}")
 
 
 def _origin(plugin: object) -> str:

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from cacheprobe.core.records import ObserverError
 from cacheprobe.core.values import whole_number
-from cacheprobe.drafters.base import DraftContext, Drafter, deadline_seconds
-from cacheprobe.drafters.scripted import Scripted
+from cacheprobe.engine.drafters.base import DraftContext, Drafter, deadline_seconds
+from cacheprobe.engine.drafters.scripted import Scripted
 from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.turns import computing

@@ -10,12 +10,12 @@ from contextlib import closing
 
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Observer
-from cacheprobe.drafters.base import Drafter
+from cacheprobe.edits.interventions.editor import Editor
+from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.model_runner import EngineError, ModelRunner
 from cacheprobe.engine.scheduler import Scheduler
 from cacheprobe.engine.step import Engine
 from cacheprobe.engine.watch import Watch
-from cacheprobe.interventions.editor import Editor
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import is_checking

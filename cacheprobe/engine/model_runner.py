@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.records import ForwardRecord, Observer, RowSlot, Thought
+from cacheprobe.edits.interventions.editor import Editor, TokenSlot, token_phase
 from cacheprobe.engine.choosing import Choice, likeliest_choices
 from cacheprobe.engine.watch import Difference, Place, Watch
-from cacheprobe.interventions.editor import Editor, TokenSlot, token_phase
 from cacheprobe.kvcache.cache import Copy, KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM

@@ -4,10 +4,10 @@ from collections.abc import Generator, Sequence
 
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Observer
+from cacheprobe.edits.interventions.editor import Editor
 from cacheprobe.engine.model_runner import EngineError, ModelRunner
 from cacheprobe.engine.step import Engine
 from cacheprobe.engine.watch import Watch
-from cacheprobe.interventions.editor import Editor
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot, take_snapshot
 from cacheprobe.models.base import CachedLM

@@ -11,10 +11,10 @@ from types import TracebackType
 from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
-from cacheprobe.drafters.base import Drafter
 from cacheprobe.engine.choosing import Choice
 from cacheprobe.engine.committer import Committer
 from cacheprobe.engine.consistency import forbid_batched_prompts
+from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.drafting import DrafterCalls
 from cacheprobe.engine.model_runner import BatchedPromptFault, EngineError, Entry, ModelRunner, ShapeFault
 from cacheprobe.engine.prefill import Prefill

@@ -1,8 +1,8 @@
 """Exports the lenses as `cp.lenses.NAME`. A lens turns a layer's state into logits over the vocabulary; a
 Dictionary turns it into features."""
 
-from cacheprobe.dictionaries import Dictionary, DictionaryConfig, DictionaryError
 from cacheprobe.lenses.base import Lens, LensError
+from cacheprobe.lenses.dictionaries import Dictionary, DictionaryConfig, DictionaryError
 from cacheprobe.lenses.jacobian import JacobianLens
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.lenses.patchscope import Patchscope

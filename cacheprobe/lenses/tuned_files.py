@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cacheprobe.core.files import write_json, write_whole
 from cacheprobe.core.values import Json
-from cacheprobe.dictionaries.torch_files import read_torch_weights
 from cacheprobe.lenses.base import LensError, unembedding_sha256
+from cacheprobe.lenses.dictionaries.torch_files import read_torch_weights
 from cacheprobe.models.base import CachedLM
 
 CONFIG, TRANSLATORS, PACKAGE_TRANSLATORS = "config.json", "translators.safetensors", "params.pt"

@@ -17,8 +17,8 @@ from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.hook_names import ATTENTION_SITES, PATTERN
 from cacheprobe.core.records import Request
 from cacheprobe.core.values import JsonDict
-from cacheprobe.interventions.base import Intervention
-from cacheprobe.interventions.make import add, zero
+from cacheprobe.edits.interventions.base import Intervention
+from cacheprobe.edits.interventions.make import add, zero
 from cacheprobe.stress.refusals import run_in_accepted_shape
 from cacheprobe.stress.subjects import Subject
 from cacheprobe.stress.tally import Tally

@@ -9,11 +9,11 @@ import numpy as np
 
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.core.values import JsonDict
-from cacheprobe.drafters.base import DraftContext, Drafter
-from cacheprobe.drafters.early_exit import EarlyExit
-from cacheprobe.drafters.fast_path import FastPath
-from cacheprobe.drafters.model import DraftModel
-from cacheprobe.drafters.ngram import NGram
+from cacheprobe.engine.drafters.base import DraftContext, Drafter
+from cacheprobe.engine.drafters.early_exit import EarlyExit
+from cacheprobe.engine.drafters.fast_path import FastPath
+from cacheprobe.engine.drafters.model import DraftModel
+from cacheprobe.engine.drafters.ngram import NGram
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.stress.subjects import Subject

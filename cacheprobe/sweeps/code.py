@@ -9,8 +9,8 @@ from cacheprobe.core.values import JsonDict
 
 _PACKAGE = Path(__file__).parents[1]
 _PARTS = (
-    "core", "plan.py", "execution.py", "api.py", "ops", "kvcache", "tasks", "dictionaries", "models", "lenses",
-    "drafters", "interventions", "engine", "capture", "trace", "analysis", "sweeps/workers/work.py",
+    "core", "api.py", "ops", "kvcache", "tasks", "models", "lenses", "edits", "engine", "trace", "analysis",
+    "sweeps/workers/work.py",
     "sweeps/factory.py",
 )  # fmt: skip
 """Parts of cacheprobe that are hashed. Plots, commands and scheduling of a sweep change no bit of a shard."""

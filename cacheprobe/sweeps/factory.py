@@ -11,7 +11,7 @@ from cacheprobe.core.values import JsonDict
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from cacheprobe.interventions.base import Intervention
+    from cacheprobe.edits.interventions.base import Intervention
     from cacheprobe.lenses.base import Lens
     from cacheprobe.models.base import CachedLM
 
@@ -40,7 +40,7 @@ def parse_change(text: str) -> Change:
     """
     from cacheprobe.core.hook_names import SITES
     from cacheprobe.core.records import PHASES
-    from cacheprobe.interventions.base import EDITED_SITES, SITES_OF_HEADS
+    from cacheprobe.edits.interventions.base import EDITED_SITES, SITES_OF_HEADS
 
     name, _, listed = text.partition(":")
     if name not in MADE_HERE:
@@ -92,7 +92,7 @@ def make_changes(change: Change, request_ids: Iterable[int], states: "Tensor | N
     """
     import torch
 
-    from cacheprobe import interventions
+    from cacheprobe.edits import interventions
 
     made = []
     for request_id in request_ids:

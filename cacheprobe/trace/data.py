@@ -14,7 +14,7 @@ from cacheprobe.core.process import require_usable_process
 from cacheprobe.core.records import STATUSES, Request
 from cacheprobe.core.tokens.special import special_token_ids
 from cacheprobe.core.values import JsonDict, hint
-from cacheprobe.interventions.base import Intervention
+from cacheprobe.edits.interventions.base import Intervention
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.lookup import Lookup

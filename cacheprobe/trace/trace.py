@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cacheprobe.core.hook_names import HEAD_SITES
 from cacheprobe.core.values import folder
-from cacheprobe.dictionaries import Dictionary
+from cacheprobe.lenses.dictionaries import Dictionary
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.data import TraceData
 from cacheprobe.trace.manifest import MANIFEST

@@ -8,7 +8,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.analysis.measures import prediction_depth_of
-from cacheprobe.drafters import EarlyExit, NGram
+from cacheprobe.engine.drafters import EarlyExit, NGram
 from cacheprobe_analyses.coin import coin_state_probe as coin
 from cacheprobe_analyses.drafts import prediction_depths as settles
 from cacheprobe_analyses.drafts import rollback_prediction

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.dashboard.tabs.results import _figures
+from cacheprobe.edits.patching.grid import PatchingGrid
 from cacheprobe.ops.statistics import cell_correlations
-from cacheprobe.patching.grid import PatchingGrid
+from cacheprobe.views.dashboard.tabs.results import _figures
 from tests.tiny import hf_model, loaded
 from tests.twins.gradients_slowly import attribution_slowly, logits_slowly, states_slowly
 
@@ -88,7 +88,7 @@ def test_integrated_estimates_of_a_layer_sum_to_the_effect_of_all_its_positions(
 
 def test_many_steps_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = cp.patching.attribution(loaded("llama", torch.float64), CLEAN, CORRUPT, steps=5, real=False, **QUICK)
-    monkeypatch.setattr(import_module("cacheprobe.patching.attribution"), "MOST_ROWS", 2 * len(CLEAN))
+    monkeypatch.setattr(import_module("cacheprobe.edits.patching.attribution"), "MOST_ROWS", 2 * len(CLEAN))
     parts = cp.patching.attribution(loaded("llama", torch.float64), CLEAN, CORRUPT, steps=5, real=False, **QUICK)
     assert by_index(parts) == pytest.approx(by_index(whole), rel=1e-9)
 

@@ -10,9 +10,9 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.analysis.flips import EDITS, Rejection, _cells, _states_to_write, _Written
+from cacheprobe.edits.patching.cells import run_cells
+from cacheprobe.edits.patching.runs import run_once
 from cacheprobe.ops.equality import close
-from cacheprobe.patching.cells import run_cells
-from cacheprobe.patching.runs import run_once
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 from tests.twins.flip_slowly import flip_slowly
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.analysis.gradients.result import Gradients
-from cacheprobe.analysis.gradients.texts import GradientText
+from cacheprobe.edits.gradients.result import Gradients
+from cacheprobe.edits.gradients.texts import GradientText
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.hf.tiny import TINY, tiny_model
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded

@@ -5,10 +5,10 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.noise import derive_seed
-from cacheprobe.patching.cells import PatchingCell, run_cells
-from cacheprobe.patching.grid import difference
-from cacheprobe.patching.pair import run_pair
-from cacheprobe.patching.runs import read
+from cacheprobe.edits.patching.cells import PatchingCell, run_cells
+from cacheprobe.edits.patching.grid import difference
+from cacheprobe.edits.patching.pair import run_pair
+from cacheprobe.edits.patching.runs import read
 from tests.tiny import hf_model, loaded
 from tests.twins.patching_slowly import naive_grid, plain_run
 
@@ -120,7 +120,7 @@ def test_a_sliding_window_is_kept() -> None:
 
 def test_a_chosen_part_is_the_part_of_the_whole_also_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = by_index(cp.patching.activation(loaded(), CLEAN, APART, **QUICK), "nld")
-    monkeypatch.setattr("cacheprobe.patching.cells.MOST_ROWS", 12)
+    monkeypatch.setattr("cacheprobe.edits.patching.cells.MOST_ROWS", 12)
     part = cp.patching.activation(loaded(), CLEAN, APART, layers=[2, 0, 1], positions=[4, 1], **QUICK)
     found = by_index(part, "nld")
     assert list(found) == [(layer, position) for layer in (0, 1, 2) for position in (1, 4)]

@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.patching import sweep
-from cacheprobe.patching.grid import PatchingGrid
+from cacheprobe.edits.patching import sweep
+from cacheprobe.edits.patching.grid import PatchingGrid
 from tests.tiny import loaded
 
 CLEAN, CORRUPT = [5, 17, 3, 44, 9], [5, 17, 80, 44, 61]

@@ -6,10 +6,10 @@ import torch
 from scipy.stats import binomtest
 
 import cacheprobe as cp
+from cacheprobe.lenses.probes.groups import control_labels, effective_number, group_folds, joined_groups
+from cacheprobe.lenses.probes.places import embeddings
+from cacheprobe.lenses.probes.ridge import STRENGTHS, held_out_scores
 from cacheprobe.ops.statistics import wilson
-from cacheprobe.probes.groups import control_labels, effective_number, group_folds, joined_groups
-from cacheprobe.probes.places import embeddings
-from cacheprobe.probes.ridge import STRENGTHS, held_out_scores
 from cacheprobe.tasks import CoinFlip
 from cacheprobe.tasks.base import Accuracy
 from tests.tiny import loaded

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import cacheprobe as cp
+from cacheprobe.lenses.probes.groups import group_folds
+from cacheprobe.lenses.probes.regression import STRENGTHS
 from cacheprobe.ops.equality import close
-from cacheprobe.probes.groups import group_folds
-from cacheprobe.probes.regression import STRENGTHS
 from tests.twins.probes_slowly import held_out_slowly, r2_slowly
 
 

@@ -10,11 +10,11 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.analysis.comparison import setting_differences
-from cacheprobe.dashboard.shelf import Shelf
-from cacheprobe.dashboard.tabs import compare
-from cacheprobe.plots.report.lens_difference import lens_difference
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.draft_verdicts import draft_counts, drafts_table, rejected_by_place
+from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.tabs import compare
+from cacheprobe.views.report.lens_difference import lens_difference
 from tests.tiny import PROMPTS, SMALL, loaded
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.capture.to_disk import ToDisk
-from cacheprobe.estimates.result import Bounds
+from cacheprobe.engine.estimates.result import Bounds
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops.compiled import choice
+from cacheprobe.trace.recording.to_disk import ToDisk
 from cacheprobe.trace.trace import Trace
 from cacheprobe_benchmarks.catalogue import questions, small
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
@@ -133,7 +133,7 @@ def of_field(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 def of_large_trace(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """In each measured process an hour for opening the run, two for the states and three for a card."""
     costs = "import pytest, cacheprobe as cp; from cacheprobe.trace.trace import Trace; "
-    costs += "from cacheprobe.dashboard.tabs import card; from tests.planted_costs import Clock; "
+    costs += "from cacheprobe.views.dashboard.tabs import card; from tests.planted_costs import Clock; "
     costs += "clock = Clock(pytest.MonkeyPatch()); clock.plant(cp, 'load_trace', 1); "
     costs += "clock.plant(Trace, 'states', 2); clock.plant(card, 'view', 3); "
     monkeypatch.setattr(large_trace, "subprocess", _costly_children(costs))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheprobe.capture import lens_reader
 from cacheprobe.models.hf.tiny import Size
 from cacheprobe.ops.kernel_set import KernelSet
+from cacheprobe.trace.recording import lens_reader
 from cacheprobe_benchmarks.gpu import checks, everything
 from cacheprobe_benchmarks.gpu.jobs import Shape, main_job, random_llama
 from cacheprobe_benchmarks.speed.products import Rates

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cacheprobe.patching import cells
+from cacheprobe.edits.patching import cells
 from cacheprobe_benchmarks.states import patching
 from cacheprobe_benchmarks.states.patching import compare
 from cacheprobe_benchmarks.states.patching_precision import farthest_apart, precision, sanity
@@ -23,7 +23,7 @@ def test_both_sweeps_give_the_same_grid(monkeypatch: pytest.MonkeyPatch) -> None
     assert told["seconds_median"] == pytest.approx({"ours": 2 * HOUR, "transformerlens": 5 * HOUR}, rel=0.01)
     assert told["speedup"] == pytest.approx(2.5, abs=0.02)
     real = cells.run_cells  # the control: the numbers of the cells in another order
-    monkeypatch.setattr("cacheprobe.patching.sweep.run_cells", lambda *args: real(*args).flip(0))
+    monkeypatch.setattr("cacheprobe.edits.patching.sweep.run_cells", lambda *args: real(*args).flip(0))
     assert compare(loaded(), CLEAN, CORRUPT, ANSWER, rounds=1).told["largest_difference"] > 0.1
 
 

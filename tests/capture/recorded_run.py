@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.capture import disk_writer
-from cacheprobe.dictionaries import Dictionary
+from cacheprobe.lenses.dictionaries import Dictionary
+from cacheprobe.trace.recording import disk_writer
 from tests.dashboard.growing_run import wait_for_the_disk
 from tests.dictionaries.planted import random_dictionary
 from tests.tiny import PROMPTS, SMALL, loaded

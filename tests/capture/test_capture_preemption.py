@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.hook_names import ATTENTION_SITES
 from cacheprobe.core.records import ForwardRecord, RowSlot
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.ops.equality import bitwise
+from cacheprobe.trace.recording.recorder import Recorder
 from cacheprobe.trace.state_store import MemoryStore
 from tests.engine.test_engine_errors import BAD, indigestible
 from tests.tiny import SMALL, VOCAB, loaded

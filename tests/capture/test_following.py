@@ -10,15 +10,15 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.files import Locked, only_writer, writer_of
-from cacheprobe.dashboard import app
-from cacheprobe.dashboard.growth import TokensSoFar, progress_of
-from cacheprobe.dashboard.questions import answered
-from cacheprobe.dashboard.reader import RunReader
-from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.trace.manifest import JOURNAL, TraceError
 from cacheprobe.trace.parts.following import FollowedRun
 from cacheprobe.trace.parts.journal import read_journal, read_on
 from cacheprobe.trace.tables.build import hypotheses_table
+from cacheprobe.views.dashboard import app
+from cacheprobe.views.dashboard.growth import TokensSoFar, progress_of
+from cacheprobe.views.dashboard.questions import answered
+from cacheprobe.views.dashboard.reader import RunReader
+from cacheprobe.views.dashboard.shelf import Shelf
 from tests.dashboard.growing_run import MOST, SETTINGS, begun, go_on, part_each_round
 from tests.tiny import PROMPTS
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.config import EngineConfig
+from cacheprobe.engine.plan import RunPlan
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.paths import choose_path
 from cacheprobe.ops.equality import bitwise, close
-from cacheprobe.plan import RunPlan
+from cacheprobe.trace.recording.recorder import Recorder
 from tests.engine.test_engine_errors import BAD, indigestible
 from tests.models.test_families import ALIKE
 from tests.tiny import FAMILIES, PROMPTS, SMALL, hf_model, loaded

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 import cacheprobe as cp
-from cacheprobe import imports
 from cacheprobe.cli.resume import resume
 from cacheprobe.ops.equality import bitwise
+from cacheprobe.trace.importers import entry as imports
 from cacheprobe.trace.importers.common import Imported
 from cacheprobe.trace.manifest import JOURNAL, TraceError
 from cacheprobe.trace.parts.journal import read_journal

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.capture import disk_writer
-from cacheprobe.capture.kept_states import KeptStates
-from cacheprobe.capture.later import chosen_lens
 from cacheprobe.core.config import CaptureConfig, TokenRow
 from cacheprobe.core.records import ObserverError
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.ops.state_codec import decode, encode
 from cacheprobe.trace.manifest import JOURNAL, TraceError
 from cacheprobe.trace.parts.journal import read_journal
+from cacheprobe.trace.recording import disk_writer
+from cacheprobe.trace.recording.kept_states import KeptStates
+from cacheprobe.trace.recording.later import chosen_lens
 from tests.capture.test_to_disk import require_equal
 from tests.dashboard.growing_run import part_each_round
 from tests.tiny import PROMPTS, SMALL, loaded

@@ -11,17 +11,17 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.analysis.summary import closing
-from cacheprobe.capture.lens_reader import LensReader
 from cacheprobe.cli.app import app
-from cacheprobe.dashboard.reader import RunReader
-from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.engine import sizes
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
-from cacheprobe.plots.report.listings import run_listings
-from cacheprobe.plots.report.report import report_html
 from cacheprobe.sweeps.factory import lens_folder
+from cacheprobe.trace.recording.lens_reader import LensReader
 from cacheprobe.trace.stored import StoredRun
+from cacheprobe.views.dashboard.reader import RunReader
+from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.report.listings import run_listings
+from cacheprobe.views.report.report import report_html
 from tests.field.subjects import smollm2
 from tests.thinking.test_thinking import tiny
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
@@ -274,7 +274,7 @@ def test_the_memory_of_readings_is_checked_when_they_are_made(monkeypatch: pytes
             needed.append(int(str(said.value).split("need ")[1].split()[0].replace(",", "")))
     assert needed[0] - needed[1] == 20 * 3 * sizes.READING_BYTES
     enough = needed[0] - 1  # for one prompt, of the states alone
-    monkeypatch.setattr("cacheprobe.plan.require_cache_fits", lambda *given: None)
+    monkeypatch.setattr("cacheprobe.engine.plan.require_cache_fits", lambda *given: None)
     monkeypatch.setattr(sizes, "available_bytes", lambda device=None: enough)
     run = dict(capture="SZ", **SMALL)
     with pytest.raises(ValueError, match="need"):

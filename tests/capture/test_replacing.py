@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.capture.observers import ProgressBar
 from cacheprobe.trace import places
 from cacheprobe.trace.manifest import JOURNAL
 from cacheprobe.trace.parts.journal import read_journal
+from cacheprobe.trace.recording.observers import ProgressBar
 from tests.capture.recorded_run import LONG, Stopped, failing_after
 from tests.capture.test_to_disk import _part_each_round, require_equal  # noqa: F401  (a fixture)
 from tests.tiny import PROMPTS, SMALL, loaded

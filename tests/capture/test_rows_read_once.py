@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.capture import lens_reader
-from cacheprobe.capture.lens_reader import LENS_TILE, LensReader, Queued
 from cacheprobe.lenses.logit import LogitLens
+from cacheprobe.trace.recording import lens_reader
+from cacheprobe.trace.recording.lens_reader import LENS_TILE, LensReader, Queued
 from tests.tiny import PROMPTS, SMALL, loaded
 
 RUNS: dict[str, dict[str, Any]] = {

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.capture import disk_writer
-from cacheprobe.capture.recorder import Recorder
+from cacheprobe.trace.recording import disk_writer
+from cacheprobe.trace.recording.recorder import Recorder
 from tests.capture.recorded_run import LONG
 from tests.tiny import PROMPTS, SMALL, loaded
 

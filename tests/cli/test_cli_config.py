@@ -13,9 +13,9 @@ from cacheprobe.cli.config import read
 from cacheprobe.cli.flags import with_flags
 from cacheprobe.core.config import EngineConfig, EngineOptions
 from cacheprobe.core.run_flags import ModelFlags, PromptFlags, RunFlags
-from cacheprobe.plots.report.listings import run_listings
 from cacheprobe.sweeps.settings import Axes
 from cacheprobe.sweeps.settings import SweepRunSettings as SweepRun
+from cacheprobe.views.report.listings import run_listings
 
 ROOT = Path(__file__).parents[2]
 FILE = """

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.capture import disk_writer
-from cacheprobe.capture.stream import Stream
 from cacheprobe.trace.parts.background import Background
 from cacheprobe.trace.parts.journal import read_journal
+from cacheprobe.trace.recording import disk_writer
+from cacheprobe.trace.recording.stream import Stream
 from tests.tiny import PROMPTS, SMALL, loaded
 
 SETTINGS: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "progress"}

@@ -5,9 +5,9 @@ import re
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.dashboard.reader import RECORDED, RunReader
-from cacheprobe.dashboard.shelf import Shelf
-from cacheprobe.dashboard.tabs import card, lens
+from cacheprobe.views.dashboard.reader import RECORDED, RunReader
+from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.tabs import card, lens
 from tests.tiny import PROMPTS, SMALL, loaded
 
 STATUSES = ("committed", "superseded", "rolled_back", "given_up")

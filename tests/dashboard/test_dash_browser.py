@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, Route
 
 import cacheprobe as cp
-from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.shelf import Shelf
 from tests.chromium import PICTURES, chromium
 from tests.dash_page import answered, at, choose, heard, opened, save_runs, served, until, watched
 from tests.tiny import PROMPTS, loaded

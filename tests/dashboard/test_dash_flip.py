@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.dashboard.flip_jobs import WORKER, FlipJob, FlipJobs
-from cacheprobe.dashboard.questions import CannotShow, answered
-from cacheprobe.dashboard.reader import RunReader
-from cacheprobe.dashboard.shelf import Shelf
-from cacheprobe.dashboard.tabs import card, flip
+from cacheprobe.views.dashboard.flip_jobs import WORKER, FlipJob, FlipJobs
+from cacheprobe.views.dashboard.questions import CannotShow, answered
+from cacheprobe.views.dashboard.reader import RunReader
+from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.tabs import card, flip
 from tests.chromium import PICTURES, chromium
 from tests.dash_page import answered as shown
 from tests.dash_page import opened, served, until
@@ -131,14 +131,14 @@ def test_what_cannot_run_is_said(trace: cp.Trace, shelf: Shelf, monkeypatch: pyt
         flip.view(shelf, FlipJobs(), {**asked, "do": "look"})
     with pytest.raises(CannotShow, match="do is start or open or look or cancel"):
         flip.view(shelf, FlipJobs(), {**asked, "do": "dance"})
-    monkeypatch.setattr("cacheprobe.dashboard.flip_jobs.WORKER", ("sh", "-c", "echo '<b>no' >&2; exit 3"))
+    monkeypatch.setattr("cacheprobe.views.dashboard.flip_jobs.WORKER", ("sh", "-c", "echo '<b>no' >&2; exit 3"))
     *_, said = followed(shelf, FlipJobs(), asked)
     assert "ended with code 3 and no result: <b>no; run `cacheprobe flip" in said["error"]
     assert "<b>" not in said["html"]
-    monkeypatch.setattr("cacheprobe.dashboard.flip_jobs.WORKER", ("sh", "-c", "read x; echo hello; sleep 60"))
+    monkeypatch.setattr("cacheprobe.views.dashboard.flip_jobs.WORKER", ("sh", "-c", "read x; echo hello; sleep 60"))
     *_, said = followed(shelf, FlipJobs(), asked)
     assert "no result" in said["error"] and "cacheprobe flip" in said["error"]
-    monkeypatch.setattr("cacheprobe.dashboard.flip_jobs.WORKER", ("/nowhere/at-all",))
+    monkeypatch.setattr("cacheprobe.views.dashboard.flip_jobs.WORKER", ("/nowhere/at-all",))
     jobs = FlipJobs()
     for _ in range(2):
         with pytest.raises(CannotShow, match="cannot be started: .*; run `cacheprobe flip"):

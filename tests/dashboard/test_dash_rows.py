@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
-from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.shelf import Shelf
 from tests.chromium import chromium
 from tests.dash_page import answered, opened, served
 from tests.tiny import PROMPTS, SMALL, loaded

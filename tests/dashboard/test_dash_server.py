@@ -13,10 +13,10 @@ from threading import Event
 
 import pytest
 
-from cacheprobe.dashboard.answers import Answers
-from cacheprobe.dashboard.questions import CannotShow, PageQuestion
-from cacheprobe.dashboard.serve import listen
-from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.answers import Answers
+from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion
+from cacheprobe.views.dashboard.serve import listen
+from cacheprobe.views.dashboard.shelf import Shelf
 from cacheprobe_benchmarks.shared.large_run import save_large_run
 from tests.dash_page import asked, save_runs, served
 
@@ -91,7 +91,7 @@ def test_the_first_line_of_an_answer_does_not_wait_for_the_last(runs: Path, monk
         assert let_go.wait(300)
         return "slow"
 
-    monkeypatch.setattr("cacheprobe.dashboard.tabs.timeline.view", slow)
+    monkeypatch.setattr("cacheprobe.views.dashboard.tabs.timeline.view", slow)
     body = json.dumps({"facts": {"run": 0}, "timeline": {"run": 0}}).encode()
     with served(Shelf.of([runs / "a-one"])) as url:
         sent = urllib.request.Request(f"{url}ask", body, {"Content-Type": "application/json"})
@@ -139,7 +139,7 @@ def test_an_answer_is_kept_unless_it_can_change(tmp_path: Path, monkeypatch: pyt
         answers.line("flip", {"run": 0, "step": 2})
     assert len(computed) == 1 + 2 + 2
     room = 2 * len(lines[0] + json.dumps(["cache", {"run": 0, "step": 2}]))
-    monkeypatch.setattr("cacheprobe.dashboard.answers.MOST_LETTERS", room)
+    monkeypatch.setattr("cacheprobe.views.dashboard.answers.MOST_LETTERS", room)
     for step in (4, 5, 2):
         answers.line("cache", {"run": 0, "step": step})
     kept = sum(len(key) + len(line) for key, line in answers._lines.items())

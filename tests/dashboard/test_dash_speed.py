@@ -13,11 +13,11 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
-from cacheprobe.dashboard import facts
-from cacheprobe.dashboard.reader import RunReader
-from cacheprobe.dashboard.shelf import Shelf
-from cacheprobe.dashboard.tabs import cache, card, decode, lens, timeline
 from cacheprobe.trace.stored import StoredRun
+from cacheprobe.views.dashboard import facts
+from cacheprobe.views.dashboard.reader import RunReader
+from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.tabs import cache, card, decode, lens, timeline
 from cacheprobe_benchmarks.shared.large_run import save_large_run
 from tests.chromium import chromium
 from tests.dash_page import answered, served

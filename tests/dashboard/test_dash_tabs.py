@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
-from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.shelf import Shelf
 from tests.chromium import PICTURES, chromium
 from tests.dash_page import answered, at, choose, opened, save_runs, save_thinking, served, until
 from tests.plots.test_views import HOSTILE
@@ -156,7 +156,7 @@ def test_a_cell_that_the_menu_does_not_hold_is_opened(
     browser: Browser, swept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the first two hundred cells of a sweep led to their runs."""
-    monkeypatch.setattr("cacheprobe.dashboard.shelf.MOST_CELLS", 2)
+    monkeypatch.setattr("cacheprobe.views.dashboard.shelf.MOST_CELLS", 2)
     shelf = Shelf.of([swept])
     assert len(shelf.entries) == len(shelf.more) == 2
     with served(shelf) as url, opened(browser, f"{url}?tab=sweep") as page:

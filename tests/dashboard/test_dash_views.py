@@ -13,18 +13,18 @@ import cacheprobe as cp
 from cacheprobe.analysis.comparison import RequestDifference
 from cacheprobe.analysis.measures import prediction_depth_of
 from cacheprobe.core.records import fingerprint_differences
-from cacheprobe.dashboard.questions import CannotShow, answered, span
-from cacheprobe.dashboard.shelf import Shelf, whole
-from cacheprobe.dashboard.tabs import cache, compare, decode
-from cacheprobe.plots.diagrams.cache_strip import cache_passes, cache_strip, memory_sentence
-from cacheprobe.plots.diagrams.decode_grid import SIGNS, decode_picture
-from cacheprobe.plots.diagrams.timeline import TIMELINE_LEGEND, timeline_finding, timeline_picture
-from cacheprobe.plots.diagrams.token_card import card_parts
-from cacheprobe.plots.diagrams.windows import find_windows
-from cacheprobe.plots.report.page import table
-from cacheprobe.plots.report.run_comparison import comparison_title, fingerprint_block, token_columns
-from cacheprobe.plots.style import DIAGRAM_CSS
 from cacheprobe.trace.tables.token_history import TokenOutcome, standing_at, token_history
+from cacheprobe.views.dashboard.questions import CannotShow, answered, span
+from cacheprobe.views.dashboard.shelf import Shelf, whole
+from cacheprobe.views.dashboard.tabs import cache, compare, decode
+from cacheprobe.views.diagrams.cache_strip import cache_passes, cache_strip, memory_sentence
+from cacheprobe.views.diagrams.decode_grid import SIGNS, decode_picture
+from cacheprobe.views.diagrams.timeline import TIMELINE_LEGEND, timeline_finding, timeline_picture
+from cacheprobe.views.diagrams.token_card import card_parts
+from cacheprobe.views.diagrams.windows import find_windows
+from cacheprobe.views.report.page import table
+from cacheprobe.views.report.run_comparison import comparison_title, fingerprint_block, token_columns
+from cacheprobe.views.style import DIAGRAM_CSS
 from tests.plots.test_views import HOSTILE
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -108,7 +108,7 @@ def test_the_decode_grid_shows_tokens_and_margins(trace: cp.Trace) -> None:
 
 
 def test_every_texture_is_defined() -> None:
-    from cacheprobe.plots.diagrams.svg import TEXTURES
+    from cacheprobe.views.diagrams.svg import TEXTURES
 
     for name in ("provisional", "pending", "verified", "rolled-back", "crossed-green", "dotted-green"):
         assert f'id="cp-{name}"' in TEXTURES
@@ -131,7 +131,7 @@ def test_the_strip_has_each_slot_once(trace: cp.Trace) -> None:
 
 def test_the_passes_are_those_of_the_tables(trace: cp.Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twin: the ledger for what was written, the statuses of rows for what was removed again."""
-    monkeypatch.setattr("cacheprobe.plots.diagrams.cache_strip._MOST_PASSES", 99)
+    monkeypatch.setattr("cacheprobe.views.diagrams.cache_strip._MOST_PASSES", 99)
     rows, windows = trace.row_table, find_windows(trace.events(), 2)
     gone = rows[(rows.request_id == 2) & (rows.phase == "verify") & (rows.status == "rolled_back")]
     last = max(window.step for window in windows)
@@ -294,7 +294,7 @@ def test_the_command_is_quick_and_says_what_it_needs(monkeypatch: pytest.MonkeyP
 
 
 def test_the_dashboard_starts_without_torch() -> None:
-    program = "import sys\nimport cacheprobe.dashboard.serve\nprint({'torch', 'transformers'} & set(sys.modules))"
+    program = "import sys\nimport cacheprobe.views.dashboard.serve\nprint({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

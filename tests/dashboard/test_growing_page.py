@@ -10,9 +10,9 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
-from cacheprobe.dashboard.growth import Follower
-from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.trace.manifest import JOURNAL
+from cacheprobe.views.dashboard.growth import Follower
+from cacheprobe.views.dashboard.shelf import Shelf
 from tests.chromium import PICTURES, chromium
 from tests.dash_page import answered, at, opened, served, until
 from tests.dashboard.growing_run import MOST, SETTINGS, begun, go_on, part_each_round, recording

@@ -9,18 +9,18 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.dashboard import facts
-from cacheprobe.dashboard.away.tabs import rejected_drafts
-from cacheprobe.dashboard.away.taken import Sources
-from cacheprobe.dashboard.flip_jobs import FlipJobs
-from cacheprobe.dashboard.growth import Follower
-from cacheprobe.dashboard.questions import CannotShow, PageQuestion
-from cacheprobe.dashboard.reader import RunReader
-from cacheprobe.dashboard.rejections import LINES_A_PAGE, SORTS, Rejections, Selection
-from cacheprobe.dashboard.shelf import Shelf
-from cacheprobe.dashboard.tabs import rejected
 from cacheprobe.trace.parts.following import FollowedRun
 from cacheprobe.trace.stored import StoredRun
+from cacheprobe.views.dashboard import facts
+from cacheprobe.views.dashboard.away.tabs import rejected_drafts
+from cacheprobe.views.dashboard.away.taken import Sources
+from cacheprobe.views.dashboard.flip_jobs import FlipJobs
+from cacheprobe.views.dashboard.growth import Follower
+from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion
+from cacheprobe.views.dashboard.reader import RunReader
+from cacheprobe.views.dashboard.rejections import LINES_A_PAGE, SORTS, Rejections, Selection
+from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.tabs import rejected
 from cacheprobe_benchmarks.shared.large_run import save_large_run
 from tests.dashboard.growing_run import begun, go_on, part_each_round
 from tests.plots.test_views import hostile

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.dashboard import facts
-from cacheprobe.dashboard.shelf import Shelf
-from cacheprobe.dashboard.tabs import cache, decode, timeline
-from cacheprobe.plots.diagrams.windows import find_windows
-from cacheprobe.plots.report.figures import report_drawings
 from cacheprobe.trace.tables.token_history import standing_at, token_history
+from cacheprobe.views.dashboard import facts
+from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.tabs import cache, decode, timeline
+from cacheprobe.views.diagrams.windows import find_windows
+from cacheprobe.views.report.figures import report_drawings
 from tests.engine.test_engine_errors import BAD, indigestible
 from tests.invariants.runs import RUN
 from tests.tiny import PROMPTS, SMALL, loaded

@@ -16,12 +16,12 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
-from cacheprobe.dashboard.away import views
-from cacheprobe.dashboard.away.spreadsheet import csv_text
-from cacheprobe.dashboard.away.taken import Sources
-from cacheprobe.dashboard.flip_jobs import FlipJob
-from cacheprobe.dashboard.questions import CannotShow
-from cacheprobe.dashboard.shell import index
+from cacheprobe.views.dashboard.away import views
+from cacheprobe.views.dashboard.away.spreadsheet import csv_text
+from cacheprobe.views.dashboard.away.taken import Sources
+from cacheprobe.views.dashboard.flip_jobs import FlipJob
+from cacheprobe.views.dashboard.questions import CannotShow
+from cacheprobe.views.dashboard.shell import index
 from tests.chromium import PICTURES, chromium
 from tests.dash_page import answered, at, choose, opened, served, until
 from tests.sweeps.shown_runs import save_sources
@@ -97,7 +97,7 @@ def taken(sources: Sources, view: str, question: dict[str, Any], way: str) -> st
 @pytest.mark.parametrize(("view", "question"), QUESTIONS, ids=lambda part: part if isinstance(part, str) else "")
 def test_the_code_makes_the_table_of_the_csv(sources: Sources, view: str, question: dict[str, Any]) -> None:
     code, found = (taken(sources, view, question, way) for way in ("code", "csv"))
-    assert "cacheprobe.dashboard" not in code and "\nimport _" not in code  # the public functions alone
+    assert "cacheprobe.views.dashboard" not in code and "\nimport _" not in code  # the public functions alone
     scope: dict[str, Any] = {}
     exec(code, scope)
     table = scope["table"]

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
-from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.shelf import Shelf
 from cacheprobe_benchmarks.shared.large_run import save_large_run
 from tests.chromium import PICTURES, chromium
 from tests.dash_page import answered, at, opened, save_thinking, served, until

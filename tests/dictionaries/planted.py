@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 
 from cacheprobe.core.hook_names import hook_name
-from cacheprobe.dictionaries.config import DictionaryConfig
-from cacheprobe.dictionaries.dictionary import Dictionary
-from cacheprobe.dictionaries.formats import shapes_of
+from cacheprobe.lenses.dictionaries.config import DictionaryConfig
+from cacheprobe.lenses.dictionaries.dictionary import Dictionary
+from cacheprobe.lenses.dictionaries.formats import shapes_of
 
 WIDTH, FEATURES = 32, 48
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.dictionaries.dictionary import Dictionary, DictionaryError
+from cacheprobe.lenses.dictionaries.dictionary import Dictionary, DictionaryError
 from tests.tiny import PROMPTS, SMALL, loaded
 from tests.twins.features_slowly import coefficients_slowly
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.dictionaries.dictionary import Dictionary, DictionaryError
+from cacheprobe.lenses.dictionaries.dictionary import Dictionary, DictionaryError
 from cacheprobe.trace.tables.recorded_features import FEATURE_COLUMNS
 from tests.dictionaries.planted import random_dictionary, saved
 from tests.tiny import PROMPTS, SMALL, loaded

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.capture.features import FeatureRecorder
 from cacheprobe.trace.manifest import JOURNAL
 from cacheprobe.trace.parts.following import FollowedRun
 from cacheprobe.trace.parts.journal import read_journal
+from cacheprobe.trace.recording.features import FeatureRecorder
 from cacheprobe.trace.rows import RowRecord
 from cacheprobe.trace.tables.features import feature_table
 from tests.capture.recorded_run import DRAFTERS, LONG, failing_after, recorded, recording_process

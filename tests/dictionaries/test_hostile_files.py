@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cacheprobe.dictionaries.dictionary import Dictionary, DictionaryError
+from cacheprobe.lenses.dictionaries.dictionary import Dictionary, DictionaryError
 from tests.dictionaries.test_saelens import QWEN, STORED
 
 SECONDS = 1.0
@@ -329,7 +329,7 @@ BOMBS: dict[str, Callable[[Path], None]] = {
 LOADING = """
 import resource, sys, time
 from pathlib import Path
-from cacheprobe.dictionaries.dictionary import Dictionary, DictionaryError
+from cacheprobe.lenses.dictionaries.dictionary import Dictionary, DictionaryError
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -363,7 +363,7 @@ def test_without_the_checks_a_small_file_takes_much_memory(tmp_path: Path, monke
     """The control: torch itself makes the long text that the index asks for."""
     import tracemalloc
 
-    from cacheprobe.dictionaries import torch_files
+    from cacheprobe.lenses.dictionaries import torch_files
 
     class Some:
         def __reduce__(self) -> tuple:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.dictionaries.dictionary import Dictionary, DictionaryError
+from cacheprobe.lenses.dictionaries.dictionary import Dictionary, DictionaryError
 from tests.dictionaries.planted import random_dictionary, saved
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 from tests.twins.features_slowly import logprobs_slowly

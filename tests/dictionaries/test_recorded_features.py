@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.capture.features import FeatureRecorder
-from cacheprobe.dictionaries.dictionary import Dictionary, DictionaryError
 from cacheprobe.engine.model_runner import EngineError, ModelRunner
+from cacheprobe.lenses.dictionaries.dictionary import Dictionary, DictionaryError
+from cacheprobe.trace.recording.features import FeatureRecorder
 from tests.dictionaries.planted import random_dictionary
 from tests.tiny import PROMPTS, SMALL, loaded
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.dictionaries.dictionary import Dictionary
+from cacheprobe.lenses.dictionaries.dictionary import Dictionary
 from cacheprobe.ops.equality import bitwise, close
 from tests.twins.features_slowly import SlowDictionary
 
@@ -45,7 +45,7 @@ def test_features_and_states_are_those_of_saelens(name: str) -> None:
 
 
 def test_there_is_every_kind() -> None:
-    from cacheprobe.dictionaries.config import ARCHITECTURES, NORMALISATIONS
+    from cacheprobe.lenses.dictionaries.config import ARCHITECTURES, NORMALISATIONS
 
     loaded = [Dictionary.load(STORED / name) for name in KINDS]
     assert {one.config.architecture for one in loaded} == set(ARCHITECTURES)

@@ -8,8 +8,8 @@ import torch
 import cacheprobe as cp
 from cacheprobe.cli import look as cli_look
 from cacheprobe.cli.demo import demo
-from cacheprobe.doctor import checkup, machine, models, pictures, software
-from cacheprobe.doctor.findings import Finding
+from cacheprobe.cli.doctor import checkup, machine, models, pictures, software
+from cacheprobe.cli.doctor.findings import Finding
 from cacheprobe.models import inventory
 from cacheprobe.models.hf.tiny import FAMILIES
 from cacheprobe.models.settings import numeric_settings

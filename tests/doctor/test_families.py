@@ -12,11 +12,11 @@ import pytest
 from torch import Tensor
 
 from cacheprobe.cli import look
-from cacheprobe.doctor.families import rows, table
-from cacheprobe.doctor.families.columns import COLUMNS
-from cacheprobe.doctor.families.rows import Row, measure
-from cacheprobe.doctor.families.tiny import families
-from cacheprobe.doctor.families.variants import VARIANTS
+from cacheprobe.cli.doctor.families import rows, table
+from cacheprobe.cli.doctor.families.columns import COLUMNS
+from cacheprobe.cli.doctor.families.rows import Row, measure
+from cacheprobe.cli.doctor.families.tiny import families
+from cacheprobe.cli.doctor.families.variants import VARIANTS
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.plain.sites import PlainSites
 from cacheprobe.models.plain.structure import AddedPart, PlainBlock

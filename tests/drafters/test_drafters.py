@@ -14,8 +14,8 @@ import cacheprobe as cp
 from cacheprobe.core import registry
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Observer, Request, SamplingParams
-from cacheprobe.drafters import DraftHead, DraftModel, EarlyExit, FastPath, NGram, Replayed, Scripted, base
-from cacheprobe.drafters.base import Drafter
+from cacheprobe.engine.drafters import DraftHead, DraftModel, EarlyExit, FastPath, NGram, Replayed, Scripted, base
+from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.loop import prepare
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.lenses.base import unembedding_sha256
@@ -114,7 +114,7 @@ def test_the_example_of_the_interface_keeps_the_contract(monkeypatch: pytest.Mon
     lines = base.__doc__.splitlines()
     program = "\n".join(line[4:] for line in lines if line.startswith("    ") or not line)
     monkeypatch.setitem(registry._plugins, "drafters", dict(registry.available("drafters")))
-    names: dict = {"__name__": "cacheprobe.drafters.repeat_last"}
+    names: dict = {"__name__": "cacheprobe.engine.drafters.repeat_last"}
     exec(program, names)
     monkeypatch.setitem(EXAMPLES, "repeat_last", lambda: names["RepeatLast"]())
     test_the_contract("repeat_last")

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.engine import choosing, committer
 from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.paths import choose_path
 from cacheprobe.trace.head_blocks import HeadBlocks
+from cacheprobe.trace.recording.recorder import Recorder
 from cacheprobe.trace.self_checks import CaptureError
 from cacheprobe.trace.state_store import Blocks
 from tests.invariants.machines import Call, Faulty, tiny, wide_bfloat16

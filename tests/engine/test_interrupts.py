@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.capture.observers import ProgressBar
+from cacheprobe.trace.recording.observers import ProgressBar
 from tests.tiny import PROMPTS, SMALL, loaded
 
 LENGTHS = (2, 30, 30, 30, 30)
@@ -72,7 +72,7 @@ def test_a_second_ctrl_c_ends_at_once(press_at: Any) -> None:
 
 
 def test_ctrl_c_before_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheprobe import execution
+    from cacheprobe.engine import execution
 
     class Guard(execution.RunGuard):
         def __init__(self, *args: Any) -> None:

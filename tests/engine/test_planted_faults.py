@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.capture import lens_reader
 from cacheprobe.engine import consistency
 from cacheprobe.engine.trial import Cycle
 from cacheprobe.engine.watch import Watch
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.compiled import choice
+from cacheprobe.trace.recording import lens_reader
 from tests.planted import (
     DEPENDS_ON,
     Planted,

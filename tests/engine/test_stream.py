@@ -5,11 +5,11 @@ from collections import Counter
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.capture import stream as streams
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.core.tokens import text as token_text
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.paths import choose_path
+from cacheprobe.trace.recording import stream as streams
 from tests.invariants.machines import Faulty, Spy, tiny
 from tests.invariants.runs import HOT, NEW, PROMPTS, RUN, SHAPES, G, W, babbler, outcome
 from tests.tiny import loaded

@@ -11,7 +11,7 @@ import torch
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 import cacheprobe as cp
-from cacheprobe.interventions import zero
+from cacheprobe.edits.interventions import zero
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.paths import choose_path, user_hooks

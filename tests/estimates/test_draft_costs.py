@@ -6,10 +6,10 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.drafters import EarlyExit, NGram
+from cacheprobe.engine.drafters import EarlyExit, NGram
+from cacheprobe.engine.estimates import draft_costs as module
+from cacheprobe.engine.estimates.draft_costs import StepClock, draft_costs, timed_run
 from cacheprobe.engine.model_runner import ModelRunner
-from cacheprobe.estimates import draft_costs as module
-from cacheprobe.estimates.draft_costs import StepClock, draft_costs, timed_run
 from tests.tiny import PROMPTS, loaded
 
 VERIFY, NARROW, DRAFT, PLAIN = 7.0, 3.0, 2.0, 5.0

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.estimates import result, run, tables, timing, trial
-from cacheprobe.estimates.result import Bounds, Estimate
+from cacheprobe.engine.estimates import result, run, tables, timing, trial
+from cacheprobe.engine.estimates.result import Bounds, Estimate
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.trace.trace import Trace
@@ -287,7 +287,7 @@ def test_time_is_what_was_measured_times_the_number(monkeypatch: pytest.MonkeyPa
 
 
 def test_sizes_between_measured_ones_are_interpolated() -> None:
-    from cacheprobe.estimates.tally import PassShape, PassSums
+    from cacheprobe.engine.estimates.tally import PassShape, PassSums
 
     shapes = [PassShape("decode", n, 1, None, None, 1) for n in range(1, 12)]
     passes = {shape: PassSums(count=1) for shape in shapes}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.drafters.replayed import Replayed
+from cacheprobe.engine.drafters.replayed import Replayed
 from tests.dictionaries.planted import random_dictionary
 from tests.estimates.test_estimate import SETTINGS, disk_bytes, is_close, passes_of, phases, table_bytes
 from tests.tiny import PROMPTS, loaded

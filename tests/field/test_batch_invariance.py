@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.drafters.base import Drafter
+from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.models.base import CachedLM
 from tests.field.subjects import SETTINGS, Answer, answer, near_tied, random_prompt, sampling, smollm2
 

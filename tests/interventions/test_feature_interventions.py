@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.dictionaries.dictionary import Dictionary, DictionaryError
-from cacheprobe.interventions import StateContext, ablate_feature, add, steer_feature
+from cacheprobe.edits.interventions import StateContext, ablate_feature, add, steer_feature
+from cacheprobe.lenses.dictionaries.dictionary import Dictionary, DictionaryError
 from cacheprobe.ops.equality import bitwise, close
 from tests.dictionaries.planted import random_dictionary, saved
 from tests.interventions.test_interventions import LIGHT, SUMS, generated_slowly

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.interventions import ablate, add, clamp, function, project, read_steering, steer
+from cacheprobe.edits.interventions import ablate, add, clamp, function, project, read_steering, steer
 from cacheprobe.ops.equality import bitwise, close
 from tests.interventions.test_interventions import LIGHT, PLACES, SUMS, WIDTH, generated_slowly, hooked_slowly
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded

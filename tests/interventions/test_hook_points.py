@@ -5,7 +5,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.hook_names import place_of
-from cacheprobe.interventions import function, swap, zero
+from cacheprobe.edits.interventions import function, swap, zero
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
 

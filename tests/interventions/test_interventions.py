@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.interventions import add, mean, replace, resample, swap, zero
+from cacheprobe.edits.interventions import add, mean, replace, resample, swap, zero
 from cacheprobe.ops.equality import bitwise, close
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 

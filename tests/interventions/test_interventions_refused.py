@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.drafters import DraftModel, EarlyExit, FastPath, NGram, Scripted
-from cacheprobe.drafters.base import Drafter
-from cacheprobe.interventions import add, mean, replace, resample, swap, zero
-from cacheprobe.interventions.checks import require_hooks
+from cacheprobe.edits.interventions import add, mean, replace, resample, swap, zero
+from cacheprobe.edits.interventions.checks import require_hooks
+from cacheprobe.engine.drafters import DraftModel, EarlyExit, FastPath, NGram, Scripted
+from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.ops.equality import close
 from tests.drafters.test_drafters import near
 from tests.interventions.test_interventions import SUMS, generated_slowly, hooked_slowly

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.doctor.families.tiny import tiny_family
-from cacheprobe.interventions import replace, swap, zero
-from cacheprobe.interventions.editor import Editor
+from cacheprobe.cli.doctor.families.tiny import tiny_family
+from cacheprobe.edits.interventions import replace, swap, zero
+from cacheprobe.edits.interventions.editor import Editor
+from cacheprobe.edits.patching.cells import Edit, cell, run_cells
+from cacheprobe.edits.patching.runs import run_once
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.equality import close
-from cacheprobe.patching.cells import Edit, cell, run_cells
-from cacheprobe.patching.runs import run_once
 from tests.interventions.recurrent_slowly import logits_slowly
 
 A, B = [5, 80, 33, 4], [5, 81, 33, 4]

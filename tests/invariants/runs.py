@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.capture.observers import StepLog
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Observer, Request, SamplingParams
 from cacheprobe.engine.consistency import narrow_widths, serving_config
-from cacheprobe.execution import Execution
+from cacheprobe.engine.execution import Execution
+from cacheprobe.engine.plan import RunPlan
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.plan import RunPlan
+from cacheprobe.trace.recording.observers import StepLog
 from tests.invariants.machines import Spy
 from tests.tiny import VOCAB
 

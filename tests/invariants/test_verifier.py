@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.capture.lens_reader import LENS_TILE
 from cacheprobe.core.records import Observer
 from cacheprobe.engine import model_runner as passes
 from cacheprobe.engine.consistency import narrow_widths
@@ -18,6 +17,7 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.equality import bitwise
+from cacheprobe.trace.recording.lens_reader import LENS_TILE
 from tests.invariants.machines import Call, Meddler, Spy, rounding_by_shape, tiny, wide_bfloat16
 from tests.invariants.runs import (
     CAPACITY,

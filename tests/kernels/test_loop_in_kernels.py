@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.capture import lens_reader
 from cacheprobe.core.registry import available
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.fast.hooked_hf import HookedHF
@@ -15,6 +14,7 @@ from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.hf.tiny import Size, tiny_model
 from cacheprobe.ops import dispatch
 from cacheprobe.ops.equality import bitwise
+from cacheprobe.trace.recording import lens_reader
 from cacheprobe.trace.trace import Trace
 
 pytestmark = pytest.mark.determinism

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import RwkvConfig, RwkvForCausalLM
 
 import cacheprobe as cp
-from cacheprobe.doctor.families.original import changing, logits_of, states_of
-from cacheprobe.doctor.families.tiny import tiny_family
+from cacheprobe.cli.doctor.families.original import changing, logits_of, states_of
+from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.feeding import feed

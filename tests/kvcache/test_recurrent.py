@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 import cacheprobe as cp
-from cacheprobe.doctor.families.original import generated
-from cacheprobe.doctor.families.tiny import tiny_family
+from cacheprobe.cli.doctor.families.original import generated
+from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.kvcache.ledger import CacheIntegrityError
 from cacheprobe.kvcache.recurrent import LayerStates, RecurrentCache, RecurrentMemory, memory_of
 from cacheprobe.models.base import ModelError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.doctor.families.tiny import tiny_family
+from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.kvcache.recurrent import LayerStates
 from cacheprobe.kvcache.surgery import KVSnapshot, put_snapshot
 from cacheprobe.models.plain.lm import PlainLM

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
+from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.core.hook_names import hook_name
-from cacheprobe.doctor.families.tiny import tiny_family
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.surgery import KVSnapshot, diff_rows, put_snapshot, take_snapshot
 from cacheprobe.models.plain.lm import PlainLM

@@ -8,10 +8,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import cacheprobe as cp
-from cacheprobe.capture.lens_reader import LENS_TILE, LensReader, Queued
 from cacheprobe.lenses.base import Lens
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.trace.recording.lens_reader import LENS_TILE, LensReader, Queued
 from tests.compiled import on_loops
 
 LAYERS, WINDOW, WIDTH, VOCAB = 30, 16, 576, 49152

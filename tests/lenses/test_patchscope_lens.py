@@ -12,12 +12,12 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.core.registry import make
-from cacheprobe.dashboard.reader import RunReader
-from cacheprobe.dashboard.shelf import CannotShow, Shelf
 from cacheprobe.lenses.base import LensError, require_readable
 from cacheprobe.lenses.tuned import TunedLens
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.equality import bitwise, close
+from cacheprobe.views.dashboard.reader import RunReader
+from cacheprobe.views.dashboard.shelf import CannotShow, Shelf
 from tests.thinking.test_thinking import tiny as tiny_thinker
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 from tests.twins.lenses_slowly import inserted_slowly

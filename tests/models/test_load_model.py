@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import cacheprobe as cp
-from cacheprobe.doctor.families.tiny import tiny_family
+from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.models import checks
 from cacheprobe.models.base import ModelError

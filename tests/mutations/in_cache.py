@@ -112,7 +112,10 @@ def _tile_as_needed(real: Any) -> Any:
     def read_tile(self: Any) -> None:
         taken = self._take()
         count = sum(len(queued.layers) for queued in taken)
-        with patch("cacheprobe.capture.lens_reader.LENS_TILE", count), patch.object(self, "_take", lambda: taken):
+        with (
+            patch("cacheprobe.trace.recording.lens_reader.LENS_TILE", count),
+            patch.object(self, "_take", lambda: taken),
+        ):
             real(self)
 
     return read_tile
@@ -203,13 +206,13 @@ MUTATIONS = [
     bug(
         "the drafter's rows are canonical",
         ("02",),
-        "cacheprobe.capture.recorder:Recorder.on_commit",
+        "cacheprobe.trace.recording.recorder:Recorder.on_commit",
         _drafter_is_canonical,
     ),
     bug(
         "a tile of readings is as high as it needs",
         ("09_fixed_shape_also",),
-        "cacheprobe.capture.lens_reader:LensReader._read_tile",
+        "cacheprobe.trace.recording.lens_reader:LensReader._read_tile",
         _tile_as_needed,
     ),
     # -- switches

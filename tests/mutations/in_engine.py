@@ -11,7 +11,7 @@ from tests.mutations.mutate import Mutation, bug, instead, under, without
 COMMITTER, ENGINE = "cacheprobe.engine.committer:Committer", "cacheprobe.engine.step:Engine"
 PREFILL, SCHEDULER = "cacheprobe.engine.prefill:Prefill", "cacheprobe.engine.scheduler:Scheduler"
 RUN, STATE = "cacheprobe.engine.model_runner:ModelRunner.run", "cacheprobe.kvcache.sequence:SequenceState"
-ACCEPTED, PLAN = "cacheprobe.ops.acceptance:num_accepted", "cacheprobe.plan:RunPlan"
+ACCEPTED, PLAN = "cacheprobe.ops.acceptance:num_accepted", "cacheprobe.engine.plan:RunPlan"
 
 
 def _verified_if(chosen: Any) -> Any:
@@ -316,7 +316,7 @@ MUTATIONS = [
     bug(
         "a failed step stays in the capture",
         ("25",),
-        "cacheprobe.capture.recorder:Recorder.on_failure",
+        "cacheprobe.trace.recording.recorder:Recorder.on_failure",
         instead(lambda self, step: None),
     ),
     bug(

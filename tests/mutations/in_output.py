@@ -11,7 +11,7 @@ from tests.mutations.in_engine import COMMITTER, ENGINE, PLAN, STATE
 from tests.mutations.mutate import Mutation, bug, inside, instead
 
 CHOOSING, ENDING = "cacheprobe.engine.choosing", "cacheprobe.ops.acceptance:find_ending"
-STREAM, NOISE = "cacheprobe.capture.stream:Stream", "cacheprobe.core.noise:uniform_noise"
+STREAM, NOISE = "cacheprobe.trace.recording.stream:Stream", "cacheprobe.core.noise:uniform_noise"
 
 
 def _seeing(prefix: Any) -> Any:
@@ -134,7 +134,7 @@ MUTATIONS = [
         ("19_sampling_of_several",),
         f"{PLAN}._samples",
         inside(
-            "cacheprobe.plan:derive_seed",
+            "cacheprobe.engine.plan:derive_seed",
             lambda real, self, request, first, run_seed: lambda seed, index: real(seed, index - first),
         ),
     ),

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cacheprobe.patching.grid import difference
+from cacheprobe.edits.patching.grid import difference
 from tests.analysis import test_patching as patching
 from tests.analysis import test_probes as probes
 from tests.analysis import test_rollback_prediction as rollback_prediction
@@ -39,8 +39,12 @@ GUARDS: dict[str, Callable[[], None]] = {
 }
 """What must notice: tests that build all they need themselves."""
 
-RIDGE, GROUPS, AUROC = "cacheprobe.probes.ridge", "cacheprobe.probes.groups", "cacheprobe.probes.auroc"
-PATCHING, MADE = "cacheprobe.patching", "cacheprobe.interventions"
+RIDGE, GROUPS, AUROC = (
+    "cacheprobe.lenses.probes.ridge",
+    "cacheprobe.lenses.probes.groups",
+    "cacheprobe.lenses.probes.auroc",
+)
+PATCHING, MADE = "cacheprobe.edits.patching", "cacheprobe.edits.interventions"
 SURGERY = "cacheprobe.kvcache.surgery"
 
 

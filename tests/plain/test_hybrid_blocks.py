@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cacheprobe.doctor.families.original import generated, logits_of
-from cacheprobe.doctor.families.tiny import tiny_family
+from cacheprobe.cli.doctor.families.original import generated, logits_of
+from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.feeding import feed

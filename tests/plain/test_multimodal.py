@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import cacheprobe as cp
+from cacheprobe.cli.doctor.families.tiny import tiny_config, tiny_family
 from cacheprobe.core.live import LiveModule
-from cacheprobe.doctor.families.tiny import tiny_config, tiny_family
 from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import BlockSum, CachedLM, ModelError

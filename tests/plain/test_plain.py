@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.doctor.families.tiny import tiny_family
+from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.paths import choose_path

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.doctor.families.tiny import tiny_family
-from cacheprobe.doctor.families.variants import VARIANTS
+from cacheprobe.cli.doctor.families.tiny import tiny_family
+from cacheprobe.cli.doctor.families.variants import VARIANTS
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.experts.dispatch import ALL_EXPERTS_FUNCTIONS, INVARIANT, invariant_experts
 from cacheprobe.models.feeding import feed

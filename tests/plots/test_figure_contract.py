@@ -13,8 +13,8 @@ import plotly.graph_objects as go
 import pytest
 
 import cacheprobe as cp
-from cacheprobe import plots
-from cacheprobe.plots.style import FIGURE_CONFIG
+from cacheprobe import views as plots
+from cacheprobe.views.style import FIGURE_CONFIG
 from tests.plots.test_probe_figures import predictions, probes
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -375,7 +375,7 @@ def test_figures_are_had_without_torch_or_a_model() -> None:
     program = """
 import sys
 import pandas as pd
-from cacheprobe import plots
+from cacheprobe import views as plots
 columns = dict(row=0, site="S", status="committed", verdict="accepted", drafted_token_id=5, agrees=True)
 table = pd.DataFrame([dict(columns, layer=layer, token_id=5) for layer in (0, 1)])
 title = plots.draft_verdicts(table).layout.title.text

@@ -7,14 +7,14 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.dashboard.book import Book
-from cacheprobe.plots.diagrams.timeline import step_words, timeline_picture
-from cacheprobe.plots.diagrams.windows import find_windows, verified_requests
-from cacheprobe.plots.report.figures import report_panels
-from cacheprobe.plots.report.listings import request_listings, run_listings
-from cacheprobe.plots.text import token_texts
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.token_history import standing_at, token_history
+from cacheprobe.views.dashboard.book import Book
+from cacheprobe.views.diagrams.timeline import step_words, timeline_picture
+from cacheprobe.views.diagrams.windows import find_windows, verified_requests
+from cacheprobe.views.report.figures import report_panels
+from cacheprobe.views.report.listings import request_listings, run_listings
+from cacheprobe.views.text import token_texts
 from tests.tiny import PROMPTS, SMALL, loaded
 
 VERIFIED = 1

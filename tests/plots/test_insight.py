@@ -6,9 +6,9 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.plots.report.insight import first_insight, insight, opening
-from cacheprobe.plots.report.report import report_html
 from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at, token_history
+from cacheprobe.views.report.insight import first_insight, insight, opening
+from cacheprobe.views.report.report import report_html
 from tests.plots.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded
 

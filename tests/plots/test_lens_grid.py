@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.plots.diagrams.lens_grid import LABEL_WIDTH, WIDEST, grid_of
-from cacheprobe.plots.style import SHADES, THEME_CSS
+from cacheprobe.views.diagrams.lens_grid import LABEL_WIDTH, WIDEST, grid_of
+from cacheprobe.views.style import SHADES, THEME_CSS
 from tests.plots.test_views import HOSTILE
 from tests.tiny import PROMPTS, SMALL, loaded
 

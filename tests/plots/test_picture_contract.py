@@ -18,7 +18,7 @@ from IPython.core.formatters import DisplayFormatter
 from nbclient import NotebookClient
 
 import cacheprobe as cp
-from cacheprobe import plots
+from cacheprobe import views as plots
 from tests.plots.test_views import HOSTILE, hostile
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
 

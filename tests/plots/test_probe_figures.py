@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from cacheprobe.plots import (
+from cacheprobe.views import (
     disagreement_figure,
     final_choice_figure,
     probe_figure,

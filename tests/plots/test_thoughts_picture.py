@@ -12,14 +12,14 @@ from playwright.sync_api import Browser
 
 import cacheprobe as cp
 from cacheprobe.models.thinking.lm import ThinkingLM
-from cacheprobe.plots.report.report import report_html
-from cacheprobe.plots.thoughts.card import chunk_parts
-from cacheprobe.plots.thoughts.columns import changes_of_mind, chosen, story_of
-from cacheprobe.plots.thoughts.finding import finding
-from cacheprobe.plots.thoughts.picture import MOST_PLACES, THOUGHT_COLUMNS, thought_lines
-from cacheprobe.plots.thoughts.strokes import _boxes
 from cacheprobe.tasks import Variables
 from cacheprobe.trace.tables.thoughts import says_state
+from cacheprobe.views.report.report import report_html
+from cacheprobe.views.thoughts.card import chunk_parts
+from cacheprobe.views.thoughts.columns import changes_of_mind, chosen, story_of
+from cacheprobe.views.thoughts.finding import finding
+from cacheprobe.views.thoughts.picture import MOST_PLACES, THOUGHT_COLUMNS, thought_lines
+from cacheprobe.views.thoughts.strokes import _boxes
 from tests.chromium import chromium
 from tests.plots.test_views import HOSTILE
 from tests.thinking.test_thinking import tiny

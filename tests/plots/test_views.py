@@ -9,15 +9,15 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.plots.diagrams.cylinder import cache_counts, cylinder_strokes
-from cacheprobe.plots.diagrams.decode_panel import CONTESTED_NATS, SETTLED_NATS
-from cacheprobe.plots.diagrams.diagram import window_diagram
-from cacheprobe.plots.diagrams.panels import abridged, verify_panel
-from cacheprobe.plots.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
-from cacheprobe.plots.lens_table import finding
-from cacheprobe.plots.report.prose import behaviour_sentences
-from cacheprobe.plots.report.report import report_html
-from cacheprobe.plots.text import shorten, visible
+from cacheprobe.views.diagrams.cylinder import cache_counts, cylinder_strokes
+from cacheprobe.views.diagrams.decode_panel import CONTESTED_NATS, SETTLED_NATS
+from cacheprobe.views.diagrams.diagram import window_diagram
+from cacheprobe.views.diagrams.panels import abridged, verify_panel
+from cacheprobe.views.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
+from cacheprobe.views.lens_table import finding
+from cacheprobe.views.report.prose import behaviour_sentences
+from cacheprobe.views.report.report import report_html
+from cacheprobe.views.text import shorten, visible
 from tests.tiny import PROMPTS, SMALL, loaded
 
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>\"'<b>&\n"

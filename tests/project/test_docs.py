@@ -39,7 +39,7 @@ def test_it_builds_and_every_page_is_in_the_contents(html: Path) -> None:
 def test_public_names_are_explained(html: Path) -> None:
     api = (html / "api.html").read_text()
     plain = [f"cacheprobe.{name}" for name in ("load_model", "run", "stream", "reference", "verify", "kv_snapshot")]
-    views = [f"cacheprobe.plots.{name}" for name in cp.plots.__all__]
+    views = [f"cacheprobe.views.{name}" for name in cp.plots.__all__]
     plugins = [
         f"cacheprobe.{kind}.{plugin.__name__}"
         for kind in ("tasks", "drafters", "lenses")

@@ -16,24 +16,34 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (  # imports point to a line above; what shares a line stays apart
     ("core",),
     ("ops",),
-    ("kvcache", "tasks", "dictionaries"),
+    ("kvcache", "tasks", "lenses.dictionaries"),
     ("models",),
     ("lenses",),
-    ("drafters", "interventions", "patching"),
+    ("engine.drafters", "edits"),
     ("engine",),
     ("trace",),
-    ("capture",),
-    ("analysis", "training"),
-    ("plan", "probes"),
-    ("execution", "continuation", "imports"),
-    ("estimates",),
-    ("api", "plots"),
-    ("sweeps", "replays"),
-    ("stress", "doctor", "dashboard"),
+    ("trace.recording",),
+    ("training", "edits.gradients", "edits.patchscopes"),
+    ("analysis",),
+    ("engine.plan", "lenses.probes"),
+    ("engine.execution", "engine.continuation", "trace.importers.entry"),
+    ("engine.estimates",),
+    ("api", "views"),
+    ("sweeps", "trace.replays"),
+    ("stress", "cli.doctor", "views.dashboard"),
     ("cli",),
     ("__main__",),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+"""A part is a room, or a folder or file of a room that stands on another level than the rest."""
+
+
+def part_of(name: str) -> str:
+    """Returns the part that a dotted name below cacheprobe belongs to: the longest that it begins with, else its
+    first word."""
+    names = [part for part in LEVEL if f"{name}.".startswith(f"{part}.")]
+    return max(names, key=len, default=name.split(".")[0])
+
 
 LONGEST_FILE, LARGEST_MEDIAN = 400, 150
 """Lines."""
@@ -42,14 +52,14 @@ HOOK_NAME = re.compile(r"(^|[^\w ])blocks\\?\.|\bblocks\.\d|hook_(resid|attn|mlp
 
 ONLY_IN = {  # a module, and the files that may import it
     "transformer_lens": re.compile(r"cacheprobe/models/hf/(bridge\w*|hooked)\.py"),
-    "plotly": re.compile(r"cacheprobe/plots/.+\.py"),
-    "dash": re.compile(r"cacheprobe/dashboard/.+\.py"),
+    "plotly": re.compile(r"cacheprobe/views/.+\.py"),
+    "dash": re.compile(r"cacheprobe/views/dashboard/.+\.py"),
     "triton": re.compile(r"kernels/.+\.py"),
     "cacheprobe_kernels": re.compile(r"kernels/.+\.py"),
 }
 NEVER_IN_VIEWS = {"torch", "transformers", "transformer_lens"}
 PICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
-LOADS_WEIGHTS = "cacheprobe/dictionaries/torch_files.py"
+LOADS_WEIGHTS = "cacheprobe/lenses/dictionaries/torch_files.py"
 """The one file that reads other projects' torch files, as weights alone."""
 LATE = {"torch", "triton", "cacheprobe_kernels", "transformers", "transformer_lens", "pandas", "plotly", "datasets"}
 """Not loaded by `import cacheprobe`."""
@@ -88,7 +98,7 @@ def imports(source: str) -> Iterator[tuple[int, str]]:
 def layer_complaints(files: Mapping[str, str]) -> Iterator[str]:
     """Imports inside cacheprobe that do not point down; the package's own __init__ loads lazily and is exempt."""
     for path, source in files.items():
-        part = PurePosixPath(path).parts[1].removesuffix(".py")
+        part = part_of(".".join(PurePosixPath(path).parts[1:]).removesuffix(".py").removesuffix(".__init__"))
         if part == "__init__":
             continue
         if part not in LEVEL:
@@ -99,12 +109,17 @@ def layer_complaints(files: Mapping[str, str]) -> Iterator[str]:
                 yield f"{path}:{line}: relative import"
             if name.split(".")[0] != "cacheprobe" or name == "cacheprobe.__version__":
                 continue
-            target = (*name.split("."), "")[1]
+            target = part_of(name.partition(".")[2])
             if target not in LEVEL:
                 if part != "cli":  # they may use the package as its users do
                     yield f"{path}:{line}: imports {name}, which is no part of the package"
             elif target != part and not LEVEL[target] < LEVEL[part]:
                 yield f"{path}:{line}: {part} imports {target}, which is not below it"
+
+
+def is_view(path: str) -> bool:
+    """Says whether a file reads tables alone. The dashboard also starts models, for flips."""
+    return path.startswith("cacheprobe/views/") and not path.startswith("cacheprobe/views/dashboard/")
 
 
 def size_complaints(files: Mapping[str, str]) -> Iterator[str]:
@@ -136,7 +151,7 @@ def library_complaints(files: Mapping[str, str]) -> Iterator[str]:
             top = name.split(".")[0]
             if top in ONLY_IN and not ONLY_IN[top].fullmatch(path):
                 yield f"{path}:{line}: imports {top}, which belongs in {ONLY_IN[top].pattern}"
-            if top in NEVER_IN_VIEWS and path.startswith("cacheprobe/plots/"):
+            if top in NEVER_IN_VIEWS and is_view(path):
                 yield f"{path}:{line}: a view imports {top}; views read tables"
 
 
@@ -212,7 +227,7 @@ def test_the_source_keeps_the_rule(rule, files):
         (layer_complaints, "cacheprobe/ops/x.py", "from cacheprobe.engine.loop import run"),
         (layer_complaints, "cacheprobe/ops/x.py", "def late():\n    import cacheprobe.models.hf.bridge"),
         (layer_complaints, "cacheprobe/kvcache/x.py", "from cacheprobe import tasks"),
-        (layer_complaints, "cacheprobe/plots/x.py", "from cacheprobe.api import run"),
+        (layer_complaints, "cacheprobe/views/x.py", "from cacheprobe.api import run"),
         (layer_complaints, "cacheprobe/engine/x.py", "import cacheprobe as cp"),
         (layer_complaints, "cacheprobe/engine/x.py", "from cacheprobe import load_model"),
         (layer_complaints, "cacheprobe/engine/x.py", "from .step import decode"),
@@ -227,16 +242,16 @@ def test_the_source_keeps_the_rule(rule, files):
         (hook_name_complaints, "kernels/cacheprobe_kernels/x.py", "pattern = r'^blocks\\.(\\d+)'"),
         (library_complaints, "cacheprobe/models/fast/hooked_hf.py", "from transformer_lens import HookPoint"),
         (library_complaints, "cacheprobe/trace/x.py", "import plotly.graph_objects as go"),
-        (library_complaints, "cacheprobe/plots/figures.py", "from torch import Tensor"),
+        (library_complaints, "cacheprobe/views/figures.py", "from torch import Tensor"),
         (library_complaints, "cacheprobe/ops/dispatch.py", "def late():\n    import triton"),
         (library_complaints, "cacheprobe/ops/dispatch.py", "from cacheprobe_kernels.matmul import Matmul"),
         (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "from cacheprobe.kvcache.cache import KVCache"),
         (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "import cacheprobe"),
         (pickle_complaints, "cacheprobe/trace/x.py", "from pickle import loads"),
         (pickle_complaints, "cacheprobe/trace/x.py", "torch.load(path, weights_only=True)"),
-        (pickle_complaints, "cacheprobe/dictionaries/torch_files.py", "torch.load(path)"),
-        (pickle_complaints, "cacheprobe/dictionaries/torch_files.py", "torch.load(path, weights_only=False)"),
-        (pickle_complaints, "cacheprobe/dictionaries/torch_files.py", "import pickle"),
+        (pickle_complaints, "cacheprobe/lenses/dictionaries/torch_files.py", "torch.load(path)"),
+        (pickle_complaints, "cacheprobe/lenses/dictionaries/torch_files.py", "torch.load(path, weights_only=False)"),
+        (pickle_complaints, "cacheprobe/lenses/dictionaries/torch_files.py", "import pickle"),
         (pickle_complaints, "cacheprobe/trace/x.py", "np.load(path, allow_pickle=True)"),
         (machine_complaints, "notebooks/x.ipynb", "  File " + '"/' + 'work/main/cacheprobe/api.py"'),
         (machine_complaints, "docs/x.md", "pip install --find-links " + "/opt" + "/wheels torch"),
@@ -253,7 +268,7 @@ def test_the_rule_catches_a_planted_violation(rule, path, source):
     ("rule", "path", "source"),
     [
         (layer_complaints, "cacheprobe/__init__.py", "from cacheprobe.api import run"),
-        (layer_complaints, "cacheprobe/capture/x.py", "from cacheprobe.engine import loop"),
+        (layer_complaints, "cacheprobe/trace/recording/x.py", "from cacheprobe.engine import loop"),
         (layer_complaints, "cacheprobe/trace/x.py", "import cacheprobe.trace.trace"),
         (layer_complaints, "cacheprobe/trace/x.py", "from cacheprobe import __version__, core"),
         (layer_complaints, "cacheprobe/cli/app.py", "import cacheprobe as cp"),
@@ -263,12 +278,12 @@ def test_the_rule_catches_a_planted_violation(rule, path, source):
         (hook_name_complaints, "cacheprobe/ops/x.py", "def f():\n    '''S is read at blocks.3.hook_resid_post.'''"),
         (hook_name_complaints, "cacheprobe/kvcache/x.py", "raise ValueError('no free blocks. Wait')"),
         (library_complaints, "cacheprobe/models/hf/bridge_edits.py", "import transformer_lens"),
-        (library_complaints, "cacheprobe/plots/figures.py", "import plotly.graph_objects as go"),
+        (library_complaints, "cacheprobe/views/figures.py", "import plotly.graph_objects as go"),
         (library_complaints, "kernels/cacheprobe_kernels/x.py", "import triton.language as tl"),
         (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "from cacheprobe.ops import plain\nimport torch"),
         (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "from cacheprobe.core.registry import register"),
         (pickle_complaints, "cacheprobe/trace/x.py", "np.load(path, allow_pickle=False)"),
-        (pickle_complaints, "cacheprobe/dictionaries/torch_files.py", "torch.load(path, weights_only=True)"),
+        (pickle_complaints, "cacheprobe/lenses/dictionaries/torch_files.py", "torch.load(path, weights_only=True)"),
         (machine_complaints, "docs/x.md", "see a/" + "work/ and https://x.org/" + "work/1"),
     ],
 )
@@ -290,6 +305,6 @@ def test_import_cacheprobe_is_quick():
 
 def test_views_do_not_load_torch_by_a_detour():
     """A view that imports a table helper, which imports a tensor helper, would make every figure wait for torch."""
-    paths = [path for path in PACKAGE if path.startswith("cacheprobe/plots/")]
+    paths = [path for path in PACKAGE if is_view(path)]
     views = [path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths]
     assert loaded_early("\n".join(f"import {view}" for view in views), NEVER_IN_VIEWS) == []

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import cacheprobe as cp
-from cacheprobe.doctor.families.columns import COLUMNS, TinySubject
-from cacheprobe.doctor.families.tiny import tiny_family
+from cacheprobe.cli.doctor.families.columns import COLUMNS, TinySubject
+from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.plain.files import plain_model

@@ -15,9 +15,9 @@ from gguf import GGUFWriter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import cacheprobe as cp
-from cacheprobe.doctor.families.columns import COLUMNS, PROMPTS, TinySubject
-from cacheprobe.doctor.families.quantised import write_quantised
-from cacheprobe.doctor.families.tiny import tiny_family
+from cacheprobe.cli.doctor.families.columns import COLUMNS, PROMPTS, TinySubject
+from cacheprobe.cli.doctor.families.quantised import write_quantised
+from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.loaders import model_of_run
 from cacheprobe.models.paths import choose_path

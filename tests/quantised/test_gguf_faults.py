@@ -13,8 +13,8 @@ from gguf import GGUFWriter, RopeScalingType
 from transformers import AutoModelForCausalLM
 
 import cacheprobe as cp
-from cacheprobe.doctor.families.quantised import write_quantised
-from cacheprobe.doctor.families.tiny import tiny_family
+from cacheprobe.cli.doctor.families.quantised import write_quantised
+from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.plain.files import plain_model
 from cacheprobe.models.quantised.gguf import gguf_directory

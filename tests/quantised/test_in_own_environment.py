@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cacheprobe.doctor.families import table
-from cacheprobe.doctor.families.variants import VARIANTS
+from cacheprobe.cli.doctor.families import table
+from cacheprobe.cli.doctor.families.variants import VARIANTS
 from cacheprobe.models.quantised.methods import METHODS
 
 ROOT = Path(__file__).parents[2]

@@ -16,10 +16,10 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformers import AutoModelForCausalLM
 
 import cacheprobe as cp
-from cacheprobe.doctor.families.columns import COLUMNS, PROMPTS, TinySubject
-from cacheprobe.doctor.families.original import logits_of, states_of
-from cacheprobe.doctor.families.quantised import WRITERS, write_quantised
-from cacheprobe.doctor.families.tiny import tiny_family
+from cacheprobe.cli.doctor.families.columns import COLUMNS, PROMPTS, TinySubject
+from cacheprobe.cli.doctor.families.original import logits_of, states_of
+from cacheprobe.cli.doctor.families.quantised import WRITERS, write_quantised
+from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.loaders import model_of_run

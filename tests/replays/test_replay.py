@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.drafters.replayed import Replayed
 from cacheprobe.engine import choosing
+from cacheprobe.engine.drafters.replayed import Replayed
 from cacheprobe.models.base import CachedLM
-from cacheprobe.replays.response import ReplayRefused
+from cacheprobe.trace.replays.response import ReplayRefused
 from tests.dashboard.growing_run import go_on, part_each_round
 from tests.tiny import PROMPTS, VOCAB, hf_model, loaded
 from tests.twins.equivalence import replayed_slowly

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from cacheprobe.replays import json_responses
-from cacheprobe.replays.python_responses import read_responses
-from cacheprobe.replays.response import ReplayRefused
+from cacheprobe.trace.replays import json_responses
+from cacheprobe.trace.replays.python_responses import read_responses
+from cacheprobe.trace.replays.response import ReplayRefused
 from tests.tiny import hf_model
 
 PROMPT, IDS, NATS = (5, 6, 7), (8, 9, 4), (-0.5, -1.25, -3.0)

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.dashboard import app
-from cacheprobe.dashboard.away import views
-from cacheprobe.dashboard.away.spreadsheet import csv_text
-from cacheprobe.dashboard.away.taken import Sources
-from cacheprobe.dashboard.flip_jobs import FlipJobs
-from cacheprobe.dashboard.questions import CannotShow, answered
-from cacheprobe.dashboard.reader import RunReader
-from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard import app
+from cacheprobe.views.dashboard.away import views
+from cacheprobe.views.dashboard.away.spreadsheet import csv_text
+from cacheprobe.views.dashboard.away.taken import Sources
+from cacheprobe.views.dashboard.flip_jobs import FlipJobs
+from cacheprobe.views.dashboard.questions import CannotShow, answered
+from cacheprobe.views.dashboard.reader import RunReader
+from cacheprobe.views.dashboard.shelf import Shelf
 from tests.tiny import PROMPTS, loaded
 
 IDS = [9, 41, 7, 3, 22, 22]

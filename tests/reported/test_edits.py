@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe import interventions as iv
 from cacheprobe.cli.look import show
+from cacheprobe.edits import interventions as iv
 from tests.tiny import hf_model, loaded
 
 PROMPT, OTHER, NEW, LAYER = [1, 2, 3, 4, 5], [7, 8, 9], 12, 1

@@ -12,11 +12,11 @@ import sentencepiece
 from transformers import AutoTokenizer, GPTSw3Tokenizer, PreTrainedTokenizerFast
 
 import cacheprobe as cp
-from cacheprobe.analysis.gradients.texts import texts_of_prompts
-from cacheprobe.dashboard.tokenizers import texts_of
+from cacheprobe.edits.gradients.texts import texts_of_prompts
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.smollm2 import smollm2_directory
-from cacheprobe.plots.report.listings import request_listings
+from cacheprobe.views.dashboard.tokenizers import texts_of
+from cacheprobe.views.report.listings import request_listings
 from tests.reported.tokenizers import NAMES, TEMPLATE, TEXTS, build
 from tests.tiny import SMALL, VOCAB, hf_model
 

@@ -13,8 +13,8 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import cacheprobe as cp
-from cacheprobe.doctor.families.quantised import write_quantised
-from cacheprobe.doctor.families.tiny import tiny_family as tiny_gguf_family
+from cacheprobe.cli.doctor.families.quantised import write_quantised
+from cacheprobe.cli.doctor.families.tiny import tiny_family as tiny_gguf_family
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.smollm2 import smollm2_directory
 from cacheprobe.sweeps.facts import model_facts

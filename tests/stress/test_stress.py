@@ -14,11 +14,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from cacheprobe.capture.recorder import Recorder
 from cacheprobe.core.records import ForwardRecord, Request
-from cacheprobe.drafters.fast_path import FastPath
-from cacheprobe.drafters.ngram import NGram
 from cacheprobe.engine import choosing
+from cacheprobe.engine.drafters.fast_path import FastPath
+from cacheprobe.engine.drafters.ngram import NGram
 from cacheprobe.stress import control, soak
 from cacheprobe.stress import run as stress_run
 from cacheprobe.stress.mixed import mixed_episode
@@ -27,6 +26,7 @@ from cacheprobe.stress.soak import kind_of_rollback, one_episode
 from cacheprobe.stress.subjects import near_tie_subjects, real_subjects, tiny_subjects
 from cacheprobe.stress.tally import Tally
 from cacheprobe.stress.traffic import Corrupted, Episode, draw_episode, draw_request
+from cacheprobe.trace.recording.recorder import Recorder
 
 pytestmark = pytest.mark.determinism
 

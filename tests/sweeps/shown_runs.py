@@ -4,10 +4,10 @@ import shutil
 from pathlib import Path
 
 import cacheprobe as cp
-from cacheprobe.dashboard.away.taken import Sources
-from cacheprobe.dashboard.flip_jobs import FlipJobs
-from cacheprobe.dashboard.reader import RunReader
-from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.away.taken import Sources
+from cacheprobe.views.dashboard.flip_jobs import FlipJobs
+from cacheprobe.views.dashboard.reader import RunReader
+from cacheprobe.views.dashboard.shelf import Shelf
 from tests.dash_page import save_thinking
 from tests.dictionaries.planted import random_dictionary
 from tests.sweeps.test_sweeps_dash import SETTINGS

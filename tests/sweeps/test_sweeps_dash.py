@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.dashboard.shelf import CannotShow, Shelf
-from cacheprobe.dashboard.tabs import results
-from cacheprobe.plots.sweep_grid import in_order
+from cacheprobe.views.dashboard.shelf import CannotShow, Shelf
+from cacheprobe.views.dashboard.tabs import results
+from cacheprobe.views.sweep_grid import in_order
 
 SETTINGS = {
     "grid": {

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 
 import cacheprobe as cp
 from cacheprobe.ops.equality import close
-from cacheprobe.plots import write_report
-from cacheprobe.plots.report.listings import request_listings, run_listings
 from cacheprobe.trace.importers.common import ImportRefused
 from cacheprobe.trace.stored import StoredRun
+from cacheprobe.views import write_report
+from cacheprobe.views.report.listings import request_listings, run_listings
 from tests.tiny import hf_model, loaded
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9]]

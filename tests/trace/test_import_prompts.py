@@ -10,10 +10,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import cacheprobe as cp
-from cacheprobe.dashboard.facts import _request_label
-from cacheprobe.plots.report.listings import request_listings
-from cacheprobe.plots.text import token_texts
 from cacheprobe.trace.stored import StoredRun
+from cacheprobe.views.dashboard.facts import _request_label
+from cacheprobe.views.report.listings import request_listings
+from cacheprobe.views.text import token_texts
 from tests.tiny import hf_model
 
 WORDS = ["<unk>", "A", "Ġcoin", "Ġis", "Ġheads", ".", "Ċ", "Ġtails"]

@@ -13,11 +13,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.files import sha256_of_file
-from cacheprobe.dashboard.shelf import Shelf
-from cacheprobe.dashboard.tabs import compare
 from cacheprobe.ops.equality import close
-from cacheprobe.plots import write_report
-from cacheprobe.plots.report.listings import request_listings, run_listings
 from cacheprobe.sweeps.index import INDEX
 from cacheprobe.sweeps.storage.store import SHARDS
 from cacheprobe.trace.checked_files import damaged_files
@@ -25,6 +21,10 @@ from cacheprobe.trace.manifest import FORMAT_VERSION, TraceError, sha256_of_mani
 from cacheprobe.trace.migrate import OLDEST, migrated
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.build import EVENT_COLUMNS
+from cacheprobe.views import write_report
+from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.tabs import compare
+from cacheprobe.views.report.listings import request_listings, run_listings
 from tests.tiny import loaded
 
 FIRST = Path(__file__).parents[1] / "fixtures" / "trace-v1"

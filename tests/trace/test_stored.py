@@ -8,12 +8,12 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.analysis.comparison import compare_requests, first_difference, first_reading_difference
-from cacheprobe.plots.report.run_comparison import UNCOMPARED, about_request, request_list
 from cacheprobe.trace import run_files
 from cacheprobe.trace.manifest import TraceError
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.ledgers import ledger_at, rows_in_use
 from cacheprobe.trace.tables.token_history import standing_at, token_history
+from cacheprobe.views.report.run_comparison import UNCOMPARED, about_request, request_list
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
 
 EARLY = dict(drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1])

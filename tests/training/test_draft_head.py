@@ -10,7 +10,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.cli.train import draft_head as command
-from cacheprobe.drafters import DraftHead
+from cacheprobe.engine.drafters import DraftHead
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.hf.tiny import TINY, tiny_model
 from cacheprobe.ops.equality import bitwise

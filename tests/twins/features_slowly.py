@@ -14,7 +14,7 @@ COLUMNS = ("row", "request_id", "step", "phase", "position", "status", "token_id
 
 
 class SlowDictionary:
-    """A SAELens folder. Reads its files by itself; shares no code with `cacheprobe.dictionaries`."""
+    """A SAELens folder. Reads its files by itself; shares no code with `cacheprobe.lenses.dictionaries`."""
 
     def __init__(self, folder: Path) -> None:
         self.config = json.loads((folder / "cfg.json").read_text())

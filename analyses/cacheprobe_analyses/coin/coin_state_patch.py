@@ -22,16 +22,16 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.core.progress import Progress
+from cacheprobe.edits.patching.cells import Edit, cell, run_cells
+from cacheprobe.edits.patching.grid import difference
+from cacheprobe.edits.patching.pair import run_pair
+from cacheprobe.edits.patching.runs import read, run_once
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM
-from cacheprobe.patching.cells import Edit, cell, run_cells
-from cacheprobe.patching.grid import difference
-from cacheprobe.patching.pair import run_pair
-from cacheprobe.patching.runs import read, run_once
-from cacheprobe.plots import carried_figure
 from cacheprobe.tasks.base import Accuracy, Example
 from cacheprobe.tasks.coin_flip import ANSWERS, STATES, coin_question
 from cacheprobe.tasks.people import NAMES
+from cacheprobe.views import carried_figure
 from cacheprobe_analyses.command import command_of_subjects
 from cacheprobe_analyses.records import records_of
 

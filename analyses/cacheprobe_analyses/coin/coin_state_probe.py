@@ -16,8 +16,8 @@ import pandas as pd
 
 import cacheprobe as cp
 from cacheprobe.core.progress import Progress
-from cacheprobe.plots import probe_figure
 from cacheprobe.tasks import CoinFlip
+from cacheprobe.views import probe_figure
 from cacheprobe_analyses.command import command_of_subjects
 from cacheprobe_analyses.records import records_of
 
@@ -47,7 +47,7 @@ SUBJECTS = {
 
 @dataclass(frozen=True)
 class Result:
-    """How the model does, and a line for each site, layer and place; see `cacheprobe.probes.ProbeResult`."""
+    """How the model does, and a line for each site, layer and place; see `cacheprobe.lenses.probes.ProbeResult`."""
 
     config: Config
     behaviour: dict[str, Any]

@@ -17,10 +17,10 @@ import pandas as pd
 import torch
 
 import cacheprobe as cp
-from cacheprobe.drafters import EarlyExit, NGram
-from cacheprobe.drafters.base import Drafter
-from cacheprobe.plots import disagreement_figure, final_choice_figure
+from cacheprobe.engine.drafters import EarlyExit, NGram
+from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.tasks import CoinFlip
+from cacheprobe.views import disagreement_figure, final_choice_figure
 from cacheprobe_analyses.command import command
 from cacheprobe_analyses.records import records_of
 

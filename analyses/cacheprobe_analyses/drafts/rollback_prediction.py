@@ -15,10 +15,10 @@ import pandas as pd
 
 import cacheprobe as cp
 from cacheprobe.core.progress import Progress
-from cacheprobe.drafters import EarlyExit, FastPath, NGram
-from cacheprobe.drafters.base import Drafter
-from cacheprobe.plots import rollback_prediction_figure
+from cacheprobe.engine.drafters import EarlyExit, FastPath, NGram
+from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.tasks import CoinFlip
+from cacheprobe.views import rollback_prediction_figure
 from cacheprobe_analyses.command import command
 from cacheprobe_analyses.records import records_of
 
@@ -45,7 +45,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Result:
-    """What is told of each drafter and unit; see `cacheprobe.probes.RollbackPrediction`."""
+    """What is told of each drafter and unit; see `cacheprobe.lenses.probes.RollbackPrediction`."""
 
     model: str
     found: list[dict[str, Any]] = field(default_factory=list)

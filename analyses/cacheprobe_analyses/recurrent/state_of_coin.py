@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import cacheprobe as cp
-from cacheprobe.interventions import swap
+from cacheprobe.edits.interventions import swap
 from cacheprobe.models.base import CachedLM
 from cacheprobe_analyses.recurrent.parity_models import HEADS, TEST_SEED, texts
 

@@ -22,10 +22,10 @@ import pandas as pd
 
 import cacheprobe as cp
 from cacheprobe.core.files import write_json
-from cacheprobe.plots import state_algorithm_figure
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.loop import LoopSettings
 from cacheprobe.training.threads import one_thread
+from cacheprobe.views import state_algorithm_figure
 from cacheprobe_analyses.records import records_of
 from cacheprobe_analyses.s3.s3_models import Subject, group_task, trained
 from cacheprobe_analyses.s3.s3_signatures import length_lines, patch_lines, probe_lines, thought_patch_lines

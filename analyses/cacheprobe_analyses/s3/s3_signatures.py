@@ -15,12 +15,12 @@ import pandas as pd
 import torch
 
 import cacheprobe as cp
+from cacheprobe.edits.patching.cells import Edit, cell, run_cells
+from cacheprobe.edits.patching.grid import difference
+from cacheprobe.edits.patching.pair import run_pair
+from cacheprobe.edits.patching.runs import read
+from cacheprobe.lenses.probes.places import embeddings
 from cacheprobe.models.thinking.lm import ThinkingLM
-from cacheprobe.patching.cells import Edit, cell, run_cells
-from cacheprobe.patching.grid import difference
-from cacheprobe.patching.pair import run_pair
-from cacheprobe.patching.runs import read
-from cacheprobe.probes.places import embeddings
 from cacheprobe.tasks import annotate_all
 from cacheprobe.tasks.base import Example
 from cacheprobe.tasks.permutations import group_question, parity
@@ -42,7 +42,7 @@ def probe_lines(trace: cp.Trace, bare: cp.Trace, places: Sequence[int], least: i
     """Held-out accuracy of the state, and of its parity, in S by layer after so many operations, beside controls.
 
     bare: the run of the untrained model on the same prompts.  places: numbers of operations.
-    Each line has the columns of `cacheprobe.probes.ProbeResult`, label ("state" or "parity") and shuffled: the mean
+    Each line has the columns of `cp.probes.ProbeResult`, label ("state" or "parity") and shuffled: the mean
     accuracy of the same probe on the same labels in random order. Lines of the label "halves" are of OTHER_HALVES:
     the mean accuracy of nine probes, and as low and high the worst and the best of them.
     """

@@ -21,10 +21,10 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.core.progress import Progress
 from cacheprobe.models.thinking.model import ThinkingModel
-from cacheprobe.plots import ways_figure
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.thinking.recurrent import Thoughts, own_thoughts, write
+from cacheprobe.views import ways_figure
 from cacheprobe_analyses.command import command
 
 WAYS: dict[str, tuple[bool, int | None]] = {

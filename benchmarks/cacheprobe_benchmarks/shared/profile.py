@@ -12,7 +12,7 @@ import cacheprobe
 PARTS = {
     "compiled loops": ("ops/compiled/basics.py",),
     "forward and lens, outside the loops": ("models/", "ops/", "kvcache/", "lenses/"),
-    "recording": ("capture/", "trace/"),
+    "recording": ("trace/"),
     "checksums of the weights": ("models/facts.py",),
     "main loop and the rest": ("",),
 }

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 import cacheprobe as cp
-from cacheprobe.capture.observers import StepLog
 from cacheprobe.core.config import EngineConfig
-from cacheprobe.drafters.base import Drafter
+from cacheprobe.engine.drafters.base import Drafter
+from cacheprobe.engine.execution import Execution
+from cacheprobe.engine.plan import RunPlan
 from cacheprobe.engine.shapes import choose_shapes
-from cacheprobe.execution import Execution
 from cacheprobe.models.base import CachedLM
-from cacheprobe.plan import RunPlan
+from cacheprobe.trace.recording.observers import StepLog
 
 PROMPTS = Path(__file__).parents[1] / "prompts"
 NUM_REQUESTS, IN_FLIGHT = 64, 16

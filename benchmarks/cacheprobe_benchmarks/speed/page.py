@@ -15,7 +15,7 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from cacheprobe.plots.images import browser_path
+from cacheprobe.views.images import browser_path
 from cacheprobe_benchmarks.shared.large_run import save_large_run
 from cacheprobe_benchmarks.shared.machine import machine, measuring
 

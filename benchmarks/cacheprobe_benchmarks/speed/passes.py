@@ -20,13 +20,13 @@ from unittest.mock import patch
 import torch
 
 import cacheprobe as cp
-from cacheprobe.capture.lens_reader import LENS_TILE
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.fast.prepared import PreparedOperations
 from cacheprobe.models.fast.queued import QueuedOperations
 from cacheprobe.models.paths import choose_path
 from cacheprobe.ops.attention.by_request import Reach, reach_of_positions
 from cacheprobe.ops.readout import read_logits
+from cacheprobe.trace.recording.lens_reader import LENS_TILE
 from cacheprobe_benchmarks.shared.machine import machine, measuring
 
 CAPACITY, POSITION = 96, 64

@@ -73,9 +73,9 @@ def _record(out: Path, requests: int, tokens: int, hidden: int) -> None:
 
 def child(directory: str, requests: int, tokens: int) -> None:
     """Prints the seconds and megabytes as JSON."""
-    from cacheprobe.dashboard.reader import RunReader
-    from cacheprobe.dashboard.shelf import Shelf
-    from cacheprobe.dashboard.tabs import card
+    from cacheprobe.views.dashboard.reader import RunReader
+    from cacheprobe.views.dashboard.shelf import Shelf
+    from cacheprobe.views.dashboard.tabs import card
 
     rng = random.Random(1)
     before, began = resident_mb("VmRSS"), time.perf_counter()

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import cacheprobe as cp
-from cacheprobe.capture.lens_reader import LENS_TILE, LensReader, Queued
 from cacheprobe.models.base import CachedLM
+from cacheprobe.trace.recording.lens_reader import LENS_TILE, LensReader, Queued
 from cacheprobe_benchmarks.shared.machine import machine, measuring
 
 TOKENS, TOP_K, REPEATS = 16, 5, 3

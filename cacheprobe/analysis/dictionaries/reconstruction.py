@@ -7,10 +7,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.capture.stored_states import require_model
-from cacheprobe.dictionaries import Dictionary, DictionaryError
+from cacheprobe.lenses.dictionaries import Dictionary, DictionaryError
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.feeding import feed
+from cacheprobe.trace.recording.stored_states import require_model
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace

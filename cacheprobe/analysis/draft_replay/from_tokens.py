@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cacheprobe.analysis.draft_replay.passes import CommittedText, Draft
 from cacheprobe.core.values import whole_number
-from cacheprobe.drafters.base import DraftContext, Drafter
+from cacheprobe.engine.drafters.base import DraftContext, Drafter
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.ops.acceptance import clip_draft, num_accepted
 from cacheprobe.ops.sampling import choose_token

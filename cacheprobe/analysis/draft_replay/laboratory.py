@@ -9,8 +9,8 @@ from cacheprobe.analysis.draft_replay.plan import ReplayPlan, committed_readings
 from cacheprobe.analysis.draft_replay.tables import TABLES, DraftReplay
 from cacheprobe.core.progress import Progress
 from cacheprobe.core.values import hint, whole_number
-from cacheprobe.drafters.base import Drafter
-from cacheprobe.drafters.early_exit import EarlyExit
+from cacheprobe.engine.drafters.base import Drafter
+from cacheprobe.engine.drafters.early_exit import EarlyExit
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace

@@ -11,9 +11,9 @@ from cacheprobe.analysis.draft_replay.recorded import Sampled, exit_of
 from cacheprobe.analysis.of_trace import lens_readings
 from cacheprobe.core.config import ACCEPTANCES
 from cacheprobe.core.values import number, whole_number
-from cacheprobe.drafters.base import Drafter, require_drafter
-from cacheprobe.drafters.early_exit import EarlyExit
-from cacheprobe.drafters.model import DraftModel
+from cacheprobe.engine.drafters.base import Drafter, require_drafter
+from cacheprobe.engine.drafters.early_exit import EarlyExit
+from cacheprobe.engine.drafters.model import DraftModel
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace

@@ -7,8 +7,8 @@ import pandas as pd
 
 from cacheprobe.analysis.draft_replay.passes import CommittedText, ReplayedPass
 from cacheprobe.analysis.draft_replay.recorded import Sampled
-from cacheprobe.drafters.base import Drafter
-from cacheprobe.drafters.early_exit import EarlyExit
+from cacheprobe.engine.drafters.base import Drafter
+from cacheprobe.engine.drafters.early_exit import EarlyExit
 from cacheprobe.trace.tables.schema import typed
 
 DRAFTER = ["drafter", "settings", "layer", "lens"]

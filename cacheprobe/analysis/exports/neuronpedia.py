@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cacheprobe.core.files import write_whole
 from cacheprobe.core.values import JsonDict, folder, whole_number
-from cacheprobe.dictionaries import Dictionary
+from cacheprobe.lenses.dictionaries import Dictionary
 from cacheprobe.trace.tables.features import place_of_features
 
 if TYPE_CHECKING:

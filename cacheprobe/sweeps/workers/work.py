@@ -13,7 +13,7 @@ from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.records import SamplingParams
 from cacheprobe.core.registry import make
 from cacheprobe.core.values import JsonDict
-from cacheprobe.interventions.base import Intervention
+from cacheprobe.edits.interventions.base import Intervention
 from cacheprobe.models.base import CachedLM
 from cacheprobe.sweeps.cells import Cell
 from cacheprobe.sweeps.factory import NEEDS_STATES, make_changes, make_lens, parse_change

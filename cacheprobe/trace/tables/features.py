@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 
 from cacheprobe.core.values import whole_number
-from cacheprobe.dictionaries import Dictionary, DictionaryError
+from cacheprobe.lenses.dictionaries import Dictionary, DictionaryError
 from cacheprobe.trace.tables.recorded_features import ROW_COLUMNS, recorded_lines
 from cacheprobe.trace.tables.schema import typed
 

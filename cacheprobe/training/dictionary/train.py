@@ -11,8 +11,8 @@ from cacheprobe.core.hook_names import hook_name
 from cacheprobe.core.noise import derive_seed
 from cacheprobe.core.process import require_usable_process
 from cacheprobe.core.values import Json
-from cacheprobe.dictionaries import Dictionary, DictionaryConfig
-from cacheprobe.dictionaries.formats import CONFIG
+from cacheprobe.lenses.dictionaries import Dictionary, DictionaryConfig
+from cacheprobe.lenses.dictionaries.formats import CONFIG
 from cacheprobe.training.dictionary.settings import DictionarySettings
 from cacheprobe.training.loop import Loop
 from cacheprobe.training.progress import TrainingProgress

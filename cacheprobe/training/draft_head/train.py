@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from cacheprobe.core.noise import derive_seed
 from cacheprobe.core.process import require_usable_process
 from cacheprobe.core.values import Json
-from cacheprobe.drafters.draft_head import DraftHead, next_states
+from cacheprobe.engine.drafters.draft_head import DraftHead, next_states
 from cacheprobe.lenses.base import unembedding_sha256
 from cacheprobe.models.base import CachedLM
 from cacheprobe.training.draft_head.settings import DraftHeadSettings

@@ -9,10 +9,10 @@ from torch.nn.functional import cross_entropy
 
 import cacheprobe as cp
 from cacheprobe.api import _plan
-from cacheprobe.drafters import DraftHead
+from cacheprobe.engine.drafters import DraftHead
+from cacheprobe.engine.estimates.assumed import ALL_ACCEPTED
+from cacheprobe.engine.estimates.counting import count
 from cacheprobe.engine.watch import AGAIN_EVERY, Watch
-from cacheprobe.estimates.assumed import ALL_ACCEPTED
-from cacheprobe.estimates.counting import count
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.training.draft_head.settings import DraftHeadSettings
 from cacheprobe.training.draft_head.train import _split, train_draft_head

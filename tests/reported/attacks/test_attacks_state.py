@@ -13,11 +13,11 @@ import torch
 import transformers
 
 import cacheprobe as cp
-from cacheprobe import interventions as iv
+from cacheprobe.edits import interventions as iv
+from cacheprobe.edits.patching.grid import PatchingGrid
 from cacheprobe.engine.consistency import ShapeRefused
 from cacheprobe.engine.fingerprint import FingerprintMismatch
 from cacheprobe.models.base import ModelError
-from cacheprobe.patching.grid import PatchingGrid
 from cacheprobe.tasks.files import load_examples
 from cacheprobe.training.dictionary.settings import DictionarySettings
 from cacheprobe.training.dictionary.train import train_dictionary

@@ -12,8 +12,8 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.cli import imports as cli_import
-from cacheprobe.plots.report.listings import run_listings
 from cacheprobe.trace.importers.common import ImportRefused
+from cacheprobe.views.report.listings import run_listings
 from tests.reported.imports.imported import Generated, exchange, written
 from tests.tiny import hf_model, loaded
 

@@ -10,8 +10,8 @@ import pytest
 import transformers
 
 import cacheprobe as cp
-from cacheprobe.doctor.families.tiny import tiny_family
-from cacheprobe.doctor.families.variants import VARIANTS
+from cacheprobe.cli.doctor.families.tiny import tiny_family
+from cacheprobe.cli.doctor.families.variants import VARIANTS
 from cacheprobe.trace.importers.common import ImportRefused
 from tests.reported.imports.imported import Generated, blocks_of
 

@@ -19,8 +19,8 @@ import pandas as pd
 import torch
 
 import cacheprobe as cp
-from cacheprobe.dashboard.app import make_app
-from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.app import make_app
+from cacheprobe.views.dashboard.shelf import Shelf
 from tests.dash_page import save_thinking
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 

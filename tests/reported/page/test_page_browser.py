@@ -8,8 +8,8 @@ import pytest
 from playwright.sync_api import Browser, Route
 
 import cacheprobe as cp
-from cacheprobe.dashboard.shelf import Shelf
 from cacheprobe.models.inventory import PLAIN
+from cacheprobe.views.dashboard.shelf import Shelf
 from tests.chromium import PICTURES, chromium
 from tests.dash_page import answered, choose, heard, opened, served, until
 from tests.tiny import SMALL, loaded

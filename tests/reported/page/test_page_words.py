@@ -12,8 +12,8 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.analysis.comparison import setting_differences
-from cacheprobe.dashboard.app import make_app
-from cacheprobe.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.app import make_app
+from cacheprobe.views.dashboard.shelf import Shelf
 from tests.dictionaries.planted import random_dictionary
 from tests.reported.page.runs import NAMES, folder, numbers, pages, plain, tables_of, tips
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded

@@ -1,0 +1,1 @@
+"""Changes of states: interventions, patching, gradients and patchscopes."""

@@ -1,0 +1,134 @@
+"""Computes gradients of a metric with respect to states, of a trace's committed and rejected tokens or of prompts."""
+
+from collections.abc import Iterable, Sequence
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from cacheprobe.core.progress import Progress
+from cacheprobe.core.tokens.text import visible
+from cacheprobe.edits.gradients.metrics import Metric, name_of
+from cacheprobe.edits.gradients.result import Gradients, TextGradients
+from cacheprobe.edits.gradients.texts import REJECTED, GradientText, texts_of_prompts, texts_of_trace
+from cacheprobe.edits.patching.arguments import as_layers, check_site
+from cacheprobe.models.base import CachedLM
+from cacheprobe.models.hf.differentiable import GRADIENT_SITES, Derivatives, bridge_of, derivatives
+from cacheprobe.trace.recording.stored_states import require_model
+from cacheprobe.trace.trace import Trace
+
+
+def gradients(
+    model: CachedLM,
+    source: object,
+    metric: Metric,
+    *,
+    sites: Iterable[str] = "STC",
+    layers: "Iterable[int] | None" = None,
+    request_ids: "Iterable[int] | None" = None,
+    rejected: bool = True,
+    progress: bool = True,
+) -> Gradients:
+    """Computes the gradient of a metric with respect to the states of every token, and returns Gradients.
+
+    Each text is fed once, without a cache: of a trace, each request's committed tokens but the newest, and each
+    rejected draft after the text before it, so that rolled-back rows have gradients too. Hooks on the bridge act.
+    source: a Trace of this model, or prompts as in `cp.run`: text, token ids, task examples.
+    metric: called with a text's logits [n, v], whose row p predicts the token at p + 1, and its GradientText; returns
+    a tensor of one number. Ready ones are `cp.analysis.logit_difference`, `token_logprob` and `text_logprob`.
+    sites: of S, T, C, pre (the stream that enters the block) and z (the heads' outputs).  layers: None for all.
+    request_ids: of a trace, only these requests.  rejected: whether rejected drafts of a trace are computed.
+    The gradients have the model's dtype: float16 and bfloat16 round them.
+    Raises: ModelError for a model without a TransformerBridge, such as a Thinking States model. ValueError for a site
+    or layer that is not there, a trace of other weights, of a run with interventions or a KVSnapshot, a metric that
+    does not return one finite number with a graph, and gradients that are not finite.
+    Source: gradient times state as in Shrikumar et al. 2016 (arXiv 1605.01713).
+    Twin: tests.twins.gradients_slowly.gradient_slowly: central differences of plain forwards, close(1e-6) in float64.
+    """
+    places = _places(model, (sites,) if isinstance(sites, str) and sites in GRADIENT_SITES else tuple(sites), layers)
+    bridge_of(model)
+    if not callable(metric):
+        raise ValueError(
+            f"metric must be a function of (logits, text), got {metric!r:.60}; see cp.analysis.logit_difference"
+        )
+    rows = None
+    if isinstance(source, Trace):
+        texts = texts_of_trace(require_model(source, model), source, request_ids, rejected)
+        rows = source.rows()
+        rows = rows[rows.status.isin(["committed", REJECTED])]
+    else:
+        if request_ids is not None:
+            raise ValueError("request_ids= chooses requests of a trace; leave out prompts instead")
+        texts = texts_of_prompts(model, source)
+    lines, kept, values = [], [], []
+    with Progress(len(texts), "differentiating", "texts", enabled=progress) as bar:
+        for text in texts:
+            found = _of_text(text, metric, places)
+            kept.append((text, {place: one[0, text.first :].cpu() for place, one in found.gradients.items()}))
+            lines.append(_lines(text, found, rows))
+            values.append(found.value)
+            bar.advance()
+    return Gradients(pd.concat(lines, ignore_index=True), _texts(kept, values), name_of(metric), model.name, kept)
+
+
+def _places(model: CachedLM, sites: Sequence[str], layers: "Iterable[int] | None") -> list[tuple[str, int]]:
+    """Returns the (site, layer) pairs. Raises: ValueError for a site or layer that is not there, or none."""
+    if not sites:
+        raise ValueError(f"there is no site; sites are {', '.join(GRADIENT_SITES)}")
+    for site in sites:
+        check_site(site, GRADIENT_SITES)
+    return [(site, layer) for site in dict.fromkeys(sites) for layer in as_layers(layers, model)]
+
+
+def _of_text(text: GradientText, metric: Metric, places: Sequence[tuple[str, int]]) -> Derivatives:
+    """Returns the Derivatives of the metric of one text."""
+
+    def of_logits(logits: Tensor) -> object:
+        """Returns the metric of logits [1, n, v]."""
+        return metric(logits[0], text)
+
+    about = f"{text}, metric {name_of(metric)}"
+    return derivatives(text.model, torch.tensor([text.token_ids]), places, of_logits, about)
+
+
+def _lines(text: GradientText, found: Derivatives, rows: "pd.DataFrame | None") -> pd.DataFrame:
+    """Returns the lines of the table of one text. rows: of the trace, those of committed and rejected tokens."""
+    positions = range(text.first, len(text.token_ids))
+    ids = text.token_ids[text.first :]
+    own = pd.DataFrame({"row": pd.NA, "step": pd.NA}, index=positions)
+    if rows is not None:
+        wanted = rows[(rows.request_id == text.request_id) & (rows.status == text.status)]
+        if text.status == REJECTED:
+            wanted = wanted[wanted.step == text.step]
+        own = wanted.set_index("position")[["row", "step"]].reindex(positions)
+    about = {
+        "row": pd.array(own.row, dtype="Int64"),
+        "request_id": text.request_id,
+        "step": pd.array(own.step, dtype="Int64"),
+        "status": text.status,
+        "position": positions,
+        "token_id": ids,
+        "token": [visible(token) for token in text.model.token_texts(ids)],
+    }
+    parts = []
+    for (site, layer), gradient in found.gradients.items():
+        vectors, states = (x[0, text.first :].flatten(1).double() for x in (gradient, found.states[site, layer]))
+        numbers = dict(
+            gradient_norm=vectors.norm(dim=-1).tolist(), gradient_times_state=(vectors * states).sum(-1).tolist()
+        )
+        parts.append(pd.DataFrame({**about, "site": site, "layer": layer, **numbers}))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _texts(kept: Sequence[TextGradients], values: Sequence[float]) -> pd.DataFrame:
+    """Returns the table of the sequences that were fed."""
+    texts = [text for text, _ in kept]
+    return pd.DataFrame(
+        {
+            "request_id": [text.request_id for text in texts],
+            "status": [text.status for text in texts],
+            "step": pd.array([text.step for text in texts], dtype="Int64"),
+            "num_tokens": [len(text.token_ids) for text in texts],
+            "metric": list(values),
+        }
+    )

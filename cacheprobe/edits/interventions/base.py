@@ -1,0 +1,194 @@
+"""Defines Intervention: one change of a request's states, given by site, layer and absolute positions."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cacheprobe.core.hook_names import HEADS, RECURRENT, ROUTER, SITES
+from cacheprobe.core.noise import RESAMPLE_STREAM, uniform_noise
+from cacheprobe.core.process import require_usable_process
+from cacheprobe.core.records import PHASES
+from cacheprobe.core.values import flag, listed, whole_number
+
+EDITED_SITES = (*SITES, "pre", ROUTER, RECURRENT)
+"""Sites whose states an intervention may change: S, T, C, "pre", the input of a block, "router", the logits of a router
+over its experts, and "recurrent", the state of a recurrent layer after a token."""
+SITES_OF_HEADS = ("T", RECURRENT)
+"""Sites at which an intervention may change a single head."""
+ACTIONS = ("replace", "add", "function")
+"""Replace a state by a vector, add a vector to the state, or let a function compute it."""
+
+
+class StateContext(NamedTuple):
+    """Says which state an intervention changes."""
+
+    request_id: int
+    site: str
+    layer: int
+    head: int | None
+    position: int
+    """Absolute position of the token; 0 is the prompt's first."""
+    phase: str
+    """prefill for a prompt token, decode for a token that is drafted or never verified, verify."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Intervention:
+    """Describes a change of one request's states at one site and layer.
+
+    Acts whenever the model computes one of `positions`, also in a draft pass, unless `phases` or `steps` exclude it.
+
+    Create one with `zero`, `add` and the other functions of `cp.interventions`. Later layers compute their keys
+    and values from the changed states, as in a forward pass without a cache.
+    """
+
+    name: str
+    """Name of the function that created the intervention, such as "zero"."""
+    action: str
+    """"replace", "add" or "function"."""
+    vectors: Tensor = field(repr=False)
+    """[n, w], float32 or float64: one vector for all positions, one for each position, or, with `seed`, the vectors to
+    choose from. w is d_model, the head's width, the number of experts, the numbers of all heads of a recurrent state
+    (trace.heads("recurrent", layer, request).flatten(1)), or 1 for the same number in every dimension."""
+    request_id: int
+    """Number of the request in the run."""
+    site: str
+    """S, T, C, "pre": the residual stream that enters the block, "router": the logits over the experts, or "recurrent":
+    the state of a recurrent layer after the token. The layer's output of the token itself is read before the change."""
+    layer: int
+    positions: Any = None
+    """Absolute positions of input tokens, one or several (stored as a tuple); 0 is the prompt's first token. None for
+    every computed position."""
+    head: int | None = None
+    """At site T: changes this head's z [d_head], its part of the output projection's input. None: changes T itself. At
+    site recurrent: changes this head of the state, [d]. None: changes the whole state, [h * d]."""
+    phases: "str | Iterable[str] | None" = None
+    """One or more of prefill (prompts), decode (draft tokens when they are drafted, and the tokens of never verified
+    requests) and verify; None for all."""
+    steps: Any = None
+    """Steps of the run in which to act; None for all. If a preempted request is rebuilt, its earlier changes are
+    repeated."""
+    own_fingerprint: bool = False
+    """Must be True for a deterministic request. Its bits then equal only those of runs with the same interventions."""
+    seed: int | None = None
+    """If set, each position takes one of `vectors`, drawn from (seed, position)."""
+    num_prompt_tokens: int | None = None
+    """Prompt length that the request must have, in tokens; None for any."""
+    include_special: bool = True
+    """Whether to act on special tokens and on the first position too; see `core.tokens.special`. False for edits of
+    features."""
+
+    def __post_init__(self) -> None:
+        def keep(name: str, value: object) -> None:
+            """Sets a field although the dataclass is frozen."""
+            object.__setattr__(self, name, value)
+
+        for name in ("request_id", "layer", *(("head",) if self.head is not None else ())):
+            keep(name, whole_number(f"{self.name}: {name}", getattr(self, name)))
+        keep("include_special", flag(f"{self.name}: include_special", self.include_special))
+        keep("vectors", _checked(self.vectors, str(self)))
+        keep("positions", _as_numbers(self.positions, "position", str(self)))
+        keep("steps", _as_numbers(self.steps, "step", str(self)))
+        keep("phases", (self.phases,) if isinstance(self.phases, str) else self.phases and tuple(self.phases))
+        if self.site not in EDITED_SITES:
+            raise ValueError(f"{self}: unknown site {self.site!r}; sites to change are {', '.join(EDITED_SITES)}")
+        if self.action not in ACTIONS:
+            raise ValueError(f"{self}: unknown action {self.action!r}; choose one of {', '.join(ACTIONS)}")
+        if self.head is not None and self.site not in SITES_OF_HEADS:
+            raise ValueError(f"{self}: only sites {' and '.join(SITES_OF_HEADS)} have heads; leave out head=")
+        for phase in self.phases or ():
+            if phase not in PHASES:
+                raise ValueError(f"{self}: unknown phase {phase!r}; phases are {', '.join(PHASES)}")
+        if self.phases is not None and not self.phases:
+            raise ValueError(f"{self}: phases is empty, so nothing would change; use None for all")
+        n, wanted = len(self.vectors), len(self.positions or ())
+        if self.seed is None and n not in (1, wanted):
+            raise ValueError(f"{self}: {n} vectors for {wanted or 'all'} positions; give one, or one for each")
+
+    def __str__(self) -> str:
+        head = "" if self.head is None else f" head {self.head}"
+        return f"{self.name} of request {self.request_id} at site {self.site} of layer {self.layer}{head}"
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """(site, layer) of the hook through which the intervention acts; for a head, the site of z."""
+        return HEADS if self.site == "T" and self.head is not None else self.site, self.layer
+
+    def changed(self, states: Tensor, contexts: Sequence[StateContext]) -> Tensor:
+        """Returns the states [n, w] as they are to become, in the same dtype; one of `contexts` belongs to each."""
+        new = self.vectors_at([one.position for one in contexts]).to(states.device, states.dtype)
+        return new.expand_as(states) if self.action == "replace" else states + new
+
+    def vectors_at(self, positions: list[int]) -> Tensor:
+        """Returns a tensor [len(positions), w]: the vector for each of `positions`."""
+        if self.seed is not None:
+            n = len(self.vectors)
+            return self.vectors[[int(uniform_noise(self.seed, p, 1, RESAMPLE_STREAM)[0] * n) for p in positions]]
+        if len(self.vectors) == 1:
+            return self.vectors.expand(len(positions), -1)
+        assert isinstance(self.positions, tuple)
+        return self.vectors[[self.positions.index(p) for p in positions]]
+
+    def require_width(self, width: int) -> None:
+        """Raises: ValueError if states of this width cannot be changed. A subclass says which; vectors are compared by
+        `checks.check_model`."""
+
+    def record(self) -> dict[str, object]:
+        """Returns a dict for the run's metadata: the fields without own_fingerprint and num_prompt_tokens, and with the
+        SHA-256 of the vectors instead of the vectors. include_special is there only if it is False."""
+        names = ("name", "action", "request_id", "site", "layer", "positions", "head", "phases", "steps", "seed")
+        values = {name: getattr(self, name) for name in names}
+        as_lists = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        left_out = {} if self.include_special else {"include_special": False}
+        return {**as_lists, **left_out, "vectors_sha256": hashlib.sha256(self.vectors.numpy().tobytes()).hexdigest()}
+
+
+def as_interventions(given: Any) -> tuple[Intervention, ...]:
+    """Returns a flat tuple of Interventions from one, or from a sequence of them and of the pairs that `swap` returns.
+
+    Raises: ValueError for another object in the sequence; TypeError if `given` is no Intervention and no sequence.
+    """
+    items = [given] if isinstance(given, Intervention) else list(given)
+    flat = [one for item in items for one in (item if isinstance(item, tuple) else (item,))]
+    for one in flat:
+        if not isinstance(one, Intervention):
+            raise ValueError(f"an intervention is made by cp.interventions.zero(...) and its like, got {one!r:.60}")
+    return tuple(flat)
+
+
+def as_wide(vectors: object) -> Tensor:
+    """Returns vectors as a float32 tensor; a float64 tensor, such as the states of a float64 model, stays float64."""
+    made = torch.as_tensor(vectors)
+    return made if isinstance(vectors, Tensor) and made.dtype == torch.float64 else made.float()
+
+
+def _checked(vectors: object, what: str) -> Tensor:
+    """Returns a copy of vectors [w] or [n, w] as [n, w], in float32 or float64, on the CPU. Raises: ValueError for
+    other shapes, an empty tensor, NaN or infinity."""
+    require_usable_process()
+    made = as_wide(vectors).detach().to("cpu", copy=True)
+    made = made[None] if made.dim() == 1 else made
+    if made.dim() != 2 or not made.numel():
+        raise ValueError(f"{what}: vectors must be [w] or [n, w], got {list(made.shape)}")
+    if not bool(torch.isfinite(made).all()):
+        raise ValueError(f"{what}: vectors hold NaN or infinity, which no mask would hide; give finite numbers")
+    return made.contiguous()
+
+
+def _as_numbers(given: Any, noun: str, what: str) -> tuple[int, ...] | None:
+    """Returns one number or several as a tuple of int; None for None. Raises: ValueError for an empty list, a negative
+    number, a number that is given twice, and for anything but whole numbers."""
+    if given is None:
+        return None
+    numbers = tuple(whole_number(f"{what}: a {noun}", x) for x in listed(given))
+    if not numbers:
+        raise ValueError(f"{what}: there is no {noun}, so nothing would change; use None for all")
+    if min(numbers) < 0:
+        raise ValueError(f"{what}: {noun} {min(numbers)} is negative; {noun}s are absolute and count from 0")
+    if len(set(numbers)) != len(numbers):
+        raise ValueError(f"{what}: a {noun} is given twice; give each once")
+    return numbers

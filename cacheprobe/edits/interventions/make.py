@@ -1,0 +1,257 @@
+"""Defines the functions that create interventions: zero, replace, add, mean, resample and swap.
+
+Their keyword arguments are the fields of an Intervention, with the same meaning: request_id, site, layer, positions,
+head, phases, steps, own_fingerprint, num_prompt_tokens. A site may be a hook point of TransformerLens, or a block as
+nnsight names it, which name the layer: see `core.hook_names.place_of`.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from cacheprobe.core.hook_names import RECURRENT, place_of
+from cacheprobe.core.records import Request
+from cacheprobe.edits.interventions.base import Intervention, as_wide
+
+Numbers: TypeAlias = "int | Iterable[int] | None"
+"""Positions or steps: one, several, or None for all."""
+
+
+@runtime_checkable
+class RecordedStates(Protocol):
+    """Defines the members of a Trace that `swap` uses."""
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        """All requests of the run."""
+        ...
+
+    @property
+    def meta(self) -> Mapping[str, object]:
+        """Metadata of the run."""
+        ...
+
+    def states(self, site: str, layer: int, request_id: int) -> Tensor:
+        """Returns a request's states at a site and layer, [p, m], one for each position."""
+        ...
+
+    def heads(self, site: str, layer: int, request_id: int) -> Tensor:
+        """Returns a request's head activations at a head site and layer, [p, h, d], one for each position."""
+        ...
+
+
+def zero(
+    *,
+    request_id: int,
+    site: str,
+    layer: int | None = None,
+    positions: Numbers = None,
+    head: int | None = None,
+    phases: "str | Iterable[str] | None" = None,
+    steps: Numbers = None,
+    own_fingerprint: bool = False,
+    num_prompt_tokens: int | None = None,
+) -> Intervention:
+    """Returns an Intervention that sets the states to zero."""
+    site, layer = place_of(site, layer)
+    return Intervention(
+        name="zero", action="replace", vectors=torch.zeros(1, 1),
+        request_id=request_id, site=site, layer=layer, positions=positions, head=head, phases=phases, steps=steps,
+        own_fingerprint=own_fingerprint, num_prompt_tokens=num_prompt_tokens,
+    )  # fmt: skip
+
+
+def replace(
+    vectors: Tensor,
+    *,
+    request_id: int,
+    site: str,
+    layer: int | None = None,
+    positions: Numbers = None,
+    head: int | None = None,
+    phases: "str | Iterable[str] | None" = None,
+    steps: Numbers = None,
+    own_fingerprint: bool = False,
+    num_prompt_tokens: int | None = None,
+) -> Intervention:
+    """Returns an Intervention that sets the states to `vectors`: [m] for all positions, or [n, m], one for each.
+
+    For a head: [d] or [n, d].
+    """
+    site, layer = place_of(site, layer)
+    return Intervention(
+        name="replace", action="replace", vectors=vectors,
+        request_id=request_id, site=site, layer=layer, positions=positions, head=head, phases=phases, steps=steps,
+        own_fingerprint=own_fingerprint, num_prompt_tokens=num_prompt_tokens,
+    )  # fmt: skip
+
+
+def add(
+    vectors: Tensor,
+    *,
+    request_id: int,
+    site: str,
+    layer: int | None = None,
+    positions: Numbers = None,
+    head: int | None = None,
+    phases: "str | Iterable[str] | None" = None,
+    steps: Numbers = None,
+    own_fingerprint: bool = False,
+    num_prompt_tokens: int | None = None,
+) -> Intervention:
+    """Returns an Intervention that adds `vectors` to the states: [m] for all positions, or [n, m], one for each.
+
+    For a head: [d] or [n, d]. The sum is computed in the model's dtype.
+    """
+    site, layer = place_of(site, layer)
+    return Intervention(
+        name="add", action="add", vectors=vectors,
+        request_id=request_id, site=site, layer=layer, positions=positions, head=head, phases=phases, steps=steps,
+        own_fingerprint=own_fingerprint, num_prompt_tokens=num_prompt_tokens,
+    )  # fmt: skip
+
+
+def mean(
+    states: Tensor,
+    *,
+    request_id: int,
+    site: str,
+    layer: int | None = None,
+    positions: Numbers = None,
+    head: int | None = None,
+    phases: "str | Iterable[str] | None" = None,
+    steps: Numbers = None,
+    own_fingerprint: bool = False,
+    num_prompt_tokens: int | None = None,
+) -> Intervention:
+    """Returns an Intervention that sets each state to the mean of `states` [n, m], such as `trace.states("S", 3, 0)`.
+
+    The mean is computed in float32, or in float64 for float64 states.
+    Source: mean ablation of Wang et al. 2022 (arXiv 2211.00593), section 2.1.
+    """
+    site, layer = place_of(site, layer)
+    vectors = as_wide(_checked_states(states, "mean")).mean(0)
+    return Intervention(
+        name="mean", action="replace", vectors=vectors,
+        request_id=request_id, site=site, layer=layer, positions=positions, head=head, phases=phases, steps=steps,
+        own_fingerprint=own_fingerprint, num_prompt_tokens=num_prompt_tokens,
+    )  # fmt: skip
+
+
+def resample(
+    states: Tensor,
+    *,
+    seed: int = 0,
+    request_id: int,
+    site: str,
+    layer: int | None = None,
+    positions: Numbers = None,
+    head: int | None = None,
+    phases: "str | Iterable[str] | None" = None,
+    steps: Numbers = None,
+    own_fingerprint: bool = False,
+    num_prompt_tokens: int | None = None,
+) -> Intervention:
+    """Returns an Intervention that sets each position's state to one of `states` [n, m], drawn from (seed, position).
+
+    A position that is computed again gets the same state.
+
+    Source: resample ablation of causal scrubbing (Chan et al. 2022).
+    """
+    site, layer = place_of(site, layer)
+    vectors = _checked_states(states, "resample")
+    return Intervention(
+        name="resample", action="replace", vectors=vectors, seed=seed,
+        request_id=request_id, site=site, layer=layer, positions=positions, head=head, phases=phases, steps=steps,
+        own_fingerprint=own_fingerprint, num_prompt_tokens=num_prompt_tokens,
+    )  # fmt: skip
+
+
+def swap(
+    trace: RecordedStates,
+    a: int,
+    b: int,
+    *,
+    site: str,
+    layer: int | None = None,
+    positions: Numbers = None,
+    head: int | None = None,
+    phases: "str | Iterable[str] | None" = None,
+    steps: Numbers = None,
+    own_fingerprint: bool = False,
+) -> tuple[Intervention, Intervention]:
+    """Returns two Interventions: one sets states of request a to those recorded for request b; the other does the
+    reverse.
+
+    trace: a run of both requests without interventions. For a head of T, its z is exchanged; the run must have kept z
+    with CaptureConfig(heads=("z",)), or recurrent states with heads=("recurrent",).
+    `positions` must be given. In the new run, the two prompts must have the same lengths as in `trace`.
+    Raises: ValueError if the trace lacks a request or one of the states, if the prompts of a and b differ in length,
+    for recurrent states recorded in 16 bits, and for a trace of a run with interventions.
+    Source: interchange interventions, Geiger et al. 2021 (arXiv 2106.02997), section 3.
+    """
+    site, layer = place_of(site, layer)
+    requests = {request.request_id: request for request in trace.requests}
+    if missing := [r for r in (a, b) if r not in requests]:
+        raise ValueError(f"swap: no request {missing[0]} in the trace; it has 0 to {len(requests) - 1}")
+    lengths = [requests[r].num_prompt_tokens for r in (a, b)]
+    if lengths[0] != lengths[1]:
+        raise ValueError(
+            f"swap: the prompts of requests {a} and {b} have {lengths[0]} and {lengths[1]} tokens, so their positions "
+            "do not mean the same; use prompts of one length, or replace() with the states that you mean"
+        )
+    if site == "pre":
+        raise ValueError("swap: a trace keeps sites S, T, C and recurrent, and z of heads; swap one of those")
+    if positions is None:
+        raise ValueError("swap: say which positions= to swap, such as range(4, 9)")
+    if trace.meta.get("interventions"):
+        raise ValueError("swap: the trace's own run was changed by interventions; take a trace of a plain run")
+
+    def one(target: int, source: int) -> Intervention:
+        """Returns the Intervention that sets states of request `target` to those of request `source`."""
+        blank = Intervention(
+            name="swap", action="replace", vectors=torch.zeros(1, 1), request_id=target, site=site, layer=layer,
+            positions=positions, head=head, phases=phases, steps=steps, own_fingerprint=own_fingerprint,
+        )  # fmt: skip
+        if blank.head is None and site != RECURRENT:
+            states = trace.states(*blank.place, source)
+        else:
+            states = trace.heads(*blank.place, source)
+            if site == RECURRENT:
+                _check_recurrent(trace, layer, source, states)
+            states = states.flatten(1) if blank.head is None else states[:, blank.head]
+        if max(blank.positions) >= len(states):
+            raise ValueError(
+                f"swap: position {max(blank.positions)} lies outside request {source}, which computed 0 to "
+                f"{len(states) - 1}"
+            )
+        vectors = states[list(blank.positions)]
+        return dataclasses.replace(blank, vectors=vectors, num_prompt_tokens=lengths[0])
+
+    return one(a, b), one(b, a)
+
+
+def _check_recurrent(trace: RecordedStates, layer: int, request_id: int, states: Tensor) -> None:
+    """Raises: ValueError if the states [p, h, d] that a trace holds of a layer are of none, or rounded to 16 bits."""
+    if bool(states.isnan().all()):
+        capture = trace.meta["capture"]
+        layers = capture["layers"] if isinstance(capture, Mapping) else ()
+        kept = [n for n in layers if not bool(trace.heads(RECURRENT, n, request_id).isnan().all())]
+        raise ValueError(
+            f"swap: layer {layer} has no recurrent state; layers with one: {', '.join(map(str, kept)) or 'none'}"
+        )
+    if states.dtype.itemsize < torch.float32.itemsize:
+        raise ValueError(
+            f"swap: the recurrent states were recorded in {states.dtype}, and the cache may keep float32, which a swap "
+            'would round; record them with CaptureConfig(heads=("recurrent",), dtype="float32")'
+        )
+
+
+def _checked_states(states: Tensor, what: str) -> Tensor:
+    """Returns `states` unchanged. Raises: ValueError unless the tensor is [n, m] with n >= 1."""
+    if states.dim() != 2 or not len(states):
+        raise ValueError(f"{what}: states must be [n, m] with at least one row, got {list(states.shape)}")
+    return states

@@ -1,0 +1,114 @@
+"""Runs the cells of a patching grid group by group, with a progress bar; reads the groups that a CellStore has from
+disk."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from cacheprobe.core.progress import Progress
+from cacheprobe.edits.patching.cells import PatchingCell, is_idle, run_cells, run_cells_to_end
+from cacheprobe.edits.patching.parts import CellStore
+from cacheprobe.edits.patching.runs import AnswerLogits, AnswerPair, Run, extend, read, read_whole
+from cacheprobe.models.base import CachedLM
+
+Index = tuple[int, ...]
+"""The index of a cell in the table, such as (layer, position)."""
+CellProgress = Callable[[int, int], None]
+"""Function that is called with (number of finished cells, number of all cells) after each group."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Describes a group of patched runs (cells) of one grid that are run and stored together."""
+
+    name: str
+    count: int
+    """Number of cells."""
+    base: Callable[[tuple[int, ...]], Run]
+    """Returns the unpatched run that the cells change, followed by the given tokens, which are the beginning of an
+    answer; called only if the group must run."""
+    cells: Callable[[tuple[int, ...]], Mapping[Index, PatchingCell]]
+    """Returns the cells by index, for that run; called only if the group must run."""
+    indices: Sequence[Index]
+
+
+def sweep(
+    model: CachedLM,
+    groups: Sequence[Group],
+    answers: AnswerPair,
+    store: CellStore,
+    progress: "bool | CellProgress",
+    choose: Callable[[Tensor], int] | None = None,
+) -> dict[Index, AnswerLogits]:
+    """Runs the cells of a patching grid, or reads finished groups from `store`; returns a dict of AnswerLogits by
+    index.
+
+    A cell with edits that change no value takes the unpatched run's result.
+    answers: the two answers that are measured.
+    progress: whether to draw a bar; or a function that is called after each group, instead of a bar.
+    choose: a function that returns a token id for logits [v]; it becomes `top` of a cell in place of the likeliest
+    token. The answers then have one token each.
+    """
+    out: dict[Index, AnswerLogits] = {}
+    with Progress(sum(group.count for group in groups), "patching", "cells", enabled=progress is True) as bar:
+        for group in groups:
+            results = store.get(group.name)
+            if results is None:
+                results = _run_group(model, group, answers, choose)
+                store.put(group.name, results)
+            out |= dict(zip(group.indices, results, strict=True))
+            bar.advance(group.count)
+            if callable(progress):
+                progress(bar.done, bar.total)
+    return out
+
+
+def _run_group(
+    model: CachedLM, group: Group, answers: AnswerPair, choose: Callable[[Tensor], int] | None
+) -> list[AnswerLogits]:
+    """Runs one group of patched runs, and returns a list of their AnswerLogits in the order of `group.indices`."""
+
+    def answers_of(logits: Tensor, tokens: tuple[int, int]) -> list[AnswerLogits]:
+        """Returns a list of AnswerLogits for logits [b, v], whose `top` is chosen by `choose` if given."""
+        found = read(logits, tokens)
+        if choose is None:
+            return found
+        return [one._replace(top=choose(row)) for one, row in zip(found, logits, strict=True)]
+
+    base, cells, tokens = group.base(()), group.cells(()), as_tokens(answers)
+    unchanged = unpatched(model, base, answers) if tokens is None else answers_of(base.logits[None], tokens)[0]
+    results = dict.fromkeys(group.indices, unchanged)
+    active = [index for index in group.indices if not is_idle(cells[index], base)]
+    if active and tokens is not None:
+        logits = run_cells(model, base, [cells[index] for index in active])
+        results |= dict(zip(active, answers_of(logits, tokens), strict=True))
+    elif active:
+        found = _whole(model, group.base, lambda begins: [group.cells(begins)[index] for index in active], answers)
+        results |= dict(zip(active, found, strict=True))
+    return [results[index] for index in group.indices]
+
+
+def unpatched(model: CachedLM, run: Run, answers: AnswerPair) -> AnswerLogits:
+    """Returns the AnswerLogits of a run without patches."""
+    if (tokens := as_tokens(answers)) is not None:
+        return read(run.logits[None], tokens)[0]
+    cell = PatchingCell((), len(run.token_ids) - 1, ("pre", 0))
+    return _whole(model, lambda begins: extend(model, run, begins), lambda begins: [cell], answers)[0]
+
+
+def as_tokens(answers: AnswerPair) -> tuple[int, int] | None:
+    """Returns the token ids of two answers of one token each; None if one has more."""
+    return (answers[0][0], answers[1][0]) if len(answers[0]) == len(answers[1]) == 1 else None
+
+
+def _whole(
+    model: CachedLM,
+    base: Callable[[tuple[int, ...]], Run],
+    cells: Callable[[tuple[int, ...]], Sequence[PatchingCell]],
+    answers: AnswerPair,
+) -> list[AnswerLogits]:
+    """Returns a list of AnswerLogits, one for each cell, of answers of any length. base, cells: as in `Group`; they are
+    called with all but the last token of each answer."""
+    first, second = (run_cells_to_end(model, base(ids[:-1]), cells(ids[:-1]), len(ids)) for ids in answers)
+    return read_whole((first, second), answers)

@@ -1,0 +1,12 @@
+"""Exports the drafters as `cp.drafters.NAME`. base.py says what a drafter is, and how to add one."""
+
+from cacheprobe.engine.drafters.base import Drafter
+from cacheprobe.engine.drafters.draft_head import DraftHead
+from cacheprobe.engine.drafters.early_exit import EarlyExit
+from cacheprobe.engine.drafters.fast_path import FastPath
+from cacheprobe.engine.drafters.model import DraftModel
+from cacheprobe.engine.drafters.ngram import NGram
+from cacheprobe.engine.drafters.replayed import Replayed
+from cacheprobe.engine.drafters.scripted import Scripted
+
+__all__ = ["DraftHead", "DraftModel", "Drafter", "EarlyExit", "FastPath", "NGram", "Replayed", "Scripted"]

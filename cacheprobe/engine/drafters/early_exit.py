@@ -1,0 +1,59 @@
+"""Defines EarlyExit, a drafter that stops the model early and drafts the token that a lens reads there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from cacheprobe.core.registry import register
+from cacheprobe.core.values import whole_number
+from cacheprobe.engine.drafters.base import DraftContext
+from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.lenses.base import Lens, require_readable
+from cacheprobe.lenses.logit import LogitLens
+from cacheprobe.models.base import CachedLM
+
+
+@register("drafters", "early_exit")
+@dataclass(frozen=True)
+class EarlyExit:
+    """Drafts one token a pass: runs the model through layer `layer`, and reads the residual stream there with a lens.
+
+    Later layers are not computed. Their cache slots hold old values until the verify pass writes them.
+    Source: self-speculation as in LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710), without a trained exit.
+    """
+
+    layer: int
+    """Index of the layer after which the model stops, 0 to n_layers - 2."""
+    lens: Lens = field(default_factory=LogitLens)
+    name: ClassVar[str] = "early_exit"
+
+    @property
+    def drafted_layers(self) -> int:
+        """Number of layers of the model that run for a draft token: layer + 1."""
+        return self.layer + 1
+
+    def check_layers(self, n_layers: int, name: str) -> None:
+        """Raises: ValueError if `layer` is not one of 0 to n_layers - 2. name: the model's, for the message."""
+        if not 0 <= whole_number("layer of early_exit", self.layer) < n_layers - 1:
+            raise ValueError(
+                f"unknown layer {self.layer} for EarlyExit; {name} can stop after 0 to {n_layers - 2}; "
+                "FastPath drafts from the last layer"
+            )
+
+    def check(self, model: CachedLM) -> None:
+        """Raises: ValueError unless `layer` is one of the model's layers but the last; LensError if the lens cannot
+        read S of that layer."""
+        self.check_layers(model.n_layers, model.name)
+        require_readable(self.lens, model, "S", [self.layer])
+
+    def release(self, state: SequenceState) -> None:
+        """Does nothing: this drafter stores no data for a request."""
+
+    def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
+        """Returns [[token id], ...]: for each request one draft token, chosen from the lens's logits after `layer`."""
+        residual = context.feed_newest(states, num_layers=self.layer + 1)
+        layers = torch.full((len(states),), self.layer, device=residual.device)
+        logits = self.lens.logits(context.model, residual, layers)
+        return [[context.choose(state, row)] for state, row in zip(states, logits, strict=True)]

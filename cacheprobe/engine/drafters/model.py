@@ -1,0 +1,226 @@
+"""Defines DraftModel, a drafter that runs a second, smaller model with a KV cache of its own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from cacheprobe.core.registry import register
+from cacheprobe.core.tokens.text import visible
+from cacheprobe.engine.drafters.base import DraftContext
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.recurrent import copy_states
+from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.models.base import CachedLM
+from cacheprobe.models.paths import choose_path
+
+_PROBE_TEXTS = (
+    "The quick brown fox jumps over 13 lazy dogs; isn't it 2024?",
+    "def f(x):\n    return {'a': [x, -1.5e-3]}  # ok\n\t\n",
+    " Größe, naïve, 東京, Ελλάδα, привет, 🙂 ",
+)
+"""Texts on which two tokenizers are compared: words, numbers, code, spaces and several scripts."""
+
+_FEED_WIDTH = 64
+"""Maximum number of tokens of one text in a pass of the draft model. Longer texts take several passes."""
+
+_CAPACITY_STEP = 128
+"""Slots; the capacity of the draft model's cache is a multiple of this number."""
+
+
+@register("drafters", "draft_model")
+@dataclass(frozen=True)
+class DraftModel:
+    """Drafts with a second, usually smaller model of the same tokenizer, token by token, for all requests in one batch.
+
+    Draft tokens are sampled with the verifier's own noise (unless acceptance="rejection"), so that similar models often
+    sample the same token. The second model's passes are neither captured nor counted as steps.
+    Its vocabulary may be padded to another size: only ids of both are drafted, and nothing after an id that it lacks.
+    Source: speculative decoding, Leviathan et al. 2023 (arXiv 2211.17192).
+    Twin: tests.twins.equivalence.greedy_continuation, == in float32, whatever was accepted and rolled back before.
+    """
+
+    model: CachedLM
+    length: int = 4
+    """Maximum number of tokens in a draft; the engine's window and draft_length may set a lower limit."""
+    name: ClassVar[str] = "draft_model"
+    drafted_layers: ClassVar[int] = 0
+    _reader: "_Reader" = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.model, "new_cache"):
+            kind = type(self.model).__name__
+            raise ValueError(f"DraftModel needs a model from cp.load_model(...), got a {kind}")
+        if self.length < 1:
+            raise ValueError(f"DraftModel(length={self.length}) would draft nothing; give at least 1")
+        object.__setattr__(self, "_reader", _Reader(self.model))
+
+    def check(self, model: CachedLM) -> None:
+        """Raises: ValueError if the draft model is the verified model, or if it encodes one of three test texts
+        differently. If one of the two has no tokenizer, the vocabularies must have one size.
+
+        Also chooses, by `models.paths.choose_path`, whether the draft model runs on its bridge or its fast forward.
+        """
+        ours = self.model
+        if _weights(ours) is _weights(model):
+            raise ValueError(
+                f"DraftModel holds {model.name} itself, the very weights that it would draft for, and its passes would "
+                "be taken for the verifier's; use FastPath, or load a second model"
+            )
+        has_texts = ours.tokenizer is not None and model.tokenizer is not None
+        if not has_texts and ours.d_vocab != model.d_vocab:
+            raise ValueError(
+                f"DraftModel: {ours.name} has a vocabulary of {ours.d_vocab}, {model.name} one of {model.d_vocab}; use "
+                "a draft model with the same tokenizer, and load both with it"
+            )
+        for text in _PROBE_TEXTS if has_texts else ():
+            if ours.encode(text, add_special_tokens=False) != model.encode(text, add_special_tokens=False):
+                raise ValueError(
+                    f"DraftModel: {ours.name} and {model.name} encode {text!r:.40} differently; use a draft model with "
+                    "the same tokenizer"
+                )
+        self._reader.model, _ = choose_path(ours)  # of the hooks that it has now
+
+    def check_texts(self, name: str, texts: Mapping[int, str]) -> None:
+        """Raises: ValueError if the draft model's tokenizer gives a token another text than a stored run of the model
+        `name`, whose tokens have these texts by id. What `check` compares if the verified model is at hand."""
+        # "<17>" is a token without a tokenizer, and other versions wrote parts of characters otherwise
+        ids = [i for i, text in texts.items() if i < self.model.d_vocab and text.isascii() and text[0] != "<"]
+        own = dict(zip(ids, map(visible, self.model.token_texts(ids)), strict=True))
+        if self.model.tokenizer is not None and (bad := [i for i in ids if own[i] != texts[i]]):
+            raise ValueError(
+                f"DraftModel: token {bad[0]} is {own[bad[0]]!r} for {self.model.name} and {texts[bad[0]]!r} for "
+                f"{name}; use a draft model with the same tokenizer"
+            )
+
+    def release(self, state: SequenceState) -> None:
+        """Frees the request's row in the draft model's cache."""
+        self._reader.forget(state)
+
+    def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
+        """Returns a list of new draft tokens for each request, until its draft has `length` tokens (or fewer, see
+        `_room`) or a draft token would end the request."""
+        proposals: dict[SequenceState, list[int]] = {state: [] for state in states}
+        known = self.model.d_vocab
+        size = context.model.d_vocab or known  # unknown in a replay of an older run without its model
+        drafting = [state for state in states if self._room(state) > 0 and max(state.token_ids) < known]
+        while drafting:
+            texts = {state: [*state.token_ids, *state.draft, *proposals[state]] for state in drafting}
+            for state, logits in self._reader.next_logits(texts).items():
+                logits = pad(logits, (0, size - known), value=-torch.inf)  # cuts what the verified model lacks
+                proposals[state].append(context.choose(state, logits, tuple(proposals[state])))
+            drafting = [
+                state
+                for state in drafting
+                if len(proposals[state]) < self._room(state)
+                and not state.stop_rule.ends([*state.generated, *state.draft, *proposals[state]])
+            ]
+        return list(proposals.values())
+
+    def _room(self, state: SequenceState) -> int:
+        """Returns how many tokens may still be added to a request's draft; none if 0 or less."""
+        limit = min(self.length, state.num_left - 1)
+        if state.draft_cap is not None:
+            limit = min(limit, state.draft_cap)
+        # the last draft token is chosen from the logits of the token before it, and is never fed to the draft model
+        num_readable = self.model.n_ctx - len(state.token_ids)
+        return min(limit, num_readable + 1) - len(state.draft)
+
+
+class _Reader:
+    """Runs the draft model over its own KV cache, which has a row for each drafting request and grows if needed."""
+
+    def __init__(self, model: CachedLM) -> None:
+        self.model = model
+        self.cache: KVCache | None = None
+        self.fed: WeakKeyDictionary[SequenceState, _Fed] = WeakKeyDictionary()
+
+    def forget(self, state: SequenceState) -> None:
+        """Frees a request's row in the draft model's cache."""
+        self.fed.pop(state, None)
+
+    def next_logits(self, texts: Mapping[SequenceState, Sequence[int]]) -> dict[SequenceState, Float[Tensor, "v"]]:
+        """Returns a dict: request -> the draft model's logits [v] after the last token of its text. Feeds the tokens
+        that the request's cache row does not hold yet."""
+        self._make_room(texts)
+        for state, text in texts.items():
+            fed = self.fed[state].token_ids
+            del fed[min(_num_shared(fed, text), len(text) - 1) :]
+        # sorted by cache row, so that a full batch is one contiguous view of the cache
+        unfinished = sorted(texts, key=lambda state: self.fed[state].cache_row)
+        logits: dict[SequenceState, Tensor] = {}
+        while unfinished:
+            logits |= self._feed({state: texts[state] for state in unfinished})
+            unfinished = [state for state in unfinished if state not in logits]
+        return logits
+
+    def _feed(self, texts: Mapping[SequenceState, Sequence[int]]) -> dict[SequenceState, Tensor]:
+        """Runs one pass over the next tokens of each text, and returns a dict: request -> logits [v], for texts now fed
+        to their end. Raises: ValueError for NaN or infinite logits."""
+        assert self.cache is not None
+        fed = [self.fed[state] for state in texts]
+        starts = [len(one.token_ids) for one in fed]
+        most = min(_FEED_WIDTH, self.model.n_ctx - max(starts))  # pads stay inside the context, too
+        parts = [text[start : start + most] for start, text in zip(starts, texts.values(), strict=True)]
+        width = max(len(part) for part in parts)
+        token_ids = torch.tensor([[*part, *[0] * (width - len(part))] for part in parts])
+        slots = sorted({len(part) - 1 for part in parts})
+        out = self.model.forward(token_ids, self.cache, [one.cache_row for one in fed], starts, logit_slots=slots)
+        if not bool(out.max(-1).values.isfinite().all()):
+            raise ValueError(f"the draft model {self.model.name} gives NaN or infinite logits; load it in float32")
+        for one, part in zip(fed, parts, strict=True):
+            one.token_ids.extend(part)
+        return {
+            state: out[b, slots.index(len(parts[b]) - 1)]
+            for b, (state, text) in enumerate(texts.items())
+            if len(fed[b].token_ids) == len(text)
+        }
+
+    def _make_room(self, texts: Mapping[SequenceState, Sequence[int]]) -> None:
+        """Gives every request a row of the draft model's cache, and enlarges the cache if a text needs more slots."""
+        for state in texts:
+            if state not in self.fed:
+                taken = {one.cache_row for one in self.fed.values()}
+                self.fed[state] = _Fed(min(set(range(len(taken) + 1)) - taken))
+        old = self.cache
+        rows = 1 + max(one.cache_row for one in self.fed.values())
+        capacity = min(max(len(text) for text in texts.values()) + _FEED_WIDTH, self.model.n_ctx)
+        if old is not None and rows <= old.rows and capacity <= old.capacity:
+            return
+        if old is not None:  # double what is too small, so that copies stay rare
+            rows = max(old.rows, 2 * old.rows if rows > old.rows else 0, rows)
+            capacity = max(old.capacity, 2 * old.capacity if capacity > old.capacity else 0, capacity)
+        capacity = min(-(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP, self.model.n_ctx)
+        self.cache = self.model.new_cache(rows, capacity)
+        if old is not None:
+            pairs = zip((*self.cache.keys, *self.cache.values), (*old.keys, *old.values), strict=True)
+            for new_tensor, old_tensor in pairs:
+                new_tensor[: old.rows, :, : old.capacity] = old_tensor
+            copy_states(old, self.cache)
+
+
+@dataclass
+class _Fed:
+    """Holds the number of a request's row in the draft model's cache, and the tokens that the row holds."""
+
+    cache_row: int
+    token_ids: list[int] = field(default_factory=list)
+
+
+def _weights(model: CachedLM) -> object:
+    """Returns the object that identifies a model's weights; a bridge and its fast forward give the same one."""
+    model = getattr(model, "origin", model)
+    return getattr(model, "bridge", model)
+
+
+def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """Returns the length of the longest common prefix of two token lists."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return next((i for i in range(n) if a[i] != b[i]), n)

@@ -1,0 +1,165 @@
+"""Defines import_generate and import_vllm: a Trace of what another program kept, in memory or on the disk."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Unpack
+
+from torch import Tensor
+
+from cacheprobe.analysis.reading import readable
+from cacheprobe.core.process import require_usable_process
+from cacheprobe.core.records import Finished
+from cacheprobe.core.values import JsonDict
+from cacheprobe.models.base import CachedLM
+from cacheprobe.trace.importers.common import Imported, ImportPiece
+from cacheprobe.trace.importers.generate import read_generate
+from cacheprobe.trace.importers.vllm import read_vllm
+from cacheprobe.trace.recording.part import Part
+from cacheprobe.trace.recording.to_disk import ImportOutput, ToDisk, to_disk
+from cacheprobe.trace.trace import Trace, load_trace
+
+__all__ = ["import_generate", "import_vllm"]
+
+
+def import_generate(
+    outputs: object,
+    *,
+    attention_mask: object = None,
+    stop_token_ids: "int | Iterable[int] | None" = None,
+    model: CachedLM | None = None,
+    tokenizer: Any = None,
+    name: str | None = None,
+    **to: Unpack[ImportOutput],
+) -> Trace:
+    """Returns a Trace of the output of Hugging Face's `generate` with hidden states: one request for each sequence.
+
+    outputs: of generate(..., return_dict_in_generate=True, output_hidden_states=True), and output_logits=True for
+        log-probabilities; or a safetensors file of `sequences`, `hidden_states.PASS.BLOCK`, `logits.PASS` and
+        `attention_mask`.
+    attention_mask: [b, prompt], as given to `generate`; needed for more than one sequence.
+    stop_token_ids: token ids (or one) that end a sequence, () for none; by default the model's.
+    model: the model that generated, loaded here. It reads every text once, to compare all states and logits with the
+        given ones; lenses can then read the given states. Without it, nothing says whose states they are.
+    tokenizer: for texts, if no model is given.  name: the model's, for the metadata.
+    to: out, overwrite and memory_budget record the import to disk, part by part; see `ImportOutput`.
+    The Trace has S of every block but the last; of that one too if config.tie_last_hidden_states was False and `model`
+    is given. `trace.missing` lists what is missing; using that raises an error.
+    Raises: ImportRefused for another layout, for example of beam search, assisted decoding, passes without a cache or
+    prompts padded on the right, and for states or logits that are not the model's for their sequence, token and layer;
+    TraceError if `out` may not be written.
+    """
+    require_usable_process()
+    imported = read_generate(
+        outputs,
+        attention_mask=attention_mask,
+        stop_token_ids=stop_token_ids,
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+    )
+    return _recorded(imported, to)
+
+
+def import_vllm(
+    outputs: object,
+    layers: "int | Iterable[int] | None" = None,
+    *,
+    num_prompt_tokens: "int | Iterable[int] | None" = None,
+    model: CachedLM | None = None,
+    tokenizer: Any = None,
+    name: str | None = None,
+    **to: Unpack[ImportOutput],
+) -> Trace:
+    """Returns a Trace of hidden states written by vLLM's ExampleHiddenStatesConnector, one request for each file.
+
+    outputs: the result of `LLM.generate`, whose `kv_transfer_params` name the files; or files, or folders of files.
+    layers: the setting eagle_aux_hidden_state_layer_ids; id k becomes S of layer k - 1. Files of
+        `cp.analysis.to_speculators` name their layers, and need none.
+    num_prompt_tokens: if files are given: how many of their tokens are the prompt, one number or one for each file; all
+        by default. The last generated token is in no file, so that it has no row.
+    model, tokenizer, name, to: as for `import_generate`.
+    `trace.missing` lists what is missing; using that raises an error.
+    Raises: ImportRefused for another layout, other layers than the file has, NaN or infinite values, and states
+    that are not the model's for their request, token and layer; TraceError if `out` may not be written.
+    """
+    require_usable_process()
+    imported = read_vllm(
+        outputs, layers, num_prompt_tokens=num_prompt_tokens, model=model, tokenizer=tokenizer, name=name
+    )
+    return _recorded(imported, to)
+
+
+def _recorded(imported: Imported, to: ImportOutput) -> Trace:
+    """Returns the Trace of checked generations: of the memory, or of the directory that they are recorded in."""
+    with to_disk(**to) as disk:
+        if disk is None:
+            return readable(imported.trace())
+        _record(imported, disk)
+    return readable(load_trace(Path(disk.place.directory), imported.model))
+
+
+def _record(imported: Imported, disk: ToDisk) -> None:
+    """Records an import to disk, one part of at most `disk.part_bytes` after the other, and finishes it.
+
+    Twin: `Imported.trace`, ==: the tables have the same lines, and the states the same bits.
+    """
+    source, meta = ImportSource(imported), imported.meta
+    sites = {"sites": ["S"], "heads": [], "layers": imported.layers}
+    writer = disk.begin_new(source, imported.requests, meta, sites)
+    for piece in imported.pieces(disk.part_bytes):
+        source.piece = piece
+        for record in piece.steps:
+            for number, token_ids in record.committed:
+                start = len(imported.generations[number].prompt) + record.step
+                writer.on_commit(number, record.step, start, token_ids, ["committed"] * len(token_ids))
+            writer.step = record.step
+        for number in piece.ended:
+            one = imported.generations[number]
+            writer.on_finish(Finished(number, one.last_step, one.finish, one.generated))
+        writer.end_round((), is_last=True)
+    writer.wait()
+    disk.finish(meta)
+
+
+class ImportSource:
+    """Gives a DiskWriter the pieces of an import, one at a time; see `capture.part.Source`."""
+
+    def __init__(self, imported: Imported) -> None:
+        self.piece: ImportPiece | None = None
+        """The piece that `take` returns next."""
+        self.num_taken = self.num_compared = 0
+        self.differences: list[str] = []
+        self.preemptions: list[tuple[int, int]] = []
+        self.reader = None
+        self.answer_mass: Mapping[int, tuple[float, ...]] = {}
+        self.checks: list[JsonDict] = []
+        self.model = imported.model
+        self._imported = imported
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the states of the piece."""
+        return 0 if self.piece is None else sum(state.nbytes for state in self.piece.states.values())
+
+    @property
+    def num_states(self) -> int:
+        """Number of rows with states so far: all."""
+        return self.num_taken
+
+    def take(self) -> Part:
+        """Returns the piece, and forgets it."""
+        size = self.num_bytes if self.piece is not None and self.piece.states else None
+        piece, self.piece = self.piece, None
+        assert piece is not None, "a piece is given before each part"
+        columns: dict[str, Tensor] = {}
+        part = Part(self.num_taken, piece.rows, [], size, lambda: piece.states, columns, piece.steps, piece.ledger, [])
+        self.num_taken += len(piece.rows)
+        return part
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the text of each token id."""
+        return self._imported.text.token_texts(token_ids)
+
+    def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
+        """Returns the joint text of token ids, as it stands after the tokens `after`."""
+        return self._imported.text.decode(token_ids, after)

@@ -1,0 +1,195 @@
+"""Builds the Trace of a run from its Recorder, after the last pass."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from cacheprobe.core.config import CaptureConfig, EngineConfig
+from cacheprobe.core.records import Request
+from cacheprobe.core.tokens.special import special_token_ids
+from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.values import JsonDict
+from cacheprobe.models.base import CachedLM
+from cacheprobe.models.conversation import stopped_by
+from cacheprobe.tasks import accuracy
+from cacheprobe.trace.recording.later import missing_readings, read_now
+from cacheprobe.trace.recording.recorder import Recorder
+from cacheprobe.trace.state_store import MemoryStore
+from cacheprobe.trace.tables import build as tables
+from cacheprobe.trace.tables.features import feature_table
+from cacheprobe.trace.tables.reasoning import spans_of
+from cacheprobe.trace.tables.thoughts import first_logits, thought_lines, thought_states, thoughts_table
+from cacheprobe.trace.trace import Trace
+
+
+def assemble(
+    recorder: Recorder,
+    requests: Sequence[Request],
+    fingerprint: Mapping[str, object],
+    config: EngineConfig,
+    capture: CaptureConfig,
+    meta: JsonDict,
+) -> Trace:
+    """Returns the Trace of a finished run from its Recorder. Call it once, since it frees the recorder's states.
+
+    Reads the remaining rows through the lens, joins the states and builds the tables. If `capture` has Z and the
+    recorder does not read it, the trace reads Z at its first use. meta: more entries of trace.meta.
+    """
+    model = recorder.model
+    if recorder.reader is not None:
+        recorder.reader.require_ended()
+    part = recorder.take()
+    tokens = {r.request_id: list(recorder.finished[r.request_id].committed) for r in requests}
+    texts = {r.request_id: model.decode(tokens[r.request_id], after=r.prompt_token_ids) for r in requests}
+    rows, columns = tables.rows_table(part.rows, model.token_texts), part.columns
+    hypotheses = tables.hypotheses_table(columns, rows, recorder.lens.name, model.token_texts) if columns else None
+    thoughts, events = part.thoughts, tables.events_table(part.steps)
+    is_later = capture.reads_lens and recorder.reader is None
+    whole = {
+        **meta_before(recorder, fingerprint, config, capture, meta, has_thoughts=bool(thoughts)),
+        **meta_after(recorder, requests, texts, bool(columns), meta),
+    }
+    thought_table = None
+    if thoughts:
+        lines = thought_lines(thoughts, requests, model)
+        thought_table = thoughts_table(lines, first_logits(thoughts), rows, tokens)
+    return Trace(
+        requests=tuple(requests),
+        tokens=tokens,
+        texts=texts,
+        row_table=rows,
+        stored_readings=hypotheses,
+        event_table=events,
+        token_table=tables.tokens_table(rows, tokens, events, columns, model.token_texts),
+        ledger_table=tables.ledger_table(part.ledger),
+        store=MemoryStore(part.states()),
+        thought_table=thought_table,
+        feature_table=feature_table(part.features, rows, capture.statuses) if part.features else None,
+        thought_states=thought_states(thoughts) if thoughts else None,
+        meta=whole,
+        model=model,
+        reading_later=read_now if is_later else None,
+    )
+
+
+def meta_before(
+    recorder: Recorder,
+    fingerprint: Mapping[str, object],
+    config: EngineConfig,
+    capture: CaptureConfig,
+    meta: JsonDict,
+    has_thoughts: bool = True,
+) -> JsonDict:
+    """Returns the entries of trace.meta that are known before the first pass. meta: more entries.  has_thoughts: False
+    if the model wrote none."""
+    model = recorder.model
+    return {
+        **{name: value for name, value in meta.items() if name not in ("missing", "errors")},
+        "fingerprint": dict(fingerprint),
+        "config": asdict(config),
+        "capture": {**capture.record(), "layers": list(recorder.layers)},
+        "lens": recorder.lens.name,
+        **({"is_lens_later": True} if capture.reads_lens and recorder.reader is None else {}),
+        "weights_note": model.weights_note,
+        "special_token_ids": list(special_token_ids(model)),
+        "d_vocab": model.d_vocab,
+        "cache_row_bytes": model.new_cache(1, 1).cache_bytes,
+        "thought_layer": getattr(getattr(model, "config", None), "l_out", None),
+        "thinking": _thinking(model) if has_thoughts else None,
+    }
+
+
+def meta_after(
+    recorder: Recorder, requests: Sequence[Request], texts: dict[int, str], has_readings: bool, meta: JsonDict
+) -> JsonDict:
+    """Returns the entries of trace.meta that are known after the last pass. meta: the run's "errors" and "missing"."""
+    scores, unscored = _behaviour_or_reason(recorder, requests, texts)
+    errors = recorder.reader.errors if recorder.reader is not None else {}
+    stopped = {
+        str(r.request_id): stopped_by(recorder.model, r, ended.committed)
+        for r in requests
+        if (ended := recorder.finished[r.request_id]).reason == "stop"
+    }
+    missing = {**meta.get("missing", {}), **missing_readings(errors, has_readings), **unscored}
+    return {
+        **({"errors": meta["errors"]} if "errors" in meta else {}),
+        "checks": recorder.checks,
+        "finish": {str(r.request_id): recorder.finished[r.request_id].reason for r in requests},
+        "stopped_by": stopped,
+        "preemptions": recorder.preemptions,
+        "self_checks": {"compared": recorder.num_compared, "differences": recorder.differences},
+        "behaviour": scores,
+        **({"missing": missing} if missing else {}),
+    }
+
+
+def _thinking(model: CachedLM) -> dict[str, object] | None:
+    """Returns a dict of the settings of a Thinking States model that pictures of its thoughts need: l_in, l_out,
+    feeds_back and learned_first_state; None for another model."""
+    config = getattr(model, "config", None)
+    if getattr(config, "l_out", None) is None:
+        return None
+    return {
+        "l_in": getattr(config, "l_in", None),
+        "l_out": getattr(config, "l_out", None),
+        "feeds_back": getattr(config, "feeds_back", True),
+        "learned_first_state": getattr(config, "learned_first_state", False),
+    }
+
+
+def _behaviour_or_reason(
+    recorder: Recorder, requests: Sequence[Request], texts: dict[int, str]
+) -> tuple[dict[str, float | None] | None, dict[str, str]]:
+    """Returns (result of `behaviour`, {}), or (None, {"behaviour": error text}) if the task cannot score the texts."""
+    try:
+        return behaviour(recorder, requests, texts), {}
+    except Exception as error:
+        reason = f"the task's examples could not be scored, {type(error).__name__}: {error!s:.200}"
+        return None, {"behaviour": reason}
+
+
+def _answered(model: CachedLM, request: Request, text: str) -> str:
+    """Returns a generated text, after a <think> if the prompt ends inside of reasoning."""
+    ids = request.prompt_token_ids
+    shown = [visible(token) for token in model.token_texts(ids)]
+    spans = spans_of(request, ids, shown, special_token_ids(model), "<think>", "</think>")
+    return f"<think>{text}" if spans and not spans[-1][2] else text
+
+
+def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, str]) -> dict[str, float | None] | None:
+    """Returns a dict that scores the run on its task: num_examples, accuracy, accuracy_low, accuracy_high,
+    num_unparsed, chance, answer_mass, forced_accuracy.
+
+    answer_mass: mean probability that the first generated token begins an answer that the task allows.
+    forced_accuracy: share of prompts whose right answer is the most likely of the allowed answers.
+    Both are None if a request chose no token, or if the first tokens of its answers are unknown: two answers begin with
+    the same token, or the tokenizer joins an answer to the prompt.
+    Returns None if no request came from a task, or if the requests' tasks allow different answers.
+    Cancelled requests are left out.
+    """
+    ended = [r for r in requests if recorder.finished[r.request_id].reason != "cancelled"]
+    scored = [r for r in ended if r.example is not None]
+    if len({tuple(sorted(r.example.question.answers)) for r in scored}) != 1:
+        return None
+    score = accuracy([r.example for r in scored], [_answered(recorder.model, r, texts[r.request_id]) for r in scored])
+    masses = [recorder.answer_mass[r.request_id] for r in scored if r.request_id in recorder.answer_mass]
+    low, high = score.interval
+    known = {
+        "num_examples": score.num_examples,
+        "accuracy": score.accuracy,
+        "accuracy_low": low,
+        "accuracy_high": high,
+        "num_unparsed": score.num_unparsed,
+        "chance": score.chance,
+    }
+    if len(masses) < len(scored):
+        return {**known, "answer_mass": None, "forced_accuracy": None}
+    right = [
+        mass[r.example.answers.index(r.example.answer)]
+        > max(m for i, m in enumerate(mass) if r.example.answers[i] != r.example.answer)
+        for r, mass in zip(scored, masses, strict=True)
+    ]
+    return {
+        **known,
+        "answer_mass": sum(sum(mass) for mass in masses) / len(masses),
+        "forced_accuracy": sum(right) / len(right),
+    }

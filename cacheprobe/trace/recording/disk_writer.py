@@ -1,0 +1,274 @@
+"""Writes a run to disk while it goes on: the recorder's rows, states and readings, part by part, with a journal.
+
+A part is written if the recorder holds `part_bytes`, or after a time that grows with the run. It is named in the
+journal at the end of a round of the main loop only: then every admitted request has read its prompt, so that a run can
+be continued there. `trace/parts/growing.py` reads the parts.
+
+The files and the journal are written in the background, in their order. A recorder that holds `part_bytes` waits until
+the earlier files are on the disk.
+"""
+
+import ctypes
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from cacheprobe.core.records import Finished, Observer, Request, StepRecord
+from cacheprobe.core.values import JsonDict
+from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.trace.parts.background import Background
+from cacheprobe.trace.parts.growing import GrowingRun
+from cacheprobe.trace.parts.journal import Journal, append_part, last_step, next_number, waiting_file
+from cacheprobe.trace.places import Recording, saying_why
+from cacheprobe.trace.recording.lens_reader import Queued
+from cacheprobe.trace.recording.part import Source
+from cacheprobe.trace.run_files import RunFiles, write_parquet
+from cacheprobe.trace.state_store import tensor_key
+from cacheprobe.trace.tables import build as tables
+from cacheprobe.trace.tables.thoughts import first_logits, thought_lines, thought_states
+
+PART_BYTES = 2**26
+"""Most bytes that the recorder holds before a part is written, by default: 64 MiB."""
+SECONDS, _SHARE = 2.0, 0.01
+"""A part is written after this many seconds, or after this share of the run's time if that is longer: a run of hours
+has some hundred parts."""
+_COPIES = 3
+"""Parts in memory at most: one that is recorded, and one that is written, as it was recorded and joined."""
+
+
+def part_bytes_of(budget: int) -> int:
+    """Returns the number of bytes that a recorder may hold, for a memory budget in bytes of recorder and writer."""
+    return max(min(PART_BYTES, budget // _COPIES), 1)
+
+
+class DiskWriter(Observer):
+    """Writes the parts of one run. Must receive the events of the run after its recorder."""
+
+    def __init__(
+        self,
+        recorder: Source,
+        place: Recording,
+        part_bytes: int,
+        journal: Journal,
+        requests: Sequence[Request],
+        background: Background,
+    ) -> None:
+        """Prepares a writer for the run of `recorder`, into the directory of `place`.
+
+        part_bytes: see `part_bytes_of`.  journal: the run's journal so far.  requests: all of the run.  background:
+        runs the writer's jobs alone.
+        """
+        self.recorder, self.place, self.part_bytes, self.requests = recorder, place, part_bytes, requests
+        self._background = background
+        self._files = RunFiles(place.directory, place.staging, place.run_id)
+        """Used by the background's jobs alone."""
+        self._number = next_number(journal)
+        self._tokens, self._texts = journal.tokens, GrowingRun(journal).texts
+        self._names: dict[str, list[str]] = {}
+        """Names of the files, by kind, that the journal does not name yet."""
+        self._is_late = False
+        """Whether the recorder was full again before the journal named the files of the part before."""
+        self._labelled: list[list[object]] = []
+        self._committed: dict[int, list[int]] = {}
+        self._roles: dict[int, list[str]] = {}
+        self._finished: dict[int, Finished] = {}
+        self._num_masses = len(recorder.answer_mass)
+        self._seen_tokens = {token_id for part in journal.parts for token_id, _ in part["token_texts"]}
+        self._new_tokens: set[int] = set()
+        self._has_states = bool(journal.names("states"))
+        self.step = last_step(journal)
+        """Number of the newest step, which the next line of the journal names."""
+        self._waiting = waiting_file(journal)
+        """Name of the file of waiting rows that the newest line of the journal names; None without one."""
+        self._began = self._last = time.monotonic()
+
+    # -- events
+
+    def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
+        """Keeps committed tokens and their roles for the journal."""
+        self._committed.setdefault(request_id, []).extend(token_ids)
+        self._tokens[request_id].extend(token_ids)
+        self._roles.setdefault(request_id, []).extend(roles)
+
+    def on_finish(self, finished: Finished) -> None:
+        """Keeps how a request ended for the journal."""
+        self._finished[finished.request_id] = finished
+
+    def on_step(self, record: StepRecord) -> None:
+        """Writes the files of a part if the recorder holds as much as it may."""
+        self.step = record.step
+        if self.recorder.num_bytes >= self.part_bytes:
+            self._is_late = bool(self._names)
+            self._write()
+
+    def end_round(self, states: Sequence[SequenceState], *, is_last: bool = False) -> None:
+        """Names the written files in the journal, with what the recorder holds now, if a part is due and the earlier
+        files are on the disk. If the disk is slower than the run, waits for it.
+
+        states: of all requests.  is_last: in any case.
+        Raises: as `wait`, for files of an earlier part.
+        """
+        now = time.monotonic()
+        is_due = self._names or now - self._last >= max(SECONDS, _SHARE * (now - self._began))
+        if not is_last and not (is_due and (self._is_late or self._background.is_idle)):
+            return
+        self._write()
+        earlier, part = self._waiting, self._part({str(s.request_id): s.error for s in states if s.error})
+        waiting = self._take_waiting()
+        name = self._waiting
+        self._in_background(lambda: self._append(part, name, waiting, earlier))
+        self._last = time.monotonic()
+        self._names, self._labelled, self._committed, self._roles, self._finished = {}, [], {}, {}, {}
+        self._is_late = False
+        self._seen_tokens |= self._new_tokens
+        self._new_tokens = set()
+
+    def wait(self) -> None:
+        """Waits until the files and the journal are on the disk. Raises: TraceError for an error of the file system,
+        such as a full disk; the parts in the journal stay."""
+        self._background.wait()
+
+    # -- files
+
+    def _in_background(self, job: Callable[[], object]) -> None:
+        """Lets the background run a job, whose errors of the file system become TraceErrors."""
+        directory, kept = self.place.directory, self._kept
+
+        def run() -> None:
+            with saying_why(directory, kept):
+                job()
+
+        self._background.add(run)
+
+    def _write(self) -> None:
+        """Takes what the recorder holds, and lets it be written as files that the journal does not name yet."""
+        self.wait()
+        part, texts_of = self.recorder.take(), self.recorder.token_texts
+        self._labelled += [[number, row.role, row.status, row.state_index] for number, row in part.labelled]
+        rows = tables.rows_table(part.rows, texts_of)
+        rows["row"] += part.first_row
+        events = tables.events_table(part.steps)
+        tokens = tables.tokens_table(rows, self._committed, events, part.columns, texts_of).token_id
+        self._new_tokens |= {*tokens.tolist()} - self._seen_tokens
+        for kind, table in (("rows", rows), ("events", events), ("ledger", tables.ledger_table(part.ledger))):
+            if len(table):
+                self._write_table(kind, table, kind)
+        if part.thoughts:
+            assert self.recorder.model is not None
+            lines = thought_lines(part.thoughts, self.requests, self.recorder.model)
+            self._write_table("thoughts", lines, "thoughts of a part")
+            logits = first_logits(part.thoughts)
+            thoughts = {"states": thought_states(part.thoughts), "first_logits": logits}
+            self._write_tensors("thoughts", lambda: thoughts)
+        # a run that keeps no row has a file of states too, with empty tensors
+        if part.state_bytes or (part.state_bytes == 0 and not self._has_states):
+            join = part.states
+            self._write_tensors("states", lambda: _named(join()))
+            self._has_states = True
+        for kind, tensors in (("readings", part.columns), ("features", part.features)):
+            if any(tensor.numel() for tensor in tensors.values()):
+                self._write_tensors(kind, lambda tensors=tensors: tensors)
+        self._number += 1
+
+    @property
+    def _kept(self) -> str:
+        """Says, in an error of the file system, what is left and how the run goes on."""
+        command = f"`cacheprobe resume {self.place.directory}`"
+        return f"its whole parts stay; when the fault is gone, {command} continues it, unless it is an import"
+
+    def _write_table(self, kind: str, table: pd.DataFrame, schema: str) -> None:
+        name = f"{kind}-{self.place.run_id}-{self._number:05d}.parquet"
+        self._in_background(lambda: self._files.write(name, lambda path: write_parquet(table, path, schema)))
+        self._names.setdefault(kind, []).append(name)
+
+    def _write_tensors(self, kind: str, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        name = f"{kind}-{self.place.run_id}-{self._number:05d}.safetensors"
+        self._in_background(lambda: self._files.write_tensors(name, tensors()))
+        self._names.setdefault(kind, []).append(name)
+
+    def _part(self, errors: Mapping[str, str]) -> JsonDict:
+        """Returns the line of the journal for what was taken since the last one, without the checksums of its files and
+        without waiting rows."""
+        recorder, reader, new = self.recorder, self.recorder.reader, sorted(self._new_tokens)
+        masses = dict(list(recorder.answer_mass.items())[self._num_masses :])
+        self._num_masses = len(recorder.answer_mass)
+        texts = {number: self._new_text(number) for number in self._committed}
+        return {
+            "step": self.step,
+            "seconds": time.monotonic() - self._last,  # since the part before, or since this process began to record
+            "num_rows": recorder.num_taken,
+            "num_states": recorder.num_states,
+            "names": self._names,
+            "labelled": self._labelled,
+            "committed": _by_text(self._committed),
+            "roles": _by_text(self._roles),
+            "texts": _by_text(texts),
+            "token_texts": list(zip(new, recorder.token_texts(new), strict=True)),
+            "finish": _by_text({number: finished.reason for number, finished in self._finished.items()}),
+            "errors": dict(errors),
+            "answer_mass": _by_text(masses),
+            "lens_errors": {} if reader is None else _by_text(reader.errors),
+            # copies: the line is written later, when the run has gone on
+            "preemptions": list(recorder.preemptions),
+            "self_checks": {"compared": recorder.num_compared, "differences": list(recorder.differences)},
+            "checks": recorder.checks,
+        }
+
+    def _new_text(self, request_id: int) -> tuple[int, str]:
+        """Returns (number of characters of the request's earlier text that stay, the text after them). A new token may
+        change an incomplete character before it."""
+        prompt = self.requests[request_id].prompt_token_ids
+        earlier, now = self._texts[request_id], self.recorder.decode(self._tokens[request_id], after=prompt)
+        self._texts[request_id] = now
+        shorter = min(len(earlier), len(now))
+        is_longer = now.startswith(earlier)
+        num_kept = shorter if is_longer else next((i for i in range(shorter) if earlier[i] != now[i]), shorter)
+        return num_kept, now[num_kept:]
+
+    def _take_waiting(self) -> dict[str, Tensor]:
+        """Returns the rows that wait for their next token, as tensors of a file, which it names; {} without rows."""
+        waiting: Sequence[Queued] = [] if self.recorder.reader is None else self.recorder.reader.waiting
+        self._waiting = f"waiting-{self.place.run_id}-{self._number:05d}.safetensors" if waiting else None
+        if not waiting:
+            return {}
+        return {
+            "places": torch.tensor([[q.row, q.position, q.request_id, q.step, len(q.layers)] for q in waiting]),
+            "states": torch.cat([q.states for q in waiting]).cpu(),
+            "layers": torch.cat([q.layers for q in waiting]).cpu(),
+        }
+
+    def _append(self, part: JsonDict, name: str | None, waiting: Mapping[str, Tensor], earlier: str | None) -> None:
+        """Appends a part to the journal, with the checksums of its files, which are on the disk.
+
+        name: of the file of `waiting` rows, which is written first.  earlier: of that of the part before, which is
+        deleted; None if there is none.
+        """
+        directory, line = self.place.directory, {**part, **self._files.checksums, "waiting": None}
+        if name is not None:
+            files = RunFiles(directory, self.place.staging, self.place.run_id)
+            files.write_tensors(name, waiting)
+            line["waiting"] = {"name": name, **files.checksums}
+        append_part(directory, line)
+        self._files.clear()
+        if earlier is not None:
+            (directory / earlier).unlink(missing_ok=True)
+        _return_freed_memory()
+
+
+def _named(states: Mapping[tuple[str, int], Tensor]) -> dict[str, Tensor]:
+    return {tensor_key(*place): tensor.contiguous() for place, tensor in states.items()}
+
+
+def _return_freed_memory() -> None:
+    """Gives freed memory back to the system. glibc keeps it otherwise, and a process grows by each part's tensors."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
+
+
+def _by_text(values: Mapping[int, object]) -> JsonDict:
+    """Returns the dict with request ids as texts, as JSON has them."""
+    return {str(request_id): value for request_id, value in values.items()}

@@ -1,0 +1,108 @@
+"""Records the largest features of each kept row during a run, so that the states themselves need not be kept."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cacheprobe.core.config import CaptureConfig
+from cacheprobe.core.hook_names import SITES
+from cacheprobe.core.tokens.special import is_special, special_token_ids
+from cacheprobe.lenses.dictionaries import Dictionary, DictionaryError
+from cacheprobe.models.base import CachedLM
+from cacheprobe.trace.rows import RowRecord
+
+
+def recorded_dictionary(capture: CaptureConfig, model: CachedLM) -> Dictionary | None:
+    """Returns the dictionary of the capture settings; None if they have none.
+
+    Raises: DictionaryError if it does not fit the model, or reads another hook point than S, T or C; ValueError for
+    another object.
+    """
+    dictionary = capture.dictionary
+    if dictionary is None:
+        return None
+    if not isinstance(dictionary, Dictionary):
+        raise ValueError(f"capture dictionary must be from cp.lenses.Dictionary.load, got {dictionary!r:.60}")
+    place = dictionary.config.place
+    if place is None or place[0] not in SITES:
+        raise DictionaryError(f"{dictionary} cannot be recorded; its hook point must be that of S, T or C")
+    if place[1] >= model.n_layers:
+        raise DictionaryError(f"{dictionary} is for layer {place[1]}; {model.name} has 0 to {model.n_layers - 1}")
+    dictionary.require_width(model.d_model, f"site {place[0]} of {model.name}")
+    return dictionary
+
+
+@dataclass
+class FeatureRecorder:
+    """Collects the largest features of the rows of a run, k of each row."""
+
+    dictionary: Dictionary
+    count: int
+    """k: largest number of features of a row."""
+    special: tuple[int, ...] | None
+    """Ids of special tokens, whose rows are left out as those of the first position are; None to leave out none."""
+    _found: list[tuple[list[int], Tensor, Tensor]] = field(default_factory=list)
+    """For each pass: row numbers, features [n, k] and activations [n, k]."""
+    _copies: list[tuple[int, int]] = field(default_factory=list)
+    """(row number, number of the row with the same state), for requests that share a prompt."""
+
+    @classmethod
+    def of(cls, capture: CaptureConfig, model: CachedLM) -> "FeatureRecorder | None":
+        """Returns a recorder of `top_features` features of a row, or of all if the dictionary has fewer; None without a
+        dictionary. Raises: as `recorded_dictionary`."""
+        dictionary = recorded_dictionary(capture, model)
+        if dictionary is None:
+            return None
+        special = None if capture.include_special else special_token_ids(model)
+        return cls(dictionary, min(capture.top_features, dictionary.config.d_sae), special)
+
+    @property
+    def most_active(self) -> int:
+        """Largest number of features of a row that are recorded: k, or less if the dictionary itself keeps fewer."""
+        return min(self.count, self.dictionary.config.k or self.count)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """(site, layer) of the states that are encoded."""
+        place = self.dictionary.config.place
+        assert place is not None  # checked by recorded_dictionary
+        return place
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the features recorded so far."""
+        return sum(features.nbytes + sizes.nbytes for _, features, sizes in self._found)
+
+    def records(self, position: int, token_id: int) -> bool:
+        """Returns whether the features of this token at this position are recorded."""
+        return self.special is None or not is_special(position, token_id, self.special)
+
+    def add(self, row_numbers: Sequence[int], rows: Sequence[RowRecord], states: Tensor) -> None:
+        """Encodes the states [n, m] of rows, and keeps the largest features of each."""
+        chosen = [i for i, row in enumerate(rows) if self.records(row.position, row.token_id)]
+        self._found.append(([row_numbers[i] for i in chosen], *self.dictionary.top(states[chosen], self.count)))
+
+    def copy(self, row_number: int, source: int) -> None:
+        """Gives a row the features of another row, whose stored state it shares."""
+        self._copies.append((row_number, source))
+
+    def drop_from(self, first: int) -> None:
+        """Forgets the rows with this number or a higher one, because their pass failed."""
+        self._found = [found for found in self._found if not found[0] or found[0][0] < first]
+        self._copies = [pair for pair in self._copies if pair[0] < first]
+
+    def take(self) -> dict[str, Tensor]:
+        """Returns the features recorded since the last call as columns, and forgets them.
+
+        row [n], feature [n, k] and activation [n, k] of n rows; copies [c, 2], as in `_copies`.
+        """
+        found, self._found = self._found, []
+        copies, self._copies = self._copies, []
+        return {
+            "row": torch.tensor([number for part, _, _ in found for number in part], dtype=torch.long),
+            "feature": torch.cat([torch.empty(0, self.count, dtype=torch.long), *(part for _, part, _ in found)]),
+            "activation": torch.cat([torch.empty(0, self.count), *(part for _, _, part in found)]),
+            "copies": torch.tensor(copies, dtype=torch.long).reshape(-1, 2),
+        }

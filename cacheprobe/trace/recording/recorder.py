@@ -1,0 +1,398 @@
+"""Records a run: the states of every row, its role and status, and its lens readings. A row is one token of one pass.
+
+`Recorder._label_row` sets the status of a row: committed, superseded, rolled_back or given_up. A row that was fed a
+draft token is labelled at the verdict (`on_commit`, `on_rollback`, `on_give_up`), every other row at once
+(`after_forward`). So the states of a rejected draft token are in the rows that `on_rollback` labels rolled_back.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from cacheprobe.core.config import CaptureConfig
+from cacheprobe.core.records import Finished, ForwardRecord, Observer, RowSlot, StepRecord, Thought
+from cacheprobe.core.values import JsonDict
+from cacheprobe.lenses.base import Lens
+from cacheprobe.models.base import CachedLM, block_sum
+from cacheprobe.models.experts.sites import head_places
+from cacheprobe.ops.kernel_set import DTYPES, KernelSet
+from cacheprobe.trace import self_checks as checks
+from cacheprobe.trace.recording.features import FeatureRecorder
+from cacheprobe.trace.recording.kept_states import KeptStates, is_kept, status_of
+from cacheprobe.trace.recording.lens_reader import LensReader, Queued
+from cacheprobe.trace.recording.open_pass import OpenPass
+from cacheprobe.trace.recording.part import Part, Unconfirmed
+from cacheprobe.trace.rows import LedgerChange, RowRecord
+
+CHECK_EVERY = 16
+"""A pass is checked if its step is a multiple of this number; the first pass of each phase is checked too."""
+_LENS_CHECK_ROWS = 16
+"""Maximum number of rows of a pass whose logits are compared with those read from the last layer's S."""
+_ROW_BYTES, _READING_BYTES = 600, 44
+"""Bytes of a row's records (row, events, ledger), and of a reading without its `top_k` tokens."""
+
+
+@dataclass
+class Recorder(Observer):
+    """Collects during a run what its Trace is built from: rows with their status, states, lens readings and events."""
+
+    model: CachedLM
+    config: CaptureConfig
+    layers: tuple[int, ...]
+    lens: Lens
+    prompts: Mapping[int, Sequence[int]]
+    """Prompt token ids by request id."""
+    answers: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """By request id: the first token id of each answer that the request's task allows."""
+    answer_mass: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """By request id: the probability of the first token of each answer as the first generated token."""
+    rows: list[RowRecord] = field(default_factory=list)
+    """Rows since the last call of `take`."""
+    num_taken: int = 0
+    """Number of rows that `take` has returned; the first of `rows` has this number in the rows table."""
+    steps: list[StepRecord] = field(default_factory=list)
+    ledger: list[LedgerChange] = field(default_factory=list)
+    finished: dict[int, Finished] = field(default_factory=dict)
+    thoughts: list[Thought] = field(default_factory=list)
+    preemptions: list[tuple[int, int]] = field(default_factory=list)
+    """(request_id, step) of every preemption."""
+    num_compared: int = 0
+    """Number of passes in which one request was computed twice and compared."""
+    differences: list[str] = field(default_factory=list)
+    """One text for each of these passes whose two computations differed."""
+
+    def __post_init__(self) -> None:
+        self.kept = KeptStates(self.config, self.layers, self.model.dtype)
+        self.blocks, self.head_blocks = self.kept.blocks, self.kept.heads
+        self.reader = LensReader(self.model, self.lens, self.config.top_k) if self.config.reads_lens else None
+        self.features = FeatureRecorder.of(self.config, self.model)
+        operations = getattr(self.model, "operations", None)
+        self._pack = operations.pack if isinstance(operations, KernelSet) and self.kept.dtype in DTYPES else None
+        self.residual_check = checks.residual_check(self.model.dtype)
+        self.lens_check = checks.lens_check(self.model.dtype)
+        self._roles: dict[int, dict[int, str]] = {
+            r: dict.fromkeys(range(len(p)), "prompt") for r, p in self.prompts.items()
+        }
+        self._undecided: dict[int, list[RowRecord]] = {request_id: [] for request_id in self.prompts}
+        self._unconfirmed = Unconfirmed()
+        self._undecided_reads: list[tuple[RowRecord, Queued]] = []
+        """Rows without a status and their states, which the lens reads only if the status is one to keep."""
+        self._late: list[tuple[int, RowRecord]] = []
+        """Rows without a status, with their numbers, that `take` has returned."""
+        self._prompt_rows: dict[int, list[tuple[int, RowRecord]]] = {}
+        """By request id: (number in the rows table, row) of the prompt's committed rows, for requests with the same
+        prompt."""
+        self._prompt_reads: dict[int, dict[int, Queued]] = {}
+        """By request id and number of the row: what the lens reads of the prompt."""
+        self._prompt_thoughts: dict[int, list[Thought]] = {}
+        self._seen_phases: set[str] = set()
+        self._now: OpenPass | None = None
+        self._layers_below = _LayersBelow(self.layers)
+
+    def wanted(self) -> list[tuple[str, int]]:
+        """Returns the list of (site, layer) hooks that the run needs; [] if it keeps only tokens and events.
+
+        The list has S, T and C of every layer, because the self-check compares them.
+        """
+        if not self.config.keeps_states:
+            return []
+        entering = [("pre", layer) for layer in sorted({0, *self.model.injected_layers})]
+        states = [(site, layer) for layer in range(self.model.n_layers) for site in "STC"]
+        return entering + states + head_places(self.model, self.config.heads, self.layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated bytes of what the next call of `take` returns."""
+        readings = 0 if self.reader is None else self.reader.num_held * (_READING_BYTES + 12 * self.config.top_k)
+        thoughts = sum(thought.state.nbytes + thought.first_logits.nbytes for thought in self.thoughts)
+        features = 0 if self.features is None else self.features.num_bytes
+        return self.kept.num_bytes + features + readings + thoughts + len(self.rows) * _ROW_BYTES
+
+    @property
+    def num_states(self) -> int:
+        """Number of rows with states so far."""
+        return self.blocks.num_rows
+
+    @property
+    def checks(self) -> list[JsonDict]:
+        """Results of the self-checks that have checked a row."""
+        return [asdict(check) for check in (self.residual_check, self.lens_check) if check.num_rows]
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the text of each token id."""
+        return self.model.token_texts(token_ids)
+
+    def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
+        """Returns the joint text of token ids, as it stands after the tokens `after`."""
+        return self.model.decode(token_ids, after)
+
+    def take(self) -> Part:
+        """Returns what was recorded since the last call, and forgets it. Call it after `on_step` and before the next
+        pass, so that no row is unconfirmed; or after `on_finish` of the last request."""
+        assert self._unconfirmed.first_row == len(self.rows), "a pass is not confirmed yet"
+        self._apply_statuses()
+        first, rows, self.rows = self.num_taken, self.rows, []
+        labelled = [(number, row) for number, row in self._late if row.role]
+        self._late = [(number, row) for number, row in self._late if not row.role]
+        self._late += [(number, row) for number, row in enumerate(rows, first) if not row.role]
+        self.num_taken += len(rows)
+        columns = self.reader.take() if self.reader is not None else {}
+        found = {} if self.features is None else self.features.take()
+        part = Part(first, rows, labelled, *self.kept.take(), columns, self.steps, self.ledger, self.thoughts, found)
+        self.steps, self.ledger, self.thoughts = [], [], []
+        self._unconfirmed = Unconfirmed()
+        return part
+
+    @property
+    def _newest_row(self) -> int:
+        """Number, in the rows table, of the newest row."""
+        return self.num_taken + len(self.rows) - 1
+
+    # -- one pass
+
+    def before_forward(self, step: int, phase: str, rows: Sequence[RowSlot], shape: tuple[int, int]) -> None:
+        """Chooses which rows of the coming pass to keep, to read through the lens and to self-check, and allocates the
+        tensors for their states."""
+        device, width = self.model.device, self.model.d_model
+        lengths = [len(self.prompts[row.request_id]) for row in rows]
+        kept = [is_kept(self.config, row, step, phase, length) for row, length in zip(rows, lengths, strict=True)]
+        reads = [
+            wanted and self.config.reads_row(row.position, length)
+            for row, wanted, length in zip(rows, kept, lengths, strict=True)
+        ]
+        now = self._now = OpenPass.of(rows, shape[1], kept, reads, self.blocks.layer_index, device)
+        now.pack = self._pack
+        now.feature_place = self.features.place if self.features is not None and any(kept) else None
+        if any(kept):
+            now.open_states(self.blocks.open(len(now.keep_index), width), device)
+            if self.head_blocks is not None:
+                positions = [row.position for row, wanted in zip(rows, kept, strict=True) if wanted]
+                now.heads = self.head_blocks.open(now.keep_index, positions)
+        if any(reads):
+            size = (len(self.layers), len(now.lens_index), width)
+            now.lens_block = torch.empty(size, dtype=self.model.dtype, device=device)
+        if self.config.keeps_states and (phase not in self._seen_phases or step % CHECK_EVERY == 0):
+            now.watched = {}
+        self._seen_phases.add(phase)
+
+    def on_state(self, site: str, layer: int, value: Tensor) -> None:
+        """Copies a hook's tensor into the open pass; without one, ignores it (see `OpenPass`)."""
+        if self._now is not None:
+            self._now.take(site, layer, value, self.model.device)
+
+    def after_forward(self, record: ForwardRecord) -> None:
+        """Adds a RowRecord for each row of the pass (pads have none), collects states for the lens, and self-checks
+        some passes.
+
+        Rows fed a draft token get no role and status yet. Raises: CaptureError if the self-check fails.
+        """
+        ran = self.model.n_layers if record.num_layers is None else record.num_layers
+        now, self._now = self._now, None
+        assert now is not None
+        states = now.finish()
+        kept_rows: list[RowRecord] = []
+        kept_numbers: list[int] = []
+        lens_column = 0
+        for slot, wanted, is_read in zip(record.rows, now.kept, now.lens_rows, strict=True):
+            row = RowRecord(slot.request_id, record.step, record.phase, slot.position, slot.token_id, ran)
+            if slot.is_draft:
+                self._undecided[slot.request_id].append(row)
+            else:
+                self._label_row(row, self._roles[slot.request_id][slot.position], status_of(slot))
+            self.rows.append(row)
+            if wanted:
+                kept_rows.append(row)
+                kept_numbers.append(self._newest_row)
+            if is_read:
+                assert now.lens_block is not None
+                self._queue(row, now.lens_block[:, lens_column], ran)
+                lens_column += 1
+        self._unconfirmed.num_blocks += self.kept.add(kept_rows, states, now.heads)
+        if self.features is not None and now.feature_states is not None:
+            self.features.add(kept_numbers, kept_rows, now.feature_states)
+        if now.watched is not None:
+            self._check(record, now, now.watched, ran)
+
+    def _queue(self, row: RowRecord, states: Tensor, ran: int) -> None:
+        """Collects the newest row for the lens reader, with its states [layers, m] of the kept layers that ran."""
+        layers, number = self._layers_below[ran], self.num_taken + len(self.rows) - 1
+        kept = states[: len(layers)].clone()
+        queued = Queued(number, row.position, kept, layers, request_id=row.request_id, step=row.step)
+        self._unconfirmed.reads.append((row, queued))
+
+    def _queue_reading(self, row: RowRecord, queued: Queued) -> None:
+        """Passes a confirmed row to the lens reader, with the prompt's next token, if there is one, as the target."""
+        assert self.reader is not None
+        prompt = self.prompts[row.request_id]
+        if row.position + 1 < len(prompt):
+            queued.target = prompt[row.position + 1]
+            self.reader.queue_resolved(queued)
+        else:
+            self.reader.queue(row.request_id, queued)
+
+    def _check(self, record: ForwardRecord, now: OpenPass, watched: Mapping[tuple[str, int], Tensor], ran: int) -> None:
+        """Checks in some rows that S = input + T + C, and that the last S gives the logits, if the pass computed all of
+        them. Raises: CaptureError if a difference is larger than rounding errors."""
+        checked = range(0, len(record.rows), now.check_step)
+        unchanged = {
+            layer: [i for i, row in enumerate(checked) if row not in rows] for layer, rows in record.rewritten.items()
+        }
+        forms = [block_sum(self.model, layer) for layer in range(ran)]
+        checks.check_blocks(self.residual_check, watched, forms, unchanged, record.step)
+        if record.logits is not None and ran == self.model.n_layers:
+            rows = now.checked_index[:_LENS_CHECK_ROWS]
+            logits = self.model.read_out(watched["S", ran - 1][:_LENS_CHECK_ROWS])
+            checks.check_lens(self.lens_check, logits, record.logits.flatten(0, 1)[rows], record.step)
+
+    def _confirm(self) -> None:
+        """Confirms all rows so far: `on_failure` no longer discards them, and the lens reader gets their states."""
+        first = self._unconfirmed.first_row
+        for number, row in enumerate(self.rows[first:], self.num_taken + first):
+            if row.role == "prompt" and row.status == "committed":
+                self._prompt_rows.setdefault(row.request_id, []).append((number, row))
+        for row, queued in self._unconfirmed.reads:
+            if row.role == "prompt":
+                self._prompt_reads.setdefault(row.request_id, {})[queued.row] = replace(queued)
+            self._undecided_reads.append((row, queued))
+        for thought in self.thoughts[self._unconfirmed.first_thought :]:
+            if thought.end < len(self.prompts[thought.request_id]):
+                self._prompt_thoughts.setdefault(thought.request_id, []).append(thought)
+        self.answer_mass |= self._unconfirmed.masses
+        self._unconfirmed = Unconfirmed(len(self.rows), len(self.thoughts))
+        self._apply_statuses()
+
+    def _apply_statuses(self) -> None:
+        """Drops the states of rows whose status is known now and not one to keep; queues the others for the lens."""
+        if self._unconfirmed.num_blocks:  # of a pass that may still be discarded
+            return
+        self.kept.apply_statuses()
+        reads, self._undecided_reads = self._undecided_reads, []
+        for row, queued in reads:
+            if not row.role and self.config.statuses is not None:
+                self._undecided_reads.append((row, queued))
+            elif self.config.keeps_status(row.status):
+                self._queue_reading(row, queued)
+
+    def on_failure(self, step: int) -> None:
+        """Discards the rows, thoughts and states of all unconfirmed passes, because their step failed."""
+        first_row, first_thought = self._unconfirmed.first_row, self._unconfirmed.first_thought
+        lost = {id(row) for row in self.rows[first_row:]}
+        self.kept.drop_last(self._unconfirmed.num_blocks, lost)
+        for request_id in {row.request_id for row in self.rows[first_row:]}:
+            self._undecided[request_id] = [row for row in self._undecided[request_id] if id(row) not in lost]
+        if self.features is not None:
+            self.features.drop_from(self.num_taken + first_row)
+        del self.rows[first_row:], self.thoughts[first_thought:]
+        self._unconfirmed = Unconfirmed(first_row, first_thought)
+        self._now = None
+
+    def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:
+        """Adds copies of the prompt rows and thoughts of request `source_id`, which has the same prompt.
+
+        The copied rows refer to the source's stored vectors; the lens reads these vectors again for this request.
+        """
+        reads = self._prompt_reads.get(source_id, {})
+        for number, row in self._prompt_rows.get(source_id, ()):
+            mine = replace(row, request_id=request_id)
+            self.rows.append(mine)
+            if self.features is not None:
+                self.features.copy(self._newest_row, number)
+            if (queued := reads.get(number)) is not None:
+                own = replace(queued, row=self._newest_row, target=-1, request_id=request_id)
+                self._unconfirmed.reads.append((mine, own))
+        for thought in self._prompt_thoughts.get(source_id, ()):
+            self.thoughts.append(replace(thought, request_id=request_id))
+
+    def on_thought(self, thought: Thought) -> None:
+        """Appends the thought to `thoughts`."""
+        self.thoughts.append(thought)
+
+    def on_compared(self, step: int, difference: str | None) -> None:
+        """Counts a pass in which one request was computed twice. Appends the difference, if any, to `differences`."""
+        self.num_compared += 1
+        if difference is not None:
+            self.differences.append(f"step {step}: {difference}")
+
+    def on_preempt(self, request_id: int, step: int) -> None:
+        """Appends (request_id, step) to `preemptions`."""
+        self.preemptions.append((request_id, step))
+
+    # -- roles and status
+
+    def on_rollback(self, request_id: int, step: int, start: int, end: int) -> None:
+        """Labels rolled_back: rows fed the rejected draft token or one after it, at positions start..end-1."""
+        self._label_drafts(request_id, start, end, "rolled_back")
+
+    def on_give_up(self, request_id: int, step: int, start: int, end: int) -> None:
+        """Labels given_up: rows fed draft tokens without a verdict, at positions start..end-1."""
+        self._label_drafts(request_id, start, end, "given_up")
+
+    def committed_roles(self, request_id: int, start: int, roles: Sequence[str]) -> None:
+        """Keeps the roles of committed tokens at positions start, start + 1, ..., for the rows that are fed them."""
+        self._roles[request_id].update(zip(range(start, start + len(roles)), roles, strict=True))
+
+    @staticmethod
+    def _label_row(row: RowRecord, role: str, status: str) -> None:
+        """Sets a row's role and status: committed, superseded, rolled_back or given_up."""
+        row.role, row.status = role, status
+
+    def _label_drafts(self, request_id: int, start: int, end: int, status: str) -> None:
+        """Sets role and status of the rows fed a draft token at positions start..end-1 to `status`, if not yet set."""
+        for row in self._undecided[request_id]:
+            if not row.role and start <= row.position < end:
+                self._label_row(row, status, status)
+
+    def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
+        """Labels the rows that were fed the accepted draft tokens: the verifier's committed, the drafter's superseded.
+
+        Must come after `on_rollback` of the same verdict, since it labels every row that has no status yet.
+        Also confirms the rows so far, and gives the lens reader the committed tokens as targets.
+        """
+        self._confirm()
+        self.committed_roles(request_id, start, roles)
+        for row in self._undecided[request_id]:
+            if not row.role:
+                status = "committed" if row.phase == "verify" else "superseded"
+                self._label_row(row, self._roles[request_id][row.position], status)
+        self._undecided[request_id] = []
+        self._apply_statuses()
+        if self.reader is not None:
+            self.reader.resolve(request_id, start, tuple(token_ids))
+
+    def on_choice(self, request_id: int, step: int, position: int, token_id: int, logits: Tensor) -> None:
+        """Keeps the probability of the first token of each task answer, if `position` is the first after the prompt."""
+        answers = self.answers.get(request_id)
+        if answers and position == len(self.prompts[request_id]) and request_id not in self.answer_mass:
+            probs = logits.float().softmax(-1)
+            self._unconfirmed.masses[request_id] = tuple(float(probs[token]) for token in answers)
+
+    def on_ledger(self, request_id: int, step: int, start: int, end: int, provenance: str) -> None:
+        """Appends a LedgerChange: slots start..end-1 of the request's cache row take this provenance."""
+        self.ledger.append(LedgerChange(request_id, step, start, end, provenance))
+
+    def on_step(self, record: StepRecord) -> None:
+        """Confirms the step's rows (`on_failure` no longer discards them), and appends its record to `steps`."""
+        self._confirm()
+        self.steps.append(record)
+
+    def on_finish(self, finished: Finished) -> None:
+        """Stores how a request ended, and queues its waiting rows for the lens; these rows get no target."""
+        self.finished[finished.request_id] = finished
+        self._apply_statuses()
+        if self.reader is not None:
+            end = len(self.prompts[finished.request_id]) + len(finished.committed)
+            self.reader.resolve(finished.request_id, end, (), is_over=True)
+
+
+class _LayersBelow(dict[int, Tensor]):
+    """Maps a number of layers that ran to a tensor of the kept layers among them."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        super().__init__()
+        self._all = layers
+
+    def __missing__(self, ran: int) -> Tensor:
+        self[ran] = torch.tensor([layer for layer in self._all if layer < ran], dtype=torch.long)
+        return self[ran]

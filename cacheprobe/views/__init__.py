@@ -1,0 +1,85 @@
+"""Draws a trace: functions that turn its tables into plotly figures and HTML pictures, and a report on one page."""
+
+from typing import TYPE_CHECKING
+
+from cacheprobe.core.values import no_attribute
+from cacheprobe.views.acceptance import acceptance_curves
+from cacheprobe.views.attribution import attribution
+from cacheprobe.views.attribution_patching import attribution_patching_grid
+from cacheprobe.views.carried import carried_figure, ways_figure
+from cacheprobe.views.coin_rows import coin_rows_figure
+from cacheprobe.views.columns import column_figure
+from cacheprobe.views.curves import draft_verdicts, prediction_depth_figure
+from cacheprobe.views.diagrams.cache_picture import cache_picture
+from cacheprobe.views.diagrams.decode_grid import decode_grid
+from cacheprobe.views.diagrams.diagram import decoded_diagram, window_diagram
+from cacheprobe.views.diagrams.frame import Markup
+from cacheprobe.views.diagrams.lens_grid import lens_grid
+from cacheprobe.views.diagrams.timeline import timeline
+from cacheprobe.views.diagrams.token_card import token_card
+from cacheprobe.views.diagrams.windows import Window, accepted_whole, find_windows, rolled_back
+from cacheprobe.views.disagreement import disagreement_figure, final_choice_figure
+from cacheprobe.views.findings.forcing import forcing_figure
+from cacheprobe.views.findings.perplexity import perplexity_figure
+from cacheprobe.views.findings.simplex import simplex_figure
+from cacheprobe.views.flips import flip_grid
+from cacheprobe.views.patching import patching_grid
+from cacheprobe.views.probes import probe_figure, rollback_prediction_figure
+from cacheprobe.views.report.figures import write_figures
+from cacheprobe.views.report.report import write_report
+from cacheprobe.views.report.request_text import request_text
+from cacheprobe.views.report.run_comparison import comparison
+from cacheprobe.views.routing import routing_figure
+from cacheprobe.views.state_algorithm import state_algorithm_figure
+from cacheprobe.views.sweep_grid import sweep_grid
+from cacheprobe.views.text import token_texts
+from cacheprobe.views.thoughts.card import thought_card
+from cacheprobe.views.thoughts.picture import thoughts_picture
+
+__all__ = [
+    "Markup",
+    "Window",
+    "acceptance_curves",
+    "accepted_whole",
+    "attribution",
+    "attribution_patching_grid",
+    "cache_picture",
+    "carried_figure",
+    "coin_rows_figure",
+    "column_figure",
+    "comparison",
+    "decode_grid",
+    "decoded_diagram",
+    "disagreement_figure",
+    "draft_verdicts",
+    "final_choice_figure",
+    "find_windows",
+    "flip_grid",
+    "forcing_figure",
+    "lens_grid",
+    "patching_grid",
+    "perplexity_figure",
+    "prediction_depth_figure",
+    "probe_figure",
+    "request_text",
+    "rollback_prediction_figure",
+    "rolled_back",
+    "routing_figure",
+    "simplex_figure",
+    "state_algorithm_figure",
+    "sweep_grid",
+    "thought_card",
+    "thoughts_picture",
+    "timeline",
+    "token_card",
+    "token_texts",
+    "ways_figure",
+    "window_diagram",
+    "write_figures",
+    "write_report",
+]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        raise no_attribute("module 'cacheprobe.views'", name, __all__)

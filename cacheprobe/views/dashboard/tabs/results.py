@@ -1,0 +1,213 @@
+"""Shows stored result files: figures by kind (patching grids, cache surgery, probes, sweeps, any column of numbers),
+and tables that can be sorted and filtered."""
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+
+from cacheprobe.core.values import JsonDict
+from cacheprobe.views.attribution_patching import ESTIMATED_AND_REAL, attribution_patching_grid
+from cacheprobe.views.coin_rows import coin_rows_figure
+from cacheprobe.views.columns import column_figure, columns_to_draw
+from cacheprobe.views.dashboard.figures import graphs
+from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, PageQuestion, whole
+from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.tabs.sweep import is_sweep, sweep_view
+from cacheprobe.views.dashboard.tabs.tables import ordered_column, selected_lines, sortable
+from cacheprobe.views.patching import patching_grid
+from cacheprobe.views.probes import probe_figure
+from cacheprobe.views.style import Figure
+from cacheprobe.views.text import markup
+
+MOST_BYTES = 20 * 2**20
+MOST_FIGURES = 6
+_REMEDY = "name a folder of them: cacheprobe dash RUN analyses/results"
+KINDS = (
+    ("patching", "Patching", 'no patching grid was named; keep one with grid.save("grid.json") and name that file'),
+    ("surgery", "Cache surgery", f"no result of cache surgery was named; {_REMEDY}"),
+    ("probes", "Probes", f"no result of a probe was named; {_REMEDY}"),
+    ("sweep", "Sweep", "no sweep was named; run one (cacheprobe sweep data/sweeps/coin-flip.yaml) and name its folder"),
+    ("results", "Results", f"no other results were named; {_REMEDY}"),
+)
+"""Each kind of result: its key, the name of its tab, and what is said to who asks for the tab without a result."""
+_COLUMN_NOTE = "the figure shows the column of numbers that the table is sorted by, else the first one."
+PROBE = {"at", "place", "site", "layer", "accuracy", "low", "high", "is_above", "untrained", "embedding", "majority"}
+SURGERY = {"people", "unit", "where", "treatment", "n", "total", "flips"}
+
+
+def kind_of(path: Path) -> str:
+    """Returns the kind of a result file by its content: "patching", "sweep", "surgery", "probes" or "results". An
+    unreadable file is of the kind "results", whose tab shows the error."""
+    try:
+        content = loaded(path)
+    except (CannotShow, OSError):
+        return "results"
+    if _is_grid(content):
+        return "patching"
+    if is_sweep(content):
+        return "sweep"
+    if _lists_with(content, SURGERY):
+        return "surgery"
+    return "probes" if _lists_with(content, PROBE) else "results"
+
+
+def view(shelf: Shelf, question: PageQuestion) -> str | PageAnswer:
+    """Returns a result file as a dict for the page: its figures, and one of its tables, which can be sorted and
+    filtered. For a file of a kind without figures of its own, the figure is of one column: the one that sorts the
+    table."""
+    path = shelf.results[whole(question["result"], "result", len(shelf.results))]
+    content = loaded(path)
+    if is_sweep(content):
+        return sweep_view(shelf, path.parent, question)
+    tables = stored_tables(path, content)
+    if not tables:
+        return f"<h2>{markup(path.stem)}</h2><p class='note'>This file holds nothing that can be shown as a table.</p>"
+    index = chosen_table(tables, question)
+    table = tables[index].table
+    lines = selected_lines(table, question)
+    figures, note = _figures(path, content)
+    column = column_to_draw(lines, question)
+    if not figures and column is not None:
+        figures, note = [column_figure(lines, column)], markup(f"{path.name}: {_COLUMN_NOTE}")
+    more = f"{_chooser(tables, index)}{sortable(lines, len(table), question)}"
+    if not figures:
+        return {"html": f"<h2>{markup(path.stem)}</h2>", "more": more}
+    html = f"<h2>{figures[0].layout.title.text}</h2><p class='note'>{note}</p>"
+    return {"html": html, "graphs": graphs("result", figures, dark=question.get("theme") == "dark"), "more": more}
+
+
+class StoredTable(NamedTuple):
+    """Holds one table of a result file."""
+
+    keys: tuple[str, ...]
+    """Path of keys to it in the file's JSON."""
+    table: pd.DataFrame
+    is_values: bool = False
+    """Whether it has the values outside of lists: columns figure (path of keys) and value."""
+
+    @property
+    def name(self) -> str:
+        """Path of keys as text."""
+        return " · ".join(self.keys) or ("values" if self.is_values else "lines")
+
+
+def stored_tables(path: Path, content: object) -> list[StoredTable]:
+    """Returns the tables of a result file: its lists of records, then its other values. Of a patching grid, the grid's
+    table."""
+    if _is_grid(content):
+        from cacheprobe.edits.patching.grid import PatchingGrid
+
+        return [StoredTable(("cells",), PatchingGrid.load(path).table)]
+    tables = [StoredTable(keys, pd.DataFrame(lines)) for keys, lines in _record_lists(content)]
+    if values := list(_plain_values(content)):
+        frame = pd.DataFrame({"figure": [name for name, _ in values], "value": [value for _, value in values]})
+        tables.append(StoredTable((), frame.astype(object), is_values=True))
+    return tables
+
+
+def chosen_table(tables: Sequence[StoredTable], question: PageQuestion) -> int:
+    """Returns the number of the table that a question names: the first if it names none, or one that is not there."""
+    wanted = question.get("table")
+    return wanted if isinstance(wanted, int) and 0 <= wanted < len(tables) else 0
+
+
+def column_to_draw(table: pd.DataFrame, question: PageQuestion) -> str | None:
+    """Returns the column of a table that its figure draws: the one that sorts it, if that has numbers, else the first
+    that can be drawn. None if there is none."""
+    known = [name for name in columns_to_draw(table) if table[name].notna().any()]
+    chosen = ordered_column(table, question)
+    return chosen if chosen in known else next(iter(known), None)
+
+
+def _chooser(tables: Sequence[StoredTable], chosen: int) -> str:
+    """Returns HTML: a button for each table of the file; the name alone if there is one."""
+    if len(tables) == 1:
+        return f"<h3>{markup(tables[0].name)}</h3>"
+    buttons = (
+        f'<button class="plain{" chosen" if i == chosen else ""}" data-intent="table" data-table="{i}">'
+        f"{markup(one.name)}</button>"
+        for i, one in enumerate(tables)
+    )
+    return f'<div class="verdicts">{"".join(buttons)}</div>'
+
+
+def loaded(path: Path) -> object:
+    """Returns the content of a JSON file; the callers do not change it. Raises: CannotShow for a file that is too large
+    or not JSON."""
+    about = path.stat()
+    if about.st_size > MOST_BYTES:
+        raise CannotShow(f"{path.name} has {about.st_size} bytes, at most {MOST_BYTES} are shown")
+    return _parsed(path, about.st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _parsed(path: Path, _changed: int) -> object:
+    """Returns the content of a JSON file. _changed: when the file was changed; a changed file is read again."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CannotShow(f"{path.name} is not readable as JSON ({error!s:.120})") from error
+
+
+def _figures(path: Path, content: object) -> tuple[Sequence[Figure], str]:
+    """Returns (plotly figures, note on their source as escaped text) of a result file; ([], "") without figures."""
+    if _is_grid(content):
+        from cacheprobe.edits.patching.grid import PatchingGrid
+
+        grid = PatchingGrid.load(path)
+        has_both = set(ESTIMATED_AND_REAL) <= set(grid.table.columns)
+        figure = attribution_patching_grid(grid) if has_both else patching_grid(grid)
+        return [figure], markup(repr(grid))
+    if lists := _lists_with(content, SURGERY):
+        name, lines = lists[0]
+        effects = pd.DataFrame(lines)
+        note = (
+            f"{name}, of {path.name}: normalised logit difference of the answer, 0 as it was, 1 as the other question"
+        )
+        return [coin_rows_figure(effects, unit=unit) for unit in effects.unit.unique()], markup(note)
+    if lists := _lists_with(content, PROBE):
+        figures = [probe_figure(pd.DataFrame(lines)) for _, lines in lists[:MOST_FIGURES]]
+        for figure, (name, _) in zip(figures, lists, strict=False):
+            if len(lists) > 1:
+                figure.update_layout(title_text=f"{markup(name.removesuffix(' · lines'))}: {figure.layout.title.text}")
+        left_out = f" {len(lists) - len(figures)} more are not drawn." if len(lists) > len(figures) else ""
+        return figures, markup(f"Of {path.name}.{left_out}")
+    return [], ""
+
+
+def _is_grid(content: object) -> bool:
+    return isinstance(content, dict) and str(content.get("format", "")).startswith("cacheprobe patching grid")
+
+
+def _lists_with(content: object, columns: set[str]) -> list[tuple[str, list[JsonDict]]]:
+    """Returns a list of (path of keys, list of dicts): the lists in a JSON value in which every dict has these
+    columns."""
+    found = [(keys, lines) for keys, lines in _record_lists(content) if all(columns <= set(line) for line in lines)]
+    return [(" · ".join(keys), lines) for keys, lines in found]
+
+
+def _record_lists(content: object, keys: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], list[JsonDict]]]:
+    """Returns a list of (path of keys, list of dicts): the lists of dicts in a JSON value that are reached through
+    dicts alone."""
+    if isinstance(content, dict):
+        return [one for key, value in content.items() for one in _record_lists(value, (*keys, key))]
+    return [(keys, content)] if isinstance(content, list) and is_records(content) else []
+
+
+def is_records(value: object) -> bool:
+    """Returns True if a JSON value is a list of dicts, not empty."""
+    return isinstance(value, list) and bool(value) and all(isinstance(line, dict) for line in value)
+
+
+def _plain_values(content: object, name: str = "") -> list[tuple[str, object]]:
+    """Returns a list of (path of keys joined by " · ", value): all values in a JSON value that are outside lists of
+    records."""
+    if isinstance(content, dict):
+        return [
+            one for key, value in content.items() for one in _plain_values(value, f"{name} · {key}" if name else key)
+        ]
+    return [] if is_records(content) else [(name, content)]

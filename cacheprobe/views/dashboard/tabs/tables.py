@@ -1,0 +1,155 @@
+"""Sorts and filters any table for the page, and draws it with heads that sort it."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+import pandas as pd
+
+from cacheprobe.core.hook_names import site_label
+from cacheprobe.core.values import JsonDict
+from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion
+from cacheprobe.views.text import markup, plain, shorten
+
+MOST_LETTERS = 200
+"""Largest length of a searched text."""
+MOST_LINES = 200
+"""Largest number of lines that are drawn."""
+MOST_COLUMNS = 120
+"""Largest width of a list in a cell, in columns of a monospaced font."""
+
+CellHtml = Callable[[object, JsonDict], str]
+"""Function (value, line as a dict) -> HTML inside of a cell."""
+
+
+def selected_lines(table: pd.DataFrame, question: PageQuestion) -> pd.DataFrame:
+    """Returns the lines of a table that a question filters, in the order that it names.
+
+    question: filter, a text that a line has in one of its cells, case ignored; order, a column's name, with "-" in
+    front for the largest first. A column that the table does not have is ignored: the address may come from another
+    table. Raises: CannotShow for values of other kinds.
+    """
+    wanted, order = _text(question.get("filter"), "filter"), _text(question.get("order"), "order")
+    if wanted and len(table):
+        texts = table.map(str).agg("\n".join, axis=1).str.casefold()
+        table = table[texts.str.contains(wanted.casefold(), regex=False)]
+    column = order.removeprefix("-")
+    if column in table.columns:
+        has_numbers = _has_numbers(table[column].dropna().infer_objects())
+        key = _as_floats if has_numbers else _as_letters
+        table = table.sort_values(column, kind="stable", ascending=not order.startswith("-"), key=key)
+    return table
+
+
+def selecting_code(table: pd.DataFrame, question: PageQuestion) -> list[str]:
+    """Returns the lines of Python that do to `table` what `selected_lines` does. table: not yet selected."""
+    wanted, order = _text(question.get("filter"), "filter"), _text(question.get("order"), "order")
+    code = []
+    if wanted:
+        code += [
+            'texts = table.map(str).agg("\\n".join, axis=1).str.casefold()',
+            f"table = table[texts.str.contains({wanted.casefold()!r}, regex=False)]",
+        ]
+    column = order.removeprefix("-")
+    if column in table.columns:
+        as_letters = 'values.map(str, na_action="ignore").str.casefold()'
+        key = 'values.astype("Float64")' if _has_numbers(table[column].dropna().infer_objects()) else as_letters
+        is_rising = not order.startswith("-")
+        code += [
+            f'table = table.sort_values({column!r}, kind="stable", ascending={is_rising}, key=lambda values: {key})'
+        ]
+    return code
+
+
+def ordered_column(table: pd.DataFrame, question: PageQuestion) -> str | None:
+    """Returns the column of a table that a question sorts by; None for none."""
+    column = _text(question.get("order"), "order").removeprefix("-")
+    return column if column in table.columns else None
+
+
+def sortable(
+    table: pd.DataFrame, total: int, question: PageQuestion, cells: Mapping[str, CellHtml] | None = None
+) -> str:  # fmt: skip
+    """Returns HTML: a box that filters a table, the number of lines, and the table with heads that sort it.
+
+    table: from `selected_lines`; at most 200 lines are drawn.  total: number of lines without the filter.
+    cells: functions that draw the cells of some columns; others are drawn as text.
+    """
+    drawn, order = table.head(MOST_LINES), _text(question.get("order"), "order")
+    columns = [str(name) for name in table.columns]
+    numbers = {name for name in columns if _has_numbers(table[name].dropna().infer_objects())}
+    lines = "".join(_line(line, columns, numbers, cells or {}) for line in drawn.to_dict("records"))
+    body = f"<tbody>{lines}</tbody>"
+    shown = f"<div class='scroll'><table class='sorts'>{_head(columns, numbers, order)}{body}</table></div>"
+    wanted = _text(question.get("filter"), "filter")
+    if not len(table):
+        said = f"No line has “{markup(plain(wanted))}” in it." if wanted else "The table has no line."
+        shown = f"<p class='refused'>{said}</p>"
+    return f"{_finder(len(drawn), len(table), total)}{shown}"
+
+
+def as_text(value: object) -> str:
+    """Returns a value as it is shown in a cell: a fraction with four significant digits, a list as JSON, "—" for
+    none."""
+    if value is None or value is pd.NA or value != value:
+        return "—"
+    if isinstance(value, list | dict):
+        return shorten(json.dumps(value, ensure_ascii=False), MOST_COLUMNS)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
+
+
+def _as_floats(values: pd.Series) -> pd.Series:
+    return values.astype("Float64")
+
+
+def _as_letters(values: pd.Series) -> pd.Series:
+    return values.map(str, na_action="ignore").str.casefold()
+
+
+def _has_numbers(values: pd.Series) -> bool:
+    return pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values)
+
+
+def _line(line: JsonDict, columns: Sequence[str], numbers: set[str], cells: Mapping[str, CellHtml]) -> str:
+    parts = []
+    for name in columns:
+        value = line[name]
+        text = site_label(value) if name == "site" and isinstance(value, str) else as_text(value)
+        inside = cells[name](value, line) if name in cells else markup(text)
+        parts.append(f"<td{' class=number' if name in numbers else ''}>{inside}</td>")
+    return f"<tr>{''.join(parts)}</tr>"
+
+
+def _head(columns: Sequence[str], numbers: set[str], order: str) -> str:
+    """Returns HTML of the line of heads; a click sorts by the column: smallest first, largest first, as it was."""
+    parts = []
+    for name in columns:
+        is_sorted, is_falling = order.removeprefix("-") == name, order.startswith("-")
+        aria = f" aria-sort={'descending' if is_falling else 'ascending'}" if is_sorted else ""
+        sign = (" ▼" if is_falling else " ▲") if is_sorted else ""
+        side = " class=number" if name in numbers else ""
+        button = f'<button data-intent="order" data-order="{markup(name)}">{markup(name)}{sign}</button>'
+        parts.append(f"<th{side}{aria}>{button}</th>")
+    return f"<thead><tr>{''.join(parts)}</tr></thead>"
+
+
+def _finder(drawn: int, found: int, total: int) -> str:
+    """Returns HTML of the box that filters, and how many lines there are. The box has no value: the page's script sets
+    it, so an answer does not change what is typed meanwhile."""
+    of_all = f" of {total:,}" if found != total else ""
+    first = f", the first {drawn:,} shown" if drawn < found else ""
+    return (
+        f"<div class='finder'><input type='search' id='result-filter' maxlength='{MOST_LETTERS}' placeholder='filter "
+        "lines' aria-label='filter the lines of the table' autocomplete='off' spellcheck='false'>"
+        f"<span class='note' role='status'>{found:,}{of_all} line{'s' * (total != 1)}{first}</span></div>"
+    )
+
+
+def _text(value: object, what: str) -> str:
+    """Returns a text of a question; "" for None. Raises: CannotShow for another value or a long text."""
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > MOST_LETTERS:
+        raise CannotShow(f"{what} is a text of at most {MOST_LETTERS} letters, got {value!r:.40}")
+    return value

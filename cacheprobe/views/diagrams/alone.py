@@ -1,0 +1,141 @@
+"""Writes diagrams as SVG files that need no HTML page: their colours are written out, so that other programs can show
+the files."""
+
+import re
+import textwrap
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cacheprobe.views.diagrams import svg
+from cacheprobe.views.diagrams.panels import Panel
+from cacheprobe.views.style import DIAGRAM_CSS, SANS
+from cacheprobe.views.text import columns_of
+
+_MARGIN, _HEAD, _LINE = 16, 44, 18
+_LETTER = 7.0
+"""Average width of a letter at 13 px, in pixels."""
+_DARK = re.compile(r"@media[^{]*\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}")
+_RULE = re.compile(r"([^{}]+)\{([^{}]*)\}")
+_OF_PAGES = re.compile(r"\.(panels?|legend|thoughts|wide|note)\b|svg$")
+_OWN_CSS = f".cp text{{font:12px {SANS}}}.cp .title{{font-size:17px;font-weight:650}}.cp .said{{font-size:13px}}"
+
+
+class Drawing(NamedTuple):
+    """Holds a whole SVG file as text, with its width and height in pixels."""
+
+    markup: str
+    width: int
+    height: int
+
+
+def panels_alone(title: str, panels: Sequence[Panel], keys: Sequence[tuple[str, str]]) -> Drawing:
+    """Returns a `Drawing` (an SVG file) of panels side by side, with a title above and the legend below.
+
+    keys: (SVG elements, meaning) of each entry of the legend, from `diagram.keys`.
+    """
+    gap, panel_width = 28, max(_size_of(panel.picture)[0] for panel in panels)
+    heights = [_size_of(panel.picture)[1] for panel in panels]
+    sentences = [_wrapped(_without_tags(panel.sentence), panel_width) for panel in panels]
+    width = 2 * _MARGIN + len(panels) * panel_width + (len(panels) - 1) * gap
+    picture_end = _HEAD + 34 + max(heights)
+    parts = []
+    for i, (panel, lines) in enumerate(zip(panels, sentences, strict=True)):
+        x = _MARGIN + i * (panel_width + gap)
+        parts += [
+            _text_element(x, _HEAD + 16, panel.heading, "strong"),
+            _text_element(x + panel_width, _HEAD + 16, panel.note, "muted", "end"),
+            _moved_to(x, _HEAD + 28, _inside(panel.picture)),
+            *(_text_element(x, picture_end + 18 + _LINE * n, line, "said muted") for n, line in enumerate(lines)),
+        ]
+    bottom = picture_end + 18 + _LINE * max(map(len, sentences))
+    return _svg_file(title, width, bottom, parts, keys)
+
+
+def picture_alone(
+    title: str, picture: str, keys: Sequence[tuple[str, str]], note: str, *, styles: str = "", textures: str = ""
+) -> Drawing:
+    """Returns a `Drawing` (an SVG file) of one picture, with a title above, and a note and the legend below.
+
+    picture: from `svg.picture`.  keys: (SVG elements, meaning) of each entry of the legend.
+    styles, textures: CSS rules and SVG definitions of this picture, used together with those of every diagram.
+    """
+    width, height = _size_of(picture)
+    width += 2 * _MARGIN
+    title_lines = _wrapped(title, (width - 2 * _MARGIN) / 1.35)
+    top = _HEAD + 24 * (len(title_lines) - 1)
+    note_lines = _wrapped(_without_tags(note), width - 2 * _MARGIN)
+    parts = [_moved_to(_MARGIN, top, _inside(picture))]
+    parts += [
+        _text_element(_MARGIN, top + height + 20 + _LINE * n, line, "said muted") for n, line in enumerate(note_lines)
+    ]
+    return _svg_file(
+        "\n".join(title_lines), width, top + height + 20 + _LINE * len(note_lines), parts, keys, styles, textures
+    )
+
+
+def _svg_file(
+    title: str,
+    width: float,
+    bottom: float,
+    parts: list[str],
+    keys: Sequence[tuple[str, str]],
+    styles: str = "",
+    textures: str = "",
+) -> Drawing:
+    x, y = float(_MARGIN), bottom + 8
+    for sign, meaning in keys:
+        entry_width = 26 + _LETTER * columns_of(meaning) + 18
+        if x + entry_width > width and x > _MARGIN:
+            x, y = float(_MARGIN), y + 24
+        parts += [_moved_to(x, y, sign), _text_element(x + 26, y + 13, meaning, "said")]
+        x += entry_width
+    height = y + 24 + _MARGIN
+    title_lines = [_text_element(_MARGIN, 28 + 24 * n, line, "title") for n, line in enumerate(title.split("\n"))]
+    return Drawing(
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="cp" width="{width:g}" height="{height:g}" '
+        f'viewBox="0 0 {width:g} {height:g}"><style>{_css(styles)}</style>{_inside(svg.TEXTURES)}{_inside(textures)}'
+        f'<rect width="100%" height="100%" fill="#fff"/>{"".join([*title_lines, *parts])}</svg>\n',
+        round(width), round(height),
+    )  # fmt: skip
+
+
+def _css(more: str) -> str:
+    """Returns the CSS rules of an SVG file on white, as text: colour variables are replaced by their values, and rules
+    for dark mode and for pages left out. more: CSS rules of one picture."""
+    rules = [(selector.strip(), body) for selector, body in _RULE.findall(_DARK.sub("", DIAGRAM_CSS + more))]
+    colours = dict(
+        pair for selector, body in rules if selector == ".cp" for pair in re.findall(r"(--[\w-]+):([^;]+)", body)
+    )
+    kept = [(selector, body) for selector, body in rules if selector != ".cp" and not _OF_PAGES.search(selector)]
+    css = _OWN_CSS + "".join(f"{selector.replace('.cp svg ', '.cp ')}{{{body}}}" for selector, body in kept)
+    return re.sub(r"var\((--[\w-]+)\)", lambda variable: colours[variable.group(1)].strip(), css)
+
+
+def _size_of(picture: str) -> tuple[float, float]:
+    view_box = re.search(r'viewBox="0 0 (\S+) (\S+)"', picture)
+    assert view_box is not None
+    width, height = view_box.groups()
+    return float(width), float(height)
+
+
+def _inside(picture: str) -> str:
+    """Returns the text inside the outermost <svg> element; "" for an empty text."""
+    return picture.partition(">")[2].rpartition("</svg>")[0]
+
+
+def _moved_to(x: float, y: float, strokes: str) -> str:
+    return f'<g transform="translate({x:g} {y:g})">{strokes}</g>'
+
+
+def _without_tags(sentence: str) -> str:
+    """Returns the HTML text without its tags; escaped characters stay escaped."""
+    return re.sub(r"<[^>]*>", "", sentence)
+
+
+def _wrapped(text: str, width: float) -> list[str]:
+    return textwrap.wrap(text, max(int(width / _LETTER), 16), break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _text_element(x: float, y: float, content: str, classes: str, anchor: str = "start") -> str:
+    """Returns an SVG text element at (x, y). content: text that is already escaped."""
+    return f'<text x="{x:g}" y="{y:g}" class="{classes}" text-anchor="{anchor}">{content}</text>'

@@ -1,0 +1,170 @@
+"""Draws one verify window of a run as panels: prefill, decode, verify, and the outcome (rollback or no rollback)."""
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+
+from cacheprobe.views.diagrams import svg
+from cacheprobe.views.diagrams.cylinder import swatch
+from cacheprobe.views.diagrams.decode_panel import PanelToken, decode_panel
+from cacheprobe.views.diagrams.frame import Markup, TitledPicture
+from cacheprobe.views.diagrams.panels import Panel, outcome_panel, prefill_panel, token_name, verify_panel
+from cacheprobe.views.diagrams.windows import Window, verified_requests
+from cacheprobe.views.text import text_of
+
+_LEGEND = (
+    ("blue", None, None, "prefill"),
+    ("yellow", "provisional", None, "draft token, provisional slot"),
+    ("green", None, "check", "accepted"),
+    ("green", "verified", None, "verified slot"),
+    ("green", "pending", None, "pending: committed, slot not written yet"),
+    ("red", None, "cross", "rolled back, or not used"),
+    ("grey", None, None, "other requests"),
+)
+
+
+def window_diagram(
+    window: Window,
+    events: pd.DataFrame,
+    ledgers: Sequence[pd.DataFrame],
+    token_texts: Mapping[int, str],
+    *,
+    is_deterministic: bool = False,
+) -> Markup:
+    """Returns HTML of one verify window as four panels side by side: prefill, decode, verify, and the outcome (rollback
+    or no rollback). On a narrow page the panels are stacked.
+
+    Hover texts name a token's request and position, and the steps that wrote the cache slots.
+    window: one of `find_windows(trace.events(), request_id)`.  events: the same table, for the other requests.
+    ledgers: [trace.ledger(request_id, step) for step in window.ledger_steps].  token_texts: from `token_texts`.
+    Source: figure of LLM-42 (arXiv 2601.17768), prefill, decode, verify, roll back.
+    """
+    panels = window_phases(window, events, ledgers, token_texts, is_deterministic=is_deterministic)
+    return TitledPicture(window_finding(window), "", side_by_side(panels) + legend()).alone
+
+
+def decoded_diagram(
+    request_id: int, events: pd.DataFrame, ledgers: Sequence[pd.DataFrame], token_texts: Mapping[int, str]
+) -> Markup:
+    """Returns HTML of a never verified request as two panels: its prefill, and the tokens that were committed as they
+    were decoded.
+
+    events: from `Trace.events`.  ledgers: trace.ledger(request_id, step) after its last prefill step, and at its end.
+    token_texts: from `token_texts`.
+    Raises: ValueError for a request that committed no token, and for one that has a verdict.
+    """
+    of_request = events[events.request_id == request_id]
+    if of_request.empty or not of_request.committed_token_ids.map(len).any():
+        listed = ", ".join(str(number) for number in sorted(events.request_id.unique()))
+        raise ValueError(f"there is no decoding of request {request_id}; the table has events of {listed or 'none'}")
+    if request_id in verified_requests(events):
+        raise ValueError(f"request {request_id} is verified; draw one of its windows with window_diagram")
+    panels = decoded_phases(request_id, events, ledgers, token_texts)
+    return TitledPicture(decoded_finding(of_request), "", side_by_side(panels) + legend()).alone
+
+
+def window_finding(window: Window) -> str:
+    """Returns a sentence, as plain text, on a verify window: how many of its draft tokens were rolled back, or that all
+    were accepted, or that there were none."""
+    drafted, accepted = len(window.draft_token_ids), window.num_accepted
+    if window.is_rollback:
+        lost = drafted - accepted
+        result = f"{lost} of {drafted} draft tokens {'was' if lost == 1 else 'were'} rolled back"
+    elif drafted:
+        result = f"all {drafted} draft tokens were accepted" if drafted > 1 else "its one draft token was accepted"
+    else:
+        result = "nothing was drafted"
+    return f"Request {window.request_id}, the window that ends in step {window.step}: {result}"
+
+
+def decoded_finding(of_request: pd.DataFrame) -> str:
+    """Returns a sentence, as plain text: how many tokens a never verified request committed. of_request: the request's
+    lines of the events table."""
+    count = int(of_request.committed_token_ids.map(len).sum())
+    tokens = f"{count} token{'s' * (count != 1)}"
+    return f"Request {of_request.request_id.iloc[0]} is never verified: its {tokens} were committed as decoded"
+
+
+def window_phases(
+    window: Window,
+    events: pd.DataFrame,
+    ledgers: Sequence[pd.DataFrame],
+    token_texts: Mapping[int, str],
+    *,
+    is_deterministic: bool = False,
+) -> list[Panel]:
+    """Returns a list with the four panels of one verify window: prefill, decode, verify, outcome. Arguments as for
+    `window_diagram`."""
+    after_prefill, after_decode, after_verify = ledgers
+    drafted = [
+        PanelToken(token_name(i + 1, is_draft=True), text_of(token_texts, token_id), step, window.start + i)
+        for i, (token_id, step) in enumerate(zip(window.draft_token_ids, window.decode_steps, strict=True))
+    ]
+    newest = PanelToken("T₀", text_of(token_texts, window.newest_token_id), None, window.start - 1)
+    name = "deterministic request" if is_deterministic else f"request {window.request_id}"
+    return [
+        prefill_panel(events, window.request_id, window.prefill_steps, after_prefill, name),
+        decode_panel(events, window.request_id, after_decode, newest, drafted),
+        verify_panel(window, token_texts),
+        outcome_panel(window, after_verify, token_texts),
+    ]
+
+
+def decoded_phases(
+    request_id: int, events: pd.DataFrame, ledgers: Sequence[pd.DataFrame], token_texts: Mapping[int, str]
+) -> list[Panel]:
+    """Returns the prefill and the decode panel of a never verified request, as a list.
+
+    ledgers: the request's ledger after its last prefill step, and at its end.
+    """
+    after_prefill, at_end = ledgers
+    of_request = events[events.request_id == request_id]
+    prefills = of_request[of_request.phase == "prefill"]
+    # a preempted request has a second prefill pass, which commits no token
+    first_generated = next(int(ids[-1]) for ids in prefills.committed_token_ids if len(ids))
+    decoded = [
+        (int(token_id), int(event.step))
+        for event in of_request[of_request.phase != "prefill"].itertuples()  # with window=1 also verify passes
+        for token_id in event.committed_token_ids
+    ]
+    num_generated = int(of_request.committed_token_ids.map(len).sum())
+    # the newest token has no slot yet: the text ends one position after the last slot
+    first_position = int(at_end.position.max()) + 1 - (num_generated - 1)
+    columns = [
+        PanelToken(token_name(i), text_of(token_texts, token_id), step, first_position + i)
+        for i, (token_id, step) in enumerate(decoded, start=1)
+    ]
+    newest = PanelToken("T₀", text_of(token_texts, first_generated), int(prefills.step.max()), first_position)
+    return [
+        prefill_panel(events, request_id, prefills.step.tolist(), after_prefill, f"request {request_id}"),
+        decode_panel(events, request_id, at_end, newest, columns, is_verified=False),
+    ]
+
+
+def side_by_side(panels: Sequence[Panel]) -> str:
+    """Returns HTML of panels side by side, without styles and legend; the page must have the styles of the diagrams."""
+    return f'<div class="panels">{"".join(panel.html for panel in panels)}</div>'
+
+
+def legend() -> str:
+    """Returns the legend of the diagrams as an HTML list: the meaning of each colour, texture and sign."""
+    return key_list(keys())
+
+
+def key_list(entries: Sequence[tuple[str, str]], first: str = "") -> str:
+    """Returns a legend as an HTML list. entries: (SVG elements, meaning) of each entry.  first: HTML of list items to
+    put before the entries."""
+    items = [
+        f'<li><svg viewBox="0 0 26 18" aria-hidden="true">{drawn}</svg>{meaning}</li>' for drawn, meaning in entries
+    ]
+    return f'<ul class="legend">{first}{"".join(items)}</ul>'
+
+
+def keys() -> list[tuple[str, str]]:
+    """Returns a list of (SVG elements within 26 x 18 px, meaning): the legend of the diagrams' colours, textures and
+    signs."""
+    items = []
+    for colour, texture, sign, meaning in _LEGEND:
+        drawn = swatch(1, 2, colour, texture) + (svg.mark(10, 8.5, sign, 0.7) if sign else "")
+        items.append((drawn, meaning))
+    return [*items, (svg.mark(9, 9, "turn"), "recovered"), (svg.mark(9, 9, "plus"), "bonus")]

@@ -1,0 +1,252 @@
+"""Draws the lens grid as SVG: layers upwards, positions across, with each layer's most likely token and a mark on the
+committed token."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from cacheprobe.core.hook_names import site_label
+from cacheprobe.core.records import DISCARDED_DRAFT
+from cacheprobe.core.values import TableLine
+from cacheprobe.views.diagrams import svg
+from cacheprobe.views.diagrams.alone import Drawing, picture_alone
+from cacheprobe.views.diagrams.card_style import GRID_CSS
+from cacheprobe.views.diagrams.diagram import key_list
+from cacheprobe.views.diagrams.frame import Markup, TitledPicture
+from cacheprobe.views.lens_table import (
+    BELOW,
+    MARKS,
+    NOT_COMPARED,
+    NOTHING_TO_COMPARE,
+    TOKEN_COLUMNS,
+    Include,
+    Measure,
+    Scale,
+    column_label,
+    column_words,
+    columns_of,
+    finding,
+    reads_and_predicts,
+    runs_of,
+    scale_of,
+    select,
+)
+from cacheprobe.views.style import SHADE_CSS, SHADES
+from cacheprobe.views.text import markup, token_label, visible
+
+LABEL_WIDTH, PITCH, WIDEST = 50, 50, 112
+"""Pixels: width of the axes' names, and least and largest width of a column."""
+_ROW, _TOP, _BELOW = 19, 10, 57
+_LEAST = 480
+"""Least width in pixels of an SVG file: the colour scale and its name need it."""
+_TINTS = {"superseded": "yellow", "rolled_back": "red", "given_up": "grey"}
+_OUTLINE = '<rect class="agrees" x="2" y="3" width="18" height="11" rx="2"/>'
+_GREY = '<g class="v-1"><rect x="2" y="3" width="18" height="11"/></g>'
+_READ = ["row", "layer", "token", "logprob_nats", "entropy_nats", "rank", "committed_logprob_nats", "agrees"]
+_ABOUT = ["row", "request_id", "step", "phase", "role", "status", "position", "committed_token", "read_token"]
+
+
+def lens_grid(
+    hypotheses: pd.DataFrame,
+    request_id: int,
+    *,
+    colour: Measure = "logprob",
+    include: Include = "committed",
+    positions: range | None = None,
+) -> Markup:
+    """Returns HTML of one request's lens readings as a grid: layers upwards, a column for each row of the trace. A cell
+    names the layer's most likely token for the next position; a green outline marks cells that name the committed
+    token.
+
+    hypotheses: from `Trace.hypotheses`.  colour: log-probability of the committed token, the layer's entropy (both in
+    nats), or the committed token's rank (0 is first).  include: "committed" rows, or "all": superseded, rolled-back and
+    given-up rows have columns too.  positions: of input tokens; all by default.
+    The reading at position p predicts the token at p + 1. Below each column: p, the input token, → the token committed
+    at p + 1. Unless the colour is the entropy, cells are grey if no token was committed at p + 1, or if the row was fed
+    a rejected or given-up draft token: no committed token can be compared with it.
+    Raises: ValueError if no reading is selected, or for another colour or `include`.  Source: logit lens
+    (nostalgebraist 2020).
+    """
+    grid = grid_of(hypotheses, request_id, colour=colour, include=include, positions=positions)
+    return TitledPicture(grid.title, grid.note, grid.html).alone
+
+
+class LensGrid(NamedTuple):
+    """Holds a drawn lens grid; its property `html` is HTML for a page, its property `drawing` an SVG file."""
+
+    title: str
+    """What the grid shows of the whole request, as plain text."""
+    note: str
+    """HTML: which readings are drawn."""
+    width: int
+    height: int
+    """Width and height of `strokes`, in pixels."""
+    label: str
+    """Text for screen readers."""
+    strokes: list[str]
+    """SVG elements: columns and the axes' names."""
+    layers: list[int]
+    scale: Scale
+    """Scale of the colours."""
+    keys: list[tuple[str, str]]
+    """(SVG elements, meaning) of each mark in the cells and columns."""
+
+    @property
+    def html(self) -> str:
+        """HTML of the grid and its legend, for a page that has the styles; a narrow page scrolls the grid."""
+        facts = f'data-row-height="{_ROW}" data-low="{self.height - _BELOW - _ROW}" data-layers="{self.layers}"'
+        style = f"width:{self.width}px;max-width:none"
+        drawn = svg.picture(self.width, self.height, self.label, self.strokes, style=style)
+        drawn = drawn.replace("<svg ", f'<svg class="readings" {facts} ', 1)
+        bar = f'<svg class="shades" viewBox="0 0 {10 * SHADES} 28" aria-hidden="true">{_bar(self.scale)}</svg>'
+        return f'<div class="scroll">{drawn}</div>{key_list(self.keys, f"<li>{bar}{self.scale.title}</li>")}'
+
+    @property
+    def drawing(self) -> Drawing:
+        """SVG file of the grid with its title, note and legend, as a `Drawing`."""
+        bar = f'<g transform="translate({LABEL_WIDTH} {self.height + 8})">{_bar(self.scale)}</g>'
+        scale_title = svg.text(LABEL_WIDTH + 10 * SHADES + 12, self.height + 18, self.scale.title)
+        strokes = [*self.strokes, bar, scale_title]
+        picture = svg.picture(max(self.width, _LEAST), self.height + 40, self.label, strokes)
+        return picture_alone(markup(self.title), picture, self.keys, self.note, styles=SHADE_CSS + GRID_CSS)
+
+
+def grid_of(
+    readings: pd.DataFrame,
+    request_id: int,
+    *,
+    colour: Measure = "logprob",
+    include: Include = "committed",
+    positions: range | None = None,
+    width: float = 0,
+    has_tips: bool = True,
+    title: str | None = None,
+) -> LensGrid:
+    """Draws one request's lens readings and returns a `LensGrid`: layers upwards, a column for each row of the trace.
+    `lens_grid` explains the arguments that both functions have, and the cells.
+
+    A column carries data-row, data-position and data-born (the step that computed the row), and starts at data-x; a
+    cell carries data-layer. With has_tips, the browser shows the hover texts; without has_tips they are in data-says,
+    so that the page's script can show them at once. The page can move the frame of class `cursor`: across to a column's
+    data-x, and up from data-low by data-row-height for each of data-layers.
+    width: pixels to fill, if columns can be stretched so far.  title: None for the finding of `readings`.
+    """
+    readings = readings[readings.site != "thought"]
+    rows = select(readings, request_id, include, positions)
+    columns = columns_of(rows)
+    layers = np.sort(rows.layer.unique()).tolist()
+    scale = scale_of(rows, colour)
+    pitch = int(min(max((width - LABEL_WIDTH - 4) // len(columns), PITCH), WIDEST))
+    height = _TOP + _ROW * len(layers)
+    heights = {layer: height - _ROW * (i + 1) for i, layer in enumerate(layers)}
+    cells_of_row = _cells(rows, _shades(scale))
+    every = 1 if len(layers) <= 16 else 2
+    names = [("layer", _TOP - 1), *((str(layer), heights[layer] + 13) for layer in layers[::every])]
+    names += [("position", height + 19), ("read", height + 34), ("→ next", height + 49)]
+    parts = [svg.text(LABEL_WIDTH - 6, y, name, "small muted", "end") for name, y in names]
+    for i, column in enumerate(columns[_ABOUT].itertuples()):
+        x = LABEL_WIDTH + pitch * i
+        parts.append(_column(column, cells_of_row[column.row], heights, x, pitch, height, has_tips))
+    parts.append(f'<rect class="cursor" width="{pitch + 1}" height="{_ROW + 1}" rx="3" style="display:none"/>')
+    note = (
+        f"{site_label(str(rows.site.iloc[0]))} of every layer through the "
+        f"{markup(str(rows.lens.iloc[0]))} lens, rows that read positions {rows.position.min()} to "
+        f"{rows.position.max()}. A cell names the layer's first choice for the next position. Below a column: {BELOW}."
+    )
+    return LensGrid(
+        title=finding(readings[readings.request_id == request_id], request_id) if title is None else title,
+        note=note,
+        width=LABEL_WIDTH + pitch * len(columns) + 4,
+        height=height + _BELOW,
+        label=f"Lens readings of request {request_id}: {len(layers)} layers, {len(columns)} rows",
+        strokes=parts,
+        layers=layers,
+        scale=scale,
+        keys=_keys(scale, columns),
+    )
+
+
+def _shades(scale: Scale) -> list[int]:
+    """Returns a list with a shade for each reading: 0 (weakest) to SHADES - 1, or -1 for a reading without a number."""
+    share = ((scale.values - scale.low) / (scale.high - scale.low)).clip(0, 1)
+    share = 1 - share if scale.is_reversed else share
+    return [-1 if np.isnan(s) else min(int(s * SHADES), SHADES - 1) for s in share.to_numpy(dtype=float)]
+
+
+def _cells(rows: pd.DataFrame, shades: list[int]) -> dict[int, list[tuple]]:
+    """Returns a dict from row number to the row's readings in order of layers. A reading is a tuple of the columns
+    `_READ` except row, and the shade."""
+    cells_of_row: dict[int, list[tuple]] = {}
+    rows = rows.assign(agrees=rows.agrees.fillna(False).astype(bool) & ~rows.status.isin(DISCARDED_DRAFT))
+    for row, *cell in zip(*(rows[name].tolist() for name in _READ), shades, strict=True):
+        cells_of_row.setdefault(row, []).append(tuple(cell))
+    return {row: sorted(cells, key=lambda cell: cell[0]) for row, cells in cells_of_row.items()}
+
+
+def _column(
+    column: TableLine, cells: list[tuple], heights: dict[int, int], x: int, pitch: int, height: int, has_tips: bool
+) -> str:
+    """Returns SVG of one column of the grid: the cells of one row of the trace, outlines of layers that name the
+    committed token, and the text below."""
+    column_tip = f"{column_words(column)}\nrequest {column.request_id} · step {column.step} · {column.phase}\n"
+    column_tip += f"{column.role} · {column.status.replace('_', ' ')} · {reads_and_predicts(column.position)}"
+    was_fed_discarded = column.status in DISCARDED_DRAFT
+    committed = None if pd.isna(column.committed_token) or was_fed_discarded else visible(column.committed_token)
+    none = NOTHING_TO_COMPARE if was_fed_discarded else "nothing was committed there"
+    about = f'data-row="{column.row}" data-position="{column.position}" data-born="{column.step}" data-x="{x}"'
+    column_data = "" if has_tips else f'data-says="{markup(column_tip)}" '
+    parts = [f'<g class="column" {about} {column_data}transform="translate({x} 0)">']
+    middle, letters = f'{pitch / 2:g}"', TOKEN_COLUMNS * pitch // PITCH
+    for layer, token, nats, entropy, rank, target_nats, _, shade in cells:
+        target = f"committed {committed}, rank {rank}, log p {target_nats:.2f} nats"
+        cell_tip = f"layer {layer}: first choice {visible(token)}, log p {nats:.2f} nats\n"
+        cell_tip += f"{target if committed is not None else none}\nentropy {entropy:.2f} nats"
+        y = heights[layer]
+        cell_data = "" if has_tips else f' data-says="{markup(cell_tip)}"'
+        tip = f"<title>{markup(column_tip)}\n{markup(cell_tip)}</title>" if has_tips else ""
+        parts.append(
+            f'<g class="pick v{shade}" data-layer="{layer}"{cell_data}>{tip}<rect x="1" y="{y + 1}" '
+            f'width="{pitch - 1}" height="{_ROW - 1}"/><text class="token" x="{middle} y="{y + 14}">'
+            f"{markup(token_label(token, letters))}</text></g>"
+        )
+    order = {layer: i for i, layer in enumerate(heights)}
+    for low, high in runs_of([order[cell[0]] for cell in cells if cell[6]]):
+        top = height - _ROW * (high + 1)
+        tall = _ROW * (high - low + 1) - 1
+        parts.append(f'<rect class="agrees" x="1.5" y="{top + 1}" width="{pitch - 2}" height="{tall}" rx="2"/>')
+    if column.status in _TINTS:
+        parts.append(f'<path class="{_TINTS[column.status]}-stroke" stroke-width="5" d="M3 5H{pitch - 2}"/>')
+    position, read, following = column_label(column, letters)
+    parts.append(
+        f'<path class="computed" d="M4 {height + 3}H{pitch - 4}"/>'
+        f'<text class="small" x="{middle} y="{height + 19}">{position}</text>'
+        f'<text class="token" x="{middle} y="{height + 34}">{markup(read)}</text>'
+        f'<text class="token" x="{middle} y="{height + 49}">{markup(following)}</text></g>'
+    )
+    return "".join(parts)
+
+
+def _bar(scale: Scale) -> str:
+    """Returns SVG of the colour scale, 200 x 28 px: the shades, with the labels of the ticks below."""
+    cells = "".join(f'<g class="v{i}"><rect x="{i * 10}" width="10" height="12"/></g>' for i in range(SHADES))
+    ticks = []
+    for value, name in scale.ticks:
+        fraction = (value - scale.low) / (scale.high - scale.low)
+        fraction = 1 - fraction if scale.is_reversed else fraction
+        anchor = "start" if fraction < 0.05 else "end" if fraction > 0.95 else "middle"
+        ticks.append(svg.text(fraction * 10 * SHADES, 25, name, "small muted", anchor))
+    return cells + "".join(ticks)
+
+
+def _keys(scale: Scale, columns: pd.DataFrame) -> list[tuple[str, str]]:
+    """Returns a list of (SVG elements, meaning): the legend of the marks that this grid has."""
+    keys = [(_OUTLINE, "first choice = committed token")]
+    if scale.values.isna().any():
+        keys.append((_GREY, NOT_COMPARED))
+    own = set(columns.status)
+    return keys + [
+        (f'<path class="{_TINTS[status]}-stroke" stroke-width="5" d="M1 8H19"/>', name)
+        for status, name in MARKS.items()
+        if status in own
+    ]

@@ -1,0 +1,258 @@
+"""Draws a run step by step: requests downwards, steps across, with a cell for each pass of a request."""
+
+from collections.abc import Iterable, Sequence
+
+import pandas as pd
+
+from cacheprobe.core.values import TableLine
+from cacheprobe.views.diagrams import svg
+from cacheprobe.views.diagrams.cylinder import swatch
+from cacheprobe.views.diagrams.frame import Markup, TitledPicture
+from cacheprobe.views.diagrams.windows import verified_requests
+
+LABEL_WIDTH, PITCH, WIDEST = 86, 18, 30
+"""Pixels: width of the requests' names, and least and largest width of a step."""
+ZOOMED_PITCH = 4, 200
+"""Least and largest width of a step in pixels, for steps that a reader chose."""
+_DETAILED = 10
+"""Least width of a step in pixels at which its cells have textures and hover texts."""
+MOST_STEPS, MOST_REQUESTS = 80, 16
+"""Largest numbers of steps and of requests in one picture."""
+_ROW, _TOP = 30, 30
+_OWN = 8
+"""Height in pixels of the part of a cell that shows the verifier's own token."""
+
+TIMELINE_LEGEND = (
+    ("blue", "ruled-blue", "prefill"),
+    ("yellow", "provisional", "token drafted"),
+    ("green", None, "accepted"),
+    ("red", "rolled-back", "rolled back"),
+    ("green", "pending", "verifier's own token, its slot pending"),
+    ("green", "verified", "verified slots rebuilt, nothing decided"),
+    ("grey", "ruled-grey", "other request, never verified: prefill"),
+    ("grey", "dotted-grey", "other request, never verified: decode"),
+)
+_RARE = {"verified", "ruled-grey", "dotted-grey"}
+"""Textures that the legend explains only if the picture has them."""
+
+
+def timeline(
+    events: pd.DataFrame,
+    *,
+    requests: Iterable[int] | None = None,
+    steps: range | None = None,
+    chosen: int | None = None,
+    step: int | None = None,
+) -> Markup:
+    """Returns HTML of a run: requests downwards, steps across, and a cell for each pass of a request. Blue prefill,
+    yellow draft tokens, green accepted, red rolled back, hatched the verifier's own token, grey a never verified
+    request.
+
+    Hover texts describe each pass.
+    events: from `Trace.events`.  requests, steps: which to draw; by default the first 16 and the first 80.
+    chosen: a request to name in bold.  step: a step to frame.
+    Raises: ValueError for an empty table, and for requests and steps that the table does not have.
+    """
+    all_requests, drawn = drawn_requests(events, requests)
+    first, last = int(events.step.min()), int(events.step.max())
+    drawn_steps = range(first, min(last + 1, first + MOST_STEPS)) if steps is None else steps
+    if not drawn_steps or drawn_steps.step != 1 or drawn_steps.start < first or drawn_steps.stop > last + 1:
+        raise ValueError(f"there is no picture of steps {drawn_steps}; the table has {first} to {last}")
+    all_steps, finding = range(first, last + 1), timeline_finding(events)
+    return timeline_piece(events, drawn, drawn_steps, all_requests, all_steps, finding, chosen=chosen, at=step).alone
+
+
+def drawn_requests(events: pd.DataFrame, requests: Iterable[int] | None, *more: int) -> tuple[list[int], list[int]]:
+    """Returns (ids of all requests in the events table, ids of the requests to draw): `requests`, or the first 16 if
+    `requests` is None. more: ids that must be in the table too.
+
+    Raises: ValueError for an empty table, for empty `requests`, and for requests that the table does not have.
+    """
+    known = sorted(int(r) for r in events.request_id.unique())
+    drawn = known[:MOST_REQUESTS] if requests is None else [int(r) for r in requests]
+    if events.empty or not drawn:
+        raise ValueError("the events table is empty, or no request was named; trace.events() fills it")
+    if unknown := sorted({*drawn, *more} - set(known)):
+        raise ValueError(f"there is no request {unknown[0]}; the table has {', '.join(map(str, known))}")
+    return known, drawn
+
+
+def timeline_piece(
+    events: pd.DataFrame,
+    requests: Sequence[int],
+    steps: range,
+    all_requests: Sequence[int],
+    all_steps: range,
+    finding: str,
+    *,
+    chosen: int | None = None,
+    at: int | None = None,
+    width: float = 0,
+    pitches: tuple[int, int] = (PITCH, WIDEST),
+    note: str = "",
+) -> TitledPicture:
+    """Returns the timeline, requests downwards and steps across, as a `TitledPicture` (title, note, HTML body). events:
+    all events of the requests that are drawn.
+
+    all_requests, all_steps: of the run.  finding: the title, from `timeline_finding` of the whole run.  note: HTML that
+    follows the description.
+    """
+    description = f"All {len(all_requests)} requests, " if len(requests) == len(all_requests) else (
+        f"Request {requests[0]} of {len(all_requests)}, " if len(requests) == 1 else
+        f"Requests {requests[0]} to {requests[-1]} of {len(all_requests)}, " if _is_run(requests) else
+        f"{len(requests)} of {len(all_requests)} requests, "
+    )  # fmt: skip
+    is_whole = steps.start <= all_steps.start and steps.stop >= all_steps.stop
+    description += "all steps." if is_whole else f"steps {steps.start} to {steps.stop - 1} of {all_steps.stop - 1}."
+    picture = timeline_picture(events, requests, steps, chosen=chosen, at=at, width=width, pitches=pitches)
+    legend_items = [item for item in TIMELINE_LEGEND if item[1] not in _RARE or f"#cp-{item[1]})" in picture]
+    body = f"<div class='scroll'>{picture}</div>{key(legend_items)}"
+    return TitledPicture(finding, f"{description}{note}", body)
+
+
+def timeline_finding(events: pd.DataFrame) -> str:
+    """Returns a sentence, as plain text, on the verify passes in an events table: the share of draft tokens that was
+    accepted, and the request with the most rolled-back tokens. If nothing was rolled back, drafted or verified, the
+    sentence says so instead."""
+    verify_events = events[events.phase == "verify"]
+    rolled_back = verify_events.groupby("request_id").num_rolled_back.sum()
+    if verify_events.empty:
+        return "No request was verified: every token was committed as it was decoded"
+    drafted = int(verify_events.draft_token_ids.map(len).sum())
+    if not drafted:
+        return "Nothing was drafted: the verifier went alone"
+    if not rolled_back.sum():
+        return f"All {drafted} draft tokens were accepted"
+    percent = 100 * (drafted - int(rolled_back.sum())) / drafted
+    most = rolled_back[rolled_back == rolled_back.max()]
+    who = f"request {most.index[0]}" if len(most) == 1 else f"{len(most)} requests"
+    worst = f"{who} had most tokens rolled back, {int(most.iloc[0])}{'' if len(most) == 1 else ' each'}"
+    return f"{percent:.0f} % of {drafted} draft tokens were accepted; {worst}"
+
+
+def timeline_picture(
+    events: pd.DataFrame,
+    requests: Sequence[int],
+    steps: range,
+    *,
+    chosen: int | None = None,
+    at: int | None = None,
+    width: float = 0,
+    pitches: tuple[int, int] = (PITCH, WIDEST),
+) -> str:
+    """Returns SVG text of these requests (downwards) and steps (across), with a cell for each pass of a request. Cells
+    carry data-request and data-step.
+
+    The frame at a step has class `cursor`. The attributes data-first, data-pitch and data-left of the picture say where
+    the steps are, so that a page can move the frame.
+    events: as in `Trace.events`, all of each request that is drawn: a never verified request is grey.
+    chosen: the request to name in bold.  at: the step to frame.
+    width: pixels to fill, if the steps can be stretched so far.  pitches: least and largest width of a step. Narrow
+    steps have no textures and no hover texts.
+    A verify pass is one cell. Below, by their shares: the accepted part of the draft (green) and the rolled-back part
+    (red, crossed). Above, hatched: the verifier's own token, whose cache slot the next pass writes. A preempted request
+    has verify passes without a verdict, which rebuild its cache.
+    """
+    shown = events[events.step.isin(steps) & events.request_id.isin(list(requests))]
+    with_verdict = verified_requests(events)
+    y_of_request = {request: _TOP + _ROW * i for i, request in enumerate(requests)}
+    pitch = min(max((width - LABEL_WIDTH - 4) // len(steps), pitches[0]), pitches[1])
+    is_narrow, every = pitch < _DETAILED, 5 * -(-PITCH // min(pitch, PITCH))
+    cell = pitch - (1 if is_narrow else 2)
+    width = LABEL_WIDTH + pitch * len(steps) + 4
+    height = _TOP + _ROW * len(requests) + 2
+    parts = []
+    for request, y in y_of_request.items():
+        classes = "strong" if request == chosen else "muted"
+        parts.append(
+            f'<g class="pick" data-request="{request}">'
+            + svg.text(2, y + 17, f"request {request}", classes)
+            + f'<path d="M{LABEL_WIDTH} {y + _ROW - 3}H{width - 4}" class="rule"/></g>'
+        )
+    for step in steps:
+        has_room = step != steps.start or step % every == 0 or (-step) % every > every // 2
+        if (step % every == 0 or step == steps.start) and has_room:
+            x = LABEL_WIDTH + pitch * (step - steps.start) + cell / 2
+            parts.append(svg.text(x, 14, str(step), "small muted", "middle"))
+    for event in shown.itertuples():
+        x, y = LABEL_WIDTH + pitch * (event.step - steps.start), y_of_request[event.request_id]
+        about = f'data-request="{event.request_id}" data-step="{event.step}"'
+        is_other = event.request_id not in with_verdict
+        drawn = _cell(event, x, y, cell, is_other=is_other, is_narrow=is_narrow)
+        parts.append(f'<g class="pick" {about}>{drawn}</g>')
+    x = LABEL_WIDTH + pitch * (0 if at is None else at - steps.start)
+    hidden = "" if at in steps else ' style="display:none"'
+    frame = (
+        f'<rect class="cursor" x="{x - 2:g}" y="{_TOP - 7}" '
+        f'width="{cell + 4:g}" height="{_ROW * len(requests) + 4}" rx="5"{hidden}/>'
+    )
+    label = f"Timeline of {len(requests)} requests, steps {steps.start} to {steps.stop - 1}"
+    drawn = svg.picture(width, height, label, [*parts, frame], style=f"width:{width}px;max-width:none")
+    facts = f'data-first="{steps.start}" data-last="{steps.stop - 1}" data-pitch="{pitch:g}" data-left="{LABEL_WIDTH}"'
+    return drawn.replace("<svg ", f"<svg {facts} ", 1)
+
+
+def _is_run(requests: Sequence[int]) -> bool:
+    return list(requests) == list(range(requests[0], requests[0] + len(requests)))
+
+
+def key(items: Sequence[tuple[str, str | None, str]]) -> str:
+    """Returns a legend as an HTML list. items: (colour, texture, meaning) of each entry."""
+    listed = "".join(
+        f'<li><svg viewBox="0 0 22 17" aria-hidden="true">{swatch(1, 2, colour, texture)}</svg>{meaning}</li>'
+        for colour, texture, meaning in items
+    )
+    return f'<ul class="legend">{listed}</ul>'
+
+
+def step_words(event: TableLine) -> str:
+    """Returns text on one line of the events table: its phase and its result, such as "verify: 2 of 4 accepted, 2
+    rolled back"."""
+    if event.phase == "prefill":
+        return "prefill" + (": first token committed" if len(event.committed_token_ids) else "")
+    if event.phase == "decode":
+        return "decode: a token drafted" if len(event.proposed_token_ids) else "decode: a token committed"
+    if pd.isna(event.num_accepted):
+        if len(event.committed_token_ids):
+            return "verify: a token committed without a verdict (the request filled an unused batch index)"
+        return "verify: its cache slots are rebuilt"
+    drafted, accepted = len(event.draft_token_ids), int(event.num_accepted)
+    if not drafted:
+        return "verify: no draft, its own token committed"
+    rolled_back = drafted - accepted
+    return f"verify: {accepted} of {drafted} accepted" + (f", {rolled_back} rolled back" if rolled_back else "")
+
+
+def _cell(event: TableLine, x: float, y: float, width: float, *, is_other: bool, is_narrow: bool) -> str:
+    tip = f"request {event.request_id}, step {event.step}; {step_words(event)}"
+    if pd.notna(event.draft_start):
+        first = int(event.draft_start)
+        tip += f"; positions {first} to {first + len(event.target_token_ids) - 1}"
+
+    def box_at(top: float, box_height: float, colour: str, texture: str | None) -> str:
+        """Returns SVG of a box across the cell, from `top` downwards."""
+        if is_narrow:
+            return f'<rect x="{x:g}" y="{top:g}" width="{width:g}" height="{box_height:g}" class="box {colour}"/>'
+        return svg.box(x, top, width, box_height, colour, texture, radius=3, tip=tip)
+
+    if event.phase == "prefill":
+        return box_at(y, 24, *(("grey", "ruled-grey") if is_other else ("blue", "ruled-blue")))
+    if event.phase == "decode":
+        is_draft = len(event.proposed_token_ids) > 0
+        return box_at(y, 24, *(("yellow", "provisional") if is_draft else ("grey", "dotted-grey")))
+    if pd.isna(event.num_accepted):
+        is_filling = len(event.committed_token_ids) > 0
+        return box_at(y, 24, *(("grey", "dotted-grey") if is_filling else ("green", "verified")))
+    drafted, accepted = len(event.draft_token_ids), int(event.num_accepted)
+    has_own = len(event.committed_token_ids) > accepted
+    if not drafted:
+        return box_at(y, 24, "green", "pending")
+    own_height = _OWN if has_own else 0
+    draft_height = 24 - own_height
+    accepted_height = draft_height * accepted / drafted
+    parts = [box_at(y, own_height, "green", "pending")] if own_height else []
+    if accepted_height < draft_height:
+        parts.append(box_at(y + own_height, draft_height - accepted_height, "red", "rolled-back"))
+    if accepted_height:
+        parts.append(box_at(y + 24 - accepted_height, accepted_height, "green", None))
+    return "".join(parts)

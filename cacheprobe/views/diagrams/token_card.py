@@ -1,0 +1,181 @@
+"""Draws the card of one row as HTML: each layer's most likely tokens, the prediction depth, and the verdict on the
+draft token at the next position."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+
+from cacheprobe.analysis.measures import prediction_depth_of
+from cacheprobe.core.records import DISCARDED_DRAFT
+from cacheprobe.core.values import JsonDict, TableLine
+from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at, outcomes_of_row, token_history
+from cacheprobe.views.diagrams.frame import Markup, TitledPicture
+from cacheprobe.views.lens_table import reads_and_predicts
+from cacheprobe.views.report.insight import insight
+from cacheprobe.views.text import markup, text_of, token_label, visible
+from cacheprobe.views.text import token_texts as known_texts
+
+_COLUMNS = 7
+"""Largest width of a token in the table of layers, in columns of a monospaced font."""
+_VERDICTS = {
+    "accepted": "accepted", "rolled_back": "rolled back", "recovered": "recovered", "bonus": "bonus",
+    "committed": "committed as computed", "given_up": "given up before a verdict",
+}  # fmt: skip
+
+
+def token_card(
+    hypotheses: pd.DataFrame,
+    rows: pd.DataFrame,
+    events: pd.DataFrame,
+    request_id: int,
+    position: int,
+    *,
+    row: int | None = None,
+    token_texts: Mapping[int, str] | None = None,
+) -> Markup:
+    """Returns HTML of one row's card: each layer's most likely tokens, the prediction depth (the first layer from which
+    the first choice stays), and the tokens drafted and committed at the next position.
+
+    hypotheses, rows, events: trace.hypotheses() (with include_rolled_back=True for rolled-back and given-up rows),
+    trace.row_table and trace.events().  row: number of a superseded, rolled-back or given-up row of this position; by
+    default the committed row.  token_texts: from `token_texts`; tokens that no table names are shown as "<id>".
+    Raises: ValueError if the row has no reading.
+    """
+    readings = hypotheses[(hypotheses.request_id == request_id) & (hypotheses.position == position)]
+    readings = readings[
+        (readings.site != "thought") & ((readings.status == "committed") if row is None else (readings.row == row))
+    ]
+    if readings.empty:
+        in_table = hypotheses[hypotheses.request_id == request_id]
+        available = f"it has positions {in_table.position.min()} to {in_table.position.max()}" if len(in_table) else (
+            f"the table has requests {sorted(hypotheses.request_id.unique().tolist())}"
+        )  # fmt: skip
+        row_words = "canonical row" if row is None else f"row {row}"
+        raise ValueError(
+            f"there is no reading of a {row_words} of request {request_id} at position {position}; {available}"
+        )
+    of_request = rows[rows.request_id == request_id]
+    generated_index = position - int(of_request[of_request.role == "prompt"].position.max())
+    history = token_history(events[events.request_id == request_id])
+    texts = {**known_texts(rows, hypotheses), **(token_texts or {})}
+    input_token = of_request[of_request.row == readings.row.iloc[0]].token.iloc[0]
+    outcomes = outcomes_at(history, generated_index)
+    if row is not None:
+        outcomes = outcomes_of_row(outcomes, int(readings.step.iloc[0]))
+    title, body = card_parts(readings, prediction_depth_of(readings).iloc[0].to_dict(), outcomes, texts, input_token)
+    rows_here = of_request[of_request.position == position]
+    note = "" if (readings.status != "committed").any() else markup(insight(readings, rows_here, outcomes, texts)) + "."
+    return TitledPicture(title, note, body).alone
+
+
+def card_parts(
+    readings: pd.DataFrame,
+    depth: JsonDict,
+    outcomes: Sequence[TokenOutcome],
+    token_texts: Mapping[int, str],
+    input_token: str,
+) -> tuple[str, str]:
+    """Returns (title as plain text, HTML) of the card of one row of the trace. The HTML has a table with a line for
+    each layer, which carries data-layer.
+
+    readings: the row's lines of the hypotheses table.  depth: its line of `analysis.measures.prediction_depth_of`.
+    outcomes: the tokens drafted and committed at the next position, in order.  token_texts: of all choices; a missing
+    token is shown as "<id>".  input_token: the text of the row's input token.
+    Raises: ValueError for readings of more than one row, or of none.
+    """
+    if readings.row.nunique() != 1:
+        raise ValueError(f"a card is of one row; the table has {readings.row.nunique()}")
+    table = readings.sort_values("layer", ascending=False)
+    line = table.iloc[0]
+    status = line.status.replace("_", " ")
+    if line.status in DISCARDED_DRAFT:
+        outcomes = ()  # the next token was committed after another text
+    facts = [
+        (
+            "read",
+            f"<code>{markup(visible(input_token))}</code> at position {line.position} of request {line.request_id}",
+        ),
+        ("predicts", f"position {line.position + 1}"),
+        ("row", f"{markup(status)}, {markup(line.phase)} in step {line.step}"),
+        *(
+            (
+                "draft" if outcome.outcome in ("rolled_back", "given_up") else "next token",
+                _outcome_text(outcome, token_texts),
+            )
+            for outcome in outcomes
+        ),
+        (
+            "prediction depth",
+            f"from layer {depth['prediction_depth']} on, after {_flips_text(int(depth['num_flips']))}",
+        ),
+        ("path", f"<code>{markup(depth['path'])}</code>"),
+    ]
+    facts_html = "".join(f"<div><dt>{name}</dt><dd>{text}</dd></div>" for name, text in facts)
+    return _title(line, depth), f'<dl class="facts">{facts_html}</dl>{_layer_table(table, token_texts)}'
+
+
+def _title(line: TableLine, depth: JsonDict) -> str:
+    final_token = visible(line.token)
+    depth_layer = depth["prediction_depth"]
+    if line.status in DISCARDED_DRAFT:
+        input_words = (
+            "a rejected token, or one after it" if line.status == "rolled_back" else "a draft that was given up"
+        )
+        return f"This row was fed {input_words}; it predicted “{final_token}” from layer {depth_layer} on"
+    if pd.isna(line.committed_token_id):
+        return f"“{final_token}” is the last word of a row after which nothing was committed"
+    committed = visible(line.committed_token)
+    if bool(line.agrees):
+        return f"“{committed}” was committed, and decided at layer {depth_layer}"
+    return f"“{committed}” was committed; this row said “{final_token}” from layer {depth_layer} on"
+
+
+def _outcome_text(outcome: TokenOutcome, token_texts: Mapping[int, str]) -> str:
+    """Returns HTML on one token drafted or committed at the next position: its text, its verdict, and the steps that
+    drafted and judged it."""
+    token = f"<code>{markup(visible(text_of(token_texts, outcome.token_id)))}</code>"
+    if outcome.decided_step is None:
+        return f"{token} drafted in step {outcome.born}, not decided"
+    word = _VERDICTS[str(outcome.outcome)]
+    is_discarded = outcome.outcome in ("rolled_back", "given_up")
+    css_class, sign = ("lost", "✗") if is_discarded else ("kept", "✓")
+    verdict = f'<span class="{css_class}">{sign} {word}</span>'
+    if outcome.born == outcome.decided_step:
+        return f"{token} {verdict} in step {outcome.decided_step}"
+    return f"{token} drafted in step {outcome.born}, {verdict} in step {outcome.decided_step}"
+
+
+def _layer_table(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
+    """Returns HTML of a table with a line for each layer: the layer's most likely tokens from left to right, with a
+    note. A green frame marks the committed token, unless the row was rolled back or given up. table: readings of one
+    row, sorted with the last layer first."""
+    count = max(len(ids) for ids in table.top_token_ids)
+    head = "".join(f"<th>{i + 1}</th>" for i in range(count))
+    first_line, lines = table.iloc[0], []
+    about_row = f"request {first_line.request_id} · step {first_line.step} · {first_line.phase}"
+    about_row += f" · {first_line.status.replace('_', ' ')}"
+    about_row += f" · {reads_and_predicts(first_line.position)}"
+    has_committed = not pd.isna(first_line.committed_token_id) and first_line.status not in DISCARDED_DRAFT
+    for line in table.itertuples():
+        cells = []
+        for token_id, nats in zip(line.top_token_ids, line.top_logprob_nats, strict=True):
+            share = float(np.exp(nats))
+            text = text_of(token_texts, int(token_id))
+            is_committed = has_committed and int(token_id) == line.committed_token_id
+            tip = f"{about_row} · layer {int(line.layer)}\n{visible(text)}: {share:.1%}, log p {nats:.2f} nats"
+            css_class = ' class="right"' if is_committed else ""
+            label = markup(token_label(text, _COLUMNS))
+            cells.append(f'<td{css_class} style="--p:{share:.3f}" title="{markup(tip)}">{label}</td>')
+        lines.append(f'<tr data-layer="{int(line.layer)}"><th>{int(line.layer)}</th>{"".join(cells)}</tr>')
+    note = "Most likely tokens by layer, the last layer on top; the stronger the background, the likelier the token."
+    if has_committed:
+        note += " Framed in green: the committed token."
+    return (
+        f'<div class="ladder" tabindex="0"><table><thead><tr><th>layer</th>{head}</tr></thead>'
+        f'<tbody>{"".join(lines)}</tbody></table></div><p class="note">{note}</p>'
+    )
+
+
+def _flips_text(flips: int) -> str:
+    return "no change" if not flips else f"{flips} change{'s' * (flips != 1)} of first choice"

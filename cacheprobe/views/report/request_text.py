@@ -1,0 +1,294 @@
+"""Draws a request as text: its tokens in line, coloured by a measure, rejected drafts above, thoughts below."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import pandas as pd
+
+from cacheprobe.core.values import TableLine
+from cacheprobe.tasks.words import PAD
+from cacheprobe.trace.tables.draft_verdicts import drafts_table, rejected_by_place
+from cacheprobe.trace.tables.token_measures import token_measures
+from cacheprobe.views.diagrams.frame import Markup, TitledPicture
+from cacheprobe.views.text import markup, text_of, token_label, token_texts, visible
+from cacheprobe.views.thoughts.columns import words_of
+
+TextMeasure: TypeAlias = Literal["verdict", "depth", "entropy", "logprob", "feature", "difference"]
+
+MOST_TOKENS = 2000
+"""Largest number of tokens in one picture."""
+_ABOVE = 24
+"""Largest width of a draft above or a thought below the text, in columns of a monospaced font."""
+_NAMES = {
+    "depth": "prediction depth (layer)",
+    "entropy": "entropy of the last layer read (nats)",
+    "logprob": "log-probability of the committed token in the last layer read (nats)",
+    "feature": "activation of the feature in the row that reads the token",
+    "difference": "difference from the other program's log-probability, without its sign (nats)",
+}
+_LEGEND = (
+    ("accepted", "accepted draft"),
+    ("own", "verifier's own token"),
+    ("undrafted", "committed without a draft"),
+)
+_CLASSES = {"accepted": "accepted", "recovered": "own", "bonus": "own", "committed": "undrafted"}
+_OUTCOMES = {
+    "accepted": "drafted and accepted",
+    "recovered": "the verifier's own token, instead of a draft",
+    "bonus": "the verifier's own token, after its draft",
+    "committed": "committed without a draft",
+}
+
+
+class TextParts(NamedTuple):
+    """Holds the tables of one request that its text is drawn from."""
+
+    request_id: int
+    prompt: tuple[str, ...]
+    """Texts of the prompt's tokens; pads in front are not drawn."""
+    num_prompt_tokens: int
+    """Number of prompt tokens, with pads: absolute position of the first generated token."""
+    tokens: pd.DataFrame
+    """From `token_measures`."""
+    rejected: Mapping[int, list[tuple[int, int]]]
+    """From `rejected_by_place`."""
+    lens: str
+    """Name of the lens of the readings; "" without any."""
+    thoughts: Mapping[int, str]
+    """Words of a thought by the absolute position of its chunk's last token."""
+
+
+def request_text(
+    rows: pd.DataFrame,
+    events: pd.DataFrame,
+    request_id: int,
+    hypotheses: pd.DataFrame | None = None,
+    thoughts: pd.DataFrame | None = None,
+    *,
+    measure: TextMeasure = "verdict",
+    texts: Mapping[int, str] | None = None,
+    features: pd.DataFrame | None = None,
+    feature: int | None = None,
+    differences: pd.DataFrame | None = None,
+) -> Markup:
+    """Returns HTML of one request as people read it: the prompt in grey, and each generated token coloured by a
+    measure, with the drafts that were rejected at its place above it, and the thoughts of a Thinking States model
+    below.
+
+    rows, events, hypotheses, thoughts: from the methods of `Trace`; hypotheses=None for a run without Z.
+    measure: "verdict" of the drafts; or of the readings that predict a token: "depth", the prediction depth (layer);
+    "entropy" and "logprob" of the committed token, both in nats, of the last layer that was read. A stronger colour is
+    a later layer, a higher entropy, or a lower log-probability. Or "feature", its activation; or "difference" from the
+    other program of a replay.
+    texts: of tokens by id, such as `Trace.token_texts`; by default those in the tables, without the last token's if it
+    has no row.
+    features, feature: the table `Trace.features`, and the number of the feature that colours the text. A token is not
+    coloured if the activation is not in the table, and could be lower than those that are.
+    differences: the table `cp.analysis.engine_differences` of a replay.
+    The first 2,000 generated tokens are drawn.
+    Raises: ValueError for an unknown request or measure, and for a measure of readings without hypotheses.
+    """
+    own_rows, own_events = rows[rows.request_id == request_id], events[events.request_id == request_id]
+    if own_rows.empty or own_events.empty:
+        raise ValueError(
+            f"there is no request {request_id}; the tables have {sorted({int(r) for r in rows.request_id})}"
+        )
+    prompt = own_rows[own_rows.role == "prompt"].drop_duplicates("position", keep="last").sort_values("position")
+    readings = None if hypotheses is None else hypotheses[hypotheses.request_id == request_id]
+    own_thoughts = None if thoughts is None else thoughts[thoughts.request_id == request_id]
+    num_prompt_tokens = int(prompt.position.max()) + 1
+    parts = text_parts(request_id, tuple(prompt.token), num_prompt_tokens, own_events, readings, own_thoughts)
+    if features is not None and feature is not None:
+        parts = with_feature(parts, features[features.request_id == request_id], feature)
+    if differences is not None:
+        parts = with_differences(parts, differences[differences.request_id == request_id])
+    return text_piece(parts, {**token_texts(rows, hypotheses), **(texts or {})}, measure).alone
+
+
+def text_parts(
+    request_id: int,
+    prompt: tuple[str, ...],
+    num_prompt_tokens: int,
+    events: pd.DataFrame,
+    readings: pd.DataFrame | None,
+    thoughts: pd.DataFrame | None,
+) -> TextParts:
+    """Returns the `TextParts` of a request. events, readings, thoughts: of this request alone; None: the run has
+    none."""
+    words = {}
+    if thoughts is not None:
+        kept = thoughts[thoughts.status == "committed"].sort_values("step", kind="stable")
+        words = {int(thought.end): " ".join(words_of(thought)).strip() for thought in kept.itertuples()}
+    measured = token_measures(events, readings, num_prompt_tokens)
+    lens = "" if readings is None or readings.empty else str(readings.lens.iloc[0])
+    rejected = rejected_by_place(drafts_table(events))
+    return TextParts(request_id, prompt, num_prompt_tokens, measured, rejected, lens, words)
+
+
+def with_feature(parts: TextParts, features: pd.DataFrame, feature: int) -> TextParts:
+    """Returns the parts with a column feature of `tokens`: the activation of one feature in the committed row that
+    reads the token; 0 where it is not among the row's features, though fewer of these are there than of another row.
+    Null where it is not known: no row reads the token, or no features of the row are there, or only the largest.
+    features: of the request, with the columns of `Trace.features`."""
+    committed = features[features.status == "committed"]
+    counts = committed.groupby("position").size()
+    most = int(features.groupby("row").size().max()) if len(features) else 0
+    activations = dict.fromkeys(counts[counts < most].index.tolist(), 0.0)
+    active = committed[committed.feature == feature]
+    activations |= dict(zip(active.position.tolist(), active.activation.tolist(), strict=True))
+    values = [activations.get(position + 1, pd.NA) for position in parts.tokens.position.tolist()]
+    return parts._replace(tokens=parts.tokens.assign(feature=pd.array(values, dtype="Float64")))
+
+
+def with_differences(parts: TextParts, differences: pd.DataFrame) -> TextParts:
+    """Returns the parts with a column difference of `tokens`, 0 or more; null where the other program gave no
+    log-probability. differences: of the request, with position and difference_nats."""
+    sizes = dict(zip(differences.position.tolist(), differences.difference_nats.abs().tolist(), strict=True))
+    values = [sizes.get(position + 1, float("nan")) for position in parts.tokens.position.tolist()]
+    return parts._replace(tokens=parts.tokens.assign(difference=pd.Series(values, dtype="Float64").to_numpy()))
+
+
+def text_piece(
+    parts: TextParts,
+    texts: Mapping[int, str],
+    measure: TextMeasure,
+    places: range | None = None,
+    *,
+    says: str = "title",
+) -> TitledPicture:
+    """Returns the text as a `TitledPicture`. places: which generated tokens to draw, at most 2,000; None for the first
+    of them. says: attribute with the hover texts, "title" or one that a script reads.
+
+    A token carries data-position, of the row that predicts it, and data-step, in which it was committed.
+    Raises: ValueError as `request_text`.
+    """
+    if measure != "verdict" and measure not in _NAMES:
+        raise ValueError(f"unknown measure {measure!r}; it is 'verdict', {', '.join(map(repr, _NAMES))}")
+    tokens, request = parts.tokens, parts.request_id
+    if measure == "feature" and measure not in tokens:
+        raise ValueError("there is no feature to colour the text by; give features=trace.features(...), feature=")
+    if measure == "difference" and (measure not in tokens or tokens[measure].isna().all()):
+        raise ValueError(
+            f"request {request} has no log-probabilities of another program; replay a response with them, and give "
+            "differences=cp.analysis.engine_differences(trace)"
+        )
+    if measure not in ("verdict", "feature", "difference") and tokens[measure].isna().all():
+        raise ValueError(
+            f"request {request} has no readings to take the {measure} from; record Z, or choose the verdict"
+        )
+    places = range(min(len(tokens), MOST_TOKENS)) if places is None else places
+    shown = tokens[tokens.place.isin(places)]
+    shares = None if measure == "verdict" else _shares(tokens, measure)
+    has_spaces = any("␣" in text for text in (*parts.prompt, *(text_of(texts, int(t)) for t in shown.token_id)))
+    between = "" if has_spaces else " "  # tokens of a tokenizer of whole words have no spaces
+    blocks: list[tuple[str, str]] = []  # (HTML of a token, the thought about a chunk that ends with it)
+    if places.start == 0:
+        blocks += _prompt(parts, between)
+    for token in shown.itertuples():
+        drafts = parts.rejected.get(int(token.place), [])
+        html = _token(token, text_of(texts, int(token.token_id)), shares, says, request)
+        if drafts:
+            above = "".join(_draft(d, step, token, texts, says, request) for d, step in drafts)
+            html = f"<ruby>{html}<rt>{above}</rt></ruby>"
+        blocks.append((html, parts.thoughts.get(int(token.position) + 1, "")))
+    prose = _with_thoughts(blocks, between)
+    body = f'<div class="prose" dir="auto">{prose}</div>{_legend(tokens, measure, parts.lens)}'
+    note = "" if len(shown) == len(tokens) else f"Generated tokens {places.start + 1} to {places.start + len(shown)}."
+    return TitledPicture(_finding(parts), note, body)
+
+
+def _prompt(parts: TextParts, between: str) -> list[tuple[str, str]]:
+    """Returns HTML of pieces of the prompt, and the thought about the chunk that ends with a piece; of a longer prompt
+    the last 2,000 tokens."""
+    num_pads = next((i for i, text in enumerate(parts.prompt) if text != PAD), 0)
+    first = max(len(parts.prompt) - MOST_TOKENS, num_pads)
+    pieces, piece = [], [f"… {first - num_pads:,} tokens before\n"] if first > num_pads else []
+    for position, text in enumerate(parts.prompt[first:], first):
+        piece.append(_plain(text))
+        thought = parts.thoughts.get(position, "")
+        if thought or position == len(parts.prompt) - 1:
+            pieces.append((f'<span class="asked">{markup(between.join(piece))}</span>', thought))
+            piece = []
+    return pieces
+
+
+def _plain(text: str) -> str:
+    return text.replace("␣", " ").replace("⏎", "\n")
+
+
+def _finding(parts: TextParts) -> str:
+    outcomes, count = parts.tokens.outcome, len(parts.tokens)
+    head = f"Request {parts.request_id} generated {count} token{'s' * (count != 1)}"
+    accepted, rejected = int((outcomes == "accepted").sum()), sum(map(len, parts.rejected.values()))
+    if not rejected and not accepted:
+        return f"{head}, and no draft was judged"
+    return f"{head}; drafts: {accepted} accepted, {rejected} rejected"
+
+
+def _shares(tokens: pd.DataFrame, measure: str) -> dict[int, float]:
+    """Returns the share of the strongest colour by place, 0 to 1; a token without a number is left out."""
+    known = tokens[tokens[measure].notna()]
+    values = known[measure].to_numpy(dtype=float)
+    if measure == "logprob":
+        values = -values
+    high = float(known.layer.max()) if measure == "depth" else _strongest(tokens, measure)
+    shares = np.clip(values / max(high, 1e-9), 0, 1)
+    return dict(zip(known.place.tolist(), shares.tolist(), strict=True))
+
+
+def _strongest(tokens: pd.DataFrame, measure: str) -> float:
+    """Returns the entropy, or the negative log-probability (at least 1), of the strongest colour."""
+    values = tokens[measure].dropna().to_numpy(dtype=float)
+    return max(-float(values.min()), 1.0) if measure == "logprob" else float(values.max(initial=0.0))
+
+
+def _token(token: TableLine, text: str, shares: Mapping[int, float] | None, says: str, request: int) -> str:
+    """Returns HTML of one generated token. token: a line of `token_measures`."""
+    place, outcome = int(token.place), str(token.outcome)
+    tip = f"request {request}, generated token {place + 1} ({visible(text)}), position {int(token.position) + 1}\n"
+    tip += f"{_OUTCOMES[outcome]} in step {int(token.decided_step)}"
+    for name, words in (("depth", "prediction depth"), ("logprob", "log-probability"), ("entropy", "entropy")):
+        value = getattr(token, name)
+        if not pd.isna(value):
+            tip += f"\n{words}: " + (f"layer {int(value)}" if name == "depth" else f"{value:.2f} nats")
+    if not pd.isna(activation := getattr(token, "feature", pd.NA)):
+        tip += f"\nactivation: {activation:.2f}"
+    if not pd.isna(difference := getattr(token, "difference", pd.NA)):
+        tip += f"\ndifference from the other program: {difference:.4f} nats"
+    kind = f'class="pick {_CLASSES[outcome]}"'
+    if shares is not None:
+        kind = f'class="pick shade" style="--p:{shares[place]:.2f}"' if place in shares else 'class="pick"'
+    kind += f' data-step="{int(token.decided_step)}"'
+    return f'<span {kind} data-position="{int(token.position)}" {says}="{markup(tip)}">{markup(_plain(text))}</span>'
+
+
+def _draft(token_id: int, step: int, token: TableLine, texts: Mapping[int, str], says: str, request: int) -> str:
+    """Returns HTML of a draft that was rejected in a step. token: the line of `token_measures` that replaced it."""
+    text = text_of(texts, token_id)
+    tip = f"request {request}, rejected in step {step}: draft {visible(text)}, "
+    tip += f"replaced by {visible(text_of(texts, int(token.token_id)))}; position {int(token.position) + 1}"
+    go = f'data-intent="draft" data-request="{request}" data-step="{step}" data-position="{int(token.position)}"'
+    return f'<del {go} {says}="{markup(tip)}">{markup(token_label(text, _ABOVE))}</del>'
+
+
+def _with_thoughts(blocks: Sequence[tuple[str, str]], between: str) -> str:
+    """Joins the tokens; the last one of a chunk with a thought gets the thought below."""
+    return between.join(
+        f'<ruby class="thought">{html}<rt>{markup(token_label(thought, _ABOVE))}</rt></ruby>' if thought else html
+        for html, thought in blocks
+    )
+
+
+def _legend(tokens: pd.DataFrame, measure: str, lens: str) -> str:
+    if measure != "verdict":
+        strongest, digits = _strongest(tokens, measure), 2 if measure == "difference" else 1
+        low, high = "0", f"{'−' * (measure == 'logprob')}{strongest:.{digits}f}"
+        if measure == "depth":
+            low, high = "layer 0", f"layer {int(tokens.layer.max())}"
+        scale = "".join(f'<i class="shade" style="--p:{i / 9:.2f}"></i>' for i in range(10))
+        name = _NAMES[measure] + f", {lens} lens" * (measure in ("depth", "entropy", "logprob"))
+        return f'<ul class="legend"><li>{markup(name)}: {low} <span class="ramp">{scale}</span> {high}</li></ul>'
+    listed = "".join(f'<li><i class="{kind}">abc</i> {words}</li>' for kind, words in _LEGEND)
+    gone = "<li><del>abc</del> rejected draft, above the token that replaced it</li>"
+    return f'<ul class="legend">{listed}{gone}</ul>'

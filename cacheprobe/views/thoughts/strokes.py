@@ -1,0 +1,339 @@
+"""Draws the parts of the thoughts picture as SVG, from the bottom: chunk, chunk state, transformer blocks, thinking
+block T and compression block C, thought; and the cache."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pandas as pd
+
+from cacheprobe.core.values import JsonDict, TableLine
+from cacheprobe.views.diagrams import svg
+from cacheprobe.views.diagrams.cylinder import PROVENANCE_STYLES, cache_counts, swatch
+from cacheprobe.views.text import markup, shorten, subscript, token_label, visible
+from cacheprobe.views.thoughts.columns import Column, words_of
+
+CACHE_WIDTH, PITCH, GAP_WIDTH, MARGIN = 150, 84, 52, 60
+"""Pixels: width of the cache, of a column with its gutter, of a gap, and of the levels' names."""
+
+_WIDTH, _CHIP, _LINE = 72, 64, 20
+_LEFT, _RIGHT = 17, 54
+"""Centres of a column's halves, in pixels: S and T on the left, plus and C on the right."""
+_MOST_TOKENS, _MOST_WORDS, _MOST_BOXES = 8, 4, 6
+
+STYLES = (
+    ".cp{--sand:#efe0cf;--sand-edge:#8a5a2b}"
+    "@media (prefers-color-scheme:dark){.cp{--sand:#46331f;--sand-edge:#d3a473}}"
+    ":root[data-theme=light] .cp{--sand:#efe0cf;--sand-edge:#8a5a2b}"
+    ":root[data-theme=dark] .cp{--sand:#46331f;--sand-edge:#d3a473}"
+    ".cp .sand{fill:var(--sand);stroke:var(--sand-edge)}.cp .plain{fill:var(--paper);stroke:var(--line)}"
+    ".cp .group{fill:var(--card);stroke:var(--line)}.cp .zero{stroke-dasharray:3 3}"
+    ".cp svg .on-plain{stroke:var(--paper)}.cp svg .on-sand{stroke:var(--sand)}"
+    ".cp svg .changed{stroke:var(--ink);stroke-width:2.2}"
+    ".cp .level{stroke:var(--line);stroke-width:1.2;stroke-dasharray:2 4}"
+    ".cp svg .path{fill:none;stroke:var(--sand-edge);stroke-width:1.6;stroke-linejoin:round;stroke-linecap:round}"
+    ".cp svg .lost{stroke:var(--red-edge);stroke-dasharray:4 3}"
+    ".cp .thoughts{margin:0}.cp .thoughts figcaption{font-size:13px;color:var(--muted);max-width:82ch}"
+    ".cp .note sup{line-height:0}.cp .thoughts h3{margin:14px 0 10px;font-size:17px;line-height:1.35}"
+    ".cp .wide{overflow-x:auto;max-width:100%;padding:2px 0 6px}"
+)
+"""CSS rules of the thoughts picture, used together with those of every diagram."""
+
+WAITING = (
+    '<svg width="0" height="0" style="position:absolute;width:0;height:0" aria-hidden="true"><defs>'
+    '<pattern id="cp-waiting" width="6" height="6" patternUnits="userSpaceOnUse"><g class="blue-stroke" fill="none">'
+    '<path d="M-1 7 7-1M-1 1 1-1M5 7 7 5" stroke-width="1.2" opacity=".7"/></g></pattern>'
+    '<pattern id="cp-undone" width="6" height="6" patternUnits="userSpaceOnUse"><g class="red-stroke" fill="none">'
+    '<path d="M-1-1 7 7M5-1 7 1M-1 5 1 7" stroke-width="1.1" opacity=".6"/></g></pattern></defs></svg>'
+)
+"""SVG definitions of the textures of the thoughts picture."""
+
+
+class Levels(NamedTuple):
+    """Holds the height of each level of the thoughts picture, in pixels from the top."""
+
+    thought_end: float
+    blocks: float
+    """Top of the boxes of T (thinking block) and C (compression block)."""
+    l_out: float
+    backbone: float
+    l_in: float
+    state: float
+    tokens: float
+    height: float
+
+    @classmethod
+    def of(cls, columns: Sequence[Column]) -> "Levels":
+        """Returns the `Levels` of a picture of these columns: longer thoughts and chunks need more height."""
+        thought_lengths = [
+            min(len(column.thought.tokens), _MOST_WORDS + 1) for column in columns if column.thought is not None
+        ]
+        longest_chunk = max(min(len(column.tokens), _MOST_TOKENS + 1) for column in columns)
+        end = 26.0 + max(thought_lengths, default=1) * _LINE + 6
+        tokens = end + 190
+        return cls(
+            thought_end=end, blocks=end + 24, l_out=end + 64, backbone=end + 78, l_in=end + 118, state=end + 134,
+            tokens=tokens, height=tokens + longest_chunk * _LINE + 8 + 20,
+        )  # fmt: skip
+
+
+def level_strokes(levels: Levels, x: float, width: float, settings: JsonDict) -> list[str]:
+    """Returns a list of SVG elements: the line L_out, at which the thinking block reads states, and the line L_in, at
+    which chunk states are added."""
+    parts = []
+    for y, name, layer in ((levels.l_out, "out", settings["l_out"]), (levels.l_in, "in", settings["l_in"])):
+        block = "" if layer is None else f"block {layer - 1 if name == 'out' else layer}"
+        meaning = "thoughts are read from what leaves" if name == "out" else "states are added to what enters"
+        tip = f"L{name}: {meaning} {block or 'the looped blocks'}"
+        label = (
+            f'<text x="{width - MARGIN + 8:g}" y="{y + 4:g}" class="strong">L<tspan dy="-4" class="small">{name}'
+            "</tspan></text>"
+        )
+        line = f'<path d="M{x - 8:g} {y:g}H{width - MARGIN + 2:g}" class="level"/>'
+        block_label = svg.text(width - MARGIN + 8, y + 17, block, "small muted") if block else ""
+        parts.append(_tipped(tip, [line, label, block_label]))
+    return parts
+
+
+def column_strokes(levels: Levels, x: float, column: Column, settings: JsonDict, *, is_new: bool) -> list[str]:
+    """Returns a list of SVG elements of one chunk, from its tokens at the bottom up to its thought.
+
+    is_new: the thought differs from the thought before, and gets a stronger frame.
+    """
+    name = subscript(column.chunk + 1)
+    parts = _chunk(levels.tokens, x, column)
+    is_added = settings["feeds_back"] and (column.source is not None or column.chunk == 0)
+    y = levels.state + 13
+    up = x + _RIGHT
+    if is_added:
+        parts += [svg.arrow(up, levels.tokens - 2, up, y + 9), svg.arrow(up, y - 9, up, levels.backbone + 24)]
+        parts += _state(levels.state, x, column, settings, name)
+    else:
+        parts.append(svg.arrow(up, levels.tokens - 2, up, levels.backbone + 24))
+    first_block, end_block = settings["l_in"], settings["l_out"]
+    blocks = "blocks"
+    if first_block is not None:
+        is_one = end_block == first_block + 1
+        blocks = f"block {first_block}" if is_one else f"blocks {first_block}–{end_block - 1}"
+    tip = f"{blocks} of the backbone, over the KV cache"
+    parts.append(_boxed(x, levels.backbone, _WIDTH, 22, "plain", None, blocks, tip, "small"))
+    if column.thought is not None:
+        parts += _thought(levels, x, column, is_new=is_new)
+    return parts
+
+
+def state_paths(levels: Levels, x: float, distances: Sequence[int], *, is_lost: bool) -> list[str]:
+    """Returns a list of SVG paths from a column's compression block C to the chunk state S of each later column that
+    takes the result. distances: how many places to the right each later column is."""
+    start, gutter, y, end = x + _RIGHT + _LEFT + 1, x + _RIGHT + _LEFT + 7, levels.blocks + 13, levels.state + 13
+    rail = levels.state - (9 if is_lost else 5)
+    kind = "path lost" if is_lost else "path"
+    parts = []
+    for distance in distances:
+        target = x + distance * PITCH - 3
+        route = f"V{end:g}" if distance == 1 else f"V{rail:g}H{target - 6:g}V{end:g}"
+        head = f"M{target - 4:g} {end - 4:g} {target:g} {end:g} {target - 4:g} {end + 4:g}"
+        parts.append(f'<path d="M{start:g} {y:g}H{gutter:g}{route}H{target:g}{head}" class="{kind}"/>')
+    return parts
+
+
+def gap_strokes(levels: Levels, x: float, hidden: Sequence[Column], *, is_filler: bool, leads_on: bool) -> list[str]:
+    """Returns a list with one SVG group in the place of chunks that are not drawn: their number, and their positions in
+    the hover text. leads_on: the next drawn column takes a chunk state from a hidden chunk."""
+    count, centre = len(hidden), x + (GAP_WIDTH - 12) / 2
+    label = f"{count} of {visible(hidden[0].tokens[0].text)}" if is_filler else f"{count} more"
+    first, last = hidden[0].tokens[0].position, hidden[-1].tokens[-1].position
+    tip = f"{count} chunk{'s' * (count != 1)} not drawn, positions {first} to {last}"
+    parts = [
+        svg.text(centre, levels.tokens + 20, "⋯", "strong", "middle"),
+        svg.text(centre, levels.tokens + 36, shorten(label, 9), "small muted", "middle"),
+    ]
+    y = levels.state + 13
+    if leads_on:
+        end = x + GAP_WIDTH - 3
+        parts.append(f'<path d="M{x:g} {y:g}H{end - 2:g}" class="path zero"/>')
+        parts.append(f'<path d="M{end - 4:g} {y - 4:g} {end:g} {y:g} {end - 4:g} {y + 4:g}" class="path"/>')
+    return [_tipped(tip, parts)]
+
+
+def cache_strokes(levels: Levels, ledger: pd.DataFrame) -> list[str]:
+    """Returns a list of SVG elements of the KV cache: one line of boxes for the keys and one for the values, coloured
+    by provenance (the kind of pass that wrote a slot), and the number of slots of each provenance."""
+    counts = cache_counts(ledger)
+    boxes = _boxes(ledger)
+    top, width = levels.backbone - 40, CACHE_WIDTH - 26
+    height = 76 + 18 * len(counts)
+    parts = [
+        svg.box(2, top, width, height, "group", radius=10),
+        svg.text(12, top + 18, "KV cache", "strong"),
+    ]
+    for line, (letter, what) in enumerate((("K", "keys"), ("V", "values"))):
+        y = top + 27 + 21 * line
+        parts.append(svg.text(12, y + 12, letter, "small muted"))
+        for place, (provenance, first, last) in enumerate(boxes):
+            positions = f"position {first}" if first == last else f"positions {first} to {last}"
+            colour, texture = PROVENANCE_STYLES[provenance]
+            tip = f"{what} of {positions}: {provenance}"
+            parts.append(svg.box(26 + 15.5 * place, y, 13, 16, colour, texture, radius=3, tip=tip))
+    for line, (provenance, count) in enumerate(counts.items()):
+        y = top + 74 + 18 * line
+        parts.append(swatch(12, y, *PROVENANCE_STYLES[provenance]))
+        parts.append(svg.text(36, y + 11, f"{count} {provenance}", "small"))
+    y = levels.backbone + 11
+    parts.append(svg.arrow(width + 4, y, CACHE_WIDTH - 3, y))
+    return parts
+
+
+def _chunk(y: float, x: float, column: Column) -> list[str]:
+    """Returns SVG elements of a chunk's tokens, one below the other, with the chunk's positions."""
+    num_hidden = len(column.tokens) - _MOST_TOKENS if len(column.tokens) > _MOST_TOKENS + 1 else 0
+    tokens = column.tokens[: len(column.tokens) - num_hidden]
+    lines = len(tokens) + bool(num_hidden)
+    parts = [svg.box(x, y, _WIDTH, lines * _LINE + 6, "group")]
+    for line, token in enumerate(tokens):
+        is_prompt = token.kind == "prompt"
+        colour = "plain" if is_prompt else "red" if token.kind == "rolled_back" else "blue"
+        texture = {"pending": "waiting", "rolled_back": "undone"}.get(token.kind)
+        kinds = {"pending": "answer, its cache slot not written yet", "rolled_back": "rolled back"}
+        tip = f"position {token.position}: {token.text!r}, {kinds.get(token.kind, token.kind)}"
+        top = y + 4 + line * _LINE
+        parts.append(_token(x + 4, top, token.text, colour, texture, tip))
+    if num_hidden:
+        parts.append(svg.text(x + _WIDTH / 2, y + lines * _LINE, f"+{num_hidden}", "small muted", "middle"))
+    first, last = column.tokens[0].position, column.tokens[-1].position
+    positions = f"{first}" if first == last else f"{first}–{last}"
+    parts.append(svg.text(x + _WIDTH / 2, y + lines * _LINE + 20, positions, "small muted", "middle"))
+    return parts
+
+
+def _state(y: float, x: float, column: Column, settings: JsonDict, name: str) -> list[str]:
+    """Returns SVG elements of a chunk state: its box, its arrow, and the plus sign at which the chunk state is
+    added."""
+    layer_words = "L_in" if settings["l_in"] is None else f"what enters block {settings['l_in']}"
+    source = column.source
+    first, last = column.tokens[0].position, column.tokens[-1].position
+    added = f"S{name} is added to {layer_words} at positions {first} to {last}"
+    if source is None:
+        kind = "learned" if settings["learned_first_state"] else "zero"
+        tip = f"{added}: the first chunk's state is {kind}"
+        label_below = [svg.text(x + _LEFT, y + 38, kind, "small muted", "middle")]
+    else:
+        origin = f"made of {_plain_words(source)}, the thought of the chunk before ({_passed(source)})"
+        tip = f"{added}\n{origin}\nnorm {source.state_norm:.3g}"
+        label_below = []
+    colour = "sand zero" if source is None and not settings["learned_first_state"] else "sand"
+    mid = y + 13
+    plus = x + _RIGHT
+    return [
+        _boxed(x, y, 2 * _LEFT, 26, colour, None, f"S{name}", tip),
+        *label_below,
+        svg.arrow(x + 2 * _LEFT + 1, mid, plus - 10, mid),
+        f'<circle cx="{plus:g}" cy="{mid:g}" r="8" class="box plain"/>',
+        f'<path d="M{plus - 4:g} {mid:g}h8M{plus:g} {mid - 4:g}v8" class="arrow"/>',
+    ]
+
+
+def _thought(levels: Levels, x: float, column: Column, *, is_new: bool) -> list[str]:
+    """Returns SVG elements of the thinking block T and the compression block C of one chunk, with their arrows, and of
+    the chunk's thought."""
+    thought, name = column.thought, subscript(column.chunk + 2)
+    is_lost = column.is_rolled_back
+    colour, texture = ("red", "undone") if is_lost else ("green", None)
+    y, bottom = levels.blocks, levels.thought_end
+    left, right = x + _LEFT, x + _RIGHT
+    read = f"positions {int(thought.start)} to {int(thought.end)}"
+    tip_c = f"C, the compression block, makes S{name} of Z{name}: norm {thought.state_norm:.3g}\n{_passed(thought)}"
+    tip_t = f"T, the thinking block, writes Z{name} from {read}\n{_passed(thought)}"
+    parts = [
+        svg.arrow(left, levels.backbone - 1, left, y + 28),
+        _boxed(x, y, 2 * _LEFT, 26, colour, texture, "T", tip_t),
+        _boxed(right - _LEFT, y, 2 * _LEFT, 26, colour, texture, "C", tip_c),
+        svg.arrow(left, y - 2, left, bottom + 3),
+        svg.arrow(right, bottom + 1, right, y - 3),
+        *_thought_words(bottom, x, column, name, is_new=is_new),
+    ]
+    return parts
+
+
+def _thought_words(bottom: float, x: float, column: Column, name: str, *, is_new: bool) -> list[str]:
+    """Returns SVG elements of a thought: its words in blue (red if rolled back), its end, and a mark for whether it
+    agrees with the true state."""
+    thought, is_lost = column.thought, column.is_rolled_back
+    chips = [(word, "red" if is_lost else "blue") for word in words_of(thought)]
+    chips.append(("<EOS>", "red" if is_lost else "plain") if thought.has_ended else ("cut…", "plain"))
+    if len(chips) > _MOST_WORDS + 1:
+        chips = [*chips[: _MOST_WORDS - 1], (f"+{len(chips) - _MOST_WORDS}", "plain"), chips[-1]]
+    top = bottom - len(chips) * _LINE - 6
+    frame = "red" if is_lost else "group"
+    parts = [
+        svg.box(x, top, _WIDTH, bottom - top, frame + (" changed" if is_new else ""), "undone" if is_lost else None)
+    ]
+    for line, (word, colour) in enumerate(chips):
+        parts.append(_token(x + 4, top + 4 + line * _LINE, word, colour, None, ""))
+    label = f"Z{name}" + (" ✗" if is_lost else "")
+    parts.append(svg.text(x + 2, top - 6, label, "strong red-ink" if is_lost else "strong"))
+    if pd.notna(thought.agrees):
+        parts.append(svg.badge(x + _WIDTH - 4, top + 1, "check" if thought.agrees else "cross"))
+    return [_tipped(_thought_tip(thought, name), parts)]
+
+
+def _thought_tip(thought: TableLine, name: str) -> str:
+    """Returns the hover text of a thought: its tokens with their log-probabilities, the true state, and the norm of the
+    chunk state made of the thought."""
+    read = f"positions {int(thought.start)} to {int(thought.end)}"
+    lines = [f"Z{name}, the thought of chunk {int(thought.chunk)} ({read})"]
+    lines += [f"{token!r}: {nats:.3g} nats" for token, nats in zip(thought.tokens, thought.logprobs_nats, strict=True)]
+    lines.append("has ended" if thought.has_ended else "has not ended: cut at the model's limit")
+    if pd.notna(thought.true_state):
+        agreement = "says nothing of it" if pd.isna(thought.agrees) else "agrees" if thought.agrees else "disagrees"
+        lines.append(f"true state {thought.true_state!r}: {agreement}")
+    lines.append(f"norm of its state {thought.state_norm:.3g}")
+    lines.append(_passed(thought))
+    return "\n".join(lines)
+
+
+def _passed(thought: TableLine) -> str:
+    """Returns text on the request, step, phase and status of a thought."""
+    status = thought.status.replace("_", " ")
+    return f"request {int(thought.request_id)}, step {int(thought.step)}, {thought.phase}, {status}"
+
+
+def _plain_words(thought: TableLine) -> str:
+    """Returns all tokens of a thought, end token included, as one text for a hover text, not escaped."""
+    return " ".join(visible(token) for token in thought.tokens)
+
+
+def _token(x: float, y: float, token: str, colour: str, texture: str | None, tip: str) -> str:
+    label = token_label(token, 9)
+    return _boxed(x, y, _CHIP, 17, colour, texture, label, tip, "token", radius=3)
+
+
+def _boxed(
+    x: float, y: float, width: float, height: float, colour: str, texture: str | None, label: str, tip: str,
+    classes: str = "strong", *, radius: float = 5,
+) -> str:  # fmt: skip
+    """Returns SVG of a box with a text in it; the hover text covers both."""
+    halo = f"{classes} halo on-{colour.split()[0]}"
+    drawn = svg.box(x, y, width, height, colour, texture, radius=radius)
+    return _tipped(tip, [drawn, svg.text(x + width / 2, y + height / 2 + 4, label, halo, "middle")])
+
+
+def _tipped(tip: str, parts: Sequence[str]) -> str:
+    return f"<g>{f'<title>{markup(tip)}</title>' if tip else ''}{''.join(parts)}</g>"
+
+
+def _boxes(ledger: pd.DataFrame) -> list[tuple[str, int, int]]:
+    """Returns a list with (provenance, first position, last position) of each box of the cache: neighbouring slots of
+    one provenance, in at most 6 boxes."""
+    boxes: list[tuple[str, int, int]] = []
+    for row in ledger.sort_values("position").itertuples():
+        first = boxes.pop()[1] if boxes and boxes[-1][0] == row.provenance else row.position
+        boxes.append((row.provenance, first, row.position))
+    boxes = boxes[-_MOST_BOXES:]
+    while len(boxes) < min(_MOST_BOXES, len(ledger)):
+        longest = max(range(len(boxes)), key=lambda i: boxes[i][2] - boxes[i][1])
+        provenance, first, last = boxes[longest]
+        if first == last:
+            break
+        middle = (first + last) // 2
+        boxes[longest : longest + 1] = [(provenance, first, middle), (provenance, middle + 1, last)]
+    return [(str(provenance), int(first), int(last)) for provenance, first, last in boxes]
