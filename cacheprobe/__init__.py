@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cacheprobe.edits import interventions, patching
     from cacheprobe.edits.gradients.compute import gradients
     from cacheprobe.engine import drafters
-    from cacheprobe.engine.estimates.draft_costs import draft_costs
+    from cacheprobe.engine.draft_costs import draft_costs
     from cacheprobe.kvcache.surgery import diff_rows
     from cacheprobe.lenses import probes
     from cacheprobe.models.prompts import Chat
@@ -43,7 +43,7 @@ _HOMES = {
     "load_trace": "cacheprobe.api",
     "run": "cacheprobe.api",
     "estimate": "cacheprobe.api",
-    "draft_costs": "cacheprobe.engine.estimates.draft_costs",
+    "draft_costs": "cacheprobe.engine.draft_costs",
     "resume": "cacheprobe.api",
     "stream": "cacheprobe.api",
     "reference": "cacheprobe.api",

@@ -3,7 +3,7 @@
 A request may copy a prompt that another one has read. A preempted request is rebuilt: computed again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor
 
@@ -94,21 +94,11 @@ class Prefill:
                 yield entries, chunk if is_padded else max(len(entry.token_ids) for entry in entries)
 
     def _next_batch(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Returns the entries of the next pass: the longest and shorter ones, unless these would have more pads in it
-        than a pass of their own costs. A request with hidden slots is read alone, since it may need another forward."""
-        longest, *others = sorted(entries, key=lambda entry: -len(entry.token_ids))
-        width, taken = len(longest.token_ids), [longest]
-        apart = [entry for entry in entries if self.runner.cache.hides_slots([entry.state.cache_row])]
-        start = longest.start
-        for number, entry in enumerate(others if longest not in apart else ()):
-            num_slots, num_pads = (len(taken) + 1) * width, (len(others) - number) * (width - len(entry.token_ids))
-            if num_pads > _PASS_COST or num_slots > _MOST_SLOTS:
-                break
-            span = max(start, entry.start) + width
-            if span <= self.config.capacity and num_slots * span <= _MOST_SCORES and entry not in apart:
-                taken.append(entry)
-                start = max(start, entry.start)
-        return [entry for entry in entries if entry in taken]
+        """Returns the entries of the next pass. A request with hidden slots is read alone, since it may need another
+        forward."""
+        apart = [i for i, entry in enumerate(entries) if self.runner.cache.hides_slots([entry.state.cache_row])]
+        chunks = [(len(entry.token_ids), entry.start) for entry in entries]
+        return [entries[i] for i in pick_prompts(chunks, self.config.capacity, apart)]
 
     def read_alone(self, fault: str) -> list[SequenceState]:
         """From now on, reads each prompt in passes of its own. Returns the deterministic requests, not ended, whose
@@ -229,3 +219,23 @@ class Prefill:
                 f"token {again} at position {position} where it had committed {state.token_ids[position]}; this model "
                 "or machine is not deterministic at a fixed shape"
             )
+
+
+def pick_prompts(chunks: Sequence[tuple[int, int]], capacity: int, apart: Collection[int] = ()) -> list[int]:
+    """Returns the numbers of the prompts of the next pass, ascending: the longest and shorter ones, unless these would
+    have more pads in it than a pass of their own costs.
+
+    chunks: (tokens, first position) of each prompt's next chunk.  apart: numbers of prompts to read alone.
+    """
+    longest, *others = sorted(range(len(chunks)), key=lambda i: -chunks[i][0])
+    width, start = chunks[longest]
+    taken = [longest]
+    for number, i in enumerate(others if longest not in apart else ()):
+        num_slots, num_pads = (len(taken) + 1) * width, (len(others) - number) * (width - chunks[i][0])
+        if num_pads > _PASS_COST or num_slots > _MOST_SLOTS:
+            break
+        span = max(start, chunks[i][1]) + width
+        if span <= capacity and num_slots * span <= _MOST_SCORES and i not in apart:
+            taken.append(i)
+            start = max(start, chunks[i][1])
+    return sorted(taken)

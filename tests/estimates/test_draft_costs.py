@@ -6,9 +6,9 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.engine import draft_costs as module
+from cacheprobe.engine.draft_costs import StepClock, draft_costs, timed_run
 from cacheprobe.engine.drafters import EarlyExit, NGram
-from cacheprobe.engine.estimates import draft_costs as module
-from cacheprobe.engine.estimates.draft_costs import StepClock, draft_costs, timed_run
 from cacheprobe.engine.model_runner import ModelRunner
 from tests.tiny import PROMPTS, loaded
 

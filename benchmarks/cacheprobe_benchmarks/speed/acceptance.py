@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 
 import cacheprobe as cp
-from cacheprobe.engine.estimates.draft_costs import StepClock, draft_costs, timed_run
+from cacheprobe.engine.draft_costs import StepClock, draft_costs, timed_run
 from cacheprobe_benchmarks.shared.machine import machine, measuring
 from cacheprobe_benchmarks.shared.workload import stored_prompts
 

@@ -44,7 +44,7 @@ def run(
     dtypes: tuple[str, ...] = DTYPES,
     jobs: Mapping[str, Mapping[str, Any]] = JOBS,
 ) -> dict[str, Any]:
-    """estimated_over_measured: seconds, and bytes of states, tables and files; 1 is exact. estimate_over_run: seconds
+    """estimated_over_measured: seconds (of runs long enough to be timed), and bytes of states and files; 1 is exact. estimate_over_run: seconds
     of the estimate itself over those of the run."""
     torch.set_num_threads(2)
     ratios: dict[str, dict[str, list[float]]] = {}
@@ -79,21 +79,20 @@ def _compare(model: Any, prompts: list[str], settings: Mapping[str, Any]) -> dic
     estimated = time.perf_counter()
     trace = cp.run(model, prompts, progress=False, **settings)
     seconds = time.perf_counter() - estimated
-    states, tables, disk = _sizes(trace)
+    states, disk = _sizes(trace)
     sizes = {"states": (estimate.state_bytes.likely, states)} if states else {}
-    sizes |= {"tables": (estimate.table_bytes.likely, tables), "disk": (estimate.disk_bytes.likely, disk)}
+    sizes |= {"disk": (estimate.disk_bytes.likely, disk)}
+    if estimate.seconds is not None:
+        sizes["seconds"] = estimate.seconds.likely, seconds
     return {
-        "seconds": estimate.seconds.likely / seconds,
         **{name: one / other for name, (one, other) in sizes.items()},
         "estimate_over_run": (estimated - began) / seconds,
     }
 
 
-def _sizes(trace: Trace) -> tuple[int, int, int]:
-    """Returns the bytes of a trace's tensors, of its tables, and of its files."""
+def _sizes(trace: Trace) -> tuple[int, int]:
+    """Returns the bytes of a trace's tensors, and of its files."""
     held = [trace.store.all_of(site, layer) for site in trace.store.sites for layer in trace.store.layers]
-    tables = (trace.row_table, trace.event_table, trace.ledger_table, trace.token_table, trace.hypothesis_table)
-    in_memory = sum(int(table.memory_usage(deep=True).sum()) for table in tables if table is not None)
     with tempfile.TemporaryDirectory() as folder:
         files = sum(path.stat().st_size for path in trace.save(Path(folder) / "run").iterdir())
-    return sum(tensor.numel() * tensor.element_size() for tensor in held), in_memory, files
+    return sum(tensor.numel() * tensor.element_size() for tensor in held), files

@@ -8,10 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import cacheprobe as cp
-from cacheprobe.api import _plan
 from cacheprobe.engine.drafters import DraftHead
-from cacheprobe.engine.estimates.assumed import ALL_ACCEPTED
-from cacheprobe.engine.estimates.counting import count
 from cacheprobe.engine.watch import AGAIN_EVERY, Watch
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.training.draft_head.settings import DraftHeadSettings
@@ -62,26 +59,6 @@ def test_each_32nd_pass_of_several_prompts_checks_another_one_the_longest_first(
             chosen[number] = lengths[place]
     assert AGAIN_EVERY == 32 and list(chosen) == [32 * i for i in range(9)]
     assert list(chosen.values()) == [7, 5, 3, 9, 7, 5, 3, 9, 7]  # that at the first place last
-
-
-# -- what an estimate says of prompts that are read once and shared
-
-
-@pytest.mark.parametrize("prompt_hypotheses", [False, True])
-def test_an_estimate_counts_the_readings_of_shared_prompts_as_the_run_makes_them(prompt_hypotheses: bool) -> None:
-    model = loaded()
-    prompts = [PROMPTS[0], PROMPTS[0], cp.Request([4, 5, 6, 7], cp.SamplingParams(n=3, temperature=1.0)), PROMPTS[1]]
-    capture = cp.CaptureConfig("SZ", prompt_hypotheses=prompt_hypotheses, layers=(0, 2))
-    settings: dict[str, Any] = dict(
-        window=4, group=2, capacity=96, max_new_tokens=6, capture=capture, sampling=cp.SamplingParams(stop_token_ids=())
-    )
-    trace = cp.run(model, prompts, progress=False, **settings)
-    plan = _plan(model, prompts, None, settings)
-    tally = count(plan, None, plan.states(None), ALL_ACCEPTED)
-    rows = trace.row_table
-    lengths = rows.request_id.map({i: request.num_prompt_tokens for i, request in enumerate(trace.requests)})
-    by_hand = 2 * (len(rows) if prompt_hypotheses else int((rows.position >= lengths - 1).sum()))
-    assert tally.readings == len(trace.hypothesis_table) == by_hand
 
 
 # -- exact ties

@@ -1,1 +1,0 @@
-"""Estimates tokens, passes, memory, disk space and time of a run before it starts."""
