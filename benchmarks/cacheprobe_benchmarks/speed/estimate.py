@@ -44,7 +44,8 @@ def run(
     dtypes: tuple[str, ...] = DTYPES,
     jobs: Mapping[str, Mapping[str, Any]] = JOBS,
 ) -> dict[str, Any]:
-    """estimated_over_measured: seconds (of runs long enough to be timed), and bytes of states and files; 1 is exact. estimate_over_run: seconds
+    """estimated_over_measured: seconds, of runs long enough to be timed, and bytes of states and files; 1 is exact.
+    estimate_over_run: seconds
     of the estimate itself over those of the run."""
     torch.set_num_threads(2)
     ratios: dict[str, dict[str, list[float]]] = {}
