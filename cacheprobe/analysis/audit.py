@@ -15,7 +15,7 @@ import pandas as pd
 from cacheprobe.analysis.audit_tables import hypothesis_faults, ledger_faults, numbering_faults
 from cacheprobe.analysis.comparison import first_difference
 from cacheprobe.core.records import DISCARDED_DRAFT, Request
-from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.tokens import visible
 from cacheprobe.trace.tables.token_history import token_history
 from cacheprobe.trace.trace import Trace
 

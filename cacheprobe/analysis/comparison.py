@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from cacheprobe.core.config import CaptureConfig, EngineConfig
-from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.tokens import visible
 from cacheprobe.core.values import JsonDict
 
 StoredRequest: TypeAlias = Mapping[str, Any]

@@ -9,8 +9,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.core.sampling_params import SamplingParams
-from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.settings import SamplingParams
+from cacheprobe.core.tokens import visible
 from cacheprobe.edits.patching.arguments import check_site, usable
 from cacheprobe.edits.patching.cells import Edit, PatchingCell, cell
 from cacheprobe.edits.patching.grid import difference

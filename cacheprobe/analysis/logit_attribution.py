@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cacheprobe.core.hook_names import HEADS
 from cacheprobe.core.records import DISCARDED_DRAFT
-from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.tokens import visible
 from cacheprobe.core.values import listed
 from cacheprobe.edits.patching.answers import Answer, one_token
 from cacheprobe.models.base import CachedLM, ModelError, block_sum

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 import pandas as pd
 
 from cacheprobe.core.records import DISCARDED_DRAFT
-from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.tokens import visible
 from cacheprobe.lenses.base import Lens, LensError, require_readable
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM

@@ -49,7 +49,7 @@ def read(path: Path, known: Sequence[str]) -> dict[str, object]:
     Raises: ValueError for an absent or empty file, for invalid YAML, an unknown name, a name given twice, and a value
     that is a mapping.
     """
-    from cacheprobe.core.strict_yaml import read_yaml
+    from cacheprobe.core.files import read_yaml
 
     content = read_yaml(path, "config")
     if not isinstance(content, dict) or not content:

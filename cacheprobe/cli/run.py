@@ -7,7 +7,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from cacheprobe.cli.flags import with_flags
-from cacheprobe.core.run_flags import ModelFlags, PromptFlags, RunFlags
+from cacheprobe.core.settings import ModelFlags, PromptFlags, RunFlags
 from cacheprobe.core.values import JsonDict
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import TypedDict
 
 from cacheprobe.core.hook_names import HEAD_SITES, SITES
-from cacheprobe.core.values import HintsAtNewArguments, JsonDict, flag, is_flag, whole_number
+from cacheprobe.core.values import JsonDict, KnownKeywords, flag, is_flag, whole_number
 
 ACCEPTANCES = ("equality", "rejection")
 DETERMINISMS = ("verify", "invariant")
@@ -77,7 +77,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class EngineConfig(HintsAtNewArguments):
+class EngineConfig(KnownKeywords):
     """Holds the checked settings of the engine, such as the fixed shapes of passes and the limits of the cache.
 
     window, group, capacity, prefill_chunk, prefill_group, pad_prefill and determinism enter the schedule fingerprint.
@@ -157,7 +157,7 @@ class EngineConfig(HintsAtNewArguments):
 
 
 @dataclass(frozen=True)
-class CaptureConfig(HintsAtNewArguments):
+class CaptureConfig(KnownKeywords):
     """Holds which states the recorder keeps of a run: their sites, heads and layers, of which rows, and in which dtype.
 
     A row (one token of one pass) keeps states if positions, every, phases, statuses and keep all allow it. Only kept

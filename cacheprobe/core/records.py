@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cacheprobe.core.sampling_params import SamplingParams as SamplingParams
-from cacheprobe.core.values import HintsAtNewArguments, flag, require_encodable, whole_number
+from cacheprobe.core.settings import SamplingParams as SamplingParams
+from cacheprobe.core.values import KnownKeywords, flag, require_encodable, whole_number
 
 PHASES = ("prefill", "decode", "verify")
 """Kinds of forward pass."""
@@ -26,7 +26,7 @@ PROVENANCES = ("free", "prefill", "decoded", "provisional", "verified", "edited"
 
 
 @dataclass(frozen=True, slots=True)
-class Request(HintsAtNewArguments):
+class Request(KnownKeywords):
     """Holds one sequence to generate, as the user wrote it. `cacheprobe.run` makes a copy with request_id,
     prompt_token_ids and every sampling setting."""
 
@@ -252,20 +252,6 @@ class Finished:
     committed: tuple[int, ...] = field(repr=False, default=())
 
 
-_LATER_FIELDS = {
-    "pad_prefill": True,
-    "determinism": "verify",
-    "float32_matmul_precision": "highest",
-    "deterministic_algorithms": "off",
-    "flush_denormal": False,
-    "attention_kernels": "all",
-    "mkl_enable_instructions": "",
-    "onednn_max_cpu_isa": "",
-    "onednn_default_fpmath_mode": "",
-}
-"""Fields that fingerprints of earlier runs lack, with the defaults that those runs are assumed to have used."""
-
-
 CAPACITY_STEP = 64
 """Cache slots. Attention that runs request by request covers a multiple of this number of slots, so its bits are the
 same for every capacity that is a multiple."""
@@ -277,15 +263,13 @@ def fingerprint_differences(a: Mapping[str, object], b: Mapping[str, object]) ->
     """Returns (field, value in a, value in b) for every field in which two schedule fingerprints differ, sorted by
     field.
 
-    A value is None if the fingerprint lacks the field. A field that an earlier version did not record is compared by
-    its default; its value is then a text that says so (for pad_prefill, True). Names of model and adapter are not
-    compared, because the weights are; nor is the lens, on which no token or state depends; nor a hash of buffers that
-    an earlier version did not record. A capacity in slots equals ANY_CAPACITY if it is such a multiple.
+    A value is None if the fingerprint lacks the field. Names of model and adapter are not compared, because the weights
+    are; nor is the lens, on which no token or state depends. A capacity in slots equals ANY_CAPACITY if it is such a
+    multiple.
     """
-    unknown = {"buffers_sha256"} - (a.keys() & b.keys())
-    keys = sorted({*a, *b} - {"model", "adapter", "lens"} - unknown)
-    differing = [key for key in keys if _field(a, key) != _field(b, key) and not _fit_any_capacity(key, a, b)]
-    return [(key, _value_or_note(a, key), _value_or_note(b, key)) for key in differing]
+    keys = sorted({*a, *b} - {"model", "adapter", "lens"})
+    differing = [key for key in keys if a.get(key) != b.get(key) and not _fit_any_capacity(key, a, b)]
+    return [(key, a.get(key), b.get(key)) for key in differing]
 
 
 def _fit_any_capacity(key: str, a: Mapping[str, object], b: Mapping[str, object]) -> bool:
@@ -294,16 +278,6 @@ def _fit_any_capacity(key: str, a: Mapping[str, object], b: Mapping[str, object]
         return False
     (slots,) = {a.get(key), b.get(key)} - {ANY_CAPACITY}
     return isinstance(slots, int) and slots % CAPACITY_STEP == 0
-
-
-def _field(fingerprint: Mapping[str, object], key: str) -> object:
-    return fingerprint.get(key, _LATER_FIELDS.get(key))
-
-
-def _value_or_note(fingerprint: Mapping[str, object], key: str) -> object:
-    """Returns the value of one fingerprint field; if it was not recorded, a text that names the assumed default."""
-    is_assumed = key not in fingerprint and key in _LATER_FIELDS and key != "pad_prefill"  # absent means True there
-    return f"not recorded, so taken as {_LATER_FIELDS[key]!r}" if is_assumed else _field(fingerprint, key)
 
 
 class ObserverError(RuntimeError):

@@ -1,5 +1,5 @@
 """Checks values and names that a user gave. An error about a value names the argument; one about an unknown name gives
-today's name, if an earlier version had it, or the nearest one.
+the nearest one.
 """
 
 import hashlib
@@ -138,57 +138,17 @@ def nearest_or_all(name: str, known: Sequence[str]) -> str:
 
 # -- names
 
-RENAMED = {
-    # arguments and attributes
-    "kv_rows": "max_kv_tokens",
-    "keep_rows": "keep_kv",
-    "keeps_rows": "keeps_states",
-    "keeps_kv": "keeps_states",
-    "rows_needed": "slots_needed",
-    "hidden_parts": "head_masks",
-    # functions and classes
-    "cache_rows": "kv_snapshot",
-    "foresight": "rollback_prediction",
-    "Foresight": "RollbackPrediction",
-    "Grid": "PatchingGrid",
-    "lens_picture": "lens_grid",
-    "foresight_figure": "rollback_prediction_figure",
-    "settling_figure": "prediction_depth_figure",
-    "agreement_figure": "draft_verdicts",
-    "settling": "prediction_depth",
-    "read": "read_states",
-    "readings": "lens_readings",
-    "rejected": "rejected_tokens",
-    "thought_readings": "read_thoughts",
-    "thought_insides": "thought_activations",
-    # columns and values
-    "settling_layer": "prediction_depth",
-    "candidate": "superseded",
-    "twin": "fast",
-    # presets of Thinking States
-    "far": "attention-crowding",
-    "all-jump": "position-jumps",
-    "no-jumps": "no-position-jumps",
-}
-"""Maps names of earlier versions to those of today. An error mentions the new name only if the object in question has
-it."""
-
 
 def hint(name: object, known: Iterable[str]) -> str:
-    """Returns the end of an error message for an unknown name: "; it is named NEW now" or "; did you mean NEAR?".
-    Returns "" if no known name is near."""
-    known = tuple(known)
-    if not isinstance(name, str):
-        return ""
-    if RENAMED.get(name) in known:
-        return f"; it is named {RENAMED[name]} now"
-    near = get_close_matches(name, known, 1)
+    """Returns the end of an error message for an unknown name: "; did you mean NEAR?", or "" if no known name is
+    near."""
+    near = get_close_matches(name, tuple(known), 1) if isinstance(name, str) else ()
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def require_known_options(given: Mapping[str, object], known: Iterable[str]) -> None:
     """Checks that every option of `given` is in `known`. Raises: TypeError for another option; its message gives the
-    option's new name or the nearest one, if there is one."""
+    nearest one, if there is one."""
     known = tuple(known)
     for name in given:
         if name not in known:
@@ -196,28 +156,14 @@ def require_known_options(given: Mapping[str, object], known: Iterable[str]) -> 
 
 
 def no_attribute(owner: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Returns an AttributeError for a name that `owner` does not have; its message gives today's name or the nearest
-    one, if there is one."""
+    """Returns an AttributeError for a name that `owner` does not have; its message gives the nearest one, if
+    there is one."""
     return AttributeError(f"{owner} has no attribute {name!r}{hint(name, known)}")
 
 
-class HintsAtNewNames:
-    """Gives its subclasses a helpful AttributeError: for an attribute of an earlier version, the message has today's
-    name."""
-
-    __slots__ = ()
-
-    if not TYPE_CHECKING:  # hidden from the type checker, which would otherwise accept every misspelt name
-
-        def __getattr__(self, name: str) -> object:
-            if RENAMED.get(name) in dir(type(self)):
-                raise no_attribute(f"{type(self).__name__!r} object", name, dir(type(self)))
-            return object.__getattribute__(self, name)  # raises the error of a property again
-
-
-class HintsAtNewArguments(HintsAtNewNames):
+class KnownKeywords:
     """Checks the keywords of frozen settings: an unknown keyword of a subclass raises a TypeError, which gives the
-    keyword's new name or the nearest one, if there is one."""
+    nearest one, if there is one."""
 
     __slots__ = ()
     if TYPE_CHECKING:

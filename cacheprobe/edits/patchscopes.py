@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 from cacheprobe.core.values import whole_number
 from cacheprobe.edits.patching.arguments import as_layers
 from cacheprobe.lenses.insertion import HEIGHT, IDENTITY_PROMPT, TargetPrompt, continued, inserted

@@ -10,8 +10,8 @@ import pandas as pd
 
 from cacheprobe.analysis.draft_replay.tables import names_of
 from cacheprobe.core.config import EngineOptions
-from cacheprobe.core.progress import Progress
 from cacheprobe.core.records import Observer, StepRecord
+from cacheprobe.core.terminal import Progress
 from cacheprobe.core.values import whole_number
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.plan import RunPlan

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Request, fingerprint_differences
-from cacheprobe.core.tokens.special import special_token_ids
+from cacheprobe.core.tokens import special_token_ids
 from cacheprobe.edits.interventions.base import Intervention
 from cacheprobe.edits.interventions.editor import intervention_entries
 from cacheprobe.engine.shapes import shared_capacity

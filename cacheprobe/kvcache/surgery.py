@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cacheprobe.core.values import HintsAtNewNames, listed, whole_number
+from cacheprobe.core.values import listed, whole_number
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.head_masks import LayerHeadPosition
 from cacheprobe.kvcache.recurrent import RecurrentCache, RowStates, before, memory_of
@@ -24,7 +24,7 @@ EDITED = "edited"
 
 
 @dataclass(frozen=True, eq=False)
-class KVSnapshot(HintsAtNewNames):
+class KVSnapshot:
     """Holds a copy of the keys and values of a text's first positions, 0 to len - 1, taken from a cache.
 
     Keys include their rotary rotation, if the model has one, so each position's keys are valid at that position only.

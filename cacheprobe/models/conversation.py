@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.records import Request
-from cacheprobe.core.tokens.special import special_token_ids
+from cacheprobe.core.tokens import special_token_ids
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import Chat
 

@@ -11,8 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from cacheprobe.core.live import ModelError
-from cacheprobe.core.process import require_usable_process
+from cacheprobe.core.live import ModelError, require_usable_process
 
 CPU_INFO = Path("/proc/cpuinfo")
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock, get_ident, local
 
-from cacheprobe.core.live import LiveModule
-from cacheprobe.core.process import require_usable_process
+from cacheprobe.core.live import LiveModule, require_usable_process
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.settings import plain_settings
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from cacheprobe.core.tokens.text import TextWindow
+from cacheprobe.core.tokens import TextWindow
 
 
 def num_accepted(draft_token_ids: Sequence[int], target_token_ids: Sequence[int]) -> int:

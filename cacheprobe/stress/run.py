@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from cacheprobe.core.files import write_json
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 from cacheprobe.core.values import JsonDict
 from cacheprobe.kvcache.status import checked_states
 from cacheprobe.models.settings import numeric_settings, processor_name

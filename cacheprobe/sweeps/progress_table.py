@@ -5,8 +5,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from cacheprobe.core.progress import SECONDS_BETWEEN_LINES
-from cacheprobe.core.terminal import duration
+from cacheprobe.core.terminal import SECONDS_BETWEEN_LINES, duration
 from cacheprobe.sweeps.events import Event
 
 if TYPE_CHECKING:

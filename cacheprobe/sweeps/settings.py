@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from cacheprobe.core.run_flags import ModelFlags, PromptFlags, RunFlags
+from cacheprobe.core.settings import ModelFlags, PromptFlags, RunFlags
 from cacheprobe.core.values import JsonDict, nearest_or_all
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def read_config(source: ConfigSource) -> SweepConfig:
         return source
     where, content = "the sweep's settings", source
     if isinstance(source, str | Path):
-        from cacheprobe.core.strict_yaml import read_yaml
+        from cacheprobe.core.files import read_yaml
 
         where, content = str(source), read_yaml(Path(source), "sweep")
     if not isinstance(content, dict):

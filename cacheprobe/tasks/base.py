@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from cacheprobe.core.tokens.answers import tokens_after
+from cacheprobe.core.tokens import tokens_after
 from cacheprobe.ops.statistics import wilson
 
 SHOT_SEPARATOR = "\n\n"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import HEAD_SITES, PATTERN, SITE_NAMES, site_label
-from cacheprobe.core.process import require_usable_process
+from cacheprobe.core.live import require_usable_process
 from cacheprobe.core.records import STATUSES, Request
-from cacheprobe.core.tokens.special import special_token_ids
+from cacheprobe.core.tokens import special_token_ids
 from cacheprobe.core.values import JsonDict, hint
 from cacheprobe.edits.interventions.base import Intervention
 from cacheprobe.kvcache.surgery import KVSnapshot

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 
 import pandas as pd
 
-from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.tokens import visible
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.tables.token_history import token_history
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.tokens import visible
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.checked_files import CheckedFiles
 from cacheprobe.trace.manifest import UNREAD, TraceError, read_manifest, require_whole

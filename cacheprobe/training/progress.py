@@ -1,6 +1,6 @@
 """Shows the progress of a training: a bar with rate and time left on a terminal, plain lines elsewhere."""
 
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 
 
 class TrainingProgress(Progress):

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import pandas as pd
 
-from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.tokens import visible
 from cacheprobe.trace.tables.token_history import token_texts_of
 
 _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")

@@ -188,7 +188,7 @@ def test_settings_of_a_wrong_kind_are_one_line() -> None:
 KILLED = """
 import os, signal, sys
 from cacheprobe.cli import app as cli
-from cacheprobe.core import progress
+from cacheprobe.core import terminal
 
 def set_done(self, done, note=""):
     self.done = done

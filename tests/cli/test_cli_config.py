@@ -12,7 +12,7 @@ from cacheprobe.cli.app import app
 from cacheprobe.cli.config import read
 from cacheprobe.cli.flags import with_flags
 from cacheprobe.core.config import EngineConfig, EngineOptions
-from cacheprobe.core.run_flags import ModelFlags, PromptFlags, RunFlags
+from cacheprobe.core.settings import ModelFlags, PromptFlags, RunFlags
 from cacheprobe.sweeps.settings import Axes
 from cacheprobe.sweeps.settings import SweepRunSettings as SweepRun
 from cacheprobe.views.report.listings import run_listings

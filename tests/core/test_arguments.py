@@ -1,8 +1,12 @@
 """Wrong values of arguments: refused at every door, before anything is computed, by name and with what was expected."""
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,6 +14,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.cli.app import main
+from cacheprobe.core.config import EngineConfig
 from cacheprobe.engine import sizes
 from cacheprobe.models.hf.bridge import BridgeLM
 from tests.tiny import SMALL, loaded
@@ -238,3 +243,36 @@ def test_available_memory_is_the_least_that_is_told(tmp_path, monkeypatch) -> No
     monkeypatch.setattr(sizes, "CGROUP_LIMITS", ())
     assert sizes.available_bytes() is None or sizes.available_bytes() > 2**20  # all memory, where a system tells it
     assert sizes.available_bytes(torch.device("meta")) is None
+
+
+# -- names
+
+TOKENS = [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("use", "near"),
+    [
+        (lambda: cp.Request(TOKENS, arrival=2), "arrival_step"),
+        (lambda: cp.CaptureConfig(site="S"), "sites"),
+        (lambda: cp.SamplingParams(max_tokens=3), "max_new_tokens"),
+        (lambda: cp.lode_model, "load_model"),
+        (lambda: cp.plots.lens_grids, "lens_grid"),
+    ],
+)
+def test_a_misspelt_name_is_refused_with_the_nearest(use: Callable[[], object], near: str) -> None:
+    with pytest.raises((TypeError, ValueError, AttributeError), match=rf"; did you mean {near}\?"):
+        use()
+
+
+def test_an_unknown_name_without_a_near_one_is_refused() -> None:
+    with pytest.raises(TypeError, match="unknown argument 'qqq'$"):
+        cp.Request(TOKENS, qqq=1)
+    with pytest.raises(AttributeError, match="'qqq'$"):
+        _ = cp.Request(TOKENS).qqq
+
+
+def test_settings_are_copied_and_pickled_as_before() -> None:
+    for settings in (cp.Request(TOKENS, keep_kv=True), cp.CaptureConfig("SZ", top_k=3), EngineConfig(window=8)):
+        assert copy.copy(settings) == pickle.loads(pickle.dumps(settings)) == replace(settings) == settings
+        assert not hasattr(settings, "_repr_html_")

@@ -17,8 +17,8 @@ import cacheprobe as cp
 import cacheprobe_analyses
 import cacheprobe_benchmarks
 from cacheprobe.cli.app import app
-from cacheprobe.core import progress
-from cacheprobe.core.progress import Progress
+from cacheprobe.core import terminal
+from cacheprobe.core.terminal import Progress
 from tests.tiny import PROMPTS, SMALL, loaded
 
 QUICK = {
@@ -47,7 +47,7 @@ class Terminal(io.StringIO):
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that pass where the test says so."""
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
     return now
 
 

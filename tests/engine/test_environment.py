@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.engine.fingerprint import FingerprintMismatch, require_same
 from cacheprobe.models import facts, settings
 from cacheprobe.models.base import ModelError
@@ -292,25 +291,6 @@ def test_weights_that_change_between_two_pieces_end_the_stream(is_by_data: bool)
         (weight.data if is_by_data else weight).mul_(1.5)
     with pytest.raises(FingerprintMismatch, match="begin and end of one run.*weights_sha256"):
         list(stream)
-
-
-def test_runs_from_before_a_setting_was_recorded(tmp_path: Any) -> None:
-    """They are taken to have had the default: equal to a run of today under it, and different from another."""
-    trace = cp.run(loaded(), PROMPTS[:2], **LIGHT)
-    new = [
-        "float32_matmul_precision", "deterministic_algorithms", "flush_denormal", "attention_kernels",
-        "mkl_enable_instructions", "onednn_max_cpu_isa", "onednn_default_fpmath_mode",
-    ]  # fmt: skip
-    old = {key: value for key, value in trace.fingerprint.items() if key not in new}
-    assert len(old) == len(trace.fingerprint) - len(new)
-    assert fingerprint_differences(old, trace.fingerprint) == []
-    other = {**trace.fingerprint, "float32_matmul_precision": "medium"}
-    said = "not recorded, so taken as 'highest'"
-    assert fingerprint_differences(old, other) == [("float32_matmul_precision", said, "medium")]
-    trace.fingerprint.clear()
-    trace.fingerprint.update(old)
-    again = cp.load_trace(trace.save(tmp_path), loaded())
-    assert again.fingerprint == old and cp.verify(again, loaded(), progress=False).is_equal
 
 
 def interrupted(model: BridgeLM, error: BaseException, after: int) -> None:

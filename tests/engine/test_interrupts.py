@@ -126,7 +126,7 @@ def test_accuracy_is_that_of_finished_requests(press_at: Any) -> None:
 PRESSED = """
 import os, signal, sys
 from cacheprobe.cli import app as cli
-from cacheprobe.core import progress
+from cacheprobe.core import terminal
 
 seen = 0
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from cacheprobe.core.tokens.text import WINDOW
+from cacheprobe.core.tokens import WINDOW
 from cacheprobe.models.smollm2 import smollm2_directory
 from cacheprobe.ops.acceptance import StopRule, clip_draft, find_ending
 from tests.twins.equivalence import ends_slowly

@@ -21,7 +21,7 @@ import pandas as pd
 import torch
 
 import cacheprobe as cp
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks.base import Accuracy, Question

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 from cacheprobe.edits.patching.cells import Edit, cell, run_cells
 from cacheprobe.edits.patching.grid import difference
 from cacheprobe.edits.patching.pair import run_pair

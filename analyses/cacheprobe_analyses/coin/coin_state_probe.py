@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 import cacheprobe as cp
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 from cacheprobe.tasks import CoinFlip
 from cacheprobe.views import probe_figure
 from cacheprobe_analyses.command import command_of_subjects

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 import cacheprobe as cp
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 from cacheprobe.engine.drafters import EarlyExit, FastPath, NGram
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.tasks import CoinFlip

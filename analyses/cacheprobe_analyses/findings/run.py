@@ -10,8 +10,8 @@ from statistics import mean
 from typing import Any
 
 from cacheprobe.core.files import write_json, write_whole
-from cacheprobe.core.progress import Progress
 from cacheprobe.core.registry import available, find, same_name
+from cacheprobe.core.terminal import Progress
 from cacheprobe_analyses.findings.finding import LEAST_SEEDS, Finding, Published, interval, overall
 from cacheprobe_analyses.records import RESULTS, markdown_table
 

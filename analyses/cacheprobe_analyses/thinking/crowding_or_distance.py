@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 from cacheprobe.models.thinking.blocks import rotate
 from cacheprobe.models.thinking.model import ThinkingModel, thought_table
 from cacheprobe.tasks import Annotated

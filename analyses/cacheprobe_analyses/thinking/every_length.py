@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cacheprobe.core.files import write_json
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses.records import RESULTS

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all
 from cacheprobe.tasks.base import Accuracy

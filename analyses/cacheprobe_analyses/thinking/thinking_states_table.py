@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheprobe.core.files import write_json
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 from cacheprobe.models.thinking.store import CONFIG
 from cacheprobe.training.thinking.command import train_thinking
 from cacheprobe.training.thinking.presets import preset_of

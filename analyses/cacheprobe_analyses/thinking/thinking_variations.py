@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheprobe.core.files import write_json
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 from cacheprobe.models.thinking.store import CONFIG, save_thinking
 from cacheprobe.tasks import TwoCoins
 from cacheprobe.tasks.base import Accuracy

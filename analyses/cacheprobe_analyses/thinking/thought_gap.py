@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 from cacheprobe.tasks import CoinFlip, Example, annotate_all, coin_question
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.thinking.evaluate import evaluate

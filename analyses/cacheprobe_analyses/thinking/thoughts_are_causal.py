@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 from cacheprobe.tasks import CoinFlip, annotate_all, mixed
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.thinking.recurrent import own_thoughts, write

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from cacheprobe.core.files import write_whole
-from cacheprobe.core.progress import Progress
 from cacheprobe.core.registry import available
+from cacheprobe.core.terminal import Progress
 from cacheprobe.ops.kernel_set import choose_kernels
 from cacheprobe_benchmarks.gpu.checks import determinism_complaints, loop_complaints
 from cacheprobe_benchmarks.speed.products import Rates

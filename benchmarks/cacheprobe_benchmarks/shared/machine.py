@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 import torch
 
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 from cacheprobe.models.settings import CPU_INFO, processor_name
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 
 from cacheprobe.analysis.draft_replay.plan import ReplayPlan, committed_readings
 from cacheprobe.analysis.draft_replay.tables import TABLES, DraftReplay
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 from cacheprobe.core.values import hint, whole_number
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.drafters.early_exit import EarlyExit

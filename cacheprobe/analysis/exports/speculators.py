@@ -12,7 +12,7 @@ from torch import Tensor
 from cacheprobe.analysis.exports.arrays import require_unused
 from cacheprobe.core.files import write_whole
 from cacheprobe.core.hook_names import CONVENTION
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 from cacheprobe.trace.state_store import layer_number
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from cacheprobe.analysis.exports.arrays import NO_STATES, as_numpy, require_unused
 from cacheprobe.core.files import write_whole
 from cacheprobe.core.hook_names import CONVENTION
-from cacheprobe.core.progress import Progress
 from cacheprobe.core.records import STATUSES
+from cacheprobe.core.terminal import Progress
 from cacheprobe.core.values import hint
 from cacheprobe.trace.state_store import layer_number
 from cacheprobe.trace.tables.schema import arrow_schema, typed

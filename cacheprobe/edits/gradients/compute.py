@@ -6,8 +6,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.core.progress import Progress
-from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.terminal import Progress
+from cacheprobe.core.tokens import visible
 from cacheprobe.edits.gradients.metrics import Metric, name_of
 from cacheprobe.edits.gradients.result import Gradients, TextGradients
 from cacheprobe.edits.gradients.texts import REJECTED, GradientText, texts_of_prompts, texts_of_trace

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import HEADS, RECURRENT, ROUTER, SITES
+from cacheprobe.core.live import require_usable_process
 from cacheprobe.core.noise import RESAMPLE_STREAM, uniform_noise
-from cacheprobe.core.process import require_usable_process
 from cacheprobe.core.records import PHASES
 from cacheprobe.core.values import flag, listed, whole_number
 

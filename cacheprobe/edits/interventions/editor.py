@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import RECURRENT
-from cacheprobe.core.tokens.special import is_special, special_token_ids
+from cacheprobe.core.tokens import is_special, special_token_ids
 from cacheprobe.edits.interventions.base import Intervention, StateContext
 from cacheprobe.edits.interventions.checks import Drafting, check_model, check_request, require_hooks
 from cacheprobe.kvcache.sequence import SequenceState

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from cacheprobe.core.tokens.answers import tokens_after
+from cacheprobe.core.tokens import tokens_after
 from cacheprobe.core.values import listed, whole_number
 from cacheprobe.models.base import CachedLM
 

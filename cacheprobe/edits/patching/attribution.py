@@ -7,8 +7,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.core.progress import Progress
-from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.terminal import Progress
+from cacheprobe.core.tokens import visible
 from cacheprobe.core.values import whole_number
 from cacheprobe.edits.patching.activation import activation
 from cacheprobe.edits.patching.answers import Answer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.tokens import visible
 from cacheprobe.edits.patching.answers import Answer, as_answer, require_room
 from cacheprobe.edits.patching.arguments import (
     GridConfig,

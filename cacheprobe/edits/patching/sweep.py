@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 from cacheprobe.edits.patching.cells import PatchingCell, is_idle, run_cells, run_cells_to_end
 from cacheprobe.edits.patching.parts import CellStore
 from cacheprobe.edits.patching.runs import AnswerLogits, AnswerPair, Run, extend, read, read_whole

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cacheprobe.core.registry import register
-from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.tokens import visible
 from cacheprobe.engine.drafters.base import DraftContext
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import copy_states

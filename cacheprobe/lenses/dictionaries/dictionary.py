@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cacheprobe.core.process import require_usable_process
+from cacheprobe.core.live import require_usable_process
 from cacheprobe.core.values import folder as checked_folder
 from cacheprobe.lenses.dictionaries.config import GATED, JUMPRELU, STANDARD, TOPK, DictionaryConfig, DictionaryError
 from cacheprobe.lenses.dictionaries.formats import Said, read_dictionary, shapes_of

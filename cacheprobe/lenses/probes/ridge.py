@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cacheprobe.core.process import require_usable_process
+from cacheprobe.core.live import require_usable_process
 
 STRENGTHS = (0.01, 0.1, 1.0, 10.0, 100.0)
 """Penalties to try, in units of the number of features."""

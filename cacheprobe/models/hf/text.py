@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from cacheprobe.core.live import LiveTokenizer
-from cacheprobe.core.tokens.text import CUT, distinct_texts, texts_of_backend
+from cacheprobe.core.tokens import CUT, distinct_texts, texts_of_backend
 from cacheprobe.models.base import ModelError
 
 _TAIL = 4

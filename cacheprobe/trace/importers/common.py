@@ -16,7 +16,7 @@ from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.hook_names import HEAD_SITES
 from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.records import Request, SamplingParams, StepRecord
-from cacheprobe.core.tokens.special import special_token_ids
+from cacheprobe.core.tokens import special_token_ids
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.hf.text import TokenText

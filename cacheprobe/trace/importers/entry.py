@@ -7,7 +7,7 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from cacheprobe.analysis.reading import readable
-from cacheprobe.core.process import require_usable_process
+from cacheprobe.core.live import require_usable_process
 from cacheprobe.core.records import Finished
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.tokens import visible
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.checked_files import CheckedFiles
 from cacheprobe.trace.manifest import JOURNAL, TraceError

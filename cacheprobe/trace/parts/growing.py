@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.tokens import visible
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.checked_files import CheckedFiles

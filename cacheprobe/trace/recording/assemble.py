@@ -5,8 +5,7 @@ from dataclasses import asdict
 
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import Request
-from cacheprobe.core.tokens.special import special_token_ids
-from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.tokens import special_token_ids, visible
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.conversation import stopped_by

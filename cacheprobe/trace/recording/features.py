@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.hook_names import SITES
-from cacheprobe.core.tokens.special import is_special, special_token_ids
+from cacheprobe.core.tokens import is_special, special_token_ids
 from cacheprobe.lenses.dictionaries import Dictionary, DictionaryError
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.rows import RowRecord

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from cacheprobe.core.progress import Progress
 from cacheprobe.core.records import Finished, Observer, StepRecord
+from cacheprobe.core.terminal import Progress
 
 _EVENTS = [name for name in vars(Observer) if not name.startswith("_")]
 

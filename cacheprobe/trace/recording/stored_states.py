@@ -7,7 +7,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.core.process import require_usable_process
+from cacheprobe.core.live import require_usable_process
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.data import TraceData

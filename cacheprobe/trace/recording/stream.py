@@ -5,8 +5,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cacheprobe.core.records import Finished, Observer
-from cacheprobe.core.tokens.text import CUT, WINDOW, TextWindow
-from cacheprobe.core.values import HintsAtNewNames
+from cacheprobe.core.tokens import CUT, WINDOW, TextWindow
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.trace.trace import Trace
@@ -56,7 +55,7 @@ class _Committed(Observer):
         self.ended[finished.request_id] = finished.reason
 
 
-class Stream(HintsAtNewNames):
+class Stream:
     """Iterates over the `Piece`s of a run: committed tokens and their text.
 
     The engine runs only while the caller waits for a piece. `close` ends the run early; so does the deletion of the

@@ -9,7 +9,7 @@ import pandas as pd
 from torch import Tensor
 
 from cacheprobe.core.records import StepRecord
-from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.tokens import visible
 from cacheprobe.trace.rows import LedgerChange, RowRecord
 from cacheprobe.trace.tables.schema import TABLES, typed
 

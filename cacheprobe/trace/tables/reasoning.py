@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from cacheprobe.core.records import Request
-from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.tokens import visible
 from cacheprobe.trace.tables.schema import typed
 
 if TYPE_CHECKING:

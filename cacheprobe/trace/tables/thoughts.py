@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cacheprobe.core.records import Request, Thought
-from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.tokens import visible
 from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks.base import Example
 from cacheprobe.trace.tables.schema import typed

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from cacheprobe.core.hook_names import hook_name
+from cacheprobe.core.live import require_usable_process
 from cacheprobe.core.noise import derive_seed
-from cacheprobe.core.process import require_usable_process
 from cacheprobe.core.values import Json
 from cacheprobe.lenses.dictionaries import Dictionary, DictionaryConfig
 from cacheprobe.lenses.dictionaries.formats import CONFIG

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cacheprobe.core.live import require_usable_process
 from cacheprobe.core.noise import derive_seed
-from cacheprobe.core.process import require_usable_process
 from cacheprobe.core.values import Json
 from cacheprobe.engine.drafters.draft_head import DraftHead, next_states
 from cacheprobe.lenses.base import unembedding_sha256

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from cacheprobe.core.files import write_json
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 from cacheprobe.models.loaders import load_model
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.tasks.people import HELD_OUT_NAMES

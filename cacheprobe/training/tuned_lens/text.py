@@ -6,7 +6,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from cacheprobe.core.progress import Progress
+from cacheprobe.core.terminal import Progress
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.feeding import continue_texts
 from cacheprobe.tasks import Boxes, CoinFlip, Permutations, Variables

@@ -3,7 +3,7 @@
 from functools import lru_cache
 from pathlib import Path
 
-from cacheprobe.core.tokens.text import texts_of_backend
+from cacheprobe.core.tokens import texts_of_backend
 from cacheprobe.models.known import shipped_folder
 
 

@@ -8,8 +8,8 @@ import plotly.graph_objects as go
 
 from cacheprobe.analysis.of_trace import lens_readings, prediction_depth
 from cacheprobe.core.files import write_whole
-from cacheprobe.core.progress import Progress
 from cacheprobe.core.records import DISCARDED_DRAFT
+from cacheprobe.core.terminal import Progress
 from cacheprobe.views.curves import draft_verdicts, prediction_depth_figure
 from cacheprobe.views.diagrams.alone import Drawing, panels_alone
 from cacheprobe.views.diagrams.diagram import decoded_phases, keys, window_phases

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 from cacheprobe.analysis.of_trace import lens_readings
 from cacheprobe.core.files import write_whole
-from cacheprobe.core.progress import Progress
-from cacheprobe.core.terminal import DASH_PORT
+from cacheprobe.core.terminal import DASH_PORT, Progress
 from cacheprobe.trace.manifest import UNREAD
 from cacheprobe.trace.tables.draft_verdicts import verified_drafts
 from cacheprobe.views.diagrams.diagram import legend, side_by_side

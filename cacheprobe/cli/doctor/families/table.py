@@ -11,8 +11,7 @@ from cacheprobe.cli.doctor.families.columns import COLUMNS
 from cacheprobe.cli.doctor.families.rows import LOADS, Row
 from cacheprobe.cli.doctor.families.tiny import families
 from cacheprobe.cli.doctor.families.variants import VARIANTS
-from cacheprobe.core.progress import Progress
-from cacheprobe.core.terminal import Listing
+from cacheprobe.core.terminal import Listing, Progress
 from cacheprobe.core.values import hint
 
 SECONDS_PER_FAMILY = 120.0

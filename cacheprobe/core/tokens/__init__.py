@@ -1,1 +1,0 @@
-"""Tells special tokens, and finds the tokens of answers, with any tokenizer."""
