@@ -10,7 +10,7 @@ from typing import Literal
 from cyclopts import App
 
 from cacheprobe import __version__
-from cacheprobe.cli.config import fill
+from cacheprobe.cli.flags import fill
 
 app = App(
     name="cacheprobe",
@@ -40,17 +40,17 @@ for name, text in {
 }.items():
     app.command(f"cacheprobe.cli.look:{name}", name=name, help=text)
 app.command(
-    "cacheprobe.cli.flip:flip",
+    "cacheprobe.cli.look:flip",
     name="flip",
     help="List the edits that would have flipped a rejected draft's verdict.",
 )
-app.command("cacheprobe.cli.resume:resume", name="resume", help="Continue a run that was killed.")
+app.command("cacheprobe.cli.run:resume", name="resume", help="Continue a run that was killed.")
 app.command("cacheprobe.cli.imports:imports", name="import", help="Make a run of what another program kept.")
-app.command("cacheprobe.cli.bench:bench", name="bench", help="Measure, list or compare benchmarks.")
+app.command("cacheprobe.cli.measure:bench", name="bench", help="Measure, list or compare benchmarks.")
 app.command("cacheprobe.cli.sweep:sweep", name="sweep", help="Run every combination that a file names.")
 app.command("cacheprobe.cli.sweep:query", name="query", help="Ask the results of a sweep in SQL.")
-app.command("cacheprobe.cli.findings:findings", name="findings", help="List published results, or measure one again.")
-app.command("cacheprobe.cli.dash:dash", name="dash", help="Look at stored runs in a browser, with linked views.")
+app.command("cacheprobe.cli.measure:findings", name="findings", help="List published results, or measure one again.")
+app.command("cacheprobe.cli.look:dash", name="dash", help="Look at stored runs in a browser, with linked views.")
 
 
 @app.command

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 
 from cyclopts import App, Parameter
 
-from cacheprobe.cli.config import SEVERAL
-from cacheprobe.cli.flags import with_flags
+from cacheprobe.cli.flags import SEVERAL, with_flags
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

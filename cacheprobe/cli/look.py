@@ -1,9 +1,19 @@
-"""Implements the commands show, hypotheses, models and doctor. Heavy imports are made when a command runs."""
+"""Implements the commands show, hypotheses, export, flip, dash, models and doctor. Heavy imports are made when one
+runs.
+"""
 
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from cacheprobe.cli.config import SEVERAL
+from cyclopts import App
+
+from cacheprobe.cli.flags import SEVERAL, fill
+from cacheprobe.core.terminal import DASH_PORT
+
+if TYPE_CHECKING:
+    from cacheprobe.analysis.flips import Flips
+    from cacheprobe.core.terminal import Listing
 
 
 def show(run: Path, *, request: int | None = None, rejected: bool = False) -> None:
@@ -177,3 +187,141 @@ def _families(chosen: str, as_json: bool, as_markdown: bool, progress: bool) -> 
     else:
         terminal.show(table.listings(rows))
     return int(any(not row.is_green and not row.is_refused for row in rows))
+
+
+def flip(
+    run: Path,
+    *,
+    request: int,
+    step: int,
+    sites: str = "STC",
+    out: Path | None = None,
+    model: str | None = None,
+    adapter: str | None = None,
+    progress: bool = True,
+) -> None:
+    """Edit the states that judged a rejected draft token, and list which edits make the verifier choose that token.
+
+    Each state is replaced by zeros, by the mean of the request's earlier positions, by the drafter's own state, and by
+    that of the drafted token. Prints the change in nats by layer, with a * where the verdict flips.
+
+    Parameters
+    ----------
+    run
+        Directory of a saved run.
+    request
+        The request whose draft was rejected.
+    step
+        The step that rejected it; `cacheprobe show RUN --rejected` lists all.
+    sites
+        Sites to edit: S (residual stream), T (attention output), C (MLP output).
+    out
+        Write the picture into this .html file.
+    model
+        Name or directory of the model, if not the one that the run names.
+    adapter
+        Name or directory of the adapter, if not the one that the run names.
+    progress
+        Show a progress bar.
+    """
+    if out is not None and out.suffix != ".html":
+        raise ValueError(f"--out is an HTML file, ending in .html, got {out}")
+    import cacheprobe as cp
+    from cacheprobe.analysis.flips import rejection_of, require_reproducible
+    from cacheprobe.core import terminal
+    from cacheprobe.models.loaders import model_of_run
+
+    trace = cp.load_trace(run)
+    require_reproducible(trace, rejection_of(trace, request, step))  # before the model is loaded
+    trace.model = model_of_run(trace.fingerprint, model, adapter, progress=progress)
+    found = cp.analysis.flip(trace, request, step, sites=sites, progress=progress)
+    terminal.show([flips_listing(found)])
+    if out is not None:
+        cp.plots.flip_grid(found.table).write_html(out)
+        print(out)
+
+
+def flips_listing(found: "Flips") -> "Listing":
+    """Returns a `Listing` of a result of `cp.analysis.flip`: a line for each layer, the last one first, and a column
+    for each kind of edit and site."""
+    from cacheprobe.core.terminal import Listing
+
+    at, table = found.meta, found.table
+    columns = list(dict.fromkeys(zip(table.edit, table.site, strict=True)))
+    cells = {
+        (one.edit, one.site, one.layer): f"{one.change_nats:+.2f}{' *' * bool(one.flips)}" for one in table.itertuples()
+    }
+    layers = sorted(table.layer.unique().tolist(), reverse=True)
+    rows = [(str(layer), *(cells.get((*column, layer), "—") for column in columns)) for layer in layers]
+    title = (
+        f"request {at['request_id']}, step {at['step']}: drafted “{at['drafted_token']}”, committed "
+        f"“{at['committed_token']}” ({at['difference_nats']:+.2f} nats)"
+    )
+    flips = int(table.flips.sum())
+    note = f"{flips} of {len(table)} edits flip the verdict (*); changes of drafted minus committed are in nats"
+    names = tuple(f"{edit} {site}" for edit, site in columns)
+    return Listing(title, ("layer", *names), rows, "; ".join([note, *(f"left out: {why}" for why in at["left_out"])]))
+
+
+dash = App(
+    name="dash", help="Look at stored runs in a browser, with linked views.", help_format="plaintext", config=fill
+)
+
+
+@dash.default
+def open_runs(
+    *runs: Path,
+    config: Path | None = None,
+    port: int = DASH_PORT,
+    host: str = "127.0.0.1",
+    model: str | None = None,
+    lens: Annotated[tuple[Path, ...], SEVERAL] = (),
+) -> None:
+    """Look at stored runs in a browser, with linked views. Ends with Ctrl-C.
+
+    Parameters
+    ----------
+    runs
+        Directories of saved runs, directories that hold several, or result files (.json) and folders of such files.
+    config
+        A YAML file of settings, named as these flags are, and a list of runs; flags override them.
+    port
+        Port to listen at; 0 for any free one.
+    host
+        Address to listen at; by default only this machine can connect. 0.0.0.0 is every address of this machine, and
+        :: also its IPv6 addresses. Everybody who can connect can read the prompts.
+    model
+        Name or directory of the model that reads kept states, if not the one that a run names.
+    lens
+        Directory of a tuned lens, or several, for reading kept states.
+    """
+    if not runs:
+        reminder = "; name runs before --lens, which takes all that follows it" if lens else ""
+        raise ValueError(f"name at least one saved run, as in cacheprobe dash runs/demo{reminder}")
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--port is a number from 0 to 65535, got {port}; 0 takes any that is free")
+    if find_spec("dash") is None:
+        raise ValueError("the dashboard needs Dash: pip install 'cacheprobe[dash]'")
+    if lens:
+        from cacheprobe.lenses.tuned_files import require_tuned_lens
+
+        for directory in lens:
+            require_tuned_lens(directory)
+    for path in runs:
+        if not path.exists():
+            raise ValueError(f"there is no {path}; name a saved run, a folder of runs or a result file")
+    from cacheprobe.views.dashboard.serve import listen
+    from cacheprobe.views.dashboard.shelf import Shelf
+    from cacheprobe.views.text import plain
+
+    shelf = Shelf.of(runs, model, lens)
+    server = listen(shelf, host, port)
+    for entry in shelf.entries:
+        print(plain(f"{entry.name}: {f'cannot be opened, {entry.reason}' if entry.book is None else entry.book.run}"))
+    is_every = host in ("0.0.0.0", "::")
+    reachable = "127.0.0.1" if is_every else f"[{host}]" if ":" in host else host
+    where = f"http://{reachable}:{server.port}/" + (
+        f" and every other address of this machine ({host})" if is_every else ""
+    )
+    print(f"listening at {where} (Ctrl-C ends it)", flush=True)
+    server.serve_forever()

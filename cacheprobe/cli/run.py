@@ -1,7 +1,9 @@
-"""Implements `cacheprobe run`: generates and saves the trace. Heavy imports are made when the command runs."""
+"""Implements `cacheprobe run` and `cacheprobe resume`: generates and saves the trace. Heavy imports are made when a
+command runs."""
 
 import sys
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -12,21 +14,40 @@ from cacheprobe.core.values import JsonDict
 
 if TYPE_CHECKING:
     from cacheprobe.engine.drafters.base import Drafter
-    from cacheprobe.trace.recording.interrupts import Interrupted
-    from cacheprobe.trace.recording.to_disk import OutputOptions
+    from cacheprobe.trace.trace import Trace
 
 SHAPES = ("window", "group", "capacity", "max_batch", "max_kv_tokens", "determinism")
 PASSED_ON = ("deterministic", "lens", "max_new_tokens", "seed", *SHAPES)
 """Settings that are passed to `cp.run` unchanged."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class OutFlags:
+    """Holds the flags of `cacheprobe run` that say where the trace goes."""
+
+    out: Path | None = None
+    """Directory for the trace; needed unless --dry-run is given."""
+    dry_run: bool = False
+    """Print an estimate of passes, memory, disk space and time instead, and run nothing."""
+    overwrite: bool = False
+    """Replace the run that --out holds, and remove its report.html. The old run stays until the new one is complete."""
+    memory_budget: str | None = None
+    """Most memory for what is not written yet, such as 2GB; by default a quarter of what is free."""
+
+    def require_usable(self) -> None:
+        """Checks that a run can be recorded. Raises: ValueError if there is no directory, or one that is in use."""
+        from cacheprobe.trace.places import require_free
+
+        if self.out is not None:
+            require_free(self.out, self.overwrite)
+        elif not self.dry_run:
+            raise ValueError("give --out, the directory for the trace, or --dry-run for an estimate")
+
+
 @with_flags
 def run(
     *,
-    out: Path | None = None,
-    dry_run: bool = False,
-    overwrite: bool = False,
-    memory_budget: str | None = None,
+    output: OutFlags,
     config: Path | None = None,
     model: ModelFlags,
     prompts: PromptFlags,
@@ -40,14 +61,6 @@ def run(
 
     Parameters
     ----------
-    out
-        Directory for the trace; needed unless --dry-run is given.
-    dry_run
-        Print an estimate of passes, memory, disk space and time instead, and run nothing.
-    overwrite
-        Replace the run that --out holds, and remove its report.html. The old run stays until the new one is complete.
-    memory_budget
-        Most memory for what is not written yet, such as 2GB; by default a quarter of what is free.
     config
         A YAML file of settings, named as these flags are; flags override them.
     progress
@@ -57,48 +70,96 @@ def run(
 
     require_known(model.model)  # before torch is imported, which takes seconds
     import cacheprobe as cp
-    from cacheprobe.analysis.summary import closing
-    from cacheprobe.core.records import SamplingParams
-    from cacheprobe.trace.manifest import JOURNAL
-    from cacheprobe.trace.places import require_free
 
     prompts.require_one_source()
-    if out is not None:
-        require_free(out, overwrite)
-    elif not dry_run:
-        raise ValueError("give --out, the directory for the trace, or --dry-run for an estimate")
+    output.require_usable()
     # before examples are made and the model is loaded, which takes seconds: settings check themselves
-    sampling = SamplingParams(
-        temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, stop=settings.stop
-    )
-    capture = cp.CaptureConfig(
-        settings.capture,
-        heads=settings.heads,
-        statuses=settings.statuses or None,
-        every=settings.every,
-        dtype=settings.capture_dtype,
-    )
+    arguments = _run_arguments(settings)
     drafter, to_read = _drafter_and_prompts(model, prompts, settings)
     loaded = cp.load_model(**asdict(model), progress=progress)
-    passed_on = {name: getattr(settings, name) for name in PASSED_ON}
-    arguments: dict[str, Any] = dict(
-        drafter=drafter, capture=capture, layers=list(settings.layers) or "all", sampling=sampling, **passed_on
-    )
-    if dry_run or out is None:
-        estimate = cp.estimate(loaded, to_read, **arguments)
+    if output.dry_run or output.out is None:
+        estimate = cp.estimate(loaded, to_read, drafter=drafter, **arguments)
         print(estimate)
-        estimate.require_disk(out or Path())
+        estimate.require_disk(output.out or Path())
         return 0
     command = {
         "name": "run",
         "config": config.name if config else None,
         "settings": _given(model) | _given(prompts) | _given(settings),
     }
-    to: OutputOptions = {"command": command, "out": out, "overwrite": overwrite, "memory_budget": memory_budget}
+    to = {"command": command, "overwrite": output.overwrite, "memory_budget": output.memory_budget}
+    return _recorded(
+        output.out,
+        lambda out: cp.run(loaded, to_read, drafter=drafter, progress=progress, out=out, **arguments, **to),
+        progress,
+    )
+
+
+def resume(
+    run: Path,
+    *,
+    model: str | None = None,
+    adapter: str | None = None,
+    dictionary: Path | None = None,
+    memory_budget: str | None = None,
+    progress: bool = True,
+) -> int:
+    """Continue a run that `cacheprobe run` began and that was killed, after its last part that is whole.
+
+    Deterministic requests get the tokens and states of a run that was not interrupted, bit for bit.
+
+    Parameters
+    ----------
+    run
+        Directory of the unfinished run.
+    model
+        Name or directory of the model, if not the one that the run names.
+    adapter
+        Name or directory of the adapter, if not the one that the run names.
+    dictionary
+        Folder or file of the dictionary whose features the run records.
+    memory_budget
+        Most memory for what is not written yet, such as 2GB; by default a quarter of what is free.
+    progress
+        Show progress bars.
+    """
+    import cacheprobe as cp
+    from cacheprobe.core.registry import make
+    from cacheprobe.engine.continuation import unfinished_run
+    from cacheprobe.models.loaders import model_of_run
+
+    meta = unfinished_run(run).header["meta"]
+    settings = meta.get("command", {}).get("settings")
+    if settings is None and (meta["drafter"] or meta.get("interventions")):
+        raise ValueError(f"{run} was begun in Python, with a drafter or interventions; use cp.resume there")
+    to: dict[str, Any] = {"memory_budget": memory_budget, "progress": progress}
+    if settings and settings.get("drafter"):
+        to["drafter"] = make("drafters", settings["drafter"])
+    if dictionary is not None:
+        about = meta["capture"].get("dictionary") or {}
+        to["dictionary"] = cp.lenses.Dictionary.load(dictionary, hook=about.get("hook"))
+    loaded = model_of_run(meta["fingerprint"], model, adapter, progress=progress)
+    return _recorded(run, lambda out: cp.resume(out, loaded, **to), progress)
+
+
+def _recorded(out: Path, record: "Callable[[Path], Trace]", progress: bool) -> int:
+    """Records a run to the directory `out`, prints what it holds, and returns 0; 130 after a Ctrl-C, when it prints how
+    far the run came."""
+    import cacheprobe as cp
+    from cacheprobe.analysis.summary import closing
+    from cacheprobe.trace.manifest import JOURNAL
+
     try:
-        trace = cp.run(loaded, to_read, progress=progress, **arguments, **to)
+        trace = record(out)
     except cp.Interrupted as stopped:
-        return say_stopped(stopped)
+        finished = len(stopped.trace.requests) - stopped.num_cancelled
+        print(
+            f"stopped by Ctrl-C: {finished} of {len(stopped.trace.requests)} requests finished; the others end where "
+            "they stood, as cancelled",
+            file=sys.stderr,
+        )
+        print(f"run: {stopped.directory}")
+        return 130
     except KeyboardInterrupt:
         if (out / JOURNAL).exists():
             print(
@@ -111,14 +172,33 @@ def run(
     return 0
 
 
+def _run_arguments(settings: RunFlags) -> dict[str, Any]:
+    """Returns the arguments of `cp.run` that the flags give, without the drafter. Raises: ValueError for a wrong
+    value."""
+    from cacheprobe.core.config import CaptureConfig
+    from cacheprobe.core.settings import SamplingParams
+
+    sampling = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p", "stop")}
+    capture = CaptureConfig(
+        settings.capture,
+        heads=settings.heads,
+        statuses=settings.statuses or None,
+        every=settings.every,
+        dtype=settings.capture_dtype,
+    )
+    passed_on = {name: getattr(settings, name) for name in PASSED_ON}
+    layers = list(settings.layers) or "all"
+    return {"capture": capture, "layers": layers, "sampling": SamplingParams(**sampling), **passed_on}
+
+
 def _drafter_and_prompts(
     model: ModelFlags, prompts: PromptFlags, settings: RunFlags
 ) -> "tuple[Drafter | None, list[object]]":
     """Returns (the drafter or None, a list of prompts or task examples), checked before the model is loaded. Raises:
     ValueError for settings that a run would refuse."""
     from cacheprobe.core.config import resolve_layers
-    from cacheprobe.core.records import SamplingParams
     from cacheprobe.core.registry import make
+    from cacheprobe.core.settings import SamplingParams
     from cacheprobe.core.values import require_encodable
     from cacheprobe.engine.drafters.early_exit import EarlyExit
     from cacheprobe.engine.shapes import choose_shapes
@@ -137,18 +217,6 @@ def _drafter_and_prompts(
         if isinstance(drafter, EarlyExit):
             drafter.check_layers(depth, model.model)
     return drafter, to_read
-
-
-def say_stopped(stopped: "Interrupted") -> int:
-    """Prints how far a run came that Ctrl-C stopped, and the directory that it is in; returns 130."""
-    finished = len(stopped.trace.requests) - stopped.num_cancelled
-    print(
-        f"stopped by Ctrl-C: {finished} of {len(stopped.trace.requests)} requests finished; the others end where they "
-        "stood, as cancelled",
-        file=sys.stderr,
-    )
-    print(f"run: {stopped.directory}")
-    return 130
 
 
 def _given(settings: ModelFlags | PromptFlags | RunFlags) -> JsonDict:

@@ -4,8 +4,7 @@ from pathlib import Path
 
 from cyclopts import App
 
-from cacheprobe.cli.config import fill
-from cacheprobe.cli.flags import with_flags
+from cacheprobe.cli.flags import fill, with_flags
 from cacheprobe.training.dictionary.settings import DictionarySettings
 from cacheprobe.training.draft_head.settings import DraftHeadSettings
 from cacheprobe.training.lora.settings import EvaluationSettings, LoraSettings

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cacheprobe.cli.bench import compare as command
-from cacheprobe.cli.bench import measure
+from cacheprobe.cli.measure import compare as command
+from cacheprobe.cli.measure import measure
 from cacheprobe_benchmarks import catalogue
 from cacheprobe_benchmarks.catalogue import benchmark, questions
 from cacheprobe_benchmarks.compare import compare, elsewhere

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import cacheprobe as cp
-from cacheprobe.cli.resume import resume
+from cacheprobe.cli.run import resume
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.trace.importers import entry as imports
 from cacheprobe.trace.importers.common import Imported

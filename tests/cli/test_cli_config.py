@@ -9,8 +9,7 @@ from cyclopts import App
 
 import cacheprobe as cp
 from cacheprobe.cli.app import app
-from cacheprobe.cli.config import read
-from cacheprobe.cli.flags import with_flags
+from cacheprobe.cli.flags import read, with_flags
 from cacheprobe.core.config import EngineConfig, EngineOptions
 from cacheprobe.core.settings import ModelFlags, PromptFlags, RunFlags
 from cacheprobe.sweeps.settings import Axes

@@ -274,7 +274,7 @@ def test_pages_of_the_lens_grid_cover_every_position(trace: cp.Trace, tmp_path: 
 
 
 def test_the_command_is_quick_and_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheprobe.cli import dash as cli_dash
+    from cacheprobe.cli import look as cli_dash
 
     with pytest.raises(ValueError, match="at least one saved run"):
         cli_dash.open_runs()
@@ -287,7 +287,7 @@ def test_the_command_is_quick_and_says_what_it_needs(monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match=r"pip install 'cacheprobe\[dash\]'"):
         cli_dash.open_runs(Path("runs"))
     program = (
-        "import sys\nfrom cacheprobe.cli import dash\nprint({'dash', 'torch', 'pandas', 'plotly'} & set(sys.modules))"
+        "import sys\nfrom cacheprobe.cli import look\nprint({'dash', 'torch', 'pandas', 'plotly'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
