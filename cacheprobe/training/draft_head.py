@@ -12,9 +12,8 @@ from cacheprobe.core.values import Json
 from cacheprobe.engine.drafters.draft_head import DraftHead, next_states
 from cacheprobe.lenses.base import unembedding_sha256
 from cacheprobe.models.base import CachedLM
-from cacheprobe.training.draft_head.settings import DraftHeadSettings
-from cacheprobe.training.loop import Loop
-from cacheprobe.training.progress import TrainingProgress
+from cacheprobe.training.loop import Loop, TrainingProgress
+from cacheprobe.training.settings import DraftHeadSettings
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace

@@ -13,9 +13,8 @@ from cacheprobe.core.process import require_usable_process
 from cacheprobe.core.values import Json
 from cacheprobe.lenses.dictionaries import Dictionary, DictionaryConfig
 from cacheprobe.lenses.dictionaries.formats import CONFIG
-from cacheprobe.training.dictionary.settings import DictionarySettings
-from cacheprobe.training.loop import Loop
-from cacheprobe.training.progress import TrainingProgress
+from cacheprobe.training.loop import Loop, TrainingProgress
+from cacheprobe.training.settings import DictionarySettings
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace

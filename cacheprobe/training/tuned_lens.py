@@ -1,6 +1,11 @@
-"""Trains a tuned lens: translators (affine maps) that minimise the KL divergence from the model's own output."""
+"""Trains a tuned lens: translators (affine maps) that minimise the KL divergence from the model's own output, on texts
+that the model writes."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 import torch
@@ -8,13 +13,68 @@ from einops import rearrange, reduce
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from cacheprobe.core.progress import Progress
 from cacheprobe.core.values import Json
 from cacheprobe.lenses.base import Lens, LensError
+from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.lenses.tuned import TunedLens
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.feeding import feed
-from cacheprobe.training.loop import Loop, StepReport
-from cacheprobe.training.tuned_lens.settings import TunedLensSettings
+from cacheprobe.models.feeding import continue_texts, feed
+from cacheprobe.models.paths import choose_path
+from cacheprobe.tasks import Boxes, CoinFlip, Permutations, Variables
+from cacheprobe.training.loop import Loop, StepReport, TrainingProgress
+from cacheprobe.training.settings import TunedLensSettings
+
+AT_ONCE = 64
+"""Number of texts that are generated in one batch."""
+
+
+def write_texts(
+    model: CachedLM, num_texts: int, length: int, seed: int, part: str, *, progress: bool = False
+) -> Tensor:
+    """Returns token ids [num_texts, length]: each text is a task's prompt, continued by the model at temperature 1.
+
+    part: "train" or "held-out", which have independent random draws. A prompt takes at most half of the text. End
+    tokens are never sampled, so every text has its full length. A model without a tokenizer gets random tokens as
+    prompts.
+    Raises: ValueError if length exceeds the model's context.
+    """
+    if length > model.n_ctx:
+        raise ValueError(f"texts of {length} tokens exceed the context of {model.name}, {model.n_ctx}; lower length")
+    prompts = [prompt[: max(length // 2, 1)] for prompt in task_prompts(model, num_texts, seed, part)]
+    generator = torch.Generator().manual_seed(Random(f"tuned-lens/{part}/{seed}").getrandbits(62))
+    parts = []
+    with Progress(num_texts, f"writing {part} text", "texts", enabled=progress) as bar:
+        for start in range(0, num_texts, AT_ONCE):
+            texts = continue_texts(
+                model, prompts[start : start + AT_ONCE], length, partial(_sample_next, model, generator)
+            )
+            parts.append(torch.tensor(texts))
+            bar.advance(len(parts[-1]))
+    return torch.cat(parts)
+
+
+def task_prompts(model: CachedLM, num_texts: int, seed: int, part: str) -> list[tuple[int, ...]]:
+    """Returns a list of `num_texts` prompts as token ids, taken from the tasks in turn. A model without a tokenizer
+    gets prompts of 1 to 8 random tokens."""
+    rng = Random(f"tuned-lens prompts/{part}/{seed}")
+    if model.tokenizer is None:
+        return [tuple(rng.randrange(model.d_vocab) for _ in range(1 + i % 8)) for i in range(num_texts)]
+    tasks = [CoinFlip(people=people) for people in (1, 2, 3, 4)] + [Variables(), Permutations(), Boxes()]
+    prompts = []
+    for i in range(num_texts):
+        example = tasks[i % len(tasks)].examples(1, rng.getrandbits(31))[0]
+        text = example.prompt_text(model.tokenizer)
+        prompts.append(model.encode(text, add_special_tokens=not getattr(example, "chat", False)))
+    return prompts
+
+
+def _sample_next(model: CachedLM, generator: torch.Generator, texts: list[int], logits: Tensor) -> list[int]:
+    """Returns a sampled next token for each text, at temperature 1; never an end token. texts: not used."""
+    scores = logits.float().cpu().clone()
+    scores[:, list(model.stop_token_ids)] = -torch.inf
+    return torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0].tolist()
+
 
 VECTORS_AT_ONCE = 256
 """Number of vectors in one product with the unembedding."""
@@ -127,3 +187,57 @@ def _kl_nats(logits: Float[Tensor, "n v"], output: Float[Tensor, "n v"]) -> Floa
     """Returns [n]: KL(output || softmax(logits)) in nats. output: log-probabilities."""
     terms = output.exp() * (output - logits.float().log_softmax(-1))
     return terms.masked_fill(output == -torch.inf, 0.0).sum(-1)
+
+
+def train_tuned_lens(
+    model: CachedLM, settings: TunedLensSettings, out: Path | None = None, *, progress: bool = True
+) -> TunedLens:
+    """Trains a tuned lens for `model`, compares it with the logit lens on held-out text, and returns the tuned lens.
+
+    out: folder in which the lens is saved; None saves no file.
+    lens.about: settings, model, weights_note, tokens (used in training), held_out_tokens, kl_nats_logit and
+    kl_nats_tuned (mean on the held-out text, for each layer but the last), seconds, cpu_seconds, threads. Two trainings
+    with equal settings and threads on one machine give the same bits. An interrupted training leaves no files.
+    Raises: LensError for a model that is not in float32, ValueError for a text length beyond the model's context.
+    """
+    began, began_cpu = time.monotonic(), time.process_time()
+    trainer = TunedLensTrainer(model, settings)
+    reader, _ = choose_path(model, "auto")
+    trainer.model = reader
+    texts = write_texts(
+        reader, settings.steps * settings.texts, settings.length, settings.seed, "train", progress=progress
+    )
+    with TrainingProgress(settings.steps, 0, progress) as show:
+        for at in trainer.run(texts):
+            show(at.step, f"KL {at.losses['kl_nats']:.3f} nats, mean over layers")
+    held_out = write_texts(reader, settings.held_out, settings.length, settings.seed, "held-out", progress=progress)
+    lens = trainer.lens()
+    about: dict[str, Json] = {
+        "settings": settings.as_dict(),
+        "model": model.name,
+        "weights_note": model.weights_note,
+        "tokens": texts.numel(),
+        "held_out_tokens": held_out.numel(),
+        "kl_nats_logit": [round(kl, 4) for kl in divergences(reader, LogitLens(), held_out).tolist()],
+        "kl_nats_tuned": [round(kl, 4) for kl in divergences(reader, lens, held_out).tolist()],
+        "seconds": round(time.monotonic() - began, 1),
+        "cpu_seconds": round(time.process_time() - began_cpu, 1),
+        "threads": torch.get_num_threads(),
+    }
+    lens = trainer.lens(about)
+    if out is not None:
+        lens.save(out)
+    return lens
+
+
+def comparison(about: Mapping[str, Json]) -> str:
+    """Returns a text table of the KL divergences of logit lens and tuned lens on held-out text: one line for each layer
+    but the last.
+
+    about: metadata of a trained lens (`TunedLens.about`), with kl_nats_logit and kl_nats_tuned.
+    """
+    lines = ["layer  logit lens  tuned lens  (KL to the model's own output, nats, held-out text)"]
+    logit_nats, tuned_nats = about["kl_nats_logit"], about["kl_nats_tuned"]
+    assert isinstance(logit_nats, list) and isinstance(tuned_nats, list)
+    pairs = zip(logit_nats, tuned_nats, strict=True)
+    return "\n".join(lines + [f"{layer:5}  {logit:10.3f}  {tuned:10.3f}" for layer, (logit, tuned) in enumerate(pairs)])
