@@ -116,8 +116,7 @@ def export(
         Show a progress bar.
     """
     import cacheprobe as cp
-    from cacheprobe.analysis.exports.speculators import to_speculators
-    from cacheprobe.analysis.exports.states_table import ChosenStates
+    from cacheprobe.analysis.exports import ChosenStates, to_speculators
 
     trace = cp.load_trace(run)
     if format == "speculators":
@@ -303,7 +302,7 @@ def open_runs(
     if find_spec("dash") is None:
         raise ValueError("the dashboard needs Dash: pip install 'cacheprobe[dash]'")
     if lens:
-        from cacheprobe.lenses.tuned_files import require_tuned_lens
+        from cacheprobe.lenses.tuned import require_tuned_lens
 
         for directory in lens:
             require_tuned_lens(directory)

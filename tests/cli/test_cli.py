@@ -196,7 +196,7 @@ def set_done(self, done, note=""):
         print("killed after", done, "tokens", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-progress.Progress.set_done = set_done
+terminal.Progress.set_done = set_done
 cli.main()
 """
 

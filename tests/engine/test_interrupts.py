@@ -137,7 +137,7 @@ def advance(self, units=1, note=""):
         for _ in range(int(os.environ["TIMES"])):
             os.kill(os.getpid(), signal.SIGINT)
 
-progress.Progress.advance = advance
+terminal.Progress.advance = advance
 cli.main()
 """
 

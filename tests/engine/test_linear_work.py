@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.core import tokens as token_text
 from cacheprobe.core.config import EngineConfig
-from cacheprobe.core.tokens import text as token_text
 from cacheprobe.engine.scheduler import Scheduler
 from cacheprobe.kvcache import status
 from cacheprobe.kvcache.sequence import SequenceState

@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.core import tokens as token_text
 from cacheprobe.core.records import Request, SamplingParams
-from cacheprobe.core.tokens import text as token_text
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.paths import choose_path
 from cacheprobe.trace.recording import stream as streams

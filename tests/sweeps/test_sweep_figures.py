@@ -8,7 +8,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-SCRIPT = ROOT / "scripts" / "write_sweep_figures.py"
+SCRIPT = ROOT / "scripts" / "tables" / "sweeps.py"
 MACHINE = {"cpu": "a processor", "cpu_capability": "AVX512", "torch": "2", "transformers": "5"}
 FAULTS = {
     "benchmark": "sweep-faults", "rounds": 20, "cells": 16, **MACHINE,
@@ -47,20 +47,17 @@ RULES: dict[str, Callable[[dict[str, Any]], bool]] = {
 }  # fmt: skip
 
 
-def test_the_page_takes_what_is_there(tmp_path: Path) -> None:
-    """A figure for each result that is stored, none for those that are not, and nothing of before."""
+def test_the_table_has_what_is_stored(tmp_path: Path) -> None:
+    """Lines for each result that is stored, none for those that are not."""
     script = runpy.run_path(str(SCRIPT))
-    script["page"].__globals__["RESULTS"] = tmp_path
-    begin, end = "<!-- figures: written by scripts/write_sweep_figures.py -->", "<!-- end of figures -->"
-    text = f"before\n\n{begin}\n\nold figures\n\n{end}\n\nafter\n"
-    empty = script["page"](text)
-    assert "old figures" not in empty and empty.startswith("before\n") and empty.endswith("after\n")
+    script["tables"].__globals__["RESULTS"] = tmp_path
+    assert script["tables"]() == {"sweeps": ""}
     (tmp_path / "sweep-faults.json").write_text(json.dumps(FAULTS))
-    page = script["page"](text)
-    assert "| SIGKILL of a worker | 19 | -9: 1, 0: 19 | 1 | 20 of 20 |" in page
-    assert "| Ray: a worker node is lost | not tried: Ray is not installed |  |  |  |" in page
-    assert "sweep-faults --rounds 20 --json benchmarks/results/sweep-faults.json`, 16 cells; a processor" in page
-    assert script["page"](page) == page and "what the engine costs" not in page
+    table = script["tables"]()["sweeps"]
+    assert "| SIGKILL of a worker | 19 | -9: 1, 0: 19 | 1 | 20 of 20 |" in table
+    assert "| Ray: a worker node is lost | not tried: Ray is not installed |  |  |  |" in table
+    assert "sweep-faults --rounds 20 --json benchmarks/results/sweep-faults.json`, 16 cells; a processor" in table
+    assert "what the engine costs" not in table
 
 
 def test_what_is_stored_is_as_good_as_it_is_said_to_be() -> None:
