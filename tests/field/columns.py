@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from cacheprobe.api import reference, run
-from cacheprobe.cli.doctor.families.original import changing, generated, logits_of, states_of
 from cacheprobe.core.live import LiveModule
 from cacheprobe.edits.patching.activation import activation
 from cacheprobe.engine.consistency import ShapeRefused
 from cacheprobe.engine.drafters.base import Drafter
+from cacheprobe.engine.drafters.early_exit import EarlyExit
+from cacheprobe.engine.drafters.ngram import NGram
 from cacheprobe.engine.drafters.scripted import Scripted
 from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.kvcache.sequence import SequenceState
@@ -22,6 +23,7 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.plain.structure import PlainBlock
 from cacheprobe.trace.trace import Trace
+from tests.field.original import changing, generated, logits_of, states_of
 
 PROMPTS = [[(3 + 7 * i) % 89 for i in range(11)], [5, 80, 33]]
 NEW_TOKENS = 8
@@ -110,6 +112,9 @@ def drafts_lossless(subject: TinySubject) -> str:
     drafted, rejected = subject.drafted.num_drafted, subject.drafted.num_rolled_back
     if not 0 < rejected < drafted:
         return f"{rejected} of {drafted} draft tokens were rejected, so nothing was tried"
+    for drafter in (EarlyExit(layer=0), NGram(min_ngram=1)):
+        if reason := _other_tokens(subject, _free(subject, drafter)):
+            return f"with {drafter.name}, {reason}"
     return _other_tokens(subject, subject.drafted)
 
 

@@ -14,7 +14,7 @@ from cacheprobe.core.live import LiveConfig
 
 VOCAB = 97
 LAYERS = 4
-MOST_WEIGHTS = 4_000_000
+MOST_WEIGHTS = 40_000_000
 """A family whose smallest config is larger than this is not built."""
 
 Fields = Mapping[str, object]
@@ -40,6 +40,7 @@ _UNLESS_SET = ("sliding_window", "attention_chunk_size")
 
 _MAMBA2: Fields = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=2, mamba_d_state=16, mamba_chunk_size=4)
 _OWN: Mapping[str, Fields] = {
+    "blt": dict(encoder_hash_byte_group_vocab=VOCAB, encoder_hash_byte_group_size=[3]),
     "dbrx": dict(
         attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
@@ -78,6 +79,10 @@ _OWN: Mapping[str, Fields] = {
 
 
 _NONE: Fields = MappingProxyType({})
+
+
+class NotBuilt(ValueError):
+    """Raised if transformers does not build this family as a tiny text model; the message says why."""
 
 
 def families() -> dict[str, str]:
@@ -139,21 +144,14 @@ def _is_settable(config_class: type[object], name: str) -> bool:
 
 def tiny_family(family: str, fields: Fields = _NONE, seed: int = 0) -> PreTrainedModel:
     """Returns a tiny model of `family` in float32 with random weights, in eval mode. Every weight is random, also those
-    that transformers initialises to 0 or 1, so that no step can hide.
+    that transformers initialises to 0 or 1: a step that multiplies by 1 would otherwise not be seen.
 
-    Raises: ValueError for a family that stays large; whatever its classes raise.
+    Raises: NotBuilt for a family that stays large, and for whatever its classes raise.
     """
-    config = tiny_config(family, fields)
-    model_class = getattr(transformers, families()[family])
-    if model_class.config_class is type(config.get_text_config()):  # as AutoModelForCausalLM does
-        config = config.get_text_config()
-    with torch.device("meta"):
-        size = sum(weight.numel() for weight in model_class(config).parameters())
-    if size > MOST_WEIGHTS:
-        raise ValueError("some of its parts have a fixed size, too large for a tiny model")
-    torch.manual_seed(seed)
-    model = model_class(config)
-    model = model.float().eval()
+    try:
+        model = _build(family, fields, seed)
+    except Exception as error:  # whatever a config class or a model class of transformers objects to
+        raise NotBuilt(str(error)) from error
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for weight in model.parameters():
@@ -168,3 +166,16 @@ def tiny_family(family: str, fields: Fields = _NONE, seed: int = 0) -> PreTraine
     if model.generation_config is not None:
         model.generation_config.eos_token_id = None
     return model
+
+
+def _build(family: str, fields: Fields, seed: int) -> PreTrainedModel:
+    config = tiny_config(family, fields)
+    model_class = getattr(transformers, families()[family])
+    if model_class.config_class is type(config.get_text_config()):  # as AutoModelForCausalLM does
+        config = config.get_text_config()
+    with torch.device("meta"):
+        size = sum(weight.numel() for weight in model_class(config).parameters())
+    if size > MOST_WEIGHTS:
+        raise ValueError("some of its parts have a fixed size, too large for a tiny model")
+    torch.manual_seed(seed)
+    return model_class(config).float().eval()
