@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 import cacheprobe as cp
 from cacheprobe.core.config import RUN_DTYPES
@@ -86,29 +85,24 @@ class Subject:
         padding = dict(pad_prefill=False) if self.window == 1 else dict(prefill_group=self.prefill_group)
         return {**shape, **padding, "capacity": 128 if self.is_real else 96}
 
-    def build(self) -> PreTrainedModel:
-        """Returns a tiny subject's model as a new transformers module."""
-        return tiny_model(self.family, getattr(torch, self.dtype), window=self.sliding, size=self.size)
-
 
 @cache
-def _loaded(family: str, dtype: str, sliding: int | None, size: Size) -> CachedLM:
+def _loaded(family: str, dtype: str, sliding: int | None, size: Size, noise: float = 0.0) -> CachedLM:
     if family == REAL:
         return cp.load_model(REAL, dtype=dtype, progress=False)
-    live = tiny_model(family, getattr(torch, dtype), window=sliding, size=size)
+    live, draw = tiny_model(family, getattr(torch, dtype), window=sliding, size=size), torch.Generator().manual_seed(1)
+    if noise:
+        with torch.no_grad():
+            for weight in live.parameters():
+                drawn = noise * torch.randn(weight.shape, generator=draw) * weight.float().std()
+                weight.add_(drawn.to(weight.dtype))
     # torch's products depend on the batch, so that the fast path of such a model disagrees with the verifier
     return cp.load_model(live, products="torch" if size.has_near_ties else "auto")
 
 
-@cache
 def draft_model(subject: Subject) -> CachedLM:
     """Returns a tiny subject's model with a little noise in its weights, which often proposes the right token."""
-    noisy, draw = subject.build(), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in noisy.parameters():
-            noise = 0.02 * torch.randn(weight.shape, generator=draw) * weight.float().std()
-            weight.add_(noise.to(weight.dtype))
-    return cp.load_model(noisy)
+    return _loaded(subject.family, subject.dtype, subject.sliding, subject.size, noise=0.02)
 
 
 def tiny_subjects() -> list[Subject]:

@@ -1,6 +1,11 @@
-"""Runs one cell of a sweep on a loaded model, and saves its shard. The bytes of the shard depend on the cell only."""
+"""Runs a cell of a sweep, and commits its shard. The bytes of the shard depend on the cell only."""
 
+import errno
+import os
+import time
+import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -8,18 +13,97 @@ import torch
 
 from cacheprobe.analysis.measures import by_layer
 from cacheprobe.analysis.of_trace import lens_readings
-from cacheprobe.api import run
+from cacheprobe.api import load_model, run
 from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.records import SamplingParams
 from cacheprobe.core.registry import make
 from cacheprobe.core.values import JsonDict
 from cacheprobe.edits.interventions.base import Intervention
 from cacheprobe.models.base import CachedLM
-from cacheprobe.sweeps.cells import Cell
+from cacheprobe.sweeps.cells import Cell, ModelKey, code_version, libraries
 from cacheprobe.sweeps.factory import NEEDS_STATES, make_changes, make_lens, parse_change
+from cacheprobe.sweeps.store import SweepStore
 from cacheprobe.tasks import Example
 from cacheprobe.trace.storage import save_trace
 from cacheprobe.trace.trace import Trace
+
+FULL = "no space left"
+"""Cause of a failure on a full disk, after which a sweep starts no more cells."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Holds the result of one cell (run) of a sweep: committed, or the cause of the failure."""
+
+    digest: str
+    cause: str = ""
+    """'' if the cell was committed; otherwise the cause of the failure in a few words, for counting."""
+    message: str = ""
+    trace: str = ""
+    """Traceback of the exception."""
+    seconds: float = 0.0
+    """Seconds of the run and the commit, without loading the model."""
+    load_seconds: float = 0.0
+    """Seconds of loading the model; about 0 if the model was loaded already."""
+    size: int = 0
+    """Size of the shard in bytes."""
+
+
+def run_and_commit(url: str, stored: JsonDict) -> Outcome:
+    """Runs a cell, given as `Cell.to_json`, and commits its shard (saved run) to the sweep at `url`; returns the
+    Outcome. A process keeps the model of its last cell loaded.
+
+    An Exception is reported in the Outcome, not raised. A cell planned with other versions of code or libraries is not
+    run.
+    """
+    cell = Cell.from_json(stored)
+    began = time.perf_counter()
+    loaded_at = began
+    if why := _version_difference(cell):  # on another node, or since the sweep began
+        return Outcome(cell.digest, "another version", why)
+    try:
+        model = _loaded(cell.model_key)
+        loaded_at = time.perf_counter()
+        trace = run_cell(cell, model)
+        size = SweepStore(url).commit(cell.digest, lambda directory: save_cell(cell, trace, directory))
+    except Exception as error:  # a cell's failure is a result: the others go on
+        line = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
+        return Outcome(cell.digest, cause_of(error), line, traceback.format_exc(limit=-8))
+    return Outcome(cell.digest, seconds=time.perf_counter() - loaded_at, load_seconds=loaded_at - began, size=size)
+
+
+_MODEL: dict[ModelKey, CachedLM] = {}
+"""The model of this process's last cell, by its key."""
+
+
+def _loaded(key: ModelKey) -> CachedLM:
+    if key not in _MODEL:
+        release_model()  # before the next one is loaded
+        name, dtype, adapter, products, device = key
+        _MODEL[key] = load_model(name, dtype=dtype, device=device, adapter=adapter, products=products, progress=False)
+    return _MODEL[key]
+
+
+def release_model() -> None:
+    """Frees the model that this process keeps loaded for its next cell."""
+    _MODEL.clear()
+
+
+def _version_difference(cell: Cell) -> str:
+    """Returns text: how code or libraries differ from those with which the cell was planned; '' if all are equal."""
+    installed = {"code": code_version(), **dict(libraries())}
+    planned: dict[str, str] = {"code": cell.origin["code"], **cell.origin["libraries"]}
+    differ = [name for name in installed if planned.get(name) != installed[name]]
+    listed = "; ".join(f"{name} {planned.get(name)} is asked for and {installed[name]} is here" for name in differ)
+    return listed and f"{listed}: install what the sweep was begun with, or begin it again"
+
+
+def cause_of(error: BaseException) -> str:
+    """Returns the cause of a failure as a short text, for counting: FULL for a full disk, else the class name."""
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if is_full or os.strerror(errno.ENOSPC) in str(error):  # safetensors reports a full disk only in the message
+        return FULL
+    return type(error).__name__
 
 
 def run_cell(cell: Cell, model: CachedLM) -> Trace:
