@@ -13,7 +13,7 @@ from cacheprobe.core.registry import make, parse_options
 from cacheprobe.core.values import JsonDict
 from cacheprobe.engine.shapes import choose_shapes
 from cacheprobe.lenses.base import LensError
-from cacheprobe.lenses.tuned_files import require_tuned_lens
+from cacheprobe.lenses.tuned import require_tuned_lens
 from cacheprobe.sweeps.cells import Cell, canonical, code_version, combinations, origin
 from cacheprobe.sweeps.factory import lens_folder, parse_change
 from cacheprobe.sweeps.facts import ModelFacts, folder_digest, model_facts

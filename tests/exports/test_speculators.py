@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import cacheprobe as cp
-from cacheprobe.analysis.exports.speculators import to_speculators
+from cacheprobe.analysis.exports import to_speculators
 from cacheprobe.ops.equality import bitwise
 from cacheprobe_benchmarks.shared.tiny import TINY, tiny_model
 from tests.tiny import PROMPTS, SMALL

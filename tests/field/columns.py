@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cacheprobe.api import reference, run
 from cacheprobe.core.live import LiveModule
-from cacheprobe.edits.patching.activation import activation
+from cacheprobe.edits.patching.pairs import activation
 from cacheprobe.engine.consistency import ShapeRefused
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.drafters.early_exit import EarlyExit

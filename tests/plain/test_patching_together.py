@@ -4,7 +4,7 @@ parts, or keep no memory."""
 import pytest
 import torch
 
-from cacheprobe.edits.patching.activation import activation
+from cacheprobe.edits.patching.pairs import activation
 from cacheprobe.models.plain.lm import PlainLM
 from tests.field.original import changing, logits_of, states_of
 from tests.field.tiny_family import tiny_family

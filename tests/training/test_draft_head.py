@@ -14,8 +14,8 @@ from cacheprobe.engine.drafters import DraftHead
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.tasks import CoinFlip, word_tokenizer
-from cacheprobe.training.draft_head.settings import DraftHeadSettings
-from cacheprobe.training.draft_head.train import train_draft_head
+from cacheprobe.training.draft_head import train_draft_head
+from cacheprobe.training.settings import DraftHeadSettings
 from cacheprobe_benchmarks.shared.tiny import TINY, tiny_model
 from tests.tiny import PROMPTS, SMALL, loaded
 
