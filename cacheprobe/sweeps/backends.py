@@ -2,11 +2,13 @@
 
 import os
 import socket
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from cacheprobe.core.registry import register
+from cacheprobe.core.values import JsonDict
 from cacheprobe.sweeps.cells import Cell
 from cacheprobe.sweeps.run_cell import Outcome, release_model, run_and_commit
 from cacheprobe.sweeps.settings import Resources
@@ -36,7 +38,7 @@ def serial(cells: Sequence[Cell], url: str, resources: Resources, address: str |
 @register("sweeps.backends", "ray")
 def on_ray(cells: Sequence[Cell], url: str, resources: Resources, address: str | None) -> Iterator[Event]:
     """Runs the cells in worker processes of a Ray cluster, `resources.workers` at once. Yields an Event when a cell
-    starts or ends. Ray runs the cell of a worker that dies again, `resources.retries` times.
+    starts or ends. The cell of a worker that dies is run again by another, `resources.retries` times.
 
     Joins the cluster at `address`, or starts one on this machine and stops it at the end. The results must be in a
     place to which every node can write: a shared folder, or an object store.
@@ -50,32 +52,41 @@ def on_ray(cells: Sequence[Cell], url: str, resources: Resources, address: str |
     joined_here = not ray.is_initialized()
     if joined_here:
         _join(ray, address, resources)
-    # max_calls=0: a worker with a GPU, too, is used again, so that it keeps its model loaded
-    task = ray.remote(
-        num_cpus=resources.num_cpus, num_gpus=resources.num_gpus, max_retries=resources.retries, max_calls=0
-    )(run_and_commit)
-    running: dict[object, Cell] = {}
-    waiting = iter(cells)
+    start = ray.remote(num_cpus=resources.num_cpus, num_gpus=resources.num_gpus)(CellRunner).remote
+    idle = [start() for _ in range(min(resources.workers, len(cells)))]
+    waiting, deaths = deque(cells), Counter[str]()
+    running: dict[object, tuple[Cell, Any]] = {}
     try:
-        while True:
-            while len(running) < resources.workers and (cell := next(waiting, None)) is not None:
-                running[task.remote(url, cell.to_json())] = cell
+        while waiting or running:
+            while idle and waiting:
+                cell, worker = waiting.popleft(), idle.pop()
+                running[worker.run.remote(url, cell.to_json())] = cell, worker
                 yield cell, None
-            if not running:
-                return
-            ready, _ = ray.wait(list(running), timeout=SECONDS_BETWEEN_LOOKS)
-            for reference in ready:
-                cell = running.pop(reference)
+            for reference in ray.wait(list(running), timeout=SECONDS_BETWEEN_LOOKS)[0]:
+                cell, worker = running.pop(reference)
                 try:
-                    yield cell, ray.get(reference)
+                    outcome = ray.get(reference)
                 except RayError as error:
+                    worker = start()
+                    deaths[cell.digest] += 1
                     words = " ".join(str(error).split())[-500:]  # the reason is at the end of Ray's message
-                    yield cell, Outcome(cell.digest, DIED, f"{type(error).__name__}: {words}")
+                    outcome = Outcome(cell.digest, DIED, f"{deaths[cell.digest]} times, the last by {words}")
+                idle.append(worker)
+                if outcome.cause == DIED and deaths[cell.digest] <= resources.retries:
+                    waiting.appendleft(cell)
+                else:
+                    yield cell, outcome
     finally:
-        for reference in running:
-            ray.cancel(reference, force=True)
         if joined_here:
             ray.shutdown()
+
+
+class CellRunner:
+    """Runs cells in a worker process of Ray, which keeps the model of its last cell loaded."""
+
+    def run(self, url: str, stored: JsonDict) -> Outcome:
+        """Runs a cell and commits its shard, as `run_and_commit` does."""
+        return run_and_commit(url, stored)
 
 
 def _join(ray: ModuleType, address: str | None, resources: Resources) -> None:

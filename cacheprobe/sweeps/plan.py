@@ -3,10 +3,10 @@
 import hashlib
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TypeAlias
 
 from cacheprobe.core.config import CaptureConfig, resolve_layers
 from cacheprobe.core.registry import make, parse_options
@@ -28,27 +28,21 @@ SHARD_BYTES, ROW_BYTES, READING_BYTES = 40_000, 24, 40
 """Rough bytes on disk: of an empty shard, of a row (one token of one pass), and of a reading (one row at one layer)."""
 
 
-PromptKey: TypeAlias = tuple[str, str, int]
-"""(model, task, seed) of a cell. Cells with equal keys have equal prompts."""
+@cache
+def prompt_lengths(model: str, task: str, seed: int, n: int) -> tuple[int, ...]:
+    """Returns a tuple with the number of tokens of each prompt of a cell of these axes with n examples."""
+    facts = model_facts(model)
+    examples = make("tasks", task).examples(n, seed)
+    return tuple(facts.count_tokens(example.prompt_text(facts.tokenizer)) for example in examples)
 
 
-def prompt_lengths(axes: JsonDict, run: SweepRunSettings, known: dict[PromptKey, tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns a tuple with the number of tokens of each prompt of a cell. known: dictionary PromptKey -> such a tuple;
-    a missing one is added."""
-    key = (axes["model"], axes["task"], axes["seed"])
-    if key not in known:
-        facts = model_facts(axes["model"])
-        examples = make("tasks", axes["task"]).examples(run.n, axes["seed"])
-        texts = [example.prompt_text(facts.tokenizer) for example in examples]
-        known[key] = tuple(map(facts.count_tokens, texts))
-    return known[key]
+def _prompts(axes: JsonDict, run: SweepRunSettings) -> tuple[int, ...]:
+    return prompt_lengths(axes["model"], axes["task"], axes["seed"], run.n)
 
 
-def complaint(axes: JsonDict, run: SweepRunSettings, known: dict[PromptKey, tuple[int, ...]]) -> str | None:
-    """Returns text that says why a cell cannot run; None if no reason is known before the model's weights are loaded.
-
-    known: dictionary PromptKey -> number of tokens of each prompt; a missing one is added.
-    """
+def complaint(axes: JsonDict, run: SweepRunSettings) -> str | None:
+    """Returns text that says why a cell cannot run; None if no reason is known before the model's weights are
+    loaded."""
     try:
         facts = model_facts(axes["model"])
         names = ("group", "capacity", "prefill_chunk", "prefill_group", "pad_prefill", "determinism")
@@ -58,10 +52,10 @@ def complaint(axes: JsonDict, run: SweepRunSettings, known: dict[PromptKey, tupl
         CaptureConfig(run.capture)
         _check_model(facts, axes)
         _check_parts(facts, axes)
-        last_changed = _last_changed(axes)
-        if _phases(axes) == ("verify",) and axes["drafter"] is None and not run.deterministic:
+        last_changed = max(_changed(axes).get("positions") or (-1,))
+        if _changed(axes).get("phases") == ("verify",) and axes["drafter"] is None and not run.deterministic:
             return f"intervention {axes['intervention']!r}: nothing is verified without a drafter or run.deterministic"
-        for tokens in prompt_lengths(axes, run, known):
+        for tokens in _prompts(axes, run):
             if last_changed > (last := tokens + run.max_new_tokens - 2):  # the newest token is never fed
                 return (
                     f"intervention {axes['intervention']!r}: position {last_changed} lies outside a prompt of {tokens} "
@@ -128,41 +122,33 @@ def _check_stored_lens(facts: ModelFacts, text: str, folder: Path) -> None:
         )
 
 
-def _last_changed(axes: JsonDict) -> int:
-    """Returns the largest position that the cell's intervention lists; -1 without such a position."""
-    where = parse_change(axes["intervention"]).where if axes["intervention"] is not None else {}
-    return max(where.get("positions") or (-1,))
+def _changed(axes: JsonDict) -> JsonDict:
+    """Returns where the cell's intervention acts, for example its positions and phases; {} without one."""
+    return {} if axes["intervention"] is None else parse_change(axes["intervention"]).where
 
 
-def _phases(axes: JsonDict) -> tuple[str, ...] | None:
-    """Returns the phases of the cell's intervention; None for all, or without an intervention."""
-    return None if axes["intervention"] is None else parse_change(axes["intervention"]).where.get("phases")
-
-
-def require_possible(combinations: Sequence[JsonDict], run: SweepRunSettings) -> dict[PromptKey, tuple[int, ...]]:
-    """Checks all cells of a sweep. Returns a dictionary (model, task, seed) -> number of tokens of each prompt. Warns
-    of interventions that change drafts alone.
+def require_possible(combinations: Sequence[JsonDict], run: SweepRunSettings) -> None:
+    """Checks all cells of a sweep. Warns of interventions that change drafts alone.
 
     Raises: ValueError with the number of impossible cells, and one example for each of the first 8 reasons.
     """
-    lengths: dict[PromptKey, tuple[int, ...]] = {}
     impossible: dict[str, list[JsonDict]] = {}
     for axes in combinations:
-        if (reason := complaint(axes, run, lengths)) is not None:
+        if (reason := complaint(axes, run)) is not None:
             impossible.setdefault(reason, []).append(axes)
     if impossible:
         count = sum(map(len, impossible.values()))
         listed = "; ".join(f"{reason} ({_examples(cells)})" for reason, cells in list(impossible.items())[:SHOWN])
         more = f"; and {len(impossible) - SHOWN} reasons more" if len(impossible) > SHOWN else ""
         raise ValueError(f"{count} of {len(combinations)} cells are impossible, nothing was run: {listed}{more}")
-    if drafts_alone := [axes for axes in combinations if _phases(axes) == ("decode",) and axes["drafter"] is not None]:
+    drafted = [axes for axes in combinations if axes["drafter"] is not None]
+    if drafts_alone := [axes for axes in drafted if _changed(axes).get("phases") == ("decode",)]:
         warnings.warn(
             f"phases=decode changes draft tokens alone, and no committed row, if there is a drafter "
             f"({_examples(drafts_alone)}); write phases=decode+verify",
             RuntimeWarning,
             stacklevel=2,
         )
-    return lengths
 
 
 def _examples(cells: Sequence[JsonDict]) -> str:
@@ -171,7 +157,7 @@ def _examples(cells: Sequence[JsonDict]) -> str:
     return first if len(cells) == 1 else f"{len(cells)} cells, such as {first}"
 
 
-def estimated_bytes(axes: JsonDict, run: SweepRunSettings, prompt_tokens: Iterable[int]) -> int:
+def estimated_bytes(axes: JsonDict, run: SweepRunSettings) -> int:
     """Returns a rough estimate of the bytes that the shard (saved run) of a cell takes on disk.
 
     The estimate counts every generated token as computed twice. If most draft tokens of a long window are rejected, the
@@ -179,7 +165,7 @@ def estimated_bytes(axes: JsonDict, run: SweepRunSettings, prompt_tokens: Iterab
     """
     facts = model_facts(axes["model"])
     layers = len(resolve_layers(run.layers, facts.n_layers))
-    counts = list(prompt_tokens)
+    counts = _prompts(axes, run)
     generated = len(counts) * run.max_new_tokens * 2
     rows = sum(counts) + generated
     sites = sum(site in (run.capture or "") for site in "STC")
@@ -219,13 +205,12 @@ def make_plan(config: SweepConfig) -> Plan:
     """Returns the Plan of a sweep, with all cells of the sweep. Raises: ValueError, with up to 8 reasons, if any cell
     is impossible."""
     chosen = list(combinations(config))
-    prompts = require_possible(chosen, config.run)
+    require_possible(chosen, config.run)
     cells, sizes = {}, {}
     for axes in chosen:
         cell = Cell(axes, config.run.model_dump(mode="json"), origin(config.resources.threads, _sources(axes)))
         cells[cell.digest] = cell
-        tokens = prompts[axes["model"], axes["task"], axes["seed"]]
-        sizes[cell.digest] = estimated_bytes(axes, config.run, tokens)
+        sizes[cell.digest] = estimated_bytes(axes, config.run)
     return Plan(config, cells, sizes)
 
 

@@ -1,4 +1,4 @@
-"""Measures many families, in a process that may crash, and shows the table for a terminal or as Markdown."""
+"""Measures many families, in a process that may crash, and writes the table of docs/families.txt."""
 
 import multiprocessing
 import os
@@ -9,17 +9,13 @@ from multiprocessing.connection import Connection
 import torch
 
 from cacheprobe.core.progress import Progress
-from cacheprobe.core.terminal import Listing
 from cacheprobe.core.values import hint
-from tests.field.columns import COLUMNS
 from tests.field.rows import LOADS, Row, measure
 from tests.field.tiny_family import families
 from tests.field.variants import VARIANTS
 
 SECONDS_PER_FAMILY = 120.0
 """A family that takes longer is stopped, and its row says so."""
-
-_COLUMNS = (LOADS, *COLUMNS)
 
 
 def names_to_measure(chosen: Sequence[str] = ()) -> list[str]:
@@ -83,31 +79,6 @@ def counts(rows: Sequence[Row]) -> str:
     failed = len(rows) - green - refused - crashed
     said = f"{green} of {len(rows)} pass all columns, {refused} are refused, {failed} fail a column"
     return f"{said}, {crashed} crashed" if crashed else said
-
-
-def listings(rows: Sequence[Row]) -> list[Listing]:
-    """Returns the tables to print: families that run, refused families with the reason, and variants."""
-    of_families = [row for row in rows if row.name not in VARIANTS]
-    of_variants = [row for row in rows if row.name in VARIANTS]
-    refused = [(row.name, "; ".join(row.reasons)) for row in of_families if row.is_refused]
-    columns = ("family", *_COLUMNS, "path", "reason")
-    tables = [
-        Listing("families that run", columns, _cells(of_families), counts(of_families)),
-        Listing("refused families", ("family", "reason"), refused),
-        Listing("variants", columns, _cells(of_variants)),
-    ]
-    return [table for table in tables if table.rows]
-
-
-def _cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Returns the cells of every row that was not refused, or that is a variant."""
-    lines = []
-    for row in rows:
-        if row.is_refused and row.name not in VARIANTS:
-            continue
-        marks = ["-" if name not in row.cells else "yes" if row.cells[name] else "NO" for name in _COLUMNS]
-        lines.append((row.name, *marks, row.path or "-", "; ".join(row.reasons)))
-    return lines
 
 
 def markdown(rows: Sequence[Row]) -> str:

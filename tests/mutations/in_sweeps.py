@@ -184,7 +184,12 @@ MUTATIONS = [
         instead(lambda facts, text, folder: require_tuned_lens(folder)),
     ),
     bug("words are numbers", ("numbers",), f"{FACTORY}:_NUMBERS", instead({})),
-    bug("positions have no end", ("positions",), f"{PLAN}:_last_changed", instead(lambda axes: -1)),
+    bug(
+        "positions have no end",
+        ("positions",),
+        f"{PLAN}:_changed",
+        lambda real: lambda axes: {**real(axes), "positions": None},
+    ),
     bug("an object is made of a text", ("objects",), f"{PLAN}:NEEDS_OBJECTS", instead({})),
     bug(
         "adapters are looked for later",
@@ -220,7 +225,7 @@ MUTATIONS = [
         "rows are not counted",
         ("capacity",),
         f"{PLAN}:complaint",
-        lambda real: lambda axes, run, held: real(axes, run.model_copy(update={"capacity": 10**6}), held),
+        lambda real: lambda axes, run: real(axes, run.model_copy(update={"capacity": 10**6})),
     ),
     bug("a budget is no limit", ("disk budget",), f"{SWEEPS}.plan:require_room", instead(lambda *given: math.inf)),
     bug("a folder is open to all", ("one folder",), f"{SWEEPS}.store:only_writer", instead(lambda path: nullcontext())),

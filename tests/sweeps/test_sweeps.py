@@ -102,20 +102,7 @@ def test_tables_are_asked_in_sql(serial: Path) -> None:
 
 def test_all_code_that_makes_a_shard_is_hashed() -> None:
     """Each part of the package that a run goes through is hashed, or is named here because it makes no bit of one."""
-    others = {"sweeps", "cli", "dashboard", "plots", "patching", "probes", "training"}
-    others |= {
-        "estimates",
-        "replays",
-        "continuation.py",
-        "imports.py",
-        "__init__.py",
-        "__main__.py",
-        "__pycache__",
-        "py.typed",
-    }
-    others |= {
-        path.name for path in code._PACKAGE.iterdir() if not path.name.endswith(".py") and not any(path.rglob("*.py"))
-    }
+    others = {"sweeps", "cli", "views", "training", "__init__.py", "__main__.py", "__pycache__", "py.typed", "data"}
     assert {path.name for path in code._PACKAGE.iterdir()} - others == {p for p in code._PARTS if "/" not in p}
 
 

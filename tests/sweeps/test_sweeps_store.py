@@ -133,7 +133,7 @@ def test_the_cell_of_a_killed_ray_worker_is_run_again(serial: Path, tmp_path: Pa
 
 def is_at_work(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::run_and_commit")
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::CellRunner.run")
     except OSError:
         return False
 
