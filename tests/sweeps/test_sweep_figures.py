@@ -8,7 +8,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-SCRIPT = ROOT / "scripts" / "write_sweep_figures.py"
+SCRIPT = ROOT / "scripts" / "tables" / "sweeps.py"
 
 
 def backends_are_equal(held: dict[str, Any]) -> bool:
@@ -30,18 +30,14 @@ RULES: dict[str, Callable[[dict[str, Any]], bool]] = {
 }  # fmt: skip
 
 
-def test_the_page_takes_what_is_there(tmp_path: Path) -> None:
-    """A figure for each result that is stored, none for those that are not, and nothing of before."""
+def test_the_table_has_what_is_stored(tmp_path: Path) -> None:
+    """Lines for each result that is stored, none for those that are not."""
     script = runpy.run_path(str(SCRIPT))
-    script["page"].__globals__["RESULTS"] = tmp_path
-    begin, end = "<!-- figures: written by scripts/write_sweep_figures.py -->", "<!-- end of figures -->"
-    text = f"before\n\n{begin}\n\nold figures\n\n{end}\n\nafter\n"
-    empty = script["page"](text)
-    assert "old figures" not in empty and empty.startswith("before\n") and empty.endswith("after\n")
+    script["tables"].__globals__["RESULTS"] = tmp_path
+    assert script["tables"]() == {"sweeps": ""}
     (tmp_path / "sweep.json").write_text((RESULTS / "sweep.json").read_text())
-    page = script["page"](text)
-    assert "| seconds of all cells, in one process | 160.6 |" in page
-    assert script["page"](page) == page and "the same bytes in all files" not in page
+    table = script["tables"]()["sweeps"]
+    assert "| seconds of all cells, in one process | 160.6 |" in table and "the same bytes" not in table
 
 
 def test_what_is_stored_is_as_good_as_it_is_said_to_be() -> None:

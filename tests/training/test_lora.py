@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import runpy
 from pathlib import Path
 
 import pytest
@@ -232,10 +231,3 @@ def test_the_commands_train_and_evaluate(base: Path, tmp_path: Path, capsys) -> 
     assert "| 2 | 0.9 | 4 (" in capsys.readouterr().out
     assert stored["cells"]["adapter"][0]["questions"] == 4 and stored["weights_note"]["adapter"]
     assert stored["weights_sha256"]["base"] != stored["weights_sha256"]["adapter"]
-
-
-def test_the_page_is_what_was_measured() -> None:
-    root = Path(__file__).parents[2]
-    script = runpy.run_path(str(root / "scripts/write_lora_figures.py"))
-    text = (root / "docs/lora.md").read_text()
-    assert script["page"](text) == text, "run python scripts/write_lora_figures.py"

@@ -1,7 +1,4 @@
-"""Write the stored results of the analyses of states and drafts into three pages of docs/.
-
-python scripts/write_state_figures.py
-"""
+"""Tables of the stored results of the analyses of states and drafts."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -14,11 +11,10 @@ from cacheprobe_analyses.coin.coin_state_patch import SWAPPED
 from cacheprobe_analyses.coin.coin_state_patch import Result as Patched
 from cacheprobe_analyses.coin.coin_state_probe import Result as Coin
 from cacheprobe_analyses.drafts.prediction_depths import Result as Settles
-from cacheprobe_analyses.records import fill_page, markdown_table
+from cacheprobe_analyses.records import markdown_table
 from cacheprobe_analyses.s3.s3_algorithm import Result as Algorithm
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("analyses.md", "analyses-drafts.md", "analyses-states.md")
+ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (0, 2)
 """Layers of the model that thinks, which has four."""
 PROBED, CARRIED, READ = (17, 22, 29), (22, 23, 29), (20, 24, 28)
@@ -27,13 +23,13 @@ FAR = (4, 8, 24)
 """Some of the numbers of operations after which the state was asked."""
 
 
-def figures() -> dict[str, str]:
-    """By analysis: some of its stored result, with the command that prints all of it; or that there is none yet."""
+def tables() -> dict[str, str]:
+    """Returns by name: some of its stored result, with the command that prints all of it; or that there is none yet."""
     shown = {}
     for name, text_of in ANALYSES.items():
         path = ROOT / _file(name)
         told = text_of(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else "No result is stored yet."
-        shown[name] = f"`python -m cacheprobe_analyses.{name} --json {_file(name)}`\n\n{told}"
+        shown[name.replace("_", "-")] = f"`python -m cacheprobe_analyses.{name} --json {_file(name)}`\n\n{told}"
     return shown
 
 
@@ -153,15 +149,3 @@ ANALYSES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def _file(name: str) -> str:
     return f"analyses/results/{name.replace('_', '-')}.json"
-
-
-def page(text: str) -> str:
-    """Returns one of the pages with today's tables between the marks that it holds."""
-    here = {name: part for name, part in figures().items() if f"<!-- end of {name} -->" in text}
-    return fill_page(text, "write_state_figures.py", here)
-
-
-if __name__ == "__main__":
-    for name in PAGES:
-        path = ROOT / "docs" / name
-        path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,20 +1,16 @@
-"""Judge the stored results of `cacheprobe findings` by today's rule, write their tables into docs/finding-*.txt, which
-the pages include, and draw their figures.
-
-python scripts/write_findings.py
-"""
+"""Tables and figures of the stored results of `cacheprobe findings`, judged by today's rule."""
 
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from cacheprobe.core.files import write_json
-from cacheprobe.core.registry import find
+from cacheprobe.core.registry import available
 from cacheprobe_analyses.findings.finding import NO_FIGURE, is_judged
 from cacheprobe_analyses.findings.run import judged_again, shown, stored, undefined
-from cacheprobe_analyses.records import fill_page, markdown_table
+from cacheprobe_analyses.records import markdown_table
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 900
 
 
@@ -43,18 +39,16 @@ def _cells(line: dict[str, Any]) -> tuple[str, str, str]:
     return line["text"], line["published"], f"{shown(line['ours'])} ± {spread}{undefined(line)}"
 
 
-def page(text: str) -> str:
-    """Returns the text with the tables of the finding that its marks name."""
-    name = text.split("<!-- ")[1].split(":")[0]
-    return fill_page(text, "write_findings.py", {name: table(name)})
+def tables() -> dict[str, str]:
+    """Returns by name: the table of each finding."""
+    return {f"finding-{name}": table(name) for name in available("findings")}
 
 
-if __name__ == "__main__":
-    for path in sorted((ROOT / "docs").glob("finding-*.txt")):
-        name = path.stem.removeprefix("finding-")
+def draw() -> None:
+    """Judges the stored results by today's rule and stores them, and draws their figures beside the pages."""
+    for name, finding in available("findings").items():
         if (result := stored(name)) is not None:
             result = judged_again(result)
             write_json(ROOT / "analyses" / "results" / f"{name}.json", asdict(result), indent=None)
-            figure = find("findings", name)().figure(result.points).update_layout(width=WIDTH)
-            figure.write_image(path.with_suffix(".png"))
-        path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")
+            figure = finding().figure(result.points).update_layout(width=WIDTH)
+            figure.write_image(ROOT / "docs" / f"finding-{name}.png")

@@ -1,13 +1,13 @@
-"""Write the stored measurements into docs/results-determinism.md: python scripts/write_figures.py."""
+"""Tables of the stored measurements of determinism and speculation."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from cacheprobe_analyses.records import fill_page, markdown_table
+from cacheprobe_analyses.records import markdown_table
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "results-determinism.md"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 STRESS = {
     "stress": "make stress TOKENS=200000 OUT=runs/stress",
     "stress-avx2": "ONEDNN_MAX_CPU_ISA=AVX2 make stress TOKENS=50000 OUT=runs/stress-avx2",
@@ -61,8 +61,8 @@ GAINED = {
 }
 
 
-def figures() -> dict[str, str]:
-    """By part of the page: stored results as one table, with their commands."""
+def tables() -> dict[str, str]:
+    """Returns by name: stored results as one table, with their commands."""
     return {"stress": _stress_results(), "determinism": _determinism(), "speculation": _speculation()}
 
 
@@ -100,12 +100,3 @@ def _machine(held: dict[str, Any]) -> str:
 
 def _read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def page(text: str) -> str:
-    """Returns the page with today's numbers between their marks."""
-    return fill_page(text, "write_figures.py", figures())
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

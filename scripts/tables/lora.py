@@ -1,23 +1,23 @@
-"""Write the stored training and evaluations of the adapter into docs/lora.md: python scripts/write_lora_figures.py."""
+"""Tables of the stored training and evaluations of the adapter."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from cacheprobe.training.lora.evaluate import PEOPLE, LoraScore
-from cacheprobe_analyses.records import fill_page, markdown_table
+from cacheprobe_analyses.records import markdown_table
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "lora.md"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 SHIPPED = ROOT / "cacheprobe" / "data" / "adapters" / "coin-flip-smollm2-135m"
 COLUMNS = (("lora", "base", 0.5, "base, likelier word"), ("lora", "adapter", 0.5, "adapter"),
            ("lora-flips", "adapter", 0.1, "adapter, p 0.1"), ("lora-flips", "adapter", 0.9, "adapter, p 0.9"),
            ("lora-answer-alone-evaluated", "adapter", 0.5, "trained on the answer alone"))  # fmt: skip
 
 
-def figures() -> dict[str, str]:
-    """By part of the page: the evaluations as one table, and what the two trainings took."""
-    return {"evaluations": _evaluations(), "trainings": _trainings()}
+def tables() -> dict[str, str]:
+    """Returns by name: the evaluations as one table, and what the two trainings took."""
+    return {"lora-evaluations": _evaluations(), "lora-trainings": _trainings()}
 
 
 def _evaluations() -> str:
@@ -68,12 +68,3 @@ def _evaluation_command(told: dict[str, Any]) -> str:
     if told["flip_probabilities"] != [0.5]:
         words += [f"--flip-probability {probability}" for probability in told["flip_probabilities"]]
     return " ".join(words)
-
-
-def page(text: str) -> str:
-    """Returns the page with today's numbers between their marks."""
-    return fill_page(text, "write_lora_figures.py", figures())
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,13 +1,13 @@
-"""Write the stored measurements of sweeps into docs/sweeps.md: python scripts/write_sweep_figures.py."""
+"""Tables of the stored measurements of sweeps."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from cacheprobe_analyses.records import fill_page, markdown_table
+from cacheprobe_analyses.records import markdown_table
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "sweeps.md"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 COST = {
     "serial_work_seconds": "seconds of all cells, in one process",
     "workers_wall_seconds": "seconds on the workers, with their start",
@@ -19,9 +19,10 @@ COST = {
 MACHINE = ("cpu", "cpu_capability", "torch", "transformers")
 
 
-def figures() -> str:
+def tables() -> dict[str, str]:
     """Returns the stored results as tables, each under the command that printed it."""
-    return "\n\n".join(part for name, shown in PARTS.items() if (held := _read(name)) for part in shown(held))
+    parts = (part for name, shown in PARTS.items() if (held := _read(name)) for part in shown(held))
+    return {"sweeps": "\n\n".join(parts)}
 
 
 def _backends(held: dict[str, Any]) -> list[str]:
@@ -51,12 +52,3 @@ def _machine(held: dict[str, Any]) -> str:
 def _read(name: str) -> dict[str, Any] | None:
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def page(text: str) -> str:
-    """Returns the page with today's numbers between its two marks."""
-    return fill_page(text, "write_sweep_figures.py", {"figures": figures()})
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

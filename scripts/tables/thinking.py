@@ -1,14 +1,11 @@
-"""Write the stored results of the Thinking States analyses into docs/results-thinking-states.md.
-
-python scripts/write_thinking_figures.py
-"""
+"""Tables of the stored results of the Thinking States analyses."""
 
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from cacheprobe_analyses.records import fill_page, markdown_table
+from cacheprobe_analyses.records import markdown_table
 from cacheprobe_analyses.thinking.accuracy_tables import LENGTHS, Cells
 from cacheprobe_analyses.thinking.accuracy_tables import Result as Table
 from cacheprobe_analyses.thinking.crowding_or_distance import Result as Crowd
@@ -24,8 +21,8 @@ from cacheprobe_analyses.thinking.thought_gap import Result as Gap
 from cacheprobe_analyses.thinking.thoughts_are_causal import Result as Causal
 from cacheprobe_analyses.thinking.training_cost import Result as Cost
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PAGE = ROOT / "analyses" / "results", ROOT / "docs" / "results-thinking-states.md"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "analyses" / "results"
 CHOICES = ("attention-crowding", "tiny", "no-position-jumps", "paper")
 SYMMETRIC = (("s3", "attention-crowding"), ("s3", "tiny"), ("s5", "tiny"))
 SWAPS = ("4", "16", "128")
@@ -41,20 +38,20 @@ COINS = {"asked coin": "two coins, thoughts of asked", "both coins": "two coins,
 ORDERS = [f"{count} operations, question {place}" for count in (10, 40) for place in ("first", "last")]
 
 
-def figures() -> dict[str, str]:
-    """By part of the page: a stored result as a table, under the command that prints it."""
+def tables() -> dict[str, str]:
+    """Returns by name: a stored result as a table, under the command that prints it."""
     held = table(TableConfig(rows=main_rows()))
     varied = Variations(**_held("thinking-variations"))
     return {
-        "main table": f"`python -m cacheprobe_analyses.thinking_states_table`\n\n{held.main_table()}",
-        "choices": f"{_by_preset(held)}\n\n{_symmetric(held)}",
-        "every length": _lengths(),
-        "crowd": _crowd(),
-        "cause": _cause(),
-        "cost": _cost(),
-        "variations": f"{_command('thinking_variations')}\n\n{_variations(varied)}",
-        "gap": _gap(),
-        "trainings": _trainings(),
+        "thinking-main": f"`python -m cacheprobe_analyses.thinking_states_table`\n\n{held.main_table()}",
+        "thinking-choices": f"{_by_preset(held)}\n\n{_symmetric(held)}",
+        "thinking-every-length": _lengths(),
+        "thinking-crowd": _crowd(),
+        "thinking-cause": _cause(),
+        "thinking-cost": _cost(),
+        "thinking-variations": f"{_command('thinking_variations')}\n\n{_variations(varied)}",
+        "thinking-gap": _gap(),
+        "thinking-trainings": _trainings(),
     }
 
 
@@ -211,12 +208,3 @@ def _held(name: str) -> dict[str, Any]:
 
 def _command(module: str) -> str:
     return f"`python -m cacheprobe_analyses.{module}`"
-
-
-def page(text: str) -> str:
-    """Returns the page with today's tables between their marks."""
-    return fill_page(text, "write_thinking_figures.py", figures())
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
