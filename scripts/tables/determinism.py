@@ -9,12 +9,12 @@ from cacheprobe_analyses.records import markdown_table
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 STRESS = {
-    "stress": "cacheprobe stress --tokens 200000 --out runs/stress",
-    "stress-avx2": "ONEDNN_MAX_CPU_ISA=AVX2 cacheprobe stress --tokens 50000 --out runs/stress-avx2",
-    "stress-compatible": "MKL_CBWR=COMPATIBLE cacheprobe stress --tokens 50000 --out runs/stress-compatible",
-    "stress-amd": "cacheprobe stress --tokens 50000 --out runs/stress-amd",
-    "stress-amd-avx2": "ONEDNN_MAX_CPU_ISA=AVX2 cacheprobe stress --tokens 50000 --out runs/stress-amd-avx2",
-    "stress-amd-compatible": "MKL_CBWR=COMPATIBLE cacheprobe stress --tokens 50000 --out runs/stress-amd-compatible",
+    "stress": "make stress TOKENS=200000 OUT=runs/stress",
+    "stress-avx2": "ONEDNN_MAX_CPU_ISA=AVX2 make stress TOKENS=50000 OUT=runs/stress-avx2",
+    "stress-compatible": "MKL_CBWR=COMPATIBLE make stress TOKENS=50000 OUT=runs/stress-compatible",
+    "stress-amd": "make stress TOKENS=50000 OUT=runs/stress-amd",
+    "stress-amd-avx2": "ONEDNN_MAX_CPU_ISA=AVX2 make stress TOKENS=50000 OUT=runs/stress-amd-avx2",
+    "stress-amd-compatible": "MKL_CBWR=COMPATIBLE make stress TOKENS=50000 OUT=runs/stress-amd-compatible",
 }
 """By stored result: a command that compares as many tokens. Traffic is drawn until there are at least that many."""
 COUNTS = {

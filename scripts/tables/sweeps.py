@@ -35,19 +35,6 @@ def _backends(held: dict[str, Any]) -> list[str]:
     return [f"`{command}`; {_machine(held)}: {said} ({'; '.join(names)})."]
 
 
-def _faults(held: dict[str, Any]) -> list[str]:
-    rows = []
-    for name, row in held["faults"].items():
-        if "not_tried" in row:
-            rows.append((name, f"not tried: {row['not_tried']}", "", "", ""))
-            continue
-        codes = ", ".join(f"{code}: {count}" for code, count in row["exit_codes"].items())
-        rows.append((name, row["struck"], codes, row["resumes"], f"{row['equal_to_serial']} of {row['of']}"))
-    command = f"cacheprobe bench sweep-faults --rounds {held['rounds']} --json benchmarks/results/sweep-faults.json"
-    head = ("fault", "faults that hit", "exit codes", "repeats of the command", "rounds with equal files")
-    return [f"`{command}`, {held['cells']} cells; {_machine(held)}:", markdown_table(head, rows)]
-
-
 def _cost(held: dict[str, Any]) -> list[str]:
     command = f"cacheprobe bench sweep --rounds {held['rounds']} --json benchmarks/results/sweep.json"
     table = markdown_table(("what the engine costs", "value"), [(said, held[name]) for name, said in COST.items()])
@@ -55,7 +42,7 @@ def _cost(held: dict[str, Any]) -> list[str]:
     return [f"`{command}`; {counts}:", table]
 
 
-PARTS = {"sweep-backends": _backends, "sweep-faults": _faults, "sweep": _cost}
+PARTS = {"sweep-backends": _backends, "sweep": _cost}
 
 
 def _machine(held: dict[str, Any]) -> str:

@@ -54,8 +54,7 @@ def test_the_commands_exist() -> None:
     from cacheprobe.cli.app import app
 
     shown = set(re.findall(r"^    cacheprobe (\w+)", README, re.MULTILINE))
-    old = {"prove"}  # the name of stress for one version more
-    assert shown | old == {name for name in app if not name.startswith("-")} and "doctor" in shown
+    assert shown == {name for name in app if not name.startswith("-")} and "doctor" in shown
     page = (ROOT / "docs" / "commands.md").read_text()
     assert set(re.findall(r"^    cacheprobe (\w+)", page, re.MULTILINE)) <= shown
     for words in re.findall(r"^    cacheprobe (.*?)(?:  .*)?$", page, re.MULTILINE):

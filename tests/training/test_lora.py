@@ -10,7 +10,6 @@ import torch
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.adapters import TRAINING, WEIGHTS
-from cacheprobe.models.hf.tiny import tiny_model
 from cacheprobe.tasks.coin_flip import NAMES, CoinFlip
 from cacheprobe.tasks.people import HELD_OUT_NAMES, TRAIN_NAMES
 from cacheprobe.training.loop import CHECKPOINT
@@ -18,6 +17,7 @@ from cacheprobe.training.lora.evaluate import LoraScore, Reply, evaluate, replie
 from cacheprobe.training.lora.run import LARGEST_ADAPTER, train_lora
 from cacheprobe.training.lora.train import LoraTrainer, batches_of, encode, examples_of
 from cacheprobe.training.settings import LoraSettings
+from cacheprobe_benchmarks.shared.tiny import tiny_model
 from tests.lora import SMALL, save_base, tokenizer, train_small, trainer
 from tests.tiny import loaded
 
