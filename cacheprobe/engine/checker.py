@@ -253,7 +253,6 @@ class RecomputeChecker:
     def compare(self, a_pass: Pass, out: Tensor) -> Difference | None:
         """Returns the first Difference between two computations of one request in the pass just run; None if all bits
         are equal, or nothing was computed twice. out: what the forward returned.
-
         Keeps the logits of a verify pass for a later one. If `out` is not finite, nothing is compared.
         """
         compared = out if a_pass.recomputed is None else _own_logits(a_pass, out)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from cacheprobe.core.records import EngineError as EngineError
 from cacheprobe.core.records import RowSlot
 from cacheprobe.edits.interventions.editor import TokenSlot, token_phase
 from cacheprobe.kvcache.cache import KVCache
@@ -18,11 +19,6 @@ PAD_TOKEN_ID = 0
 
 _CPU_REFUSAL = "can't allocate memory"
 """Text of the RuntimeError that torch raises if the CPU's memory is used up; this error has no class of its own."""
-
-
-class EngineError(RuntimeError):
-    """Raised if a pass, a choice of a token or a drafter's call failed, or if a run cannot go on. A failed step commits
-    no token."""
 
 
 class ShapeFault(EngineError):

@@ -25,11 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cacheprobe.core.records import ObserverError
+from cacheprobe.core.records import EngineError, ObserverError
 from cacheprobe.core.values import whole_number
 from cacheprobe.engine.drafters.base import DraftContext, Drafter, deadline_seconds
 from cacheprobe.engine.drafters.scripted import Scripted
-from cacheprobe.engine.passes import EngineError
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.turns import computing
 
