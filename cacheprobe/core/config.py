@@ -7,6 +7,10 @@ from typing import TypedDict
 from cacheprobe.core.hook_names import HEAD_SITES, SITES
 from cacheprobe.core.values import JsonDict, KnownKeywords, flag, is_flag, whole_number
 
+PHASES = ("prefill", "decode", "verify")
+"""Kinds of forward pass."""
+STATUSES = ("committed", "superseded", "rolled_back", "given_up")
+"""Statuses of a row (one token of one pass)."""
 ACCEPTANCES = ("equality", "rejection")
 DETERMINISMS = ("verify", "invariant")
 RUN_DTYPES = ("float32", "bfloat16", "float16")
@@ -202,8 +206,6 @@ class CaptureConfig(KnownKeywords):
     """Whether to record features of special tokens and of the first position too; see `core.tokens.special`."""
 
     def __post_init__(self) -> None:
-        from cacheprobe.core.records import PHASES, STATUSES
-
         sites = "" if self.sites is None else _joined_sites(self.sites)
         if self.sites is not None and not sites:
             raise ValueError("capture sites are empty: nothing would be kept; give some of S, T, C and Z, or None")

@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cacheprobe.core.config import PHASES as PHASES
+from cacheprobe.core.config import STATUSES as STATUSES
 from cacheprobe.core.settings import SamplingParams as SamplingParams
 from cacheprobe.core.values import KnownKeywords, flag, require_encodable, whole_number
 
-PHASES = ("prefill", "decode", "verify")
-"""Kinds of forward pass."""
 ROLES = ("prompt", "committed", "accepted", "recovered", "bonus", "rolled_back", "given_up")
 """Roles of a row (one token of one pass): how its input token came to its position."""
-STATUSES = ("committed", "superseded", "rolled_back", "given_up")
 DISCARDED_DRAFT = ("rolled_back", "given_up")
 """Statuses of rows that were fed a draft token that was never committed. rolled_back: the rejected token or a later
 one. given_up: the draft got no verdict."""
@@ -278,6 +277,11 @@ def _fit_any_capacity(key: str, a: Mapping[str, object], b: Mapping[str, object]
         return False
     (slots,) = {a.get(key), b.get(key)} - {ANY_CAPACITY}
     return isinstance(slots, int) and slots % CAPACITY_STEP == 0
+
+
+class EngineError(RuntimeError):
+    """Raised if a pass, a choice of a token or a drafter's call failed, or if a run cannot go on. A failed step commits
+    no token."""
 
 
 class ObserverError(RuntimeError):

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from cacheprobe.core.records import Observer, StepRecord
 from cacheprobe.core.terminal import duration
 from cacheprobe.engine.drafters.base import Drafter, drafted_layers
+from cacheprobe.engine.drafters.calls import is_own
 from cacheprobe.engine.drafters.model import DraftModel
-from cacheprobe.engine.drafting import is_own
 from cacheprobe.engine.loop import FIRST_DRAFT_LENGTH
 from cacheprobe.engine.plan import RunPlan
 from cacheprobe.engine.prefill import FREE_PREFILL_WIDTH, pick_prompts
@@ -344,7 +344,7 @@ class RunCount:
             sources.add(key)
         for is_fixed in (True, False):
             group = [one.state.request for one in leaders if one.state.reads_in_chunks == is_fixed]
-            at_once = config.prefill_group if is_fixed and not plan.batches_prompts else max(len(group), 1)
+            at_once = config.prefill_group if is_fixed and not plan.checker.batches_prompts else max(len(group), 1)
             chunk = config.prefill_chunk if is_fixed else FREE_PREFILL_WIDTH
             for i in range(0, len(group), at_once):
                 done = {r.request_id: r.num_cached for r in group[i : i + at_once]}
@@ -352,11 +352,11 @@ class RunCount:
                 while unread := {name: start for name, start in done.items() if start < lengths[name]}:
                     sizes = {name: min(chunk, lengths[name] - start) for name, start in unread.items()}
                     taken = list(unread)
-                    if is_fixed and plan.batches_prompts:
+                    if is_fixed and plan.checker.batches_prompts:
                         chosen = pick_prompts([(sizes[name], unread[name]) for name in taken], config.capacity)
                         taken = [taken[number] for number in chosen]
                     width = chunk if is_fixed and config.pad_prefill else max(sizes[name] for name in taken)
-                    is_grouped = is_fixed and not plan.batches_prompts
+                    is_grouped = is_fixed and not plan.checker.batches_prompts
                     self._pass("prefill", width * (config.prefill_group if is_grouped else len(taken)))
                     done |= {name: unread[name] + sizes[name] for name in taken}
 
@@ -394,7 +394,7 @@ class RunCount:
             if len(group) < config.group and are_others_coming:
                 continue
             longest = 1 + max(one.draft for one in group)
-            width = next((n for n in plan.narrow_widths if n >= longest), config.window)
+            width = next((n for n in plan.checker.narrow_widths if n >= longest), config.window)
             self._pass("verify", width * (len(group) if config.is_invariant else config.group))
             for one in group:
                 self._add(one, "verify", one.last, 1 + one.draft, one.draft)
