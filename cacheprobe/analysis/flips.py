@@ -314,26 +314,19 @@ def _recorded_states(
 
 
 def _groups(base: Run, states: Sequence[_Written]) -> list[Group]:
-    """Returns the groups of patched runs, one for each kind and site of edit. Cell i writes states[i]."""
-    by_kind: dict[tuple[str, str], list[Index]] = {}
-    for i, written in enumerate(states):
-        by_kind.setdefault((written.edit, written.site), []).append((i,))
-
-    def cells(indices: list[Index]) -> Callable[[tuple[int, ...]], Mapping[Index, PatchingCell]]:
-        """Returns the function that makes these cells. The answers are single tokens, so no token is given to it."""
-        return lambda begins: _cells(base, states, indices)
-
-    return [
-        Group(f"{edit}-{site}", len(indices), lambda begins: base, cells(indices), indices)
-        for (edit, site), indices in by_kind.items()
-    ]
-
-
-def _cells(base: Run, states: Sequence[_Written], indices: Sequence[Index]) -> Mapping[Index, PatchingCell]:
-    """Returns a dict of PatchingCells by index; each writes one state at the last position of the run `base`."""
+    """Returns the groups of patched runs, one for each kind and site of edit. Cell i writes states[i] at the last
+    position of the run `base`."""
     last = (len(base.token_ids) - 1,)
-    chosen = [(index, states[index[0]]) for index in indices]
-    return {index: cell([Edit((one.site, one.layer), last, one.state[None])]) for index, one in chosen}
+    by_kind: dict[tuple[str, str], dict[Index, PatchingCell]] = {}
+    for i, one in enumerate(states):
+        edit = Edit((one.site, one.layer), last, one.state[None])
+        by_kind.setdefault((one.edit, one.site), {})[i,] = cell([edit])
+
+    def group(name: str, cells: Mapping[Index, PatchingCell]) -> Group:
+        """Returns the group of these cells. The answers are single tokens, so no token follows the run."""
+        return Group(name, lambda begins: base, lambda begins: cells, list(cells))
+
+    return [group(f"{edit}-{site}", cells) for (edit, site), cells in by_kind.items()]
 
 
 def _table(

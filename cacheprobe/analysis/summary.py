@@ -4,8 +4,7 @@ from typing import TypedDict
 
 import pandas as pd
 
-from cacheprobe.analysis.measures import agreement_by_layer, prediction_depth_by_verdict, prediction_depth_of
-from cacheprobe.analysis.of_trace import lens_readings
+from cacheprobe.analysis.measures import agreement, lens_readings, prediction_depth, prediction_depth_by_verdict
 from cacheprobe.trace.tables.draft_verdicts import parting, shares_by_verdict
 from cacheprobe.trace.trace import Trace
 
@@ -62,7 +61,7 @@ def summary(trace: Trace) -> str:
         lines.append('Z: not read yet (lens="later"); trace.hypotheses() reads it from the stored S')
     elif trace.hypothesis_table is not None:
         hypotheses = lens_readings(trace)
-        table = agreement_by_layer(hypotheses)
+        table = agreement(hypotheses)
         layers = sorted({int(layer) for layer in table.index[:: max(len(table) // 6, 1)]} | {int(table.index[-1])})
         lines += [f"{parting(shares_by_verdict(hypotheses))}."]
         lines += [
@@ -71,7 +70,7 @@ def summary(trace: Trace) -> str:
         ]
         lines += [
             "prediction depth, by verdict of the draft and kind of pass:",
-            prediction_depth_by_verdict(prediction_depth_of(hypotheses)).round(1).to_string(),
+            prediction_depth_by_verdict(prediction_depth(hypotheses)).round(1).to_string(),
         ]
     return "\n".join(lines)
 
