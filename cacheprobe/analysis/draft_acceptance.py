@@ -200,7 +200,7 @@ def _checked_drafters(
     sampled: of each text. Raises: ValueError for a drafter that cannot be replayed, with the reason."""
     last, name = _last_layer(trace), str(trace.fingerprint.get("model"))
     layers = [] if readings is None else sorted(set(readings.layer.tolist()) - {last})
-    chosen = [EarlyExit(layer=layer) for layer in layers] if given is None else list(given)
+    chosen: list[Drafter] = [EarlyExit(layer=layer) for layer in layers] if given is None else list(given)
     if not chosen:
         raise ValueError("there is no drafter to replay: give drafters, or a run that read layers before the last")
     lenses = set() if readings is None else set(readings.lens.tolist())

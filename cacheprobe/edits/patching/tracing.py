@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, pairwise
-from typing import Unpack, cast
+from typing import Unpack
 
 import pandas as pd
 import torch
 from torch import Tensor
 
 from cacheprobe.core.noise import derive_seed
-from cacheprobe.core.values import listed
+from cacheprobe.core.values import JsonDict, listed
 from cacheprobe.edits.patching.arguments import (
     PATCHED_SITES,
     Answer,
@@ -27,7 +27,7 @@ from cacheprobe.edits.patching.arguments import (
     usable,
 )
 from cacheprobe.edits.patching.cells import Edit, PatchingCell, cell
-from cacheprobe.edits.patching.grid import GridMeta, PatchingGrid, answer_texts, as_stored
+from cacheprobe.edits.patching.grid import PatchingGrid, answer_texts, as_stored
 from cacheprobe.edits.patching.runs import AnswerLogits, Run, extend, run_once
 from cacheprobe.edits.patching.sweep import CellStore, Group, Index, sweep, unpatched
 from cacheprobe.models.base import CachedLM
@@ -119,7 +119,7 @@ def causal_tracing(
         return Group(f"{sample}-{position}", partial(noisy_before, sample), lambda begins: cells, indices)
 
     (first,), pair = as_stored([measured]), (measured, measured)
-    settings: dict[str, object] = dict(
+    settings: JsonDict = dict(
         kind="causal tracing", site=site, window=window, answer=first, prompt=list(ids), subject=list(noisy_at),
         noise=config.noise, seed=config.seed, layers=list(in_layers), fingerprint=model.fingerprint(),
     )  # fmt: skip
@@ -133,7 +133,7 @@ def causal_tracing(
         clean_probability=_probability(unpatched(model, clean, pair)), noisy_probabilities=noisy_probabilities,
     )  # fmt: skip
     table = _table(dict(sorted(results.items())), texts, noisy_probabilities, measured[0])
-    return PatchingGrid(table, cast(GridMeta, meta))
+    return PatchingGrid(table, meta)
 
 
 def subject_positions(model: CachedLM, token_ids: Sequence[int], subject: str) -> list[int]:
