@@ -82,7 +82,7 @@ def ablate(directions: Tensor, **where: Unpack[WhereLayers]) -> tuple[Interventi
     Raises: ValueError for directions that are not finite or depend on each other.
     Source: directional ablation of Arditi et al. 2024 (arXiv 2406.11717), section 2.4.
     """
-    return _along("ablate", _orthonormal(directions, "ablate"), _without, where)
+    return _along("ablate", _orthonormal(directions, "ablate"), lambda state, by, basis: state - by @ basis, where)
 
 
 def project(directions: Tensor, **where: Unpack[WhereLayers]) -> tuple[Intervention, ...]:
@@ -91,7 +91,7 @@ def project(directions: Tensor, **where: Unpack[WhereLayers]) -> tuple[Intervent
 
     Raises: ValueError for directions that are not finite or depend on each other.
     """
-    return _along("project", _orthonormal(directions, "project"), _alone, where)
+    return _along("project", _orthonormal(directions, "project"), lambda state, by, basis: by @ basis, where)
 
 
 def clamp(
@@ -111,9 +111,9 @@ def clamp(
     if len(basis) != 1:
         raise ValueError(f"clamp: give one direction, got {len(basis)}; make one Intervention for each")
 
-    def between(state: Tensor, coefficients: Tensor, basis: Tensor) -> Tensor:
+    def between(state: Tensor, by: Tensor, basis: Tensor) -> Tensor:
         """Returns the state with its coefficient moved between the two bounds."""
-        return state + (coefficients.clamp(low, high) - coefficients) @ basis
+        return state + (by.clamp(low, high) - by) @ basis
 
     return _along("clamp", basis, between, where, low, high)
 
@@ -122,10 +122,18 @@ def _along(
     name: str, basis: Tensor, join: Callable[[Tensor, Tensor, Tensor], Tensor], where: WhereLayers,
     *bounds: float | None,
 ) -> tuple[Intervention, ...]:  # fmt: skip
-    """Returns the Interventions of a function that changes the part of states along an orthonormal basis [k, w]."""
+    """Returns the Interventions of a function that changes the part of states along an orthonormal basis [k, w]. join:
+    returns the new state from the old one, its coefficients [k] along the basis, and the basis."""
     digest = hashlib.sha256(basis.numpy().tobytes() + repr(bounds).encode()).hexdigest()
-    split, vectors = _Split(basis, join), torch.zeros(1, basis.shape[1])
-    return _by_layer(name, where, name=name, function=split, source_sha256=digest, vectors=vectors)
+
+    def changed(state: Tensor, context: StateContext) -> Tensor:
+        """Returns the new state, in its dtype."""
+        wide = state if state.dtype == torch.float64 else state.float()
+        directions = basis.to(wide.device, wide.dtype)
+        return join(wide, directions @ wide, directions).to(state.dtype)
+
+    vectors = torch.zeros(1, basis.shape[1])
+    return _by_layer(name, where, name=name, function=changed, source_sha256=digest, vectors=vectors)
 
 
 def _by_layer(caller: str, where: WhereLayers, **own: Any) -> tuple[Intervention, ...]:
@@ -143,27 +151,6 @@ def places_of(site: str, layers: "int | Iterable[int] | None", what: str) -> lis
     if not listed:
         raise ValueError(f"{what}: layers is empty, so nothing would change")
     return [place_of(site, layer) for layer in listed]
-
-
-class _Split:
-    """The function of an Intervention: splits a state into its part in the span of an orthonormal basis [k, w] and the
-    rest, and gives both to `join(state, coefficients, basis)`."""
-
-    def __init__(self, basis: Tensor, join: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        self.basis, self.join = basis, join
-
-    def __call__(self, state: Tensor, context: StateContext) -> Tensor:
-        wide = state.double() if state.dtype == torch.float64 else state.float()
-        basis = self.basis.to(wide.device, wide.dtype)
-        return self.join(wide, basis @ wide, basis).to(state.dtype)
-
-
-def _without(state: Tensor, coefficients: Tensor, basis: Tensor) -> Tensor:
-    return state - coefficients @ basis
-
-
-def _alone(state: Tensor, coefficients: Tensor, basis: Tensor) -> Tensor:
-    return coefficients @ basis
 
 
 def _orthonormal(directions: Tensor, what: str) -> Tensor:
