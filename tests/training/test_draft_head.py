@@ -162,5 +162,3 @@ def test_what_does_not_fit_is_refused(trace: cp.Trace, model: CachedLM, tmp_path
     loaded_trace.model = loaded()
     with pytest.raises(ValueError, match="the run was made with weights"):
         trained(loaded_trace)
-    with pytest.raises(ValueError, match="held_out is a share"):
-        DraftHeadSettings(held_out=1.0)
