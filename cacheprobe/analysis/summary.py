@@ -1,29 +1,16 @@
 """Describes a run in a few lines of text, for terminals."""
 
-from typing import TypedDict
-
 import pandas as pd
 
 from cacheprobe.analysis.measures import agreement, lens_readings, prediction_depth, prediction_depth_by_verdict
+from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.tables.draft_verdicts import parting, shares_by_verdict
 from cacheprobe.trace.trace import Trace
 
 
-class Behaviour(TypedDict):
-    """Describes the results of a run on its task, as in `trace.meta["behaviour"]`: accuracy, interval, chance."""
-
-    num_examples: int
-    num_unparsed: int
-    accuracy: float
-    accuracy_low: float
-    accuracy_high: float
-    chance: float
-    answer_mass: float | None
-
-
-def behaviour_line(behaviour: Behaviour) -> str:
+def behaviour_line(behaviour: JsonDict) -> str:
     """Returns one line of text on a run's answers to its task: accuracy, chance level and answer mass. Answer mass is
-    the mean probability that the first token begins an answer word."""
+    the mean probability that the first token begins an answer word. behaviour: as in `trace.meta["behaviour"]`."""
     b = behaviour
     line = (
         f"behaviour: {b['accuracy']:.0%} of {b['num_examples']} answers right "
