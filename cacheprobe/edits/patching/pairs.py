@@ -171,11 +171,13 @@ def activation(
     place = patched_place(site, heads)
     pair = PatchedPair.of(model, clean, corrupt, answer, (place,), options)
 
+    counts = {layer: _num_heads(pair.model, place, layer) for layer in pair.layers} if heads else {}
+
     def group(position: int) -> Group:
         """Returns the patched runs at one position, by (layer, position), or (layer, position, head)."""
         indices: list[Index] = [(layer, position) for layer in pair.layers]
         if heads:
-            indices = [(*index, head) for index in indices for head in range(_num_heads(pair.model, place, index[0]))]
+            indices = [(*index, head) for index in indices for head in range(counts[index[0]])]
         cells = {index: _cell(pair.runs[0], place, *index) for index in indices}
         return Group(str(position), pair.corrupt_before, lambda begins: cells, indices)
 
