@@ -1,9 +1,8 @@
 """Checks the tables of a trace (rows, events, ledger, lens readings) against each other and against the committed
 tokens. Runs no model.
 
-Tokens, verdicts and passes determine most of the tables' content: role and status of a row, the tokens that a verify
-pass was fed, the ledger's changes, and the token that a reading is compared with. This module derives that content
-again, and names each entry that differs.
+Tokens, verdicts and passes determine most of the tables' content, such as role and status of a row, the ledger's
+changes, and the token that a reading is compared with. This module derives it again, and names what differs.
 """
 
 from collections import Counter
@@ -181,7 +180,7 @@ def _verdict_faults(
         yield f"{label} {len(targets)} target tokens for {len(draft)} draft tokens"
     wanted = [*draft[:accepted], *targets[accepted : accepted + 1]] if accepted >= 0 else []
     is_rollback, is_cut = accepted < len(draft), len(committed) < len(wanted)
-    verifier_token = committed[-1] if len(committed) > accepted else None
+    verifier_token = committed[-1] if len(committed) > max(accepted, 0) else None
     expected = {
         "phase": "verify" if history.is_verified else "that of an unverified request",
         "draft_start": len(history.text),
@@ -211,7 +210,7 @@ def _row_faults(trace: Trace, request: Request, history: History) -> Iterator[st
         step, phase, position = row["step"], row["phase"], row["position"]
         role, status = history.expected_status(step, phase, position)
         expected: dict[str, object] = {"role": role, "status": status}
-        if status == row["status"] not in DISCARDED_DRAFT:
+        if status == row["status"] not in DISCARDED_DRAFT and position < len(text):
             expected["token_id"] = text[position]
         yield from _differences(f"step {step} position {position}:", row, expected)
         if (position < prompt) != (phase == "prefill"):
@@ -225,10 +224,10 @@ def _row_faults(trace: Trace, request: Request, history: History) -> Iterator[st
     if not trace.tokens[request.request_id]:
         return  # the request ended before its prompt was computed
     positions = table[table.status == "committed"].position.tolist()
-    wanted = range(min(positions, default=0) if "cached" in trace.fingerprint else 0, len(text) - 1)
-    if sorted(positions) != list(wanted):
-        missing = sorted(set(wanted) - set(positions))[:5]
-        yield f"has {len(positions)} committed rows for positions {wanted[0]} to {wanted[-1]}; missing {missing}"
+    first = min(positions, default=0) if "cached" in trace.fingerprint else 0
+    if sorted(positions) != list(range(first, len(text) - 1)):
+        missing = sorted({*range(first, len(text) - 1)} - set(positions))[:5]
+        yield f"has {len(positions)} committed rows for positions {first} to {len(text) - 2}; missing {missing}"
 
 
 def _ledger_faults(trace: Trace, request: Request, history: History) -> Iterator[str]:
