@@ -206,7 +206,7 @@ def _heights(most: int) -> tuple[int, ...]:
 
 
 def _independent_width(model: CachedLM) -> int:
-    """Returns `HookedHF.independent_width`; 0 for another kind of model. A trial alone does not make a width safe: a
+    """Returns `FastLM.independent_width`; 0 for another kind of model. A trial alone does not make a width safe: a
     fault that shows in one text of thirty passes it."""
     return getattr(model, "independent_width", 0)
 

@@ -130,13 +130,13 @@ class HashedWeights(ABC):
     """(checksum of the weights, SHA-256 of the weights at that checksum); empty texts before the first use."""
 
     @abstractmethod
-    def _named_weights(self) -> Sequence[tuple[str, Tensor]]:
+    def named_weights(self) -> Sequence[tuple[str, Tensor]]:
         """Returns all parameters with their names, sorted by name."""
 
     @property
     def weights_checksum(self) -> str:
         """Checksum of all parameters as hex text, computed at every access; inside `hashing_once`, at the first."""
-        named, known = self._named_weights(), _KNOWN.get()
+        named, known = self.named_weights(), _KNOWN.get()
         if known is None:
             return checksum_of(named)
         versions = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for _, weight in named]
@@ -149,5 +149,5 @@ class HashedWeights(ABC):
         """First 16 hex digits of a SHA-256 over all parameters, sorted by name; computed again if the checksum has
         changed."""
         if self._hashed[0] != (checksum := self.weights_checksum):
-            self._hashed = checksum, sha256_of(self._named_weights())
+            self._hashed = checksum, sha256_of(self.named_weights())
         return self._hashed[1]

@@ -1,5 +1,5 @@
 """Chooses which of a model's two forwards runs: the TransformerBridge, which hooks may edit, or the fast forward
-(`HookedHF`)."""
+(`FastLM`)."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from cacheprobe.models.settings import numeric_settings, product_dtype
 from cacheprobe.models.turns import one_at_a_time
 
 if TYPE_CHECKING:  # both load transformer_lens, which takes seconds
-    from cacheprobe.models.fast.hooked_hf import HookedHF
+    from cacheprobe.models.fast.lm import FastLM
     from cacheprobe.models.hf.bridge import BridgeLM
 
 PATHS = ("auto", "bridge", "fast")
@@ -36,7 +36,7 @@ class Trial:
 
     state: object
     """Identifies the model, its config, its weights and the numeric settings at the time of the comparison."""
-    fast: "HookedHF | None"
+    fast: "FastLM | None"
     reason: str
     heads: dict[tuple[str, ...], str] = field(default_factory=dict)
     """Head sites -> text that says why the fast forward cannot record these sites, "" if it can. A set of sites is
@@ -46,7 +46,7 @@ class Trial:
 @one_at_a_time()  # the hooks of another thread's run would be taken for the user's
 def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) -> tuple[CachedLM, str]:
     """Returns (model to run on, reason as one line of text). The model is the given BridgeLM or its fast forward
-    (HookedHF).
+    (FastLM).
 
     path: "auto" takes the fast forward if the user set no hook on the bridge and both forwards agreed on a short text;
     "bridge" takes the bridge; "fast" raises if the fast forward cannot be used. A CachedLM other than a BridgeLM is
@@ -149,12 +149,12 @@ def _tried_fast(model: "BridgeLM") -> Trial:
     return trial
 
 
-def _try_fast(model: "BridgeLM", is_edited: bool) -> "tuple[HookedHF | None, str]":
+def _try_fast(model: "BridgeLM", is_edited: bool) -> "tuple[FastLM | None, str]":
     """Builds the fast forward and compares it with the bridge. Returns (fast forward or None, reason as text)."""
-    from cacheprobe.models.fast.hooked_hf import HookedHF
+    from cacheprobe.models.fast.lm import FastLM
 
     try:
-        fast = HookedHF(model)
+        fast = FastLM(model)
         if is_edited and (apart := fast.weights.kept_apart()):
             return None, f"weights were edited, and the bridge keeps copies of some, such as {apart[0]}"
         return _compared(model, fast)
@@ -164,7 +164,7 @@ def _try_fast(model: "BridgeLM", is_edited: bool) -> "tuple[HookedHF | None, str
         return None, f"the plain model does not run on our cache ({type(error).__name__}: {error!s:.120})"
 
 
-def _compared(model: "BridgeLM", fast: "HookedHF") -> "tuple[HookedHF | None, str]":
+def _compared(model: "BridgeLM", fast: "FastLM") -> "tuple[FastLM | None, str]":
     """Compares the fast forward with the bridge on one short text: logits and sites S, T and C. Returns (`fast`, or
     None if the two differ; the result as text)."""
     from cacheprobe.models.checks import probe_ids
@@ -195,7 +195,7 @@ def _refusal_of_heads(model: "BridgeLM", trial: Trial, heads: tuple[str, ...]) -
     return trial.heads[heads]
 
 
-def _distances(model: "BridgeLM", fast: "HookedHF", sites: Sequence[str]) -> tuple[dict[str, float], float, str]:
+def _distances(model: "BridgeLM", fast: "FastLM", sites: Sequence[str]) -> tuple[dict[str, float], float, str]:
     """Returns ({activation name: distance between the two forwards}, allowed distance, format for a distance in
     messages), from one short text."""
     from cacheprobe.models.checks import LEAST_COSINE, cosine, probe_ids

@@ -56,12 +56,9 @@ _in_step: set[int] = set()
 
 
 def live_model(model: object) -> LiveModule:
-    """Returns the module that owns a model's weights: for a BridgeLM, its fast forward and a PlainLM, the transformers
-    model; for a ThinkingLM, its ThinkingModel. A plain module is returned unchanged."""
-    origin = getattr(model, "origin", model)
-    if (bridge := getattr(origin, "bridge", None)) is not None:
-        return bridge.original_model
-    return getattr(origin, "live", None) or getattr(origin, "model", origin)
+    """Returns the module that owns a model's weights: the transformers model of a model around one, the ThinkingModel
+    of a ThinkingLM. A plain module is returned unchanged."""
+    return getattr(model, "live", model)
 
 
 def require_idle(model: CachedLM) -> None:

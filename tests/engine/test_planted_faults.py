@@ -10,7 +10,7 @@ import cacheprobe as cp
 from cacheprobe.engine import consistency
 from cacheprobe.engine.trial import Cycle
 from cacheprobe.engine.watch import Watch
-from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.compiled import choice
 from cacheprobe.trace.recording import lens_reader
@@ -67,7 +67,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *guards: str) -> None:
     if "check while it runs" in guards:
         monkeypatch.setattr(Watch, "place_copy", lambda *asked: None)
     if "attention by request" in guards:
-        monkeypatch.setattr(HookedHF, "attends_by_request", False)
+        monkeypatch.setattr(FastLM, "attends_by_request", False)
 
 
 def later(fault: Planted, window: int, num_new: int, family: str = "qwen3"):

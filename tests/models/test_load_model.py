@@ -29,7 +29,7 @@ from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.models import checks
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.output_parts import arrange_weights, is_conv
 from cacheprobe.models.plain.lm import PlainLM
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
@@ -223,7 +223,7 @@ def test_weights_of_gpt2_lie_as_its_products_read_them(by_output: bool, tmp_path
     live = copy.deepcopy(hf_model("gpt2", torch.bfloat16))
     before = {name: value.clone() for name, value in live.state_dict().items()}
     model = cp.load_model(live)
-    fast = HookedHF(model)
+    fast = FastLM(model)
     for order in (not by_output, by_output):
         arrange_weights(model.bridge, order)
     weights = [module.weight for module in fast.model.modules() if is_conv(module)]

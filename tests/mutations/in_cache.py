@@ -11,7 +11,7 @@ from cacheprobe.ops.attention.by_request import reach_of_pass
 from tests.mutations.in_engine import COMMITTER, RUN, SCHEDULER
 from tests.mutations.mutate import bug, instead, without
 
-CACHE, HOOKED = "cacheprobe.kvcache.cache:KVCache", "cacheprobe.models.fast.hooked_hf"
+CACHE, HOOKED = "cacheprobe.kvcache.cache:KVCache", "cacheprobe.models.fast.lm"
 MARKS_VERIFIED = f"{COMMITTER}.write_ledger"
 
 
@@ -199,7 +199,7 @@ MUTATIONS = [
     bug(
         "logits differ from call to call",
         ("04",),
-        f"{HOOKED}:HookedHF.forward",
+        f"{HOOKED}:FastLM.forward",
         lambda real: lambda *given, **more: (out := real(*given, **more)) + 1e-4 * torch.rand_like(out),
     ),
     # -- the capture

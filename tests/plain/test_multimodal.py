@@ -21,8 +21,8 @@ from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import BlockSum, CachedLM, ModelError
 from cacheprobe.models.fast import kernel_operations
-from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.fast.kernel_operations import KernelOperations
+from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.hf import cache as hf_cache
 from cacheprobe.models.plain import cache as plain_cache
@@ -81,7 +81,7 @@ def model(kind: str, path: str = "") -> CachedLM:
     if path == "plain":
         return PlainLM(live, None, kind)
     loaded = cp.load_model(live, products="torch")
-    return HookedHF(loaded) if path == "fast" else loaded
+    return FastLM(loaded) if path == "fast" else loaded
 
 
 def plain(kind: str) -> PlainLM:

@@ -240,7 +240,7 @@ def test_the_source_keeps_the_rule(rule, files):
         (hook_name_complaints, "cacheprobe/engine/x.py", "name = 'blocks.3'"),
         (hook_name_complaints, "cacheprobe/engine/x.py", "keep = lambda name: name.endswith('hook_resid_post')"),
         (hook_name_complaints, "kernels/cacheprobe_kernels/x.py", "pattern = r'^blocks\\.(\\d+)'"),
-        (library_complaints, "cacheprobe/models/fast/hooked_hf.py", "from transformer_lens import HookPoint"),
+        (library_complaints, "cacheprobe/models/fast/lm.py", "from transformer_lens import HookPoint"),
         (library_complaints, "cacheprobe/trace/x.py", "import plotly.graph_objects as go"),
         (library_complaints, "cacheprobe/views/figures.py", "from torch import Tensor"),
         (library_complaints, "cacheprobe/ops/dispatch.py", "def late():\n    import triton"),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.ops.attention.by_request import Reach, reach_of_positions
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 from cacheprobe_benchmarks.shared.machine import machine, measuring
@@ -69,7 +69,7 @@ def _seconds(way: Callable[[], Tensor], repeats: int) -> float:
 
 
 def _ours(model: CachedLM) -> Callable[[], Tensor]:
-    fast = HookedHF(model)
+    fast = FastLM(model)
     cache = fast.new_cache(ROWS, CAPACITY)
     rows = [cache.allocate() for _ in range(ROWS)]
     ids = torch.zeros(ROWS, POSITION, dtype=torch.long)

@@ -39,7 +39,7 @@ class FunctionalForward(ABC):
     """Computes a model's forward over a KVCache without calling the model's modules (abstract). Each subclass computes
     the blocks of some model families.
 
-    Twin: the model's own modules (`HookedHF` with functional=False), bitwise, for logits, states, keys and values.
+    Twin: the model's own modules (`FastLM` with functional=False), bitwise, for logits, states, keys and values.
     """
 
     kinds: Sequence[str]

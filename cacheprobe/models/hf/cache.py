@@ -24,9 +24,9 @@ class KVCacheLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = True
 
-    def __init__(self, cache: KVCache, layer: int) -> None:
+    def __init__(self, cache: KVCache, layer: int, length: int | None) -> None:
         super().__init__()
-        self._cache, self._layer = cache, layer
+        self._cache, self._layer, self._length = cache, layer, length
         # after super().__init__(), which sets them to None
         self.keys, self.values = cache.keys[layer], cache.values[layer]
         self.is_initialized = True
@@ -42,9 +42,11 @@ class KVCacheLayer(CacheLayerMixin):
         return self._cache.write(self._layer, key_states, value_states)
 
     def get_seq_length(self) -> int:
-        """Raises: RuntimeError, because sequences of one batch have different lengths: callers must pass
-        position_ids."""
-        raise RuntimeError("position_ids must be passed with a KVCacheAdapter: rows have lengths of their own")
+        """Returns the length given to the KVCacheAdapter. Raises: RuntimeError if none was given, because sequences of
+        one batch have different lengths: callers must pass position_ids."""
+        if self._length is None:
+            raise RuntimeError("position_ids must be passed with a KVCacheAdapter: rows have lengths of their own")
+        return self._length
 
     def get_mask_sizes(self, query_length: int) -> NoReturn:
         """Raises: RuntimeError, because callers must pass a 4-D attention mask."""
@@ -58,9 +60,12 @@ class KVCacheLayer(CacheLayerMixin):
 class KVCacheAdapter(Cache):
     """Presents a KVCache as transformers' Cache, for the argument `past_key_values` of a model."""
 
-    def __init__(self, cache: KVCache) -> None:
-        super().__init__(layers=[KVCacheLayer(cache, layer) for layer in range(len(cache.keys))])
-        self.rows = cache
+    def __init__(self, cache: KVCache, length: int | None = None, places: object = None) -> None:
+        """length: of the first batch index, for families that ask the cache for a length. A family that takes positions
+        from it would be wrong for the other batch indices; `check_plain` compares such a batch at load.
+        places: where recurrent layers find their states (RecurrentPlaces); None for a model without any."""
+        super().__init__(layers=[KVCacheLayer(cache, layer, length) for layer in range(len(cache.keys))])
+        self.places = places
 
 
 LiveMasks: TypeAlias = Any
@@ -69,17 +74,8 @@ first.)"""
 
 
 class ForwardInputs(TypedDict):
-    """Holds the keyword arguments of a Hugging Face forward over our KVCache (a TypedDict)."""
+    """Holds the positions and masks of a Hugging Face forward over our KVCache (a TypedDict)."""
 
-    past_key_values: KVCacheAdapter
-    attention_mask: LiveMasks
-    position_ids: Tensor
-
-
-class PlainInputs(TypedDict):
-    """Holds the keyword arguments of a plain model's forward over a cache of transformers (a TypedDict)."""
-
-    past_key_values: Cache
     attention_mask: LiveMasks
     position_ids: Tensor
 
@@ -88,14 +84,13 @@ class PlainInputs(TypedDict):
 def staged(
     cache: KVCache, cache_rows: Sequence[int], starts: Sequence[int], width: int, config: LiveConfig, n_ctx: int
 ) -> Iterator[ForwardInputs]:
-    """Sets the positions of one forward on `cache` and yields the keyword arguments for a Hugging Face model: cache,
-    mask, position ids. Clears the positions after the `with`. width: number of tokens t that the forward feeds for each
-    batch index."""
+    """Sets the positions of one forward on `cache` and yields keyword arguments for a Hugging Face model: mask and
+    position ids. Clears the positions after the `with`. width: number of tokens t that the forward feeds for each batch
+    index."""
     positions = cache.stage(cache_rows, starts, width)
     dtype, device = cache.keys[0].dtype, cache.keys[0].device
     try:
         yield {
-            "past_key_values": KVCacheAdapter(cache),
             "attention_mask": attention_masks(config, cache, positions, dtype, device),
             # pads may lie beyond the context; learned position tables have no row there
             "position_ids": positions.clamp(max=n_ctx - 1).to(device),

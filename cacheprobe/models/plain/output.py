@@ -1,7 +1,6 @@
 """Finds the steps from the last residual stream of a plain transformers model to its logits."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -9,19 +8,11 @@ from torch import Tensor, nn
 
 from cacheprobe.core.live import LiveConfig, LiveModule
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.hf.lm import Head
 from cacheprobe.models.plain.watch import Call, Watched
 
 _CLOSE = 1e-4
 _CLOSE_IN_16_BITS = 3e-2
-
-
-@dataclass(frozen=True)
-class Head:
-    """Holds the steps from the last block's output to the logits."""
-
-    norm: nn.Module
-    unembed: nn.Module
-    finish: Callable[[Tensor], Tensor]
 
 
 def find_head(model: LiveModule, watched: Watched, stream: Tensor, config: LiveConfig, dtype: torch.dtype) -> Head:
