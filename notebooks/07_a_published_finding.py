@@ -168,7 +168,7 @@ px.line(changes, x="layer", y="nats", color="added", line_dash="added", title=ti
 # ## Beside the full result
 #
 # `cacheprobe findings run belief-geometry --preset full --seeds 3` trains longer, with three seeds, and on a second
-# process, RRXOR. Its page is `docs/finding-belief-geometry.md`. Here are its stored figures for Mess3: the mean over
+# process, RRXOR. Its page is `docs/findings.md`. Here are its stored figures for Mess3: the mean over
 # seeds (`ours`) with its 95 % interval, beside those of this notebook.
 
 # %%

@@ -18,7 +18,7 @@ from cacheprobe_analyses.records import fill_page, markdown_table
 from cacheprobe_analyses.s3.s3_algorithm import Result as Algorithm
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("analyses.md", "analyses-drafts.md", "analyses-permutations.md")
+PAGES = ("analyses.md", "analyses-drafts.md", "analyses-states.md")
 LAYERS = (0, 2)
 """Layers of the model that thinks, which has four."""
 PROBED, CARRIED, READ = (17, 22, 29), (22, 23, 29), (20, 24, 28)

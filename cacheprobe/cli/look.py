@@ -106,8 +106,7 @@ def export(
         Show a progress bar.
     """
     import cacheprobe as cp
-    from cacheprobe.analysis.exports.speculators import to_speculators
-    from cacheprobe.analysis.exports.states_table import ChosenStates
+    from cacheprobe.analysis.exports import ChosenStates, to_speculators
 
     trace = cp.load_trace(run)
     if format == "speculators":

@@ -10,7 +10,7 @@ from cacheprobe.core.registry import make, parse_options
 from cacheprobe.core.values import JsonDict
 from cacheprobe.engine.shapes import choose_shapes
 from cacheprobe.lenses.base import LensError
-from cacheprobe.lenses.tuned_files import require_tuned_lens
+from cacheprobe.lenses.tuned import require_tuned_lens
 from cacheprobe.sweeps.factory import lens_folder, parse_change
 from cacheprobe.sweeps.facts import ModelFacts, model_facts
 from cacheprobe.sweeps.settings import SweepRunSettings

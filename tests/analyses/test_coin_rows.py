@@ -102,7 +102,7 @@ def test_questions_count_and_their_effects_are_summed(monkeypatch: pytest.Monkey
 
 def test_the_pages_numbers_are_those_that_were_stored() -> None:
     root = Path(__file__).parents[2]
-    page = (root / "docs" / "analyses-cache.md").read_text(encoding="utf-8")
+    page = (root / "docs" / "analyses-states.md").read_text(encoding="utf-8")
     stored = pd.DataFrame(json.loads((root / "analyses/results/coin-rows.json").read_text())["effects"])
     summed = stored.groupby(["unit", "where", "treatment"])[["n", "total", "flips"]].sum()
     places = {

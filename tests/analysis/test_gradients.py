@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.edits.gradients.result import Gradients
+from cacheprobe.edits.gradients.compute import Gradients
 from cacheprobe.edits.gradients.texts import GradientText
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.hf.tiny import TINY, tiny_model

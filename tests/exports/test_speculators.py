@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import cacheprobe as cp
-from cacheprobe.analysis.exports.speculators import to_speculators
+from cacheprobe.analysis.exports import to_speculators
 from cacheprobe.models.hf.tiny import TINY, tiny_model
 from cacheprobe.ops.equality import bitwise
 from tests.tiny import PROMPTS, SMALL

@@ -17,7 +17,7 @@ from cacheprobe.models.hf.tiny import tiny_model
 from cacheprobe.tasks.people import HELD_OUT_NAMES
 from cacheprobe.training.lora.evaluate import evaluate
 from cacheprobe.training.lora.run import LARGEST_ADAPTER
-from cacheprobe.training.lora.settings import LoraSettings
+from cacheprobe.training.settings import LoraSettings
 from tests.lora import edited, save_base, train_small
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from cacheprobe.lenses.tuned_files import require_tuned_lens
+from cacheprobe.lenses.tuned import require_tuned_lens
 from cacheprobe.sweeps import index
 from cacheprobe.sweeps.cells import AXES
 from cacheprobe.sweeps.storage import lease

@@ -6,7 +6,7 @@ import torch
 
 from cacheprobe.cli.doctor.families.original import changing, logits_of, states_of
 from cacheprobe.cli.doctor.families.tiny import tiny_family
-from cacheprobe.edits.patching.activation import activation
+from cacheprobe.edits.patching.pairs import activation
 from cacheprobe.models.plain.lm import PlainLM
 
 FIELDS: dict[str, dict[str, object]] = {"gemma4_text": dict(num_kv_shared_layers=2)}

@@ -272,7 +272,7 @@ def test_a_request_that_no_verifier_speaks_of_is_grey() -> None:
 def test_the_page_of_figures_names_them_all_and_its_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "dash.md").read_text(encoding="utf-8")
     assert [name for name in PICTURES if f"`{name}" not in page] == []
     monkeypatch.chdir(tmp_path)
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -41,8 +41,8 @@ def test_public_names_are_explained(html: Path) -> None:
     plain = [f"cacheprobe.{name}" for name in ("load_model", "run", "stream", "reference", "verify", "kv_snapshot")]
     views = [f"cacheprobe.views.{name}" for name in cp.plots.__all__]
     plugins = [
-        f"cacheprobe.{kind}.{plugin.__name__}"
-        for kind in ("tasks", "drafters", "lenses")
+        f"cacheprobe.{room}.{plugin.__name__}"
+        for kind, room in (("tasks", "tasks"), ("drafters", "engine.drafters"), ("lenses", "lenses"))
         for plugin in available(kind).values()
         if plugin.__module__.startswith("cacheprobe.")
     ]

@@ -77,5 +77,5 @@ def test_it_begins_with_its_question_and_ends_in_findings_and_claims(source: Pat
 
 
 def test_the_docs_name_them() -> None:
-    page = (ROOT / "docs/notebooks.md").read_text()
+    page = (ROOT / "docs/quickstart.md").read_text()
     assert all(f"notebooks/{source.stem}\n" in page for source in SOURCES)

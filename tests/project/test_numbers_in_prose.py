@@ -141,7 +141,7 @@ CLAIMS: list[tuple[str, str, str, Callable[[dict[str, Any]], Any]]] = [
         lambda r: nld_flips_of_noise(r)[:2] if nld_flips_of_noise(r)[2] == 0 else (),
     ),
     (
-        "analyses-cache.md",
+        "analyses-states.md",
         "swapping only the earlier people's moves the answer by {:.3f}",
         ANALYSES + "coin-rows.json",
         lambda r: (
@@ -186,7 +186,7 @@ CLAIMS: list[tuple[str, str, str, Callable[[dict[str, Any]], Any]]] = [
         lambda r: (r["found"][-1]["drafts"],) if r["found"][-1]["rollbacks"] == 0 else (),
     ),
     (
-        "analyses-permutations.md",
+        "analyses-states.md",
         "names a wrong state in {} of {} texts, and {} of these have the right parity",
         ANALYSES + "s3-algorithm.json",
         lambda r: next(

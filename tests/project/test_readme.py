@@ -40,7 +40,7 @@ def test_the_tree_is_true() -> None:
         for name in re.findall(r"\b\w+\.py\b", line):
             assert (folder / name).exists() or (base / name).exists(), f"{line}: no {name}"
             names += 1
-    assert names > 25
+    assert names >= 10
     packages = {p.name for p in (ROOT / "cacheprobe").iterdir() if (p / "__init__.py").exists()}
     assert all(f"  {name}/ " in tree for name in packages)
 
@@ -98,7 +98,7 @@ def test_every_extra_is_documented() -> None:
         ("write_thinking_figures.py", "results-thinking-states.md"),
         ("write_state_figures.py", "analyses.md"),
         ("write_state_figures.py", "analyses-drafts.md"),
-        ("write_state_figures.py", "analyses-permutations.md"),
+        ("write_state_figures.py", "analyses-states.md"),
         ("write_findings.py", "finding-belief-geometry.txt"),
         ("write_findings.py", "finding-markov-circuit.txt"),
         ("write_findings.py", "finding-depth.txt"),

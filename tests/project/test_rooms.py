@@ -15,13 +15,13 @@ import cacheprobe as cp
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.step import Engine
 from cacheprobe.models.fast.lm import FastLM
+from tests.project.counting import LIMITS, docs, lines_of_code, over_the_limits, project, words_over_the_limits
 from tests.project.test_structure import imports, source_files
 from tests.tiny import hf_model
 
 ON_THE_PATH = ("kernels", "analyses", "benchmarks")
 """Folders that hold a package beside cacheprobe, which is imported without the folder's name."""
 CODE = source_files("cacheprobe", *ON_THE_PATH, "scripts", "tests")
-MOST_FILES, MOST_VIEWS = 18, 24
 MOST_METHODS, MOST_ARGUMENTS = 15, 12
 
 
@@ -60,27 +60,6 @@ def circles(files: Mapping[str, str]) -> list[list[str]]:
     return [list(group) for group in sorted(groups)]
 
 
-def crowded(files: Mapping[str, str]) -> Iterator[str]:
-    """Folders with more files of code than a reader can hold in view; __init__ is none of them."""
-    folders: dict[str, int] = {}
-    for path in files:
-        if PurePosixPath(path).name != "__init__.py":
-            folders[str(PurePosixPath(path).parent)] = folders.get(str(PurePosixPath(path).parent), 0) + 1
-    for folder, count in folders.items():
-        if count > (MOST_VIEWS if folder.endswith("views") else MOST_FILES):
-            yield f"{folder} holds {count} files"
-
-
-def long_signatures(files: Mapping[str, str]) -> Iterator[str]:
-    """Public functions and methods with too many arguments; those behind `**options` are named in a TypedDict."""
-    for path, source in files.items():
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
-                count = len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
-                if count > MOST_ARGUMENTS:
-                    yield f"{path}: {node.name} has {count} arguments"
-
-
 def repeated_classes(files: Mapping[str, str]) -> Iterator[str]:
     """Names that two classes or type aliases of the package share."""
     places: dict[str, list[str]] = {}
@@ -100,8 +79,48 @@ def test_no_modules_import_each_other() -> None:
     assert circles(CODE) == []
 
 
-def test_no_folder_is_crowded() -> None:
-    assert list(crowded(CODE)) == []
+def test_the_house_is_within_its_limits() -> None:
+    assert list(over_the_limits(*project())) == []
+    assert list(words_over_the_limits(*docs())) == []
+
+
+def planted_limits() -> dict[str, Iterator[str]]:
+    """By limit: the complaints about a project that is above it."""
+    limits = LIMITS["cacheprobe"]
+    wide, deep = (limits[name] + 1 for name in ("functions_with_more", "longer_functions"))
+    arguments = ", ".join(f"a{i}" for i in range(limits["arguments"] + 1))
+    body = "    x = 1\n" * limits["lines_of_a_function"]
+    sources = {
+        "cacheprobe.lines_of_code": {"cacheprobe/x.py": "x = 1\n" * (limits["lines_of_code"] + 1)},
+        "cacheprobe.files": {f"cacheprobe/x/{i}/x.py": "" for i in range(limits["files"] + 1)},
+        "cacheprobe.rooms": {f"cacheprobe/{i}/x.py": "" for i in range(limits["rooms"] + 1)},
+        "cacheprobe.functions_with_more": {"cacheprobe/x.py": f"def f(self, {arguments}): ...\n" * wide},
+        "cacheprobe.longer_functions": {"cacheprobe/x.py": f'def f():\n    """Text."""\n{body}' * deep},
+        "cacheprobe.any": {"cacheprobe/x.py": "Any\n" * (limits["any"] + 1)},
+        "cacheprobe.private_getattr": {"cacheprobe/x.py": 'getattr(x, "_y")\n' * (limits["private_getattr"] + 1)},
+        "cacheprobe/x holds": {f"cacheprobe/x/{i}.py": "" for i in range(LIMITS["folder"]["files"] + 1)},
+    }
+    planted = {name: over_the_limits(files, {}, {}) for name, files in sources.items()}
+    for place, table in ((1, "beside"), (2, "tests")):
+        parts: list[dict[str, str]] = [{}, {}, {}]
+        parts[place] = {"x/x.py": "x = 1\n" * (LIMITS[table]["lines_of_code"] + 1)}
+        planted[f"{table}.lines_of_code"] = over_the_limits(*parts)
+    planted["words.readme"] = words_over_the_limits("word " * (LIMITS["words"]["readme"] + 1), {})
+    planted["words.docs"] = words_over_the_limits("", {"x.md": "word " * (LIMITS["words"]["docs"] + 1)})
+    planted["words.pages"] = words_over_the_limits("", {f"{i}.md": "" for i in range(LIMITS["words"]["pages"] + 1)})
+    return planted
+
+
+@pytest.mark.parametrize("name", planted_limits())
+def test_what_is_above_a_limit_is_noticed(name: str) -> None:
+    complaints = list(planted_limits()[name])
+    assert len(complaints) == 1 and complaints[0].startswith(name)
+
+
+def test_lines_of_code_are_counted() -> None:
+    """A statement over three lines, and one with a comment; not the docstrings, the blank line and the comment."""
+    source = '"""Text."""\n\nx = f(\n    1,\n)\n# a comment\ndef g():\n    """Two\n    lines."""\n    return 1  # so\n'
+    assert lines_of_code(source) == 5
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
@@ -125,28 +144,13 @@ def test_a_public_function_has_few_arguments(name: str) -> None:
     assert len(inspect.signature(getattr(cp, name)).parameters) <= MOST_ARGUMENTS
 
 
-def test_no_public_function_has_many_arguments() -> None:
-    """Before: cli.run had 33, train lora 19, probes.fit 15 and causal_tracing 14."""
-    assert list(long_signatures(CODE)) == []
-
-
-@pytest.mark.parametrize("place", ["def {}: ...", "class A:\n    def {}: ...", "async def {}: ..."])
-def test_a_long_signature_is_noticed(place: str) -> None:
-    names = [f"a{i}" for i in range(MOST_ARGUMENTS)]
-    for arguments, count in ((", ".join(names), 0), (", ".join([*names[:2], "*", *names[2:], "more"]), 1)):
-        source = place.format(f"f({arguments}, **options)")
-        assert len(list(long_signatures({"x.py": source}))) == count
-    assert not list(long_signatures({"x.py": f"def _f({', '.join(names)}, more): ..."}))
-
-
-def test_a_circle_and_a_crowd_are_noticed() -> None:
+def test_a_circle_is_noticed() -> None:
     late = "def later():\n    from cacheprobe.b import y\n"
     found = circles({"cacheprobe/a.py": late, "cacheprobe/b.py": "from cacheprobe import c", "cacheprobe/c.py": ""})
     assert found == []
     closed = {"cacheprobe/a.py": late, "cacheprobe/b.py": "from cacheprobe import c"}
     closed["cacheprobe/c.py"] = "import cacheprobe.a"
     assert circles(closed) == [["cacheprobe.a", "cacheprobe.b", "cacheprobe.c"]]
-    assert list(crowded({f"cacheprobe/x/{n}.py": "" for n in range(MOST_FILES + 1)})) == ["cacheprobe/x holds 19 files"]
 
 
 @pytest.mark.parametrize("folder", ON_THE_PATH)
@@ -160,7 +164,7 @@ def test_every_folder_of_code_is_looked_at() -> None:
     assert {path.split("/")[0] for path in CODE} == {"cacheprobe", *ON_THE_PATH, "scripts", "tests"}
 
 
-MOST_FRAMES = 6
+MOST_FRAMES = LIMITS["cacheprobe"]["frames"]
 """Functions of the package on the stack of a forward pass, from `cp.run` to the model's `forward`, both counted."""
 
 

@@ -47,7 +47,6 @@ def test_the_comments_of_the_pages_are_compared_with_the_values() -> None:
     assert len(stated) >= 10
     assert {name for name, _ in stated} >= {
         "capture.md",
-        "exports.md",
         "gradients.md",
         "interventions.md",
         "patching.md",

@@ -14,13 +14,11 @@ from cacheprobe.models.hf.adapters import TRAINING, WEIGHTS
 from cacheprobe.models.hf.tiny import tiny_model
 from cacheprobe.tasks.coin_flip import NAMES, CoinFlip
 from cacheprobe.tasks.people import HELD_OUT_NAMES, TRAIN_NAMES
-from cacheprobe.training.checkpoint import CHECKPOINT
-from cacheprobe.training.lora.batches import batches_of, encode, examples_of
-from cacheprobe.training.lora.evaluate import LoraScore, Reply, evaluate, replies
-from cacheprobe.training.lora.report import table
+from cacheprobe.training.loop import CHECKPOINT
+from cacheprobe.training.lora.evaluate import LoraScore, Reply, evaluate, replies, table
 from cacheprobe.training.lora.run import LARGEST_ADAPTER, train_lora
-from cacheprobe.training.lora.settings import LoraSettings
-from cacheprobe.training.lora.train import LoraTrainer
+from cacheprobe.training.lora.train import LoraTrainer, batches_of, encode, examples_of
+from cacheprobe.training.settings import LoraSettings
 from tests.lora import SMALL, save_base, tokenizer, train_small, trainer
 from tests.tiny import loaded
 

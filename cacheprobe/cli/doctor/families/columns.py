@@ -12,7 +12,7 @@ from torch import Tensor
 from cacheprobe.api import reference, run
 from cacheprobe.cli.doctor.families.original import changing, generated, logits_of, states_of
 from cacheprobe.core.live import LiveModule
-from cacheprobe.edits.patching.activation import activation
+from cacheprobe.edits.patching.pairs import activation
 from cacheprobe.engine.consistency import ShapeRefused
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.drafters.scripted import Scripted
