@@ -31,7 +31,7 @@ from cacheprobe.engine.drafters.base import DraftContext, Drafter, deadline_seco
 from cacheprobe.engine.drafters.scripted import Scripted
 from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.models.turns import computing
+from cacheprobe.models.settings import computing
 
 MOST_GIVEN_UP = 8
 """Number of abandoned calls after which a run does not call the drafter again. Each may leave a thread running."""

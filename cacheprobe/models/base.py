@@ -5,12 +5,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from torch import Tensor, device, dtype
+from torch import Tensor, device, dtype, nn
 
 from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.live import ModelError as ModelError
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.output_parts import HeadWriter, OutputParts
 
 StateSink = Callable[[str, int, Tensor], None]
 """Function that a forward calls with (site, layer, tensor [b, t, m]) for each captured activation. The tensor belongs
@@ -41,6 +40,29 @@ def block_sum(model: object, layer: int) -> BlockSum:
     return sums[layer] if sums else BlockSum()
 
 
+class OutputParts(NamedTuple):
+    """Holds the steps from the last residual stream to the logits: final norm, unembedding, bias, last function."""
+
+    norm: nn.Module
+    weight: Tensor
+    """[v, m]"""
+    bias: Tensor | None
+    """[v]"""
+    finish: Callable[[Tensor], Tensor]
+    """Function applied to the logits [n, v] last: the architecture's soft cap or scale, or no change."""
+
+
+class HeadWriter(NamedTuple):
+    """Holds the steps from the heads of one layer to the attention output (site T): projection by head, bias, norm."""
+
+    weight: Tensor
+    """[h, d, m]"""
+    bias: Tensor | None
+    """[m]"""
+    norm: nn.Module | None
+    """Norm after the projection, in post-norm models."""
+
+
 @runtime_checkable
 class CachedLM(Protocol):
     """Describes a decoder-only language model that reads and writes a `KVCache` (a Protocol). A forward gets token ids
@@ -65,9 +87,12 @@ class CachedLM(Protocol):
     injected_layers: tuple[int, ...]
     """Layers to whose input the model adds something (for example a thought state) besides the previous layer's
     output."""
-    attends_by_request: bool
-    """Whether attention runs request by request, over the slots in the cache's `reach`; otherwise one call covers the
-    batch."""
+
+    @property
+    def attends_by_request(self) -> bool:
+        """Whether attention runs request by request, over the slots in the cache's `reach`; otherwise one call covers
+        the batch."""
+        ...
 
     def check_settings(self, window: int) -> None:
         """Checks that the model supports verify passes with `window` tokens of each request. Raises: ModelError if the

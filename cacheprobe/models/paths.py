@@ -16,8 +16,7 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import RecurrentCache
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.hf.shared import plain_path
-from cacheprobe.models.settings import numeric_settings, product_dtype
-from cacheprobe.models.turns import one_at_a_time
+from cacheprobe.models.settings import numeric_settings, one_at_a_time, product_dtype
 
 if TYPE_CHECKING:  # both load transformer_lens, which takes seconds
     from cacheprobe.models.fast.lm import FastLM

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cacheprobe.core.registry import find
-from cacheprobe.models.devices import checked_device
+from cacheprobe.models.plain.files import checked_device
 from cacheprobe.sweeps.cells import Cell, distinguishing_labels
 from cacheprobe.sweeps.events import Event, EventLog
 from cacheprobe.sweeps.index import refresh

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 import cacheprobe as cp
 from cacheprobe.engine.consistency import ShapeRefused
-from cacheprobe.models.experts.dispatch import PRODUCT
-from cacheprobe.models.experts.products import rows_alone
-from cacheprobe.models.experts.router import forward_of
-from cacheprobe.models.experts.sites import use_invariant_experts
+from cacheprobe.models.experts.dispatch import PRODUCT, rows_alone
+from cacheprobe.models.experts.sites import forward_of, use_invariant_experts
 from cacheprobe.ops.compiled.choice import choose
 from cacheprobe.ops.compiled.lanes import FLOATS
 from cacheprobe.ops.compiled.product import CompiledProduct

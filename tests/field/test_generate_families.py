@@ -13,7 +13,7 @@ import transformers
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.plain.memory import SLIDING_FAMILIES
+from cacheprobe.models.plain.files import SLIDING_FAMILIES
 from tests.field.family_checks import (
     COLUMNS,
     DIFFERENT,

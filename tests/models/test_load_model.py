@@ -30,8 +30,8 @@ from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.models import checks
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.fast.lm import FastLM
-from cacheprobe.models.output_parts import arrange_weights, is_conv
 from cacheprobe.models.plain.lm import PlainLM
+from cacheprobe.models.weights import arrange_weights, is_conv
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
 

@@ -13,8 +13,8 @@ import cacheprobe as cp
 from cacheprobe.kvcache.cache import Copy, KVCache
 from cacheprobe.models.fast import prepared
 from cacheprobe.models.fast.lm import FastLM
+from cacheprobe.models.fast.operations import QueuedOperations
 from cacheprobe.models.fast.prepared import PreparedOperations
-from cacheprobe.models.fast.queued import QueuedOperations
 from cacheprobe.ops.attention.by_request import Reach, reach_of_positions
 from cacheprobe.ops.compiled.lanes import INNER_STEP
 from cacheprobe.ops.equality import bitwise

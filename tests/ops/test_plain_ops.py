@@ -6,7 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.fast.operations import Operations
-from cacheprobe.models.hf.rms_norms import Norm
+from cacheprobe.models.weights import Norm
 from cacheprobe.ops.attention.cached import cached_attention
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.ops.packing import pack_rows

@@ -12,9 +12,9 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.checks import check_plain
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.paths import choose_path
-from cacheprobe.models.plain.checks import check_plain
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.equality import close
 from tests.tiny import hf_model, loaded

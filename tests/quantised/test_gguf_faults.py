@@ -17,8 +17,7 @@ from cacheprobe.cli.doctor.families.quantised import write_quantised
 from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.plain.files import plain_model
-from cacheprobe.models.quantised.gguf import gguf_directory
-from cacheprobe.models.quantised.gguf_header import GGUFHeader, read_header
+from cacheprobe.models.quantised.gguf import GGUFHeader, gguf_directory, read_header
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 
 from cacheprobe.cli.doctor.families import table
 from cacheprobe.cli.doctor.families.variants import VARIANTS
-from cacheprobe.models.quantised.methods import METHODS
+from cacheprobe.models.quantised.packed import METHODS
 
 ROOT = Path(__file__).parents[2]
 EXTRA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["quantised"]

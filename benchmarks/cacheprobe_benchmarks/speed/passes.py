@@ -21,8 +21,8 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.fast.lm import FastLM
+from cacheprobe.models.fast.operations import QueuedOperations
 from cacheprobe.models.fast.prepared import PreparedOperations
-from cacheprobe.models.fast.queued import QueuedOperations
 from cacheprobe.models.paths import choose_path
 from cacheprobe.ops.attention.by_request import Reach, reach_of_positions
 from cacheprobe.ops.readout import read_logits

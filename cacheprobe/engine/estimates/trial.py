@@ -9,7 +9,7 @@ from cacheprobe.engine.estimates.assumed import WHOLE
 from cacheprobe.engine.loop import rounds
 from cacheprobe.engine.plan import RunPlan
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.models.turns import hold_model
+from cacheprobe.models.settings import hold_model
 from cacheprobe.ops.acceptance import StopRule
 from cacheprobe.trace.recording.observers import StepLog
 

@@ -15,20 +15,23 @@ from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import HeadWriter, ModelError, OutputParts
 from cacheprobe.models.experts.sites import use_invariant_experts
-from cacheprobe.models.facts import ROTATIONS_OF_PASSES
-from cacheprobe.models.fast.functional import FunctionalForward, FunctionalLlama, affine
-from cacheprobe.models.fast.functional_gpt import FunctionalGPT
-from cacheprobe.models.fast.kernel_operations import KernelOperations
-from cacheprobe.models.fast.operations import Operations, Product
+from cacheprobe.models.fast.functional import FunctionalForward, FunctionalGPT, FunctionalLlama, affine
+from cacheprobe.models.fast.operations import (
+    KernelOperations,
+    Operations,
+    Product,
+    QueuedOperations,
+    is_silu,
+    replace_forward,
+)
 from cacheprobe.models.fast.prepared import PreparedOperations
-from cacheprobe.models.fast.queued import QueuedOperations, is_silu, replace_forward
 from cacheprobe.models.hf.attention import Attend
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.hf.shared import WRAPPED, SharedWeights
-from cacheprobe.models.output_parts import is_conv, output_rows
 from cacheprobe.models.plain.lm import CopiedLM
 from cacheprobe.models.plain.sites import HeadCut, ModulePoint
 from cacheprobe.models.plain.structure import AddedPart, PlainBlock
+from cacheprobe.models.weights import ROTATIONS_OF_PASSES, is_conv, output_rows
 from cacheprobe.ops.attention.by_request import BY_REQUEST
 from cacheprobe.ops.compiled.attention import MOST_TOKENS
 from cacheprobe.ops.compiled.choice import TORCH, CompiledOperations
@@ -50,12 +53,8 @@ class FastLM(CopiedLM):
     Twin: BridgeLM: logits, S, T, C, keys and values close(1e-4) in float32, since fused attention reorders sums.
     """
 
-    adapter = property(attrgetter("origin.adapter"))
-    head = property(attrgetter("origin.head"))
-    n_ctx = property(attrgetter("origin.n_ctx"))
-    operations = property(attrgetter("origin.operations"))
-    prepend_bos = property(attrgetter("origin.prepend_bos"))
-    hooked_module = property(attrgetter("origin.bridge"))
+    operations = property(attrgetter("origin.operations"))  # pyright: ignore[reportAssignmentType]
+    prepend_bos = property(attrgetter("origin.prepend_bos"))  # pyright: ignore[reportAssignmentType]
 
     def __init__(self, origin: BridgeLM, functional: bool = True) -> None:
         """Builds the plain model around the weights of the BridgeLM `origin`. functional: compute without modules in
@@ -69,8 +68,9 @@ class FastLM(CopiedLM):
         super().__init__(origin.live, origin.tokenizer, origin.name, origin.weights_note)
         self.origin = origin
         self.n_layers, self.d_model, self.d_vocab = origin.n_layers, origin.d_model, origin.d_vocab
-        self.head_shape = origin.head_shape
-        self.layer_shapes, self.layer_devices = origin.layer_shapes, origin.layer_devices
+        self.n_ctx, self.head_shape, self.adapter = origin.n_ctx, origin.head_shape, origin.adapter
+        self.head, self.hooked_module = origin.head, origin.bridge
+        self.layer_shapes, self.layer_devices = origin.cache_layers()
         self.blocks = [self._block(layer) for layer in range(self.n_layers)]
         self._functional_class = next((kind for kind in FUNCTIONAL if kind.takes(self.model)), None)
         self._operations = self._choose_operations()

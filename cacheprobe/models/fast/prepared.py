@@ -15,9 +15,8 @@ from torch import Tensor
 
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.fast.operations import Affine, BlockForward, PassInputs
-from cacheprobe.models.fast.queued import QueuedOperations, is_silu
-from cacheprobe.models.hf.rms_norms import Norm
+from cacheprobe.models.fast.operations import Affine, BlockForward, PassInputs, QueuedOperations, is_silu
+from cacheprobe.models.weights import Norm
 from cacheprobe.ops.compiled.attention import require_slots, serves
 from cacheprobe.ops.compiled.lanes import INNER_STEP
 from cacheprobe.ops.compiled.product import CompiledProduct

@@ -19,16 +19,14 @@ from transformers import AutoTokenizer
 from cacheprobe.core.hook_names import ROTATED, SITES, hook_name, resid_pre_name
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.base import ModelError
+from cacheprobe.models.base import HeadWriter, ModelError, OutputParts
 from cacheprobe.models.experts.sites import use_invariant_experts
 from cacheprobe.models.hf.cache import KVCacheAdapter, ShapeProbe, staged
-from cacheprobe.models.hf.float64 import keeping_float64
 from cacheprobe.models.hf.hooked import HookedSites
 from cacheprobe.models.hf.lm import Head, HuggingFaceLM
-from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights, output_rows
 from cacheprobe.models.quantised.packed import packed_modules
-from cacheprobe.models.settings import evaluating
-from cacheprobe.models.turns import one_at_a_time
+from cacheprobe.models.settings import evaluating, keeping_float64, one_at_a_time
+from cacheprobe.models.weights import head_weights, output_rows
 
 _WRAPPED = "_cacheprobe_bridge"
 """Key in a live model's `vars` under which (the bridge that wraps the model, the checksum of its weights at that time)
@@ -52,7 +50,8 @@ class BridgeLM(HookedSites, HuggingFaceLM):
                 "the transformers model itself, before a bridge is around it"
             )
         super().__init__(bridge.original_model, tokenizer, name, weights_note)
-        self.bridge = bridge
+        self.bridge = self.hooked_module = bridge
+        self.head = Head(bridge.ln_final, bridge.unembed, bridge.adapter.apply_output_logits_transform)
         cfg = bridge.cfg
         self.n_layers, self.d_model, self.d_vocab = int(cfg.n_layers), int(cfg.d_model), int(cfg.d_vocab)
         self.n_ctx = int(cfg.n_ctx)
@@ -97,21 +96,15 @@ class BridgeLM(HookedSites, HuggingFaceLM):
         return wrapped
 
     @property
-    def hooked_module(self) -> LiveModule:
-        """The bridge, which has the hook points."""
-        return self.bridge
-
-    @property
     def layer_shapes(self) -> list[tuple[int, int, int]]:
         """(number of key and value heads, key width, value width) of each layer's cache, as a list. The first access
         runs a short forward."""
         return [self._layers_seen.layer_shapes[layer] for layer in range(self.n_layers)]
 
-    @property
-    def layer_devices(self) -> list[torch.device]:
-        """Device of each layer's keys and values, as a list: the device on which the layer computes them. The first
-        access runs a short forward."""
-        return [self._layers_seen.devices[layer] for layer in range(self.n_layers)]
+    def cache_layers(self) -> tuple[list[tuple[int, int, int]], list[torch.device]]:
+        """Returns `layer_shapes`, and the device of each layer's keys and values. The first call runs a short
+        forward."""
+        return self.layer_shapes, [self._layers_seen.devices[layer] for layer in range(self.n_layers)]
 
     @cached_property
     @one_at_a_time()
@@ -163,12 +156,6 @@ class BridgeLM(HookedSites, HuggingFaceLM):
         with self.capturing([("S", self.n_layers - 1)], lambda site, layer, value: kept.append(value.clone())):
             self.forward(token_ids, cache, cache_rows, starts, logit_slots=[0])
         return kept[0]
-
-    @property
-    def head(self) -> Head:
-        """The bridge's steps from the last residual stream to the logits."""
-        finish = self.bridge.adapter.apply_output_logits_transform
-        return Head(self.bridge.ln_final, self.bridge.unembed, finish)
 
     def output_parts(self) -> OutputParts:
         """Returns the steps from the last residual stream to the logits as OutputParts: final norm, unembedding matrix

@@ -1,7 +1,7 @@
 """Captures and edits activations at TransformerLens' hook points. In cacheprobe, only this file and bridge.py import
 TransformerLens."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import starmap
@@ -11,22 +11,17 @@ from transformer_lens import ActivationCache, HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
 from cacheprobe.core.hook_names import hook_name
-from cacheprobe.core.live import LiveModule
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
-from cacheprobe.models.experts.find import MixtureLayer
 from cacheprobe.models.experts.sites import capturing_routing, editing_routers, split
-from cacheprobe.models.turns import computing
+from cacheprobe.models.hf.lm import BaseLM
+from cacheprobe.models.settings import computing
 
 __all__ = ["ActivationCache", "HookPoint", "HookedRootModule", "HookedSites"]
 
 
-class HookedSites:
-    """Captures and edits activations at TransformerLens' hook points. Base class of BridgeLM and ThinkingLM."""
-
-    name: str
-    mixtures: Mapping[int, MixtureLayer]
-    hooked_module: LiveModule
-    """The TransformerBridge or HookedRootModule that has the hook points."""
+class HookedSites(BaseLM):
+    """Captures and edits activations at the hook points of `hooked_module`, a TransformerBridge or HookedRootModule.
+    Base class of BridgeLM and ThinkingLM."""
 
     @contextmanager
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:

@@ -14,17 +14,19 @@ from cacheprobe.core.hook_names import hook_name, resid_pre_name
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import LayerStates, RecurrentCache
-from cacheprobe.models.base import ModelError
-from cacheprobe.models.experts.find import MixtureLayer
-from cacheprobe.models.experts.sites import EXPERTS
-from cacheprobe.models.facts import HashedWeights, buffers_sha256, one_dtype, stop_ids
-from cacheprobe.models.hf.float64 import keeping_float64
-from cacheprobe.models.hf.rms_norms import rms_norm_of
+from cacheprobe.models.base import ModelError, OutputParts
+from cacheprobe.models.experts.sites import EXPERTS, MixtureLayer
 from cacheprobe.models.hf.text import TokenText
-from cacheprobe.models.output_parts import OutputParts, output_rows
 from cacheprobe.models.quantised.packed import quantised_text
-from cacheprobe.models.settings import numeric_settings
-from cacheprobe.models.turns import one_at_a_time
+from cacheprobe.models.settings import keeping_float64, numeric_settings, one_at_a_time
+from cacheprobe.models.weights import (
+    HashedWeights,
+    buffers_sha256,
+    one_dtype,
+    output_rows,
+    rms_norm_of,
+    stop_ids,
+)
 from cacheprobe.ops.compiled.choice import TORCH, CompiledOperations
 from cacheprobe.ops.kernel_set import KernelSet
 from cacheprobe.ops.readout import Readout
@@ -35,7 +37,11 @@ class BaseLM(TokenText, HashedWeights):
 
     live: LiveModule
     """The module that owns the weights."""
+    hooked_module: LiveModule
+    """The module that an ActivationCache of TransformerLens belongs to."""
     n_layers: int
+    d_model: int
+    n_ctx: int
     injected_layers: tuple[int, ...] = ()
     mixtures: Mapping[int, MixtureLayer] = {}
     """Mixtures of experts by layer."""
@@ -53,11 +59,6 @@ class BaseLM(TokenText, HashedWeights):
         """Unembedding matrix [v, m], which maps the normalised residual stream to logits. The tensor is the model's
         own, not a copy."""
         return self.output_parts().weight
-
-    @property
-    def hooked_module(self) -> LiveModule:
-        """The module that an ActivationCache of TransformerLens belongs to."""
-        return self.live
 
     def to_activation_cache(self, states: dict[tuple[str, int], Tensor]) -> object:
         """Returns the given states as TransformerLens' ActivationCache. states: (site, layer) -> tensor [p, m] of p
@@ -95,10 +96,6 @@ class HuggingFaceLM(BaseLM):
     operations: CompiledOperations | KernelSet | None = None
     """Set by load_model; None for torch's."""
     head: Head
-    layer_shapes: Sequence[tuple[int, int, int]]
-    """(number of key and value heads, key width, value width) of each layer's cache."""
-    layer_devices: Sequence[torch.device]
-    """Device of each layer's keys and values: the device on which the layer computes them."""
     sources: Mapping[int, int] = {}
     """Layer without keys and values of its own -> the layer whose keys and values it reads."""
     initial: Mapping[int, LayerStates] = {}
@@ -119,14 +116,20 @@ class HuggingFaceLM(BaseLM):
         """Config of the transformers model."""
         return self.live.config
 
+    @abstractmethod
+    def cache_layers(self) -> tuple[Sequence[tuple[int, int, int]], Sequence[torch.device]]:
+        """Returns (number of key and value heads, key width, value width) of each layer's cache, and the device of each
+        layer's keys and values: the device on which the layer computes them."""
+
     def new_cache(self, num_rows: int, capacity: int) -> KVCache:
         """Returns an empty KVCache with this model's layer shapes: `num_rows` cache rows, one for each sequence, of
         `capacity` token slots each, without heads in layers that attend over another layer's keys; a RecurrentCache if
         the model has recurrent layers."""
-        shapes = [(0, 0, 0) if i in self.sources else shape for i, shape in enumerate(self.layer_shapes)]
+        layer_shapes, devices = self.cache_layers()
+        shapes = [(0, 0, 0) if i in self.sources else shape for i, shape in enumerate(layer_shapes)]
         if self.initial:
-            return RecurrentCache(num_rows, capacity, shapes, self.dtype, self.layer_devices, self.initial)
-        cache = KVCache(num_rows, capacity, shapes, self.dtype, self.layer_devices)
+            return RecurrentCache(num_rows, capacity, shapes, self.dtype, devices, self.initial)
+        cache = KVCache(num_rows, capacity, shapes, self.dtype, devices)
         if isinstance(self.operations, KernelSet):
             cache.writer = self.operations.store
         return cache
@@ -209,7 +212,7 @@ class HuggingFaceLM(BaseLM):
             **({"quantised": text} if (text := quantised_text(self.live)) else {}),
             "architecture": type(self.live).__name__,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "device": ", ".join(dict.fromkeys(map(str, self.layer_devices))),
+            "device": ", ".join(dict.fromkeys(map(str, self.cache_layers()[1]))),
             "readings": self.operations.text if self.operations else TORCH,
             **({"experts": EXPERTS} if self.mixtures else {}),
             **self.fingerprint_of_path(),

@@ -15,24 +15,22 @@ from cacheprobe.core.hook_names import RECURRENT
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import memory_of
-from cacheprobe.models.base import BlockSum, ModelError
+from cacheprobe.models.base import BlockSum, HeadWriter, ModelError
 from cacheprobe.models.experts.sites import own_experts, use_invariant_experts
 from cacheprobe.models.fast.functional import FunctionalForward
 from cacheprobe.models.hf.attention import ATTENTION, Attend, attending
 from cacheprobe.models.hf.cache import KVCacheAdapter, staged
-from cacheprobe.models.hf.float64 import keeping_float64
 from cacheprobe.models.hf.lm import HuggingFaceLM
 from cacheprobe.models.hf.masks import context_length, text_config
 from cacheprobe.models.hf.shared import SharedWeights, empty_model, plain_path
-from cacheprobe.models.output_parts import HeadWriter, head_weights
-from cacheprobe.models.plain.output import find_head
 from cacheprobe.models.plain.own_states import own_states
 from cacheprobe.models.plain.recurrence import RecurrentPlaces, step_by_step
 from cacheprobe.models.plain.sites import PlainSites
 from cacheprobe.models.plain.structure import find_blocks
-from cacheprobe.models.plain.watch import Watched, cache_argument, watch
+from cacheprobe.models.plain.watch import Watched, cache_argument, find_head, watch
 from cacheprobe.models.quantised.packed import weight_tensors
-from cacheprobe.models.turns import one_at_a_time
+from cacheprobe.models.settings import keeping_float64, one_at_a_time
+from cacheprobe.models.weights import head_weights
 from cacheprobe.ops.attention.by_request import BY_REQUEST
 
 
@@ -40,8 +38,12 @@ class CopiedLM(PlainSites, HuggingFaceLM):
     """Runs a copy of a transformers model on our KVCache; the copy shares the model's weights. Base class of PlainLM
     and FastLM."""
 
+    layer_devices: Sequence[torch.device]
+    """Device of each layer's keys and values."""
+
     def __init__(self, live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str) -> None:
         super().__init__(live, tokenizer, name, note)
+        self.hooked_module = live
         self.model: LiveModule = empty_model(live)
         self.weights = SharedWeights(live, self.model)
         self.listeners = {}
@@ -95,6 +97,10 @@ class CopiedLM(PlainSites, HuggingFaceLM):
                 choice = self.logit_choice(logit_slots)
                 logits = self.model(token_ids, use_cache=True, **arguments, **choice).logits
                 return logits if logit_slots is None or choice else logits[:, list(logit_slots)]
+
+    def cache_layers(self) -> tuple[Sequence[tuple[int, int, int]], Sequence[torch.device]]:
+        """Returns the shape of each layer's cache, and its device."""
+        return self.layer_shapes, self.layer_devices
 
     def _rebind(self) -> None:
         """Takes the present tensors of the transformers model."""

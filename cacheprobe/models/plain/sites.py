@@ -11,12 +11,11 @@ from torch.utils.hooks import RemovableHandle
 from cacheprobe.core.hook_names import HEADS, INPUT_POINT, OUTPUT_POINT, RECURRENT, SITES, hook_name
 from cacheprobe.core.live import LiveModule, ModuleValue
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
-from cacheprobe.models.experts.find import MixtureLayer
-from cacheprobe.models.experts.sites import capturing_routing, editing_routers, split
-from cacheprobe.models.output_parts import is_conv
+from cacheprobe.models.experts.sites import MixtureLayer, capturing_routing, editing_routers, split
 from cacheprobe.models.plain.recurrence import hooking_states
 from cacheprobe.models.plain.structure import AddedPart, PlainBlock
-from cacheprobe.models.turns import computing
+from cacheprobe.models.settings import computing
+from cacheprobe.models.weights import is_conv
 
 Edit = Callable[[Tensor], Tensor | None]
 """Function of a module's tensor that returns a tensor in its place, or None to leave it unchanged."""

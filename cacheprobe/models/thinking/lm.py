@@ -11,22 +11,19 @@ from torch import Tensor
 from cacheprobe.core.hook_names import PATTERN
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.base import ModelError, StateSink
+from cacheprobe.models.base import HeadWriter, ModelError, OutputParts, StateSink
 from cacheprobe.models.hf.hooked import HookedSites
-from cacheprobe.models.hf.lm import BaseLM
-from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
-from cacheprobe.models.settings import numeric_settings
-from cacheprobe.models.thinking.cache import ThinkingCache, cache_memory
-from cacheprobe.models.thinking.chunk_states import ChunkStates
+from cacheprobe.models.settings import numeric_settings, one_at_a_time
+from cacheprobe.models.thinking.cache import ChunkStates, ThinkingCache, cache_memory
 from cacheprobe.models.thinking.config import TrainingRecord
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.rounds import Rounds
-from cacheprobe.models.turns import one_at_a_time
+from cacheprobe.models.weights import head_weights
 from cacheprobe.ops.attention.by_request import BY_REQUEST
 from cacheprobe.tasks.words import encode_strictly
 
 
-class ThinkingLM(HookedSites, BaseLM):
+class ThinkingLM(HookedSites):
     """Runs a ThinkingModel on our KVCache, as a CachedLM. If the model has thoughts, each forward writes those of the
     prompt chunks that end in that forward; with think_while_decoding, those of generated chunks too.
 
@@ -39,7 +36,7 @@ class ThinkingLM(HookedSites, BaseLM):
     def __init__(
         self, model: ThinkingModel, tokenizer: LiveTokenizer = None, name: str = "thinking", note: str = ""
     ) -> None:
-        self.model = self.live = model.eval()
+        self.model = self.live = self.hooked_module = model.eval()
         self.tokenizer, self.name, self.weights_note = tokenizer, name, note
         self.config = config = model.config
         self.n_layers, self.d_model, self.d_vocab = config.n_layers, config.d_model, config.d_vocab

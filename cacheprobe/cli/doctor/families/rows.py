@@ -15,8 +15,8 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.loaders import load_model
 from cacheprobe.models.paths import choose_path
+from cacheprobe.models.plain.files import refuse_unknown_memory
 from cacheprobe.models.plain.lm import PlainLM
-from cacheprobe.models.plain.memory import refuse_unknown_memory
 
 LOADS = "loads"
 _LONGEST_REASON = 160
