@@ -9,7 +9,7 @@ from cacheprobe.engine.consistency import serving_config
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import choose_path
-from cacheprobe.ops.attention.by_request import Reach, reach_of_pass, reach_of_positions
+from cacheprobe.ops.attention import Reach, reach_of_pass, reach_of_positions
 
 _TRIED = 16
 """Groups to try."""

@@ -9,11 +9,9 @@ from torch import Tensor
 
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
-from cacheprobe.ops.acceptance import num_accepted
+from cacheprobe.ops.acceptance import accept_or_recover, num_accepted
 from cacheprobe.ops.kernel_set import KernelSet
-from cacheprobe.ops.processors import target_probs
-from cacheprobe.ops.rejection import accept_or_recover
-from cacheprobe.ops.sampling import choose_token, sample_token, two_largest
+from cacheprobe.ops.sampling import choose_token, sample_token, target_probs, two_largest
 
 
 class Choice(NamedTuple):

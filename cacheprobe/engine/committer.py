@@ -17,8 +17,7 @@ from cacheprobe.engine.model_runner import EngineError, Entry, ModelRunner, is_o
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import is_checking
 from cacheprobe.ops.acceptance import find_ending
-from cacheprobe.ops.processors import target_probs
-from cacheprobe.ops.sampling import lowest_argmax
+from cacheprobe.ops.sampling import lowest_argmax, target_probs
 
 
 class Committer:

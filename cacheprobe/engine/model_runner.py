@@ -20,7 +20,7 @@ from cacheprobe.engine.watch import Difference, Place, Watch
 from cacheprobe.kvcache.cache import Copy, KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
-from cacheprobe.ops.attention.by_request import Reach, SlotSpan, reach_of
+from cacheprobe.ops.attention import Reach, SlotSpan, reach_of
 from cacheprobe.ops.compiled.attention import serves_tokens_of
 
 PAD_TOKEN_ID = 0

@@ -6,7 +6,7 @@ from typing import Any
 
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import ANY_CAPACITY, CAPACITY_STEP
-from cacheprobe.ops.attention.by_request import BY_REQUEST
+from cacheprobe.ops.attention import BY_REQUEST
 
 DRAFTED_WINDOW = 16
 """Default window, in tokens, of a run that drafts: long enough for the drafts of every drafter to pay."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from cacheprobe.engine.watch import PARTS, order_of
 from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.models.base import CachedLM
-from cacheprobe.ops.attention.by_request import Reach, reach_of
+from cacheprobe.ops.attention import Reach, reach_of
 from cacheprobe.ops.equality import bitwise
 
 _STREAMS = 5

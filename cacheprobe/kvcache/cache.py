@@ -21,7 +21,7 @@ from cacheprobe.kvcache.head_masks import HeadMasks
 from cacheprobe.kvcache.ledger import CacheIntegrityError, Ledger
 from cacheprobe.kvcache.storage import zero_slots
 from cacheprobe.kvcache.thought import RowThought
-from cacheprobe.ops.attention.by_request import Reach
+from cacheprobe.ops.attention import Reach
 from cacheprobe.ops.equality import bitwise
 
 _SPAN_STEP = 32
@@ -29,7 +29,7 @@ _SPAN_STEP = 32
 
 
 StoreSlots = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""Function (k, v, keys, values, rows, starts) that writes new keys and values, as `ops.cache_rows.store_kv` does."""
+"""Function (k, v, keys, values, rows, starts) that writes new keys and values, as `ops.references.store_kv` does."""
 
 _FEW_ROWS = 4
 """Up to this many batch indices are written slice by slice, which is faster than indexing every slot."""

@@ -265,7 +265,7 @@ def _with_operations(model: "BridgeLM | PlainLM", products: str) -> "BridgeLM | 
     are required and cannot be used."""
     from cacheprobe.models.experts.sites import use_invariant_experts
     from cacheprobe.models.weights import arrange_weights
-    from cacheprobe.ops.compiled.choice import choose
+    from cacheprobe.ops.compiled.operations import choose
     from cacheprobe.ops.kernel_set import choose_kernels
 
     is_bridge, is_on_gpu = hasattr(model, "bridge"), model.device.type == "cuda"

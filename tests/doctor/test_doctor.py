@@ -14,7 +14,7 @@ from cacheprobe.models import inventory
 from cacheprobe.models.hf.tiny import FAMILIES
 from cacheprobe.models.settings import numeric_settings
 from cacheprobe.ops import dispatch
-from cacheprobe.ops.compiled import choice
+from cacheprobe.ops.compiled import operations as choice
 from tests.planted_costs import HOUR, Clock
 
 

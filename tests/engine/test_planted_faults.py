@@ -12,7 +12,7 @@ from cacheprobe.engine.trial import Cycle
 from cacheprobe.engine.watch import Watch
 from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.thinking.lm import ThinkingLM
-from cacheprobe.ops.compiled import choice
+from cacheprobe.ops.compiled import operations as choice
 from cacheprobe.trace.recording import lens_reader
 from tests.planted import (
     DEPENDS_ON,

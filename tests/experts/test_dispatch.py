@@ -11,9 +11,8 @@ import cacheprobe as cp
 from cacheprobe.engine.consistency import ShapeRefused
 from cacheprobe.models.experts.dispatch import PRODUCT, rows_alone
 from cacheprobe.models.experts.sites import forward_of, use_invariant_experts
-from cacheprobe.ops.compiled.choice import choose
 from cacheprobe.ops.compiled.lanes import FLOATS
-from cacheprobe.ops.compiled.product import CompiledProduct
+from cacheprobe.ops.compiled.operations import CompiledProduct, choose
 from cacheprobe.ops.equality import bitwise, close
 from tests.experts.families import plain
 from tests.tiny import PROMPTS, SMALL

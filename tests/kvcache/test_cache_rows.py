@@ -3,8 +3,8 @@
 import torch
 
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.ops.cache_rows import store_kv
 from cacheprobe.ops.equality import bitwise
+from cacheprobe.ops.references import store_kv
 
 
 def filled(rows: int = 5, capacity: int = 16) -> KVCache:

@@ -9,7 +9,7 @@ from torch import Tensor
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.hf.bridge import BridgeLM
-from cacheprobe.ops.attention.by_request import BY_REQUEST
+from cacheprobe.ops.attention import BY_REQUEST
 from cacheprobe.ops.compiled.basics import COMPILER
 from cacheprobe.ops.compiled.queue import Queue
 from cacheprobe.ops.equality import bitwise, close

@@ -12,7 +12,7 @@ from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.plain import lm as copied
-from cacheprobe.ops.attention.by_request import BY_REQUEST
+from cacheprobe.ops.attention import BY_REQUEST
 from cacheprobe.ops.equality import close
 from tests.proxies import take_members
 from tests.tiny import FAMILIES, VOCAB, hf_model, loaded

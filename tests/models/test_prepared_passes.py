@@ -15,7 +15,7 @@ from cacheprobe.models.fast import prepared
 from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.fast.operations import QueuedOperations
 from cacheprobe.models.fast.prepared import PreparedOperations
-from cacheprobe.ops.attention.by_request import Reach, reach_of_positions
+from cacheprobe.ops.attention import Reach, reach_of_positions
 from cacheprobe.ops.compiled.lanes import INNER_STEP
 from cacheprobe.ops.equality import bitwise
 from tests.compiled import on_loops

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 
-from cacheprobe.ops.attention.by_request import reach_of_pass
+from cacheprobe.ops.attention import reach_of_pass
 from tests.mutations.in_engine import COMMITTER, RUN, SCHEDULER
 from tests.mutations.mutate import bug, instead, without
 
@@ -220,7 +220,7 @@ MUTATIONS = [
     bug(
         "attention leaves one thread behind",
         ("26",),
-        "cacheprobe.ops.attention.by_request:_Threads.__exit__",
+        "cacheprobe.ops.attention:_Threads.__exit__",
         lambda real: lambda self, *error: setattr(self, "_all", self._now) or real(self, *error),
     ),
     bug("gradients stay off", ("26",), "cacheprobe.engine.loop:prepare", _no_grad_after),

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from cacheprobe.ops.compiled import choice, queue, readout, tiles
-from cacheprobe.ops.compiled.choice import CompiledOperations, choose
 from cacheprobe.ops.compiled.lanes import FLOATS, FORMATS, PAIRS, TILES
-from cacheprobe.ops.compiled.product import CompiledProduct
-from cacheprobe.ops.compiled.readout import CompiledReadout
+from cacheprobe.ops.compiled.operations import CompiledOperations, CompiledProduct, CompiledReadout, choose
 from cacheprobe.ops.readout import Readout
 
 pytestmark = pytest.mark.determinism

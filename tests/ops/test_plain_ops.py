@@ -7,11 +7,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.fast.operations import Operations
 from cacheprobe.models.weights import Norm
-from cacheprobe.ops.attention.cached import cached_attention
 from cacheprobe.ops.equality import bitwise, close
-from cacheprobe.ops.packing import pack_rows
-from cacheprobe.ops.plain import project, rms_norm
 from cacheprobe.ops.readout import read_logits, read_states
+from cacheprobe.ops.references import cached_attention, pack_rows, project, rms_norm
 from tests.tiny import loaded
 from tests.twins.kernels_slowly import attention_slowly, pack_rows_slowly
 

@@ -5,8 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from cacheprobe.ops.attention import by_request as request_attention
-from cacheprobe.ops.attention.by_request import (
+from cacheprobe.ops.attention import (
     Reach,
     attend_by_request,
     attend_together,
@@ -14,8 +13,9 @@ from cacheprobe.ops.attention.by_request import (
     reach_of_pass,
     reach_of_positions,
 )
-from cacheprobe.ops.attention.cached import cached_attention
+from cacheprobe.ops.attention import by_request as request_attention
 from cacheprobe.ops.equality import bitwise, close
+from cacheprobe.ops.references import cached_attention
 
 pytestmark = pytest.mark.determinism
 

@@ -280,7 +280,7 @@ def test_the_rule_catches_a_planted_violation(rule, path, source):
         (library_complaints, "cacheprobe/models/hf/bridge_edits.py", "import transformer_lens"),
         (library_complaints, "cacheprobe/views/figures.py", "import plotly.graph_objects as go"),
         (library_complaints, "kernels/cacheprobe_kernels/x.py", "import triton.language as tl"),
-        (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "from cacheprobe.ops import plain\nimport torch"),
+        (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "from cacheprobe.ops import references\nimport torch"),
         (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "from cacheprobe.core.registry import register"),
         (pickle_complaints, "cacheprobe/trace/x.py", "np.load(path, allow_pickle=False)"),
         (pickle_complaints, "cacheprobe/lenses/dictionaries/torch_files.py", "torch.load(path, weights_only=True)"),

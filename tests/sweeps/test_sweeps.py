@@ -15,7 +15,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.registry import names as plug_in_names
 from cacheprobe.models.hf.adapters import adapter_directory
-from cacheprobe.ops.compiled.choice import choose
+from cacheprobe.ops.compiled.operations import choose
 from cacheprobe.sweeps import code
 from cacheprobe.sweeps.cells import Cell, combinations, distinguishing_labels
 from cacheprobe.sweeps.dry_run import dry_run

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.ops.attention.by_request import Reach, SlotSpan
+from cacheprobe.ops.attention import Reach, SlotSpan
 from tests.twins.equivalence import sample_token_slowly
 
 

@@ -24,7 +24,7 @@ from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.fast.operations import QueuedOperations
 from cacheprobe.models.fast.prepared import PreparedOperations
 from cacheprobe.models.paths import choose_path
-from cacheprobe.ops.attention.by_request import Reach, reach_of_positions
+from cacheprobe.ops.attention import Reach, reach_of_positions
 from cacheprobe.ops.readout import read_logits
 from cacheprobe.trace.recording.lens_reader import LENS_TILE
 from cacheprobe_benchmarks.shared.machine import machine, measuring

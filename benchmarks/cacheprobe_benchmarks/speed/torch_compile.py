@@ -16,7 +16,7 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.fast.lm import FastLM
-from cacheprobe.ops.attention.by_request import Reach, reach_of_positions
+from cacheprobe.ops.attention import Reach, reach_of_positions
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 from cacheprobe_benchmarks.shared.machine import machine, measuring
 

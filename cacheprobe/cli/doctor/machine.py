@@ -11,7 +11,7 @@ import torch
 from cacheprobe.cli.doctor.findings import Finding
 from cacheprobe.core.config import RUN_DTYPES
 from cacheprobe.models.settings import CPU_INFO, numeric_settings, processor_name
-from cacheprobe.ops.compiled.choice import TORCH, choose
+from cacheprobe.ops.compiled.operations import TORCH, choose
 
 IN_HARDWARE = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
 """Flags of the processor, by dtype; any of them means that it multiplies matrices of that dtype in hardware."""

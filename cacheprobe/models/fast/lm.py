@@ -32,10 +32,10 @@ from cacheprobe.models.plain.lm import CopiedLM
 from cacheprobe.models.plain.sites import HeadCut, ModulePoint
 from cacheprobe.models.plain.structure import AddedPart, PlainBlock
 from cacheprobe.models.weights import ROTATIONS_OF_PASSES, is_conv, output_rows
-from cacheprobe.ops.attention.by_request import BY_REQUEST
+from cacheprobe.ops.attention import BY_REQUEST
 from cacheprobe.ops.compiled.attention import MOST_TOKENS
-from cacheprobe.ops.compiled.choice import TORCH, CompiledOperations
 from cacheprobe.ops.compiled.lanes import FORMATS
+from cacheprobe.ops.compiled.operations import TORCH, CompiledOperations
 from cacheprobe.ops.kernel_set import KernelSet
 
 FUNCTIONAL = (FunctionalLlama, FunctionalGPT)

@@ -15,9 +15,9 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.hf.attention import attend_over_cache
 from cacheprobe.models.hf.masks import sliding_window, text_config
 from cacheprobe.models.weights import Norm, rms_norm_of
-from cacheprobe.ops.attention.by_request import attend_by_request
+from cacheprobe.ops.attention import attend_by_request
 from cacheprobe.ops.compiled.attention import serves
-from cacheprobe.ops.compiled.product import CompiledProduct
+from cacheprobe.ops.compiled.operations import CompiledProduct
 from cacheprobe.ops.compiled.queue import Queue
 from cacheprobe.ops.kernel_set import KernelSet
 

@@ -19,7 +19,7 @@ from cacheprobe.models.fast.operations import Affine, BlockForward, PassInputs, 
 from cacheprobe.models.weights import Norm
 from cacheprobe.ops.compiled.attention import require_slots, serves
 from cacheprobe.ops.compiled.lanes import INNER_STEP
-from cacheprobe.ops.compiled.product import CompiledProduct
+from cacheprobe.ops.compiled.operations import CompiledProduct
 from cacheprobe.ops.compiled.queue import PreparedQueue
 
 _MOST_TOKENS = 256

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import ModelError
-from cacheprobe.ops.attention.by_request import Reach, attend_by_request, attend_together, first_slots
+from cacheprobe.ops.attention import Reach, attend_by_request, attend_together, first_slots
 
 ATTENTION = "cacheprobe"
 """Our name in transformers' table of attention functions."""
@@ -89,7 +89,6 @@ def _interface(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **others: object,

@@ -27,7 +27,7 @@ from cacheprobe.models.weights import (
     rms_norm_of,
     stop_ids,
 )
-from cacheprobe.ops.compiled.choice import TORCH, CompiledOperations
+from cacheprobe.ops.compiled.operations import TORCH, CompiledOperations
 from cacheprobe.ops.kernel_set import KernelSet
 from cacheprobe.ops.readout import Readout
 

@@ -31,7 +31,7 @@ from cacheprobe.models.plain.watch import Watched, cache_argument, find_head, wa
 from cacheprobe.models.quantised.packed import weight_tensors
 from cacheprobe.models.settings import keeping_float64, one_at_a_time
 from cacheprobe.models.weights import head_weights
-from cacheprobe.ops.attention.by_request import BY_REQUEST
+from cacheprobe.ops.attention import BY_REQUEST
 
 
 class CopiedLM(PlainSites, HuggingFaceLM):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cacheprobe.models.hf.hooked import HookPoint
 from cacheprobe.models.thinking.config import ThinkingConfig
-from cacheprobe.ops.attention.by_request import Reach, attend_by_request, first_slots
+from cacheprobe.ops.attention import Reach, attend_by_request, first_slots
 
 Remembered = tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor, Reach | None]
 """All keys and values [b, g, s, d] that a layer attends to, and an additive mask [b, h or 1, t, s]. If the mask is

@@ -19,7 +19,7 @@ from cacheprobe.models.thinking.config import TrainingRecord
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.rounds import Rounds
 from cacheprobe.models.weights import head_weights
-from cacheprobe.ops.attention.by_request import BY_REQUEST
+from cacheprobe.ops.attention import BY_REQUEST
 from cacheprobe.tasks.words import encode_strictly
 
 
