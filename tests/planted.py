@@ -18,8 +18,8 @@ import cacheprobe as cp
 from cacheprobe.engine.model_runner import EngineError, ModelRunner
 from cacheprobe.engine.watch import Watch
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.ops import attention as request_attention
 from cacheprobe.ops.attention import _attend_by_scores
-from cacheprobe.ops.attention import by_request as request_attention
 from cacheprobe.ops.compiled.attention import decode_attention
 from cacheprobe.ops.equality import bits
 from tests.invariants.runs import outcome

@@ -30,6 +30,7 @@ from cacheprobe.models.thinking.store import is_thinking_folder, load_thinking
 if TYPE_CHECKING:  # they take seconds to load
     from cacheprobe.models.hf.bridge import BridgeLM
     from cacheprobe.models.plain.lm import PlainLM
+    from cacheprobe.models.thinking.lm import ThinkingLM
 
 PRODUCTS = ("auto", "torch", "kernels")
 """Values of `products` of `load_model`."""
@@ -111,7 +112,7 @@ def load_model(
     if thinking is None or not isinstance(loaded, thinking.ThinkingLM):
         loaded = _with_operations(check_or_replace(cast("BridgeLM | PlainLM", loaded)), products)
     elif (think := options.get("think_while_decoding")) is not None:
-        loaded.set_think_while_decoding(think)
+        cast("ThinkingLM", loaded).set_think_while_decoding(think)
     prepend_bos = bool(options.get("prepend_bos"))
     if prepend_bos and getattr(loaded.tokenizer, "bos_token_id", None) is None:
         raise ModelError(f"{loaded.name} has no tokenizer with a start token (bos_token); leave out prepend_bos")

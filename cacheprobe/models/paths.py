@@ -80,7 +80,7 @@ def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) 
                 trial.heads[key] = _refusal_of_heads(bridged, fast, key)
             fast, reason = (None, trial.heads[key]) if trial.heads[key] else (fast, reason)
     if fast is not None:
-        return fast, f"fast: {reason}"
+        return cast(CachedLM, fast), f"fast: {reason}"
     if path == "fast":
         raise ModelError(f"{model.name} cannot run on its fast forward: {reason}; use path='auto' or 'bridge'")
     return model, f"bridge: {reason}"
@@ -178,7 +178,7 @@ def _largest_distance(model: "BridgeLM", fast: "FastLM", sites: Sequence[str]) -
     """Runs both forwards on one short text. Returns (name of the first activation in which they differ too much, ""
     for none; its distance as text, or else the largest)."""
     token_ids = probe_ids(model)
-    of_bridge, of_fast = _observed(model, token_ids, sites), _observed(fast, token_ids, sites)
+    of_bridge, of_fast = _observed(model, token_ids, sites), _observed(cast(CachedLM, fast), token_ids, sites)
     if product_dtype(model.dtype) in (torch.float32, torch.float64):
         distances = {name: _relative_distance(of_fast[name], value) for name, value in of_bridge.items()}
         limit, template = _PARITY, "{:.0e} of the largest value"

@@ -183,7 +183,7 @@ class _KeepingFloat64(TorchFunctionMode):
         return func(*args, **named)
 
 
-class _Computing:
+class _ModelLock:
     """Locks the computation of all models for one thread, which may enter again."""
 
     def __init__(self) -> None:
@@ -216,14 +216,16 @@ class _Computing:
             self._lent.discard(thread)
 
 
-computing = _Computing()
+model_lock = _ModelLock()
 """Lock that a thread takes while a model computes or has our hooks on it. One lock for all models: torch's default
 dtype and environment variables belong to the process, and two runs that draft for each other cannot deadlock."""
 
-os.register_at_fork(after_in_child=computing.__init__)  # a lock that another thread of the parent had taken stays taken
+os.register_at_fork(
+    after_in_child=model_lock.__init__
+)  # a lock that another thread of the parent had taken stays taken
 
 _in_step: set[int] = set()
-"""Ids of the live models whose run is in the middle of a step. Read and written only by the holder of `computing`."""
+"""Ids of the live models whose run is in the middle of a step. Read and written only by the holder of `model_lock`."""
 
 
 def live_model(model: object) -> LiveModule:
@@ -236,7 +238,7 @@ def require_idle(model: CachedLM) -> None:
     """Checks that no run of `model` is in the middle of a step in this thread. Waits until no other thread computes.
     Raises: ModelError if a step is unfinished, which means that a hook, a lens or a drafter started a run of its
     own."""
-    with computing:
+    with model_lock:
         if id(live_model(model)) in _in_step:
             raise ModelError(
                 f"{model.name} is in the middle of a step of another run: a hook, a lens or a drafter started a run of "
@@ -251,7 +253,7 @@ def hold_model(model: CachedLM) -> Iterator[None]:
 
     Raises: ModelError inside a step of another run of the same model.
     """
-    with computing:
+    with model_lock:
         require_idle(model)
         key = id(live_model(model))
         _in_step.add(key)
@@ -266,5 +268,5 @@ def hold_model(model: CachedLM) -> Iterator[None]:
 def one_at_a_time() -> Iterator[None]:
     """Decorates a function, as @one_at_a_time(): the function waits until no other thread computes, then runs with
     autocast off and float32 as the default dtype."""
-    with computing, plain_settings():
+    with model_lock, plain_settings():
         yield

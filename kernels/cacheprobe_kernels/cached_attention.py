@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cacheprobe.core.registry import register
-from cacheprobe.ops.attention import cached as attention
+from cacheprobe.ops import references as attention
 from cacheprobe_kernels.attention_cases import attention_inputs, attention_variants, exact_attention
 from cacheprobe_kernels.base import (
     INTERPRETED,

@@ -11,7 +11,8 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.engine.fingerprint import FingerprintMismatch, require_same
-from cacheprobe.models import facts, settings
+from cacheprobe.models import settings
+from cacheprobe.models import weights as facts
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.paths import choose_path

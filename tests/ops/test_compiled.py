@@ -13,7 +13,8 @@ from torch.nn.functional import linear
 import cacheprobe as cp
 from cacheprobe.cli.app import verify
 from cacheprobe.models.base import ModelError
-from cacheprobe.ops.compiled import choice, queue
+from cacheprobe.ops.compiled import operations as choice
+from cacheprobe.ops.compiled import queue
 from cacheprobe.ops.compiled.lanes import FLOATS, PAIRS, TILES
 from cacheprobe.ops.compiled.operations import CompiledProduct, CompiledReadout, choose
 from cacheprobe.ops.equality import bitwise

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from cacheprobe.ops import attention as request_attention
 from cacheprobe.ops.attention import (
     Reach,
     attend_by_request,
@@ -13,7 +14,6 @@ from cacheprobe.ops.attention import (
     reach_of_pass,
     reach_of_positions,
 )
-from cacheprobe.ops.attention import by_request as request_attention
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.ops.references import cached_attention
 

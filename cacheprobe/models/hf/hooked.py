@@ -14,7 +14,7 @@ from cacheprobe.core.hook_names import hook_name
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.experts.sites import capturing_routing, editing_routers, split
 from cacheprobe.models.hf.lm import BaseLM
-from cacheprobe.models.settings import computing
+from cacheprobe.models.settings import model_lock
 
 __all__ = ["ActivationCache", "HookPoint", "HookedRootModule", "HookedSites"]
 
@@ -49,7 +49,7 @@ class HookedSites(BaseLM):
     def _hooked(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
         self._check_sites(sites)
         hooks = [(hook_name(*site), partial(_edit_at, edit, *site)) for site in sites]
-        with computing, self.hooked_module.hooks(fwd_hooks=hooks):
+        with model_lock, self.hooked_module.hooks(fwd_hooks=hooks):
             yield
 
     def _check_sites(self, sites: Sequence[tuple[str, int]]) -> None:

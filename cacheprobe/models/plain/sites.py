@@ -14,7 +14,7 @@ from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.experts.sites import MixtureLayer, capturing_routing, editing_routers, split
 from cacheprobe.models.plain.recurrence import hooking_states
 from cacheprobe.models.plain.structure import AddedPart, PlainBlock
-from cacheprobe.models.settings import computing
+from cacheprobe.models.settings import model_lock
 from cacheprobe.models.weights import is_conv
 
 Edit = Callable[[Tensor], Tensor | None]
@@ -94,7 +94,7 @@ class PlainSites:
         layer) pair of `sites` whose layer it runs. A returned tensor replaces the activation; None leaves the
         activation unchanged. Raises: ModelError for a site that the model lacks."""
         others, routers = split(sites)
-        with computing, ExitStack() as stack:
+        with model_lock, ExitStack() as stack:
             stack.enter_context(editing_routers(self.name, self.mixtures, routers, edit))
             recurrent = [layer for site, layer in others if site == RECURRENT]
             stack.enter_context(hooking_states(self.name, self.model, self._recurrent_paths, recurrent, edit=edit))
