@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import cacheprobe as cp
 from cacheprobe.analysis.exports import ChosenStates, to_speculators
 from cacheprobe.cli.app import app
-from cacheprobe.models.hf.tiny import TINY, tiny_model
+from cacheprobe_benchmarks.shared.tiny import TINY, tiny_model
 from tests.tiny import PROMPTS, SMALL, loaded
 
 EARLY = cp.drafters.EarlyExit(layer=1)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from cacheprobe.core.values import JsonDict
-from cacheprobe.sweeps.storage.store import PLAN, SHARDS
+from cacheprobe.sweeps.store import PLAN, SHARDS
 from cacheprobe.trace.manifest import JOURNAL, MANIFEST, TraceError
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.views.dashboard.book import Book

@@ -22,7 +22,7 @@ from cacheprobe.tasks.files import load_examples
 from cacheprobe.training.dictionary import train_dictionary
 from cacheprobe.training.settings import DictionarySettings
 from tests.dictionaries.planted import random_dictionary
-from tests.field.family_models import tiny_family
+from tests.field.tiny_family import tiny_family
 from tests.reported.test_shapes import generated
 from tests.tiny import SMALL, hf_model, loaded
 

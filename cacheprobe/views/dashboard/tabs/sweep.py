@@ -56,8 +56,7 @@ def sweep_page(folder: Path, question: PageQuestion) -> SweepPage:
     too many values, pages of them: "ROWS.COLUMNS.2.0" is the third page of ROWS.
     Raises: CannotShow for an unknown facet.
     """
-    from cacheprobe.sweeps.index import AXIS_COLUMNS
-    from cacheprobe.sweeps.results import load_sweep
+    from cacheprobe.sweeps.results import AXIS_COLUMNS, load_sweep
 
     results = load_sweep(folder)
     varied = {name: in_order(_axis_values(results.cells, name).unique()) for name in AXIS_COLUMNS}
