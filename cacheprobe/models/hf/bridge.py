@@ -22,8 +22,7 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import HeadWriter, ModelError, OutputParts
 from cacheprobe.models.experts.sites import use_invariant_experts
 from cacheprobe.models.hf.cache import KVCacheAdapter, ShapeProbe, staged
-from cacheprobe.models.hf.hooked import HookedSites
-from cacheprobe.models.hf.lm import Head, HuggingFaceLM
+from cacheprobe.models.hf.lm import Head, HookedSites, HuggingFaceLM
 from cacheprobe.models.quantised.packed import packed_modules
 from cacheprobe.models.settings import evaluating, keeping_float64, one_at_a_time
 from cacheprobe.models.weights import head_weights, output_rows

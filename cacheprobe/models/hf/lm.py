@@ -3,9 +3,11 @@ model: reading of states, fingerprint, caches."""
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import starmap
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +16,11 @@ from cacheprobe.core.hook_names import hook_name, resid_pre_name
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import LayerStates, RecurrentCache
-from cacheprobe.models.base import ModelError, OutputParts
-from cacheprobe.models.experts.sites import EXPERTS, MixtureLayer
+from cacheprobe.models.base import ModelError, OutputParts, StateEdit, StateSink
+from cacheprobe.models.experts.sites import EXPERTS, MixtureLayer, capturing_routing, editing_routers, split
 from cacheprobe.models.hf.text import TokenText
 from cacheprobe.models.quantised.packed import quantised_text
-from cacheprobe.models.settings import keeping_float64, numeric_settings, one_at_a_time
+from cacheprobe.models.settings import keeping_float64, model_lock, numeric_settings, one_at_a_time
 from cacheprobe.models.weights import (
     HashedWeights,
     buffers_sha256,
@@ -77,6 +79,49 @@ class BaseLM(TokenText, HashedWeights):
     def named_weights(self) -> Sequence[tuple[str, Tensor]]:
         """Returns all parameters with their names, sorted by name."""
         return sorted(self.live.named_parameters(), key=lambda item: item[0])
+
+
+class HookedSites(BaseLM):
+    """Captures and edits activations at the hook points of `hooked_module`, a TransformerBridge or HookedRootModule.
+    Base class of BridgeLM and ThinkingLM."""
+
+    @contextmanager
+    def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
+        """Returns a context manager. Inside its `with`, a forward calls `sink(site, layer, activation)` for each (site,
+        layer) pair of `sites` whose layer it runs. At the end only these hooks are removed."""
+
+        def keep(site: str, layer: int, value: Tensor) -> None:
+            """Calls the sink and returns None, so that the activation stays unchanged."""
+            sink(site, layer, value)
+
+        others, routers = split(sites)
+        with self._hooked(others, keep), capturing_routing(self.name, self.mixtures, routers, sink):
+            yield
+
+    @contextmanager
+    def editing(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
+        """Returns a context manager. Inside its `with`, a forward calls `edit(site, layer, activation)` for each (site,
+        layer) pair of `sites` whose layer it runs. A returned tensor replaces the activation; None leaves the
+        activation unchanged."""
+        others, routers = split(sites)
+        with self._hooked(others, edit), editing_routers(self.name, self.mixtures, routers, edit):
+            yield
+
+    @contextmanager
+    def _hooked(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
+        self._check_sites(sites)
+        hooks = [(hook_name(*site), partial(_edit_at, edit, *site)) for site in sites]
+        with model_lock, self.hooked_module.hooks(fwd_hooks=hooks):
+            yield
+
+    def _check_sites(self, sites: Sequence[tuple[str, int]]) -> None:
+        points = self.hooked_module.hook_dict  # the bridge makes it anew at every access
+        if missing := [name for name in starmap(hook_name, sites) if name not in points]:
+            raise ModelError(f"{self.name} has no hook {missing[0]}")
+
+
+def _edit_at(edit: StateEdit, site: str, layer: int, value: Tensor, hook: object) -> Tensor | None:
+    return edit(site, layer, value)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from cacheprobe.core.hook_names import PATTERN
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import HeadWriter, ModelError, OutputParts, StateSink
-from cacheprobe.models.hf.hooked import HookedSites
+from cacheprobe.models.hf.lm import HookedSites
 from cacheprobe.models.settings import numeric_settings, one_at_a_time
 from cacheprobe.models.thinking.cache import ChunkStates, ThinkingCache, cache_memory
 from cacheprobe.models.thinking.config import TrainingRecord
