@@ -13,7 +13,7 @@ from cacheprobe.analysis.comparison import first_difference, first_reading_diffe
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import Request
 from cacheprobe.edits.interventions.base import Intervention
-from cacheprobe.engine.drafters.fast_path import FastPath
+from cacheprobe.engine.drafters.early_exit import FastPath
 from cacheprobe.engine.fingerprint import require_same, schedule_fingerprint
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM

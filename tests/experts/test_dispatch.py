@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import cacheprobe as cp
-from cacheprobe.engine.consistency import ShapeRefused
+from cacheprobe.engine.shapes import ShapeRefused
 from cacheprobe.models.experts.dispatch import PRODUCT, rows_alone
 from cacheprobe.models.experts.sites import forward_of, use_invariant_experts
 from cacheprobe.ops.compiled.lanes import FLOATS

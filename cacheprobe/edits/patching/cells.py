@@ -13,7 +13,7 @@ from torch import Tensor
 from cacheprobe.core.hook_names import HEADS, RECURRENT
 from cacheprobe.edits.patching.arguments import RESIDUAL_SITES
 from cacheprobe.edits.patching.runs import Run, SiteLayer
-from cacheprobe.kvcache.prefix import SharedPrefix
+from cacheprobe.kvcache.staged import SharedPrefix
 from cacheprobe.models.base import CachedLM
 
 MOST_ROWS = 16384

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cacheprobe.core.hook_names import INPUT_POINT, OUTPUT_POINT, PATTERN, hook_name
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.base import HeadWriter, ModelError, OutputParts
 from cacheprobe.models.experts.sites import use_invariant_experts
 from cacheprobe.models.fast.functional import FunctionalForward, FunctionalGPT, FunctionalLlama, affine
@@ -111,7 +112,7 @@ class FastLM(CopiedLM):
             self._functional = self._functional_class(self.model, self._operations)
         return self._functional
 
-    def _attend(self, cache: KVCache) -> Attend | None:
+    def _attend(self, cache: StagedCache) -> Attend | None:
         operations = self._operations
         return (
             partial(operations.attend, cache) if isinstance(operations, KernelOperations) and cache.is_written else None

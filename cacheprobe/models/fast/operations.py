@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from transformers.activations import SiLUActivation
 
 from cacheprobe.core.live import LiveConfig, LiveModule
-from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.hf.attention import attend_over_cache
 from cacheprobe.models.hf.masks import sliding_window, text_config
 from cacheprobe.models.weights import Norm, rms_norm_of
@@ -48,7 +48,7 @@ class PassInputs(NamedTuple):
 
     stream: Tensor
     """Residual stream [b, t, m] before the first block."""
-    cache: KVCache
+    cache: StagedCache
     """Where the blocks write and read keys and values, with staged positions."""
     rotation: Rotation | None
     masks: Masks
@@ -110,9 +110,9 @@ class Operations:
         return rotated_q, rotated_k
 
     def attended(
-        self, cache: KVCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float
+        self, cache: StagedCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float
     ) -> Float[Tensor, "b t w"]:
-        """Stores keys and values at the positions staged on `cache`, and returns the attention outputs [b, t, h * d].
+        """Stores keys and values at the positions of `cache`, and returns the attention outputs [b, t, h * d].
         heads: new queries [b, t, h, d], keys and values [b, t, g, d]."""
         q, k, v = (part.transpose(1, 2) for part in heads)
         return attend_over_cache(cache, layer, q, k, v, mask, scale)
@@ -179,11 +179,11 @@ class QueuedOperations(Operations):
         cos, sin = (part.expand(*q.shape[:2], 1, q.shape[3]).contiguous() for part in rotation)
         return self._queue.rotate(q, cos, sin), self._queue.rotate(k, cos, sin, follows=False)
 
-    def attended(self, cache: KVCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float) -> Tensor:
+    def attended(self, cache: StagedCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float) -> Tensor:
         """Queues the cache write and the attention of passes that `attention.decode_attention` computes by request; for
         others, computes what is queued, and then as Operations.attended."""
         q, k, v = (part.transpose(1, 2) for part in heads)
-        if cache.reach is None:
+        if cache.spans is None:
             self.finish()
             return super().attended(cache, layer, heads, mask, scale)
         if self._queue.is_long:
@@ -192,8 +192,8 @@ class QueuedOperations(Operations):
         cache.store(layer, k, v, self._queue.store, lambda compare: self.pass_on(k, [lambda _: compare()]))
         if not serves(q):
             self.finish()
-            return attend_by_request(q, cached, mask, cache.reach, scale)
-        places = cache.reach.request_table(cached)
+            return attend_by_request(q, cached, mask, cache.spans, scale)
+        places = cache.spans.request_table(cached)
         out = self._queue.attend(q, *cached(int(places[0, 0]), 1), mask, places, scale)
         return out.transpose(1, 2).flatten(2)
 
@@ -255,7 +255,7 @@ def _silu_by(operations: QueuedOperations, own: Callable[[Tensor], Tensor], valu
 
 class KernelOperations(Operations):
     """Computes products, norms, attention and cache writes in Triton kernels, the rest by torch. Attention covers all
-    slots up to a token's own, so it needs no mask and no `reach`.
+    slots up to a token's own, so it needs no mask and no `spans`.
 
     Twin: Operations, close(1e-4) in float32, since sums are reordered.
     """
@@ -273,9 +273,9 @@ class KernelOperations(Operations):
         return self.kernels.norm(values, *norm)
 
     def attended(
-        self, cache: KVCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float
+        self, cache: StagedCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float
     ) -> Float[Tensor, "b t w"]:
-        """Stores keys and values at the positions staged on `cache`, and returns the attention outputs [b, t, h * d].
+        """Stores keys and values at the positions of `cache`, and returns the attention outputs [b, t, h * d].
         heads: new queries [b, t, h, d], keys and values [b, t, g, d].  mask: read by torch's attention alone, which
         computes over a cache that is not written (`SharedPrefix`)."""
         if not cache.is_written:
@@ -285,7 +285,7 @@ class KernelOperations(Operations):
         return self.attend(cache, layer, q, scale)
 
     def attend(
-        self, cache: KVCache, layer: int, q: Float[Tensor, "b h t d"], scale: float | None
+        self, cache: StagedCache, layer: int, q: Float[Tensor, "b h t d"], scale: float | None
     ) -> Float[Tensor, "b t w"]:
         """Returns attention outputs [b, t, h * d] of queries whose keys and values are stored at the staged
         positions."""

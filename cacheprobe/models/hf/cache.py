@@ -1,30 +1,28 @@
 """Offers our KVCache through Hugging Face's cache interface, so that unmodified attention modules read and write it.
 
-Positions are staged on the KVCache before each forward. The two methods from which transformers would guess a position
+Each forward makes a StagedCache first. The two methods from which transformers would guess a position
 or build a mask raise an error, so a forgotten mask or position cannot stay unnoticed.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NoReturn, TypeAlias, TypedDict
 
 from torch import Tensor, device
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from cacheprobe.core.live import LiveConfig
-from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.hf.masks import attention_masks
 
 
 class KVCacheLayer(CacheLayerMixin):
-    """Presents one layer of a KVCache as a cache layer of transformers (CacheLayerMixin)."""
+    """Presents one layer of a StagedCache as a cache layer of transformers (CacheLayerMixin)."""
 
     is_compileable = True
     is_croppable = False
     is_sliding = False
     supports_early_init = True
 
-    def __init__(self, cache: KVCache, layer: int, length: int | None) -> None:
+    def __init__(self, cache: StagedCache, layer: int, length: int | None) -> None:
         super().__init__()
         self._cache, self._layer, self._length = cache, layer, length
         # after super().__init__(), which sets them to None
@@ -37,7 +35,7 @@ class KVCacheLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Writes new keys and values [b, h, t, d] at the positions that `KVCache.stage` set. Returns all keys and
+        """Writes new keys and values [b, h, t, d] at the positions of the StagedCache. Returns all keys and
         values of the staged cache rows in the slots that attention covers, [b, h, s, d] each."""
         return self._cache.write(self._layer, key_states, value_states)
 
@@ -54,13 +52,13 @@ class KVCacheLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         """Returns the capacity of a cache row in tokens."""
-        return self._cache.capacity
+        return self._cache.cache.capacity
 
 
 class KVCacheAdapter(Cache):
-    """Presents a KVCache as transformers' Cache, for the argument `past_key_values` of a model."""
+    """Presents a StagedCache as transformers' Cache, for the argument `past_key_values` of a model."""
 
-    def __init__(self, cache: KVCache, length: int | None = None, places: object = None) -> None:
+    def __init__(self, cache: StagedCache, length: int | None = None, places: object = None) -> None:
         """length: of the first batch index, for families that ask the cache for a length. A family that takes positions
         from it would be wrong for the other batch indices; `check_plain` compares such a batch at load.
         places: where recurrent layers find their states (RecurrentPlaces); None for a model without any."""
@@ -80,23 +78,14 @@ class ForwardInputs(TypedDict):
     position_ids: Tensor
 
 
-@contextmanager
-def staged(
-    cache: KVCache, cache_rows: Sequence[int], starts: Sequence[int], width: int, config: LiveConfig, n_ctx: int
-) -> Iterator[ForwardInputs]:
-    """Sets the positions of one forward on `cache` and yields keyword arguments for a Hugging Face model: mask and
-    position ids. Clears the positions after the `with`. width: number of tokens t that the forward feeds for each batch
-    index."""
-    positions = cache.stage(cache_rows, starts, width)
+def forward_inputs(cache: StagedCache, config: LiveConfig, n_ctx: int) -> ForwardInputs:
+    """Returns the mask and the position ids of one forward, as keyword arguments for a Hugging Face model."""
     dtype, device = cache.keys[0].dtype, cache.keys[0].device
-    try:
-        yield {
-            "attention_mask": attention_masks(config, cache, positions, dtype, device),
-            # pads may lie beyond the context; learned position tables have no row there
-            "position_ids": positions.clamp(max=n_ctx - 1).to(device),
-        }
-    finally:
-        cache.unstage()
+    return {
+        "attention_mask": attention_masks(config, cache, dtype, device),
+        # pads may lie beyond the context; learned position tables have no row there
+        "position_ids": cache.positions.clamp(max=n_ctx - 1).to(device),
+    }
 
 
 class ShapeProbe(Cache):

@@ -15,11 +15,12 @@ from cacheprobe.core.hook_names import RECURRENT
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import memory_of
+from cacheprobe.kvcache.staged import PassAttention, StagedCache
 from cacheprobe.models.base import BlockSum, HeadWriter, ModelError
 from cacheprobe.models.experts.sites import own_experts, use_invariant_experts
 from cacheprobe.models.fast.functional import FunctionalForward
 from cacheprobe.models.hf.attention import ATTENTION, Attend, attending
-from cacheprobe.models.hf.cache import KVCacheAdapter, staged
+from cacheprobe.models.hf.cache import KVCacheAdapter, forward_inputs
 from cacheprobe.models.hf.lm import HuggingFaceLM
 from cacheprobe.models.hf.masks import context_length, text_config
 from cacheprobe.models.hf.shared import SharedWeights, empty_model, plain_path
@@ -55,7 +56,7 @@ class CopiedLM(PlainSites, HuggingFaceLM):
 
     @property
     def attends_by_request(self) -> bool:
-        """Whether attention runs request by request, over the slots in the cache's `reach`; otherwise one call covers
+        """Whether attention runs request by request, over the slots in a pass's `spans`; otherwise one call covers
         the batch."""
         return self.model.config._attn_implementation == ATTENTION
 
@@ -70,6 +71,7 @@ class CopiedLM(PlainSites, HuggingFaceLM):
         *,
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
+        attention: PassAttention | None = None,
     ) -> Tensor:
         """Runs one forward, and returns logits (of all tokens, or of those at `logit_slots`), or the residual stream
         after `num_layers` blocks. Calls no modules if `_functional_forward` has a forward for this pass. Arguments and
@@ -78,20 +80,19 @@ class CopiedLM(PlainSites, HuggingFaceLM):
             self._rebind()
         functional = self._functional_forward(cache, cache_rows)
         self.token_shape = (token_ids.shape[0], token_ids.shape[1])
-        with (
-            staged(cache, cache_rows, starts, token_ids.shape[1], self.config, self.n_ctx) as inputs,
-            keeping_float64(self.dtype),
-        ):
+        staged = StagedCache(cache, cache_rows, starts, token_ids.shape[1], attention)
+        inputs = forward_inputs(staged, self.config, self.n_ctx)
+        with keeping_float64(self.dtype):
             token_ids = token_ids.to(self.device)
             if functional is not None:
                 positions_and_masks = inputs["position_ids"], inputs["attention_mask"]
-                return functional(token_ids, cache, *positions_and_masks, self.listeners, num_layers, logit_slots)
+                return functional(token_ids, staged, *positions_and_masks, self.listeners, num_layers, logit_slots)
             memory = memory_of(cache)
-            places = None if memory is None else RecurrentPlaces(memory, cache_rows, starts)
-            adapter = KVCacheAdapter(cache, self._length_shown(starts), places)
+            places = None if memory is None else RecurrentPlaces(memory, staged.rows, staged.starts)
+            adapter = KVCacheAdapter(staged, self._length_shown(starts), places)
             named = {**inputs, **cache_argument(self.model, adapter)}
             arguments = {name: value for name, value in named.items() if name in self._arguments}
-            with attending(cache.reach, self._num_attending(num_layers), self._attend(cache)):
+            with attending(staged.spans, self._num_attending(num_layers), self._attend(staged)):
                 if num_layers is not None:
                     return self._residual(token_ids, arguments, num_layers)
                 choice = self.logit_choice(logit_slots)
@@ -110,7 +111,7 @@ class CopiedLM(PlainSites, HuggingFaceLM):
         """Returns a forward that calls no modules; None if the pass needs the modules."""
         return None
 
-    def _attend(self, cache: KVCache) -> Attend | None:
+    def _attend(self, cache: StagedCache) -> Attend | None:
         """Returns the function that computes the attention of a pass; None for cacheprobe's attention in torch."""
         return None
 
