@@ -8,8 +8,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
-from cacheprobe.views.dashboard.shelf import Shelf
-from tests.chromium import chromium
+from cacheprobe.views.dashboard.run_list import RunList
 from tests.dash_page import answered, opened, served
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -17,12 +16,6 @@ OUTCOMES = {"accepted": "accepted", "rejected": "rolled back", "never_judged": "
 """What the page says of the draft of a superseded row, by its verdict.
 
 Such a row was fed a committed token, so a draft that was never judged was given up."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +27,7 @@ def trace() -> cp.Trace:
 
 @pytest.fixture(scope="module")
 def address(trace: cp.Trace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served(Shelf.of([trace.save(tmp_path_factory.mktemp("rows") / "run")])) as url:
+    with served(RunList.of([trace.save(tmp_path_factory.mktemp("rows") / "run")])) as url:
         yield url
 
 
