@@ -2,6 +2,8 @@
 # make test      set up once, then run the tests      make test-all   the slow ones too, and the wheel
 # make test-processors   the determinism tests in environments that reach other code of the libraries
 # make test-versions     the tests of model families with other versions of transformers and transformer-lens
+# make stress    random traffic against the oracle, bit for bit: TOKENS=200000 OUT=runs/stress
+# make models    which model families run, each as a tiny random model: FAMILIES="llama qwen3"
 # make docs      the documentation, as HTML              make lint       ruff: rules and format
 # make types     basedpyright over the package      make bench-small    what is quick to measure, printed
 # make gpu       everything that needs a GPU: checks, then times, into benchmarks/results/gpu-DEVICE.json
@@ -24,10 +26,10 @@ KEY := $(shell { pwd -P; cat $(INPUTS); } | sha256sum | cut -c1-16)
 STAMP := .venv/.ready-$(KEY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-processors test-versions docs lint types bench-small gpu wheel-check browser clean
+.PHONY: help setup demo test test-all test-processors test-versions stress models docs lint types bench-small gpu wheel-check browser clean
 
 help:
-	@sed -n '1,10s/^# //p' Makefile
+	@sed -n '1,12s/^# //p' Makefile
 
 setup: $(STAMP)
 
@@ -59,6 +61,14 @@ test-processors: $(STAMP)
 # Some alone: make test-versions VERSIONS="transformers==5.22.2 transformer-lens==4.2.0" TESTS="tests/models"
 test-versions: $(STAMP)
 	@$(TEST_ENV) TESTS="$(TESTS)" bash scripts/test_versions.sh "$(BIN)/python -m pytest -q $(WORKERS)" $(if $(VERSIONS),"$(VERSIONS)")
+
+TOKENS ?= 20000
+OUT ?= runs/stress
+stress: $(STAMP)
+	@$(TEST_ENV) $(BIN)/python -m tests.stress --tokens $(TOKENS) --out $(OUT)
+
+models: $(STAMP)
+	@$(TEST_ENV) $(BIN)/python -m tests.field $(FAMILIES)
 
 docs: $(STAMP)
 	@$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from cacheprobe.models.hf.tiny import VOCAB, tiny_model
+from cacheprobe_benchmarks.shared.tiny import VOCAB, tiny_model
 
 sys.modules["transformer_lens"] = None  # the package asks it for a class that it no longer has
 TunedLens = import_module("tuned_lens.nn.lenses").TunedLens

@@ -16,7 +16,7 @@ if [ ${#versions[@]} -eq 0 ]; then
         transformer-lens==4.2.0 transformer-lens==4.1.0
     )
 fi
-read -ra files <<<"${TESTS:-tests/models tests/field/test_generate_families.py tests/kvcache/test_sliding.py \
+read -ra files <<<"${TESTS:-tests/models tests/field/test_families.py tests/kvcache/test_sliding.py \
     tests/engine/test_plain_oracle.py tests/capture/test_heads.py tests/replays}"
 output=$(mktemp)
 trap 'rm -f "$output"' EXIT

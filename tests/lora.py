@@ -7,11 +7,11 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cacheprobe.models.hf.adapters import CONFIG, WEIGHTS
-from cacheprobe.models.hf.tiny import VOCAB, tiny_model
 from cacheprobe.tasks.coin_flip import NAMES
 from cacheprobe.training.lora.run import train_lora
-from cacheprobe.training.lora.settings import LoraSettings
 from cacheprobe.training.lora.train import LoraTrainer
+from cacheprobe.training.settings import LoraSettings
+from cacheprobe_benchmarks.shared.tiny import VOCAB, tiny_model
 
 SMALL = dict(steps=6, batch=4, micro_batch=2, max_people=2, rank=2, first_layer=1, learning_rate=0.05, warmup_steps=1)
 

@@ -8,8 +8,8 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.hf.bridge import BridgeLM
-from cacheprobe.models.hf.tiny import FAMILIES, SLIDING, VOCAB
-from cacheprobe.models.hf.tiny import tiny_model as hf_model
+from cacheprobe_benchmarks.shared.tiny import FAMILIES, SLIDING, VOCAB
+from cacheprobe_benchmarks.shared.tiny import tiny_model as hf_model
 
 __all__ = [
     "FAMILIES",

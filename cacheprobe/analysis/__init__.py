@@ -6,123 +6,118 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cacheprobe.analysis.answers import answer_logprobs
-    from cacheprobe.analysis.dictionaries.reconstruction import reconstruction
-    from cacheprobe.analysis.distributions import divergences, rejected_tokens
-    from cacheprobe.analysis.draft_replay.laboratory import acceptance
-    from cacheprobe.analysis.draft_replay.speedup import expected_speedup
-    from cacheprobe.analysis.exports.arrays import to_numpy, to_xarray
-    from cacheprobe.analysis.exports.neuronpedia import to_neuronpedia
-    from cacheprobe.analysis.exports.speculators import to_speculators
-    from cacheprobe.analysis.exports.states_table import to_dataframe, to_datasets
-    from cacheprobe.analysis.flips import flip
-    from cacheprobe.analysis.forks import fork, kv_snapshot
-    from cacheprobe.analysis.logit_attribution import attribution
-    from cacheprobe.analysis.of_trace import (
-        agreement,
-        commitment,
-        draft_agreement,
-        generated_tokens,
-        lens_readings,
-        prediction_depth,
-        saturation,
-        to_activation_cache,
-        tokens_at,
+    from cacheprobe.analysis.draft_acceptance import acceptance as acceptance
+    from cacheprobe.analysis.draft_tables import expected_speedup as expected_speedup
+    from cacheprobe.analysis.exports import (
+        to_dataframe as to_dataframe,
     )
-    from cacheprobe.analysis.reading import read_states
-    from cacheprobe.analysis.thought_readings import read_thoughts, thought_activations
-    from cacheprobe.edits.gradients.metrics import logit_difference, text_logprob, token_logprob
-    from cacheprobe.edits.patchscopes import patchscope
-    from cacheprobe.trace.tables.engine_differences import engine_differences
-    from cacheprobe.trace.tables.reasoning import reasoning_spans, with_reasoning
-    from cacheprobe.trace.tables.routing import routing
+    from cacheprobe.analysis.exports import (
+        to_datasets as to_datasets,
+    )
+    from cacheprobe.analysis.exports import (
+        to_neuronpedia as to_neuronpedia,
+    )
+    from cacheprobe.analysis.exports import (
+        to_numpy as to_numpy,
+    )
+    from cacheprobe.analysis.exports import (
+        to_speculators as to_speculators,
+    )
+    from cacheprobe.analysis.exports import (
+        to_xarray as to_xarray,
+    )
+    from cacheprobe.analysis.flips import flip as flip
+    from cacheprobe.analysis.forks import fork as fork
+    from cacheprobe.analysis.forks import kv_snapshot as kv_snapshot
+    from cacheprobe.analysis.logits import answer_logprobs as answer_logprobs
+    from cacheprobe.analysis.logits import attribution as attribution
+    from cacheprobe.analysis.of_trace import (
+        agreement as agreement,
+    )
+    from cacheprobe.analysis.of_trace import (
+        commitment as commitment,
+    )
+    from cacheprobe.analysis.of_trace import (
+        draft_agreement as draft_agreement,
+    )
+    from cacheprobe.analysis.of_trace import (
+        generated_tokens as generated_tokens,
+    )
+    from cacheprobe.analysis.of_trace import (
+        lens_readings as lens_readings,
+    )
+    from cacheprobe.analysis.of_trace import (
+        prediction_depth as prediction_depth,
+    )
+    from cacheprobe.analysis.of_trace import (
+        saturation as saturation,
+    )
+    from cacheprobe.analysis.of_trace import (
+        to_activation_cache as to_activation_cache,
+    )
+    from cacheprobe.analysis.of_trace import (
+        tokens_at as tokens_at,
+    )
+    from cacheprobe.analysis.reading import (
+        divergences as divergences,
+    )
+    from cacheprobe.analysis.reading import (
+        read_states as read_states,
+    )
+    from cacheprobe.analysis.reading import (
+        rejected_tokens as rejected_tokens,
+    )
+    from cacheprobe.analysis.reconstruction import reconstruction as reconstruction
+    from cacheprobe.analysis.thought_readings import (
+        read_thoughts as read_thoughts,
+    )
+    from cacheprobe.analysis.thought_readings import (
+        thought_activations as thought_activations,
+    )
+    from cacheprobe.edits.gradients.texts import (
+        logit_difference as logit_difference,
+    )
+    from cacheprobe.edits.gradients.texts import (
+        text_logprob as text_logprob,
+    )
+    from cacheprobe.edits.gradients.texts import (
+        token_logprob as token_logprob,
+    )
+    from cacheprobe.edits.patchscopes import patchscope as patchscope
+    from cacheprobe.trace.tables.engine_differences import engine_differences as engine_differences
+    from cacheprobe.trace.tables.reasoning import reasoning_spans as reasoning_spans
+    from cacheprobe.trace.tables.reasoning import with_reasoning as with_reasoning
+    from cacheprobe.trace.tables.routing import routing as routing
 
 _HOMES = {
-    "acceptance": "draft_replay.laboratory",
-    "agreement": "of_trace",
-    "answer_logprobs": "cacheprobe.analysis.answers",
-    "attribution": "logit_attribution",
-    "kv_snapshot": "forks",
-    "commitment": "of_trace",
-    "divergences": "distributions",
-    "draft_agreement": "of_trace",
-    "engine_differences": "cacheprobe.trace.tables.engine_differences",
-    "expected_speedup": "draft_replay.speedup",
-    "flip": "flips",
-    "fork": "forks",
-    "lens_readings": "of_trace",
-    "logit_difference": "cacheprobe.edits.gradients.metrics",
-    "prediction_depth": "of_trace",
-    "read_states": "reading",
-    "read_thoughts": "thought_readings",
-    "reasoning_spans": "cacheprobe.trace.tables.reasoning",
-    "with_reasoning": "cacheprobe.trace.tables.reasoning",
-    "reconstruction": "dictionaries.reconstruction",
-    "patchscope": "cacheprobe.edits.patchscopes",
-    "rejected_tokens": "distributions",
-    "routing": "cacheprobe.trace.tables.routing",
-    "saturation": "of_trace",
-    "text_logprob": "cacheprobe.edits.gradients.metrics",
-    "thought_activations": "thought_readings",
-    "to_activation_cache": "of_trace",
-    "to_dataframe": "exports.states_table",
-    "to_datasets": "exports.states_table",
-    "to_neuronpedia": "exports.neuronpedia",
-    "to_numpy": "exports.arrays",
-    "to_speculators": "exports.speculators",
-    "to_xarray": "exports.arrays",
-    "token_logprob": "cacheprobe.edits.gradients.metrics",
-    "generated_tokens": "of_trace",
-    "tokens_at": "of_trace",
+    "cacheprobe.analysis.draft_acceptance": "acceptance",
+    "cacheprobe.analysis.draft_tables": "expected_speedup",
+    "cacheprobe.analysis.exports": "to_dataframe to_datasets to_neuronpedia to_numpy to_speculators to_xarray",
+    "cacheprobe.analysis.flips": "flip",
+    "cacheprobe.analysis.forks": "fork kv_snapshot",
+    "cacheprobe.analysis.logits": "answer_logprobs attribution",
+    "cacheprobe.analysis.of_trace": (
+        "agreement commitment draft_agreement generated_tokens "
+        "lens_readings prediction_depth saturation to_activation_cache tokens_at"
+    ),
+    "cacheprobe.analysis.reading": "divergences read_states rejected_tokens",
+    "cacheprobe.analysis.reconstruction": "reconstruction",
+    "cacheprobe.analysis.thought_readings": "read_thoughts thought_activations",
+    "cacheprobe.edits.gradients.texts": "logit_difference text_logprob token_logprob",
+    "cacheprobe.edits.patchscopes": "patchscope",
+    "cacheprobe.trace.tables.engine_differences": "engine_differences",
+    "cacheprobe.trace.tables.reasoning": "reasoning_spans with_reasoning",
+    "cacheprobe.trace.tables.routing": "routing",
 }
-
-__all__ = [
-    "acceptance",
-    "agreement",
-    "answer_logprobs",
-    "attribution",
-    "commitment",
-    "divergences",
-    "draft_agreement",
-    "engine_differences",
-    "expected_speedup",
-    "flip",
-    "fork",
-    "generated_tokens",
-    "kv_snapshot",
-    "lens_readings",
-    "logit_difference",
-    "patchscope",
-    "prediction_depth",
-    "read_states",
-    "read_thoughts",
-    "reasoning_spans",
-    "reconstruction",
-    "rejected_tokens",
-    "routing",
-    "saturation",
-    "text_logprob",
-    "thought_activations",
-    "to_activation_cache",
-    "to_dataframe",
-    "to_datasets",
-    "to_neuronpedia",
-    "to_numpy",
-    "to_speculators",
-    "to_xarray",
-    "token_logprob",
-    "tokens_at",
-    "with_reasoning",
-]
-
+"""Module -> names of its public functions."""
 
 if not TYPE_CHECKING:
+    __all__ = sorted(name for names in _HOMES.values() for name in names.split())
 
     def __getattr__(name: str) -> object:
-        if name in _HOMES:
-            home = _HOMES[name]
-            is_elsewhere = home.startswith("cacheprobe.")
-            return getattr(import_module(home if is_elsewhere else f"cacheprobe.analysis.{home}"), name)
+        for home, names in _HOMES.items():
+            if name in names.split():
+                return getattr(import_module(home), name)
         from cacheprobe.core.values import no_attribute
 
         raise no_attribute("module 'cacheprobe.analysis'", name, __all__)
@@ -130,4 +125,4 @@ if not TYPE_CHECKING:
 
 def __dir__() -> list[str]:
     """Returns the public names, for dir() and completion."""
-    return list(__all__)
+    return sorted(name for names in _HOMES.values() for name in names.split())

@@ -14,9 +14,8 @@ from cacheprobe.core.tokens.text import visible
 from cacheprobe.edits.patching.arguments import check_site, usable
 from cacheprobe.edits.patching.cells import Edit, PatchingCell, cell
 from cacheprobe.edits.patching.grid import difference
-from cacheprobe.edits.patching.parts import CellStore
 from cacheprobe.edits.patching.runs import AnswerLogits, Run, read, run_once
-from cacheprobe.edits.patching.sweep import CellProgress, Group, Index, sweep
+from cacheprobe.edits.patching.sweep import CellProgress, CellStore, Group, Index, sweep
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import PATHS
 from cacheprobe.ops.sampling import choose_token

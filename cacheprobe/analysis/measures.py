@@ -2,7 +2,7 @@
 
 All take a table of lens readings (`trace.hypotheses()` or `cp.analysis.read_states(trace, lens)`), whose columns `rank`
 and `committed_logprob_nats` describe the committed token at each layer, and `entropy_nats` the reading itself.
-Rolled-back rows have the same measures; `analysis.distributions.rejected_tokens` describes their draft tokens.
+Rolled-back rows have the same measures; `cp.analysis.rejected_tokens` describes their draft tokens.
 """
 
 import numpy as np

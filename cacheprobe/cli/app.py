@@ -1,4 +1,4 @@
-"""Defines the commands report, verify and stress of the command line, and lists all other commands."""
+"""Defines the commands report and verify of the command line, and lists all other commands."""
 
 import os
 import select
@@ -155,43 +155,6 @@ def migrate(run: Path) -> None:
     version = migrate_run(run)
     how = f"migrated from trace format {version} to" if version < FORMAT_VERSION else "is already of trace format"
     print(f"{run} {how} {FORMAT_VERSION}")
-
-
-@app.command(name=["stress", "prove"], config=fill)
-def stress(
-    *,
-    config: Path | None = None,
-    tokens: int = 20_000,
-    out: Path = Path("runs/stress"),
-    real: bool = True,
-    seed: int = 0,
-    progress: bool = True,
-) -> int:
-    """Compare random traffic with the slow reference (cp.reference), bit for bit; exit 1 after a difference, or if the
-    negative control did not diverge.
-
-    Parameters
-    ----------
-    config
-        A YAML file of settings, named as these flags are; flags override them.
-    tokens
-        Tokens to compare, those of earlier calls with the same --out included.
-    out
-        Directory of the results; a stress test that was begun in it is continued.
-    real
-        Include SmolLM2 in bfloat16 and the negative control; without them the result is void.
-    seed
-        Seed of the traffic.
-    progress
-        Show progress.
-    """
-    from cacheprobe.stress.run import run_stress
-
-    figures = run_stress(tokens, out, real=real, seed=seed, progress=progress)
-    count = figures["differences"]
-    outcome = "no difference" if not count else "1 difference" if count == 1 else f"{count} differences"
-    print(f"{outcome} in {figures['compared_tokens']} compared tokens; negative control: {figures['negative_control']}")
-    return 0 if figures["has_passed"] or (not real and not figures["differences"]) else 1
 
 
 def _has_reader_gone() -> bool:

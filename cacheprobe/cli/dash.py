@@ -49,7 +49,7 @@ def open_runs(
     if find_spec("dash") is None:
         raise ValueError("the dashboard needs Dash: pip install 'cacheprobe[dash]'")
     if lens:
-        from cacheprobe.lenses.tuned_files import require_tuned_lens
+        from cacheprobe.lenses.tuned import require_tuned_lens
 
         for directory in lens:
             require_tuned_lens(directory)

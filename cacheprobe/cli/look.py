@@ -106,8 +106,7 @@ def export(
         Show a progress bar.
     """
     import cacheprobe as cp
-    from cacheprobe.analysis.exports.speculators import to_speculators
-    from cacheprobe.analysis.exports.states_table import ChosenStates
+    from cacheprobe.analysis.exports import ChosenStates, to_speculators
 
     trace = cp.load_trace(run)
     if format == "speculators":
@@ -123,57 +122,18 @@ def export(
 
 def models() -> None:
     """List the models on this machine, the model families that will run, and how to get other models."""
-    from cacheprobe.cli.doctor.listing import model_listings
+    from cacheprobe.cli.model_list import model_listings
     from cacheprobe.core import terminal
 
     terminal.show(model_listings())
 
 
-def doctor(
-    *, models: bool = False, families: str = "", json: bool = False, markdown: bool = False, progress: bool = True
-) -> int:
-    """Show what cacheprobe can use on this machine, and what is missing; exit 1 if `cacheprobe demo` cannot run.
-
-    Parameters
-    ----------
-    models
-        Measure every causal model family of the installed transformers instead, each as a tiny random model; exit 1 if
-        one that loads fails a column.
-    families
-        With --models, only these, separated by commas, such as llama,qwen3.
-    json
-        With --models, print the rows as JSON.
-    markdown
-        With --models, print the table of docs/families.txt.
-    progress
-        Show a progress bar of --models.
-    """
+def doctor() -> int:
+    """Show what cacheprobe can use on this machine, and what is missing; exit 1 if `cacheprobe demo` cannot run."""
+    from cacheprobe.cli.doctor import checkup
     from cacheprobe.core import terminal
-
-    if models:
-        return _families(families, json, markdown, progress)
-    if families or json or markdown:
-        raise ValueError("--families, --json and --markdown are for --models; add --models")
-    from cacheprobe.cli.doctor.checkup import checkup
 
     found = checkup()
     terminal.show(found.listings)
     print(found.demo_sentence)
     return 0 if found.can_demo else 1
-
-
-def _families(chosen: str, as_json: bool, as_markdown: bool, progress: bool) -> int:
-    """Measures families, prints them, and returns 1 if one that loads fails a column."""
-    import json
-
-    from cacheprobe.cli.doctor.families import table
-    from cacheprobe.core import terminal
-
-    rows = table.measure_all(table.names_to_measure(chosen), progress=progress)
-    if as_json:
-        print(json.dumps([row.to_json() for row in rows], indent=1))
-    elif as_markdown:
-        print(table.markdown(rows))
-    else:
-        terminal.show(table.listings(rows))
-    return int(any(not row.is_green and not row.is_refused for row in rows))

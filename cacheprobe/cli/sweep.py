@@ -15,7 +15,6 @@ def sweep(
     backend: str = "serial",
     address: str | None = None,
     workers: int | None = None,
-    alone: bool = False,
     dry_run: bool = False,
     progress: bool = True,
 ) -> int:
@@ -31,13 +30,11 @@ def sweep(
     out
         Folder or fsspec address of the results, such as s3://bucket/sweep; overrides the file's.
     backend
-        serial, processes or ray.
+        serial, or ray: on a cluster, or in several processes of this machine.
     address
         Address of a running Ray cluster; by default Ray is started on this machine.
     workers
         Number of workers; overrides the file's resources.workers.
-    alone
-        No other sweep writes to this object store, so take no lease. For stores without conditional puts.
     dry_run
         Check every cell, run one of each model, and print what the sweep would take; writes no results.
     progress
@@ -45,15 +42,13 @@ def sweep(
     """
     _quiet()
     if dry_run:
-        from cacheprobe.sweeps.dry_run import dry_run as tried
+        from cacheprobe.sweeps.engine import dry_run as tried
 
         print(tried(config, out=out, backend=backend, workers=workers))
         return 0
     from cacheprobe.sweeps.engine import sweep as run_sweep
 
-    report = run_sweep(
-        config, out=out, backend=backend, address=address, workers=workers, alone=alone, progress=progress
-    )
+    report = run_sweep(config, out=out, backend=backend, address=address, workers=workers, progress=progress)
     print(report)
     return report.exit_code
 

@@ -6,10 +6,13 @@ from cyclopts import App
 
 from cacheprobe.cli.config import fill
 from cacheprobe.cli.flags import with_flags
-from cacheprobe.training.dictionary.settings import DictionarySettings
-from cacheprobe.training.draft_head.settings import DraftHeadSettings
-from cacheprobe.training.lora.settings import EvaluationSettings, LoraSettings
-from cacheprobe.training.tuned_lens.settings import TunedLensSettings
+from cacheprobe.training.settings import (
+    DictionarySettings,
+    DraftHeadSettings,
+    EvaluationSettings,
+    LoraSettings,
+    TunedLensSettings,
+)
 
 train = App(name="train", help="Train a model for a task.", help_format="plaintext")
 
@@ -36,7 +39,7 @@ def lora(
         Show progress.
     """
     if evaluation.evaluate is not None:
-        from cacheprobe.training.lora.report import evaluate_adapter
+        from cacheprobe.training.lora.evaluate import evaluate_adapter
 
         evaluate_adapter(
             settings.model,
@@ -97,7 +100,7 @@ def thinking_states(
     progress
         Show progress.
     """
-    from cacheprobe.training.thinking.command import summary, train_thinking
+    from cacheprobe.training.thinking.run import summary, train_thinking
 
     print(summary(train_thinking(task, preset, arm, seed, out, form=form, progress=progress), out))
 
@@ -126,7 +129,7 @@ def tuned_lens(
         Show progress.
     """
     from cacheprobe.models.loaders import load_model
-    from cacheprobe.training.tuned_lens.run import comparison, train_tuned_lens
+    from cacheprobe.training.tuned_lens import comparison, train_tuned_lens
 
     lens = train_tuned_lens(load_model(model, dtype="float32"), settings, out, progress=progress)
     print(comparison(lens.about))
@@ -157,7 +160,7 @@ def dictionary(
         Show progress.
     """
     from cacheprobe.trace.trace import load_trace
-    from cacheprobe.training.dictionary.train import train_dictionary
+    from cacheprobe.training.dictionary import train_dictionary
 
     about = train_dictionary(load_trace(run), settings, out, progress=progress).config.about
     print(
@@ -195,7 +198,7 @@ def draft_head(
     """
     from cacheprobe.models.loaders import load_model
     from cacheprobe.trace.trace import load_trace
-    from cacheprobe.training.draft_head.train import train_draft_head
+    from cacheprobe.training.draft_head import train_draft_head
 
     trace = load_trace(run)
     trace.model = load_model(model, dtype=str(trace.fingerprint["dtype"]))

@@ -12,8 +12,7 @@ from torch import Tensor
 from cacheprobe.core.progress import Progress
 from cacheprobe.core.values import whole_number
 from cacheprobe.edits.patching.arguments import as_layers
-from cacheprobe.lenses.insertion import HEIGHT, IDENTITY_PROMPT, TargetPrompt, continued, inserted
-from cacheprobe.lenses.linear_maps import LinearMap, mapped
+from cacheprobe.lenses.insertion import HEIGHT, IDENTITY_PROMPT, LinearMap, TargetPrompt, continued, inserted, mapped
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import usable
 from cacheprobe.models.prompts import Prompt, as_token_ids

@@ -82,7 +82,7 @@ def is_checking() -> bool:
 @contextmanager
 def checked_states() -> Iterator[None]:
     """Makes every run inside the `with` call `SequenceState.check` on the requests of each step after the step, as in
-    the tests and in `cacheprobe stress`.
+    the tests.
 
     Raises: StatusError in a run whose request breaks `SequenceState.check`.
     """

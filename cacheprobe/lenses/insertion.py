@@ -1,17 +1,16 @@
 """Inserts states into a prompt at one position, each at a layer of its own, and continues the forward pass.
 
 The positions before are computed once, for all states. The prompt's tokens from the position on are computed in batches
-of states.
-"""
+of states."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import copy_prefix
@@ -133,3 +132,41 @@ def _edits(states: Tensor, layers: Tensor) -> tuple[list[tuple[str, int]], Calla
         return value
 
     return [("S", layer) for layer in indices], edit
+
+
+LinearMap: TypeAlias = "Callable[[Tensor], Tensor] | Tensor | nn.Linear"
+"""Map from source states [n, m] to target states [n, k]: a function, a matrix [k, m], or a linear module."""
+
+
+def mapped(
+    states: Float[Tensor, "n m"], linear_map: "LinearMap | None", model: CachedLM, source: str
+) -> Float[Tensor, "n k"]:
+    """Returns the states [n, k] after the map, in the dtype and on the device of the model that reads them.
+
+    source: names the states in messages, such as "those of the trace".
+    Raises: ValueError for states of another width than the map's or, after it, than the model's.
+    """
+    wide = states if states.dtype == torch.float64 else states.float()
+    if isinstance(linear_map, nn.Linear):
+        device, dtype = linear_map.weight.device, linear_map.weight.dtype
+        if linear_map.in_features != states.shape[1]:
+            raise ValueError(f"linear_map takes states of width {linear_map.in_features}, {source} have "
+                             f"{states.shape[1]}")  # fmt: skip
+        found: object = linear_map(wide.to(device, dtype))
+    elif isinstance(linear_map, Tensor):
+        if linear_map.dim() != 2 or linear_map.shape[1] != states.shape[1]:
+            raise ValueError(
+                f"linear_map is {list(linear_map.shape)}; a matrix from these states to {model.name} is "
+                f"[{model.d_model}, {states.shape[1]}]"
+            )
+        found = wide.to(linear_map.device) @ linear_map.to(wide.dtype).T
+    else:
+        found = wide.clone() if linear_map is None else linear_map(wide.clone())
+    if not isinstance(found, Tensor) or found.shape != (len(states), model.d_model):
+        got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        remedy = "" if linear_map is not None else "; give a linear_map between the two models"
+        raise ValueError(
+            f"states for {model.name} must be {[len(states), model.d_model]}, "
+            f"{'the linear_map gave' if linear_map is not None else f'{source} are'} {got}{remedy}"
+        )
+    return found.detach().to(model.device, model.dtype)

@@ -12,8 +12,7 @@ from cacheprobe.core.registry import register
 from cacheprobe.core.values import whole_number
 from cacheprobe.lenses.base import LensError
 from cacheprobe.lenses.identity import said
-from cacheprobe.lenses.insertion import IDENTITY_PROMPT, TargetPrompt, inserted
-from cacheprobe.lenses.linear_maps import LinearMap, mapped
+from cacheprobe.lenses.insertion import IDENTITY_PROMPT, LinearMap, TargetPrompt, inserted, mapped
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import usable
 from cacheprobe.models.prompts import as_token_ids

@@ -1,17 +1,24 @@
-"""Defines TunedLens: a trained affine translator for every layer, followed by the model's own unembedding."""
+"""Defines TunedLens: a trained affine translator for every layer, followed by the model's own unembedding. Saves and
+loads it; also loads files of AlignmentResearch's package tuned-lens."""
 
+import hashlib
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cacheprobe.core.files import write_json, write_whole
 from cacheprobe.core.registry import register
 from cacheprobe.core.values import Json
 from cacheprobe.lenses.base import Lens, LensError, require_made_for, unembedding_sha256
-from cacheprobe.lenses.tuned_files import Translators, load_tuned_lens, save_tuned_lens
+from cacheprobe.lenses.dictionaries.torch_files import read_torch_weights
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.by_layer import product_by_layer
 
@@ -91,3 +98,139 @@ class TunedLens:
         exact = states.float()
         moved = product_by_layer(exact, layers.clamp(max=last - 1), self.weights, self.biases)
         return (exact + moved.masked_fill((layers == last)[:, None], 0.0)).to(states.dtype)
+
+
+CONFIG, TRANSLATORS, PACKAGE_TRANSLATORS = "config.json", "translators.safetensors", "params.pt"
+_KIND, _VERSION = "cacheprobe tuned lens", 1
+
+
+class Translators(NamedTuple):
+    """Holds the content of a tuned lens; the fields are those of `lenses.TunedLens`."""
+
+    weights: Tensor
+    biases: Tensor
+    unembedding: str
+    about: dict[str, Json]
+
+
+def save_tuned_lens(lens: Translators, directory: Path) -> Path:
+    """Writes a tuned lens into a directory (translators.safetensors, config.json), and returns the directory."""
+    layers, width = lens.biases.shape
+    config = {
+        "kind": _KIND,
+        "version": _VERSION,
+        "n_layers": layers + 1,
+        "d_model": width,
+        "unembedding_sha256": lens.unembedding,
+        "about": lens.about,
+    }
+    tensors = {name: getattr(lens, name).detach().cpu().contiguous() for name in ("weights", "biases")}
+    directory.mkdir(parents=True, exist_ok=True)
+    write_whole(directory / TRANSLATORS, lambda path: save_file(tensors, path))
+    write_json(directory / CONFIG, config)
+    return directory
+
+
+def require_tuned_lens(directory: Path) -> dict[str, Json]:
+    """Returns the config of the tuned lens in a directory, as a dict. Checks first that a file of weights exists and,
+    for a lens that cacheprobe wrote, has the shapes of the config.
+
+    Raises: LensError for a directory without a lens, or with a broken one.
+    """
+    try:
+        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        is_ours = config.get("kind") == _KIND
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise LensError(
+            f"{directory} holds no tuned lens ({error!s:.120}); write one with cacheprobe train tuned-lens --out DIR"
+        ) from error
+    if is_ours:
+        _require_whole(directory, config)
+    elif (kind := config.get("lens_type")) != "linear_tuned_lens":
+        raise LensError(f"{directory}: lens_type is {kind!r}; only linear_tuned_lens can be read")
+    elif not (directory / PACKAGE_TRANSLATORS).is_file():
+        raise LensError(f"{directory} is no whole tuned lens: it has no {PACKAGE_TRANSLATORS}")
+    return config
+
+
+def _require_whole(directory: Path, config: dict[str, Json]) -> None:
+    """Raises: LensError if a lens that cacheprobe wrote is of another version, or if its file of weights is missing,
+    broken or does not fit the config."""
+    if config.get("version") != _VERSION:
+        raise LensError(f"{directory}: tuned lens of version {config.get('version')}, this release reads {_VERSION}")
+    try:
+        layers, width, unembedding = (config[name] for name in ("n_layers", "d_model", "unembedding_sha256"))
+        if not isinstance(layers, int) or not isinstance(width, int):
+            raise ValueError(f"n_layers is {layers!r} and d_model is {width!r}; both must be whole numbers")
+        with safe_open(directory / TRANSLATORS, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in ("weights", "biases")}
+        wanted = {"weights": (layers - 1, width, width), "biases": (layers - 1, width)}
+        if shapes != wanted or not isinstance(unembedding, str) or not isinstance(config["about"], dict):
+            raise ValueError(f"expected {wanted} and the unembedding's SHA-256, got {shapes} and {unembedding!r:.16}")
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise LensError(f"{directory} is no whole tuned lens ({error!s:.200}); train it again") from error
+
+
+def load_tuned_lens(directory: Path, model: CachedLM) -> Translators:
+    """Returns the Translators of the tuned lens in a directory, on the model's device. The lens is one that cacheprobe
+    wrote, or one of AlignmentResearch's package tuned-lens.
+
+    Raises: LensError for a directory without a lens, with a broken one, or with a lens of that package for another
+    model. A lens that cacheprobe wrote is not compared with the model here.
+    """
+    config = require_tuned_lens(directory)
+    if config.get("kind") == _KIND:
+        tensors = load_file(directory / TRANSLATORS)
+        weights, biases = tensors["weights"].to(model.device), tensors["biases"].to(model.device)
+        about = config["about"]
+        assert isinstance(about, dict)  # checked by require_tuned_lens
+        return Translators(weights, biases, str(config["unembedding_sha256"]), about)
+    return read_package_artefact(directory, config, model)
+
+
+def read_package_artefact(directory: Path, config: dict[str, Json], model: CachedLM) -> Translators:
+    """Returns the Translators in files of AlignmentResearch's package tuned-lens 0.2.0, which stores a linear layer for
+    each transformer layer.
+
+    That package's translators read inputs of layers. So translator i + 1 becomes that of layer i, and translator 0, for
+    the embedding, is left out.
+    Source: github.com/AlignmentResearch/tuned-lens 0.2.0, nn/lenses.py.
+    Raises: LensError for a lens of other shapes or another unembedding, and for a file that holds no weights.
+    """
+    given = (config.get("num_hidden_layers"), config.get("d_model"))
+    if given != (model.n_layers, model.d_model):
+        raise LensError(
+            f"{directory}: it is for (layers, width) {given}, {model.name} has {model.n_layers, model.d_model}"
+        )
+    here = package_unembedding_hash(model)
+    if config.get("unembed_hash") != here:
+        raise LensError(
+            f"{directory}: it was made for the unembedding {config.get('unembed_hash')}, by the package's hash "
+            f"{model.name} has {here}; take the model {config.get('base_model_name_or_path')} that it names"
+        )
+    path = directory / PACKAGE_TRANSLATORS
+    try:
+        tensors = read_torch_weights(path)
+    except (OSError, ValueError) as error:
+        raise LensError(f"{path} holds no weights: {error!s:.200}") from error
+    layers, width = range(1, model.n_layers), model.d_model
+    wanted = {f"{layer}.weight": (width, width) for layer in layers} | {f"{layer}.bias": (width,) for layer in layers}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name in wanted}
+    if shapes != wanted:
+        name = next(name for name in wanted if shapes.get(name) != wanted[name])
+        raise LensError(f"{path}: {name} should be of shape {wanted[name]}, it is {shapes.get(name, 'missing')}")
+    weights = torch.stack([tensors[f"{layer}.weight"].float().T for layer in layers]).to(model.device)
+    biases = torch.stack([tensors[f"{layer}.bias"].float() for layer in layers]).to(model.device)
+    about: dict[str, Json] = {"made_by": "the tuned-lens package", "config": config}
+    return Translators(weights, biases, unembedding_sha256(model), about)
+
+
+def package_unembedding_hash(model: CachedLM) -> str:
+    """Returns the hash by which the tuned-lens package names an unembedding matrix, as hex text.
+
+    The package hashes the matrix as numpy prints it with one decimal: of more than 1,000 numbers, only the corners.
+    Source: tuned-lens 0.2.0, utils.tensor_hash.
+    """
+    weight = model.unembedding.detach().to("cpu", torch.float32).numpy()
+    with np.printoptions(threshold=1000, edgeitems=3, linewidth=75, suppress=False):
+        return hashlib.sha256(np.array_str(weight, precision=1).encode()).hexdigest()

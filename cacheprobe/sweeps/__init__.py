@@ -2,7 +2,7 @@
 
 A shard is written complete or not at all, and a cell with a shard is never run again.
 
-settings.py checks the file; cells.py lists its cells; checks.py refuses impossible ones before anything runs;
-workers/holder.py holds one model and runs its cells; storage/ commits shards and locks the results; engine.py fixes the
-order of steps; backends/ runs the cells; index.py and results.py read the results.
+settings.py checks the file; cells.py lists its cells; plan.py refuses impossible ones before anything runs; run_cell.py
+runs one cell, and backends.py all of them; store.py commits their shards, which are the only state of a sweep, so a
+sweep that was killed goes on where it stopped; results.py reads them.
 """

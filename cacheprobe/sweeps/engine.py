@@ -1,26 +1,28 @@
 """Runs a sweep (`cacheprobe.sweep`): checks and locks, skips committed cells, runs the others, and reports."""
 
 import json
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cacheprobe.core.progress import Progress
 from cacheprobe.core.registry import find
+from cacheprobe.core.terminal import duration
 from cacheprobe.models.devices import checked_device
-from cacheprobe.sweeps.cells import Cell, distinguishing_labels
-from cacheprobe.sweeps.events import Event, EventLog
-from cacheprobe.sweeps.index import refresh
+from cacheprobe.sweeps.backends import Event
+from cacheprobe.sweeps.cells import Cell, ModelKey, distinguishing_labels
 from cacheprobe.sweeps.plan import Plan, make_plan, require_room
-from cacheprobe.sweeps.progress_table import ProgressTable
-from cacheprobe.sweeps.settings import ConfigSource, read_config
-from cacheprobe.sweeps.storage.lock import only_sweep
-from cacheprobe.sweeps.storage.store import PLAN, SweepStore
-from cacheprobe.sweeps.workers.holder import FULL, Job, JobOutcome
-from cacheprobe.sweeps.workers.queue import Waiting
+from cacheprobe.sweeps.run_cell import FULL, Outcome, release_model, run_and_commit
+from cacheprobe.sweeps.settings import ConfigSource, Resources, SweepConfig, read_config
+from cacheprobe.sweeps.store import PLAN, SweepStore
 
 COMPLETE, FAILED, PARTIAL = 0, 1, 3
 """Exit codes of the command."""
+SHOWN = 5
+INTERRUPTED = "interrupted"
+OVER_BUDGET = "the shards have taken all of disk_budget_gb; raise it, or keep fewer sites (run.capture)"
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,11 @@ class SweepReport:
     """Number of cells that were committed before."""
     committed: int
     """Number of cells that this start committed."""
-    failures: tuple[JobOutcome, ...] = ()
+    failures: tuple[Outcome, ...] = ()
     stopped_by: str = ""
     """Why cells were not run: Ctrl-C, a full disk, a lost cluster; '' if the sweep was not stopped."""
     names: dict[str, str] = field(default_factory=dict, repr=False)
-    """Labels of the cells that are not committed, by digest."""
+    """Labels of the cells, by digest."""
 
     @property
     def is_complete(self) -> bool:
@@ -64,16 +66,11 @@ class SweepReport:
             lines.append(f"{count} failed by {cause}:")
             these = [failure for failure in self.failures if failure.cause == cause]
             lines += [f"  {f.digest}  {self.names.get(f.digest, '')}: {f.message}" for f in these[:SHOWN]]
-            lines += [f"  and {count - SHOWN} more, in {self.url}/events"] if count > SHOWN else []
+            lines += [f"  and {count - SHOWN} more"] if count > SHOWN else []
         if left := self.total - done - len(self.failures):
             lines.append(f"{left} not run{': ' + self.stopped_by if self.stopped_by else ''}")
         lines.append("to go on, give the same command again: what is committed is skipped")
         return "\n".join(lines)
-
-
-SHOWN = 5
-INTERRUPTED = "interrupted"
-OVER_BUDGET = "the shards have taken all of disk_budget_gb; raise it, or keep fewer sites (run.capture)"
 
 
 def sweep(
@@ -83,20 +80,18 @@ def sweep(
     backend: str = "serial",
     address: str | None = None,
     workers: int | None = None,
-    alone: bool = False,
     progress: bool = True,
 ) -> SweepReport:
-    """Runs every cell of a sweep that is not committed yet, commits each as a shard (a saved run), and returns a
-    SweepReport.
+    """Runs every cell (run) of a sweep that is not committed in `out` yet, and returns a SweepReport.
 
     config: the YAML file of a sweep, or its content.  out: folder or fsspec address of the results; overrides the
     file's.
-    backend: "serial", "processes" or "ray".  address: of a Ray cluster.  workers: overrides the file's.
-    alone: the caller guarantees that no other sweep writes to this object store, so no lease is taken.
+    backend: "serial" or "ray".  address: of a Ray cluster; by default one is started on this machine.  workers:
+    overrides the file's.
 
     All cells are checked before any cell runs. A cell that fails is reported, and the others continue. Ctrl-C, a full
     disk or a used-up disk budget ends the sweep with a report; committed cells stay. `load_sweep` opens the results.
-    Raises: ValueError for settings that cannot be met, SweepBusy if another sweep writes to the same place.
+    Raises: ValueError for settings that cannot be met, SweepBusy if another sweep writes to the same folder.
     """
     config = read_config(config)
     if out is not None and not isinstance(out, str | Path):
@@ -104,59 +99,66 @@ def sweep(
     url = str(out or config.out or "")
     if not url:
         raise ValueError("say where the results go: out: in the sweep's file, or out= (--out)")
-    run_cells = find("sweeps.backends", backend)
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers must be at least 1, got {workers}")
+    resources = _checked_resources(config, backend, workers)
     if address is not None and backend != "ray":
         raise ValueError(f"an address is that of a Ray cluster; the backend is {backend}")
-    if backend == "ray" and config.run.device != "cpu" and not config.resources.num_gpus:
+    if backend == "ray" and config.run.device != "cpu" and not resources.num_gpus:
         raise ValueError(f"run.device is {config.run.device}, and Ray gives no GPU; set resources.num_gpus: 1")
     if backend != "ray":  # Ray's nodes may have devices that this machine lacks
         checked_device(config.run.device)
-    plan, resources = make_plan(config), config.resources
-    store = SweepStore(url)
-    with only_sweep(store, alone=alone):
-        store.clean()
-        committed = store.committed()
-        missing = {digest: cell for digest, cell in plan.cells.items() if digest not in committed}
+    plan, store = make_plan(config), SweepStore(url)
+    with store.only_sweep():
+        missing = _missing(plan, store)
         room = require_room(plan, store, missing)
         store.write(PLAN, json.dumps(plan.to_json(), ensure_ascii=False).encode())
-        shared = (resources.threads, resources.num_cpus, resources.num_gpus, resources.retries, address)
-        job = Job(store.url if not store.is_local else store.root, workers or resources.workers, *shared)
-        report = _run(run_cells, plan, missing, store, job, backend, progress, room)
-        store.clean()
-        refresh(store)
-    return report
+        cells = list(missing.values())
+        events = find("sweeps.backends", backend)(cells, _absolute(store), resources, address) if cells else iter(())
+        return _run(plan, events, len(cells), store.url, progress, room)
 
 
-def _run(
-    run_cells: Callable[[Waiting, Job], Iterator[Event]], plan: Plan, missing: Mapping[str, Cell], store: SweepStore,
-    job: Job, backend: str, progress: bool, room: float,
-) -> SweepReport:  # fmt: skip
-    """Runs the missing cells on a backend, logs the events, and returns the SweepReport. room: bytes left for new
+def _absolute(store: SweepStore) -> str:
+    """Returns the address of a sweep as another process or node finds it."""
+    return store.root if store.is_local else store.url
+
+
+def _checked_resources(config: SweepConfig, backend: str, workers: int | None) -> Resources:
+    """Returns the resources of a sweep with this number of workers. Raises: ValueError for an unknown backend, and for
+    less than one worker."""
+    find("sweeps.backends", backend)
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
+    return config.resources.model_copy(update={"workers": workers or config.resources.workers})
+
+
+def _missing(plan: Plan, store: SweepStore) -> dict[str, Cell]:
+    """Returns the cells of the plan that are not committed, by digest: those of one model after the other, so that a
+    worker seldom loads another."""
+    committed = store.committed()
+    keys = list(dict.fromkeys(cell.model_key for cell in plan.cells.values()))
+    missing = [(digest, cell) for digest, cell in plan.cells.items() if digest not in committed]
+    return dict(sorted(missing, key=lambda item: keys.index(item[1].model_key)))
+
+
+def _run(plan: Plan, events: Iterator[Event], num_missing: int, url: str, progress: bool, room: float) -> SweepReport:
+    """Runs the missing cells, whose starts and ends are `events`, and returns the SweepReport. room: bytes left for new
     shards."""
-    labels = distinguishing_labels(plan.cells)
-    names = {digest: labels[digest] for digest in missing}
-    failures: list[JobOutcome] = []
-    committed, stopped_by = 0, ""
-    skipped = len(plan.cells) - len(missing)
-    waiting = Waiting(missing.values())
-    progress_table = ProgressTable(len(plan.cells), skipped, names, backend, progress)
-    with EventLog(store) as log, progress_table:
-        log.write(Event("sweep_started"), backend=backend, total=len(plan.cells), skipped=skipped, plan=plan.digest)
-        events = run_cells(waiting, job) if missing else iter(())
+    names = distinguishing_labels(plan.cells)
+    failures: list[Outcome] = []
+    committed, stopped_by, total = 0, "", len(plan.cells)
+    with Progress(total, "sweep", "cells", done=total - num_missing, enabled=progress) as bar:
         try:
-            for event in events:
-                log.write(event)
-                progress_table.show(event)
-                if (outcome := event.outcome) is None:
+            for cell, outcome in events:
+                if outcome is None:
+                    bar.set_done(bar.done, f"{len(failures)} failed, {names[cell.digest]}")
                     continue
-                names.pop(outcome.digest) if outcome.is_committed else failures.append(outcome)
-                committed += outcome.is_committed
+                if outcome.cause:
+                    failures.append(outcome)
+                committed += not outcome.cause
+                bar.advance(note=f"{len(failures)} failed, {names[cell.digest]}")
                 room -= outcome.size
                 if outcome.cause == FULL or room < 0:  # the other cells would fail too
-                    waiting.stop()
                     stopped_by = FULL if outcome.cause == FULL else OVER_BUDGET
+                    break
         except KeyboardInterrupt:
             stopped_by = INTERRUPTED
         except ConnectionError as error:
@@ -164,6 +166,51 @@ def _run(
         finally:
             if (close := getattr(events, "close", None)) is not None:
                 close()
-        report = SweepReport(store.url, len(plan.cells), skipped, committed, tuple(failures), stopped_by, names)
-        log.write(Event("sweep_ended"), exit_code=report.exit_code, committed=committed, failed=len(failures))
-    return report
+    return SweepReport(url, total, total - num_missing, committed, tuple(failures), stopped_by, names)
+
+
+def dry_run(
+    config: ConfigSource, *, out: "str | Path | None" = None, backend: str = "serial", workers: int | None = None
+) -> str:
+    """Checks every cell of a sweep; returns text: number of cells, estimated time and disk space. Writes no results.
+
+    Runs one cell of each model twice. The time includes loading the models, and is divided by the number of workers if
+    the backend has several.
+    Raises: ValueError for wrong settings, impossible cells, results beyond the disk budget, and a cell that fails.
+    """
+    settings = read_config(config)
+    resources = _checked_resources(settings, backend, workers)
+    plan, url = make_plan(settings), str(out or settings.out or "")
+    missing = dict(plan.cells)
+    if url:
+        store = SweepStore(url)
+        missing = _missing(plan, store)
+        require_room(plan, store, missing)
+    work, loading, lines = 0.0, 0.0, []
+    counts = Counter(cell.model_key for cell in missing.values())
+    for key, count in counts.items():
+        cell_seconds, load_seconds = _time_one_cell(plan, key)
+        work, loading = work + cell_seconds * count, loading + load_seconds
+        source = f"by one that was tried; {duration(load_seconds)} to load it"
+        lines.append(f"  {' '.join(filter(None, key))}: {count} cells of {cell_seconds:.2f} s, {source}")
+    num_workers = 1 if backend == "serial" else min(resources.workers, max(len(missing), 1))
+    size = sum(plan.sizes[digest] for digest in missing)
+    total = f"{len(plan.cells)} cells, {len(plan.cells) - len(missing)} of them committed"
+    budget = f", of a budget of {settings.disk_budget_gb:g} GB" if settings.disk_budget_gb else ""
+    # every worker loads a model; with more models than workers, each model is loaded once
+    seconds = work / num_workers + loading / min(num_workers, max(len(counts), 1))
+    on = f"{num_workers} worker{'s' if num_workers > 1 else ''}, once started"
+    lines = [total, *lines, f"time: about {duration(seconds)} on {on}"]
+    return "\n".join([*lines, f"disk: about {size / 1e9:.3g} GB more{budget}"])
+
+
+def _time_one_cell(plan: Plan, key: ModelKey) -> tuple[float, float]:
+    """Runs a cell of the model `key` twice; returns (seconds of a cell, seconds of loading the model). Raises:
+    ValueError if a run fails."""
+    cell = next(cell for cell in plan.cells.values() if cell.model_key == key)
+    with tempfile.TemporaryDirectory(prefix="cacheprobe-try-") as folder:
+        first, second = (run_and_commit(folder, cell.to_json()) for _ in range(2))
+    release_model()
+    if second.cause:
+        raise ValueError(f"a cell that was tried failed, {cell}: {second.message}")
+    return second.seconds, first.load_seconds + max(first.seconds - second.seconds, 0.0)

@@ -94,20 +94,13 @@ def make_changes(change: Change, request_ids: Iterable[int], states: "Tensor | N
 
     from cacheprobe.edits import interventions
 
-    made = []
-    for request_id in request_ids:
-        where = dict(**change.where, request_id=request_id, own_fingerprint=True)
-        if change.name == "zero":
-            made.append(interventions.zero(**where))
-        elif change.name == "add":
-            made.append(interventions.add(torch.full((1, 1), float(change.options["value"])), **where))
-        else:
-            assert states is not None
-            if change.name == "mean":
-                made.append(interventions.mean(states, **where))
-            else:
-                made.append(interventions.resample(states, seed=int(change.options.get("seed", 0)), **where))
-    return made
+    make, options = getattr(interventions, change.name), dict(change.options)
+    first = [] if states is None else [states]
+    if "value" in options:
+        first = [torch.full((1, 1), float(options.pop("value")))]
+    if change.name == "resample":
+        options.setdefault("seed", 0)
+    return [make(*first, **change.where, **options, request_id=i, own_fingerprint=True) for i in request_ids]
 
 
 def lens_folder(text: str) -> Path | None:

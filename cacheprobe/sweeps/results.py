@@ -1,5 +1,6 @@
 """Opens the results of a sweep (`cacheprobe.load_sweep`), as tables for SQL and as Traces."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +10,47 @@ import pandas as pd
 import pyarrow as pa
 
 from cacheprobe.core.values import JsonDict
-from cacheprobe.sweeps.index import AXIS_COLUMNS, refresh
-from cacheprobe.sweeps.storage.store import PLAN, SHARDS, SweepStore
+from cacheprobe.sweeps.cells import AXES
+from cacheprobe.sweeps.store import PLAN, SHARDS, SweepStore
+from cacheprobe.trace.manifest import MANIFEST
 from cacheprobe.trace.parts.relations import duckdb
 from cacheprobe.trace.tables.schema import arrow_schema
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
+
+AXIS_COLUMNS = tuple("window_rows" if name == "window" else name for name in AXES)
+"""Axes as columns; the axis `window` is renamed, because SQL reserves that word."""
+_LAYER = pa.struct(
+    [
+        ("layer", pa.int32()),
+        ("status", pa.string()),
+        ("rows", pa.int64()),
+        ("rank_median", pa.float64()),
+        ("logprob_nats_mean", pa.float64()),
+        ("agrees_mean", pa.float64()),
+        ("entropy_nats_mean", pa.float64()),
+    ]
+)
+_FACTS = {"requests": pa.int64(), "tokens": pa.int64(), "steps": pa.int64(), "drafted": pa.int64(),
+          "rolled_back": pa.int64(), "acceptance": pa.float64(), "logprob_nats": pa.float64(), "accuracy": pa.float64(),
+          "chance": pa.float64(), "answer_mass": pa.float64(), "forced_accuracy": pa.float64(),
+          "changed_rows": pa.int64()}  # fmt: skip
+SCHEMA = pa.schema(
+    [
+        ("digest", pa.string()),
+        *((name, pa.int64() if name in ("window_rows", "seed") else pa.string()) for name in AXIS_COLUMNS),
+        *_FACTS.items(),
+        ("run", pa.string()),
+        ("version", pa.string()),
+        ("code", pa.string()),
+        ("bytes", pa.int64()),
+        ("tables", pa.list_(pa.string())),
+        ("layers", pa.list_(_LAYER)),
+    ]
+)
+"""Columns of the table: digest; the axes; the columns of `run_cell.facts`; run: the common settings as JSON; version
+and code that made the shard; bytes; tables: names of its Parquet files; layers: `measures.by_layer`."""
 
 SHARD_TABLES = ("hypotheses", "rows", "events", "ledger", "thoughts")
 _NAMED = re.compile(r"(?:\bfrom|\bjoin|,)\s*\"?(\w+)")
@@ -30,8 +65,6 @@ _LAYERS = (
     f"select digest, {', '.join(AXIS_COLUMNS)}, unnest(layers, recursive := true) from committed_cells "
     "where len(layers) > 0"
 )
-_RENAMED = "replace (if(status = 'candidate', 'superseded', status) as status)"
-"""SQL that renames the status `candidate`, a name before trace format 7, to `superseded`."""
 
 
 class Sweep:
@@ -90,7 +123,7 @@ class Sweep:
         with database.connect() as connection:
             connection.register("committed_cells", self._index)
             connection.execute("create view cells as select * exclude (layers, tables) from committed_cells")
-            connection.execute(f"create view layers as select * {_RENAMED} from ({_LAYERS})")
+            connection.execute(f"create view layers as {_LAYERS}")
             try:
                 for name in sorted(set(_NAMED.findall(sql.lower())) & set(SHARD_TABLES)):
                     if read := self._shard_table(name):
@@ -126,7 +159,9 @@ class Sweep:
 
         From an object store, the run is copied; the copy is deleted when the process ends.
         """
-        return self.store.fetch(self._full_digest(digest))
+        shard = f"{SHARDS}/{self._full_digest(digest)}"
+        (manifest,) = self.store.manifests([shard.removeprefix(f"{SHARDS}/")])
+        return self.store.local_files([f"{shard}/{name}" for name in (*manifest["files"], MANIFEST)])[0].parent
 
     def _full_digest(self, digest: str) -> str:
         """Returns the digest of the one cell that begins with `digest`. Raises: ValueError for none or several."""
@@ -149,8 +184,7 @@ class Sweep:
             return ""
         listed = ", ".join("'" + str(path).replace("'", "''") + "'" for path in self.store.local_files(files))
         read = f"read_parquet([{listed}], filename = true, union_by_name = true)"
-        renamed = _RENAMED if name in ("hypotheses", "rows", "thoughts") else ""
-        return f"select parse_path(filename)[-2] as digest, * exclude (filename) {renamed} from {read}"
+        return f"select parse_path(filename)[-2] as digest, * exclude (filename) from {read}"
 
 
 def load_sweep(url: "str | Path", *, all_versions: bool = False) -> Sweep:
@@ -166,4 +200,22 @@ def load_sweep(url: "str | Path", *, all_versions: bool = False) -> Sweep:
         raise ValueError(f"{url} holds no sweep (it has no {PLAN}); give the folder that cacheprobe sweep wrote to")
     if plan["format_version"] != 1:
         raise ValueError(f"{url} is of sweep format {plan['format_version']}, this cacheprobe reads 1")
-    return Sweep(store, refresh(store), plan, all_versions)
+    table = pa.Table.from_pylist(list(map(_row, store.manifests(sorted(store.committed())))), schema=SCHEMA)
+    return Sweep(store, table, plan, all_versions)
+
+
+def _row(manifest: JsonDict) -> JsonDict:
+    """Returns the line of a shard in the table as a dictionary, from the shard's manifest."""
+    sweep = manifest["meta"]["sweep"]
+    cell = sweep["cell"]
+    return {
+        "digest": sweep["digest"],
+        **dict(zip(AXIS_COLUMNS, (cell["axes"].get(name) for name in AXES), strict=True)),
+        **sweep["facts"],
+        "run": json.dumps(cell["run"], sort_keys=True),
+        "version": cell["origin"]["version"],
+        "code": cell["origin"]["code"],
+        "bytes": sum(manifest["files"].values()),
+        "tables": [name for name in manifest["files"] if name.endswith(".parquet")],
+        "layers": sweep["layers"],
+    }

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from cacheprobe.core.run_flags import ModelFlags, PromptFlags, RunFlags
 from cacheprobe.core.values import JsonDict, nearest_or_all
@@ -86,22 +86,16 @@ MOST_SEEDS = 100_000
 """Largest number of seeds in one range. More are probably a typing error, and would fill the memory."""
 
 
-class Grid(_Strict):
-    """Holds a list of values for each axis of a sweep. Every combination of the values is a cell.
+_GRID_FIELDS: dict[str, Any] = {
+    name: (_many(of, _seeds if name == "seed" else _as_list), (Axes.model_fields[name].default,))
+    for name, of in get_type_hints(Axes, include_extras=True).items()
+    if name in Axes.model_fields
+}
+Grid = create_model("Grid", __base__=_Strict, **_GRID_FIELDS)
+"""Holds a list of values for each axis of a sweep. Every combination of the values is a cell.
 
-    In a text, layer=0-5 gives six values, one for each of the layers 0 to 5. For the seeds, 0-5 gives six seeds.
-    """
-
-    model: _many(Text) = ("smollm2-135m",)  # pyright: ignore[reportInvalidTypeForm]
-    dtype: _many(DType) = ("float32",)  # pyright: ignore[reportInvalidTypeForm]
-    adapter: _many(Maybe) = (None,)  # pyright: ignore[reportInvalidTypeForm]
-    products: _many(Products) = ("auto",)  # pyright: ignore[reportInvalidTypeForm]
-    task: _many(Text) = ("coin_flip",)  # pyright: ignore[reportInvalidTypeForm]
-    drafter: _many(Maybe) = (None,)  # pyright: ignore[reportInvalidTypeForm]
-    window: _many(Count) = (16,)  # pyright: ignore[reportInvalidTypeForm]
-    lens: _many(Text) = ("logit",)  # pyright: ignore[reportInvalidTypeForm]
-    intervention: _many(Maybe) = (None,)  # pyright: ignore[reportInvalidTypeForm]
-    seed: _many(Seed, _seeds) = (0,)  # pyright: ignore[reportInvalidTypeForm]
+In a text, layer=0-5 gives six values, one for each of the layers 0 to 5. For the seeds, 0-5 gives six seeds.
+"""
 
 
 class SweepRunSettings(_Strict):
@@ -154,7 +148,7 @@ class SweepConfig(_Strict):
 
     out: str | None = None
     """Folder or fsspec address of the results, such as s3://bucket/sweep."""
-    grid: Grid | None = None
+    grid: Grid | None = None  # pyright: ignore[reportInvalidTypeForm]
     cells: tuple[Axes, ...] | None = None
     """List of cells, in place of a grid."""
     run: SweepRunSettings = SweepRunSettings()

@@ -4,18 +4,60 @@ resumes.
 The caller supplies a function that computes the gradients or the losses of a step.
 """
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from cacheprobe.core.files import write_whole
+from cacheprobe.core.progress import Progress
 from cacheprobe.core.values import JsonDict
-from cacheprobe.training.checkpoint import CHECKPOINT, other_settings, read_checkpoint, write_checkpoint
+
+CHECKPOINT = "checkpoint.safetensors"
+
+
+def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+    """Writes the checkpoint of a training to one safetensors file in `folder`.
+
+    tensors: weights and optimizer state, by name.  record: JSON values: step, cpu_seconds, notes and settings.
+    """
+    metadata = {"training": json.dumps(record)}
+    write_whole(folder / CHECKPOINT, lambda path: save_file(dict(tensors), path, metadata))
+
+
+def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns (record, tensors by name) of the checkpoint in `folder`: the arguments that `write_checkpoint` received.
+
+    Raises: ValueError if the file is missing, or is not a checkpoint.
+    """
+    path = folder / CHECKPOINT
+    try:
+        with safe_open(path, "pt") as stored:
+            record = json.loads(stored.metadata()["training"])
+            if lacking := {"step", "cpu_seconds", "notes", "settings"} - set(record):
+                raise ValueError(f"it has no {min(lacking)}")
+            return record, {key: stored.get_tensor(key) for key in stored.keys()}
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no checkpoint of a training ({error!s:.120}); remove it and train again"
+        ) from error
+
+
+def other_settings(stored: Mapping[str, object], requested: Mapping[str, object]) -> str:
+    """Returns text that lists every setting with different values in `stored` and `requested`; "" if all are equal. A
+    setting that one of them lacks counts as None."""
+    names = [name for name in {**stored, **requested} if stored.get(name) != requested.get(name)]
+    return ", ".join(f"{name}={stored.get(name)!r} there, {requested.get(name)!r} asked" for name in names)
+
 
 _OLD_CHECKPOINT = "progress.json"
 
@@ -203,3 +245,26 @@ class ModelLoop(Loop):
         self.model.train()
         yield from self.run(gradients_of, until, save_every)
         self.model.eval()
+
+
+class TrainingProgress(Progress):
+    """Shows the progress of a training inside a `with` block: a bar on a terminal, plain lines elsewhere. The caller
+    calls the TrainingProgress with (number of steps done, short text) after a step."""
+
+    def __init__(self, total_steps: int, done: int, enabled: bool) -> None:
+        super().__init__(total_steps, "training", "steps", done=done, enabled=enabled, says_end=True)
+
+    def __call__(self, done: int, words: str) -> None:
+        self.set_done(done, words)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Sets torch to one CPU thread inside the `with` block, and restores the old number afterwards. Also a
+    decorator."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -5,7 +5,7 @@ import torch
 from sklearn.linear_model import LinearRegression
 
 import cacheprobe as cp
-from cacheprobe.lenses.probes.groups import group_folds
+from cacheprobe.lenses.probes.ridge import group_folds
 from cacheprobe.ops.equality import close
 from cacheprobe_analyses.findings.belief_geometry import BeliefGeometry, _distance_r2, _fitted_to_all, prefix_groups
 from cacheprobe_analyses.findings.processes import rrxor

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.models.hf.tiny import tiny_model
 from cacheprobe_analyses.coin import coin_rows
+from cacheprobe_benchmarks.shared.tiny import tiny_model
 from tests.lora import tokenizer
 
 

@@ -47,6 +47,6 @@ def test_next_tokens_from_the_model_itself_have_no_excess() -> None:
 
 def sampled(model, number: int, length: int, seed: int) -> np.ndarray:
     """Returns texts that the model writes at temperature 1 after one random token each."""
-    from cacheprobe.training.tuned_lens.text import write_texts
+    from cacheprobe.training.tuned_lens import write_texts
 
     return write_texts(model, number, length, seed, "held-out").numpy()

@@ -72,7 +72,9 @@ def test_every_finding_has_a_short_page_that_asks_its_question(name: str) -> Non
         assert f"findings run {name} --preset {result.preset} --seeds {len(result.seeds)}\n" in page
     prose = [line for line in page.splitlines() if not line.startswith(("|", "<!--"))]
     assert len(" ".join(prose).split()) <= MOST_OF_PAGE and "What differs" in page
-    assert stored(name) is None or (f"(finding-{name}.png)" in page and f"{{include}} finding-{name}.txt" in page)
+    assert stored(name) is None or (
+        f"(finding-{name}.png)" in page and f"{{include}} tables/finding-{name}.txt" in page
+    )
 
 
 VALUE, CLAIM = Published("a", "b", "0.385"), Published("a", "b", above=0)

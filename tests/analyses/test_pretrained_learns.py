@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.hf.tiny import TINY, tiny_model
 from cacheprobe.tasks import CoinFlip, annotate_all, mixed, word_tokenizer
 from cacheprobe_analyses.thinking import pretrained_learns as learns
+from cacheprobe_benchmarks.shared.tiny import TINY, tiny_model
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,11 +10,10 @@ import torch
 import cacheprobe as cp
 from cacheprobe.tasks import annotate_all, mixed
 from cacheprobe.training.loop import LoopSettings
-from cacheprobe.training.thinking.command import train_thinking
 from cacheprobe.training.thinking.evaluate import evaluate
 from cacheprobe.training.thinking.losses import collate, losses
 from cacheprobe.training.thinking.presets import PRESETS, preset_of
-from cacheprobe.training.thinking.run import TEST_SEED
+from cacheprobe.training.thinking.run import TEST_SEED, train_thinking
 from cacheprobe_analyses.thinking import every_length as lengths
 from cacheprobe_analyses.thinking import state_or_attention as routes
 from cacheprobe_analyses.thinking import thinking_variations as variations

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.analysis.draft_replay.agreement import prob_rejection, prob_same_noise
-from cacheprobe.analysis.draft_replay.passes import CommittedText, replay_passes
-from cacheprobe.analysis.draft_replay.recorded import RecordedExit
+from cacheprobe.analysis.draft_passes import CommittedText, RecordedExit, prob_rejection, prob_same_noise, replay_passes
 from cacheprobe.engine.drafters import DraftHead, DraftModel, EarlyExit, FastPath, NGram, Scripted
 from tests.tiny import PROMPTS, SMALL, VOCAB, loaded, perturbed
 from tests.twins.measures_slowly import draft_agreement_slowly, expected_passes_slowly, prob_same_noise_slowly

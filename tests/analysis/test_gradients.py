@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.edits.gradients.result import Gradients
+from cacheprobe.edits.gradients.compute import Gradients
 from cacheprobe.edits.gradients.texts import GradientText
 from cacheprobe.models.hf.bridge import BridgeLM
-from cacheprobe.models.hf.tiny import TINY, tiny_model
+from cacheprobe_benchmarks.shared.tiny import TINY, tiny_model
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 from tests.twins.gradients_slowly import gradient_slowly, logits_slowly, rejected_texts_slowly, states_slowly
 

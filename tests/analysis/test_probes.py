@@ -6,9 +6,15 @@ import torch
 from scipy.stats import binomtest
 
 import cacheprobe as cp
-from cacheprobe.lenses.probes.groups import control_labels, effective_number, group_folds, joined_groups
-from cacheprobe.lenses.probes.places import embeddings
-from cacheprobe.lenses.probes.ridge import STRENGTHS, held_out_scores
+from cacheprobe.lenses.probes.examples import embeddings
+from cacheprobe.lenses.probes.ridge import (
+    STRENGTHS,
+    control_labels,
+    effective_number,
+    group_folds,
+    held_out_scores,
+    joined_groups,
+)
 from cacheprobe.ops.statistics import wilson
 from cacheprobe.tasks import CoinFlip
 from cacheprobe.tasks.base import Accuracy

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.lenses.probes.groups import group_folds
 from cacheprobe.lenses.probes.regression import STRENGTHS
+from cacheprobe.lenses.probes.ridge import group_folds
 from cacheprobe.ops.equality import close
 from tests.twins.probes_slowly import held_out_slowly, r2_slowly
 

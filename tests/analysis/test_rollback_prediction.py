@@ -7,10 +7,8 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.lenses.probes.auroc import auroc, resampled_auroc
-from cacheprobe.lenses.probes.drafts import margins
-from cacheprobe.lenses.probes.groups import group_folds
-from cacheprobe.lenses.probes.rollback_prediction import _scores
+from cacheprobe.lenses.probes.ridge import group_folds
+from cacheprobe.lenses.probes.rollback_prediction import _scores, auroc, margins, resampled_auroc
 from cacheprobe.trace.state_store import MemoryStore
 from tests.tiny import VOCAB, loaded
 from tests.twins.probes_slowly import auroc_slowly

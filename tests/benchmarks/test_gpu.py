@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheprobe.models.hf.tiny import Size
 from cacheprobe.ops.kernel_set import KernelSet
 from cacheprobe.trace.recording import lens_reader
 from cacheprobe_benchmarks.gpu import checks, everything
 from cacheprobe_benchmarks.gpu.jobs import Shape, main_job, random_llama
+from cacheprobe_benchmarks.shared.tiny import Size
 from cacheprobe_benchmarks.speed.products import Rates
 
 SMALL = Size(vocab=32, hidden=16, mlp=32, layers=2, heads=4, initializer_range=0.3)

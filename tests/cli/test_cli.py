@@ -85,7 +85,7 @@ def test_help_imports_nothing_heavy() -> None:
     """What the help imports is what a shell waits for: 223 modules, where importing torch alone brings over a
     thousand."""
     done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True)
-    commands = ("demo", "run", "show", "hypotheses", "report", "verify", "stress", "bench", "train", "models", "doctor")
+    commands = ("demo", "run", "show", "hypotheses", "report", "verify", "bench", "train", "models", "doctor")
     assert all(f"│ {command} " in done.stdout for command in commands)
     imported = done.stderr.split()
     assert not HEAVY & set(imported) and len(imported) < 400

@@ -127,7 +127,6 @@ def _names(command: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "text", "wanted"),
     [
-        (["stress", "--tokens", "7"], "tokens: 9\nseed: 3\nreal: false", dict(tokens=7, seed=3, real=False)),
         (["train", "lora", "--steps", "2"], "steps: 9\nfirst-layer: 4\npeople: [1, 2]\nmodel: m",
          dict(steps=2, first_layer=4, people=(1, 2), model="m")),
         (["train", "tuned-lens"], "learning_rate: 0.5\nout: x", dict(learning_rate=0.5, out=Path("x"))),
@@ -148,12 +147,6 @@ def test_runs_are_named_by_the_file_or_by_hand(tmp_path: Path) -> None:
     (tmp_path / "file.yaml").write_text("runs: [one, two words]")
     assert bound("dash", "--config", str(tmp_path / "file.yaml"))[1] == (Path("one"), Path("two words"))
     assert bound("dash", "three", "--config", str(tmp_path / "file.yaml"))[1] == (Path("three"),)
-
-
-def test_a_stress_test_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file.yaml").write_text(f"out: {tmp_path / 'stress'}\ntokens: 40\nreal: false\nprogress: false")
-    assert command("stress", "--config", str(tmp_path / "file.yaml")) == 0
-    assert "no difference in" in capsys.readouterr().out and (tmp_path / "stress").is_dir()
 
 
 # -- one definition

@@ -149,7 +149,7 @@ def commands(of: Any = app, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def test_every_long_command_shows_progress_unless_told_not_to() -> None:
     found = dict(commands())
-    assert set(found) >= QUICK | BY_ITSELF | {"run", "demo", "stress", "report", "verify", "train lora"}
+    assert set(found) >= QUICK | BY_ITSELF | {"run", "demo", "report", "verify", "train lora"}
     for name in set(found) - QUICK - BY_ITSELF:
         given = inspect.signature(found[name].default_command).parameters
         assert "progress" in given and given["progress"].default is True, f"{name} has no progress flag"

@@ -37,7 +37,7 @@ def test_a_save_that_was_interrupted_leaves_nothing_that_loads(tmp_path: Path, m
     def stop(path: Path, content: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cacheprobe.lenses.dictionaries.saving.write_json", stop)
+    monkeypatch.setattr("cacheprobe.lenses.dictionaries.formats.write_json", stop)
     with pytest.raises(KeyboardInterrupt):
         random_dictionary(layer=2, seed=1).save(folder)
     with pytest.raises(DictionaryError, match="it holds none of cfg.json"):

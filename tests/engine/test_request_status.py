@@ -2,7 +2,6 @@
 
 import contextvars
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from cacheprobe.kvcache.status import (
     checked_states,
     is_checking,
 )
-from cacheprobe.stress.run import run_stress
 from tests.invariants.machines import Call, Faulty, tiny
 from tests.invariants.runs import PROMPTS, Watched
 
@@ -182,16 +180,3 @@ def test_a_run_is_checked_only_inside_the_with(monkeypatch: pytest.MonkeyPatch) 
 
     contextvars.Context().run(checked)
     assert len(calls) >= 4
-
-
-def test_the_stress_command_checks_its_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls: set[Status] = set()
-    right = SequenceState.check
-
-    def check(state: SequenceState) -> None:
-        calls.add(state.status)
-        right(state)
-
-    monkeypatch.setattr(SequenceState, "check", check)
-    contextvars.Context().run(lambda: run_stress(40, tmp_path, real=False, progress=False))
-    assert {Status.RUNNING, Status.FINISHED} <= calls

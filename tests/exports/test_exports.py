@@ -13,10 +13,9 @@ from datasets import Dataset, load_dataset
 from safetensors.torch import load_file
 
 import cacheprobe as cp
-from cacheprobe.analysis.exports.speculators import to_speculators
-from cacheprobe.analysis.exports.states_table import ChosenStates
+from cacheprobe.analysis.exports import ChosenStates, to_speculators
 from cacheprobe.cli.app import app
-from cacheprobe.models.hf.tiny import TINY, tiny_model
+from cacheprobe_benchmarks.shared.tiny import TINY, tiny_model
 from tests.tiny import PROMPTS, SMALL, loaded
 
 EARLY = cp.drafters.EarlyExit(layer=1)

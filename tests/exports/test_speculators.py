@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 import cacheprobe as cp
-from cacheprobe.analysis.exports.speculators import to_speculators
-from cacheprobe.models.hf.tiny import TINY, tiny_model
+from cacheprobe.analysis.exports import to_speculators
 from cacheprobe.ops.equality import bitwise
+from cacheprobe_benchmarks.shared.tiny import TINY, tiny_model
 from tests.tiny import PROMPTS, SMALL
 
 SCRIPT = Path(__file__).parents[1] / "fixtures" / "read_speculators.py"

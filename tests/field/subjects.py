@@ -8,7 +8,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.hf.tiny import NEAR_TIES, WIDE, tiny_model
+from cacheprobe_benchmarks.shared.tiny import NEAR_TIES, WIDE, tiny_model
 
 SETTINGS: dict[str, Any] = dict(capacity=128, progress=False)
 """Window, group and prefill are left to the run's own choice."""

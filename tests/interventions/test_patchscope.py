@@ -9,10 +9,10 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.lenses.insertion import TargetPrompt, inserted
-from cacheprobe.models.hf.tiny import TINY, tiny_model
 from cacheprobe.models.paths import usable
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.equality import bitwise, close
+from cacheprobe_benchmarks.shared.tiny import TINY, tiny_model
 from tests.thinking.test_thinking import tiny as tiny_thinker
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded, perturbed
 from tests.twins.lenses_slowly import continued_slowly, inserted_slowly

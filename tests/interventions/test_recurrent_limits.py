@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.edits.interventions import replace, swap, zero
 from cacheprobe.edits.interventions.editor import Editor
 from cacheprobe.edits.patching.cells import Edit, cell, run_cells
@@ -18,6 +17,7 @@ from cacheprobe.edits.patching.runs import run_once
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.equality import close
+from tests.field.tiny_family import tiny_family
 from tests.interventions.recurrent_slowly import logits_slowly
 
 A, B = [5, 80, 33, 4], [5, 81, 33, 4]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.edits.interventions import Intervention, function, replace, swap, zero
 from cacheprobe.edits.interventions.editor import Editor
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.equality import close
+from tests.field.tiny_family import tiny_family
 from tests.interventions.recurrent_slowly import Changes, continued_slowly, logits_slowly
 from tests.invariants.runs import wrong_at
 from tests.tiny import loaded

@@ -15,8 +15,8 @@ from cacheprobe.engine import consistency
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.fast.hooked_hf import HookedHF
-from cacheprobe.models.hf.tiny import NEAR_TIES, tiny_model
 from cacheprobe.models.paths import choose_path
+from cacheprobe_benchmarks.shared.tiny import NEAR_TIES, tiny_model
 from tests.proxies import take_members
 from tests.tiny import hf_model, loaded
 

@@ -13,8 +13,8 @@ from cacheprobe.core.records import Request, SamplingParams, fingerprint_differe
 from cacheprobe.engine.consistency import Hooked, ShapeRefused, invariant_widths
 from cacheprobe.engine.watch import AGAIN_EVERY, Watch
 from cacheprobe.models.fast.hooked_hf import HookedHF
-from cacheprobe.models.hf.tiny import NEAR_TIES, tiny_model
 from cacheprobe.models.paths import choose_path
+from cacheprobe_benchmarks.shared.tiny import NEAR_TIES, tiny_model
 from tests.compiled import on_loops
 from tests.invariants.machines import rounding_by_shape
 from tests.invariants.runs import HOT, NEW, PROMPTS, RUN, outcome, random_batch

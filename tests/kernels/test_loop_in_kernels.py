@@ -11,11 +11,11 @@ from cacheprobe.core.registry import available
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.hf.bridge import BridgeLM
-from cacheprobe.models.hf.tiny import Size, tiny_model
 from cacheprobe.ops import dispatch
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.trace.recording import lens_reader
 from cacheprobe.trace.trace import Trace
+from cacheprobe_benchmarks.shared.tiny import Size, tiny_model
 
 pytestmark = pytest.mark.determinism
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from transformers import RwkvConfig, RwkvForCausalLM
 
 import cacheprobe as cp
-from cacheprobe.cli.doctor.families.original import changing, logits_of, states_of
-from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.feeding import feed
@@ -20,6 +18,8 @@ from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.plain.recurrence import RecurrentPlaces, StepForward
 from cacheprobe.models.plain.structure import PlainBlock
 from cacheprobe.ops.equality import close
+from tests.field.original import changing, logits_of, states_of
+from tests.field.tiny_family import tiny_family
 from tests.twins.equivalence import hf_greedy
 
 TEXT = [3, 10, 17, 24, 31, 38, 45, 52]

@@ -10,8 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 import cacheprobe as cp
-from cacheprobe.cli.doctor.families.original import generated
-from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.kvcache.ledger import CacheIntegrityError
 from cacheprobe.kvcache.recurrent import LayerStates, RecurrentCache, RecurrentMemory, memory_of
 from cacheprobe.models.base import ModelError
@@ -19,6 +17,8 @@ from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.plain.recurrence import RecurrentPlaces, StepForward
 from cacheprobe.ops.equality import close
 from tests.feeding import fed_in_parts, texts
+from tests.field.original import generated
+from tests.field.tiny_family import tiny_family
 from tests.interventions.recurrent_slowly import fed, states_in
 from tests.invariants.runs import wrong_at
 from tests.tiny import loaded

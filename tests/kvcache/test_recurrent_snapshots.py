@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.kvcache.recurrent import LayerStates
 from cacheprobe.kvcache.surgery import KVSnapshot, put_snapshot
 from cacheprobe.models.plain.lm import PlainLM
+from tests.field.tiny_family import tiny_family
 from tests.tiny import loaded
 
 _SLOW = ("olmo_hybrid", "rwkv", "xlstm", "falcon_h1", "nemotron_h", "zamba2")

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.core.hook_names import hook_name
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.surgery import KVSnapshot, diff_rows, put_snapshot, take_snapshot
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.equality import bitwise, close
+from tests.field.tiny_family import tiny_family
 from tests.thinking.test_thinking import tiny
 from tests.tiny import SMALL, hf_model, loaded
 

@@ -11,14 +11,18 @@ from torch import nn
 import cacheprobe as cp
 from cacheprobe.lenses.base import LensError
 from cacheprobe.lenses.logit import LogitLens
-from cacheprobe.lenses.tuned import TunedLens
-from cacheprobe.lenses.tuned_files import require_tuned_lens
+from cacheprobe.lenses.tuned import TunedLens, require_tuned_lens
 from cacheprobe.ops.by_layer import product_by_layer
 from cacheprobe.ops.equality import bitwise, close
-from cacheprobe.training.tuned_lens.run import comparison, train_tuned_lens
-from cacheprobe.training.tuned_lens.settings import TunedLensSettings
-from cacheprobe.training.tuned_lens.text import write_texts
-from cacheprobe.training.tuned_lens.train import TunedLensTrainer, divergences, states_of
+from cacheprobe.training.settings import TunedLensSettings
+from cacheprobe.training.tuned_lens import (
+    TunedLensTrainer,
+    comparison,
+    divergences,
+    states_of,
+    train_tuned_lens,
+    write_texts,
+)
 from tests.tiny import PROMPTS, SMALL, VOCAB, hf_model, loaded, perturbed
 from tests.twins.lenses_slowly import (
     package_hash,

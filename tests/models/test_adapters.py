@@ -13,11 +13,11 @@ from transformers import LlamaForCausalLM
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.adapters import TRAINING, WEIGHTS, adapter_directory, file_sha256, merge_adapter
-from cacheprobe.models.hf.tiny import tiny_model
 from cacheprobe.tasks.people import HELD_OUT_NAMES
 from cacheprobe.training.lora.evaluate import evaluate
 from cacheprobe.training.lora.run import LARGEST_ADAPTER
-from cacheprobe.training.lora.settings import LoraSettings
+from cacheprobe.training.settings import LoraSettings
+from cacheprobe_benchmarks.shared.tiny import tiny_model
 from tests.lora import edited, save_base, train_small
 
 

@@ -25,13 +25,13 @@ from transformers import (
 )
 
 import cacheprobe as cp
-from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.models import checks
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.output_parts import arrange_weights, is_conv
 from cacheprobe.models.plain.lm import PlainLM
+from tests.field.tiny_family import tiny_family
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
 

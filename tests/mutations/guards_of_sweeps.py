@@ -6,12 +6,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cacheprobe.sweeps.storage.store import SweepStore
-from cacheprobe_benchmarks.sweeps.s3_server import BUCKET, s3_server
+from cacheprobe.sweeps.store import SweepStore
 from tests.sweeps import test_sweeps as sweeps
-from tests.sweeps import test_sweeps_elsewhere as elsewhere
+from tests.sweeps import test_sweeps_guards as guards
 from tests.sweeps import test_sweeps_store as stored
-from tests.sweeps import test_sweeps_workers as workers
 
 
 class Place(NamedTuple):
@@ -27,25 +25,8 @@ def _refused(change: dict[str, Any], said: str) -> Callable[[Place], None]:
     return lambda p: sweeps.test_impossible_cells_are_refused_before_anything_runs(change, said, p.empty)
 
 
-def _in_s3(test: Callable[..., None], *more: object) -> Callable[[Place], None]:
-    """A test that takes the bucket's folder, behind a server that refuses every fifth request."""
-
-    def guard(p: Place) -> None:
-        with s3_server(p.empty, fail_each=5) as (env, _):
-            for name, value in env.items():
-                p.patch.setenv(name, value)
-            test(p.empty / BUCKET, *more)
-
-    return guard
-
-
 def _far(p: Place) -> SweepStore:
     return SweepStore(f"memory://{p.empty}")
-
-
-def _log(p: Place) -> None:
-    sweeps.sweep(sweeps.SMALL, out=p.empty / "s", progress=False)
-    sweeps.test_the_log_says_what_happened(p.empty / "s")
 
 
 GUARDS: dict[str, Callable[[Place], None]] = {
@@ -58,10 +39,8 @@ GUARDS: dict[str, Callable[[Place], None]] = {
     "full disk": lambda p: sweeps.test_a_full_disk_ends_the_sweep(p.empty, p.patch),
     "Ctrl-C": lambda p: sweeps.test_ctrl_c_leaves_a_folder_that_goes_on(p.finished, p.empty, p.patch),
     "one folder": lambda p: sweeps.test_two_sweeps_do_not_write_one_folder(p.empty),
-    "log": _log,
     "disk budget": lambda p: sweeps.test_a_disk_budget_is_kept(p.finished, p.empty),
     "dry run": lambda p: sweeps.test_a_dry_run_writes_nothing(p.empty),
-    "dry times": lambda p: sweeps.test_a_dry_run_takes_times_from_the_log_and_counts_the_loading(p.empty),
     "tables": lambda p: sweeps.test_tables_are_asked_in_sql(p.finished),
     "traces": lambda p: sweeps.test_a_shard_is_a_run(p.finished),
     "digests": lambda p: sweeps.test_layers_are_spread_and_cells_told_apart_by_all_that_changes_bits(),
@@ -76,16 +55,12 @@ GUARDS: dict[str, Callable[[Place], None]] = {
     "objects": _refused({"drafter": "draft_model:length=3"}, "made of a loaded model"),
     "adapters": _refused({"model": "smollm2-135m", "adapter": "nowhere"}, "unknown adapter 'nowhere'"),
     "adapters' bytes": lambda p: sweeps.test_cells_know_the_bytes_of_their_adapter(p.empty),
-    "first tokens": lambda p: workers.test_a_start_token_is_counted(p.empty),
+    "first tokens": lambda p: guards.test_a_start_token_is_counted(p.empty),
     "pads": lambda p: sweeps.test_prompts_are_counted_as_the_model_counts_them("coinflip-thinking"),
     "ranges of seeds": lambda p: sweeps.test_seeds_are_given_as_a_range_and_cells_named_by_what_differs(),
     "capacity": _refused({"task": "coin_flip:people=40"}, "set run.capacity: 2[0-9]+ or more"),
     "products": lambda p: sweeps.test_products_are_an_axis(),
-    "grouping": lambda p: workers.test_a_worker_goes_on_with_the_model_that_it_holds("abc", 1, 3),
-    "shared models": lambda p: workers.test_a_worker_goes_on_with_the_model_that_it_holds("aab", 2, 3),
-    "put back": lambda p: workers.test_what_is_put_back_comes_first_and_nothing_after_a_stop(),
-    "loading": lambda p: workers.test_a_model_is_loaded_once(p.empty),
-    "retries": lambda p: workers.test_a_cell_is_tried_again_as_often_as_asked(p.empty, 0, 1, False),
+    "loading": lambda p: guards.test_a_model_is_loaded_once(p.empty, p.patch),
     "cut in a folder": lambda p: stored.test_a_commit_that_is_cut_leaves_nothing_that_counts(
         SweepStore(p.empty / "s"), p.patch
     ),
@@ -93,10 +68,4 @@ GUARDS: dict[str, Callable[[Place], None]] = {
     "half a shard": lambda p: stored.test_a_shard_that_is_there_is_left_and_half_a_one_is_replaced(
         SweepStore(p.empty / "s")
     ),
-    "index": lambda p: stored.test_the_index_is_read_in_its_own_thread(p.empty, p.patch),
-    "one lease": _in_s3(elsewhere.test_of_many_that_want_a_lease_at_once_one_gets_it, False),
-    "a lease that ran out": _in_s3(elsewhere.test_of_many_that_want_a_lease_at_once_one_gets_it, True),
-    "a lease taken over": _in_s3(elsewhere.test_a_lease_that_another_took_over_is_not_renewed),
-    "a lease is kept": _in_s3(elsewhere.test_a_shard_whose_manifest_was_not_put_does_not_count_and_a_lease_is_kept),
-    "conditions": lambda p: elsewhere.test_a_store_that_ignores_conditions_is_refused_by_name(p.empty, p.patch),
 }

@@ -5,23 +5,19 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from cacheprobe.lenses.tuned_files import require_tuned_lens
-from cacheprobe.sweeps import index
+from cacheprobe.lenses.tuned import require_tuned_lens
 from cacheprobe.sweeps.cells import AXES
-from cacheprobe.sweeps.storage import lease
-from cacheprobe.sweeps.storage.store import SHARDS
+from cacheprobe.sweeps.store import SHARDS
 from cacheprobe.trace.manifest import MANIFEST
 from tests.mutations.mutate import bug, inside, instead
 
 SWEEPS = "cacheprobe.sweeps"
-STORE, CHECKS, LEASE = f"{SWEEPS}.storage.store:SweepStore", f"{SWEEPS}.checks", f"{SWEEPS}.storage.lease"
-WAITING, FACTORY = f"{SWEEPS}.workers.queue:Waiting", f"{SWEEPS}.factory"
+STORE, PLAN, FACTORY = f"{SWEEPS}.store:SweepStore", f"{SWEEPS}.plan", f"{SWEEPS}.factory"
 
 
 def _drawing(seed_of: Callable[[Any], int]) -> Any:
@@ -35,7 +31,7 @@ def _drawing(seed_of: Callable[[Any], int]) -> Any:
 
         return made
 
-    return inside(f"{SWEEPS}.workers.work:make", make)
+    return inside(f"{SWEEPS}.run_cell:make", make)
 
 
 def _with_times(real: Any) -> Any:
@@ -47,8 +43,8 @@ def _with_times(real: Any) -> Any:
 
 
 def _raises_failures(real: Any) -> Any:
-    def run(self: Any, held: Any) -> Any:
-        outcome = real(self, held)
+    def run(url: str, held: Any) -> Any:
+        outcome = real(url, held)
         if outcome.cause:
             raise RuntimeError(outcome.message)
         return outcome
@@ -72,12 +68,11 @@ def _writes_its_plan(real: Any) -> Any:
     return require_room
 
 
-def _forgets_its_model(real: Any) -> Any:
-    def load(self: Any, cell: Any) -> float:
-        self._key = None
-        return real(self, cell)
+class _Forgetful(dict):
+    """Says that it does not have what it has."""
 
-    return load
+    def __contains__(self, key: object) -> bool:
+        return False
 
 
 def _mixes_versions(real: Any) -> Any:
@@ -86,31 +81,6 @@ def _mixes_versions(real: Any) -> Any:
         self._index = index
 
     return init
-
-
-def _next_model_first(real: Any) -> Any:
-    def take(self: Any, held: Any = None) -> Any:
-        if held is not None:
-            self._holders[held] = max(self._holders.get(held, 0) - 1, 0)
-        return real(self)
-
-    return take
-
-
-def _most_waiting_first(real: Any) -> Any:
-    def take(self: Any, held: Any = None) -> Any:
-        self._holders.clear()
-        return real(self, held)
-
-    return take
-
-
-def _put_back_last(real: Any) -> Any:
-    def put_back(self: Any, cell: Any) -> None:
-        real(self, cell)
-        self._by_model[cell.model_key].rotate(-1)
-
-    return put_back
 
 
 def _built_in_its_place(self: Any, digest: str, build: Any) -> int:
@@ -141,33 +111,6 @@ def _leaves_leftovers(real: Any) -> Any:
     return commit
 
 
-def _reads_ahead(store: Any) -> Any:
-    data = store.read(index.INDEX)
-    return index.pq.read_table(index.io.BytesIO(data)) if data else index.SCHEMA.empty_table()
-
-
-def _believes_the_store(real: Any) -> Any:
-    def take(store: Any, holder: str) -> str:
-        create, number = store.create, count()
-        with patch.object(store, "create", lambda *given: next(number) == 0 and create(*given)):
-            return real(store, holder)
-
-    return take
-
-
-def _later_end(seconds: float) -> Any:
-    """Leases seem to end so many seconds later."""
-
-    def make(real: Any) -> Any:
-        def newest(store: Any) -> Any:
-            number, held = real(store)
-            return number, held and {**held, "until": held["until"] + seconds}
-
-        return newest
-
-    return make
-
-
 MUTATIONS = [
     # -- what is run
     bug(
@@ -176,35 +119,23 @@ MUTATIONS = [
         f"{STORE}.committed",
         instead(lambda self: frozenset(path.name for path in Path(self.path(SHARDS)).glob("*"))),
     ),
-    bug("shards hold their times", ("order",), f"{SWEEPS}.workers.work:save_trace", _with_times),
+    bug("shards hold their times", ("order",), f"{SWEEPS}.run_cell:save_trace", _with_times),
     bug(
         "drafters change the prompts",
         ("prompts",),
-        f"{SWEEPS}.workers.work:_run",
+        f"{SWEEPS}.run_cell:_run",
         _drawing(lambda axes: axes["seed"] + 10 * bool(axes["drafter"])),
     ),
-    bug("a failure ends the sweep", ("failures",), f"{SWEEPS}.workers.holder:Holder.run", _raises_failures),
-    bug("a stopped queue goes on", ("full disk", "put back"), f"{WAITING}.stop", instead(lambda self: None)),
+    bug("a failure ends the sweep", ("failures",), f"{SWEEPS}.backends:run_and_commit", _raises_failures),
     bug("Ctrl-C is not told", ("Ctrl-C",), f"{SWEEPS}.engine:_run", _silent_about_ctrl_c),
-    bug(
-        "cells end without a line",
-        ("log",),
-        f"{SWEEPS}.events:EventLog.write",
-        lambda real: lambda self, event, **more: event.event != "ended" and real(self, event, **more),
-    ),
-    bug("a dry run writes its plan", ("dry run",), f"{SWEEPS}.dry_run:require_room", _writes_its_plan),
-    bug(
-        "a dry run loads in no time",
-        ("dry times",),
-        f"{SWEEPS}.dry_run:seconds_by_model",
-        lambda real: lambda *given: {key: (each, 0.0) for key, (each, _) in real(*given).items()},
-    ),
-    bug("every cell loads its model", ("loading",), f"{SWEEPS}.workers.holder:Holder._load", _forgets_its_model),
+    bug("a dry run writes its plan", ("dry run",), f"{SWEEPS}.engine:require_room", _writes_its_plan),
+    bug("a full disk stops nothing", ("full disk",), f"{SWEEPS}.run_cell:FULL", instead("out of space")),
+    bug("every cell loads its model", ("loading",), f"{SWEEPS}.run_cell:_MODEL", instead(_Forgetful())),
     # -- who is told apart
     bug(
         "threads are no part of a digest",
         ("digests",),
-        f"{SWEEPS}.code:origin",
+        f"{SWEEPS}.plan:origin",
         lambda real: lambda threads, sources: real(1, sources),
     ),
     bug("adapters are told apart by name", ("adapters' bytes",), f"{SWEEPS}.plan:folder_digest", instead(str)),
@@ -224,20 +155,20 @@ MUTATIONS = [
     bug(
         "axes are taken to be there",
         ("fewer axes",),
-        f"{SWEEPS}.index:_row",
+        f"{SWEEPS}.results:_row",
         lambda real: lambda about: [about["meta"]["sweep"]["cell"]["axes"][name] for name in AXES] and real(about),
     ),
     # -- what is refused
     bug(
         "a layer too many",
         ("drafters", "layers"),
-        f"{CHECKS}:_check_parts",
+        f"{PLAN}:_check_parts",
         lambda real: lambda facts, axes: real(replace(facts, n_layers=facts.n_layers + 1), axes),
     ),
     bug(
         "heads are not counted",
         ("heads",),
-        f"{CHECKS}:_check_parts",
+        f"{PLAN}:_check_parts",
         lambda real: lambda facts, axes: real(replace(facts, n_heads=99), axes),
     ),
     bug(
@@ -249,16 +180,21 @@ MUTATIONS = [
     bug(
         "a lens is believed and fits all",
         ("lenses", "other lenses"),
-        f"{CHECKS}:_check_stored_lens",
+        f"{PLAN}:_check_stored_lens",
         instead(lambda facts, text, folder: require_tuned_lens(folder)),
     ),
     bug("words are numbers", ("numbers",), f"{FACTORY}:_NUMBERS", instead({})),
-    bug("positions have no end", ("positions",), f"{CHECKS}:_last_changed", instead(lambda axes: -1)),
-    bug("an object is made of a text", ("objects",), f"{CHECKS}:NEEDS_OBJECTS", instead({})),
+    bug(
+        "positions have no end",
+        ("positions",),
+        f"{PLAN}:_changed",
+        lambda real: lambda axes: {**real(axes), "positions": None},
+    ),
+    bug("an object is made of a text", ("objects",), f"{PLAN}:NEEDS_OBJECTS", instead({})),
     bug(
         "adapters are looked for later",
         ("adapters",),
-        f"{CHECKS}:_check_model",
+        f"{PLAN}:_check_model",
         lambda real: lambda facts, axes: real(facts, {**axes, "adapter": None}),
     ),
     bug(
@@ -288,28 +224,17 @@ MUTATIONS = [
     bug(
         "rows are not counted",
         ("capacity",),
-        f"{CHECKS}:complaint",
-        lambda real: lambda axes, run, held: real(axes, run.model_copy(update={"capacity": 10**6}), held),
+        f"{PLAN}:complaint",
+        lambda real: lambda axes, run: real(axes, run.model_copy(update={"capacity": 10**6})),
     ),
     bug("a budget is no limit", ("disk budget",), f"{SWEEPS}.plan:require_room", instead(lambda *given: math.inf)),
-    bug("a folder is open to all", ("one folder",), f"{SWEEPS}.storage.lock:_locked", instead(lambda s: nullcontext())),
-    # -- workers
-    bug("the next model comes first", ("grouping", "loading"), f"{WAITING}.take", _next_model_first),
-    bug("all begin with one model", ("shared models",), f"{WAITING}.take", _most_waiting_first),
-    bug("what is put back comes last", ("put back",), f"{WAITING}.put_back", _put_back_last),
-    bug(
-        "a death costs no retry",
-        ("retries",),
-        f"{SWEEPS}.backends.processes:_report_dead_worker",
-        lambda real: lambda worker, waiting, job, deaths: real(worker, waiting, replace(job, retries=9), deaths),
-    ),
+    bug("a folder is open to all", ("one folder",), f"{SWEEPS}.store:only_writer", instead(lambda path: nullcontext())),
     # -- what is committed
-    bug("a shard is built in its place", ("cut in a folder",), f"{STORE}.commit", instead(_built_in_its_place)),
     bug("a manifest is put first", ("cut far away",), f"{STORE}._put", instead(_manifest_first)),
+    bug("a shard is built in its place", ("cut in a folder",), f"{STORE}.commit", instead(_built_in_its_place)),
     bug("half a shard stays", ("half a shard",), f"{STORE}._rename", _half_stays),
     bug("a leftover stays", ("half a shard",), f"{STORE}.commit", _leaves_leftovers),
     # -- what is read
-    bug("pyarrow reads ahead", ("index",), f"{SWEEPS}.index:_stored", instead(_reads_ahead)),
     bug(
         "lines do not say whose they are",
         ("tables",),
@@ -321,21 +246,5 @@ MUTATIONS = [
         ("traces",),
         f"{SWEEPS}.results:Sweep.traces",
         lambda real: lambda self, where: real(self),
-    ),
-    # -- leases
-    bug("a lease overwrites", ("conditions",), f"{LEASE}:_take", _believes_the_store),
-    bug(
-        "a lease that another put is taken for its own",
-        ("one lease", "a lease that ran out"),
-        f"{LEASE}:_is_held",
-        instead(lambda *given: True),
-    ),
-    bug("a lease that holds is passed by", ("a lease is kept",), f"{LEASE}:_newest", _later_end(-9999)),
-    bug("a lease that ran out holds", ("a lease that ran out",), f"{LEASE}:_newest", _later_end(99)),
-    bug(
-        "a lost lease is renewed",
-        ("a lease taken over",),
-        f"{LEASE}:renewed",
-        lambda real: lambda store, name, holder: store.write(name, lease._lease(holder)) or True,
     ),
 ]

@@ -41,8 +41,8 @@ GUARDS: dict[str, Callable[[], None]] = {
 
 RIDGE, GROUPS, AUROC = (
     "cacheprobe.lenses.probes.ridge",
-    "cacheprobe.lenses.probes.groups",
-    "cacheprobe.lenses.probes.auroc",
+    "cacheprobe.lenses.probes.ridge",
+    "cacheprobe.lenses.probes.rollback_prediction",
 )
 PATCHING, MADE = "cacheprobe.edits.patching", "cacheprobe.edits.interventions"
 SURGERY = "cacheprobe.kvcache.surgery"

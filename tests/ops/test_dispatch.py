@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheprobe.cli.doctor import kernels as section
+from cacheprobe.cli import doctor as section
 from cacheprobe.ops import dispatch
 from cacheprobe.ops.dispatch import KERNEL, OPERATIONS, REFERENCE, Operation, Path
 from cacheprobe.ops.equality import bitwise
@@ -96,7 +96,7 @@ def test_without_triton_everything_runs() -> None:
 import sys
 sys.modules["triton"] = None
 import torch
-from cacheprobe.cli.doctor.kernels import kernels
+from cacheprobe.cli.doctor import kernels
 from cacheprobe.ops.dispatch import rms_norm
 from cacheprobe.core.registry import available
 torch.cuda.is_available = lambda: False

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cacheprobe.cli.doctor.families.original import generated, logits_of
-from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.feeding import feed
@@ -17,6 +15,8 @@ from cacheprobe.models.plain.checks import check_plain
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.plain.recurrence import StepForward
 from cacheprobe.ops.equality import close
+from tests.field.original import generated, logits_of
+from tests.field.tiny_family import tiny_family
 from tests.twins.equivalence import hf_greedy
 
 Place = tuple[str, int]

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import cacheprobe as cp
-from cacheprobe.cli.doctor.families.tiny import tiny_config, tiny_family
 from cacheprobe.core.live import LiveModule
 from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.kvcache.cache import KVCache
@@ -33,6 +32,7 @@ from cacheprobe.ops.equality import close
 from cacheprobe.ops.kernel_set import KernelSet
 from cacheprobe.trace.self_checks import CaptureError, check_residual, residual_check
 from tests.feeding import fed_in_parts, texts
+from tests.field.tiny_family import tiny_config, tiny_family
 from tests.twins.equivalence import hf_greedy
 
 WINDOW = 8

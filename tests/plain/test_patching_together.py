@@ -4,10 +4,10 @@ parts, or keep no memory."""
 import pytest
 import torch
 
-from cacheprobe.cli.doctor.families.original import changing, logits_of, states_of
-from cacheprobe.cli.doctor.families.tiny import tiny_family
-from cacheprobe.edits.patching.activation import activation
+from cacheprobe.edits.patching.pairs import activation
 from cacheprobe.models.plain.lm import PlainLM
+from tests.field.original import changing, logits_of, states_of
+from tests.field.tiny_family import tiny_family
 
 FIELDS: dict[str, dict[str, object]] = {"gemma4_text": dict(num_kv_shared_layers=2)}
 CLEAN = [3, 10, 17, 24, 31, 38, 45, 52, 59, 66]

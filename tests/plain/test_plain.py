@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.plain.checks import check_plain
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.equality import close
+from tests.field.tiny_family import tiny_family
 from tests.tiny import hf_model, loaded
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]])
@@ -127,7 +127,7 @@ _WITHOUT = """
 import sys
 sys.modules["transformer_lens"] = None
 import cacheprobe as cp
-from cacheprobe.models.hf.tiny import tiny_model
+from cacheprobe_benchmarks.shared.tiny import tiny_model
 model = cp.load_model(tiny_model("llama"))
 trace = cp.run(model, [[1, 2, 3]], max_new_tokens=4, window=2, group=1, capacity=32, progress=False)
 print(trace.fingerprint["path"], trace.meta["path_reason"], trace.committed(0))

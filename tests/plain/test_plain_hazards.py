@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.cli.doctor.families.tiny import tiny_family
-from cacheprobe.cli.doctor.families.variants import VARIANTS
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.experts.dispatch import ALL_EXPERTS_FUNCTIONS, INVARIANT, invariant_experts
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.plain.checks import check_plain
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.plain.output import _capped
+from tests.field.tiny_family import tiny_family
+from tests.field.variants import VARIANTS
 from tests.tiny import SMALL
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])

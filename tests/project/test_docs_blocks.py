@@ -17,9 +17,9 @@ from cyclopts import App
 
 from cacheprobe.cli.app import app
 from cacheprobe.core import registry
-from cacheprobe.models.hf.tiny import TINY, tiny_model
 from cacheprobe.models.plain import files
 from cacheprobe.tasks import CoinFlip, word_tokenizer
+from cacheprobe_benchmarks.shared.tiny import TINY, tiny_model
 from tests.dictionaries.planted import random_dictionary
 from tests.reported.stated_outputs import run_and_compare
 

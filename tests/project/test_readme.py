@@ -5,8 +5,6 @@ import runpy
 import tomllib
 from pathlib import Path
 
-import pytest
-
 import cacheprobe as cp
 
 ROOT = Path(__file__).parents[2]
@@ -56,8 +54,7 @@ def test_the_commands_exist() -> None:
     from cacheprobe.cli.app import app
 
     shown = set(re.findall(r"^    cacheprobe (\w+)", README, re.MULTILINE))
-    old = {"prove"}  # the name of stress for one version more
-    assert shown | old == {name for name in app if not name.startswith("-")} and "doctor" in shown
+    assert shown == {name for name in app if not name.startswith("-")} and "doctor" in shown
     page = (ROOT / "docs" / "commands.md").read_text()
     assert set(re.findall(r"^    cacheprobe (\w+)", page, re.MULTILINE)) <= shown
     for words in re.findall(r"^    cacheprobe (.*?)(?:  .*)?$", page, re.MULTILINE):
@@ -91,21 +88,11 @@ def test_every_extra_is_documented() -> None:
     assert sorted(table) == sorted(extras)
 
 
-@pytest.mark.parametrize(
-    "script, page",
-    [
-        ("write_figures.py", "results-determinism.md"),
-        ("write_thinking_figures.py", "results-thinking-states.md"),
-        ("write_state_figures.py", "analyses.md"),
-        ("write_state_figures.py", "analyses-drafts.md"),
-        ("write_state_figures.py", "analyses-states.md"),
-        ("write_findings.py", "finding-belief-geometry.txt"),
-        ("write_findings.py", "finding-markov-circuit.txt"),
-        ("write_findings.py", "finding-depth.txt"),
-        ("write_findings.py", "finding-flip-flop.txt"),
-        ("write_sweep_figures.py", "sweeps.md"),
-    ],
-)
-def test_the_figures_of_a_page_are_what_was_measured(script: str, page: str) -> None:
-    text = (ROOT / "docs" / page).read_text()
-    assert runpy.run_path(str(ROOT / "scripts" / script))["page"](text) == text, f"run python scripts/{script}"
+def test_the_tables_of_the_pages_are_what_was_measured() -> None:
+    """And every table is included in one page."""
+    tables = runpy.run_path(str(ROOT / "scripts/write_tables.py"))["tables"]()
+    pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    assert {path.stem for path in (ROOT / "docs/tables").iterdir()} == set(tables)
+    for name, text in tables.items():
+        assert (ROOT / f"docs/tables/{name}.txt").read_text() == text, "run python scripts/write_tables.py"
+        assert pages.count(f"{{include}} tables/{name}.txt") == 1, name

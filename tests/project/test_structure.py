@@ -30,7 +30,7 @@ LAYERS = (  # imports point to a line above; what shares a line stays apart
     ("engine.estimates",),
     ("api", "views"),
     ("sweeps", "trace.replays"),
-    ("stress", "cli.doctor", "views.dashboard"),
+    ("views.dashboard",),
     ("cli",),
     ("__main__",),
 )

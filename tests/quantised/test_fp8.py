@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import cacheprobe as cp
-from cacheprobe.cli.doctor.families.columns import COLUMNS, TinySubject
-from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.plain.files import plain_model
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.equality import bitwise
+from tests.field.columns import COLUMNS, TinySubject
+from tests.field.tiny_family import tiny_family
 from tests.quantised.test_libraries import distances
 from tests.quantised.twins import twin_of
 

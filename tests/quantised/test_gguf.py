@@ -15,9 +15,6 @@ from gguf import GGUFWriter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import cacheprobe as cp
-from cacheprobe.cli.doctor.families.columns import COLUMNS, PROMPTS, TinySubject
-from cacheprobe.cli.doctor.families.quantised import write_quantised
-from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.loaders import model_of_run
 from cacheprobe.models.paths import choose_path
@@ -28,8 +25,11 @@ from cacheprobe.models.quantised.gguf import gguf_directory
 from cacheprobe.models.quantised.gguf_header import read_header
 from cacheprobe.models.smollm2 import smollm2_gguf
 from cacheprobe.ops.equality import bitwise
+from tests.field.columns import COLUMNS, PROMPTS, TinySubject
+from tests.field.tiny_family import tiny_family
 from tests.quantised import twins
 from tests.quantised.twins import gguf_weights
+from tests.quantised.writers import write_quantised
 
 RUN = dict(max_new_tokens=6, capacity=64, window=4, group=2, progress=False)
 

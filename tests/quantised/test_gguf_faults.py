@@ -13,12 +13,12 @@ from gguf import GGUFWriter, RopeScalingType
 from transformers import AutoModelForCausalLM
 
 import cacheprobe as cp
-from cacheprobe.cli.doctor.families.quantised import write_quantised
-from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.plain.files import plain_model
 from cacheprobe.models.quantised.gguf import gguf_directory
 from cacheprobe.models.quantised.gguf_header import GGUFHeader, read_header
+from tests.field.tiny_family import tiny_family
+from tests.quantised.writers import write_quantised
 
 
 @pytest.fixture(autouse=True)

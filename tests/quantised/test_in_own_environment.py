@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cacheprobe.cli.doctor.families import table
-from cacheprobe.cli.doctor.families.variants import VARIANTS
 from cacheprobe.models.quantised.methods import METHODS
+from tests.field import table
+from tests.field.variants import VARIANTS
 
 ROOT = Path(__file__).parents[2]
 EXTRA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["quantised"]
@@ -49,7 +49,9 @@ def test_with_the_libraries(libraries: dict[str, str]) -> None:
 @pytest.mark.slow
 def test_the_rows_of_the_table(libraries: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With the libraries, as docs/families.txt has them."""
-    monkeypatch.setattr(table, "_environment", lambda: libraries)
+    monkeypatch.syspath_prepend(
+        libraries["PYTHONPATH"].split(os.pathsep)[0]
+    )  # the worker's path is that of this process
     names = [name for name in VARIANTS if name.startswith("quantised")]
     rows = table.measure_all(names, progress=False)
     documented = (ROOT / "docs/families.txt").read_text(encoding="utf-8").splitlines()

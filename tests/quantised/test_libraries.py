@@ -16,10 +16,6 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformers import AutoModelForCausalLM
 
 import cacheprobe as cp
-from cacheprobe.cli.doctor.families.columns import COLUMNS, PROMPTS, TinySubject
-from cacheprobe.cli.doctor.families.original import logits_of, states_of
-from cacheprobe.cli.doctor.families.quantised import WRITERS, write_quantised
-from cacheprobe.cli.doctor.families.tiny import tiny_family
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.loaders import model_of_run
@@ -28,7 +24,11 @@ from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.quantised import packed
 from cacheprobe.models.quantised.methods import METHODS
 from cacheprobe.ops.equality import bitwise, close
+from tests.field.columns import COLUMNS, PROMPTS, TinySubject
+from tests.field.original import logits_of, states_of
+from tests.field.tiny_family import tiny_family
 from tests.quantised.twins import twin_of, with_rounded_activations
+from tests.quantised.writers import WRITERS, write_quantised
 
 FORMATS = [name for name in WRITERS if "GGUF" not in name]
 ABSENT = [method.package for method in METHODS.values() if method.package and find_spec(method.package) is None]

@@ -16,8 +16,8 @@ import cacheprobe as cp
 from cacheprobe.cli.look import show
 from cacheprobe.cli.train import dictionary as train_command
 from cacheprobe.lenses import Dictionary
-from cacheprobe.training.dictionary.settings import DictionarySettings
-from cacheprobe.training.dictionary.train import train_dictionary
+from cacheprobe.training.dictionary import train_dictionary
+from cacheprobe.training.settings import DictionarySettings
 from tests.dictionaries.planted import random_dictionary
 from tests.reported.small_tokenizers import llama_like
 from tests.tiny import hf_model

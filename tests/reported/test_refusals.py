@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.analysis.exports.neuronpedia import to_neuronpedia
+from cacheprobe.analysis.exports import to_neuronpedia
 from tests.sweeps.test_sweeps import RUN
 from tests.tiny import SMALL, loaded
 

@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PhimoeCo
 
 import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
-from cacheprobe.models.hf.tiny import Size, tiny_model
-from tests.field.family_models import tiny_family
+from cacheprobe_benchmarks.shared.tiny import Size, tiny_model
+from tests.field.tiny_family import tiny_family
 from tests.tiny import loaded
 
 QUIET: dict[str, Any] = dict(progress=False, capture="S")

@@ -13,12 +13,11 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import cacheprobe as cp
-from cacheprobe.cli.doctor.families.quantised import write_quantised
-from cacheprobe.cli.doctor.families.tiny import tiny_family as tiny_gguf_family
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.smollm2 import smollm2_directory
 from cacheprobe.sweeps.facts import model_facts
-from tests.field.family_models import NotTried, model_types, tiny_family
+from tests.field.tiny_family import NotBuilt, families, tiny_family
+from tests.quantised.writers import write_quantised
 from tests.reported.tokenizers import NAMES, SPECIAL, build, stored
 from tests.tiny import FAMILIES, SMALL, VOCAB, hf_model
 
@@ -72,12 +71,12 @@ def test_every_family_with_a_bridge(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", model_types())
+@pytest.mark.parametrize("family", families())
 def test_every_family(family: str) -> None:
-    tokenizer = build(NAMES[model_types().index(family) % len(NAMES)])
+    tokenizer = build(NAMES[[*families()].index(family) % len(NAMES)])
     try:
         model = cp.load_model(tiny_family(family), tokenizer)
-    except (NotTried, ModelError):
+    except (NotBuilt, ModelError):
         return
     assert model.tokenizer is tokenizer
     require_own(model, tokenizer)
@@ -149,7 +148,7 @@ def test_a_gguf_file_says_whether_a_start_token_is_added(
 
     monkeypatch.setattr(gguf, "GGUFWriter", WithTokenizer)
     monkeypatch.setenv("CACHEPROBE_CACHE", str(tmp_path / "cache"))
-    write_quantised("GGUF Q8_0", tiny_gguf_family("llama", dict(intermediate_size=64)), tmp_path)
+    write_quantised("GGUF Q8_0", tiny_family("llama", dict(intermediate_size=64)), tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="tiny.gguf")
     assert (theirs("the coin").input_ids[0] == built.convert_tokens_to_ids("<s>")) is is_added
     for _ in range(2):

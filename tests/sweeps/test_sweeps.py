@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,17 +17,15 @@ import cacheprobe as cp
 from cacheprobe.core.registry import names as plug_in_names
 from cacheprobe.models.hf.adapters import adapter_directory
 from cacheprobe.ops.compiled.choice import choose
-from cacheprobe.sweeps import code
+from cacheprobe.sweeps import cells as code
+from cacheprobe.sweeps import engine, run_cell
 from cacheprobe.sweeps.cells import Cell, combinations, distinguishing_labels
-from cacheprobe.sweeps.dry_run import dry_run
-from cacheprobe.sweeps.engine import COMPLETE, FAILED, PARTIAL, sweep
+from cacheprobe.sweeps.engine import COMPLETE, FAILED, PARTIAL, dry_run, sweep
 from cacheprobe.sweeps.facts import model_facts
-from cacheprobe.sweeps.index import INDEX
 from cacheprobe.sweeps.plan import make_plan
+from cacheprobe.sweeps.run_cell import Outcome
 from cacheprobe.sweeps.settings import read_config
-from cacheprobe.sweeps.storage.lock import SweepBusy, only_sweep
-from cacheprobe.sweeps.storage.store import SHARDS, SweepStore
-from cacheprobe.sweeps.workers import holder as holding
+from cacheprobe.sweeps.store import SHARDS, SweepBusy, SweepStore
 
 RUN = {"n": 2, "max_new_tokens": 2, "capacity": 128, "capture": "SZ"}
 GRID = {"model": "coinflip-plain", "task": "coin_flip:people=2", "window": 4}
@@ -50,11 +49,6 @@ def serial(tmp_path_factory: pytest.TempPathFactory) -> Path:
     report = cp.sweep(SMALL, out=out, progress=False)
     assert report.exit_code == COMPLETE and (report.committed, report.skipped) == (3, 0)
     return out
-
-
-def test_processes_commit_the_bytes_that_one_process_commits(serial: Path, tmp_path: Path) -> None:
-    report = cp.sweep(SMALL, out=tmp_path / "s", backend="processes", workers=2, progress=False)
-    assert report.is_complete and digests(tmp_path / "s") == digests(serial)
 
 
 def test_what_is_committed_is_skipped_and_what_is_not_is_made_again(serial: Path, tmp_path: Path) -> None:
@@ -106,41 +100,16 @@ def test_tables_are_asked_in_sql(serial: Path) -> None:
         results.query("select * from ideas")
 
 
-def test_the_index_is_made_up_from_the_manifests(serial: Path) -> None:
-    before = cp.load_sweep(serial).cells
-    (serial / INDEX).unlink()
-    assert (
-        cp.load_sweep(serial)
-        .cells.sort_values("digest", ignore_index=True)
-        .equals(before.sort_values("digest", ignore_index=True))
-    )
-    (serial / INDEX).write_bytes(b"cut short")
-    assert len(cp.load_sweep(serial)) == 3
-
-
 def test_all_code_that_makes_a_shard_is_hashed() -> None:
     """Each part of the package that a run goes through is hashed, or is named here because it makes no bit of one."""
-    others = {"sweeps", "cli", "dashboard", "doctor", "stress", "plots", "patching", "probes", "training"}
-    others |= {
-        "estimates",
-        "replays",
-        "continuation.py",
-        "imports.py",
-        "__init__.py",
-        "__main__.py",
-        "__pycache__",
-        "py.typed",
-    }
-    others |= {
-        path.name for path in code._PACKAGE.iterdir() if not path.name.endswith(".py") and not any(path.rglob("*.py"))
-    }
+    others = {"sweeps", "cli", "views", "training", "__init__.py", "__main__.py", "__pycache__", "py.typed", "data"}
     assert {path.name for path in code._PACKAGE.iterdir()} - others == {p for p in code._PARTS if "/" not in p}
 
 
 def test_another_code_version_is_kept_apart(serial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = shutil.copytree(serial, tmp_path / "s")
-    monkeypatch.setattr("cacheprobe.sweeps.code.code_version", lambda: "another")
-    monkeypatch.setattr("cacheprobe.sweeps.plan.code_version", lambda: "another")
+    for module in ("cells", "plan", "run_cell"):
+        monkeypatch.setattr(f"cacheprobe.sweeps.{module}.code_version", lambda: "another")
     one = {**SMALL, "grid": {**GRID, "seed": 0}}
     assert cp.sweep(one, out=out, progress=False).committed == 1
     results = cp.load_sweep(out)
@@ -149,19 +118,19 @@ def test_another_code_version_is_kept_apart(serial: Path, tmp_path: Path, monkey
 
 
 def test_a_failed_cell_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = holding.Holder._load
+    real = run_cell.run_cell
 
-    def load(self: holding.Holder, cell: Cell) -> float:
+    def run(cell: Cell, model: Any) -> Any:
         if cell.axes["seed"] == 1:
             raise MemoryError("no more of it")
-        return real(self, cell)
+        return real(cell, model)
 
-    monkeypatch.setattr(holding.Holder, "_load", load)
+    monkeypatch.setattr(run_cell, "run_cell", run)
     report = sweep(SMALL, out=tmp_path / "s", progress=False)
     assert report.exit_code == PARTIAL and [f.cause for f in report.failures] == ["MemoryError"]
     assert f"  {report.failures[0].digest}  seed=1: no more of it" in str(report).splitlines()
     assert "give the same command again" in str(report)
-    monkeypatch.setattr(holding.Holder, "_load", real)
+    monkeypatch.setattr(run_cell, "run_cell", real)
     assert sweep(SMALL, out=tmp_path / "s", progress=False).skipped == 2
 
 
@@ -175,26 +144,25 @@ def test_a_full_disk_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_ctrl_c_leaves_a_folder_that_goes_on(serial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, seen = holding.Holder.run, []
+    real, seen = run_cell.run_cell, []
 
-    def run(self: holding.Holder, held: dict) -> holding.JobOutcome:
+    def run(cell: Cell, model: Any) -> Any:
         if seen:
             raise KeyboardInterrupt
-        seen.append(held)
-        return real(self, held)
+        seen.append(cell)
+        return real(cell, model)
 
-    monkeypatch.setattr(holding.Holder, "run", run)
+    monkeypatch.setattr(run_cell, "run_cell", run)
     report = sweep(SMALL, out=tmp_path / "s", progress=False)
     assert report.exit_code == PARTIAL and "2 not run: interrupted" in str(report)
-    monkeypatch.setattr(holding.Holder, "run", real)
+    monkeypatch.setattr(run_cell, "run_cell", real)
     assert sweep(SMALL, out=tmp_path / "s", progress=False).is_complete and digests(tmp_path / "s") == digests(serial)
 
 
 def test_two_sweeps_do_not_write_one_folder(tmp_path: Path) -> None:
     program = (
-        "import sys; from cacheprobe.sweeps.storage.lock import only_sweep\n"
-        "from cacheprobe.sweeps.storage.store import SweepStore\n"
-        "with only_sweep(SweepStore(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+        "import sys; from cacheprobe.sweeps.store import SweepStore\n"
+        "with SweepStore(sys.argv[1]).only_sweep(): print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -203,15 +171,8 @@ def test_two_sweeps_do_not_write_one_folder(tmp_path: Path) -> None:
         with pytest.raises(SweepBusy, match="another sweep writes"):
             sweep(SMALL, out=tmp_path, progress=False)
         other.kill()
-    with only_sweep(SweepStore(tmp_path)):
+    with SweepStore(tmp_path).only_sweep():
         pass
-
-
-def test_the_log_says_what_happened(serial: Path) -> None:
-    (log,) = (serial / "events").glob("*.jsonl")
-    said = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [item["event"] for item in said] == ["sweep_started", *["started", "ended"] * 3, "sweep_ended"]
-    assert said[-1]["exit_code"] == 0 and all(item["seconds"] > 0 for item in said if item["event"] == "ended")
 
 
 @pytest.mark.parametrize(
@@ -317,21 +278,22 @@ def test_a_disk_budget_is_kept(serial: Path, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
-    said = dry_run(SMALL, out=tmp_path / "s", backend="processes", workers=3)
+    said = dry_run(SMALL, out=tmp_path / "s", backend="ray", workers=3)
     assert "3 cells, 0 of them committed" in said and "on 3 workers" in said and "disk: about" in said
     assert not (tmp_path / "s").exists()
 
 
-def test_a_dry_run_takes_times_from_the_log_and_counts_the_loading(tmp_path: Path) -> None:
-    """The time of a small sweep was given as that of its cells, and loading the model took longer than all of them."""
+def test_a_dry_run_counts_the_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading the model takes longer than all cells of a small sweep."""
     assert cp.sweep({**SMALL, "grid": {**GRID, "seed": 0}}, out=tmp_path / "s", progress=False).is_complete
-    (log,) = (tmp_path / "s" / "events").glob("*.jsonl")
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    log.write_text("".join(json.dumps({**said, "seconds": 20.0, "load_seconds": 100.0}) + "\n" for said in lines))
+    loads = [100.0, 0.0, 100.0, 0.0]
+    monkeypatch.setattr(
+        engine, "run_and_commit", lambda url, held: Outcome("", seconds=20.0, load_seconds=loads.pop(0))
+    )
     said = dry_run(SMALL, out=tmp_path / "s")
-    assert "3 cells, 1 of them committed" in said and "2 cells of 20.00 s, by its log; 100 s to load it" in said
+    assert "3 cells, 1 of them committed" in said and "2 cells of 20.00 s, by one that was tried; 100 s to load" in said
     assert "time: about 2.3 min on 1 worker" in said  # 2 x 20 s and 100 s
-    assert "time: about 2.0 min on 2 workers" in dry_run(SMALL, out=tmp_path / "s", backend="processes")
+    assert "time: about 2.0 min on 2 workers" in dry_run(SMALL, out=tmp_path / "s", backend="ray")
 
 
 def test_layers_are_spread_and_cells_told_apart_by_all_that_changes_bits() -> None:
@@ -378,7 +340,6 @@ def test_a_cell_runs_on_its_products(tmp_path: Path) -> None:
 def test_a_shard_that_knows_fewer_axes_is_still_read(serial: Path, tmp_path: Path) -> None:
     """Its version had no such axis."""
     out = shutil.copytree(serial, tmp_path / "s")
-    (out / INDEX).unlink()
     path = next((out / SHARDS).glob("*/manifest.json"))
     manifest = json.loads(path.read_text())
     del manifest["meta"]["sweep"]["cell"]["axes"]["products"]
@@ -387,6 +348,6 @@ def test_a_shard_that_knows_fewer_axes_is_still_read(serial: Path, tmp_path: Pat
 
 
 def test_every_backend_is_a_plug_in() -> None:
-    assert set(plug_in_names("sweeps.backends")) == {"serial", "processes", "ray"}
+    assert set(plug_in_names("sweeps.backends")) == {"serial", "ray"}
     with pytest.raises(ValueError, match="unknown name 'slurm'"):
         sweep(SMALL, out="nowhere", backend="slurm")

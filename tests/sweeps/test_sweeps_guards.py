@@ -11,23 +11,26 @@ import cacheprobe as cp
 from cacheprobe.cli.sweep import query
 from cacheprobe.models.known import shipped_folder
 from cacheprobe.models.thinking.store import config_hash
-from cacheprobe.sweeps.code import libraries
-from cacheprobe.sweeps.dry_run import dry_run
-from cacheprobe.sweeps.engine import PARTIAL, sweep
+from cacheprobe.sweeps import run_cell
+from cacheprobe.sweeps.cells import libraries
+from cacheprobe.sweeps.engine import PARTIAL, dry_run, sweep
+from cacheprobe.sweeps.facts import model_facts
 from cacheprobe.sweeps.plan import make_plan
+from cacheprobe.sweeps.run_cell import run_and_commit
 from cacheprobe.sweeps.settings import read_config
-from cacheprobe.sweeps.storage.store import SHARDS
-from cacheprobe.sweeps.workers.holder import Holder
+from cacheprobe.sweeps.store import SHARDS
+from tests.reported.tokenizers import build
 from tests.sweeps.test_sweeps import SMALL
+from tests.tiny import hf_model
 
 
 def test_a_worker_with_other_code_commits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node where something else is installed, or a checkout that was edited since: the digest would not be true."""
     with monkeypatch.context() as there:
-        there.setattr("cacheprobe.sweeps.code.libraries", lambda: (("torch", "0.0"),))
+        there.setattr("cacheprobe.sweeps.cells.libraries", lambda: (("torch", "0.0"),))
         cell = next(iter(make_plan(read_config(SMALL)).cells.values()))
-    outcome = Holder(str(tmp_path / "s")).run(cell.to_json())
-    assert outcome.cause == "another version" and not outcome.is_committed
+    outcome = run_and_commit(str(tmp_path / "s"), cell.to_json())
+    assert outcome.cause == "another version" and not (tmp_path / "s").exists()
     assert "torch 0.0 is asked for and " in outcome.message and "begin it again" in outcome.message
 
 
@@ -83,9 +86,29 @@ def test_a_thinking_model_that_does_not_fit_is_refused_before_anything_runs(tmp_
 def test_no_workers_are_refused(ask: Callable[..., object], tmp_path: Path) -> None:
     for workers in (0, -1):
         with pytest.raises(ValueError, match=f"workers must be at least 1, got {workers}"):
-            ask(SMALL, out=tmp_path / "s", backend="processes", workers=workers)
+            ask(SMALL, out=tmp_path / "s", backend="ray", workers=workers)
 
 
 def test_digests_know_the_compiler_of_the_loops() -> None:
     """Products, readings and attention on a CPU are code that numba makes with LLVM."""
     assert {"torch", "numba", "llvmlite"} <= set(dict(libraries()))
+
+
+def test_a_start_token_is_counted(tmp_path: Path) -> None:
+    """Of a tokenizer that adds one, as that of SmolLM2 does not."""
+    tokenizer = build("metaspace, start token added")
+    for part in (hf_model(), tokenizer):
+        part.save_pretrained(tmp_path)
+    text = "the coin is heads"
+    assert model_facts(str(tmp_path)).count_tokens(text) == len(tokenizer(text).input_ids)
+    assert tokenizer(text).input_ids[0] == tokenizer.bos_token_id
+
+
+def test_a_model_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells come in the order of the seeds, and are run in the order of the models."""
+    loaded, real = [], run_cell.load_model
+    monkeypatch.setattr(run_cell, "load_model", lambda name, **settings: loaded.append(name) or real(name, **settings))
+    models = ("coinflip-plain", "coinflip-thinking")
+    cells = [{**SMALL["grid"], "model": model, "seed": seed} for seed in (0, 1) for model in models]
+    assert sweep({"cells": cells, "run": SMALL["run"]}, out=tmp_path / "s", progress=False).is_complete
+    assert loaded == [*models] and not run_cell._MODEL

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import cacheprobe as cp
-from cacheprobe.models.hf.tiny import VOCAB
 from cacheprobe.tasks.base import accuracy, after_reasoning
 from cacheprobe.trace.tables.reasoning import spans_in
+from cacheprobe_benchmarks.shared.tiny import VOCAB
 from tests.tiny import SMALL, hf_model
 from tests.twins.measures_slowly import reasoning_slowly
 

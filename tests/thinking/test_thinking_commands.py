@@ -17,9 +17,8 @@ from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.models.thinking.store import read_config, save_thinking
 from cacheprobe.tasks import CoinFlip, Permutations
-from cacheprobe.training.thinking.command import train_thinking
 from cacheprobe.training.thinking.presets import PRESETS
-from cacheprobe.training.thinking.run import TEST_SEED, VARIANT_SEEDS, train
+from cacheprobe.training.thinking.run import TEST_SEED, VARIANT_SEEDS, train, train_thinking
 from tests.command import Done, cacheprobe
 from tests.tiny import hf_model
 from tests.training.test_thinking_settings import quick

@@ -18,7 +18,6 @@ from transformers import (
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.hf.tiny import VOCAB, tiny_model
 from cacheprobe.models.smollm2 import smollm2_directory
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.models.thinking.model import thought_table
@@ -31,6 +30,7 @@ from cacheprobe.training.loop import LoopSettings, ModelLoop
 from cacheprobe.training.thinking.evaluate import evaluate
 from cacheprobe.training.thinking.losses import collate, losses
 from cacheprobe.training.thinking.recurrent import own_thoughts
+from cacheprobe_benchmarks.shared.tiny import VOCAB, tiny_model
 from tests.twins.thinking_pretrained_slowly import read_slowly
 
 KINDS = ("llama", "llama-tied", "qwen2", "qwen3", "mistral")

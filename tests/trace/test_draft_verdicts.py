@@ -54,7 +54,7 @@ def cancelled() -> cp.Trace:
 
 
 def test_a_draft_that_nobody_judged_is_not_taken_for_an_earlier_one(cancelled: cp.Trace) -> None:
-    """`cacheprobe stress` found it: rows that were given up were said to be rolled back like an earlier draft there."""
+    """`make stress` found it: rows that were given up were said to be rolled back like an earlier draft there."""
     assert (cancelled.row_table.status == "given_up").any()
     assert cp.verify(cancelled, loaded(), progress=False).first_difference is None
 

@@ -14,8 +14,6 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.files import sha256_of_file
 from cacheprobe.ops.equality import close
-from cacheprobe.sweeps.index import INDEX
-from cacheprobe.sweeps.storage.store import SHARDS
 from cacheprobe.trace.checked_files import damaged_files
 from cacheprobe.trace.manifest import FORMAT_VERSION, TraceError, sha256_of_manifest
 from cacheprobe.trace.migrate import OLDEST, migrated
@@ -193,25 +191,3 @@ def test_names_of_earlier_versions_are_told_with_todays() -> None:
         _ = trace.num_rolled_back
     with pytest.warns(DeprecationWarning, match="cp.plots"):
         assert cp.views is cp.plots  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_tables_of_an_older_sweep_have_todays_statuses(tmp_path: Path) -> None:
-    """Before trace format 7 a superseded row was stored as a candidate, in every table and in the index."""
-    out = tmp_path / "s"
-    grid = {"model": "coinflip-plain", "task": "coin_flip:people=2", "window": 4, "drafter": "fast_path"}
-    cp.sweep({"grid": grid, "run": {"n": 2, "max_new_tokens": 6, "capture": "SZ"}}, out=out, progress=False)
-    asked = [f"select status, count(*) as n from {name} group by status order by status"
-             for name in ("rows", "hypotheses", "layers")]  # fmt: skip
-    new = [cp.load_sweep(out).query(sql) for sql in asked]
-    assert all("superseded" in table.status.tolist() for table in new)
-    manifests = [*(out / SHARDS).glob("*/manifest.json")]
-    for file in manifests:
-        manifest = json.loads(file.read_text())
-        for line in manifest["meta"]["sweep"]["layers"]:
-            line["status"] = line["status"].replace("superseded", "candidate")
-        file.write_text(json.dumps(manifest))
-    for file in [*(out / SHARDS).glob("*/rows-*.parquet"), *(out / SHARDS).glob("*/hypotheses-*.parquet")]:
-        table = pd.read_parquet(file)
-        table.assign(status=table.status.replace("superseded", "candidate")).to_parquet(file)
-    (out / INDEX).unlink()  # made again from the manifests
-    assert manifests and all(new.equals(cp.load_sweep(out).query(sql)) for new, sql in zip(new, asked, strict=True))

@@ -8,8 +8,8 @@ import torch
 import cacheprobe as cp
 from cacheprobe.cli.train import dictionary as command
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.training.dictionary.settings import DictionarySettings
-from cacheprobe.training.dictionary.train import _is_held, train_dictionary
+from cacheprobe.training.dictionary import _is_held, train_dictionary
+from cacheprobe.training.settings import DictionarySettings
 from tests.dictionaries.test_saelens import ask, differences, saelens
 from tests.tiny import PROMPTS, SMALL, loaded
 

@@ -12,11 +12,11 @@ import cacheprobe as cp
 from cacheprobe.cli.train import draft_head as command
 from cacheprobe.engine.drafters import DraftHead
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.hf.tiny import TINY, tiny_model
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.tasks import CoinFlip, word_tokenizer
-from cacheprobe.training.draft_head.settings import DraftHeadSettings
-from cacheprobe.training.draft_head.train import train_draft_head
+from cacheprobe.training.draft_head import train_draft_head
+from cacheprobe.training.settings import DraftHeadSettings
+from cacheprobe_benchmarks.shared.tiny import TINY, tiny_model
 from tests.tiny import PROMPTS, SMALL, loaded
 
 SETTINGS: dict[str, Any] = dict(steps=300, batch=64, hidden=64, learning_rate=3e-3)

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import runpy
 from pathlib import Path
 
 import pytest
@@ -11,16 +10,14 @@ import torch
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.adapters import TRAINING, WEIGHTS
-from cacheprobe.models.hf.tiny import tiny_model
 from cacheprobe.tasks.coin_flip import NAMES, CoinFlip
 from cacheprobe.tasks.people import HELD_OUT_NAMES, TRAIN_NAMES
-from cacheprobe.training.checkpoint import CHECKPOINT
-from cacheprobe.training.lora.batches import batches_of, encode, examples_of
-from cacheprobe.training.lora.evaluate import LoraScore, Reply, evaluate, replies
-from cacheprobe.training.lora.report import table
+from cacheprobe.training.loop import CHECKPOINT
+from cacheprobe.training.lora.evaluate import LoraScore, Reply, evaluate, replies, table
 from cacheprobe.training.lora.run import LARGEST_ADAPTER, train_lora
-from cacheprobe.training.lora.settings import LoraSettings
-from cacheprobe.training.lora.train import LoraTrainer
+from cacheprobe.training.lora.train import LoraTrainer, batches_of, encode, examples_of
+from cacheprobe.training.settings import LoraSettings
+from cacheprobe_benchmarks.shared.tiny import tiny_model
 from tests.lora import SMALL, save_base, tokenizer, train_small, trainer
 from tests.tiny import loaded
 
@@ -234,10 +231,3 @@ def test_the_commands_train_and_evaluate(base: Path, tmp_path: Path, capsys) -> 
     assert "| 2 | 0.9 | 4 (" in capsys.readouterr().out
     assert stored["cells"]["adapter"][0]["questions"] == 4 and stored["weights_note"]["adapter"]
     assert stored["weights_sha256"]["base"] != stored["weights_sha256"]["adapter"]
-
-
-def test_the_page_is_what_was_measured() -> None:
-    root = Path(__file__).parents[2]
-    script = runpy.run_path(str(root / "scripts/write_lora_figures.py"))
-    text = (root / "docs/lora.md").read_text()
-    assert script["page"](text) == text, "run python scripts/write_lora_figures.py"

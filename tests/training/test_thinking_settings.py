@@ -16,10 +16,9 @@ from cacheprobe.models.base import ModelError
 from cacheprobe.tasks import FORMATS, annotate_all, word_tokenizer
 from cacheprobe.training import loop
 from cacheprobe.training.loop import LoopSettings
-from cacheprobe.training.thinking.command import summary, train_thinking
 from cacheprobe.training.thinking.evaluate import Judgements
 from cacheprobe.training.thinking.presets import PRESETS, Preset, preset_of
-from cacheprobe.training.thinking.run import train
+from cacheprobe.training.thinking.run import summary, train, train_thinking
 from cacheprobe_analyses.thinking import minute_of_training as minute
 from cacheprobe_analyses.thinking import thinking_variations as variations
 from cacheprobe_analyses.thinking import thought_gap as gap

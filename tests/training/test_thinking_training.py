@@ -17,16 +17,13 @@ from cacheprobe.models.thinking.config import ThinkingConfig
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.store import config_hash, load_thinking, save_thinking
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all, mixed, word_tokenizer
-from cacheprobe.training.checkpoint import read_checkpoint
-from cacheprobe.training.loop import LoopSettings, ModelLoop
+from cacheprobe.training.loop import LoopSettings, ModelLoop, one_thread, read_checkpoint
 from cacheprobe.training.thinking import run as thinking_run
-from cacheprobe.training.thinking.command import train_thinking
 from cacheprobe.training.thinking.evaluate import evaluate, follows_gold
 from cacheprobe.training.thinking.losses import ARMS, IGNORED, collate, losses, skipping_positions, tokens_to_write
 from cacheprobe.training.thinking.presets import PRESETS, preset_of
 from cacheprobe.training.thinking.recurrent import own_thoughts
-from cacheprobe.training.thinking.run import load_trained, train
-from cacheprobe.training.threads import one_thread
+from cacheprobe.training.thinking.run import load_trained, train, train_thinking
 from cacheprobe_analyses.thinking import thinking_states_table as table
 from cacheprobe_analyses.thinking import thoughts_are_causal as causal
 from tests.thinking.test_thinking import TINY, tiny

@@ -24,7 +24,7 @@ import cacheprobe as cp
 from cacheprobe.core.progress import Progress
 from cacheprobe.edits.patching.cells import Edit, cell, run_cells
 from cacheprobe.edits.patching.grid import difference
-from cacheprobe.edits.patching.pair import run_pair
+from cacheprobe.edits.patching.pairs import run_pair
 from cacheprobe.edits.patching.runs import read, run_once
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM

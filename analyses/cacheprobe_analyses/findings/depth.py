@@ -75,9 +75,8 @@ class Depth(Finding):
         return settings.lens_steps + 2
 
     def measure(self, settings: Settings, seed: int, advance: Advance) -> Measured:
-        from cacheprobe.training.tuned_lens.settings import TunedLensSettings
-        from cacheprobe.training.tuned_lens.text import task_prompts, write_texts
-        from cacheprobe.training.tuned_lens.train import TunedLensTrainer
+        from cacheprobe.training.settings import TunedLensSettings
+        from cacheprobe.training.tuned_lens import TunedLensTrainer, task_prompts, write_texts
 
         s, model = settings, _load(settings.model)
         of = TunedLensSettings(s.lens_steps, s.lens_texts, s.length, held_out=s.held_out, seed=seed)

@@ -13,7 +13,7 @@ import pandas as pd
 
 import cacheprobe as cp
 from cacheprobe.core.registry import register
-from cacheprobe.lenses.probes.auroc import auroc
+from cacheprobe.lenses.probes.rollback_prediction import auroc
 from cacheprobe_analyses.findings.finding import Advance, Finding, Measured, Published
 
 WRITE, READ, IGNORE = 2, 3, 4

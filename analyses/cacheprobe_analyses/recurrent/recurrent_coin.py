@@ -14,9 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cacheprobe.training.loop import LoopSettings
-from cacheprobe.training.progress import TrainingProgress
-from cacheprobe.training.threads import one_thread
+from cacheprobe.training.loop import LoopSettings, TrainingProgress, one_thread
 from cacheprobe_analyses.command import command
 from cacheprobe_analyses.recurrent.parity_models import Subject, right, trained, untrained
 from cacheprobe_analyses.recurrent.state_of_coin import exchanged, probed

@@ -23,8 +23,7 @@ import pandas as pd
 import cacheprobe as cp
 from cacheprobe.core.files import write_json
 from cacheprobe.tasks.base import Accuracy
-from cacheprobe.training.loop import LoopSettings
-from cacheprobe.training.threads import one_thread
+from cacheprobe.training.loop import LoopSettings, one_thread
 from cacheprobe.views import state_algorithm_figure
 from cacheprobe_analyses.records import records_of
 from cacheprobe_analyses.s3.s3_models import Subject, group_task, trained

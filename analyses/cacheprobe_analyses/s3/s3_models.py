@@ -20,8 +20,7 @@ from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.store import CONFIG, load_thinking, save_thinking
 from cacheprobe.tasks import Permutations, word_tokenizer
 from cacheprobe.tasks.base import Example
-from cacheprobe.training.loop import LoopSettings, ModelLoop, StepReport
-from cacheprobe.training.progress import TrainingProgress
+from cacheprobe.training.loop import LoopSettings, ModelLoop, StepReport, TrainingProgress
 from cacheprobe.training.thinking.losses import IGNORED
 from cacheprobe.training.thinking.presets import Preset
 from cacheprobe.training.thinking.run import TEST_SEED, train

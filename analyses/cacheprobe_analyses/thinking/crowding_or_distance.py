@@ -24,10 +24,10 @@ from cacheprobe.models.thinking.blocks import rotate
 from cacheprobe.models.thinking.model import ThinkingModel, thought_table
 from cacheprobe.tasks import Annotated
 from cacheprobe.tasks.people import NAMES
+from cacheprobe.training.loop import one_thread
 from cacheprobe.training.thinking.evaluate import READ_AT_ONCE
 from cacheprobe.training.thinking.losses import collate
 from cacheprobe.training.thinking.run import TEST_SEED, Trained
-from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses.command import command
 from cacheprobe_analyses.thinking.thinking_states_table import Config as Table
 from cacheprobe_analyses.thinking.thinking_states_table import trained_arm

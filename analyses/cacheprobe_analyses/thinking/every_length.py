@@ -17,7 +17,7 @@ from pathlib import Path
 from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.tasks.base import Accuracy
-from cacheprobe.training.threads import one_thread
+from cacheprobe.training.loop import one_thread
 from cacheprobe_analyses.records import RESULTS
 from cacheprobe_analyses.thinking.thinking_states_table import COIN_FLIPS, trained_arm
 from cacheprobe_analyses.thinking.thinking_states_table import Config as Table

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from cacheprobe.tasks.base import Accuracy
-from cacheprobe.training.progress import TrainingProgress
+from cacheprobe.training.loop import TrainingProgress, one_thread
 from cacheprobe.training.thinking.presets import preset_of
 from cacheprobe.training.thinking.run import CHECK_TEXTS, TEST_SEED, train
-from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses.command import command
 
 

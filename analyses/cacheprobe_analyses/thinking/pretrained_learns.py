@@ -23,10 +23,8 @@ from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.pretrained import ThinkingPretrained, config_of
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all, mixed
 from cacheprobe.tasks.base import Example
-from cacheprobe.training.loop import LoopSettings, ModelLoop
-from cacheprobe.training.progress import TrainingProgress
+from cacheprobe.training.loop import LoopSettings, ModelLoop, TrainingProgress, one_thread
 from cacheprobe.training.thinking.losses import collate, losses
-from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses.records import DIGITS
 
 LOSSES = ("lm", "thoughts")

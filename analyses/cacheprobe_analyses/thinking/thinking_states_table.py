@@ -20,10 +20,9 @@ from typing import Any
 from cacheprobe.core.files import write_json
 from cacheprobe.core.progress import Progress
 from cacheprobe.models.thinking.store import CONFIG
-from cacheprobe.training.thinking.command import train_thinking
+from cacheprobe.training.loop import one_thread
 from cacheprobe.training.thinking.presets import preset_of
-from cacheprobe.training.thinking.run import TEST_SEED, Trained, load_trained
-from cacheprobe.training.threads import one_thread
+from cacheprobe.training.thinking.run import TEST_SEED, Trained, load_trained, train_thinking
 from cacheprobe_analyses.records import RESULTS
 from cacheprobe_analyses.thinking.accuracy_tables import Result
 

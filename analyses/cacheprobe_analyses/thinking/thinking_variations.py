@@ -22,10 +22,9 @@ from cacheprobe.core.progress import Progress
 from cacheprobe.models.thinking.store import CONFIG, save_thinking
 from cacheprobe.tasks import TwoCoins
 from cacheprobe.tasks.base import Accuracy
-from cacheprobe.training.progress import TrainingProgress
+from cacheprobe.training.loop import TrainingProgress, one_thread
 from cacheprobe.training.thinking.presets import Preset, preset_of
 from cacheprobe.training.thinking.run import TEST_SEED, Trained, load_trained, train
-from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses.records import RESULTS
 
 STORED = RESULTS / "thinking-variations.json"

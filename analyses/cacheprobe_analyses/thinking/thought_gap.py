@@ -18,8 +18,8 @@ from typing import Any
 from cacheprobe.core.progress import Progress
 from cacheprobe.tasks import CoinFlip, Example, annotate_all, coin_question
 from cacheprobe.tasks.base import Accuracy
+from cacheprobe.training.loop import one_thread
 from cacheprobe.training.thinking.evaluate import evaluate
-from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses.command import command
 from cacheprobe_analyses.thinking.thinking_variations import BASE, trained_variation, variations
 from cacheprobe_analyses.thinking.thinking_variations import Config as Variations

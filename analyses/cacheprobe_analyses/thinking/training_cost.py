@@ -23,8 +23,8 @@ from cacheprobe.core.progress import Progress
 from cacheprobe.models.thinking.blocks import attention_bias
 from cacheprobe.models.thinking.config import ThinkingConfig
 from cacheprobe.models.thinking.model import ThinkingModel, pad_in_front
+from cacheprobe.training.loop import one_thread
 from cacheprobe.training.thinking.losses import IGNORED, ThinkingBatch, losses
-from cacheprobe.training.threads import one_thread
 from cacheprobe_analyses.command import command
 
 WAYS = ("parallel", "through time")

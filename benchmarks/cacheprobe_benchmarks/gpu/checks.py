@@ -14,10 +14,10 @@ from cacheprobe.engine.consistency import ShapeRefused
 from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.hf.bridge import BridgeLM
-from cacheprobe.models.hf.tiny import Size, tiny_model
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.ops.kernel_set import KernelSet
 from cacheprobe.trace.trace import Trace
+from cacheprobe_benchmarks.shared.tiny import Size, tiny_model
 
 SIZE = Size(vocab=1024, hidden=256, mlp=512, layers=4, heads=4, initializer_range=0.1)
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [30, 20, 10, 0]]

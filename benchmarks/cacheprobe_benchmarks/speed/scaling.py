@@ -34,8 +34,8 @@ import torch
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.hf.attention import attend_over_cache
-from cacheprobe.models.hf.tiny import TINY, Size, tiny_model
 from cacheprobe_benchmarks.shared.machine import machine, measuring
+from cacheprobe_benchmarks.shared.tiny import TINY, Size, tiny_model
 
 MOST = 1.05
 """Largest slope that counts as linear."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import cacheprobe as cp
-from cacheprobe.training.tuned_lens.run import train_tuned_lens
-from cacheprobe.training.tuned_lens.settings import TunedLensSettings
+from cacheprobe.training.settings import TunedLensSettings
+from cacheprobe.training.tuned_lens import train_tuned_lens
 from cacheprobe_benchmarks.shared.machine import machine, say
 
 STEPS, TEXTS, LENGTH, HELD_OUT = 24, 2, 64, 6

@@ -5,16 +5,17 @@ import json
 import tempfile
 import time
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import cacheprobe as cp
+from cacheprobe.core.registry import find
 from cacheprobe.sweeps.cells import Cell
-from cacheprobe.sweeps.index import INDEX
+from cacheprobe.sweeps.plan import make_plan
 from cacheprobe.sweeps.results import duckdb
-from cacheprobe.sweeps.storage.store import PLAN, SHARDS, SweepStore
+from cacheprobe.sweeps.settings import Resources, read_config
+from cacheprobe.sweeps.store import PLAN, SHARDS, SweepStore
 from cacheprobe_benchmarks.shared.machine import machine, measuring, say
 
 CELLS, WORKERS, MANY = 200, 2, 10_000
@@ -31,7 +32,7 @@ BY_LAYER = "select layer, avg(agrees_mean) as agrees from layers where status = 
 
 @dataclass(frozen=True)
 class Log:
-    """What a sweep's own event log says of its time."""
+    """When the cells of a sweep ran."""
 
     work: float
     """Seconds of all cells: run and commit."""
@@ -54,7 +55,7 @@ def run(rounds: int, *, cells: int = CELLS, many: int = MANY) -> dict[str, Any]:
             for number in range(rounds):
                 serial = _run(settings, folder / f"serial-{number}", "serial")
                 bar.advance(note=f"serial {serial.work:.0f} s")
-                logs.append((serial, _run(settings, folder / f"processes-{number}", "processes")))
+                logs.append((serial, _run(settings, folder / f"workers-{number}", "ray")))
                 bar.advance(note=f"{WORKERS} workers {logs[-1][1].wall:.0f} s")
         index = _many(folder / "serial-0", folder / "many", many, rounds)
     ratios = {
@@ -81,20 +82,19 @@ def run(rounds: int, *, cells: int = CELLS, many: int = MANY) -> dict[str, Any]:
 
 
 def _run(settings: dict[str, Any], out: Path, backend: str) -> Log:
-    report = cp.sweep(settings, out=out, backend=backend, progress=False)
-    if not report.is_complete:
-        raise RuntimeError(str(report))
-    (log,) = (out / "events").glob("*.jsonl")
-    events = [json.loads(line) for line in log.read_text().splitlines()]
-    ended = [event for event in events if event["event"] == "ended"]
-    began, over = (_moment(event) for event in (events[0], events[-1]))
-    starts = [_moment(event) - event["seconds"] for event in ended]
-    say(backend, over - began)
-    return Log(sum(event["seconds"] for event in ended), over - began, min(starts) - began)
-
-
-def _moment(event: dict[str, Any]) -> float:
-    return datetime.fromisoformat(event["time"]).timestamp()
+    """Runs the cells of a sweep on a backend, and returns when they ran."""
+    plan, store = make_plan(read_config(settings)), SweepStore(out)
+    store.write(PLAN, json.dumps(plan.to_json()).encode())
+    began, ended = time.monotonic(), []
+    run_cells = find("sweeps.backends", backend)
+    for _, outcome in run_cells(list(plan.cells.values()), str(out), Resources(workers=WORKERS), None):
+        if outcome is not None:
+            if outcome.cause:
+                raise RuntimeError(outcome.message)
+            ended.append((time.monotonic(), outcome.seconds))
+    wall = time.monotonic() - began
+    say(backend, wall)
+    return Log(sum(seconds for _, seconds in ended), wall, min(end - seconds for end, seconds in ended) - began)
 
 
 def _many(real: Path, out: Path, many: int, rounds: int) -> dict[str, Any]:
@@ -112,14 +112,12 @@ def _many(real: Path, out: Path, many: int, rounds: int) -> dict[str, Any]:
         digests.append(about["digest"])
     plan = {"format": "cacheprobe sweep", "format_version": 1, "plan": "", "code": "", "config": {}, "digests": digests}
     store.write(PLAN, json.dumps(plan).encode())
-    first, results = _timed(lambda: cp.load_sweep(out))
-    assert len(results) == many and (out / INDEX).exists()
     opened = [_timed(lambda: cp.load_sweep(out)) for _ in range(rounds)]
+    assert len(opened[0][1]) == many
     asked = [_timed(lambda: opened[-1][1].query(QUESTION))[0] for _ in range(rounds)]
     by_layer = [_timed(lambda: opened[-1][1].query(BY_LAYER))[0] for _ in range(rounds)]
     return {
         "many_cells": many,
-        "index_made_seconds": round(first, 2),
         "index_opened_seconds": round(median(seconds for seconds, _ in opened), 3),
         "grouped_query_seconds": round(median(asked), 3),
         "layers_query_seconds": round(median(by_layer), 3),

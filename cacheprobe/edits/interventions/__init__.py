@@ -1,10 +1,8 @@
 """Exports the functions that create interventions: changes of states, for `interventions=` of `cp.run`."""
 
 from cacheprobe.edits.interventions.base import Intervention, StateContext
-from cacheprobe.edits.interventions.directions import ablate, clamp, project, steer
-from cacheprobe.edits.interventions.experts import ablate_expert
-from cacheprobe.edits.interventions.features import FeatureChange, ablate_feature, steer_feature
-from cacheprobe.edits.interventions.functions import function
+from cacheprobe.edits.interventions.features import FeatureChange, ablate_expert, ablate_feature, steer_feature
+from cacheprobe.edits.interventions.functions import ablate, clamp, function, project, steer
 from cacheprobe.edits.interventions.make import add, mean, replace, resample, swap, zero
 from cacheprobe.edits.interventions.steering_files import read_steering
 

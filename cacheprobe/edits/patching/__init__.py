@@ -4,10 +4,9 @@ prediction of two answer tokens changes."""
 from typing import TYPE_CHECKING
 
 from cacheprobe.core.values import no_attribute
-from cacheprobe.edits.patching.activation import activation
 from cacheprobe.edits.patching.attribution import attribution
 from cacheprobe.edits.patching.grid import PatchingGrid
-from cacheprobe.edits.patching.prefix import prefix
+from cacheprobe.edits.patching.pairs import activation, prefix
 from cacheprobe.edits.patching.tracing import causal_tracing
 
 __all__ = ["PatchingGrid", "activation", "attribution", "causal_tracing", "prefix"]

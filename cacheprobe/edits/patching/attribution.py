@@ -10,12 +10,10 @@ from torch import Tensor
 from cacheprobe.core.progress import Progress
 from cacheprobe.core.tokens.text import visible
 from cacheprobe.core.values import whole_number
-from cacheprobe.edits.patching.activation import activation
-from cacheprobe.edits.patching.answers import Answer
-from cacheprobe.edits.patching.arguments import GridOptions, patched_place
+from cacheprobe.edits.patching.arguments import Answer, GridOptions, patched_place
 from cacheprobe.edits.patching.cells import MOST_ROWS
 from cacheprobe.edits.patching.grid import PatchingGrid, difference, pair_meta
-from cacheprobe.edits.patching.pair import PatchedPair
+from cacheprobe.edits.patching.pairs import PatchedPair, activation
 from cacheprobe.edits.patching.runs import AnswerPair, Run
 from cacheprobe.edits.patching.sweep import as_tokens, unpatched
 from cacheprobe.models.base import CachedLM

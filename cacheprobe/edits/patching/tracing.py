@@ -12,20 +12,22 @@ from torch import Tensor
 
 from cacheprobe.core.noise import derive_seed
 from cacheprobe.core.values import listed
-from cacheprobe.edits.patching.answers import Answer, as_answer, require_room
 from cacheprobe.edits.patching.arguments import (
     PATCHED_SITES,
+    Answer,
     GridOptions,
+    as_answer,
     as_layers,
     as_positions,
     as_token_ids,
     check_site,
     grid_config,
+    require_room,
     usable,
 )
 from cacheprobe.edits.patching.cells import Edit, PatchingCell, cell
 from cacheprobe.edits.patching.grid import GridMeta, PatchingGrid, answer_texts, as_stored
-from cacheprobe.edits.patching.pair import open_cell_store
+from cacheprobe.edits.patching.pairs import open_cell_store
 from cacheprobe.edits.patching.runs import AnswerLogits, Run, extend, run_once
 from cacheprobe.edits.patching.sweep import Group, Index, sweep, unpatched
 from cacheprobe.models.base import CachedLM

@@ -13,8 +13,7 @@ from torch import Tensor
 from cacheprobe.core.process import require_usable_process
 from cacheprobe.core.values import folder as checked_folder
 from cacheprobe.lenses.dictionaries.config import GATED, JUMPRELU, STANDARD, TOPK, DictionaryConfig, DictionaryError
-from cacheprobe.lenses.dictionaries.formats import Said, read_dictionary, shapes_of
-from cacheprobe.lenses.dictionaries.saving import save_saelens
+from cacheprobe.lenses.dictionaries.formats import Said, read_dictionary, save_saelens, shapes_of
 
 _TILE = 16
 """States that are encoded at once where only their largest features are kept."""

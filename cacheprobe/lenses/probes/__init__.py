@@ -3,12 +3,10 @@
 from typing import TYPE_CHECKING
 
 from cacheprobe.core.values import no_attribute
-from cacheprobe.lenses.probes.checks import ProbeError, require_above_chance
-from cacheprobe.lenses.probes.drafts import drafted
+from cacheprobe.lenses.probes.examples import ProbeError, labelled, require_above_chance
 from cacheprobe.lenses.probes.linear import ProbeResult, fit
-from cacheprobe.lenses.probes.places import labelled
 from cacheprobe.lenses.probes.regression import Regression, regress
-from cacheprobe.lenses.probes.rollback_prediction import RollbackPrediction, rollback_prediction
+from cacheprobe.lenses.probes.rollback_prediction import RollbackPrediction, drafted, rollback_prediction
 from cacheprobe.lenses.probes.untrained import untrained
 
 __all__ = [

@@ -11,10 +11,17 @@ from einops import rearrange
 from torch import Tensor
 
 from cacheprobe.core.values import require_known_options
-from cacheprobe.lenses.probes.checks import LEAST, ProbeError, require_enough
-from cacheprobe.lenses.probes.examples import Examples, LabelledStates, of_trace, of_vectors, pooled_examples
-from cacheprobe.lenses.probes.groups import control_labels, effective_number, group_folds
-from cacheprobe.lenses.probes.ridge import held_out_scores
+from cacheprobe.lenses.probes.examples import (
+    LEAST,
+    Examples,
+    LabelledStates,
+    ProbeError,
+    of_trace,
+    of_vectors,
+    pooled_examples,
+    require_enough,
+)
+from cacheprobe.lenses.probes.ridge import control_labels, effective_number, group_folds, held_out_scores
 from cacheprobe.ops.statistics import wilson
 from cacheprobe.trace.trace import Trace
 

@@ -9,9 +9,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.lenses.probes.checks import ProbeError
-from cacheprobe.lenses.probes.groups import group_folds
-from cacheprobe.lenses.probes.ridge import held_out_scores
+from cacheprobe.lenses.probes.examples import ProbeError
+from cacheprobe.lenses.probes.ridge import group_folds, held_out_scores
 
 K = TypeVar("K", bound=Hashable)
 STRENGTHS = (1e-6, 1e-4, 1e-2, 1.0)

@@ -1,6 +1,6 @@
 """Predicts rollbacks: classifies drafts from states before their verification, and compares with simple controls."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,13 +8,102 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.lenses.probes.auroc import auroc, resampled_auroc
-from cacheprobe.lenses.probes.checks import ProbeError
-from cacheprobe.lenses.probes.drafts import drafted, margins
-from cacheprobe.lenses.probes.groups import group_folds
-from cacheprobe.lenses.probes.ridge import held_out_scores
+from cacheprobe.analysis.reading import read_states
+from cacheprobe.lenses.logit import LogitLens
+from cacheprobe.lenses.probes.examples import ProbeError
+from cacheprobe.lenses.probes.ridge import group_folds, held_out_scores
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.trace import Trace
+
+
+def drafted(trace: Trace, unit: str = "draft") -> pd.DataFrame:
+    """Returns a DataFrame with one line for each verified draft, or for each of its tokens up to the first mismatch. A
+    line has the outcome, and the row that predicted the draft or token.
+
+    unit: "draft", with the row that predicted its first token; or "candidate", one line for each draft token up to the
+    first mismatch, since later tokens follow text that was never committed.
+    Columns: request_id, step (of the verdict), row, num_layers (blocks that ran for this row), position (of the first
+    draft token), generated (tokens before it), index (of the draft token), length (of the draft), is_rolled_back: for
+    unit "draft", whether any of its tokens was rolled back; for "candidate", whether this token was the first mismatch.
+    row: number of the newest row before the verification on whose text the draft token depends: of the draft pass that
+    proposed it, or, for a drafter that runs no model, of the canonical pass that chose the newest committed token.
+    Drafts without a captured row are left out.
+    Raises: ValueError for another unit.
+    """
+    if unit not in ("draft", "candidate"):
+        raise ValueError(f"unknown unit {unit!r}; give 'draft' or 'candidate'")
+    table = trace.row_table[trace.row_table.state_index >= 0]
+    rows_of = dict(list(table.groupby("request_id")))
+    prompts = {request.request_id: request.num_prompt_tokens for request in trace.requests}
+    verified = trace.event_table[trace.event_table.phase == "verify"].sort_values(["request_id", "step"])
+    last_verified_step: dict[int, int] = {}
+    records = []
+    for event in verified.itertuples():
+        last_verified, last_verified_step[event.request_id] = last_verified_step.get(event.request_id, -1), event.step
+        length = len(event.draft_token_ids)
+        rows = rows_of.get(event.request_id)
+        if not length or rows is None:
+            continue
+        start, accepted = int(event.draft_start), int(event.num_accepted)
+        last_index = 0 if unit == "draft" else min(accepted, length - 1)
+        is_draft_row = (rows.phase == "decode") & (rows.step > last_verified)
+        earlier = rows[(rows.step < event.step) & (is_draft_row | (rows.status == "committed"))]
+        for index in range(last_index + 1):
+            before_token = earlier[earlier.position < start + index]
+            if before_token.empty:
+                continue
+            row = before_token.sort_values(["position", "step"]).iloc[-1]
+            is_rolled_back = accepted < length if unit == "draft" else index == accepted
+            records.append(
+                (event.request_id, event.step, row.row, row.num_layers, start, start - prompts[event.request_id], index,
+                 length, is_rolled_back)
+            )  # fmt: skip
+    columns = [
+        "request_id", "step", "row", "num_layers", "position", "generated", "index", "length", "is_rolled_back",
+    ]  # fmt: skip
+    return pd.DataFrame(records, columns=columns)
+
+
+def margins(trace: Trace, rows: Iterable[int], layer: int, model: CachedLM | None = None) -> pd.Series:
+    """Returns a Series by row number, for the given rows: the gap in nats between the logit lens's two best tokens at
+    `layer`."""
+    row_table = trace.row_table[trace.row_table.row.isin(set(rows))]
+    read = read_states(trace, LogitLens(), layers=[layer], rows=row_table, model=model)
+    best = read.top_logprob_nats.map(lambda nats: float(nats[0] - nats[1]))
+    return pd.Series(best.to_numpy(), index=read.row.to_numpy())
+
+
+def auroc(scores: np.ndarray, labels: np.ndarray) -> float:
+    """Returns the AUROC of scores [n] for labels [n] (0 or 1), a number from 0 to 1; NaN if a class has no example.
+
+    It is the probability that an example of class 1 scores higher than one of class 0; ties count half.
+    Source: Hanley and McNeil 1982.  Twin: tests.twins.probes_slowly.auroc_slowly (every pair), ==.
+    """
+    _, index, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[index]  # ties share their mean rank
+    positive = int(labels.sum())
+    pairs = positive * (len(labels) - positive)
+    if not pairs:
+        return float("nan")
+    return float((ranks[labels == 1].sum() - positive * (positive + 1) / 2) / pairs)
+
+
+def resampled_auroc(
+    scores: Sequence[np.ndarray], labels: np.ndarray, groups: np.ndarray, number: int, seed: int
+) -> np.ndarray:
+    """Returns the AUROC of each score on `number` bootstrap samples of whole groups, as an array [number, len(scores)].
+
+    scores: arrays [n], one for each classifier; all use the same samples. Groups are drawn with replacement.
+    Source: bootstrap over clusters, Field and Welsh 2007.
+    """
+    members = [np.flatnonzero(groups == group) for group in np.unique(groups)]
+    draw = np.random.default_rng(seed)
+    out = np.empty((number, len(scores)))
+    for i in range(number):
+        index = np.concatenate([members[j] for j in draw.integers(0, len(members), len(members))])
+        out[i] = [auroc(score[index], labels[index]) for score in scores]
+    return out
+
 
 LEAST_ROLLBACKS = 500
 _RESAMPLES = 1000
@@ -62,8 +151,8 @@ def rollback_prediction(
     Returns a RollbackPrediction.
 
     traces: runs with the same drafter, whose captured states include `site`, and S, from which margins are computed.
-    unit: "draft" or "candidate" (single draft tokens), as in `drafts.drafted`.  layers: by default all captured layers
-    that ran for every draft.
+    unit: "draft" or "candidate" (single draft tokens), as in `cp.probes.drafted`.
+    layers: by default all captured layers that ran for every draft.
     least: minimum number of rollbacks; with fewer, the answer is "cannot tell".
     All examples of a prompt are in one fold. The answer uses the last tested layer only, so that no layer is selected
     after the fact.

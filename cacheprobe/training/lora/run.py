@@ -15,10 +15,9 @@ from cacheprobe.core.values import Json
 from cacheprobe.models.hf.adapters import CONFIG, TRAINING, WEIGHTS, base_sha256, file_sha256
 from cacheprobe.models.loaders import plain_model
 from cacheprobe.tasks.people import HELD_OUT_NAMES
-from cacheprobe.training.checkpoint import other_settings
-from cacheprobe.training.lora.settings import LoraSettings
+from cacheprobe.training.loop import TrainingProgress, other_settings
 from cacheprobe.training.lora.train import LoraTrainer
-from cacheprobe.training.progress import TrainingProgress
+from cacheprobe.training.settings import LoraSettings
 
 LARGEST_ADAPTER = 5_000_000
 """Largest allowed size of an adapter in float16, in bytes."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from cacheprobe.core.terminal import duration
 from cacheprobe.core.values import JsonDict
-from cacheprobe.sweeps.storage.store import PLAN, SHARDS
+from cacheprobe.sweeps.store import PLAN, SHARDS
 from cacheprobe.trace.manifest import JOURNAL, MANIFEST, TraceError
 from cacheprobe.trace.places import recorded_by
 from cacheprobe.trace.stored import StoredRun

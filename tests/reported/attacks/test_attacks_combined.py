@@ -14,8 +14,8 @@ from cacheprobe.engine.estimates.assumed import ALL_ACCEPTED
 from cacheprobe.engine.estimates.counting import count
 from cacheprobe.engine.watch import AGAIN_EVERY, Watch
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.training.draft_head.settings import DraftHeadSettings
-from cacheprobe.training.draft_head.train import _split, train_draft_head
+from cacheprobe.training.draft_head import _split, train_draft_head
+from cacheprobe.training.settings import DraftHeadSettings
 from tests.tiny import PROMPTS, hf_model, loaded
 
 # -- a preempted request that is not deterministic and began from an edited snapshot

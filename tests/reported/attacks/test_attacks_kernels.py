@@ -11,7 +11,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.registry import available
-from cacheprobe.models.hf.tiny import Size, tiny_model
+from cacheprobe_benchmarks.shared.tiny import Size, tiny_model
 
 SIZE = Size(vocab=40, hidden=16, mlp=24, layers=2, heads=4, initializer_range=0.3)
 CLEAN, CORRUPT, ANSWER = [1, 3, 4, 5], [1, 9, 4, 6], (7, 8)

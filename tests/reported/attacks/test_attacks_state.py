@@ -19,10 +19,10 @@ from cacheprobe.engine.consistency import ShapeRefused
 from cacheprobe.engine.fingerprint import FingerprintMismatch
 from cacheprobe.models.base import ModelError
 from cacheprobe.tasks.files import load_examples
-from cacheprobe.training.dictionary.settings import DictionarySettings
-from cacheprobe.training.dictionary.train import train_dictionary
+from cacheprobe.training.dictionary import train_dictionary
+from cacheprobe.training.settings import DictionarySettings
 from tests.dictionaries.planted import random_dictionary
-from tests.field.family_models import tiny_family
+from tests.field.tiny_family import tiny_family
 from tests.reported.test_shapes import generated
 from tests.tiny import SMALL, hf_model, loaded
 
@@ -72,8 +72,8 @@ def test_a_buffer_that_changes_inside_or_between_runs_is_noticed(family: str, na
 FORKED = """
 import os, signal, torch
 import cacheprobe as cp
-from cacheprobe.training.dictionary.settings import DictionarySettings
-from cacheprobe.training.dictionary.train import train_dictionary
+from cacheprobe.training.settings import DictionarySettings
+from cacheprobe.training.dictionary import train_dictionary
 from tests.dictionaries.planted import random_dictionary
 from tests.tiny import hf_model
 torch.set_num_threads(2)

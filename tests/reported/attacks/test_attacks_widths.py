@@ -12,7 +12,7 @@ from cacheprobe.core.records import Request
 from cacheprobe.engine.consistency import Hooked, ShapeRefused, invariant_widths, narrow_widths
 from cacheprobe.models.paths import choose_path
 from tests.compiled import on_loops
-from tests.field.family_models import tiny_family
+from tests.field.tiny_family import tiny_family
 from tests.planted import Planted, ends, in_some_narrow_passes
 from tests.tiny import VOCAB, hf_model
 

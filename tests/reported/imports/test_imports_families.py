@@ -10,9 +10,9 @@ import pytest
 import transformers
 
 import cacheprobe as cp
-from cacheprobe.cli.doctor.families.tiny import tiny_family
-from cacheprobe.cli.doctor.families.variants import VARIANTS
 from cacheprobe.trace.importers.common import ImportRefused
+from tests.field.tiny_family import tiny_family
+from tests.field.variants import VARIANTS
 from tests.reported.imports.imported import Generated, blocks_of
 
 TABLE = Path(__file__).parents[3] / "docs" / "families.txt"

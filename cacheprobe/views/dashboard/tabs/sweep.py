@@ -46,7 +46,7 @@ class SweepCells(View):
     @cached_property
     def varied(self) -> Mapping[str, Sequence[object]]:
         """By axis that differs among the cells: its values in order."""
-        from cacheprobe.sweeps.index import AXIS_COLUMNS
+        from cacheprobe.sweeps.results import AXIS_COLUMNS
 
         values = {name: in_order(_axis_values(self.sweep.cells, name).unique()) for name in AXIS_COLUMNS}
         return {name: of_axis for name, of_axis in values.items() if len(of_axis) > 1}
@@ -86,7 +86,7 @@ class SweepCells(View):
     @cached_property
     def cells(self) -> pd.DataFrame:
         """Drawn cells: their axes that differ, and results."""
-        from cacheprobe.sweeps.index import AXIS_COLUMNS
+        from cacheprobe.sweeps.results import AXIS_COLUMNS
 
         axes = [name for name in AXIS_COLUMNS if self.sweep.cells[name].nunique(dropna=False) > 1]
         return self.drawn(self.sweep.cells)[["digest", *axes, "tokens", "acceptance", "accuracy"]]

@@ -1,1 +1,0 @@
-"""Measures how well a dictionary reconstructs the states of a trace."""

@@ -1,1 +1,0 @@
-"""Computes from a stored trace which draft tokens a verifier would accept, without running the model."""

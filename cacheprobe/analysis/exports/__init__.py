@@ -1,1 +1,0 @@
-"""Gives the states of a trace to other libraries: pandas, datasets, Parquet, numpy, xarray and speculators."""

@@ -1,1 +1,0 @@
-"""Measures, on tiny random models, what cacheprobe can do with every decoder family of the installed transformers."""

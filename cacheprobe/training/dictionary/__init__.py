@@ -1,1 +1,0 @@
-"""Trains small topk dictionaries on the states of a trace."""

@@ -1,1 +1,0 @@
-"""Trains draft heads on the states of a trace."""

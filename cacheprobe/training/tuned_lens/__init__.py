@@ -1,1 +1,0 @@
-"""Trains tuned lenses: an affine map (translator) after each block, from which the unembedding predicts tokens."""

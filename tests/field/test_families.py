@@ -1,0 +1,208 @@
+"""The table of model families: telling families pass all columns, others are refused with a reason, and a planted fault
+turns its column red."""
+
+import copy
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cacheprobe as cp
+from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.plain.memory import SLIDING_FAMILIES
+from cacheprobe.models.plain.sites import PlainSites
+from cacheprobe.models.plain.structure import AddedPart, PlainBlock
+from tests.field import __main__ as command
+from tests.field import rows, table
+from tests.field.columns import COLUMNS, PROMPTS
+from tests.field.rows import Row, measure
+from tests.field.tiny_family import families, tiny_config, tiny_family
+from tests.field.variants import VARIANTS
+
+QUICK = frozenset(
+    "llama granite bloom opt exaone4 mamba2 jamba rwkv falcon_h1 nemotron_h gemma4_text inkling_text minimax bart "
+    "openai-gpt gemma3n_text deepseek_v3 gemma3_text gpt2 gpt_neox mixtral qwen3 blt falcon gpt_neo gpt_oss lfm2 mamba "
+    "qwen3_5_text".split()
+)
+"""Tried by `make test`: at least one family of each kind. The rest are slow."""
+Edit = Callable[[Tensor], Tensor | None]
+DOCS = Path(__file__).parents[2] / "docs/families.txt"
+DOCUMENTED = {line.split(" | ")[0].removeprefix("| "): line for line in DOCS.read_text(encoding="utf-8").splitlines()}
+"""The line of docs/families.txt of each family and variant."""
+DENSE = [*families(), *(name for name, variant in VARIANTS.items() if not variant.quantised)]
+"""tests/quantised measures the others, with the libraries that they need."""
+
+
+@pytest.fixture(autouse=True)
+def without_notes() -> Iterator[None]:
+    """transformers warns of unusual settings; these notes are no failures."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in DENSE]
+)
+def test_a_family_passes_the_columns_that_the_table_says_or_is_refused(name: str) -> None:
+    row = measure(name)
+    said = table.markdown_line(row).rpartition(" | ")[0]  # numbers in a reason may differ
+    assert DOCUMENTED[name].startswith(said), row
+    assert row.is_green or row.reasons[0]
+    assert row.is_green == ("| all |" in DOCUMENTED[name]) and row.is_refused == (not row.path)
+
+
+def test_every_family_of_the_sliding_list_is_compared_past_its_window() -> None:
+    assert all("| all |" in DOCUMENTED[family] for family in SLIDING_FAMILIES)
+    for family in ("gemma2", "gemma3_text", "mistral"):
+        assert tiny_config(family).sliding_window < max(map(len, PROMPTS))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+def test_drafts_equal_the_assisted_generation_and_prompt_lookup_of_transformers(family: str) -> None:
+    """transformers speculates with a smaller model and with n-grams of the prompt; so do our two drafters."""
+    prompts = [[1, 2, 3, 4, 5], [7, 8, 9], [3, 9, 27, 81, 5, 15, 45] * 3, [11, 12]]
+    plain, other = tiny_family(family), tiny_family(family, seed=1)
+    drafters: list[tuple[dict[str, Any], Any]] = [
+        (dict(assistant_model=other), cp.drafters.DraftModel(cp.load_model(copy.deepcopy(other)))),
+        (dict(prompt_lookup_num_tokens=3), cp.drafters.NGram(min_ngram=1)),
+    ]
+    model = cp.load_model(copy.deepcopy(plain))
+    generate: Any = plain.generate
+    for how, drafter in drafters:
+        theirs = [
+            generate(
+                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=10, do_sample=False, pad_token_id=0, **how,
+            )[0, len(prompt) :].tolist()
+            for prompt in prompts
+        ]  # fmt: skip
+        trace = cp.run(model, prompts, drafter=drafter, capacity=96, max_new_tokens=10, capture=None, progress=False)
+        assert [trace.committed(i) for i in range(len(prompts))] == theirs
+        assert trace.num_rolled_back > 0
+
+
+def test_a_model_that_transformer_lens_cannot_describe_is_refused_by_name() -> None:
+    """TransformerLens raises a TypeError for a config without sizes of its own, such as BLT's."""
+    with pytest.raises(ModelError, match=r"TransformerBridge does not take BltForCausalLM: .*missing"):
+        cp.load_model(tiny_family("blt"))
+
+
+def _plant_forgetful_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollback after which the first rejected token's keys and values come back."""
+    truncate, store = KVCache.truncate, KVCache.store
+    stale: dict[int, tuple[int, int, list[Tensor], list[Tensor]]] = {}
+
+    def remember(cache: KVCache, row: int, length: int) -> None:
+        keys, values = ([t[row, :, length].clone() for t in tensors] for tensors in (cache.keys, cache.values))
+        stale[id(cache)] = row, length, keys, values
+        truncate(cache, row, length)
+
+    def store_again(cache: KVCache, layer: int, *arguments: Any) -> slice | Tensor:
+        written = store(cache, layer, *arguments)
+        if id(cache) in stale:
+            row, slot, keys, values = stale[id(cache)]
+            cache.keys[layer][row, :, slot], cache.values[layer][row, :, slot] = keys[layer], values[layer]
+        return written
+
+    monkeypatch.setattr(KVCache, "truncate", remember)
+    monkeypatch.setattr(KVCache, "store", store_again)
+
+
+def _plant_early_t(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T captured at the attention, before the norm that follows."""
+    own = PlainSites._add_sum
+
+    def early(self: PlainSites, stack: ExitStack, block: PlainBlock, parts: Sequence[AddedPart], edit: Edit) -> None:
+        is_t = tuple(parts) == block.attended
+        own(self, stack, block, (replace(parts[0], path=block.attention),) if is_t else parts, edit)
+
+    monkeypatch.setattr(PlainSites, "_add_sum", early)
+
+
+def _plant_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last norm that is changed before the model is loaded, and not in the copy that generates."""
+    load = rows.load_model
+
+    def spoilt(live: Any, **settings: Any) -> Any:
+        with torch.no_grad():
+            live.model.norm.weight.mul_(torch.linspace(-1, 1, live.config.hidden_size))
+        return load(live, **settings)
+
+    monkeypatch.setattr(rows, "load_model", spoilt)
+
+
+def _plant_lost_edit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edits that are computed and not applied."""
+    own = PlainSites._add_hooks
+
+    def lost(self: PlainSites, stack: ExitStack, site: str, layer: int, edit: Callable[[Tensor], object]) -> None:
+        own(self, stack, site, layer, lambda value: (edit(value), None)[1])
+
+    monkeypatch.setattr(PlainSites, "_add_hooks", lost)
+
+
+@pytest.mark.parametrize(
+    ("plant", "family", "column"),
+    [
+        (_plant_forgetful_rollback, "opt", "rollback"),
+        (_plant_early_t, "kolibri1", "S/T/C"),
+        (_plant_lost_edit, "opt", "edits"),
+        (_plant_other_weights, "llama", "generate"),
+    ],
+    ids=["a rejected row comes back", "T before its norm", "a lost edit", "other weights"],
+)
+def test_a_planted_fault_turns_its_column_red(
+    plant: Callable[[pytest.MonkeyPatch], None], family: str, column: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "COLUMNS", {column: COLUMNS[column]})
+    assert measure(family).cells == {"loads": True, column: True}
+    plant(monkeypatch)
+    assert measure(family).cells == {"loads": True, column: False}
+
+
+def _dies(names: list[str], results: Any) -> None:
+    os._exit(1)
+
+
+def test_a_crash_costs_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "measure_in_worker", _dies)
+    (row,) = list(table._measured(["llama", "gpt2"]))
+    assert row.name == "llama" and row.is_crash and not row.is_refused and "process ended" in row.reasons[0]
+
+
+def test_the_command_prints_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    good = Row("llama", "LlamaForCausalLM", dict.fromkeys(("loads", *COLUMNS), True), "fast")
+    bad = Row("phi", "PhiForCausalLM", {**good.cells, "D1": False}, "plain", ["D1: other bits"])
+    refused = Row("mamba", "MambaForCausalLM", {"loads": False}, "", ["recurrent"])
+    monkeypatch.setattr(table, "measure_all", lambda names: [good, bad, refused])
+    assert command.main(["llama", "phi", "mamba"]) == 1
+    said = capsys.readouterr()
+    assert "1 of 3 pass all columns, 1 are refused, 1 fail a column" in said.err
+    assert "| phi | plain | all but D1 | D1: other bits |" in said.out and "| mamba | - | none, refused |" in said.out
+
+
+def test_names_of_families() -> None:
+    assert len(families()) > 60
+    assert table.names_to_measure(["llama", "qwen3"]) == ["llama", "qwen3"]
+    assert set(VARIANTS) <= set(table.names_to_measure())
+    assert all(variant.family in families() for variant in VARIANTS.values())
+    with pytest.raises(ValueError, match="unknown family 'lama'.*llama"):
+        table.names_to_measure(["lama"])
+
+
+def test_an_error_of_a_column_is_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(subject: object) -> str:
+        raise RuntimeError("a shape is wrong")
+
+    monkeypatch.setattr(rows, "COLUMNS", {"Z": broken})
+    row = measure("llama")
+    assert row.cells == {"loads": True, "Z": False} and row.reasons[-1] == "Z: RuntimeError: a shape is wrong"
