@@ -75,23 +75,6 @@ def test_a_clicked_superseded_row_is_spoken_of_with_its_own_draft(
     assert OUTCOMES[verdict] in drafts[0]
 
 
-@pytest.mark.parametrize(("status", "kind"), [("rolled_back", "a rejected"), ("given_up", "a draft that was given up")])
-def test_a_clicked_row_that_was_fed_no_committed_token_says_so(
-    browser: Browser, address: str, trace: cp.Trace, status: str, kind: str
-) -> None:
-    table = last_readings(trace)
-    mine = table[(table.status == status) & table.row_canonical.notna() & (table.token != table.token_canonical)]
-    row = next(mine.itertuples())
-    with opened(browser, link(address, row)) as page:
-        said, card = clicked(page, row)
-    word = status.replace("_", " ").capitalize()
-    where = f"{word} row, step {row.step}, reads position {row.position}, predicts {row.position + 1}: "
-    assert said.startswith(f"{where}fed “{row.read_token}”, {kind}")
-    assert f"had “{row.token}” first" in said and "committed in" not in said
-    assert card.startswith(f"This row was fed {kind}") and f"it predicted “{row.token}”" in card
-    assert f"{word.lower()}, {row.phase} in step {row.step}" in card and "next token" not in card
-
-
 def test_a_clicked_committed_row_is_spoken_of_after_another_was(
     browser: Browser, address: str, trace: cp.Trace
 ) -> None:

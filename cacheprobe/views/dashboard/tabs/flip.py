@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Hashable, Sequence
-from functools import cached_property
 
 import pandas as pd
 
@@ -29,22 +28,22 @@ class FlipSearch(View):
         """Names the verdict, which stays while a run that is recorded grows."""
         return self.tables.run.directory, self.tables.run.run_id, self.request, self.step
 
-    @cached_property
-    def job(self) -> FlipJob | None:
-        """The background process, which is started if the question says so; None without one. Raises: CannotShow for a
-        run whose model is not on this machine."""
+    def _job(self) -> FlipJob | None:
+        """Returns the background process, which is started if the question says so; None without one. Raises: CannotShow
+        for a run whose model is not on this machine."""
+        key = self._key
         if one_of(self.question["do"], "do", ACTS) != "start":
-            return self.run_list.jobs.look(self._key)
+            return self.run_list.jobs.look(key)
         name = self.run_list.model or self.tables.run.fingerprint["model"]
         if not is_on_this_machine(name):
             raise CannotShow(f"the model {name} is not on this machine; give the directory of its weights with --model")
         asked = {"run": directory_of(self.tables), "request": self.request, "step": self.step}
-        return self.run_list.jobs.start(self._key, {**asked, "model": self.run_list.model})
+        return self.run_list.jobs.start(key, {**asked, "model": self.run_list.model})
 
     def draw(self) -> PageAnswer:
         """Returns how far the process is, or its result: html, graphs, more (the command), and goes_on (whether to ask
         again). Raises: CannotShow without a process, and with the reason if the process failed."""
-        job, act = self.job, self.question["do"]
+        job, act = self._job(), self.question["do"]
         if job is None and act == "open":
             html = (
                 f"<h3>What would have changed the verdict of request {self.request} in step {self.step}?</h3>"
@@ -88,9 +87,10 @@ class FlipSearch(View):
 
     def table(self) -> pd.DataFrame:
         """Returns the result of the search. Raises: CannotShow if there is none yet."""
-        if self.job is None or self.job.table is None:
+        job = self.run_list.jobs.look(self._key)
+        if job is None or job.table is None:
             raise CannotShow(f"request {self.request} step {self.step}: no result of this search yet")
-        return self.job.table
+        return job.table
 
     def code(self) -> list[str]:
         """Returns the code of the search."""

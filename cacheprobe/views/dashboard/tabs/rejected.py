@@ -13,6 +13,7 @@ from cacheprobe.views.dashboard.facts import request_story, why_none_rejected
 from cacheprobe.views.dashboard.rejected_list import LINES_A_PAGE, SORTS, Range, RejectedList, Selection, searchable
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.run_tables import RunTables
+from cacheprobe.views.dashboard.tabs.tables import sorting_heads
 from cacheprobe.views.dashboard.view import CannotShow, PageQuestion, View, number, whole
 from cacheprobe.views.report.rejections import FLIP_WORDS, flip_of, margin_of, quoted
 from cacheprobe.views.text import markup, plain, shorten, text_of, token_label
@@ -79,13 +80,15 @@ class RejectedDrafts(View):
         body = "".join(_line(tables, line, selection.find) for line in shown.itertuples())
         rejected.read_ahead()
         count, num_requests = len(drafts), drafts.request_id.nunique()
+        heads = sorting_heads(_HEADS, _NUMBERS, selection.sort, "sort")
+        head = f"<thead><tr>{heads}<th>text around</th></tr></thead>"
         finding = f"{count:,} draft{'s were' if count != 1 else ' was'} rejected, "
         finding += f"in {num_requests:,} request{'s' * (num_requests != 1)}"
         return (
             f"<h2>{finding}</h2><p class='note'>{_note(tables)}</p>"
             f"{_finder(selection)}{_filters(tables)}{_pages(len(lines), page, last_page)}"
             f"{_left_out(*rejected.left_out(selection))}"
-            + (f"<div class='scroll'><table class='rejected'>{_head(selection.sort)}<tbody>{body}</tbody></table></div>"
+            + (f"<div class='scroll'><table class='rejected'>{head}<tbody>{body}</tbody></table></div>"
                if len(lines) else f"<p class='refused'>{markup(_nothing_found(selection))}</p>")
         )  # fmt: skip
 
@@ -252,17 +255,6 @@ def _left_out(num_without_layer: int, num_without_margin: int) -> str:
 
 def _lines(count: int) -> str:
     return f"{count:,} line{'s' * (count != 1)}"
-
-
-def _head(sort: str) -> str:
-    """Returns HTML of the line of heads, which sort the list."""
-    cells = []
-    for key, name in _HEADS.items():
-        is_sorted, side = sort.removeprefix("-") == key, " class='number'" if key in _NUMBERS else ""
-        order = f" aria-sort='{'descending' if sort.startswith('-') else 'ascending'}'" if is_sorted else ""
-        sign = (" ▼" if sort.startswith("-") else " ▲") if is_sorted else ""
-        cells.append(f"<th{side}{order}><button data-intent='sort' data-sort='{key}'>{name}{sign}</button></th>")
-    return f"<thead><tr>{''.join(cells)}<th>text around</th></tr></thead>"
 
 
 def _line(tables: RunTables, line: TableLine, find: str) -> str:

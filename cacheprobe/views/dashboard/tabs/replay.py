@@ -18,14 +18,18 @@ MOST_PARTS = 400
 """Largest number of parts that the overview cuts a run into."""
 
 
-class Timeline(View):
-    """One page of the timeline: the passes of some requests in some steps. zoomed: the steps were chosen, and fill the
-    width."""
+class _OfRequests(View):
+    """A view that shows some requests, one below the other."""
 
     @cached_property
     def requests(self) -> list[int]:
         """Ids of the requests of the page."""
         return requests_of(self.question, self.tables.by_losses, MOST_REQUESTS)
+
+
+class Timeline(_OfRequests):
+    """One page of the timeline: the passes of some requests in some steps. zoomed: the steps were chosen, and fill the
+    width."""
 
     @cached_property
     def steps(self) -> range:
@@ -94,13 +98,8 @@ def overview(run_list: RunList, question: PageQuestion) -> str:
     return f'<svg {box} role="img" aria-label="{label}"><title>{label}</title>{"".join(parts)}</svg>'
 
 
-class TokenGrid(View):
+class TokenGrid(_OfRequests):
     """The grid of requests by generated tokens after the chosen step."""
-
-    @cached_property
-    def requests(self) -> list[int]:
-        """Ids of the requests of the page."""
-        return requests_of(self.question, self.tables.by_losses, MOST_REQUESTS)
 
     @cached_property
     def places(self) -> range:

@@ -1,7 +1,7 @@
 """Sorts and filters any table for the page, and draws it with heads that sort it."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import pandas as pd
 
@@ -74,9 +74,10 @@ def sortable(
     cells: functions that draw the cells of some columns; others are drawn as text.
     """
     drawn, wanted, found = table.head(MOST_LINES), _text(question, "filter"), len(table)
-    sides = {str(name): " class=number" if _has_numbers(table[name]) else "" for name in table.columns}
-    lines = "".join(_line(line, sides, cells or {}) for line in drawn.to_dict("records"))
-    head = _head(sides, _text(question, "order"))
+    labels = {str(name): str(name) for name in table.columns}
+    numbers = {name for name in labels if _has_numbers(table[name])}
+    lines = "".join(_line(line, numbers, cells or {}) for line in drawn.to_dict("records"))
+    head = f"<thead><tr>{sorting_heads(labels, numbers, _text(question, 'order'), 'order')}</tr></thead>"
     shown = f"<div class='scroll'><table class='sorts'>{head}<tbody>{lines}</tbody></table></div>"
     if not found:
         said = f"No line has “{markup(plain(wanted))}” in it." if wanted else "The table has no line."
@@ -116,25 +117,29 @@ def _has_numbers(values: pd.Series) -> bool:
     return pd.api.types.is_numeric_dtype(known) and not pd.api.types.is_bool_dtype(known)
 
 
-def _line(line: JsonDict, sides: Mapping[str, str], cells: Mapping[str, CellHtml]) -> str:
+def _line(line: JsonDict, numbers: Collection[str], cells: Mapping[str, CellHtml]) -> str:
     parts = []
-    for name, side in sides.items():
-        value = line[name]
+    for name, value in line.items():
         text = site_label(value) if name == "site" and isinstance(value, str) else as_text(value)
-        parts.append(f"<td{side}>{cells[name](value, line) if name in cells else markup(text)}</td>")
+        inside = cells[name](value, line) if name in cells else markup(text)
+        parts.append(f"<td{' class=number' if name in numbers else ''}>{inside}</td>")
     return f"<tr>{''.join(parts)}</tr>"
 
 
-def _head(sides: Mapping[str, str], order: str) -> str:
-    """Returns HTML of the line of heads; a click sorts by the column: smallest first, largest first, as it was."""
-    parts, is_falling = [], order.startswith("-")
-    for name, side in sides.items():
-        is_sorted = order.removeprefix("-") == name
+def sorting_heads(labels: Mapping[str, str], numbers: Collection[str], sort: str, intent: str) -> str:
+    """Returns HTML of the heads of columns, each a button that sorts: smallest first, largest first, as it was.
+
+    labels: by key of the column.  numbers: keys of columns of numbers.  sort: key of the column that sorts, with "-" in
+    front for the largest first.  intent: what the page's script does with a press.
+    """
+    parts, is_falling = [], sort.startswith("-")
+    for key, label in labels.items():
+        is_sorted, side = sort.removeprefix("-") == key, " class=number" if key in numbers else ""
         aria = f" aria-sort={'descending' if is_falling else 'ascending'}" if is_sorted else ""
         sign = (" ▼" if is_falling else " ▲") if is_sorted else ""
-        button = f'<button data-intent="order" data-order="{markup(name)}">{markup(name)}{sign}</button>'
+        button = f'<button data-intent="{intent}" data-{intent}="{markup(key)}">{markup(label)}{sign}</button>'
         parts.append(f"<th{side}{aria}>{button}</th>")
-    return f"<thead><tr>{''.join(parts)}</tr></thead>"
+    return "".join(parts)
 
 
 def _text(question: PageQuestion, what: str) -> str:
