@@ -29,8 +29,8 @@ class FlipSearch(View):
         return self.tables.run.directory, self.tables.run.run_id, self.request, self.step
 
     def _job(self) -> FlipJob | None:
-        """Returns the background process, which is started if the question says so; None without one. Raises: CannotShow
-        for a run whose model is not on this machine."""
+        """Returns the background process, which is started if the question says so; None without one. Raises:
+        CannotShow for a run whose model is not on this machine."""
         key = self._key
         if one_of(self.question["do"], "do", ACTS) != "start":
             return self.run_list.jobs.look(key)
