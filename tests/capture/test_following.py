@@ -15,8 +15,8 @@ from cacheprobe.trace.parts.following import FollowedRun
 from cacheprobe.trace.parts.journal import read_journal, read_on
 from cacheprobe.trace.tables.build import hypotheses_table
 from cacheprobe.views.dashboard import app
+from cacheprobe.views.dashboard.questions import answered
 from cacheprobe.views.dashboard.run_list import RunList, TokensSoFar, progress_of
-from cacheprobe.views.dashboard.view import answered
 from tests.dashboard.growing_run import MOST, SETTINGS, begun, go_on, part_each_round
 from tests.tiny import PROMPTS
 

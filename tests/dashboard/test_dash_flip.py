@@ -13,9 +13,9 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.views.dashboard.flip_process import WORKER, FlipJob
+from cacheprobe.views.dashboard.questions import CannotShow, answered
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs import flip, lens
-from cacheprobe.views.dashboard.view import CannotShow, answered
 from tests.chromium import PICTURES, chromium
 from tests.dash_page import answered as shown
 from tests.dash_page import opened, served, until

@@ -14,8 +14,8 @@ from threading import Event
 import pytest
 
 from cacheprobe.views.dashboard.app import Answers, listen
+from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion
 from cacheprobe.views.dashboard.run_list import RunList
-from cacheprobe.views.dashboard.view import CannotShow, PageQuestion
 from cacheprobe_benchmarks.shared.large_run import save_large_run
 from tests.dash_page import asked, save_runs, served
 

@@ -14,9 +14,9 @@ from cacheprobe.analysis.comparison import RequestDifference
 from cacheprobe.analysis.measures import prediction_depth_of
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.trace.tables.token_history import TokenOutcome, standing_at, token_history
+from cacheprobe.views.dashboard.questions import CannotShow, answered, span, whole
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs import cache, compare, replay
-from cacheprobe.views.dashboard.view import CannotShow, answered, span, whole
 from cacheprobe.views.diagrams.cache_strip import cache_passes, cache_strip, memory_sentence
 from cacheprobe.views.diagrams.decode_grid import SIGNS, decode_picture
 from cacheprobe.views.diagrams.timeline import TIMELINE_LEGEND, timeline_finding, timeline_picture

@@ -12,10 +12,10 @@ import cacheprobe as cp
 from cacheprobe.trace.parts.following import FollowedRun
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.views.dashboard import facts
+from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion
 from cacheprobe.views.dashboard.rejected_list import LINES_A_PAGE, SORTS, RejectedList, Selection
 from cacheprobe.views.dashboard.run_list import Follower, RunList
 from cacheprobe.views.dashboard.tabs import rejected
-from cacheprobe.views.dashboard.view import CannotShow, PageQuestion
 from cacheprobe_benchmarks.shared.large_run import save_large_run
 from tests.dashboard.growing_run import begun, go_on, part_each_round
 from tests.tiny import PROMPTS, SMALL, loaded

@@ -16,8 +16,8 @@ from cacheprobe.lenses.base import LensError, require_readable
 from cacheprobe.lenses.tuned import TunedLens
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.equality import bitwise, close
+from cacheprobe.views.dashboard.questions import CannotShow
 from cacheprobe.views.dashboard.run_list import RunList
-from cacheprobe.views.dashboard.view import CannotShow
 from tests.thinking.test_thinking import tiny as tiny_thinker
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 from tests.twins.lenses_slowly import inserted_slowly

@@ -8,8 +8,8 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.views.dashboard import app
 from cacheprobe.views.dashboard.export import csv_text
+from cacheprobe.views.dashboard.questions import CannotShow, answered
 from cacheprobe.views.dashboard.run_list import RunList
-from cacheprobe.views.dashboard.view import CannotShow, answered
 from tests.tiny import PROMPTS, loaded
 
 IDS = [9, 41, 7, 3, 22, 22]

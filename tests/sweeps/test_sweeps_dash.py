@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.views.dashboard.questions import CannotShow
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs import results
-from cacheprobe.views.dashboard.view import CannotShow
 from cacheprobe.views.sweep_grid import in_order
 
 SETTINGS = {

@@ -18,6 +18,7 @@ from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 from cacheprobe.core.terminal import DASH_PORT
 from cacheprobe.views.dashboard import facts, shell
 from cacheprobe.views.dashboard.export import csv_text
+from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, PageQuestion, answered, one_of
 from cacheprobe.views.dashboard.reader import RECORDED
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.run_tables import RunTables
@@ -26,7 +27,6 @@ from cacheprobe.views.dashboard.tabs.lens import RowCard
 from cacheprobe.views.dashboard.tabs.rejected import walk
 from cacheprobe.views.dashboard.tabs.replay import overview
 from cacheprobe.views.dashboard.tabs.text import range_view
-from cacheprobe.views.dashboard.view import CannotShow, PageAnswer, PageQuestion, answered, one_of
 
 CONTROLS = ("run", "request", "step", "site", "lens", "colour", "rows", "against", "measure")
 """Ids of the menus and the slider, in the order of assets/talk.js."""

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from cacheprobe.core.values import JsonDict
+from cacheprobe.views.dashboard.questions import PageQuestion
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.run_tables import RunTables
-from cacheprobe.views.dashboard.view import PageQuestion
 from cacheprobe.views.report.insight import drafts_sentence
 from cacheprobe.views.text import plain, text_of, token_texts
 

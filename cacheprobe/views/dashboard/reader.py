@@ -16,8 +16,8 @@ from cacheprobe.core.tokens.text import texts_of_backend
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.known import local_file
 from cacheprobe.trace.stored import StoredRun
+from cacheprobe.views.dashboard.questions import CannotShow
 from cacheprobe.views.dashboard.run_tables import RunTables
-from cacheprobe.views.dashboard.view import CannotShow
 
 if TYPE_CHECKING:
     from cacheprobe.lenses.base import Lens

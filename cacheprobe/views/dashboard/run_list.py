@@ -16,9 +16,9 @@ from cacheprobe.trace.manifest import JOURNAL, MANIFEST, TraceError
 from cacheprobe.trace.places import recorded_by
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.views.dashboard.flip_process import FlipJobs
+from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion, whole
 from cacheprobe.views.dashboard.reader import RunReader
 from cacheprobe.views.dashboard.run_tables import RunTables
-from cacheprobe.views.dashboard.view import CannotShow, PageQuestion, whole
 
 if TYPE_CHECKING:
     from cacheprobe.trace.parts.following import FollowedRun

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from cacheprobe.views.dashboard.questions import PageQuestion
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs.cache import CacheSlots, VerifyWindow
 from cacheprobe.views.dashboard.tabs.compare import Comparison
@@ -11,7 +12,7 @@ from cacheprobe.views.dashboard.tabs.rejected import RejectedDrafts
 from cacheprobe.views.dashboard.tabs.replay import Timeline, TokenGrid
 from cacheprobe.views.dashboard.tabs.results import result_view
 from cacheprobe.views.dashboard.tabs.text import RequestText, Thoughts
-from cacheprobe.views.dashboard.view import PageQuestion, View
+from cacheprobe.views.dashboard.view import View
 
 VIEWS: dict[str, Callable[[RunList, PageQuestion], View]] = {
     "timeline": Timeline,

@@ -8,8 +8,9 @@ from cacheprobe.analysis.comparison import compare_requests, first_reading_diffe
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.trace.tables.draft_verdicts import draft_counts, drafts_table, rejected_by_place
 from cacheprobe.views.dashboard.export import directory_of, opened
+from cacheprobe.views.dashboard.questions import PageAnswer
 from cacheprobe.views.dashboard.run_tables import RunTables
-from cacheprobe.views.dashboard.view import PageAnswer, View
+from cacheprobe.views.dashboard.view import View
 from cacheprobe.views.report.run_comparison import (
     NothingToCompare,
     about_request,

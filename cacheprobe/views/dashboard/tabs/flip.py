@@ -7,8 +7,9 @@ import pandas as pd
 
 from cacheprobe.views.dashboard.export import directory_of, opened_with_model
 from cacheprobe.views.dashboard.flip_process import FlipJob
+from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, one_of
 from cacheprobe.views.dashboard.reader import is_on_this_machine
-from cacheprobe.views.dashboard.view import CannotShow, PageAnswer, View, one_of
+from cacheprobe.views.dashboard.view import View
 from cacheprobe.views.flips import flip_grid
 from cacheprobe.views.text import markup
 

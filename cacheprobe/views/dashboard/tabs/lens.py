@@ -13,9 +13,10 @@ from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at, outcomes_of_row
 from cacheprobe.views.attribution import attribution
 from cacheprobe.views.dashboard.export import opened_with_model, readings_code
+from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, number, one_of
 from cacheprobe.views.dashboard.reader import RECORDED, tokenizer_texts
 from cacheprobe.views.dashboard.tabs.flip import BUTTON
-from cacheprobe.views.dashboard.view import CannotShow, PageAnswer, View, number, one_of
+from cacheprobe.views.dashboard.view import View
 from cacheprobe.views.diagrams.lens_grid import LABEL_WIDTH, PITCH, grid_of
 from cacheprobe.views.diagrams.token_card import card_parts
 from cacheprobe.views.lens_table import BELOW, Include, Measure, finding, reads_and_predicts, select

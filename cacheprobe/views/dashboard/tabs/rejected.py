@@ -10,11 +10,12 @@ from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.trace.tables.rejected import TOKENS_AROUND
 from cacheprobe.views.dashboard.export import opened
 from cacheprobe.views.dashboard.facts import request_story, why_none_rejected
+from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion, number, whole
 from cacheprobe.views.dashboard.rejected_list import LINES_A_PAGE, SORTS, Range, RejectedList, Selection, searchable
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.run_tables import RunTables
 from cacheprobe.views.dashboard.tabs.tables import sorting_heads
-from cacheprobe.views.dashboard.view import CannotShow, PageQuestion, View, number, whole
+from cacheprobe.views.dashboard.view import View
 from cacheprobe.views.report.rejections import FLIP_WORDS, flip_of, margin_of, quoted
 from cacheprobe.views.text import markup, plain, shorten, text_of, token_label
 

@@ -6,8 +6,9 @@ import pandas as pd
 
 from cacheprobe.trace.tables.token_history import tokens_with_texts
 from cacheprobe.views.dashboard.export import opened
+from cacheprobe.views.dashboard.questions import PageQuestion, number, requests_of, span
 from cacheprobe.views.dashboard.run_list import RunList
-from cacheprobe.views.dashboard.view import PageQuestion, View, number, requests_of, span
+from cacheprobe.views.dashboard.view import View
 from cacheprobe.views.diagrams.decode_grid import decode_piece
 from cacheprobe.views.diagrams.timeline import MOST_REQUESTS, MOST_STEPS, PITCH, WIDEST, ZOOMED_PITCH, timeline_piece
 

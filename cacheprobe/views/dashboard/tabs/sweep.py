@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from cacheprobe.core.values import JsonDict
+from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, PageQuestion
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs.tables import selected_lines, selecting_code, sortable
-from cacheprobe.views.dashboard.view import CannotShow, PageAnswer, PageQuestion, View
+from cacheprobe.views.dashboard.view import View
 from cacheprobe.views.sweep_grid import MOST, NONE, in_order, sweep_grid
 from cacheprobe.views.text import markup
 

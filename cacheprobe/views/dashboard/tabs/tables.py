@@ -7,7 +7,7 @@ import pandas as pd
 
 from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.values import JsonDict
-from cacheprobe.views.dashboard.view import CannotShow, PageQuestion
+from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion
 from cacheprobe.views.text import markup, plain, shorten
 
 MOST_LETTERS = 200

@@ -7,8 +7,9 @@ import pandas as pd
 
 from cacheprobe.trace.tables.token_history import tokens_with_texts
 from cacheprobe.views.dashboard.export import opened
+from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion, number, one_of
 from cacheprobe.views.dashboard.run_list import RunList
-from cacheprobe.views.dashboard.view import CannotShow, PageQuestion, View, number, one_of
+from cacheprobe.views.dashboard.view import View
 from cacheprobe.views.report.request_text import (
     MOST_TOKENS,
     TextMeasure,
