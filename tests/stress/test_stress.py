@@ -31,7 +31,7 @@ def test_random_traffic_equals_the_reference() -> None:
     """All drafters, heads, preemptions, interventions, streams and cancellations, in the same episodes too."""
     tally = Tally()
     for episode in range(EPISODES):
-        one_episode(LLAMAS[episode % 3], tally, [6, episode], most_requests=4)
+        one_episode(LLAMAS[episode % 3], tally, [8, episode], most_requests=4)
     names = ("q", "k", "v", "z", "pattern", "all together")
     names += tuple(f"drafter {name}" for name in ("none", "fast_path", "early_exit", "ngram", "draft_model"))
     kinds = ["states_and_heads_compared", "readings_compared", "rollbacks_injected", "rollbacks_other", "interventions"]
