@@ -7,7 +7,7 @@ from typing import get_args
 
 import pandas as pd
 
-from cacheprobe.analysis.measures import prediction_depth_of
+from cacheprobe.analysis.measures import prediction_depth
 from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at, outcomes_of_row
@@ -187,7 +187,7 @@ class RowCard(AtRow):
         outcomes = outcomes_at(self.tables.history_of(self.request), self._place)
         if self.question.get("row") is not None:
             outcomes = outcomes_of_row(outcomes, int(row.step))
-        depth = prediction_depth_of(table).iloc[0].to_dict()
+        depth = prediction_depth(table).iloc[0].to_dict()
         title, body = card_parts(table, depth, outcomes, {**texts, **run.token_texts}, row.token)
         is_edited = row.status not in DISCARDED_DRAFT and run.fingerprint.get("path") != "thinking"
         flips = self._flip_buttons(outcomes) if is_edited else ""
