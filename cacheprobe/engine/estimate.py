@@ -33,7 +33,7 @@ from cacheprobe.engine.sizes import (
 )
 from cacheprobe.kvcache.recurrent import bytes_of_states
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.models.turns import hold_model
+from cacheprobe.models.settings import hold_model
 from cacheprobe.trace.recording.lens_reader import LENS_TILE
 from cacheprobe.trace.recording.observers import Tee
 from cacheprobe.trace.recording.recorder import Recorder
