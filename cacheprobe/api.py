@@ -19,7 +19,7 @@ from cacheprobe.edits.interventions.base import Intervention, as_interventions
 from cacheprobe.engine.continuation import REFERENCE, plan_again, unfinished_run
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.drafters.replayed import Replayed
-from cacheprobe.engine.estimate import Estimate, estimate_plan
+from cacheprobe.engine.estimates.run import Estimate, estimate_plan
 from cacheprobe.engine.execution import Execution
 from cacheprobe.engine.loop import prefill_snapshot, run_reference
 from cacheprobe.engine.plan import RunPlan

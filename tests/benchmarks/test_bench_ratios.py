@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.engine.estimate import Bounds
+from cacheprobe.engine.estimates.run import Bounds
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops.compiled import operations as choice
 from cacheprobe.trace.recording.to_disk import ToDisk

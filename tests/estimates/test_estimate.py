@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.engine import estimate as module
 from cacheprobe.engine.drafters.replayed import Replayed
-from cacheprobe.engine.estimate import Bounds, Estimate
+from cacheprobe.engine.estimates import run as module
+from cacheprobe.engine.estimates import times
+from cacheprobe.engine.estimates.run import Bounds, Estimate
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.trace.trace import Trace
@@ -165,7 +166,7 @@ def hours(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         return result
 
     monkeypatch.setattr(ModelRunner, "run", costly)
-    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(times.time, "perf_counter", lambda: clock[0])
     yield clock
 
 

@@ -27,7 +27,7 @@ LAYERS = (  # imports point to a line above; what shares a line stays apart
     ("analysis",),
     ("engine.plan", "lenses.probes"),
     ("engine.execution", "engine.continuation", "trace.importers.entry"),
-    ("engine.estimate", "engine.draft_costs"),
+    ("engine.estimates", "engine.draft_costs"),
     ("api", "views"),
     ("sweeps", "trace.replays"),
     ("views.dashboard",),

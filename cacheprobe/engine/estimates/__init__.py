@@ -1,0 +1,1 @@
+"""Estimates passes, memory, disk space and time of a run before it starts."""
