@@ -1,12 +1,12 @@
-"""Draws probes of hidden states: accuracy by layer and place with baselines, and how well states predict rollbacks."""
+"""Draws what hidden states tell by layer, with baselines and 95 % intervals: probes, rollback predictions, final
+choices, rejected tokens, and how a state is computed."""
 
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from cacheprobe.core.hook_names import site_label
-from cacheprobe.views.intervals import error_bars, interval_texts
-from cacheprobe.views.style import Figure, layer_ticks, layout_template
+from cacheprobe.views.style import STATUS_STYLES, Figure, error_bars, interval_texts, layer_ticks, layout_template
 from cacheprobe.views.text import markup, shorten
 
 _SITES = {"S": ("#7c5fbd", "circle"), "T": ("#2b8cbe", "diamond"), "C": ("#c2702b", "square")}
@@ -106,4 +106,167 @@ def rollback_prediction_figure(table: pd.DataFrame, unit: str = "draft") -> go.F
     figure.update_xaxes(title="layer", **layer_ticks(rows.layer, 6))
     figure.update_yaxes(range=[0.35, 1.02])
     figure.update_yaxes(title=f"AUROC, by {unit}", col=1)
+    return figure
+
+
+_LABELS = {
+    "parity": (STATUS_STYLES["superseded"], "parity"),
+    "halves": (STATUS_STYLES["rolled_back"], "other halves of the states"),
+    "state": (STATUS_STYLES["committed"], "state"),
+}
+_KINDS = {"same": "of the same parity", "other": "of the other parity"}
+
+
+def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Figure:
+    """Returns a plotly figure. One panel has the accuracy of probes for state and parity by layer. Heat maps have the
+    mean normalised logit difference (NLD) by layer and last patched position, for pairs of texts whose first actions
+    have the same or the other parity.
+
+    probes: label, layer, place, accuracy, low, high, majority, of one model; only lines of the largest place are drawn.
+    Lines of the label "halves", if any, are means, with the worst and the best of several probes.
+    patches: kind ("same" or "other": the parity of the action in which two texts differ), layer, position, nld; may be
+    empty.
+    Raises: ValueError for an empty table of probes.
+    """
+    if probes.empty:
+        raise ValueError("the table of probes is empty; give the lines of one model")
+    last_place = probes[probes.place == probes.place.max()]
+    kinds = [kind for kind in _KINDS if len(patches) and (patches.kind == kind).any()]
+    titles = [
+        f"probes after {last_place.place.iloc[0]} operations",
+        *(f"first actions {_KINDS[kind]}" for kind in kinds),
+    ]
+    figure = make_subplots(rows=1, cols=len(titles), subplot_titles=titles, figure=Figure())
+    for label, (style, name) in _LABELS.items():
+        lines = last_place[last_place.label == label].sort_values("layer")
+        if lines.empty:
+            continue
+        figure.add_scatter(
+            x=lines.layer.tolist(), y=lines.accuracy.tolist(), name=name, mode="lines+markers", row=1, col=1,
+            line=dict(color=style["color"], dash=style["dash"], width=2), marker=dict(symbol=style["symbol"], size=7),
+            error_y=error_bars(lines, "accuracy"),
+            customdata=interval_texts(lines, "accuracy", ".3f", examples="examples", groups="groups"),
+            hovertemplate=f"{name}, layer %{{x}}: %{{customdata}}<extra></extra>",
+        )  # fmt: skip
+        figure.add_scatter(
+            x=lines.layer.tolist(), y=lines.majority.tolist(), name=f"commonest {name}", mode="lines", row=1, col=1,
+            line=dict(color="#7b858f", dash=style["dash"], width=1.5), hoverinfo="skip",
+        )  # fmt: skip
+    for column, kind in enumerate(kinds, start=2):
+        effects = patches[patches.kind == kind].pivot(index="layer", columns="position", values="nld")
+        figure.add_heatmap(
+            x=effects.columns.tolist(), y=effects.index.tolist(), z=effects.to_numpy(), zmin=0, zmax=1, xgap=1, ygap=1,
+            showscale=column == 2, row=1, col=column,
+            hovertemplate="layer %{y}, clean up to position %{x}: %{z:.3f}<extra></extra>",
+            colorbar=dict(title=dict(text="mean NLD (0 corrupted, 1 clean)", side="right"), thickness=12, x=1.01),
+        )  # fmt: skip
+        figure.update_xaxes(title="clean up to position (tokens)", showgrid=False, row=1, col=column)
+        figure.update_yaxes(title="layer" if column == 2 else None, dtick=1, showgrid=False, row=1, col=column)
+    figure.update_layout(
+        template=layout_template(), title=_first_layers(last_place), height=380, margin=dict(l=48, r=12, t=110, b=48)
+    )
+    figure.update_xaxes(title="layer", dtick=1, row=1, col=1)
+    figure.update_yaxes(title="held-out accuracy", range=[0, 1.04], row=1, col=1)
+    return figure
+
+
+def _first_layers(probes: pd.DataFrame) -> str:
+    """Returns the figure's title: for parity and state, the first layer at which a probe has an accuracy of 95 % or
+    more, or else the highest accuracy."""
+    best = probes.groupby("label").accuracy.max()
+    first_layer = {label: lines[lines.accuracy >= 0.95].layer.min() for label, lines in probes.groupby("label")}
+    claims = [
+        f"{label} at layer {first_layer[label]}"
+        if pd.notna(first_layer[label])
+        else f"{label} never (at most {best[label]:.2f})"
+        for label in ("parity", "state")
+    ]
+    return f"Read with 95 % accuracy: {', '.join(claims)}"
+
+
+_GREY = "#7b858f"
+_COLORS = ("#7c5fbd", "#2b8cbe", "#c2702b", "#2f9e4f")
+_TIME = dict(template=layout_template(), height=400, margin=dict(l=48, r=12, t=90, b=48))
+
+
+def final_choice_figure(table: pd.DataFrame) -> go.Figure:
+    """Returns a plotly figure with a line for each of the first four kinds of row (column `kind`): by layer, the share
+    of rows whose most likely token is already that of their last layer. A dotted line shows chance: the share that
+    equals another row's last choice.
+
+    table: kind, layer, share, low, high (95 %), chance.
+    Raises: ValueError for an empty table.
+    """
+    if table.empty:
+        raise ValueError("the table of final choices is empty; read some rows")
+    table = table.assign(kind=table.kind.map(markup))
+    figure = Figure()
+    halfway = []
+    for kind, color in zip(dict.fromkeys(table.kind), _COLORS, strict=False):
+        lines = table[table.kind == kind].sort_values("layer")
+        figure.add_scatter(
+            x=lines.layer.tolist(), y=lines.share.tolist(), name=kind, mode="lines+markers",
+            line=dict(color=color, width=2),
+            error_y=error_bars(lines, "share"), customdata=interval_texts(lines, "share", ".1%", rows="rows"),
+            hovertemplate=f"{kind}, layer %{{x}}: %{{customdata}}<extra></extra>",
+        )  # fmt: skip
+        figure.add_scatter(
+            x=lines.layer.tolist(), y=lines.chance.tolist(), name=f"{kind}: another row's choice", mode="lines",
+            line=dict(color=color, width=1, dash="dot"),
+            hovertemplate=f"{kind}, another row's choice, layer %{{x}}: %{{y:.1%}}<extra></extra>",
+        )  # fmt: skip
+        at_least_half = lines[lines.share >= 0.5]
+        if len(at_least_half):
+            halfway.append(f"{kind} from layer {at_least_half.layer.iloc[0]}")
+    title = (
+        f"Half hold their final choice: {', '.join(halfway)}" if halfway else "No layer has half of the final choices"
+    )
+    figure.update_layout(title=title, **_TIME)
+    figure.update_xaxes(title="layer", **layer_ticks(table.layer))
+    figure.update_yaxes(title="share of rows", tickformat=".0%", range=[-0.02, 1.04])
+    return figure
+
+
+def disagreement_figure(table: pd.DataFrame) -> go.Figure:
+    """Returns a plotly figure with one panel for each drafter: by layer, the share of rejected draft tokens that are
+    more likely than the token committed in their place. A dotted line shows the same share for rejected tokens of other
+    rows.
+
+    table: drafter, layer, share, low, high (95 %), control (the dotted line).
+    Raises: ValueError for an empty table.
+    """
+    if table.empty:
+        raise ValueError("no draft was rejected, so there is nothing to draw")
+    table = table.assign(drafter=table.drafter.map(markup))
+    drafters = list(dict.fromkeys(table.drafter))
+    figure = make_subplots(rows=1, cols=len(drafters), shared_yaxes=True, subplot_titles=drafters, figure=Figure())
+    for column, drafter in enumerate(drafters, start=1):
+        lines = table[table.drafter == drafter].sort_values("layer")
+        figure.add_scatter(
+            x=lines.layer.tolist(), y=lines.share.tolist(), name="the rejected token", showlegend=column == 1,
+            mode="lines+markers", line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=6),
+            row=1, col=column,
+            error_y=error_bars(lines, "share"),
+            customdata=interval_texts(lines, "share", ".1%", rejected="rejected drafts"),
+            hovertemplate=f"{drafter}, layer %{{x}}: %{{customdata}}<extra></extra>",
+        )  # fmt: skip
+        figure.add_scatter(
+            x=lines.layer.tolist(), y=lines.control.tolist(), name="another row's rejected token",
+            showlegend=column == 1, mode="lines", line=dict(color=_GREY, dash="dot", width=1.5), row=1, col=column,
+            hovertemplate=f"{drafter}, another row's rejected token, layer %{{x}}: %{{y:.1%}}<extra></extra>",
+        )  # fmt: skip
+    ends = table.sort_values("layer").groupby("drafter", sort=False)
+    held_until = [
+        f"{name} until layer {int(lines[lines.share > 0.5].layer.max())}"
+        for name, lines in ends
+        if (lines.share > 0.5).any()
+    ]
+    title = (
+        f"Most hold the rejected token likelier: {', '.join(held_until)}"
+        if held_until
+        else "The committed token leads throughout"
+    )
+    figure.update_layout(title=title, **_TIME)
+    figure.update_xaxes(title="layer", **layer_ticks(table.layer))
+    figure.update_yaxes(title="share of rejected drafts", tickformat=".0%", range=[-0.02, 1.04], col=1)
     return figure

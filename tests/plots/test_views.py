@@ -9,10 +9,9 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.views.diagrams.cylinder import cache_counts, cylinder_strokes
-from cacheprobe.views.diagrams.decode_panel import CONTESTED_NATS, SETTLED_NATS
+from cacheprobe.views.diagrams.cache import cache_counts, cylinder_strokes
 from cacheprobe.views.diagrams.diagram import window_diagram
-from cacheprobe.views.diagrams.panels import abridged, verify_panel
+from cacheprobe.views.diagrams.panels import CONTESTED_NATS, SETTLED_NATS, abridged, verify_panel
 from cacheprobe.views.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
 from cacheprobe.views.lens_table import finding
 from cacheprobe.views.report.prose import behaviour_sentences

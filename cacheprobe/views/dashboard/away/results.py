@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from cacheprobe.views.attribution_patching import ESTIMATED_AND_REAL
 from cacheprobe.views.dashboard.away.taken import Sources, Taken
 from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion, whole
 from cacheprobe.views.dashboard.tabs.results import (
@@ -19,6 +18,7 @@ from cacheprobe.views.dashboard.tabs.results import (
 )
 from cacheprobe.views.dashboard.tabs.sweep import is_sweep, sweep_page
 from cacheprobe.views.dashboard.tabs.tables import selected_lines, selecting_code
+from cacheprobe.views.grids import ESTIMATED_AND_REAL
 
 _IS_RECORDS = "isinstance(value, list) and value and all(isinstance(line, dict) for line in value)"
 

@@ -3,8 +3,7 @@
 from cacheprobe.views.dashboard.book import Book
 from cacheprobe.views.dashboard.questions import PageQuestion, number
 from cacheprobe.views.dashboard.shelf import Shelf
-from cacheprobe.views.diagrams.cache_picture import cache_piece
-from cacheprobe.views.diagrams.cache_strip import memory_sentence
+from cacheprobe.views.diagrams.cache import cache_piece, memory_sentence
 from cacheprobe.views.diagrams.diagram import (
     decoded_finding,
     decoded_phases,

@@ -12,7 +12,7 @@ from cacheprobe.views.dashboard.shelf import Shelf
 from cacheprobe.views.dashboard.tabs.flip import buttons
 from cacheprobe.views.dashboard.tabs.lens import chosen_row, readings_of
 from cacheprobe.views.dashboard.tokenizers import texts_of
-from cacheprobe.views.diagrams.token_card import card_parts
+from cacheprobe.views.diagrams.cards import card_parts
 from cacheprobe.views.lens_table import reads_and_predicts
 from cacheprobe.views.report.insight import insight, insight_in_vain
 from cacheprobe.views.text import markup

@@ -14,7 +14,7 @@ from cacheprobe.views.dashboard.flip_jobs import FlipJob, FlipJobs
 from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, PageQuestion, number, one_of
 from cacheprobe.views.dashboard.reader import is_on_this_machine
 from cacheprobe.views.dashboard.shelf import Shelf
-from cacheprobe.views.flips import flip_grid
+from cacheprobe.views.grids import flip_grid
 from cacheprobe.views.text import markup
 
 BUTTON = "What would have changed it?"

@@ -2,8 +2,8 @@
 
 from cacheprobe.views.dashboard.questions import PageQuestion, number
 from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.diagrams.cards import chunk_parts
 from cacheprobe.views.text import markup
-from cacheprobe.views.thoughts.card import chunk_parts
 from cacheprobe.views.thoughts.columns import story_of
 from cacheprobe.views.thoughts.picture import thoughts_block
 
