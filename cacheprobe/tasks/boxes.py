@@ -18,9 +18,8 @@ from typing import ClassVar
 from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import Example, Question
 from cacheprobe.tasks.drawing import CountedTask, check_count
-from cacheprobe.tasks.people import check_names
 from cacheprobe.tasks.words import vocabulary_of
-from cacheprobe.tasks.writing import Writer, pick
+from cacheprobe.tasks.writing import Writer, check_names, pick
 
 OBJECTS = ("apple", "bell", "book", "coin", "key", "lamp", "map", "pen")
 NOTHING = "nothing"

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import SHOT_SEPARATOR, Example, Question
 from cacheprobe.tasks.coin_flip import CoinFlip, CoinTask, turned
-from cacheprobe.tasks.people import NAMES
 from cacheprobe.tasks.words import vocabulary_of
-from cacheprobe.tasks.writing import Writer
+from cacheprobe.tasks.writing import NAMES, Writer
 
 ANSWERS = (" yes", " no")
 

@@ -14,9 +14,8 @@ from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import Example, Question
 from cacheprobe.tasks.coin_flip import ANSWERS, STATES, CoinTask, turned
 from cacheprobe.tasks.drawing import balanced_side, check_choice, check_count, check_flag, check_probability
-from cacheprobe.tasks.people import NAMES, check_names
 from cacheprobe.tasks.words import vocabulary_of
-from cacheprobe.tasks.writing import Writer, draw, pick
+from cacheprobe.tasks.writing import NAMES, Writer, check_names, draw, pick
 
 COINS = ("red", "blue")
 SAYS = ("both", "named", "asked")

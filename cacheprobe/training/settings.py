@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cacheprobe.core.hook_names import SITES
 from cacheprobe.core.values import NO_FLAG, Json, require_settings
-from cacheprobe.tasks.people import HELD_OUT_NAMES
+from cacheprobe.tasks.writing import HELD_OUT_NAMES
 
 TASKS = ("coin-flip",)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pandas as pd
 import plotly.graph_objects as go
 
-from cacheprobe.views.style import Figure, error_bars, layer_ticks, layout_template
+from cacheprobe.views.style import Figure, error_bars, layer_ticks, set_layout
 from cacheprobe.views.text import markup, shorten
 
 _COLOURS = ("#7c5fbd", "#c2702b", "#2b8cbe", "#2f9e4f", "#d9483b", "#c58f00", "#7b858f", "#b1479b")
@@ -82,10 +82,10 @@ def _add(figure: go.Figure, i: int, name: str, x: list, y: list, dash: str, what
 def _finish(figure: go.Figure, title: str, num_curves: int) -> None:
     """Sets title and layout; the title says how many curves are left out."""
     more = f"; {num_curves - _MOST_CURVES} curves are left out" if num_curves > _MOST_CURVES else ""
-    figure.update_layout(
-        template=layout_template(), title=f"{title}{more}", height=420, margin=dict(l=52, r=12, t=56, b=130),
-        legend=dict(orientation="h", x=0, y=-0.2, yanchor="top"), dragmode=False, showlegend=True,
-    )  # fmt: skip
+    legend = dict(orientation="h", x=0, y=-0.2, yanchor="top")
+    set_layout(
+        figure, f"{title}{more}", 420, top=56, bottom=130, left=52, legend=legend, dragmode=False, showlegend=True
+    )
 
 
 def _dash(lines: pd.DataFrame) -> str:
@@ -111,10 +111,7 @@ def _place_of(line: pd.Series) -> str:
 
 _ACROSS = ("layer", "position", "step")
 """Columns that stand on the horizontal axis; the first that a table has."""
-_MOST_CURVES, _MOST_BARS = 8, 60
-_COLOURS = ("#7c5fbd", "#c2702b", "#2b8cbe", "#2f9e4f", "#d9483b", "#c58f00", "#7b858f", "#b1479b")
-"""Of the curves, readable on light and dark paper."""
-_SYMBOLS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star", "hexagon")
+_MOST_BARS = 60
 
 
 def columns_to_draw(table: pd.DataFrame) -> list[str]:
@@ -149,8 +146,7 @@ def column_figure(table: pd.DataFrame, column: str) -> go.Figure:
     low, high = known[column].min(), known[column].max()
     by = f" by {across}" if across else ""
     title = f"{markup(column)}{by}: from {low:.4g} to {high:.4g}{left_out}"
-    figure.update_layout(template=layout_template(), title=title, height=380, margin=dict(l=52, r=12, t=72, b=60))
-    figure.update_layout(dragmode=False)
+    set_layout(figure, title, 380, top=72, bottom=60, left=52, dragmode=False)
     figure.update_yaxes(title=markup(column))
     return figure
 

@@ -4,7 +4,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from cacheprobe.views.style import STATUS_STYLES, Figure, error_bars, interval_texts, layer_ticks, layout_template
+from cacheprobe.views.style import STATUS_STYLES, Figure, interval, layer_ticks, set_layout
 from cacheprobe.views.text import markup
 
 _GREY = "#7b858f"
@@ -53,10 +53,7 @@ def carried_figure(table: pd.DataFrame) -> go.Figure:
         "One state carries most of the answer" if best.nld > 0.5 else "No state carries half of the answer; the most is"
     )
     title = f"{claim} at {markup(best.place)}, layer {best.layer}: {best.nld:.2f}"
-    figure.update_layout(
-        template=layout_template(), title=title, height=180 + 220 * rows, margin=dict(l=48, r=12, t=110, b=48)
-    )
-    figure.update_layout(legend_y=1.09)  # above the names of the panels
+    set_layout(figure, title, 180 + 220 * rows, top=110, legend_y=1.09)  # the legend is above the panels' names
     figure.update_xaxes(title="layer", row=rows)
     figure.update_yaxes(title="0 as it was, 1 the other's", col=1)
     return figure
@@ -73,24 +70,20 @@ def ways_figure(table: pd.DataFrame) -> go.Figure:
         raise ValueError("the table of ways is empty; there is nothing to draw")
     figure = Figure()
     figure.add_bar(
-        x=[markup(way) for way in table.way], y=table.share.tolist(), error_y=error_bars(table, "share"),
+        x=[markup(way) for way in table.way], y=table.share.tolist(),
+        **interval(table, "share", ".3f", right="right", examples="examples"),
         marker=dict(color=STATUS_STYLES["committed"]["color"]), showlegend=False,
-        customdata=interval_texts(table, "share", ".3f", right="right", examples="examples"),
         hovertemplate="%{x}: %{customdata}<extra></extra>",
     )  # fmt: skip
     chance = float(table.chance.iloc[0])
     figure.add_hline(y=chance, line=dict(color=_GREY, dash="dot"), annotation_text="chance")
     at_chance = table[table.low <= chance]
     names = ", ".join(markup(way) for way in at_chance.way) or "no way here"
-    figure.update_layout(
-        template=layout_template(), title=f"No more than chance is left with: {names}", height=400,
-        margin=dict(l=48, r=12, t=72, b=96),
-    )  # fmt: skip
+    set_layout(figure, f"No more than chance is left with: {names}", 400, top=72, bottom=96)
     figure.update_yaxes(title="answers right", range=[0, 1.03])
     return figure
 
 
-_GREY = "#7b858f"
 _SLOT_TREATMENTS = {  # colour, texture
     "swapped": (STATUS_STYLES["committed"]["color"], ""),
     "masked": (STATUS_STYLES["superseded"]["color"], "/"),
@@ -124,26 +117,18 @@ def coin_rows_figure(effects: pd.DataFrame, *, unit: str = "span", people: int |
     for name, (colour, texture) in _SLOT_TREATMENTS.items():
         lines = summed[summed.treatment == name]
         figure.add_bar(
-            x=[markup(where) for where in lines["where"]],
-            y=lines.nld.tolist(),
-            name=name,
+            x=[markup(where) for where in lines["where"]], y=lines.nld.tolist(), name=name,
             marker=dict(color=colour, pattern=dict(shape=texture)),
             customdata=[[int(row.flips), int(row.n)] for row in lines.itertuples()],
             hovertemplate=f"%{{x}}, {name}: %{{y:.3f}}<br>%{{customdata[0]}} of %{{customdata[1]}} flip<extra></extra>",
-        )
-    figure.update_layout(
-        template=layout_template(), title=_largest_swap(summed, unit), barmode="group", height=380, dragmode=False,
-        margin=dict(l=48, r=12, t=72, b=72),
-    )  # fmt: skip
-    figure.update_yaxes(title="0 as it was, 1 as the other question")
-    return figure
-
-
-def _largest_swap(summed: pd.DataFrame, unit: str) -> str:
+        )  # fmt: skip
     swapped = summed[(summed.treatment == "swapped") & (summed["where"] != "all rows")]
     best = swapped.loc[swapped.nld.idxmax()]
     noun = "slot" if unit == "row" else unit
-    return f"The {noun} whose swap brings over most: {markup(best['where'])}, {best.nld:.2f}"
+    title = f"The {noun} whose swap brings over most: {markup(best['where'])}, {best.nld:.2f}"
+    set_layout(figure, title, 380, top=72, bottom=72, barmode="group", dragmode=False)
+    figure.update_yaxes(title="0 as it was, 1 as the other question")
+    return figure
 
 
 _PATCHES = {"unpatched": "#7b858f", "recovered": "#2f9e4f", "wrong": "#d9483b"}
@@ -167,7 +152,7 @@ def forcing_figure(table: pd.DataFrame) -> go.Figure:
         )  # fmt: skip
     means = table.groupby("patch").kl.mean()
     title = f"Forcing a state: {means['unpatched']:.3f} nats become {means['recovered']:.3f}, with another state's "
-    figure.update_layout(template=layout_template(), title=f"{title}{means['wrong']:.3f}", height=400)
+    set_layout(figure, f"{title}{means['wrong']:.3f}", 400)
     figure.update_xaxes(title="forced hidden state", dtick=1)
     figure.update_yaxes(title="KL to its emissions, nats")
     return figure
@@ -194,9 +179,7 @@ def perplexity_figure(table: pd.DataFrame) -> go.Figure:
             line=dict(color=color, dash=dash, width=2),
             hovertemplate=f"{lens} lens, layer %{{x}}: perplexity %{{y:,.1f}}<extra></extra>",
         )  # fmt: skip
-    figure.update_layout(
-        template=layout_template(), title=f"Layers at which perplexity rises: {', '.join(said)}", height=400
-    )
+    set_layout(figure, f"Layers at which perplexity rises: {', '.join(said)}", 400)
     figure.update_xaxes(title="layer", **layer_ticks(table.layer))
     figure.update_yaxes(title="perplexity", type="log")
     return figure
@@ -230,7 +213,7 @@ def simplex_figure(table: pd.DataFrame) -> go.Figure:
     apart = (((table[["a", "b", "c"]].to_numpy() - table[["x", "y", "z"]].to_numpy()) ** 2).sum(1)) ** 0.5
     said = [f"{apart[(table.panel == panel).to_numpy()].mean():.3f} ({panel})" for panel in panels]
     title = f"Mean distance of a point from the exact belief: {', '.join(said)}"
-    figure.update_layout(template=layout_template(), title=title, height=400, margin=dict(l=24, r=12, t=90, b=24))
+    set_layout(figure, title, 400, top=90, bottom=24, left=24)
     figure.update_xaxes(range=[-0.1, 1.1], showticklabels=False)
     figure.update_yaxes(range=[-0.1, 1.0], showticklabels=False)
     return figure

@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from cacheprobe.core.hook_names import site_label
-from cacheprobe.views.style import STATUS_STYLES, Figure, error_bars, interval_texts, layer_ticks, layout_template
+from cacheprobe.views.style import STATUS_STYLES, Figure, interval, layer_ticks, set_layout
 from cacheprobe.views.text import markup, shorten
 
 _SITES = {"S": ("#7c5fbd", "circle"), "T": ("#2b8cbe", "diamond"), "C": ("#c2702b", "square")}
@@ -38,8 +38,7 @@ def probe_figure(table: pd.DataFrame) -> go.Figure:
             figure.add_scatter(
                 x=lines.layer.tolist(), y=lines.accuracy.tolist(), name=name, legendgroup=site, showlegend=column == 1,
                 mode="lines+markers", line=dict(color=color, width=2), marker=dict(symbol=symbol, size=6),
-                error_y=error_bars(lines, "accuracy"),
-                customdata=interval_texts(lines, "accuracy", ".3f", examples="examples", groups="groups"),
+                **interval(lines, "accuracy", ".3f", examples="examples", groups="groups"),
                 hovertemplate=f"{site}, layer %{{x}}, {_place_name(at, place)}: %{{customdata}}<extra></extra>",
                 row=1, col=column,
             )  # fmt: skip
@@ -53,8 +52,7 @@ def probe_figure(table: pd.DataFrame) -> go.Figure:
                 )  # fmt: skip
     above = table[table.is_above].groupby(["at", "place"]).ngroups
     title = f"At {above} of {len(places)} places some layer tells the state better than any baseline"
-    figure.update_layout(template=layout_template(), title=title, height=420, margin=dict(l=48, r=12, t=110, b=48))
-    figure.update_layout(legend_y=1.09)  # above the names of the panels
+    set_layout(figure, title, 420, top=110, legend_y=1.09)  # the legend is above the panels' names
     figure.update_xaxes(title="layer", **layer_ticks(table.layer, 4))
     figure.update_yaxes(range=[0.2, 1.03])
     figure.update_yaxes(title="held-out accuracy", col=1)
@@ -88,7 +86,7 @@ def rollback_prediction_figure(table: pd.DataFrame, unit: str = "draft") -> go.F
         figure.add_scatter(
             x=lines.layer.tolist(), y=lines.auroc.tolist(), name="states", showlegend=column == 1, mode="lines+markers",
             line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=7), row=1, col=column,
-            error_y=error_bars(lines, "auroc"), customdata=interval_texts(lines, "auroc", ".3f"),
+            **interval(lines, "auroc", ".3f"),
             hovertemplate=f"states before {drafter}'s {unit}, layer %{{x}}: %{{customdata}}<extra></extra>",
         )  # fmt: skip
         for name in _CONTROLS:
@@ -102,7 +100,7 @@ def rollback_prediction_figure(table: pd.DataFrame, unit: str = "draft") -> go.F
     better = [line.drafter for line in last.itertuples() if line.gain_low > 0]
     drafter_names = ", ".join(better) or "no drafter here"
     title = f"States foretell a rollback better than position or margin for {drafter_names}"
-    figure.update_layout(template=layout_template(), title=title, height=400, margin=dict(l=48, r=12, t=110, b=48))
+    set_layout(figure, title, 400, top=110)
     figure.update_xaxes(title="layer", **layer_ticks(rows.layer, 6))
     figure.update_yaxes(range=[0.35, 1.02])
     figure.update_yaxes(title=f"AUROC, by {unit}", col=1)
@@ -144,8 +142,7 @@ def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Fi
         figure.add_scatter(
             x=lines.layer.tolist(), y=lines.accuracy.tolist(), name=name, mode="lines+markers", row=1, col=1,
             line=dict(color=style["color"], dash=style["dash"], width=2), marker=dict(symbol=style["symbol"], size=7),
-            error_y=error_bars(lines, "accuracy"),
-            customdata=interval_texts(lines, "accuracy", ".3f", examples="examples", groups="groups"),
+            **interval(lines, "accuracy", ".3f", examples="examples", groups="groups"),
             hovertemplate=f"{name}, layer %{{x}}: %{{customdata}}<extra></extra>",
         )  # fmt: skip
         figure.add_scatter(
@@ -162,9 +159,7 @@ def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Fi
         )  # fmt: skip
         figure.update_xaxes(title="clean up to position (tokens)", showgrid=False, row=1, col=column)
         figure.update_yaxes(title="layer" if column == 2 else None, dtick=1, showgrid=False, row=1, col=column)
-    figure.update_layout(
-        template=layout_template(), title=_first_layers(last_place), height=380, margin=dict(l=48, r=12, t=110, b=48)
-    )
+    set_layout(figure, _first_layers(last_place), 380, top=110)
     figure.update_xaxes(title="layer", dtick=1, row=1, col=1)
     figure.update_yaxes(title="held-out accuracy", range=[0, 1.04], row=1, col=1)
     return figure
@@ -186,7 +181,6 @@ def _first_layers(probes: pd.DataFrame) -> str:
 
 _GREY = "#7b858f"
 _COLORS = ("#7c5fbd", "#2b8cbe", "#c2702b", "#2f9e4f")
-_TIME = dict(template=layout_template(), height=400, margin=dict(l=48, r=12, t=90, b=48))
 
 
 def final_choice_figure(table: pd.DataFrame) -> go.Figure:
@@ -207,7 +201,7 @@ def final_choice_figure(table: pd.DataFrame) -> go.Figure:
         figure.add_scatter(
             x=lines.layer.tolist(), y=lines.share.tolist(), name=kind, mode="lines+markers",
             line=dict(color=color, width=2),
-            error_y=error_bars(lines, "share"), customdata=interval_texts(lines, "share", ".1%", rows="rows"),
+            **interval(lines, "share", ".1%", rows="rows"),
             hovertemplate=f"{kind}, layer %{{x}}: %{{customdata}}<extra></extra>",
         )  # fmt: skip
         figure.add_scatter(
@@ -221,7 +215,7 @@ def final_choice_figure(table: pd.DataFrame) -> go.Figure:
     title = (
         f"Half hold their final choice: {', '.join(halfway)}" if halfway else "No layer has half of the final choices"
     )
-    figure.update_layout(title=title, **_TIME)
+    set_layout(figure, title, 400, top=90)
     figure.update_xaxes(title="layer", **layer_ticks(table.layer))
     figure.update_yaxes(title="share of rows", tickformat=".0%", range=[-0.02, 1.04])
     return figure
@@ -246,8 +240,7 @@ def disagreement_figure(table: pd.DataFrame) -> go.Figure:
             x=lines.layer.tolist(), y=lines.share.tolist(), name="the rejected token", showlegend=column == 1,
             mode="lines+markers", line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=6),
             row=1, col=column,
-            error_y=error_bars(lines, "share"),
-            customdata=interval_texts(lines, "share", ".1%", rejected="rejected drafts"),
+            **interval(lines, "share", ".1%", rejected="rejected drafts"),
             hovertemplate=f"{drafter}, layer %{{x}}: %{{customdata}}<extra></extra>",
         )  # fmt: skip
         figure.add_scatter(
@@ -266,7 +259,7 @@ def disagreement_figure(table: pd.DataFrame) -> go.Figure:
         if held_until
         else "The committed token leads throughout"
     )
-    figure.update_layout(title=title, **_TIME)
+    set_layout(figure, title, 400, top=90)
     figure.update_xaxes(title="layer", **layer_ticks(table.layer))
     figure.update_yaxes(title="share of rejected drafts", tickformat=".0%", range=[-0.02, 1.04], col=1)
     return figure

@@ -81,9 +81,9 @@ def verify_panel(window: Window, texts: Mapping[int, str]) -> Panel:
         fed_tip, own_tip = (token_tip(request, at, kind, window.step), token_tip(request, at + 1, outcome, window.step))
         own = text_of(texts, window.target_token_ids[index])
         parts += [
-            svg.chip(8, y, 70, name, text_of(texts, inputs[index]), *fed, sign=fed_sign, tip=fed_tip),
+            svg.chip(8, y, 70, svg.Chip(name, text_of(texts, inputs[index]), *fed, fed_sign, fed_tip)),
             svg.arrow(84, y + 20, 98, y + 20),
-            svg.chip(104, y, 90, _compared(window, index), own, colour, texture, tip=own_tip),
+            svg.chip(104, y, 90, svg.Chip(_compared(window, index), own, colour, texture, tip=own_tip)),
             svg.mark(211, y + 20, sign),
             svg.text(222, y + 24, outcome, "small red-ink" if sign == "cross" else "small"),
         ]
@@ -140,17 +140,17 @@ def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]
     last = len(window.committed_token_ids)
     request, start = window.request_id, window.start - 1
     before = token_tip(request, start, "committed before this window")
-    chips = [_Chip("T₀", text_of(texts, window.newest_token_id), "green", tip=before)]
+    chips = [svg.Chip("T₀", text_of(texts, window.newest_token_id), "green", tip=before)]
     for i, (token_id, outcome) in enumerate(zip(window.committed_token_ids, window.outcomes, strict=False), 1):
         kind = "committed; its cache slot is not written yet" if i == last else "committed"
         texture, tip = "pending" if i == last else None, token_tip(request, start + i, kind, window.step)
-        chips.append(_Chip(token_name(i), text_of(texts, token_id), "green", texture, _OUTCOMES[outcome][2], tip))
+        chips.append(svg.Chip(token_name(i), text_of(texts, token_id), "green", texture, _OUTCOMES[outcome][2], tip))
     y = CACHE_HEIGHT + 26
     parts.append(svg.text(8, y, "sequence", "small muted"))
     placed, y = _flow(chips, y + 12, limit=10)
     parts += placed
     dropped = [
-        _Chip(
+        svg.Chip(
             token_name(i, is_draft=True), text_of(texts, token_id), "red", sign="cross",
             tip=token_tip(request, start + i, "rolled back", window.step),
         )
@@ -173,16 +173,7 @@ def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]
     return Panel(title_word, f"after step {window.step}", svg.picture(WIDTH, y, label, parts), sentence)
 
 
-class _Chip(NamedTuple):
-    name: str
-    token: str
-    colour: str
-    texture: str | None = None
-    sign: str | None = None
-    tip: str = ""
-
-
-def _flow(chips: Sequence[_Chip], top: float, limit: int) -> tuple[list[str], float]:
+def _flow(chips: Sequence[svg.Chip], top: float, limit: int) -> tuple[list[str], float]:
     """Returns (SVG elements, y of their lower end): token boxes in lines of five. At most `limit` places are used; a
     count replaces the tokens that do not fit."""
     width, gap, places = 48, 6, abridged(len(chips), limit)
@@ -192,8 +183,7 @@ def _flow(chips: Sequence[_Chip], top: float, limit: int) -> tuple[list[str], fl
         if index < 0:
             parts.append(svg.text(x + width / 2, y + 24, f"+ {-index}", "muted", "middle"))
             continue
-        name, token, colour, texture, sign, tip = chips[index]
-        parts.append(svg.chip(x, y, width, name, token, colour, texture, sign=sign, tip=tip))
+        parts.append(svg.chip(x, y, width, chips[index]))
     return parts, top + (len(places) - 1) // 5 * 52 + 46
 
 
@@ -275,16 +265,15 @@ def decode_panel(
     places_of_tokens = [(80 + place * (width + gap), index) for place, index in enumerate(shown)]
     top = CACHE_HEIGHT + 14
     parts = cylinder_strokes(["KV cache", "after decode"], ledger)
-    parts.append(
-        svg.chip(8, top, 64, "T₀", newest.text, "green", tip=token_tip(request_id, newest.position, "committed"))
-    )
+    tip = token_tip(request_id, newest.position, "committed")
+    parts.append(svg.chip(8, top, 64, svg.Chip("T₀", newest.text, "green", tip=tip)))
     for x, index in places_of_tokens:
         if index < 0:
             parts.append(svg.text(x + width / 2, top + 24, f"+ {-index}", "muted", "middle"))
             continue
         token = columns[index]
         tip = token_tip(request_id, token.position, kind, token.step)
-        parts.append(svg.chip(x, top, width, token.name, token.text, colour, texture, tip=tip))
+        parts.append(svg.chip(x, top, width, svg.Chip(token.name, token.text, colour, texture, tip=tip)))
     steps = [columns[index].step if index >= 0 else None for index in shown]
     grid, height = _margin_grid(events, request_id, steps, [x for x, _ in places_of_tokens], width, top + 54, colour)
     count = len(columns)

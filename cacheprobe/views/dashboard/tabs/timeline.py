@@ -4,7 +4,15 @@ import pandas as pd
 
 from cacheprobe.views.dashboard.questions import PageQuestion, number, requests_of, span
 from cacheprobe.views.dashboard.shelf import Shelf
-from cacheprobe.views.diagrams.timeline import MOST_REQUESTS, MOST_STEPS, PITCH, WIDEST, ZOOMED_PITCH, timeline_piece
+from cacheprobe.views.diagrams.timeline import (
+    MOST_REQUESTS,
+    MOST_STEPS,
+    PITCH,
+    WIDEST,
+    ZOOMED_PITCH,
+    timeline_picture,
+    timeline_piece,
+)
 
 
 def view(shelf: Shelf, question: PageQuestion) -> str:
@@ -21,11 +29,8 @@ def view(shelf: Shelf, question: PageQuestion) -> str:
     pitches = ZOOMED_PITCH if is_zoomed else (PITCH, WIDEST)
     note = " Sorted by the number of tokens rolled back, most first." if question.get("order") == "losses" else ""
     note += " A cell is one pass of one request; click one. Drag over steps to zoom."
-    piece = timeline_piece(
-        book.events_of_all(requests), requests, steps, all_requests, book.steps, book.finding,
-        width=width, pitches=pitches, note=note,
-    )  # fmt: skip
-    return piece.html
+    picture = timeline_picture(book.events_of_all(requests), requests, steps, width=width, pitches=pitches)
+    return timeline_piece(picture, requests, steps, all_requests, book.steps, book.finding, note).html
 
 
 MOST_ZOOMED = 240
