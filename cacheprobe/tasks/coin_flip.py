@@ -20,6 +20,7 @@ from cacheprobe.tasks.writing import FILLERS, NAMES, Writer, check_names, draw, 
 
 STATES = ("heads", "tails")
 ANSWERS = (" heads", " tails")
+CLOSING = "What's the state? A:"
 
 
 def turned(side: str) -> str:
@@ -36,16 +37,14 @@ def coin_question(initial: str, events: Sequence[tuple[str, bool]]) -> Question:
         raise ValueError(f"initial={initial!r} is no state of a coin; use one of {STATES}")
     if not events:
         raise ValueError("a coin question needs at least one event, such as ('Alice', True)")
-    text = f"A coin's state is {initial}"
-    states, spans = [initial], [(0, len(text))]
+    writer, states = Writer(), [initial]
+    writer.mark(f"A coin's state is {initial}")
     for name, flipped in events:
-        text += ", then " if len(states) > 1 else ". "
-        start = len(text)
-        text += f"{name} flips" if flipped else f"{name} does not flip"
+        writer.say(", then " if len(states) > 1 else ". ")
+        writer.mark(f"{name} flips" if flipped else f"{name} does not flip")
         states.append(turned(states[-1]) if flipped else states[-1])
-        spans.append((start, len(text)))
-    text += ". What's the state? A:"
-    return Question(text, f" {states[-1]}", ANSWERS, tuple(map(tuple, events)), tuple(states), tuple(spans))
+    writer.say(f". {CLOSING}")
+    return writer.question(f" {states[-1]}", ANSWERS, list(map(tuple, events)), states)
 
 
 def flip_chance(flip_probability: float, remaining: int, odd: bool) -> float:
@@ -193,9 +192,6 @@ def answer_token_ids(tokenizer: Tokenizer, *, chat: bool = False) -> tuple[int, 
     with `chat`, also for a tokenizer without a chat template.
     """
     return Example(coin_question("heads", [("Alice", True)]), chat=chat).answer_token_ids(tokenizer)
-
-
-CLOSING = "What's the state? A:"
 
 
 @register("tasks", "coin_flip_sparse")

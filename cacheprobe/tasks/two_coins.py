@@ -46,15 +46,7 @@ def two_coins_question(
         states.append(f"{sides['red']} {sides['blue']}")
         thoughts.append({"both": states[-1], "named": f"{coin} {sides[coin]}", "asked": sides[asked]}[says])
     writer.say(". A:" if question_first else f". {question} A:")
-    return Question(
-        text=writer.text,
-        answer=f" {sides[asked]}",
-        answers=ANSWERS,
-        events=tuple(events),
-        states=tuple(states),
-        spans=tuple(writer.spans),
-        thoughts=() if says == "both" else tuple(thoughts),
-    )
+    return writer.question(f" {sides[asked]}", ANSWERS, events, states, () if says == "both" else thoughts)
 
 
 @register("tasks", "two_coins")

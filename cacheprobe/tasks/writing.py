@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import TypeVar
 
+from cacheprobe.tasks.base import Event, Question
+
 NAMES = tuple(
     """
     Adam Alan Alice Amy Andrew Anna Anthony Arthur Barbara Ben Beth Bob Brian Carl Carol Charles Chris Claire
@@ -59,6 +61,18 @@ class Writer:
         """Appends words that state the initial state or an operation, and records their (start, end) in `spans`."""
         self.spans.append((len(self.text), len(self.text) + len(words)))
         self.text += words
+
+    def question(
+        self,
+        answer: str,
+        answers: Sequence[str],
+        events: Sequence[Event],
+        states: Sequence[str],
+        thoughts: Sequence[str] = (),
+    ) -> Question:
+        """Returns the Question with this text and its spans; `Question` explains the arguments."""
+        spans = tuple(self.spans)
+        return Question(self.text, answer, tuple(answers), tuple(events), tuple(states), spans, tuple(thoughts))
 
 
 def filler(rng: Random, count: int) -> str:
