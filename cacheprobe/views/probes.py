@@ -12,9 +12,29 @@ from cacheprobe.views.text import markup, shorten
 _SITES = {"S": ("#7c5fbd", "circle"), "T": ("#2b8cbe", "diamond"), "C": ("#c2702b", "square")}
 _PANEL_COLUMNS = 22
 """Largest width of the name above a panel, in columns of a monospaced font."""
-_BASELINES = {"untrained": ("#7b858f", "dash"), "embedding": ("#7b858f", "dot"), "majority": ("#7b858f", "solid")}
+_GREY = "#7b858f"
+_BASELINES = {"untrained": "dash", "embedding": "dot", "majority": "solid"}
 _CONTROLS = {"position": ("position alone", "dash"), "margin": ("margin alone", "dot"),
              "shuffled": ("labels shuffled", "solid")}  # fmt: skip
+
+
+def _curve(figure: go.Figure, lines: pd.DataFrame, column: str, name: str, hover: str, **settings: object) -> None:
+    """Adds a curve of a column by layer. hover: with plotly's places for the numbers.  settings: of the curve, as
+    plotly names them."""
+    settings = {"mode": "lines+markers", "hovertemplate": f"{hover}<extra></extra>", **settings}
+    figure.add_scatter(x=lines.layer.tolist(), y=lines[column].tolist(), name=name, **settings)
+
+
+def _drafter_panels(table: pd.DataFrame) -> tuple[Figure, list[tuple[str, pd.DataFrame, dict[str, object]]]]:
+    """Returns (a figure with a panel for each drafter, list of the panels). A panel is (name of the drafter, its lines
+    by layer, plotly's settings of its curves); the first panel's curves are in the legend."""
+    drafters = list(dict.fromkeys(table.drafter))
+    figure = make_subplots(rows=1, cols=len(drafters), shared_yaxes=True, subplot_titles=drafters, figure=Figure())
+    panels = [
+        (drafter, table[table.drafter == drafter].sort_values("layer"), dict(row=1, col=i, showlegend=i == 1))
+        for i, drafter in enumerate(drafters, start=1)
+    ]
+    return figure, panels
 
 
 def probe_figure(table: pd.DataFrame) -> go.Figure:
@@ -32,24 +52,21 @@ def probe_figure(table: pd.DataFrame) -> go.Figure:
     figure = make_subplots(rows=1, cols=len(places), shared_yaxes=True, subplot_titles=titles, figure=Figure())
     for column, (at, place) in enumerate(places, start=1):
         of_place = table[(table["at"] == at) & (table.place == place)]
+        panel = dict(row=1, col=column, showlegend=column == 1)
         for site in [site for site in _SITES if (of_place.site == site).any()]:
             (color, symbol), name = _SITES[site], site_label(site)
             lines = of_place[of_place.site == site].sort_values("layer")
-            figure.add_scatter(
-                x=lines.layer.tolist(), y=lines.accuracy.tolist(), name=name, legendgroup=site, showlegend=column == 1,
-                mode="lines+markers", line=dict(color=color, width=2), marker=dict(symbol=symbol, size=6),
+            _curve(
+                figure, lines, "accuracy", name, f"{site}, layer %{{x}}, {_place_name(at, place)}: %{{customdata}}",
+                line=dict(color=color, width=2), marker=dict(symbol=symbol, size=6), legendgroup=site, **panel,
                 **interval(lines, "accuracy", ".3f", examples="examples", groups="groups"),
-                hovertemplate=f"{site}, layer %{{x}}, {_place_name(at, place)}: %{{customdata}}<extra></extra>",
-                row=1, col=column,
             )  # fmt: skip
         first = of_place[of_place.site == of_place.site.iloc[0]].sort_values("layer")
-        for name, (color, dash) in _BASELINES.items():
+        for name, dash in _BASELINES.items():
             if first[name].notna().all():
-                figure.add_scatter(
-                    x=first.layer.tolist(), y=first[name].tolist(), name=name, legendgroup=name, mode="lines",
-                    showlegend=column == 1, line=dict(color=color, dash=dash, width=1.5), row=1, col=column,
-                    hovertemplate=f"{name}, layer %{{x}}, {_place_name(at, place)}: %{{y:.3f}}<extra></extra>",
-                )  # fmt: skip
+                hover = f"{name}, layer %{{x}}, {_place_name(at, place)}: %{{y:.3f}}"
+                line = dict(color=_GREY, dash=dash, width=1.5)
+                _curve(figure, first, name, name, hover, mode="lines", line=line, legendgroup=name, **panel)
     above = table[table.is_above].groupby(["at", "place"]).ngroups
     title = f"At {above} of {len(places)} places some layer tells the state better than any baseline"
     set_layout(figure, title, 420, top=110, legend_y=1.09)  # the legend is above the panels' names
@@ -79,23 +96,16 @@ def rollback_prediction_figure(table: pd.DataFrame, unit: str = "draft") -> go.F
     if rows.empty:
         raise ValueError(f"there is no line of unit {unit!r} to draw: too few rollbacks, or another unit was asked for")
     rows = rows.assign(drafter=rows.drafter.map(markup))
-    drafters = list(dict.fromkeys(rows.drafter))
-    figure = make_subplots(rows=1, cols=len(drafters), shared_yaxes=True, subplot_titles=drafters, figure=Figure())
-    for column, drafter in enumerate(drafters, start=1):
-        lines = rows[rows.drafter == drafter].sort_values("layer")
-        figure.add_scatter(
-            x=lines.layer.tolist(), y=lines.auroc.tolist(), name="states", showlegend=column == 1, mode="lines+markers",
-            line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=7), row=1, col=column,
+    figure, panels = _drafter_panels(rows)
+    for drafter, lines, panel in panels:
+        _curve(
+            figure, lines, "auroc", "states", f"states before {drafter}'s {unit}, layer %{{x}}: %{{customdata}}",
+            line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=7), **panel,
             **interval(lines, "auroc", ".3f"),
-            hovertemplate=f"states before {drafter}'s {unit}, layer %{{x}}: %{{customdata}}<extra></extra>",
         )  # fmt: skip
-        for name in _CONTROLS:
-            figure.add_scatter(
-                x=lines.layer.tolist(), y=lines[name].tolist(), name=_CONTROLS[name][0],
-                showlegend=column == 1, mode="lines", line=dict(color="#7b858f", dash=_CONTROLS[name][1], width=1.5),
-                row=1, col=column,
-                hovertemplate=f"{_CONTROLS[name][0]}, {drafter}, layer %{{x}}: %{{y:.3f}}<extra></extra>",
-            )  # fmt: skip
+        for column, (name, dash) in _CONTROLS.items():
+            hover, line = f"{name}, {drafter}, layer %{{x}}: %{{y:.3f}}", dict(color=_GREY, dash=dash, width=1.5)
+            _curve(figure, lines, column, name, hover, mode="lines", line=line, **panel)
     last = rows.sort_values("layer").groupby("drafter", sort=False).tail(1)
     better = [line.drafter for line in last.itertuples() if line.gain_low > 0]
     drafter_names = ", ".join(better) or "no drafter here"
@@ -139,11 +149,10 @@ def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Fi
         lines = last_place[last_place.label == label].sort_values("layer")
         if lines.empty:
             continue
-        figure.add_scatter(
-            x=lines.layer.tolist(), y=lines.accuracy.tolist(), name=name, mode="lines+markers", row=1, col=1,
+        _curve(
+            figure, lines, "accuracy", name, f"{name}, layer %{{x}}: %{{customdata}}", row=1, col=1,
             line=dict(color=style["color"], dash=style["dash"], width=2), marker=dict(symbol=style["symbol"], size=7),
             **interval(lines, "accuracy", ".3f", examples="examples", groups="groups"),
-            hovertemplate=f"{name}, layer %{{x}}: %{{customdata}}<extra></extra>",
         )  # fmt: skip
         figure.add_scatter(
             x=lines.layer.tolist(), y=lines.majority.tolist(), name=f"commonest {name}", mode="lines", row=1, col=1,
@@ -179,7 +188,6 @@ def _first_layers(probes: pd.DataFrame) -> str:
     return f"Read with 95 % accuracy: {', '.join(claims)}"
 
 
-_GREY = "#7b858f"
 _COLORS = ("#7c5fbd", "#2b8cbe", "#c2702b", "#2f9e4f")
 
 
@@ -198,17 +206,10 @@ def final_choice_figure(table: pd.DataFrame) -> go.Figure:
     halfway = []
     for kind, color in zip(dict.fromkeys(table.kind), _COLORS, strict=False):
         lines = table[table.kind == kind].sort_values("layer")
-        figure.add_scatter(
-            x=lines.layer.tolist(), y=lines.share.tolist(), name=kind, mode="lines+markers",
-            line=dict(color=color, width=2),
-            **interval(lines, "share", ".1%", rows="rows"),
-            hovertemplate=f"{kind}, layer %{{x}}: %{{customdata}}<extra></extra>",
-        )  # fmt: skip
-        figure.add_scatter(
-            x=lines.layer.tolist(), y=lines.chance.tolist(), name=f"{kind}: another row's choice", mode="lines",
-            line=dict(color=color, width=1, dash="dot"),
-            hovertemplate=f"{kind}, another row's choice, layer %{{x}}: %{{y:.1%}}<extra></extra>",
-        )  # fmt: skip
+        shares, hover = interval(lines, "share", ".1%", rows="rows"), f"{kind}, layer %{{x}}: %{{customdata}}"
+        _curve(figure, lines, "share", kind, hover, line=dict(color=color, width=2), **shares)
+        hover, line = f"{kind}, another row's choice, layer %{{x}}: %{{y:.1%}}", dict(color=color, width=1, dash="dot")
+        _curve(figure, lines, "chance", f"{kind}: another row's choice", hover, mode="lines", line=line)
         at_least_half = lines[lines.share >= 0.5]
         if len(at_least_half):
             halfway.append(f"{kind} from layer {at_least_half.layer.iloc[0]}")
@@ -232,33 +233,22 @@ def disagreement_figure(table: pd.DataFrame) -> go.Figure:
     if table.empty:
         raise ValueError("no draft was rejected, so there is nothing to draw")
     table = table.assign(drafter=table.drafter.map(markup))
-    drafters = list(dict.fromkeys(table.drafter))
-    figure = make_subplots(rows=1, cols=len(drafters), shared_yaxes=True, subplot_titles=drafters, figure=Figure())
-    for column, drafter in enumerate(drafters, start=1):
-        lines = table[table.drafter == drafter].sort_values("layer")
-        figure.add_scatter(
-            x=lines.layer.tolist(), y=lines.share.tolist(), name="the rejected token", showlegend=column == 1,
-            mode="lines+markers", line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=6),
-            row=1, col=column,
+    figure, panels = _drafter_panels(table)
+    control = "another row's rejected token"
+    for drafter, lines, panel in panels:
+        _curve(
+            figure, lines, "share", "the rejected token", f"{drafter}, layer %{{x}}: %{{customdata}}",
+            line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=6), **panel,
             **interval(lines, "share", ".1%", rejected="rejected drafts"),
-            hovertemplate=f"{drafter}, layer %{{x}}: %{{customdata}}<extra></extra>",
         )  # fmt: skip
-        figure.add_scatter(
-            x=lines.layer.tolist(), y=lines.control.tolist(), name="another row's rejected token",
-            showlegend=column == 1, mode="lines", line=dict(color=_GREY, dash="dot", width=1.5), row=1, col=column,
-            hovertemplate=f"{drafter}, another row's rejected token, layer %{{x}}: %{{y:.1%}}<extra></extra>",
-        )  # fmt: skip
-    ends = table.sort_values("layer").groupby("drafter", sort=False)
-    held_until = [
-        f"{name} until layer {int(lines[lines.share > 0.5].layer.max())}"
-        for name, lines in ends
-        if (lines.share > 0.5).any()
-    ]
-    title = (
-        f"Most hold the rejected token likelier: {', '.join(held_until)}"
-        if held_until
-        else "The committed token leads throughout"
-    )
+        hover, line = f"{drafter}, {control}, layer %{{x}}: %{{y:.1%}}", dict(color=_GREY, dash="dot", width=1.5)
+        _curve(figure, lines, "control", control, hover, mode="lines", line=line, **panel)
+    until = table[table.share > 0.5].groupby("drafter", sort=False).layer.max()
+    by_first_layer = dict.fromkeys(table.sort_values("layer").drafter)
+    held_until = [f"{drafter} until layer {int(until[drafter])}" for drafter in by_first_layer if drafter in until]
+    title = "The committed token leads throughout"
+    if held_until:
+        title = f"Most hold the rejected token likelier: {', '.join(held_until)}"
     set_layout(figure, title, 400, top=90)
     figure.update_xaxes(title="layer", **layer_ticks(table.layer))
     figure.update_yaxes(title="share of rejected drafts", tickformat=".0%", range=[-0.02, 1.04], col=1)
