@@ -9,60 +9,52 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cacheprobe import analysis, lenses, tasks
     from cacheprobe import views as plots
-    from cacheprobe.api import (
-        estimate,
-        kv_snapshot,
-        load_model,
-        load_trace,
-        reference,
-        resume,
-        run,
-        stream,
-        verify,
-    )
+    from cacheprobe.analysis.replay import Replay
+    from cacheprobe.api import estimate, kv_snapshot, load_model, load_trace, reference, resume, run, stream, verify
     from cacheprobe.core.config import CaptureConfig
     from cacheprobe.core.records import Request, SamplingParams
+    from cacheprobe.core.registry import register
     from cacheprobe.edits import interventions, patching
-    from cacheprobe.edits.gradients.compute import gradients
+    from cacheprobe.edits.gradients.compute import Gradients, gradients
+    from cacheprobe.edits.gradients.texts import GradientText
     from cacheprobe.engine import drafters
     from cacheprobe.engine.estimates.draft_costs import draft_costs
-    from cacheprobe.kvcache.surgery import diff_rows
+    from cacheprobe.kvcache.surgery import KVSnapshot, diff_rows
     from cacheprobe.lenses import probes
+    from cacheprobe.models.base import CachedLM
     from cacheprobe.models.prompts import Chat
-    from cacheprobe.sweeps.engine import sweep
-    from cacheprobe.sweeps.results import load_sweep
+    from cacheprobe.sweeps.engine import SweepReport, sweep
+    from cacheprobe.sweeps.results import Sweep, load_sweep
     from cacheprobe.trace.importers.entry import import_generate, import_vllm
     from cacheprobe.trace.recording.interrupts import Interrupted
+    from cacheprobe.trace.recording.stream import Piece, Stream
     from cacheprobe.trace.replays.run import replay
     from cacheprobe.trace.trace import Trace
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "load_model": "cacheprobe.api",
-    "load_trace": "cacheprobe.api",
-    "run": "cacheprobe.api",
-    "estimate": "cacheprobe.api",
-    "draft_costs": "cacheprobe.engine.estimates.draft_costs",
-    "resume": "cacheprobe.api",
-    "stream": "cacheprobe.api",
-    "reference": "cacheprobe.api",
-    "verify": "cacheprobe.api",
-    "kv_snapshot": "cacheprobe.api",
-    "import_generate": "cacheprobe.trace.importers.entry",
-    "import_vllm": "cacheprobe.trace.importers.entry",
-    "replay": "cacheprobe.trace.replays.run",
-    "gradients": "cacheprobe.edits.gradients.compute",
-    "diff_rows": "cacheprobe.kvcache.surgery",
-    "CaptureConfig": "cacheprobe.core.config",
-    "Interrupted": "cacheprobe.trace.recording.interrupts",
-    "Trace": "cacheprobe.trace.trace",
-    "Request": "cacheprobe.core.records",
-    "SamplingParams": "cacheprobe.core.records",
-    "Chat": "cacheprobe.models.prompts",
-    "sweep": "cacheprobe.sweeps.engine",
-    "load_sweep": "cacheprobe.sweeps.results",
+_NAMES = {
+    "cacheprobe.analysis.replay": "Replay",
+    "cacheprobe.api": "estimate kv_snapshot load_model load_trace reference resume run stream verify",
+    "cacheprobe.core.config": "CaptureConfig",
+    "cacheprobe.core.records": "Request SamplingParams",
+    "cacheprobe.core.registry": "register",
+    "cacheprobe.edits.gradients.compute": "Gradients gradients",
+    "cacheprobe.edits.gradients.texts": "GradientText",
+    "cacheprobe.engine.estimates.draft_costs": "draft_costs",
+    "cacheprobe.kvcache.surgery": "KVSnapshot diff_rows",
+    "cacheprobe.models.base": "CachedLM",
+    "cacheprobe.models.prompts": "Chat",
+    "cacheprobe.sweeps.engine": "SweepReport sweep",
+    "cacheprobe.sweeps.results": "Sweep load_sweep",
+    "cacheprobe.trace.importers.entry": "import_generate import_vllm",
+    "cacheprobe.trace.recording.interrupts": "Interrupted",
+    "cacheprobe.trace.recording.stream": "Piece Stream",
+    "cacheprobe.trace.replays.run": "replay",
+    "cacheprobe.trace.trace": "Trace",
 }
+"""The public names by the module that defines them."""
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = {
     "analysis": "cacheprobe.analysis",
     "tasks": "cacheprobe.tasks",
@@ -77,7 +69,8 @@ _MODULES = {
 __all__ = [  # noqa: RUF022
     "load_model", "run", "resume", "estimate", "draft_costs", "stream", "reference", "verify", "load_trace",
     "kv_snapshot", "diff_rows", "sweep", "load_sweep", "import_generate", "import_vllm", "replay", "gradients",
-    "Request", "Chat", "SamplingParams", "CaptureConfig", "Trace", "Interrupted",
+    "Request", "Chat", "SamplingParams", "CaptureConfig", "Trace", "Interrupted", "Stream", "Piece", "KVSnapshot",
+    "Replay", "Gradients", "GradientText", "Sweep", "SweepReport", "CachedLM", "register",
     "analysis", "tasks", "drafters", "interventions", "lenses", "patching", "plots", "probes",
 ]  # fmt: skip
 

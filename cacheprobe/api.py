@@ -22,8 +22,8 @@ from cacheprobe.engine.drafters.replayed import Replayed
 from cacheprobe.engine.estimates.result import Estimate
 from cacheprobe.engine.estimates.run import estimate_plan
 from cacheprobe.engine.execution import Execution
+from cacheprobe.engine.loop import prefill_snapshot, run_reference
 from cacheprobe.engine.plan import RunPlan
-from cacheprobe.engine.reference import read_rows, run_reference
 from cacheprobe.engine.shapes import choose_shapes
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot
@@ -181,7 +181,7 @@ def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **setting
 
     def loop(states: Sequence[SequenceState], observer: Observer) -> Generator[int, None, None]:
         """Returns the generator of step numbers that runs these requests by the slow reference."""
-        return run_reference(plan.model, states, plan.config, observer, plan.editor, plan.watch, plan.narrow_widths)
+        return run_reference(plan.model, states, plan.config, observer, plan.checker, plan.editor)
 
     with to_disk(**to) as disk, _progress_bar(plan, progress) as bar:
         trace = Execution(plan, loop, states, [bar], disk, kind=REFERENCE, drafter=None, **origin).run()
@@ -319,7 +319,7 @@ def kv_snapshot(
                 f"{one}: position {last} is that of the prompt's last token, which a KVSnapshot leaves out"
             )
     with hold_model(plan.model), plan.hooks():
-        return read_rows(plan.model, state, plan.config, Observer(), plan.editor)
+        return prefill_snapshot(plan.model, state, plan.config, Observer(), plan.editor)
 
 
 def verify(

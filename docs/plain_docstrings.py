@@ -4,11 +4,16 @@ A line such as "window, group: rows of a pass" says what something is, and what 
 end one such piece and begin the next. Nothing else in a docstring is markup, apart from `names` and lists.
 """
 
+import inspect
 import re
 from collections.abc import Iterator
+from functools import reduce
+from importlib import import_module
 from typing import Any
 
+from docutils.nodes import Node
 from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
 
 _NAMES = r"\*{0,2}[A-Za-z_][\w.]*(?:, \*{0,2}[A-Za-z_][\w.]*)*"
 _PIECE = re.compile(rf"({_NAMES}): (?=\S)")
@@ -87,8 +92,26 @@ def _on_signature(
     return _LONG.sub("(...)", signature) if signature else signature, returns
 
 
+class PublicNames(SphinxDirective):
+    """Documents the functions and classes of the `__all__` of a module, each under the name that users write."""
+
+    required_arguments = 1
+
+    def run(self) -> list[Node]:
+        """Called by Sphinx."""
+        path = self.arguments[0]
+        module = reduce(getattr, path.split(".")[1:], import_module(path.split(".")[0]))
+        lines = []
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isclass(value) or inspect.isfunction(value):
+                lines.append(f".. auto{'class' if inspect.isclass(value) else 'function'}:: {path}.{name}")
+        return self.parse_text_to_nodes("\n\n".join(lines))
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
+    app.add_directive("public-names", PublicNames)
     app.connect("autodoc-process-docstring", _on_docstring)
     app.connect("autodoc-process-signature", _on_signature)
     return {"version": "1", "parallel_read_safe": True}

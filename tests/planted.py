@@ -15,9 +15,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 import cacheprobe as cp
-from cacheprobe.engine.model_runner import EngineError, ModelRunner
-from cacheprobe.engine.watch import Watch
-from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.engine.checker import RecomputeChecker
+from cacheprobe.engine.model_runner import ModelRunner
+from cacheprobe.engine.passes import EngineError
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.ops.attention import by_request as request_attention
 from cacheprobe.ops.attention.by_request import _attend_by_scores
 from cacheprobe.ops.compiled.attention import decode_attention
@@ -178,17 +179,17 @@ class Planted(TorchFunctionMode):
         self.num_calls = self.num_changed = 0
         self._positions = torch.zeros(0, 0, dtype=torch.long)
         self._patches = (
-            patch.object(KVCache, "stage", self._staging(KVCache.stage)),
+            patch.object(StagedCache, "__init__", self._staging(StagedCache.__init__)),
             patch.object(request_attention, "decode_attention", self._decode),
             patch.object(request_attention, "_attend_by_scores", self._by_scores),
         )
 
-    def _staging(self, stage: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _staging(self, stage: Callable[..., None]) -> Callable[..., None]:
         """Where each row of the next pass stands: of products and norms, their input does not say."""
 
-        def note(cache: KVCache, rows: Any, starts: Any, width: int) -> Tensor:
-            self._positions = stage(cache, rows, starts, width)
-            return self._positions
+        def note(staged: StagedCache, *given: Any) -> None:
+            stage(staged, *given)
+            self._positions = staged.positions
 
         return note
 
@@ -315,7 +316,7 @@ def ends(model: Any, fault: Planted, prompts: Any, alone: Iterable[int] = (), **
     except EngineError as error:
         return Verdict("stopped", str(error))
     errors = trace.meta["errors"] | {key.split()[-1]: why for key, why in trace.missing.items()}
-    with fault, patch.object(Watch, "place_copy", lambda *_: None):
+    with fault, patch.object(RecomputeChecker, "_add_duplicate", lambda *_: None):
         oracle = cp.reference(model, prompts, **settings)
         by_itself = {i % len(prompts): cp.run(model, [prompts[i]], **settings) for i in alone}
     for i in range(len(prompts)):

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
-from cacheprobe.engine.consistency import serving_config
+from cacheprobe.engine.shapes import serving_config
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import PassAttention
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import choose_path
-from cacheprobe.ops.attention.by_request import Reach, reach_of_pass, reach_of_positions
+from cacheprobe.ops.attention.by_request import AttentionSpans, spans_of_pass, spans_of_positions
 
 _TRIED = 16
 """Groups to try."""
@@ -46,7 +47,6 @@ def fixed_pass(
     """
     if not model.attends_by_request:
         return model.forward(token_ids, cache, rows, starts)
-    pieces_of = reach_of_pass if is_prefill else reach_of_positions
-    reach = Reach(tuple(pieces_of(start, token_ids.shape[1], cache.capacity) for start in starts))
-    with cache.attending_to(reach.span, reach):
-        return model.forward(token_ids, cache, rows, starts)
+    pieces_of = spans_of_pass if is_prefill else spans_of_positions
+    spans = AttentionSpans(tuple(pieces_of(start, token_ids.shape[1], cache.capacity) for start in starts))
+    return model.forward(token_ids, cache, rows, starts, attention=PassAttention(spans=spans))

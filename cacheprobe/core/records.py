@@ -306,6 +306,11 @@ def _value_or_note(fingerprint: Mapping[str, object], key: str) -> object:
     return f"not recorded, so taken as {_LATER_FIELDS[key]!r}" if is_assumed else _field(fingerprint, key)
 
 
+class EngineError(RuntimeError):
+    """Raised if a pass, a choice of a token or a drafter's call failed, or if a run cannot go on. A failed step commits
+    no token."""
+
+
 class ObserverError(RuntimeError):
     """Raised by an observer to end the run, such as after a failed self-check. No step is tried again."""
 

@@ -154,7 +154,7 @@ def _scan(kind: str) -> None:
         if missing.name != package_name or kind in SEPARATE_PACKAGES:
             raise
         raise ValueError(f"unknown kind of plug-in {kind!r}: there is no folder cacheprobe/{kind}") from None
-    for module in pkgutil.iter_modules(getattr(package, "__path__", ())):  # one file may hold a whole kind
+    for module in pkgutil.iter_modules(vars(package).get("__path__", ())):  # one file may hold a whole kind
         importlib.import_module(f"{package_name}.{module.name}")
     _scanned.add(kind)
     for entry in entry_points(group=f"cacheprobe.{kind}"):

@@ -1,24 +1,158 @@
-"""Commits tokens, rolls back drafts, preempts and ends requests. Reports each change to the observer.
+"""Chooses tokens, judges drafts, commits and rolls back, preempts and ends requests; reports it to the observer.
 
-The observer capture/recorder.py labels the recorded rows of a draft token as committed, rolled back or given up.
+The observer trace/recording/recorder.py labels the recorded rows of a draft token: committed, rolled back or given up.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
+from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.noise import DRAFT_STREAM, gumbel_noise
 from cacheprobe.core.records import Finished, StepRecord, Verdict
-from cacheprobe.engine.choosing import JUDGES, Choice, choose_next, describe, likeliest_choices
-from cacheprobe.engine.model_runner import EngineError, Entry, ModelRunner, is_out_of_memory
+from cacheprobe.engine.model_runner import ModelRunner
+from cacheprobe.engine.passes import EngineError, Entry, Pass, is_out_of_memory
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import is_checking
-from cacheprobe.ops.acceptance import find_ending
+from cacheprobe.models.base import CachedLM
+from cacheprobe.ops.acceptance import find_ending, num_accepted
+from cacheprobe.ops.kernel_set import KernelSet
 from cacheprobe.ops.processors import target_probs
-from cacheprobe.ops.sampling import lowest_argmax
+from cacheprobe.ops.rejection import accept_or_recover
+from cacheprobe.ops.sampling import choose_token, lowest_argmax, sample_token, two_largest
+
+
+class Choice(NamedTuple):
+    """Holds a chosen token id, its log-probability, and the margin between the log-probabilities of the two most likely
+    tokens, in nats."""
+
+    token_id: int
+    logprob_nats: float
+    """Log-probability of the token, in nats, under the model's own logits, before temperature and other processing."""
+    margin_nats: float
+    """Difference in nats between the log-probabilities of the two most likely tokens."""
+
+
+def choose_next(
+    state: SequenceState,
+    logits: Float[Tensor, "v"],
+    drafted: Sequence[int],
+    position: int,
+    top_choice: Choice | None = None,
+    is_draft: bool = False,
+) -> int:
+    """Returns the token id that a request chooses for `position`, from logits [v] and its sampling settings.
+
+    drafted: draft tokens after the committed ones. Tokens at or after `position` are ignored: while a preempted request
+    is rebuilt, they are known already.
+    top_choice: of these logits, if `top_choices` read them already; a greedy request takes its token.
+    is_draft: the token is a draft token. Any other of a request with forced tokens is the forced one.
+    """
+    if (forced := state.request.forced_token_ids) and not is_draft:
+        return forced[position - state.request.num_prompt_tokens]
+    sampling = state.sampling
+    if top_choice is not None and sampling.is_plain and sampling.is_greedy:
+        return top_choice.token_id
+    if sampling.is_plain:
+        assert sampling.temperature is not None and sampling.seed is not None
+        return sample_token(logits, sampling.temperature, sampling.seed, position)
+    return choose_token(logits, sampling, [*state.token_ids, *drafted][:position], position)
+
+
+def top_choices(model: CachedLM, logits: Float[Tensor, "n v"]) -> Sequence[Choice | None]:
+    """Returns the Choice of the most likely token, of equal ones the lowest id, for each row of logits [n, v], in one
+    pass over the vocabulary; Nones if the model has no compiled loops.
+
+    The bits of a row depend on that row alone. The logits must be finite numbers.
+    Twin: `describe` of the first token id of the largest logit; ids and margins ==, log-probabilities close(1e-5).
+    """
+    operations = getattr(model, "operations", None)  # only some kinds of model have compiled loops
+    if operations is None or isinstance(operations, KernelSet):  # its given logits are read by torch
+        return [None] * len(logits)
+    found = operations.readout.of_logits(logits, torch.full((len(logits),), -1), 2)
+    largest = logits.gather(1, found.top_token_ids).double()
+    margins = (largest[:, 0] - largest[:, 1]).tolist()
+    ids, nats = found.top_token_ids[:, 0].tolist(), found.top_logprob_nats[:, 0].tolist()
+    return [Choice(*parts) for parts in zip(ids, nats, margins, strict=True)]
+
+
+def describe(token_id: int, logits: Float[Tensor, "v"], top_choice: Choice | None = None) -> Choice:
+    """Returns the Choice of a token id under logits [v]: log-probability, and margin between the two top_choice tokens.
+
+    Takes the logits of one position only, because the bits of a sum must not depend on the number of positions.
+    top_choice: of these logits, if `top_choices` read them already.
+    """
+    if top_choice is not None:
+        if token_id == top_choice.token_id:
+            return top_choice
+        lower_by = float(logits[top_choice.token_id].double() - logits[token_id].double())
+        return Choice(token_id, top_choice.logprob_nats - lower_by, top_choice.margin_nats)
+    values = logits.float()
+    largest, other = two_largest(values)
+    logsumexp = (values - largest).exp_().sum().log() + largest
+    return Choice(token_id, float(values[token_id] - logsumexp), largest - other)
+
+
+def judge_by_equality(
+    state: SequenceState, logits: Float[Tensor, "t v"], start: int, top_choice: Sequence[Choice | None]
+) -> tuple[tuple[int, ...], int]:
+    """Accepts the draft tokens before the first that differs from the verifier's choice. Returns (the verifier's own
+    token ids at the draft positions and at one more, number of accepted draft tokens).
+
+    If the last draft token ends the request, the verifier has no token after the draft.
+
+    logits: [t, v]; logits[i] are for position start + i. The noise depends on seed and position alone, so the
+    comparison works at any temperature.  top_choice: of each row of logits, see `choose_next`.
+    """
+    draft = state.draft
+    rows = enumerate(zip(logits, top_choice, strict=True))
+    targets = tuple(choose_next(state, row, draft[:t], start + t, best) for t, (row, best) in rows)
+    return targets, num_accepted(draft, targets)
+
+
+def judge_by_rejection(
+    state: SequenceState, logits: Float[Tensor, "t v"], start: int, top_choice: Sequence[Choice | None]
+) -> tuple[tuple[int, ...], int]:
+    """Accepts each draft token with probability min(1, p / q), up to the first rejected one. Returns as
+    `judge_by_equality`.
+
+    p, q: the token's probability under the model and under the drafter; q is 1 for a token that the engine did not
+    draw. A greedy request is judged by equality. logits, top_choice: as for `judge_by_equality`.
+
+    Source: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1.
+    """
+    draft, sampling = state.draft, state.sampling
+    assert sampling.seed is not None
+    if sampling.is_greedy:
+        return judge_by_equality(state, logits, start, top_choice)
+    targets: list[int] = []
+    count = 0  # of accepted draft tokens
+    for t, row in enumerate(logits):
+        position = start + t
+        if t < len(draft) and count == t:
+            prefix = [*state.token_ids, *draft[:t]]
+            drawn_id, probs = state.draft_probs.get(position, (-1, None))
+            is_accepted, token_id = accept_or_recover(
+                target_probs(row, sampling, prefix),
+                probs if drawn_id == draft[t] else None,
+                draft[t],
+                sampling.seed,
+                position,
+            )
+            count += is_accepted
+        else:
+            token_id = choose_next(state, row, draft[:t], position, top_choice[t])
+        targets.append(token_id)
+    return tuple(targets), count
+
+
+JUDGES = {"equality": judge_by_equality, "rejection": judge_by_rejection}
+"""Maps each value of EngineConfig.acceptance to the function that judges a draft."""
 
 
 class Committer:
@@ -34,23 +168,34 @@ class Committer:
 
     # -- choosing
 
+    def top_choices(self, a_pass: Pass, out: Tensor) -> list[Sequence[Choice | None]]:
+        """Returns the `top_choices` of the tokens that each entry fed, from the logits [b, t, v] of the pass just run.
+
+        Raises: EngineError if memory runs out."""
+        with self.runner.out_of_memory_named(a_pass, "read"):
+            width, of_entries = out.shape[1], zip(a_pass.entries, a_pass.batch_index, strict=True)
+            fed = [b * width + t for entry, b in of_entries for t in range(len(entry.token_ids))]
+            logits = out.flatten(0, 1)  # a view
+            found = iter(top_choices(self.runner.model, logits if fed == [*range(len(logits))] else logits[fed]))
+        return [list(islice(found, len(entry.token_ids))) for entry in a_pass.entries]
+
     def choose(
         self,
         state: SequenceState,
         logits: Tensor,
         drafted: Sequence[int],
         position: int,
-        likeliest: Choice | None = None,
+        top_choice: Choice | None = None,
         is_draft: bool = False,
     ) -> int:
         """Returns the token id that a request chooses for `position` from logits [v], after the draft tokens `drafted`.
 
-        likeliest: of these logits, if `likeliest_choices` read them already.  is_draft: the token is a draft token.
+        top_choice: of these logits, if `top_choices` read them already.  is_draft: the token is a draft token.
         Raises: EngineError if the logits hold NaN or +infinity, if none is finite, or if memory runs out.
         """
         with self._naming(state):
-            token_id = choose_next(state, logits, drafted, position, likeliest, is_draft)
-        self._note(state, position, token_id, logits, likeliest)
+            token_id = choose_next(state, logits, drafted, position, top_choice, is_draft)
+        self._note(state, position, token_id, logits, top_choice)
         return token_id
 
     def draw_draft_token(self, state: SequenceState, logits: Tensor, drafted: Sequence[int], position: int) -> int:
@@ -67,26 +212,26 @@ class Committer:
         self._note(state, position, token_id, logits)
         return token_id
 
-    def verify_draft(self, entry: Entry, logits: Tensor, likeliest: Sequence[Choice | None]) -> Verdict:
-        """Returns the Verdict on a request's draft, from the verify pass's logits [t, v]. Commits no token. likeliest:
+    def verify_draft(self, entry: Entry, logits: Tensor, top_choice: Sequence[Choice | None]) -> Verdict:
+        """Returns the Verdict on a request's draft, from the verify pass's logits [t, v]. Commits no token. top_choice:
         for each token that the request fed."""
         state, draft, start = entry.state, tuple(entry.state.draft), entry.start + 1
         logits = logits[: len(entry.token_ids)]
         acceptance = "equality" if state.request.is_deterministic else self.config.acceptance
         with self._naming(state):
-            targets, n = JUDGES[acceptance](state, logits, start, likeliest)
-        for t, (token_id, row, best) in enumerate(zip(targets, logits, likeliest, strict=True)):
+            targets, n = JUDGES[acceptance](state, logits, start, top_choice)
+        for t, (token_id, row, best) in enumerate(zip(targets, logits, top_choice, strict=True)):
             self._note(state, start + t, token_id, row, best)
         ending = find_ending(state.generated, draft[:n] + targets[n : n + 1], state.stop_rule, state.num_left)
         return Verdict(state.request_id, self.runner.step, start, draft, targets, n, ending.num_kept, ending.finish)
 
     def _note(
-        self, state: SequenceState, position: int, token_id: int, logits: Tensor, likeliest: Choice | None = None
+        self, state: SequenceState, position: int, token_id: int, logits: Tensor, top_choice: Choice | None = None
     ) -> None:
         """Keeps the Choice of a token for the next report, and reports the choice to the observer."""
         with self._naming(state, ()):
-            likeliest = likeliest or likeliest_choices(self.runner.model, logits[None])[0]
-            self._choices[state.request_id, position] = describe(token_id, logits, likeliest)
+            top_choice = top_choice or top_choices(self.runner.model, logits[None])[0]
+            self._choices[state.request_id, position] = describe(token_id, logits, top_choice)
             self.observer.on_choice(state.request_id, self.runner.step, position, token_id, logits)
 
     @contextmanager
@@ -116,7 +261,7 @@ class Committer:
         """
         last_committed_position, committed = state.last_committed_position, verdict.committed
         self._truncate(state, last_committed_position)
-        self.write_ledger(state, last_committed_position, last_committed_position + len(committed), "verified")
+        self.mark_slots(state, last_committed_position, last_committed_position + len(committed), "verified")
         if verdict.is_rollback:
             start = verdict.start + verdict.num_accepted
             self.observer.on_rollback(state.request_id, verdict.step, start, verdict.start + len(state.draft))
@@ -168,12 +313,12 @@ class Committer:
     # -- leaving early
 
     def stop(self, state: SequenceState, reason: str, error: str | None = None) -> None:
-        """Ends a request outside a pass: its draft is given up, its committed tokens stay.
+        """Ends a request outside a pass: its draft is abandoned, its committed tokens stay.
 
         reason: "cancelled", or "error" with the message `error`; a failed request's cache row is zeroed.
         """
         if error is None:
-            self._give_up_draft(state)
+            self._abandon_draft(state)
         else:
             self.clear_draft(state)
             # an earlier pass may have written the NaN that made this one fail
@@ -181,9 +326,9 @@ class Committer:
         self._end(state, reason, error)
 
     def clear_draft(self, state: SequenceState) -> None:
-        """Gives up a request's draft after a failed pass, and frees and zeroes its cache slots from that of the newest
+        """Abandons a request's draft after a failed pass, and frees and zeroes its cache slots from that of the newest
         committed token on."""
-        self._give_up_draft(state)
+        self._abandon_draft(state)
         self._truncate(state, min(state.last_committed_position, int(self.cache.lengths[state.cache_row])))
         self.scrub(state)
 
@@ -192,17 +337,17 @@ class Committer:
         self.cache.scrub(state.cache_row, int(self.cache.lengths[state.cache_row]))
 
     def preempt(self, state: SequenceState) -> None:
-        """Preempts a request: gives up its draft and frees its cache row. Its committed tokens stay.
+        """Preempts a request: abandons its draft and frees its cache row. Its committed tokens stay.
 
         `Prefill.rebuild` fills a new row when the request is admitted again.
         """
-        self._give_up_draft(state)
+        self._abandon_draft(state)
         self._truncate(state, 0)
         self.cache.release(state.cache_row)
         state.preempt()
         self.observer.on_preempt(state.request_id, self.runner.step)
 
-    def _give_up_draft(self, state: SequenceState) -> None:
+    def _abandon_draft(self, state: SequenceState) -> None:
         """Drops a request's draft without a verdict, and reports its positions to the observer."""
         if state.draft:
             start = state.last_committed_position + 1
@@ -211,7 +356,7 @@ class Committer:
 
     # -- the ledger and the record
 
-    def write_ledger(self, state: SequenceState, start: int, end: int, provenance: str) -> None:
+    def mark_slots(self, state: SequenceState, start: int, end: int, provenance: str) -> None:
         """Marks slots start..end-1 of a request's cache row as in use, with this provenance, and reports it."""
         self.cache.extend(state.cache_row, start, end, provenance)
         self.observer.on_ledger(state.request_id, self.runner.step, start, end, provenance)

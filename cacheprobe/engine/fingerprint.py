@@ -12,7 +12,7 @@ from cacheprobe.core.records import Request, fingerprint_differences
 from cacheprobe.core.tokens.special import special_token_ids
 from cacheprobe.edits.interventions.base import Intervention
 from cacheprobe.edits.interventions.editor import intervention_entries
-from cacheprobe.engine.shapes import shared_capacity
+from cacheprobe.engine.sizes import shared_capacity
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.settings import numeric_settings, require_one_flush_mode
 from cacheprobe.models.turns import hold_model, require_idle

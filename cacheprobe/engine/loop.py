@@ -1,4 +1,5 @@
-"""Runs the main loop: prefill, decode, verify, then commit or roll back. Read this file first.
+"""Runs the main loop: prefill, decode, verify, then commit or roll back. Read this file first. Below stands the slow
+reference (`cp.reference`).
 
 Without a drafter, decode passes commit the tokens of never verified requests, and draft for the verified ones if the
 window is above 1. With a drafter every request is verified. With determinism="invariant" no other request is.
@@ -11,52 +12,46 @@ from contextlib import closing
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Observer
 from cacheprobe.edits.interventions.editor import Editor
+from cacheprobe.engine.checker import RecomputeChecker
 from cacheprobe.engine.drafters.base import Drafter
-from cacheprobe.engine.model_runner import EngineError, ModelRunner
+from cacheprobe.engine.model_runner import ModelRunner
+from cacheprobe.engine.passes import EngineError
 from cacheprobe.engine.scheduler import Scheduler
 from cacheprobe.engine.step import Engine
-from cacheprobe.engine.watch import Watch
-from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import is_checking
+from cacheprobe.kvcache.surgery import KVSnapshot, take_snapshot
 from cacheprobe.models.base import CachedLM
 
 FIRST_DRAFT_LENGTH = 4
 """Draft tokens that a request may have at first if draft_length is "adaptive"."""
 
 
-def rounds(
-    model: CachedLM,
+def generation_loop(
+    new_runner: Callable[[], ModelRunner],
     states: Sequence[SequenceState],
     config: EngineConfig,
-    observer: Observer,
     drafter: Drafter | None = None,
-    editor: Editor | None = None,
-    watch: Watch | None = None,
-    make_runner: Callable[..., ModelRunner] = ModelRunner,
-    cache: KVCache | None = None,
-    narrow_widths: Sequence[int] = (),
-    batches_prompts: bool = False,
 ) -> Generator[int, None, None]:
     """Runs the main loop. Yields the number of the last step after each round, until every request has ended.
 
-    Requests may be cancelled between rounds. editor: applies interventions; its hooks must be on the model already.
-    watch: computes tokens of some passes twice and compares them.
-    make_runner, cache: for an estimate, which counts the passes instead and needs no keys and values. By default the
-        passes run, over a cache that is allocated here.
-    narrow_widths: widths below the window that a verify pass of short drafts may have.
-    batches_prompts: prompts of verified and invariant requests may share a pass.
+    Requests may be cancelled between rounds. new_runner: makes the ModelRunner at the first `next`; its cache needs a
+    row for each request in flight and a spare one for dummies.
 
     A request whose passes fail, also without its draft, ends with an error; the others go on. Raises: EngineError if
     there is no request or all failed; ValueError if the drafter refuses the model; CacheIntegrityError at the end if
     the cache is at fault.
-    Twin: cacheprobe.engine.reference.run_reference, == for tokens; bitwise for the states of deterministic requests.
+    Twin: run_reference, == for tokens; bitwise for the states of deterministic requests.
     """
-    engine, scheduler = prepare(
-        model, states, config, observer, drafter, editor, watch, make_runner, cache, narrow_widths, batches_prompts
-    )
+    if not states:
+        raise EngineError("there is no request to run")
+    engine = Engine(new_runner(), config, drafter)
+    scheduler = Scheduler(states, engine.cache, config)
     if drafter is not None:
-        drafter.check(model)
+        drafter.check(engine.model)
+    for state in states:
+        length = config.draft_length
+        state.draft_cap = min(FIRST_DRAFT_LENGTH, config.window - 1) if isinstance(length, str) else length
     decode = engine.decode if drafter is None else engine.draft
     with closing(engine.drafter_calls) as calls:
         while not scheduler.is_done:
@@ -69,17 +64,17 @@ def rounds(
                 calls.release(state)
             admitted = scheduler.admit(engine.runner.step + 1)
             for prefill, group in engine.prefills(admitted, scheduler.running):
-                for attempt in engine.attempts(group):
-                    with attempt as requests:
+                for requests in engine.attempts(group):
+                    with engine.isolating():
                         prefill(requests)
-            piggybacked = scheduler.piggybacked()
-            if drafting := [state for state in scheduler.drafting() if state not in piggybacked]:
-                for attempt in engine.attempts(drafting):
-                    with attempt as requests:
+            fill_ins = scheduler.fill_ins()
+            if drafting := [state for state in scheduler.drafting() if state not in fill_ins]:
+                for requests in engine.attempts(drafting):
+                    with engine.isolating():
                         decode(requests)
-            for group in scheduler.ready_groups(piggybacked):
-                for attempt in engine.attempts(group):
-                    with attempt as requests:
+            for group in scheduler.ready_groups(fill_ins):
+                for requests in engine.attempts(engine.runner.checker.leaving_room(group, config)):
+                    with engine.isolating():
                         engine.verify(requests)
             for state in scheduler.retire():
                 calls.release(state)
@@ -93,30 +88,62 @@ def rounds(
         raise EngineError(states[0].error)
 
 
-def prepare(
+# -- the slow reference
+
+
+def prefill_snapshot(
+    model: CachedLM, state: SequenceState, config: EngineConfig, observer: Observer, editor: Editor | None = None
+) -> KVSnapshot:
+    """Returns a KVSnapshot of a prompt without its last token: keys and values as the slow reference (`cp.reference`)
+    writes them. Admits the request `state` and commits its first token.
+
+    Raises: EngineError if a prefill pass fails; ValueError for a prompt of one token, or a model whose cache holds more
+    than keys and values.
+    """
+    cache = model.new_cache(2, config.capacity)
+    state.admit(cache)
+    engine = Engine(ModelRunner(model, cache, observer, RecomputeChecker(model), editor), config)
+    for alone in engine.attempts([state]):
+        with engine.isolating():
+            engine.prefill.read(alone)
+    if state.error:
+        raise EngineError(state.error)
+    return take_snapshot(cache, state.cache_row, state.request.prompt_token_ids[:-1])
+
+
+def run_reference(
     model: CachedLM,
     states: Sequence[SequenceState],
     config: EngineConfig,
     observer: Observer,
-    drafter: Drafter | None = None,
+    checker: RecomputeChecker,
     editor: Editor | None = None,
-    watch: Watch | None = None,
-    make_runner: Callable[..., ModelRunner] = ModelRunner,
-    cache: KVCache | None = None,
-    narrow_widths: Sequence[int] = (),
-    batches_prompts: bool = False,
-) -> tuple[Engine, Scheduler]:
-    """Returns (Engine, Scheduler) for these requests. A new cache (unless one is given) has one row for each request in
-    flight and a spare one.
+) -> Generator[int, None, None]:
+    """Runs each request alone on a fresh cache. Yields the step number after every verify pass, which commits one token
+    unless it fails.
 
-    Sets the field draft_cap of each request. Raises: EngineError without a request.
+    The prompt is read in fixed chunks; then verify passes run with empty drafts. A request that is not verified
+    (determinism="invariant" without a drafter) runs decode passes instead.
+    Raises: EngineError if all requests failed.
+
+    Source: LLM-42 (arXiv 2601.17768): the declared reference is the verifier's schedule, not batch-1 decoding.
     """
-    if not states:
-        raise EngineError("there is no request to run")
-    in_flight = min(len(states), config.max_batch)
-    cache = model.new_cache(in_flight + 1, config.capacity) if cache is None else cache
+    last_step = -1
     for state in states:
-        length = config.draft_length
-        state.draft_cap = min(FIRST_DRAFT_LENGTH, config.window - 1) if isinstance(length, str) else length
-    engine = Engine(make_runner(model, cache, observer, editor, watch), config, drafter, narrow_widths, batches_prompts)
-    return engine, Scheduler(states, cache, config, in_flight)
+        cache = model.new_cache(2, config.capacity)
+        state.admit(cache)
+        runner = ModelRunner(model, cache, observer, checker, editor, last_step)
+        engine = Engine(runner, config)
+        for alone in engine.attempts([state]):
+            with engine.isolating():
+                engine.prefill.read(alone)
+        while not state.is_ended:
+            for alone in engine.attempts([state]):
+                with engine.isolating():
+                    (engine.verify if state.is_verified else engine.decode)(alone)
+            yield runner.step
+        cache.check_integrity()
+        state.leave_row()
+        last_step = runner.step
+    if all(state.error for state in states):
+        raise EngineError(states[0].error)

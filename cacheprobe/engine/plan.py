@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, cast
 
 from torch import Tensor
@@ -16,15 +16,14 @@ from cacheprobe.core.values import JsonDict, whole_number
 from cacheprobe.edits.interventions.base import Intervention, as_interventions
 from cacheprobe.edits.interventions.checks import Drafting
 from cacheprobe.edits.interventions.editor import Editor
-from cacheprobe.engine.consistency import Hooked, batches_prompts, proven_shapes, within_positions
+from cacheprobe.engine.checker import RecomputeChecker
 from cacheprobe.engine.drafters.base import Drafter, drafted_layers, require_drafter
-from cacheprobe.engine.drafters.fast_path import FastPath
+from cacheprobe.engine.drafters.early_exit import FastPath
 from cacheprobe.engine.fingerprint import Fingerprint, require_ready, schedule_fingerprint
-from cacheprobe.engine.loop import rounds
+from cacheprobe.engine.loop import generation_loop
 from cacheprobe.engine.model_runner import ModelRunner
-from cacheprobe.engine.shapes import with_capacity
-from cacheprobe.engine.sizes import require_cache_fits, require_records_fit, require_room
-from cacheprobe.engine.watch import Watch
+from cacheprobe.engine.shapes import Hooked, batches_prompts, within_positions
+from cacheprobe.engine.sizes import require_cache_fits, require_records_fit, require_room, with_capacity
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot, require_fit, require_plain
 from cacheprobe.lenses.base import Lens, require_readable
@@ -60,7 +59,7 @@ class RunPlan:
         model: CachedLM,
         prompts: Any,
         config: EngineConfig,
-        open_shapes: Collection[str] = (),
+        unset_shapes: Collection[str] = (),
         deterministic: Any = False,
         capture: "str | CaptureConfig | None" = "STCZ",
         layers: Any = "all",
@@ -76,8 +75,8 @@ class RunPlan:
         """Checks the arguments, but not yet whether interventions can act. Raises: ValueError for arguments that do not
         fit the model, or if the run is estimated not to fit in memory.
 
-        open_shapes: which settings the caller did not give: the capacity is chosen by the longest request; `states` may
-            replace window and group if passes of the shape depend on the batch.
+        unset_shapes: which settings the caller did not give: the capacity is chosen by the longest request; `states`
+            may replace window and group if passes of the shape depend on the batch.
         max_in_flight: maximum number of requests with a cache row; config.max_batch if None.
         is_on_disk: the run is recorded to disk, so that states and readings need no memory.
         """
@@ -87,7 +86,7 @@ class RunPlan:
         self.capture = capture if isinstance(capture, CaptureConfig) else CaptureConfig(sites=capture)
         self.model, self.path_reason = choose_path(model, path, self.capture.heads)
         self.model.check_settings(config.window)
-        self.config, self.open_shapes, self._is_on_disk = config, open_shapes, is_on_disk
+        self.config, self.unset_shapes, self._is_on_disk = config, unset_shapes, is_on_disk
         self.layers = captured_layers(self.capture, layers, model.n_layers)
         recorded_dictionary(self.capture, self.model)
         if self.capture.heads:
@@ -103,18 +102,16 @@ class RunPlan:
         self.fallback = run_sampling.over(DEFAULT_SAMPLING).over(SamplingParams(stop_token_ids=model.stop_token_ids))
         self.interventions = as_interventions(interventions)
         self.editor: Editor | None = None
-        self.watch = Watch()
-        self.narrow_widths: tuple[int, ...] = ()
-        self.batches_prompts = False
+        self.checker = RecomputeChecker(self.model)
         listed = as_list(prompts)
         chosen = pick_deterministic(deterministic, len(listed))
         self._check_sizes([self._size(item) for item in listed], max_in_flight)
         tokenized = [self._request(item, i, i in chosen) for i, item in enumerate(listed)]
         require_unpadded(listed, model.tokenizer)
-        if "capacity" in open_shapes:
+        if "capacity" in unset_shapes:
             needed = [(r.num_prompt_tokens, self._size(r)[1], r.num_cached) for r in tokenized]
-            self.config = with_capacity(config, needed, model.n_ctx, "window" in open_shapes)
-        fitting = within_positions(model, self.config, "capacity" not in open_shapes)
+            self.config = with_capacity(config, needed, model.n_ctx, "window" in unset_shapes)
+        fitting = within_positions(model, self.config, "capacity" not in unset_shapes)
         is_longest, self.config = fitting is not self.config, fitting
         for request in tokenized:
             require_room(self.config, request, self._size(request)[1], is_longest)
@@ -265,16 +262,16 @@ class RunPlan:
         if any(state.reads_in_chunks for state in states):
             before, is_any = self.config, any(state.request.is_deterministic for state in states)
             # the slow reference needs the shapes of a deterministic run; other runs keep their window
-            replaceable = {*self.open_shapes} - (set() if is_any or is_all_verified else {"window"})
+            replaceable = {*self.unset_shapes} - (set() if is_any or is_all_verified else {"window"})
             most = 1 if is_all_verified else min(len(states), before.group if is_drafted else before.max_batch)
             with hold_model(self.model):
-                self.config, self.narrow_widths = proven_shapes(
-                    self.model, before, replaceable, self._hooked(), is_any, self._require_all_fit, most
+                self.config = self.checker.trial(
+                    before, self._hooked(), replaceable, is_any, self._require_all_fit, most
                 )
-                if "prefill_group" in self.open_shapes and not is_all_verified:
+                if "prefill_group" in self.unset_shapes and not is_all_verified:
                     prompts = {state.request.prompt_token_ids for state in states if state.reads_in_chunks}
                     at_once = min(len(prompts), before.max_batch)
-                    self.batches_prompts = batches_prompts(self.model, self.config, self._hooked(), at_once)
+                    self.checker.batches_prompts = batches_prompts(self.model, self.config, self._hooked(), at_once)
             if self.config.window != before.window:
                 self.editor = self._editor(drafter, states, is_all_verified)
         return states
@@ -305,25 +302,26 @@ class RunPlan:
         return Drafting(drafter.name, drafted_layers(drafter, self.model), self.config.window)
 
     def bind_loop(self, drafter: Drafter | None, step: int = -1) -> BoundLoop:
-        """Returns a function (states, observer) -> generator of the main loop, see `engine.loop.rounds`.
+        """Returns a function (states, observer) -> generator of the main loop, see `engine.loop.generation_loop`.
 
         step: number of the last step that an earlier process has run; -1 for a new run.
         No pass runs before the generator's first `next`. Raises: ValueError if the drafter does not fit the model.
         """
         if drafter is not None:
             require_drafter(drafter, self.model)
-        return lambda states, observer: rounds(
-            self.model,
-            states,
-            self.config,
-            observer,
-            drafter,
-            self.editor,
-            self.watch,
-            partial(ModelRunner, step=step),
-            narrow_widths=self.narrow_widths,
-            batches_prompts=self.batches_prompts,
-        )
+
+        def loop(states: Sequence[SequenceState], observer: Observer) -> Generator[int, None, None]:
+            """Returns the generator of the main loop."""
+
+            def new_runner() -> ModelRunner:
+                """Returns a ModelRunner with a new cache."""
+                rows = min(len(states), self.config.max_batch) + 1  # one for dummies
+                cache = self.model.new_cache(rows, self.config.capacity)
+                return ModelRunner(self.model, cache, observer, self.checker, self.editor, step)
+
+            return generation_loop(new_runner, states, self.config, drafter)
+
+        return loop
 
     def recorder(self) -> Recorder:
         """Returns a new Recorder with the run's capture settings, prompts, and first token ids of task answers."""
@@ -359,7 +357,7 @@ class RunPlan:
             if self.editor is not None:  # first, so that the changed states are recorded
                 stack.enter_context(self.model.editing(self.editor.sites, self.editor.edit))
             if recorder is not None:
-                sink = of_this_thread(self.watch.listening(recorder.on_state))
+                sink = of_this_thread(self.checker.listening(recorder.on_state))
                 stack.enter_context(self.model.capturing(recorder.wanted(), sink))
             yield
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from cacheprobe.engine.committer import Committer
-from cacheprobe.engine.model_runner import EngineError, Entry, ModelRunner
+from cacheprobe.engine.model_runner import ModelRunner
+from cacheprobe.engine.passes import EngineError, Entry, Pass
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import Status
 from cacheprobe.kvcache.surgery import put_snapshot
@@ -25,14 +26,9 @@ _MOST_SCORES = 2**22
 class Prefill:
     """Writes prompts into cache rows and commits each request's first token; rebuilds preempted requests."""
 
-    def __init__(self, runner: ModelRunner, committer: Committer, batches_prompts: bool = False) -> None:
-        """batches_prompts: prompts that are read in chunks without pads may share a pass (consistency.py tries it)."""
+    def __init__(self, runner: ModelRunner, committer: Committer) -> None:
         self.runner, self.committer, self.config = runner, committer, committer.config
-        self._batches_prompts = batches_prompts
-        self._batched: dict[int, SequenceState] = {}
-        """By request id: requests whose prompts were read in passes with others, but must not depend on them."""
-        self._faults: dict[int, str] = {}
-        """By request id: the fault after which the prompt of a deterministic request is in doubt."""
+        self.checker = runner.checker
 
     def read(self, states: Sequence[SequenceState]) -> None:
         """Reads the prompts of these requests, and commits the first token of each. `reads_in_chunks` must be equal for
@@ -50,25 +46,26 @@ class Prefill:
         for entries, width in self._prompt_passes(states):
             last = [len(e.token_ids) - 1 if e.end == e.state.request.num_prompt_tokens else None for e in entries]
             slots = self._logit_slots(last, width, is_fixed)
-            batch = None if not is_fixed else len(entries) if self._batches_prompts else self.config.prefill_group
-            result = self.runner.run(
-                "prefill", entries, width, batch=batch, logit_slots=slots, is_without_pads=is_without_pads
-            )
+            batch = None if not is_fixed else self.config.prefill_group
+            if is_fixed and self.checker.batches_prompts:
+                batch = len(entries)
+            a_pass = Pass(self.runner.cache, self.runner.next_step(), "prefill", entries, width, batch)
+            a_pass.logit_slots, a_pass.is_without_pads = slots, is_without_pads
+            out = self.runner.run(a_pass)
             # every choice before any commit: an error here leaves all requests as they were
             chosen: list[int | None] = []
-            for entry, b, slot in zip(entries, result.batch_index, last, strict=True):
+            for entry, b, slot in zip(entries, a_pass.batch_index, last, strict=True):
                 if slot is None:
                     chosen.append(None)
                     continue
                 state = entry.state
-                state.prompt_logits = result.out[b, slot if slots is None else slots.index(slot)].clone()
+                state.prompt_logits = out[b, slot if slots is None else slots.index(slot)].clone()
                 chosen.append(self.committer.choose(state, state.prompt_logits, (), state.last_committed_position + 1))
             if is_without_pads and len(entries) > 1:
-                self._batched = {name: state for name, state in self._batched.items() if not state.is_ended}
-                self._batched |= {entry.state.request_id: entry.state for entry in entries}
+                self.checker.note_batch([entry.state for entry in entries])
             committed = []
             for entry, token_id in zip(entries, chosen, strict=True):
-                self.committer.write_ledger(entry.state, entry.start, entry.end, "prefill")
+                self.committer.mark_slots(entry.state, entry.start, entry.end, "prefill")
                 entry.state.num_prefilled = entry.end
                 if token_id is not None:
                     committed.append((entry.state.request_id, self.committer.commit_plain(entry.state, token_id)))
@@ -78,7 +75,7 @@ class Prefill:
         """Yields (entries, width) of each prefill pass, until the prompts are read. The caller must set num_prefilled
         of each request after the pass."""
         is_fixed = states[0].reads_in_chunks
-        size = self.config.prefill_group if is_fixed and not self._batches_prompts else len(states)
+        size = self.config.prefill_group if is_fixed and not self.checker.batches_prompts else len(states)
         chunk = self.config.prefill_chunk if is_fixed else FREE_PREFILL_WIDTH
         for group in (states[i : i + size] for i in range(0, len(states), size)):
             while unread := [s for s in group if s.num_prefilled < s.request.num_prompt_tokens]:
@@ -88,7 +85,7 @@ class Prefill:
                     )
                     for s in unread
                 ]
-                if is_fixed and self._batches_prompts:
+                if is_fixed and self.checker.batches_prompts:
                     entries = self._next_batch(entries)
                 is_padded = is_fixed and self.config.pad_prefill
                 yield entries, chunk if is_padded else max(len(entry.token_ids) for entry in entries)
@@ -110,21 +107,6 @@ class Prefill:
                 start = max(start, entry.start)
         return [entry for entry in entries if entry in taken]
 
-    def read_alone(self, fault: str) -> list[SequenceState]:
-        """From now on, reads each prompt in passes of its own. Returns the deterministic requests, not ended, whose
-        prompts were read with others. Preempted ones of these are not rebuilt, and no request copies such a prompt.
-
-        fault: text about the difference that was found.
-        """
-        self._batches_prompts = False
-        living = [state for state in self._batched.values() if not state.is_ended]
-        self._batched.clear()
-        for state in living:
-            state.prompt_logits = None
-        in_doubt = [state for state in living if state.request.is_deterministic]
-        self._faults |= {state.request_id: fault for state in in_doubt}
-        return in_doubt
-
     def _begin(self, state: SequenceState) -> None:
         """Stores the prompt's length in the cache, and copies the request's KVSnapshot, if any, into its cache row."""
         request = state.request
@@ -133,7 +115,7 @@ class Prefill:
             return
         put_snapshot(request.cached, self.runner.cache, state.cache_row)
         for position, provenance in enumerate(request.cached.provenance):
-            self.committer.write_ledger(state, position, position + 1, provenance)
+            self.committer.mark_slots(state, position, position + 1, provenance)
         state.num_prefilled = request.num_cached
 
     def _logit_slots(self, last: Sequence[int | None], width: int, is_fixed: bool) -> list[int] | None:
@@ -154,8 +136,8 @@ class Prefill:
         self._begin(state)
         length = state.request.num_prompt_tokens
         state.prompt_logits = source.prompt_logits
-        if source.request_id in self._batched:
-            self._batched[state.request_id] = state
+        if source.request_id in self.checker.batched:
+            self.checker.batched[state.request_id] = state
         token_id = self.committer.choose(state, state.prompt_logits, (), length)
         self.runner.cache.copy_row(source.cache_row, state.cache_row, length)
         self.committer.observer.on_shared_prompt(state.request_id, self.runner.step, source.request_id)
@@ -176,8 +158,8 @@ class Prefill:
         the request is deterministic).
         """
         (state,) = states
-        if state.request_id in self._faults:
-            raise EngineError(self._faults[state.request_id])
+        if state.request_id in self.checker.prompt_faults:
+            raise EngineError(self.checker.prompt_faults[state.request_id])
         self._begin(state)
         num_prompt = state.request.num_prompt_tokens
         for phase, start, end, width, batch in self._passes_again(state):
@@ -187,8 +169,11 @@ class Prefill:
             is_checked = phase != "prefill" and is_exact
             entry = Entry(state, tuple(state.token_ids[start:end]), start, True)
             slots = [end - start - 1] if phase == "prefill" else None
-            result = self.runner.run(phase, [entry], width, batch=batch, logit_slots=slots, is_hidden=True)
-            for t, logits in enumerate(result.out[result.batch_index[0]][: end - start] if is_checked else ()):
+            step = self.runner.next_step()
+            out = self.runner.run(
+                Pass(self.runner.cache, step, phase, [entry], width, batch, logit_slots=slots, is_rebuild=True)
+            )
+            for t, logits in enumerate(out[0, : end - start] if is_checked else ()):
                 self._require_same_choice(state, logits, start + t + 1)
             self.committer.forget_choices()
             self.committer.report(phase, [state])
@@ -217,7 +202,7 @@ class Prefill:
         """Marks the slots from the first unused one to `end` - 1 of a request's cache row with this provenance."""
         start = int(self.runner.cache.lengths[state.cache_row])
         if end > start:
-            self.committer.write_ledger(state, start, end, provenance)
+            self.committer.mark_slots(state, start, end, provenance)
 
     def _require_same_choice(self, state: SequenceState, logits: Tensor, position: int) -> None:
         """Raises: EngineError if a request whose cache slots are being rebuilt now chooses another token for `position`

@@ -8,10 +8,6 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import Status
 
-WATCHED_EVERY = 16
-"""One of this many full verify passes leaves out its last request. The free batch index then computes another request's
-tokens a second time, for comparison (see watch.py)."""
-
 
 class Scheduler:
     """Admits requests, preempts and retires them, and chooses the requests of each pass.
@@ -19,12 +15,12 @@ class Scheduler:
     Requests are admitted in the order of arrival, preempted ones first, as `max_running` and max_kv_tokens allow.
     """
 
-    def __init__(self, states: Sequence[SequenceState], cache: KVCache, config: EngineConfig, max_running: int) -> None:
+    def __init__(self, states: Sequence[SequenceState], cache: KVCache, config: EngineConfig) -> None:
         self.waiting = deque(sorted(states, key=lambda state: state.request.arrival_step))
-        self.max_running = max_running
+        self.max_running = min(len(states), config.max_batch)
         self.running: list[SequenceState] = []
         self.cache, self.config = cache, config
-        self._num_admitted = self._num_full = 0
+        self._num_admitted = 0
         self._cancel_inbox = [state.request_id for state in states if state.is_cancel_requested]
         """Ids of requests to cancel. Only if there are any does a round look through the queue."""
         for state in states:
@@ -120,7 +116,7 @@ class Scheduler:
             state for state in self.running if state.status is Status.RUNNING and not state.is_ready(self.config.window)
         ]
 
-    def piggybacked(self) -> list[SequenceState]:
+    def fill_ins(self) -> list[SequenceState]:
         """Returns never verified requests that take the unused batch indices of the next verify pass; [] if the window
         is longer than 1."""
         if self.config.window > 1:
@@ -128,23 +124,15 @@ class Scheduler:
         num_ready = sum(state.is_ready(1) for state in self.running)
         return [state for state in self.drafting() if not state.is_verified][: -num_ready % self.config.group]
 
-    def ready_groups(self, piggybacked: Sequence[SequenceState] = ()) -> list[list[SequenceState]]:
+    def ready_groups(self, fill_ins: Sequence[SequenceState] = ()) -> list[list[SequenceState]]:
         """Returns groups of requests, one for each verify pass of this round.
 
         A group that is not full must wait while a verified request is still drafting. Later, dummies fill it, unless
         determinism="invariant".
         """
-        ready = [state for state in self.running if state.is_ready(self.config.window)] + list(piggybacked)
+        ready = [state for state in self.running if state.is_ready(self.config.window)] + list(fill_ins)
         ready.sort(key=lambda state: state.cache_row)
         size = self.config.group
         groups = [ready[i : i + size] for i in range(0, len(ready), size)]
         others_coming = any(state.is_verified for state in self.drafting())
-        chosen = [group for group in groups if len(group) == size or not others_coming]
-        return [self._leaving_room_for_copy(group) for group in chosen]
-
-    def _leaving_room_for_copy(self, group: list[SequenceState]) -> list[SequenceState]:
-        """Returns the group; every 16th full group of two or more without its last request, to make room for a copy."""
-        if len(group) < self.config.group or len(group) == 1 or self.config.is_invariant:
-            return group
-        self._num_full += 1
-        return group[:-1] if self._num_full % WATCHED_EVERY == 0 else group
+        return [group for group in groups if len(group) == size or not others_coming]

@@ -12,14 +12,15 @@
    a verify pass that fails alone runs again without the draft. A request that fails without a draft ends: its entry in
    `trace.meta["finish"]` is "error", and `trace.meta["errors"]` has the message. The others go on; if all fail, the run
    raises EngineError.
-4. An out-of-memory error in a lens: `LensReader` (capture/lens_reader.py) reads each request of the pass alone. A
-   request that fails again has no readings; its tokens and states stay, and a RuntimeWarning names it.
+4. An out-of-memory error in a lens: `LensReader` (trace/recording/lens_reader.py) reads each request of the pass alone.
+   A request that fails again has no readings; its tokens and states stay, and a RuntimeWarning names it.
 5. Another out-of-memory error, such as when the cache is allocated or the trace is built, ends the run.
 """
 
 import os
+from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -28,12 +29,13 @@ import torch
 
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.hook_names import RECURRENT, ROUTER
-from cacheprobe.core.records import CAPACITY_STEP, Request
-from cacheprobe.engine.shapes import config_to_try
+from cacheprobe.core.records import ANY_CAPACITY, CAPACITY_STEP, Request
+from cacheprobe.engine.shapes import DRAFTED_WINDOW, LEAST_CAPACITY, config_to_try
+from cacheprobe.kvcache.cache import is_mapped
 from cacheprobe.kvcache.recurrent import bytes_of_states
-from cacheprobe.kvcache.storage import is_mapped
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.experts.sites import layers_of, state_shapes
+from cacheprobe.ops.attention.by_request import BY_REQUEST
 from cacheprobe.ops.state_codec import INT8, SCALE_BYTES, kept_dtype
 
 TOKEN_BYTES = 2_300
@@ -77,6 +79,33 @@ def _from_cgroup(path: Path) -> int | None:
 
 
 # -- the cache, which one allocation takes
+
+
+def with_capacity(
+    config: EngineConfig, requests: Iterable[tuple[int, int, int]], n_ctx: int, is_window_open: bool
+) -> EngineConfig:
+    """Returns the config with the smallest default capacity that every request fits: 512, 1,024, 2,048 ... up to what
+    the model's context needs.
+
+    requests: (prompt tokens, new tokens, tokens already in the cache) of each.  n_ctx: tokens of the model's context.
+    is_window_open: another window, up to 16, may replace that of the config.
+    """
+    widest = replace(config, window=max(config.window, DRAFTED_WINDOW)) if is_window_open else config
+    needed = max((widest.slots_needed(*sizes) for sizes in requests), default=0)
+    most = widest.slots_needed(n_ctx - 1, 1)
+    capacity = LEAST_CAPACITY
+    while capacity < needed:
+        capacity *= 2
+    longest = -(-max(most, LEAST_CAPACITY) // CAPACITY_STEP) * CAPACITY_STEP
+    return replace(config, capacity=min(capacity, longest) if needed <= longest else capacity)
+
+
+def shared_capacity(attention: object, capacity: int) -> int | str:
+    """Returns the capacity's entry of a schedule fingerprint: ANY_CAPACITY where bits do not depend on it.
+
+    attention: the fingerprint's entry of that name.
+    """
+    return ANY_CAPACITY if attention == BY_REQUEST and capacity % CAPACITY_STEP == 0 else capacity
 
 
 def require_room(config: EngineConfig, request: Request, new: int, is_longest: bool = False) -> None:
@@ -158,11 +187,9 @@ def _largest(
 ) -> int | None:
     """Returns the largest value of a setting, from `least` up to that of the config, with which a run needs no more
     than the available bytes; None if there is none."""
-    low, high = least - 1, getattr(config, name)
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if needed(replace(config, **{name: middle})) <= available else (low, middle)
-    return low if low >= least else None
+    values = range(least, getattr(config, name))
+    fits = bisect(values, False, key=lambda value: needed(replace(config, **{name: value})) > available)
+    return values[fits - 1] if fits else None
 
 
 # -- the records, which grow with every token

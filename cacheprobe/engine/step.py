@@ -5,65 +5,37 @@ made before the first commit.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 
 from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
-from cacheprobe.engine.choosing import Choice
-from cacheprobe.engine.committer import Committer
-from cacheprobe.engine.consistency import forbid_batched_prompts
+from cacheprobe.engine.committer import Choice, Committer
 from cacheprobe.engine.drafters.base import Drafter
-from cacheprobe.engine.drafting import DrafterCalls
-from cacheprobe.engine.model_runner import BatchedPromptFault, EngineError, Entry, ModelRunner, ShapeFault
+from cacheprobe.engine.drafters.calls import DrafterCalls
+from cacheprobe.engine.model_runner import ModelRunner
+from cacheprobe.engine.passes import BatchedPromptFault, EngineError, Entry, Pass, ShapeFault
 from cacheprobe.engine.prefill import Prefill
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import Status
 from cacheprobe.ops.acceptance import clip_draft
 
 
-class Attempt:
-    """Holds the requests of one attempt at a pass. Inside `with attempt as states:` the caller runs the pass.
-
-    An EngineError ends the `with` block and is kept in `error`. Any other error is raised.
-    """
-
-    def __init__(self, states: Sequence[SequenceState]) -> None:
-        self.states = states
-        self.error: EngineError | None = None
-
-    def __enter__(self) -> Sequence[SequenceState]:
-        return self.states
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        self.error = error if isinstance(error, EngineError) else None
-        return self.error is not None
-
-
 class Engine:
     """Runs prefill, decode and verify passes, and isolates requests whose pass fails. Also is the DraftContext: the
     object whose functions a drafter may call."""
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        config: EngineConfig,
-        drafter: Drafter | None = None,
-        narrow_widths: Sequence[int] = (),
-        batches_prompts: bool = False,
-    ) -> None:
-        """Prepares passes of `runner` in the shapes of `config`. narrow_widths: widths below the window that a verify
-        pass, or a decode pass of invariant requests, may have, ascending; see consistency.py.  batches_prompts: a
-        prefill pass may have several of their prompts."""
+    def __init__(self, runner: ModelRunner, config: EngineConfig, drafter: Drafter | None = None) -> None:
+        """Prepares passes of `runner` in the shapes of `config`, and the narrower ones that its checker has found."""
         self.runner, self.config = runner, config
-        self._widths = runner.widths = (*narrow_widths, config.window)
+        self._widths = runner.checker.widths = (*runner.checker.narrow_widths, config.window)
         self.model, self.cache = runner.model, runner.cache
         self.committer = Committer(runner, config)
-        self.prefill = Prefill(runner, self.committer, batches_prompts)
+        self.prefill = Prefill(runner, self.committer)
         self.drafter_calls = DrafterCalls(drafter)
+        self._error: EngineError | None = None
+        """Of the last pass inside `isolating`; None if it did not fail."""
 
     # -- prefill
 
@@ -106,11 +78,12 @@ class Engine:
         entries = _newest_entries(states)
         is_invariant = any(state.is_invariant for state in states)
         width, batch = (self._widths[0], len(entries)) if is_invariant else (1, None)
-        result = self.runner.run("decode", entries, width, batch=batch)
-        likeliest = self.runner.likeliest(entries, result)
-        self._write_newest(entries)
-        of_states = zip(states, result.out[:, 0], likeliest, strict=True)
-        chosen = [(self.choose(state, row, likeliest=best),) for state, row, (best,) in of_states]
+        a_pass = Pass(self.cache, self.runner.next_step(), "decode", entries, width, batch)
+        out = self.runner.run(a_pass)
+        choices = self.committer.top_choices(a_pass, out)
+        self._mark_newest(entries)
+        of_states = zip(states, out[:, 0], choices, strict=True)
+        chosen = [(self.choose(state, row, top_choice=best),) for state, row, (best,) in of_states]
         self._take(states, [self._clip(state, token_ids) for state, token_ids in zip(states, chosen, strict=True)])
 
     def draft(self, states: Sequence[SequenceState]) -> None:
@@ -155,27 +128,28 @@ class Engine:
         """Runs a decode pass on each request's newest token. Returns logits [b, v], or states [b, m] after the first
         `num_layers` blocks if given."""
         entries = _newest_entries(states)
-        out = self.runner.run("decode", entries, 1, num_layers=num_layers).out
-        self._write_newest(entries)
+        a_pass = Pass(self.cache, self.runner.next_step(), "decode", entries, width=1, num_layers=num_layers)
+        out = self.runner.run(a_pass)
+        self._mark_newest(entries)
         return out[:, 0]
 
-    def _write_newest(self, entries: Sequence[Entry]) -> None:
+    def _mark_newest(self, entries: Sequence[Entry]) -> None:
         """Marks the slots of a decode pass in the ledger: provisional for verified requests, else decoded."""
         for entry in entries:
             provenance = "provisional" if entry.state.is_verified else "decoded"
-            self.committer.write_ledger(entry.state, entry.start, entry.end, provenance)
+            self.committer.mark_slots(entry.state, entry.start, entry.end, provenance)
 
     def choose(
-        self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = (), likeliest: Choice | None = None
+        self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = (), top_choice: Choice | None = None
     ) -> int:
         """Returns the token id that a request chooses from logits [v], after its draft and the tokens `drafted`.
-        likeliest: of these logits, if known."""
+        top_choice: of these logits, if known."""
         drafted = [*state.draft, *drafted]
         position = state.last_committed_position + len(drafted) + 1
         is_drawn = self.config.acceptance == "rejection" and state.is_verified and not state.request.is_deterministic
         if is_drawn and not state.sampling.is_greedy:
             return self.committer.draw_draft_token(state, logits, drafted, position)
-        return self.committer.choose(state, logits, drafted, position, likeliest, state.is_verified)
+        return self.committer.choose(state, logits, drafted, position, top_choice, state.is_verified)
 
     # -- verify
 
@@ -192,22 +166,22 @@ class Engine:
         longest = max(len(entry.token_ids) for entry in entries)
         width = next(width for width in self._widths if width >= longest)
         batch = len(entries) if self.config.is_invariant else self.config.group
-        result = self.runner.run("verify", entries, width, batch=batch)
-        verdicts, piggybacked = [], []
-        likeliest = self.runner.likeliest(entries, result)
-        for entry, b, best in zip(entries, result.batch_index, likeliest, strict=True):
+        a_pass = Pass(self.cache, self.runner.next_step(), "verify", entries, width, batch)
+        out = self.runner.run(a_pass)
+        verdicts, fill_ins = [], []
+        choices = self.committer.top_choices(a_pass, out)
+        for entry, b, best in zip(entries, a_pass.batch_index, choices, strict=True):
             if entry.state.is_verified:
-                verdicts.append((entry.state, self.committer.verify_draft(entry, result.out[b], best)))
+                verdicts.append((entry.state, self.committer.verify_draft(entry, out[b], best)))
             else:
-                token_id = self.committer.choose(entry.state, result.out[b, 0], (), entry.start + 1, best[0])
-                piggybacked.append((entry.state, token_id))
+                token_id = self.committer.choose(entry.state, out[b, 0], (), entry.start + 1, best[0])
+                fill_ins.append((entry.state, token_id))
         for state, verdict in verdicts:
             self.committer.apply_verdict(state, verdict)
         committed = []
-        for state, token_id in piggybacked:
-            self.committer.write_ledger(
-                state, state.last_committed_position, state.last_committed_position + 1, "decoded"
-            )
+        for state, token_id in fill_ins:
+            position = state.last_committed_position
+            self.committer.mark_slots(state, position, position + 1, "decoded")
             committed.append((state.request_id, self.committer.commit_plain(state, token_id)))
         self.committer.report(
             "verify",
@@ -218,9 +192,9 @@ class Engine:
 
     # -- if a pass fails
 
-    def attempts(self, states: Sequence[SequenceState]) -> Iterator[Attempt]:
-        """Yields an Attempt with all requests; if it fails, one with each request alone; if a verify pass fails then,
-        one without its draft.
+    def attempts(self, states: Sequence[SequenceState]) -> Iterator[Sequence[SequenceState]]:
+        """Yields all requests of a pass, which the caller runs inside `with engine.isolating()`. If that fails, yields
+        each request alone; if a verify pass fails then, that request without its draft.
 
         A request whose draft cannot grow is verified as it is, which commits a token. One that fails alone and without
         a draft ends with the error; so does a deterministic one after a ShapeFault (after a BatchedPromptFault, if its
@@ -228,22 +202,29 @@ class Engine:
         """
         groups = [states]
         while groups:
-            attempt = Attempt(groups.pop(0))
-            yield attempt
-            if attempt.error is not None:
-                groups[:0] = self._retries(attempt.states, attempt.error)
+            group, self._error = groups.pop(0), None
+            yield group
+            if self._error is not None:
+                groups[:0] = self._retries(group, self._error)
+
+    @contextmanager
+    def isolating(self) -> Iterator[None]:
+        """Keeps an EngineError of the pass inside the `with` for `attempts`. Any other error is raised."""
+        try:
+            yield
+        except EngineError as error:
+            self._error = error
 
     def _retries(self, states: Sequence[SequenceState], error: EngineError) -> list[Sequence[SequenceState]]:
         """Removes what a failed pass left in recorder and cache, and ends requests that cannot be tried again. Returns
         the groups of requests to try again. A request that failed alone while it drafted keeps its draft, which is
-        closed; in a verify pass it gives up its draft before it is tried again."""
+        closed; in a verify pass it abandons its draft before it is tried again."""
         self.runner.observer.on_failure(self.runner.step)
         self.committer.forget_choices()
         for state in states:
             self.committer.scrub(state)
         if isinstance(error, BatchedPromptFault):
-            forbid_batched_prompts(self.model, str(error))
-            for state in self.prefill.read_alone(str(error)):
+            for state in self.runner.checker.forbid_batched_prompts(str(error)):
                 if state.status in (Status.PREFILLING, Status.RUNNING):
                     self.committer.stop(state, "error", error=str(error))
         elif isinstance(error, ShapeFault):

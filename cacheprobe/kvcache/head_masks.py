@@ -10,18 +10,11 @@ LayerHeadPosition = tuple[int, int, int]
 
 
 class HeadMasks:
-    """Holds which slots no later token attends to, by cache row, layer and head, and keeps the mask tensors of the
-    current forward up to date.
-
-    A model takes one mask for all its layers. Each layer writes to the cache before it attends; at that moment the mask
-    tensor is updated in place for this layer.
-    """
+    """Holds which slots no later token attends to, by cache row, layer and head."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._slots: dict[int, dict[int, Tensor]] = {}  # cache row -> layer -> [h, s]
-        self._masks: list[tuple[Tensor, Tensor]] = []  # (mask that the model uses, mask without hidden heads)
-        self._rows: Sequence[int] = ()
 
     def put(self, row: int, places: Iterable[LayerHeadPosition], heads: Sequence[int]) -> None:
         """Hides these (layer, head, position) places of a cache row from later tokens, in place of those that were
@@ -54,26 +47,14 @@ class HeadMasks:
         """Returns True if one of these cache rows has slots that are hidden in single layers or heads."""
         return any(row in self._slots for row in rows)
 
-    def follow(self, mask: Tensor, rows: Sequence[int], num_heads: int) -> Tensor:
-        """Returns a copy [b, num_heads, t, s] of the mask, to pass to the model instead; `enter` then updates the copy
-        for each layer.
-
-        mask: [b, 1, t, s] of the staged cache rows `rows`.  num_heads: number of query heads.
-        """
-        own = mask.expand(-1, num_heads, -1, -1).clone()
-        self._masks.append((own, mask))
-        self._rows = rows
-        return own
-
-    def enter(self, layer: int) -> None:
-        """Updates the masks that `follow` returned, in place, for the layer that attends next."""
-        for own, plain in self._masks:
-            own.copy_(plain.expand_as(own))
-            for b, row in enumerate(self._rows):
-                hidden = self._slots.get(row, {}).get(layer)
-                if hidden is not None:
-                    hidden_of_queries = hidden[:, : own.shape[-1]].repeat_interleave(own.shape[1] // len(hidden), 0)
-                    own[b].masked_fill_(hidden_of_queries[:, None].to(own.device), torch.finfo(own.dtype).min)
+    def hide(self, mask: Tensor, rows: Sequence[int], layer: int) -> None:
+        """Hides, in a mask [b, query heads, t, s] of these cache rows, what is hidden in this layer. Changes it in
+        place."""
+        for b, row in enumerate(rows):
+            hidden = self._slots.get(row, {}).get(layer)
+            if hidden is not None:
+                of_queries = hidden[:, : mask.shape[-1]].repeat_interleave(mask.shape[1] // len(hidden), 0)
+                mask[b].masked_fill_(of_queries[:, None].to(mask.device), torch.finfo(mask.dtype).min)
 
     def added_to(self, hidden: Tensor, layer: int) -> Tensor:
         """Returns the flags `hidden` [rows, h, s] of hidden slots, and with them the slots hidden in single heads of
@@ -83,7 +64,3 @@ class HeadMasks:
             if layer in by_layer:
                 own[row] |= by_layer[layer]
         return own
-
-    def leave(self) -> None:
-        """Forgets the masks that `follow` returned, at the end of a forward."""
-        self._masks.clear()

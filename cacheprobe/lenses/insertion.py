@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import copy_prefix
+from cacheprobe.kvcache.staged import PassAttention
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.feeding import feed
-from cacheprobe.ops.attention.by_request import Reach, reach_of_positions
+from cacheprobe.ops.attention.by_request import AttentionSpans, spans_of_positions
 
 IDENTITY_PROMPT = "cat->cat; 1135->1135; hello->hello; ?"
 """The token identity prompt of Ghandeharioun et al. 2024 (arXiv 2401.06102), section 4.1. The state is inserted at the
@@ -73,13 +74,19 @@ class TargetPrompt:
         """Runs token_ids [height, t] from position `start` on, each batch index by itself if the model can. Returns the
         residual stream [height, t, m] after `num_layers`, or if it is None the logits [height, 1, v] of the last."""
         height, width = token_ids.shape
-        pieces = reach_of_positions(start, width, self.cache.capacity)
-        reach = Reach(tuple(repeat(pieces, height))) if self.model.attends_by_request else None
+        pieces = spans_of_positions(start, width, self.cache.capacity)
+        spans = AttentionSpans(tuple(repeat(pieces, height))) if self.model.attends_by_request else None
         slots = None if num_layers is not None else [width - 1]
-        with self.cache.attending_to(reach.span if reach else self.cache.capacity, reach):
-            return self.model.forward(
-                token_ids, self.cache, range(height), [start] * height, num_layers=num_layers, logit_slots=slots
-            )
+        attention = PassAttention(spans=spans)
+        return self.model.forward(
+            token_ids,
+            self.cache,
+            range(height),
+            [start] * height,
+            num_layers=num_layers,
+            logit_slots=slots,
+            attention=attention,
+        )
 
 
 def inserted(target: TargetPrompt, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Iterator[Residuals]:

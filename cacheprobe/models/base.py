@@ -10,6 +10,7 @@ from torch import Tensor, device, dtype
 from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.live import ModelError as ModelError
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import PassAttention
 from cacheprobe.models.output_parts import HeadWriter, OutputParts
 
 StateSink = Callable[[str, int, Tensor], None]
@@ -44,7 +45,17 @@ def block_sum(model: object, layer: int) -> BlockSum:
 @runtime_checkable
 class CachedLM(Protocol):
     """Describes a decoder-only language model that reads and writes a `KVCache` (a Protocol). A forward gets token ids
-    and positions as arguments, but never the phase (prefill, decode or verify)."""
+    and positions as arguments, but never the phase (prefill, decode or verify).
+
+    Some kinds of model have further members. Read them by getattr with a default:
+    operations: compiled loops or kernels, of which the engine uses `readout` for the likeliest tokens.
+    read_tokens(states, targets, count): reads the likeliest tokens of residual states in compiled loops.
+    independent_width: most tokens of a request in a pass whose bits depend neither on its width nor on its other rows.
+    origin: the model of the bridge that this one shares its weights with.
+    block_sums: a BlockSum for each layer; see `block_sum`.
+    mixtures: the experts of each layer that has any.  sources: layer -> the layer whose keys it attends over.
+    state_shapes: layer -> shape of its recurrent state.  batch_may_grow: whether a batch may be larger than usual.
+    """
 
     name: str
     weights_note: str
@@ -66,7 +77,7 @@ class CachedLM(Protocol):
     """Layers to whose input the model adds something (for example a thought state) besides the previous layer's
     output."""
     attends_by_request: bool
-    """Whether attention runs request by request, over the slots in the cache's `reach`; otherwise one call covers the
+    """Whether attention runs request by request, over the slots in a pass's `spans`; otherwise one call covers the
     batch."""
 
     def check_settings(self, window: int) -> None:
@@ -88,6 +99,7 @@ class CachedLM(Protocol):
         *,
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
+        attention: PassAttention | None = None,
     ) -> Tensor:
         """Runs token_ids [b, t] through the model and returns logits [b, t, v]. Batch index i writes keys and values to
         cache row cache_rows[i], from absolute position starts[i] on.
@@ -95,6 +107,8 @@ class CachedLM(Protocol):
         logit_slots: indices (0 to t - 1) of the tokens whose logits are returned, [b, len(logit_slots), v]; None for
         all.
         num_layers: run only the first `num_layers` blocks, and return the residual stream [b, t, m] after these blocks.
+        attention: which slots attention runs over, and whether a batch index computes another one's tokens again; None
+        for all slots. A forward hands it to the StagedCache that it makes of `cache`.
         """
         ...
 

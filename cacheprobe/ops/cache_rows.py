@@ -16,7 +16,7 @@ def store_kv(
 
     keys, values: of one layer.  rows: each cache row at most once. A batch index whose cache row or slots lie outside
     the cache is left out: on a GPU, an error would have to wait for the device.
-    Twin: kvcache.cache.KVCache.store without a `writer`, == (tests.kvcache.test_cache_rows).
+    Twin: kvcache.staged.StagedCache.store without a `writer`, == (tests.kvcache.test_cache_rows).
     """
     width, (num_rows, _, capacity, _) = k.shape[2], keys.shape
     for b, (row, start) in enumerate(zip(rows.tolist(), starts.tolist(), strict=True)):

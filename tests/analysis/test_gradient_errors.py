@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.engine.model_runner import EngineError
+from cacheprobe.engine.passes import EngineError
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking.lm import ThinkingLM
 from tests.thinking.test_thinking import tiny

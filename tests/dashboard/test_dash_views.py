@@ -11,7 +11,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.analysis.comparison import RequestDifference
-from cacheprobe.analysis.measures import prediction_depth_of
+from cacheprobe.analysis.measures import prediction_depth
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.trace.tables.token_history import TokenOutcome, standing_at, token_history
 from cacheprobe.views.dashboard.questions import CannotShow, answered, span
@@ -162,7 +162,7 @@ def test_the_card_of_a_row(trace: cp.Trace) -> None:
     own = table[table.row == row]
     last = own.sort_values("layer").iloc[-1]
     outcomes = [TokenOutcome(3, 5, 7, "rolled_back"), TokenOutcome(int(last.token_id), 7, 7, "recovered")]
-    about = prediction_depth_of(own).iloc[0].to_dict()
+    about = prediction_depth(own).iloc[0].to_dict()
     _, card = card_parts(own, about, outcomes, {3: HOSTILE}, HOSTILE)
     assert "<script" not in card and "window.hacked" in card
     assert "drafted in step 5" in card and "rolled back" in card and "recovered" in card

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.engine.model_runner import EngineError, ModelRunner
+from cacheprobe.engine.committer import Committer
+from cacheprobe.engine.passes import EngineError
 from cacheprobe.lenses.dictionaries.dictionary import Dictionary, DictionaryError
 from cacheprobe.trace.recording.features import FeatureRecorder
 from tests.dictionaries.planted import random_dictionary
@@ -84,15 +85,15 @@ def test_another_place_or_number_is_refused() -> None:
 
 def test_a_failed_pass_leaves_no_features(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a pass whose rows were recorded before its step failed: the requests are tried again, one by one."""
-    likeliest, calls = ModelRunner.likeliest, iter(range(10**6))
+    top_choices, calls = Committer.top_choices, iter(range(10**6))
 
-    def fails_once(runner: ModelRunner, *given: Any) -> Any:
+    def fails_once(committer: Committer, *given: Any) -> Any:
         if next(calls) == 2:
             raise EngineError("planted")
-        return likeliest(runner, *given)
+        return top_choices(committer, *given)
 
     mine, whole = random_dictionary(), recorded(random_dictionary(), sites="S")
-    monkeypatch.setattr(ModelRunner, "likeliest", fails_once)
+    monkeypatch.setattr(Committer, "top_choices", fails_once)
     trace = recorded(mine, sites="S")
     assert trace.events().step.max() > whole.events().step.max() and set(trace.meta["finish"].values()) == {"length"}
     assert trace.features().equals(trace.features(mine, top=4)), "features of another row"

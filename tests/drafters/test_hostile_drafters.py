@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.engine.model_runner import EngineError
+from cacheprobe.engine.passes import EngineError
 from cacheprobe.kvcache.sequence import SequenceState
 from tests.shapes import serving
 from tests.tiny import PROMPTS, SMALL, VOCAB, loaded
@@ -100,35 +100,9 @@ def test_accepted_stop_token_ends_mid_window() -> None:
         assert event.committed_token_ids[-1] == STOP and STOP not in event.committed_token_ids[:-1]
 
 
-def test_stop_tokens_of_the_fast_path() -> None:
-    want = oracle(4, sampling=cp.SamplingParams(stop_token_ids=(STOP,)))
-    trace = cp.run(
-        loaded(), PROMPTS, **windowed(4), sampling=cp.SamplingParams(stop_token_ids=(STOP,)), deterministic=True
-    )
-    assert [trace.committed(i) for i in range(5)] == [want.committed(i) for i in range(5)]
-    assert [trace.digest(i) for i in range(5)] == [want.digest(i) for i in range(5)]
-
-
 def test_a_drafter_with_another_vocabulary_is_refused() -> None:
     with pytest.raises(EngineError, match=f"token {VOCAB}.*vocabulary of {VOCAB}"):
         cp.run(loaded(), PROMPTS, **SMALL, drafter=cp.drafters.Scripted(lambda state: [VOCAB]))
-
-
-@pytest.mark.parametrize("temperature", [0.7, pytest.param(1.5, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 2**40])
-def test_sampling_is_lossless(temperature: float, seed: int) -> None:
-    """D3: with keyed noise every drafter gives the tokens that the verifier alone would have sampled."""
-    sampling = cp.SamplingParams(temperature=temperature)
-    want = oracle(4, sampling=sampling, seed=seed)
-    drafters = [None, cp.drafters.EarlyExit(layer=1), cp.drafters.Scripted(lambda state: [1, 2, 3])]
-    for drafter in drafters:
-        # with a drafter every request is verified, also those that are not deterministic
-        options = {"drafter": drafter, "deterministic": drafter is None}
-        trace = cp.run(loaded(), PROMPTS, **windowed(4), sampling=sampling, seed=seed, **options)
-        assert [trace.committed(i) for i in range(5)] == [want.committed(i) for i in range(5)]
-    greedy = oracle(4)
-    assert [want.committed(i) for i in range(5)] != [greedy.committed(i) for i in range(5)]
-    assert want.committed(0) != oracle(4, sampling=sampling, seed=seed + 1).committed(0)
 
 
 def test_noise_belongs_to_the_tokens_own_position() -> None:

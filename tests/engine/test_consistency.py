@@ -7,8 +7,8 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
-from cacheprobe.engine import consistency
-from cacheprobe.engine.consistency import Hooked, narrow_widths, serving_config
+from cacheprobe.engine import shapes
+from cacheprobe.engine.shapes import Hooked, narrow_widths, serving_config
 from cacheprobe.models.paths import choose_path
 from tests.invariants.machines import rounding_by_shape
 from tests.proxies import take_members
@@ -56,12 +56,12 @@ def test_it_is_tried_once_and_only_where_something_is_verified(monkeypatch: pyte
     model = cp.load_model(hf_model(seed=3))
     tried = []
 
-    class Counted(consistency.Cycle):
+    class Counted(shapes.ShapeTrial):
         def __init__(self, model: Any, *shape: Any) -> None:
             tried.append(shape)
             super().__init__(model, *shape)
 
-    monkeypatch.setattr(consistency, "Cycle", Counted)
+    monkeypatch.setattr(shapes, "ShapeTrial", Counted)
     settings = {name: value for name, value in SMALL.items() if name != "group"}  # a group that serves is chosen
     cp.run(model, PROMPTS, **settings)
     assert not tried
@@ -70,8 +70,8 @@ def test_it_is_tried_once_and_only_where_something_is_verified(monkeypatch: pyte
     cp.run(model, PROMPTS, **settings, deterministic=True)
     assert tried == once
     verify = [shape for shape in once if shape[3] == "verify"]
-    shapes = verify[: len(verify) // 2] if model.operations else verify  # then again, against narrower passes
-    assert len(set(shapes)) == len(shapes) and verify in (shapes, shapes * 2)
+    first = verify[: len(verify) // 2] if model.operations else verify  # then again, against narrower passes
+    assert len(set(first)) == len(first) and verify in (first, first * 2)
     assert {(width, capacity) for _, width, capacity, *_ in verify} == {(4, 96)}
     assert len(once) - len(verify) == (1 if model.operations else 0)  # whether prompts may share a pass
 
@@ -111,7 +111,7 @@ def test_a_run_of_narrow_passes_has_the_bits_of_whole_windows(dtype: torch.dtype
     settings: dict[str, Any] = dict(window=8, group=2, capacity=96, max_new_tokens=24, progress=False)
     settings |= dict(drafter=cp.drafters.NGram(), deterministic=True, sampling=cp.SamplingParams(temperature=0.7))
     narrow = cp.run(model, PROMPTS, **settings)
-    monkeypatch.setattr(consistency, "narrow_widths", lambda *given: ())
+    monkeypatch.setattr(shapes, "narrow_widths", lambda *given: ())
     whole = cp.run(model, PROMPTS, **settings)
     widths = {int(width) for width in narrow.events().query("phase == 'verify'").batch_slots}
     assert widths == ({2, 4, 8} if model.operations else {8})

@@ -10,7 +10,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.records import Request, SamplingParams
-from cacheprobe.engine import choosing
+from cacheprobe.engine import committer
 from tests.invariants.machines import rounding_by_shape, tiny
 from tests.invariants.runs import CHUNK, HOT, NEW, PROMPTS, RUN, Watched, babbler, future, outcome
 from tests.tiny import VOCAB, loaded
@@ -32,15 +32,15 @@ def test_the_likeliest_tokens_of_many_rows_are_those_of_each(dtype: torch.dtype)
     model = loaded("llama", dtype)
     logits = torch.randn(7, 5000, generator=torch.Generator().manual_seed(0)).to(dtype)
     logits[3, [4, 60, 4000]] = logits[3].max() + 1  # three are equal
-    together = choosing.likeliest_choices(model, logits)
-    assert [[one] for one in together] == [choosing.likeliest_choices(model, row[None]) for row in logits]
+    together = committer.top_choices(model, logits)
+    assert [[one] for one in together] == [committer.top_choices(model, row[None]) for row in logits]
     if model.operations is None:
         assert together == [None] * 7
         return
     for row, likeliest in zip(logits, together, strict=True):
         assert likeliest is not None
         for token_id in (int(np.argmax(row.float().numpy())), 17):
-            alone, read = choosing.describe(token_id, row), choosing.describe(token_id, row, likeliest)
+            alone, read = committer.describe(token_id, row), committer.describe(token_id, row, likeliest)
             assert (alone.token_id, alone.margin_nats) == (read.token_id, read.margin_nats)
             assert math.isclose(alone.logprob_nats, read.logprob_nats, abs_tol=1e-5)  # sums are reordered
         assert likeliest.token_id == int(np.argmax(row.float().numpy()))
@@ -201,7 +201,7 @@ def test_rejection_keeps_the_distribution(is_broken: bool) -> None:
     sampling = SamplingParams(temperature=1.0, top_k=3, max_new_tokens=4, n=500)
     settings = dict(window=4, group=8, capacity=32, prefill_chunk=CHUNK, max_batch=64, capture=None, progress=False)
     always = lambda *args: (True, args[2])  # noqa: E731
-    with patch.object(choosing, "accept_or_recover", always if is_broken else choosing.accept_or_recover):
+    with patch.object(committer, "accept_or_recover", always if is_broken else committer.accept_or_recover):
         trace = cp.run(
             tiny(), [Request(PROMPTS[0], sampling)], **settings, seed=4,
             acceptance="rejection", drafter=cp.drafters.EarlyExit(layer=0),

@@ -11,7 +11,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.records import Request, SamplingParams
-from cacheprobe.engine.model_runner import EngineError
+from cacheprobe.engine.passes import EngineError
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from tests.invariants.machines import Call, Faulty, Spy, rounding_by_shape, tiny, wide_bfloat16

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.engine import drafting
-from cacheprobe.engine.model_runner import EngineError
+from cacheprobe.engine.drafters import calls as drafting
+from cacheprobe.engine.passes import EngineError
 from cacheprobe.tasks import CoinFlip
 from cacheprobe.tasks.base import Example
 from tests.tiny import PROMPTS, SMALL, VOCAB, loaded
@@ -163,7 +163,7 @@ def test_a_drafter_that_asks_for_ever_has_a_deadline_too(monkeypatch: pytest.Mon
 
 
 def test_a_drafter_that_hangs_on_everything_is_called_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafting, "MOST_GIVEN_UP", 2)
+    monkeypatch.setattr(drafting, "MOST_ABANDONED", 2)
     calls = []
 
     def hang(state: Any) -> list[int]:

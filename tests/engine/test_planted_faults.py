@@ -1,5 +1,6 @@
 """Beside a library whose bits depend on what they may not, a run is right, refused or stopped; never other bits."""
 
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -7,9 +8,10 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.engine import consistency
-from cacheprobe.engine.trial import Cycle
-from cacheprobe.engine.watch import Watch
+from cacheprobe.engine import shapes
+from cacheprobe.engine.checker import RecomputeChecker
+from cacheprobe.engine.passes import Pass
+from cacheprobe.engine.shape_trial import ShapeTrial
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.compiled import choice
@@ -50,9 +52,9 @@ def products_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def few_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused shape is not held against many others, which would take most of the time."""
-    monkeypatch.setattr(consistency, "_GROUPS", (4, 2))
-    monkeypatch.setattr(consistency, "_GROUPS_OF_ONE_ROW", (16, 8))
-    monkeypatch.setattr(consistency, "_NEARBY", 1)
+    monkeypatch.setattr(shapes, "_GROUPS", (4, 2))
+    monkeypatch.setattr(shapes, "_GROUPS_OF_ONE_ROW", (16, 8))
+    monkeypatch.setattr(shapes, "_NEARBY", 1)
 
 
 def fresh(family: str = "qwen3", dtype: torch.dtype = torch.float32):
@@ -63,9 +65,9 @@ def fresh(family: str = "qwen3", dtype: torch.dtype = torch.float32):
 def without(monkeypatch: pytest.MonkeyPatch, *guards: str) -> None:
     """Replace guards by ones that find nothing."""
     if "trial" in guards:
-        monkeypatch.setattr(consistency, "_fault", lambda *shape: None)
+        monkeypatch.setattr(shapes, "_fault", lambda *shape: None)
     if "check while it runs" in guards:
-        monkeypatch.setattr(Watch, "place_copy", lambda *asked: None)
+        monkeypatch.setattr(RecomputeChecker, "_add_duplicate", lambda *asked: None)
     if "attention by request" in guards:
         monkeypatch.setattr(HookedHF, "attends_by_request", False)
 
@@ -263,14 +265,14 @@ def test_without_the_check_while_it_runs_a_later_fault_is_silent(
 
 def test_without_comparing_earlier_passes_a_fault_of_neighbours_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy has the same neighbours as its original, but for their order."""
-    place = Watch.place_copy
+    add = RecomputeChecker._add_duplicate
 
-    def of_this_pass(watch: Watch, *asked):
-        copy = place(watch, *asked)
-        watch._logits_before = None
-        return copy if copy is None else copy._replace(num_again=0)
+    def of_this_pass(checker: RecomputeChecker, a_pass: Pass, i: int) -> None:
+        add(checker, a_pass, i)
+        checker._logits_before = None
+        a_pass.duplicate = replace(a_pass.duplicate, num_again=0)
 
-    monkeypatch.setattr(Watch, "place_copy", of_this_pass)
+    monkeypatch.setattr(RecomputeChecker, "_add_duplicate", of_this_pass)
     assert later(Planted("product", DEPENDS_ON["neighbours"]), 1, 12).kind == "different"
 
 
@@ -279,7 +281,7 @@ def test_a_trial_beside_the_same_neighbours_accepts_a_fault_of_neighbours(monkey
     shapes: dict[str, Any] = dict(window=1, group=4, **RUN)
     fault = Planted("activation", DEPENDS_ON["neighbours"])
     assert ends(fresh(), fault, PROMPTS, **shapes).kind == "refused"
-    monkeypatch.setattr(Cycle, "_replace_neighbours", lambda cycle, fed: None)
+    monkeypatch.setattr(ShapeTrial, "_replace_neighbours", lambda cycle, fed: None)
     assert ends(fresh(), fault, PROMPTS, **shapes).kind == "different"
 
 

@@ -10,6 +10,7 @@ from cacheprobe.engine.drafters import EarlyExit, NGram
 from cacheprobe.engine.estimates import draft_costs as module
 from cacheprobe.engine.estimates.draft_costs import StepClock, draft_costs, timed_run
 from cacheprobe.engine.model_runner import ModelRunner
+from cacheprobe.engine.passes import Pass
 from tests.tiny import PROMPTS, loaded
 
 VERIFY, NARROW, DRAFT, PLAIN = 7.0, 3.0, 2.0, 5.0
@@ -22,13 +23,11 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     hours = [0.0]
     run = ModelRunner.run
 
-    def costly(
-        self: ModelRunner, phase: str, entries: Any, *args: Any, num_layers: int | None = None, **settings: Any
-    ) -> Any:
-        is_drafted = max(len(entry.token_ids) for entry in entries) > 1
-        cost = {"verify": VERIFY if is_drafted else NARROW, "decode": DRAFT if num_layers else PLAIN, "prefill": 100.0}
-        hours[0] += cost[phase]
-        return run(self, phase, entries, *args, num_layers=num_layers, **settings)
+    def costly(self: ModelRunner, a_pass: Pass) -> Any:
+        is_drafted = max(len(entry.token_ids) for entry in a_pass.entries) > 1
+        decode = DRAFT if a_pass.num_layers else PLAIN
+        hours[0] += {"verify": VERIFY if is_drafted else NARROW, "decode": decode, "prefill": 100.0}[a_pass.phase]
+        return run(self, a_pass)
 
     monkeypatch.setattr(ModelRunner, "run", costly)
     monkeypatch.setattr(module, "StepClock", lambda: StepClock(lambda: hours[0]))

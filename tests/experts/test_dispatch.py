@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import cacheprobe as cp
-from cacheprobe.engine.consistency import ShapeRefused
+from cacheprobe.engine.shapes import ShapeRefused
 from cacheprobe.models.experts.dispatch import PRODUCT
 from cacheprobe.models.experts.products import rows_alone
 from cacheprobe.models.experts.router import forward_of

@@ -12,11 +12,11 @@ from torch import Tensor
 from cacheprobe.api import reference, run
 from cacheprobe.core.live import LiveModule
 from cacheprobe.edits.patching.pairs import activation
-from cacheprobe.engine.consistency import ShapeRefused
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.drafters.early_exit import EarlyExit
 from cacheprobe.engine.drafters.ngram import NGram
 from cacheprobe.engine.drafters.scripted import Scripted
+from cacheprobe.engine.shapes import ShapeRefused
 from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM

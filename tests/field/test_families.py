@@ -16,6 +16,7 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.plain.memory import SLIDING_FAMILIES
 from cacheprobe.models.plain.sites import PlainSites
@@ -98,7 +99,7 @@ def test_a_model_that_transformer_lens_cannot_describe_is_refused_by_name() -> N
 
 def _plant_forgetful_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rollback after which the first rejected token's keys and values come back."""
-    truncate, store = KVCache.truncate, KVCache.store
+    truncate, store = KVCache.truncate, StagedCache.store
     stale: dict[int, tuple[int, int, list[Tensor], list[Tensor]]] = {}
 
     def remember(cache: KVCache, row: int, length: int) -> None:
@@ -106,15 +107,14 @@ def _plant_forgetful_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
         stale[id(cache)] = row, length, keys, values
         truncate(cache, row, length)
 
-    def store_again(cache: KVCache, layer: int, *arguments: Any) -> slice | Tensor:
-        written = store(cache, layer, *arguments)
-        if id(cache) in stale:
-            row, slot, keys, values = stale[id(cache)]
-            cache.keys[layer][row, :, slot], cache.values[layer][row, :, slot] = keys[layer], values[layer]
-        return written
+    def store_again(staged: StagedCache, layer: int, *arguments: Any) -> None:
+        store(staged, layer, *arguments)
+        if id(staged.cache) in stale:
+            row, slot, keys, values = stale[id(staged.cache)]
+            staged.keys[layer][row, :, slot], staged.values[layer][row, :, slot] = keys[layer], values[layer]
 
     monkeypatch.setattr(KVCache, "truncate", remember)
-    monkeypatch.setattr(KVCache, "store", store_again)
+    monkeypatch.setattr(StagedCache, "store", store_again)
 
 
 def _plant_early_t(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ import transformers
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.engine import consistency
+from cacheprobe.engine import shapes
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import PassAttention
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.paths import choose_path
@@ -32,6 +33,7 @@ class Call:
     num_layers: int | None
     logit_slots: list[int] | None
     cache: KVCache
+    attention: PassAttention | None = None
     out: Tensor | None = None
 
     @property
@@ -51,7 +53,7 @@ class Spy:
         self.inner = inner
         take_members(self, inner)
         # what was tried on the model inside holds for this one, and no trial is among the calls
-        consistency._known[self] = consistency._known.setdefault(inner, {})
+        shapes._known[self] = shapes._known.setdefault(inner, {})
         self.calls: list[Call] = []
         self.caches: list[KVCache] = []
 
@@ -68,9 +70,10 @@ class Spy:
         *,
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
+        attention: PassAttention | None = None,
     ) -> Tensor:
         slots = None if logit_slots is None else list(logit_slots)
-        call = Call(len(self.calls), token_ids.clone(), list(rows), list(starts), num_layers, slots, cache)
+        call = Call(len(self.calls), token_ids.clone(), list(rows), list(starts), num_layers, slots, cache, attention)
         self.calls.append(call)
         call.out = self.answer(call)
         return call.out
@@ -84,6 +87,7 @@ class Spy:
             call.starts,
             num_layers=call.num_layers,
             logit_slots=call.logit_slots,
+            attention=call.attention,
         )
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Observer, Request, SamplingParams
-from cacheprobe.engine.consistency import narrow_widths, serving_config
 from cacheprobe.engine.execution import Execution
 from cacheprobe.engine.plan import RunPlan
+from cacheprobe.engine.shapes import narrow_widths, serving_config
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM

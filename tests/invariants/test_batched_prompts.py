@@ -12,10 +12,10 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Request
-from cacheprobe.engine import consistency
-from cacheprobe.engine.consistency import Hooked, batches_prompts
-from cacheprobe.engine.model_runner import ModelRunner
-from cacheprobe.engine.watch import Watch
+from cacheprobe.engine import shapes
+from cacheprobe.engine.checker import RecomputeChecker
+from cacheprobe.engine.passes import Pass
+from cacheprobe.engine.shapes import Hooked, batches_prompts
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.paths import choose_path
 from tests.compiled import on_loops
@@ -78,14 +78,14 @@ def test_a_prompt_that_goes_on_from_a_snapshot_attends_as_by_itself(monkeypatch:
     of, prompts = model(torch.bfloat16), texts([90, 70, 68, 66, 50])
     cached = cp.kv_snapshot(of, prompts[0][:50], capacity=192)
     requests: list[Any] = [Request(prompts[0], HOT, cached=cached, own_fingerprint=True), *prompts[1:]]
-    own, spans = ModelRunner._reach, []
+    own, spans = Pass.attention, []
 
     def note(*given: Any, **named: Any) -> Any:
-        reach = own(*given, **named)
-        spans.append([[piece.span for piece in pieces] for pieces in reach.pieces])
-        return reach
+        made = own(*given, **named)
+        spans.append([[piece.span for piece in pieces] for pieces in made.spans.pieces])
+        return made
 
-    monkeypatch.setattr(ModelRunner, "_reach", note)
+    monkeypatch.setattr(Pass, "attention", note)
     trace = cp.run(of, requests, deterministic=True, **RUN)
     assert heights(trace) == [5] and sorted(spans[0]) == [[64], [64, 128], [128], [128], [128]]
     assert cp.verify(trace, of, progress=False).is_equal
@@ -266,7 +266,7 @@ def test_a_later_fault_ends_deterministic_requests_whose_prompts_were_read_with_
     exact = cp.reference(of, requests, **settings)
     cp.run(of, requests, **settings)
     chosen = iter((None, None, 2))
-    monkeypatch.setattr(Watch, "choose_prompt", lambda *asked: next(chosen))
+    monkeypatch.setattr(RecomputeChecker, "_next_prompt", lambda *asked: next(chosen))
     switch["on"] = True
     with pytest.warns(RuntimeWarning, match="set prefill_group=1"):
         trace = cp.run(of, requests, **settings)
@@ -293,7 +293,7 @@ def test_a_prompt_in_doubt_is_neither_copied_nor_rebuilt(planted: Any, monkeypat
     exact = cp.reference(of, requests, **{**RUN, "max_new_tokens": 30})
     cp.run(of, requests, **settings)
     chosen = iter((None, 1))
-    monkeypatch.setattr(Watch, "choose_prompt", lambda *asked: next(chosen, None))
+    monkeypatch.setattr(RecomputeChecker, "_next_prompt", lambda *asked: next(chosen, None))
     switch["on"] = True
     with pytest.warns(RuntimeWarning, match="set prefill_group=1"):
         trace = cp.run(of, requests, **settings)
@@ -306,17 +306,17 @@ def test_a_prompt_in_doubt_is_neither_copied_nor_rebuilt(planted: Any, monkeypat
 def test_a_prompt_is_checked_with_the_attention_of_a_pass_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its second chunk has few tokens, which cross a step of spans, in a pass of longer ones."""
     of, seen = model(torch.bfloat16), []
-    own = ModelRunner._reach
+    own = Pass.attention
 
     def note(*given: Any, **named: Any) -> Any:
-        reach = own(*given, **named)
-        seen.append([[piece.span for piece in pieces] for pieces in reach.pieces])
-        return reach
+        made = own(*given, **named)
+        seen.append([[piece.span for piece in pieces] for pieces in made.spans.pieces])
+        return made
 
     prompts = texts([140, 66, 66, 66, 66])
     cp.run(of, prompts, deterministic=True, prefill_chunk=100, **RUN)
-    monkeypatch.setattr(ModelRunner, "_reach", note)
-    monkeypatch.setattr(Watch, "choose_prompt", lambda *asked: 0)
+    monkeypatch.setattr(Pass, "attention", note)
+    monkeypatch.setattr(RecomputeChecker, "_next_prompt", lambda *asked: 0)
     trace = cp.run(of, prompts, deterministic=True, prefill_chunk=100, **RUN)
     assert seen[:3] == [[[128]], [[128, 192], *[[128]] * 4], [[128, 192]]] and heights(trace) == [1, 5]
     assert cp.verify(trace, of, progress=False).is_equal
@@ -327,7 +327,7 @@ def test_without_trial_and_check_the_fault_changes_bits(planted: Any, monkeypatc
     prompts = texts([30, 29, 28, 27, 26])
     exact = want(of, prompts)
     cp.run(of, prompts, deterministic=True, **RUN)
-    monkeypatch.setattr(Watch, "choose_prompt", lambda *asked: None)
+    monkeypatch.setattr(RecomputeChecker, "_next_prompt", lambda *asked: None)
     switch["on"] = True
     trace = cp.run(of, prompts, deterministic=True, **RUN)
     assert [outcome(trace, i) == exact[i] for i in range(5)] == [True, False, False, False, False]
@@ -335,13 +335,13 @@ def test_without_trial_and_check_the_fault_changes_bits(planted: Any, monkeypatc
 
 def test_one_of_32_shared_passes_is_checked_from_the_first_on(monkeypatch: pytest.MonkeyPatch) -> None:
     of, seen = model(), Counter[str]()
-    own = ModelRunner._compute_again
+    own = RecomputeChecker._compute_again
 
-    def count(runner: Any, phase: str, *rest: Any) -> Any:
-        seen[phase] += 1
-        return own(runner, phase, *rest)
+    def count(checker: Any, a_pass: Pass, *rest: Any) -> Any:
+        seen[a_pass.phase] += 1
+        return own(checker, a_pass, *rest)
 
-    monkeypatch.setattr(ModelRunner, "_compute_again", count)
+    monkeypatch.setattr(RecomputeChecker, "_compute_again", count)
     settings = {**RUN, "max_new_tokens": 1, "max_batch": 4, "capture": None}
     trace = cp.run(of, texts([6] * 132), deterministic=True, **settings)
     assert heights(trace) == [4] * 33 and seen == {"prefill": 2}
@@ -350,8 +350,8 @@ def test_one_of_32_shared_passes_is_checked_from_the_first_on(monkeypatch: pytes
 
 def test_the_trial_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     of, tried = model(), []
-    own = consistency.Cycle.run_at
-    monkeypatch.setattr(consistency.Cycle, "run_at", lambda cycle, *at: tried.append(at) or own(cycle, *at))
+    own = shapes.ShapeTrial.run_at
+    monkeypatch.setattr(shapes.ShapeTrial, "run_at", lambda cycle, *at: tried.append(at) or own(cycle, *at))
     for _ in range(2):
         cp.run(of, texts([9] * 5), deterministic=True, **RUN)
     assert tried == [(4, 68)]

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.records import Observer
-from cacheprobe.engine import choosing
 from cacheprobe.engine import committer as books
-from cacheprobe.engine.loop import prepare
-from cacheprobe.engine.model_runner import EngineError
+from cacheprobe.engine.checker import RecomputeChecker
+from cacheprobe.engine.model_runner import ModelRunner
+from cacheprobe.engine.passes import EngineError
+from cacheprobe.engine.scheduler import Scheduler
 from cacheprobe.engine.step import Engine
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.hf.bridge import BridgeLM
@@ -40,7 +42,9 @@ pytestmark = pytest.mark.determinism
 def half_way(model: Spy) -> tuple[Engine, list[SequenceState]]:
     """Three requests with full drafts, about to be verified."""
     run = Watched(model, PROMPTS[:3], deterministic=True, sampling=HOT)
-    engine, scheduler = prepare(model, run.states, run.config, Observer())
+    cache = model.new_cache(len(run.states) + 1, run.config.capacity)
+    engine = Engine(ModelRunner(model, cache, Observer(), RecomputeChecker(model)), run.config)
+    scheduler = Scheduler(run.states, cache, run.config)
     for prefill, group in engine.prefills(scheduler.admit(0), scheduler.running):
         prefill(group)
     while drafting := scheduler.drafting():
@@ -99,7 +103,7 @@ def test_invariant_25_exception_safety_of_the_sampler() -> None:
     engine, states = half_way(Spy(tiny()))
     before = held(engine, states)
     chosen = 0
-    choose_next = choosing.choose_next
+    choose_next = books.choose_next
 
     def failing(*args: object) -> int:
         nonlocal chosen
@@ -108,7 +112,7 @@ def test_invariant_25_exception_safety_of_the_sampler() -> None:
             raise ValueError("no token is left")
         return choose_next(*args)
 
-    with patch.object(choosing, "choose_next", failing), patch.object(books, "choose_next", failing):
+    with patch.object(books, "choose_next", failing):
         with pytest.raises(EngineError, match="request 2 step .*no token is left"):
             engine.verify(states)
     assert chosen == 3 * W and held(engine, states) == before
@@ -120,7 +124,7 @@ def test_invariant_25_exception_safety_in_a_run() -> None:
     """One request fails for good in some phase: the others have the digests of an undisturbed run."""
     want = [outcome(cp.run(tiny(), PROMPTS[:3], **RUN, sampling=HOT, deterministic=True), i) for i in range(3)]
     runs: list[Watched] = []
-    for shape, kind in (((1, CHUNK), "nan"), ((3, 1), "error"), ((G, W), "nan"), ((G, W), "error")):
+    for shape, kind in product(((1, CHUNK), (3, 1), (G, W)), ("nan", "error")):
 
         def plan(call: Call, shape: tuple[int, int] = shape, kind: str = kind):
             row = runs[-1].states[1].cache_row
@@ -142,15 +146,17 @@ def test_invariant_25_exception_safety_in_a_run() -> None:
 def test_invariant_25_exception_safety_of_choices_in_a_run() -> None:
     """A pass that the capture has seen, and one choice of which fails: nobody else has a row twice."""
     want = [outcome(cp.run(tiny(), PROMPTS[:3], **RUN, sampling=HOT, deterministic=True), i) for i in range(3)]
-    choose_next = choosing.choose_next
+    choose_next = books.choose_next
 
-    def failing(state: SequenceState, *args: object) -> int:
-        if state.request_id == 1 and state.num_generated > 4:
-            raise ValueError("no token is left")
-        return choose_next(state, *args)
+    for in_decode in (True, False):
 
-    for module in (books, choosing):  # who chooses in a decode, and in a verify pass
-        with patch.object(module, "choose_next", failing):
+        def failing(state: SequenceState, *args: object, in_decode: bool = in_decode) -> int:
+            is_decode = len(args) > 4  # a verify pass leaves is_draft out
+            if state.request_id == 1 and state.num_generated > 4 and is_decode == in_decode:
+                raise ValueError("no token is left")
+            return choose_next(state, *args)
+
+        with patch.object(books, "choose_next", failing):
             run = Watched(tiny(), PROMPTS[:3], deterministic=True, sampling=HOT, capture="STCZ").finished()
         assert run.trace.meta["finish"] == {"0": "length", "1": "error", "2": "length"}
         assert [outcome(run.trace, i) for i in (0, 2)] == [want[0], want[2]]

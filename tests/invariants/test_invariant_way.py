@@ -10,8 +10,8 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Request, SamplingParams, fingerprint_differences
-from cacheprobe.engine.consistency import Hooked, ShapeRefused, invariant_widths
-from cacheprobe.engine.watch import AGAIN_EVERY, Watch
+from cacheprobe.engine.checker import AGAIN_EVERY, RecomputeChecker
+from cacheprobe.engine.shapes import Hooked, ShapeRefused, invariant_widths
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.paths import choose_path
 from cacheprobe_benchmarks.shared.tiny import NEAR_TIES, tiny_model
@@ -282,7 +282,7 @@ def test_without_trial_and_check_the_fault_changes_bits(planted: Any, monkeypatc
     of, switch = planted
     settings = {**INVARIANT, "sampling": HOT}
     cp.run(of, PROMPTS, **settings, deterministic=True)
-    monkeypatch.setattr(Watch, "choose_again", lambda *asked: None)
+    monkeypatch.setattr(RecomputeChecker, "_next_invariant", lambda *asked: None)
     switch["on"] = True
     trace = cp.run(of, PROMPTS, **settings, deterministic=True)
     want = alone(of, PROMPTS)

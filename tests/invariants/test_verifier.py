@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.core.records import Observer
 from cacheprobe.engine import model_runner as passes
-from cacheprobe.engine.consistency import narrow_widths
-from cacheprobe.engine.model_runner import EngineError, Entry, ModelRunner
+from cacheprobe.engine.passes import EngineError, Entry, Pass
+from cacheprobe.engine.shapes import narrow_widths
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.equality import bitwise
@@ -216,8 +216,8 @@ def test_invariant_07_window_offset_independence_of_shapes() -> None:
 
     def look(call: Call) -> None:
         if call.shape == (G, W):
-            assert call.cache.reach is not None
-            for start, pieces in zip(call.starts, call.cache.reach.pieces, strict=True):
+            assert call.attention is not None and call.attention.spans is not None
+            for start, pieces in zip(call.starts, call.attention.spans.pieces, strict=True):
                 for piece in pieces:
                     for t in range(piece.first, piece.end):
                         spans.setdefault(start + t, set()).add(piece.span)
@@ -261,7 +261,7 @@ class Spans(Spy):
         self.spans: list[int] = []
 
     def answer(self, call: Call) -> Tensor:
-        self.spans.append(call.cache.span)
+        self.spans.append(StagedCache(call.cache, call.rows, call.starts, call.shape[1], call.attention).span)
         return super().answer(call)
 
 
@@ -292,18 +292,17 @@ def wrong_at_random() -> cp.drafters.Scripted:
 def test_invariant_09_fixed_shape_or_an_error() -> None:
     """A pass that does not fit its shape raises; it is never run in another one."""
     run = Watched(tiny(), PROMPTS, deterministic=True, capture=None)
-    model, cache = tiny(), tiny().new_cache(G + 1, CAPACITY)
-    passes = ModelRunner(model, cache, Observer())
+    cache = tiny().new_cache(G + 1, CAPACITY)
     states = run.states[: G + 1]
     for state in states:
         state.cache_row = cache.allocate()
     entries = [Entry(state, (1,), 0, True) for state in states]
     with pytest.raises(EngineError, match=rf"{G + 1} requests.*do not fit a verify pass of {G} x {W}"):
-        passes.run("verify", entries, W, batch=G)
+        Pass(cache, 0, "verify", entries, W, G)
     with pytest.raises(EngineError, match=rf"up to {W + 1} tokens do not fit"):
-        passes.run("verify", [Entry(states[0], (1,) * (W + 1), 0, True)], W, batch=G)
+        Pass(cache, 0, "verify", [Entry(states[0], (1,) * (W + 1), 0, True)], W, G)
     with pytest.raises(EngineError, match="do not fit"):  # no row is left for dummies
-        passes.run("verify", entries[:1], W, batch=G)
+        Pass(cache, 0, "verify", entries[:1], W, G)
 
 
 def test_invariant_09_fixed_shape_also_for_the_readings() -> None:

@@ -7,6 +7,7 @@ from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.ledger import CacheIntegrityError
 from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.kvcache.staged import PassAttention, StagedCache
 from tests.tiny import loaded
 
 
@@ -16,9 +17,8 @@ def make(rows: int = 3, capacity: int = 16) -> KVCache:
 
 def test_rows_are_written_by_absolute_position() -> None:
     cache = make()
-    cache.stage([2, 0], [5, 0], width=3)
     k = torch.randn(2, 2, 3, 4)
-    keys, values = cache.write(0, k, k)
+    keys, values = StagedCache(cache, [2, 0], [5, 0], 3).write(0, k, k)
     assert keys.shape == (2, 2, 16, 4)
     assert torch.equal(cache.keys[0][2, :, 5:8], k[0]) and torch.equal(cache.keys[0][0, :, :3], k[1])
     assert torch.equal(keys[0], cache.keys[0][2]) and torch.equal(values[1], cache.values[0][0])
@@ -28,26 +28,25 @@ def test_rows_are_written_by_absolute_position() -> None:
 def test_contiguous_rows_are_a_view_and_others_a_copy() -> None:
     cache = make()
     k = torch.randn(2, 2, 1, 4)
-    cache.stage([0, 1], [0, 0], width=1)
-    assert cache.write(0, k, k)[0].data_ptr() == cache.keys[0].data_ptr()
-    cache.stage([0, 2], [0, 0], width=1)
-    assert cache.write(0, k, k)[0].data_ptr() != cache.keys[0].data_ptr()
+    for rows, is_view in (([0, 1], True), ([0, 2], False)):
+        keys, _ = StagedCache(cache, rows, [0, 0], 1).write(0, k, k)
+        assert (keys.data_ptr() == cache.keys[0].data_ptr()) == is_view
 
 
 def test_pads_must_fit_and_the_message_names_the_number() -> None:
     with pytest.raises(ValueError, match="set capacity=18"):
-        make().stage([0], [14], width=4)
+        StagedCache(make(), [0], [14], 4)
     with pytest.raises(ValueError, match="each row once"):
         cache = make()
-        cache.stage([1, 1], [0, 0], width=1)  # a free row holds dummies, of which nothing is read
-        cache.stage([cache.allocate()] * 2, [0, 0], width=1)
-    with pytest.raises(CacheIntegrityError, match="without a staged position"):
-        make().write(0, torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4))
+        StagedCache(cache, [1, 1], [0, 0], 1)  # a free row holds dummies, of which nothing is read
+        StagedCache(cache, [cache.allocate()] * 2, [0, 0], 1)
+    with pytest.raises(CacheIntegrityError, match="for staged"):
+        StagedCache(make(), [0], [0], 1).write(0, torch.zeros(1, 2, 2, 4), torch.zeros(1, 2, 2, 4))
 
 
 def test_mask_hides_everything_after_each_position() -> None:
     cache = make(capacity=6)
-    mask = cache.mask(torch.tensor([[0, 1], [3, 4]]), torch.float32, "cpu")
+    mask = StagedCache(cache, [0, 1], [0, 3], 2).mask(torch.float32, "cpu")
     visible = (mask[:, 0] == 0).sum(-1)
     assert mask.shape == (2, 1, 2, 6) and visible.tolist() == [[1, 2], [4, 5]]
     assert torch.isfinite(mask).all() and mask.dtype == torch.float32  # never boolean
@@ -98,20 +97,17 @@ def test_large_numbers_are_finite() -> None:
 
 @pytest.mark.parametrize("rows", [[0, 1], [2, 0]])
 def test_attention_may_run_over_what_is_in_use(rows: list[int]) -> None:
-    """Keys, values and mask end together; the whole capacity is back after an error."""
+    """Keys, values and mask end together."""
     cache = make(capacity=100)
     k = torch.randn(2, 2, 1, 4)
     for slots, span in ((1, 32), (32, 32), (33, 64), (97, 100)):
-        with cache.attending_to(slots):
-            positions = cache.stage(rows, [0, slots - 1], width=1)
-            keys, values = cache.write(0, k, k)
-            mask = cache.mask(positions, torch.float32, "cpu")
+        staged = StagedCache(cache, rows, [0, slots - 1], 1, PassAttention(slots))
+        keys, values = staged.write(0, k, k)
+        mask = staged.mask(torch.float32, "cpu")
         assert {keys.shape[2], values.shape[2], mask.shape[3]} == {span} and keys.shape[0] == 2
         assert torch.equal(keys, cache.keys[0][rows, :, :span]) and torch.equal(keys[1, :, slots - 1], k[1, :, 0])
         assert int((mask[1] == 0).sum()) == slots
-    with pytest.raises(RuntimeError), cache.attending_to(5):
-        raise RuntimeError
-    assert cache.span == 100
+    assert StagedCache(cache, rows, [0, 0], 1).span == 100
 
 
 def test_impossible_moves_are_refused() -> None:

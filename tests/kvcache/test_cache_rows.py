@@ -3,6 +3,7 @@
 import torch
 
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.ops.cache_rows import store_kv
 from cacheprobe.ops.equality import bitwise
 
@@ -21,8 +22,7 @@ def test_rows_are_stored_as_the_cache_stores_them() -> None:
     rows, starts = [2, 0, 3, 1, 7, -1, 4], [5, 0, 13, 14, 0, 0, -1]
     k, v = torch.randn(7, 2, 3, 4), torch.randn(7, 2, 3, 6)
     good = [0, 1, 2]
-    theirs.stage([rows[b] for b in good], [starts[b] for b in good], 3)
-    theirs.write(0, k[good], v[good])
+    StagedCache(theirs, [rows[b] for b in good], [starts[b] for b in good], 3).write(0, k[good], v[good])
     store_kv(k, v, mine.keys[0], mine.values[0], torch.tensor(rows), torch.tensor(starts))
     assert bitwise(mine.keys[0], theirs.keys[0]) and bitwise(mine.values[0], theirs.values[0])
     assert not bitwise(mine.keys[0], filled().keys[0])

@@ -12,9 +12,10 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import ANY_CAPACITY, fingerprint_differences
-from cacheprobe.engine import consistency
-from cacheprobe.engine.shapes import choose_shapes, with_capacity
-from cacheprobe.kvcache import storage
+from cacheprobe.engine import shapes
+from cacheprobe.engine.shapes import choose_shapes
+from cacheprobe.engine.sizes import with_capacity
+from cacheprobe.kvcache import cache as storage
 from cacheprobe.models.thinking.lm import ThinkingLM
 from tests.thinking.test_thinking import text, tiny
 from tests.tiny import FAMILIES, PROMPTS, loaded
@@ -102,13 +103,13 @@ def test_fingerprints_of_earlier_versions_compare(one: object, other: object, is
 def test_the_trial_of_shapes_is_as_short_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    class Counted(consistency.Cycle):
+    class Counted(shapes.ShapeTrial):
         def __init__(self, model: Any, *shape: Any, **more: Any) -> None:
             tried.append(shape[2])
             super().__init__(model, *shape, **more)
 
-    monkeypatch.setattr(consistency, "Cycle", Counted)
-    monkeypatch.setattr(consistency, "_known", type(consistency._known)())
+    monkeypatch.setattr(shapes, "ShapeTrial", Counted)
+    monkeypatch.setattr(shapes, "_known", type(shapes._known)())
     cp.run(loaded(), [LONG], capacity=4096, **{**RUN, "deterministic": True})
     assert {*tried} == {512}
 

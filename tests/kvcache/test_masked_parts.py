@@ -7,6 +7,7 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.core.hook_names import hook_name
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.kvcache.surgery import KVSnapshot, put_snapshot, take_snapshot
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.equality import close
@@ -134,7 +135,7 @@ def test_a_model_on_two_devices_is_refused() -> None:
     cache = KVCache(1, 8, [(2, 8, 8)] * 2, torch.float32, [torch.device("cpu"), torch.device("meta")])
     row = cache.allocate()
     cache.head_masks.put(row, [(0, 0, 0)], [2, 2])
-    positions = cache.stage([row], [2], 1)
-    mask = cache.mask(positions, torch.float32, "cpu")
+    staged = StagedCache(cache, [row], [2], 1)
+    mask = staged.mask(torch.float32, "cpu")
     with pytest.raises(ValueError, match="need a model on one device; hide them in all layers"):
-        cache.mask_by_layer(mask, 2)
+        staged.mask_by_layer(mask, 2)

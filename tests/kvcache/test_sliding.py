@@ -9,6 +9,7 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models import checks
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.fast.hooked_hf import HookedHF
@@ -42,7 +43,7 @@ def test_logits_beyond_the_window(family: str, path: str, monkeypatch: pytest.Mo
         assert close(ours[f"logits row {b}"], expected, 1e-5, because="sums are reordered")
         assert torch.equal(ours[f"logits row {b}"].argmax(-1), expected.argmax(-1))
 
-    def plain(config: object, cache: KVCache, *where: object) -> Tensor:
+    def plain(config: object, cache: StagedCache, *where: object) -> Tensor:
         return cache.mask(*where)
 
     monkeypatch.setattr(hf_cache, "attention_masks", plain)
@@ -81,9 +82,8 @@ def test_the_loop_beyond_the_window(family: str, path: str) -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 def test_the_mask_shows_a_window_of_positions(window: int | None) -> None:
-    cache = KVCache(2, 12, [(1, 2, 2)], torch.float32)
-    positions = torch.tensor([[0, 1, 2], [6, 7, 8]])
-    mask = cache.mask(positions, torch.float32, "cpu", window)
+    staged = StagedCache(KVCache(2, 12, [(1, 2, 2)], torch.float32), [0, 1], [0, 6], 3)
+    positions, mask = staged.positions, staged.mask(torch.float32, "cpu", window)
     assert mask.shape == (2, 1, 3, 12)
     for b, row in enumerate(positions.tolist()):
         for t, position in enumerate(row):
@@ -93,8 +93,8 @@ def test_the_mask_shows_a_window_of_positions(window: int | None) -> None:
 
 @pytest.mark.parametrize("family", SLIDING)
 def test_masks_are_what_the_config_asks_for(family: str) -> None:
-    cache, positions = KVCache(1, 64, [(1, 2, 2)], torch.float32), torch.arange(48)[None]
-    masks = attention_masks(hf_model(family, window=WINDOW).config, cache, positions, torch.float32, "cpu")
+    staged = StagedCache(KVCache(1, 64, [(1, 2, 2)], torch.float32), [0], [0], 48)
+    masks = attention_masks(hf_model(family, window=WINDOW).config, staged, torch.float32, "cpu")
     named = masks if isinstance(masks, dict) else {"": masks}
     visible = {name: int((mask[0, 0, -1] == 0).sum()) for name, mask in named.items()}
     expected = {"": WINDOW} if family == "mistral" else {"full_attention": 48, "sliding_attention": WINDOW}
@@ -120,7 +120,7 @@ def test_the_load_check_reaches_beyond_a_small_window(window: int, length: int) 
 def test_the_load_check_sees_a_wrong_window(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded(family, window=40)
     checks.check_model(model)
-    right = KVCache.mask
-    monkeypatch.setattr(KVCache, "mask", lambda self, p, dtype, device, window=None: right(self, p, dtype, device))
+    right = StagedCache.mask
+    monkeypatch.setattr(StagedCache, "mask", lambda self, dtype, device, window=None: right(self, dtype, device))
     with pytest.raises(ModelError, match="differs from the model without it"):
         checks.check_model(model)

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from transformers import (
 )
 
 import cacheprobe as cp
-from cacheprobe.engine.model_runner import EngineError
+from cacheprobe.engine.passes import EngineError
 from cacheprobe.models import checks
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.fast.hooked_hf import HookedHF
@@ -182,16 +183,21 @@ def test_a_model_that_our_mask_gets_wrong_is_refused() -> None:
 
 def test_the_load_check_sees_a_wrong_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check can fail: a mask that hides one more row is caught, in float32 and in 16 bits."""
-    from cacheprobe.kvcache.cache import KVCache
+    from cacheprobe.kvcache.staged import StagedCache
 
-    right = KVCache.mask
+    right = StagedCache.mask
+
+    def hides_one_more(staged: StagedCache, *args: object) -> torch.Tensor:
+        with patch.object(staged, "positions", (staged.positions - 1).clamp(min=0)):
+            return right(staged, *args)
+
     for dtype in (torch.float32, torch.bfloat16):
         model = loaded("llama", dtype)
         checks.check_model(model)
-        monkeypatch.setattr(KVCache, "mask", lambda self, p, *args: right(self, (p - 1).clamp(min=0), *args))
+        monkeypatch.setattr(StagedCache, "mask", hides_one_more)
         with pytest.raises(ModelError, match="differs from the model without it"):
             checks.check_model(model)
-        monkeypatch.setattr(KVCache, "mask", right)
+        monkeypatch.setattr(StagedCache, "mask", right)
 
 
 def test_nan_logits_name_request_and_step() -> None:

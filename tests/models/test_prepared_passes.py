@@ -3,19 +3,19 @@ anew."""
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.kvcache.cache import Copy, KVCache
+from cacheprobe.kvcache.staged import DuplicateEntry, PassAttention, StagedCache
 from cacheprobe.models.fast import prepared
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.fast.prepared import PreparedOperations
 from cacheprobe.models.fast.queued import QueuedOperations
-from cacheprobe.ops.attention.by_request import Reach, reach_of_positions
+from cacheprobe.ops.attention.by_request import AttentionSpans, spans_of_positions
 from cacheprobe.ops.compiled.lanes import INNER_STEP
 from cacheprobe.ops.equality import bitwise
 from tests.compiled import on_loops
@@ -65,13 +65,13 @@ def fed(fast: HookedHF, monkeypatch: pytest.MonkeyPatch, wanted: bool) -> tuple[
             step = turn % 9
             width, layers = (1, 4)[step % 3 == 2], 2 if step == 7 else None
             rows, starts = [3, 0, 2], [5 * step, 2 + 5 * step, 1]
-            pieces = [reach_of_positions(start, width, 64) for start in starts]
+            pieces = [spans_of_positions(start, width, 64) for start in starts]
             if step % 4 == 1:
                 pieces[1] = ()
-            reach = Reach(tuple(pieces))
+            spans = AttentionSpans(tuple(pieces))
             ids = torch.stack(texts(*[width] * 3, seed=turn))
-            with cache.attending_to(reach.span, reach):
-                found.append(fast.forward(ids, cache, rows, starts, num_layers=layers))
+            attention = PassAttention(spans=spans)
+            found.append(fast.forward(ids, cache, rows, starts, num_layers=layers, attention=attention))
     return [*found, *kept, *cache.keys, *cache.values], len(made)
 
 
@@ -92,14 +92,14 @@ def test_runs_with_drafts_and_copies_have_the_same_bits(dtype: torch.dtype, monk
     model, traces = on_loops(cp.load_model(hf_model("llama", dtype))), []
     prompts = [list(map(int, text)) for text in texts(5, 9, 3, 12)]
     counts, compared = [], []
-    real = KVCache._compare
+    real = StagedCache._compare
 
-    def compare(cache: KVCache, layer: int, copy: Copy, k: Tensor, v: Tensor) -> None:
+    def compare(cache: StagedCache, layer: int, duplicate: DuplicateEntry, k: Tensor, v: Tensor) -> None:
         """Notes what is compared."""
         compared[-1].append((layer, k.clone(), v.clone()))
-        real(cache, layer, copy, k, v)
+        real(cache, layer, duplicate, k, v)
 
-    monkeypatch.setattr(KVCache, "_compare", compare)
+    monkeypatch.setattr(StagedCache, "_compare", compare)
     for wanted in (True, False):
         compared.append([])
         with preparing(monkeypatch, wanted) as made:
@@ -118,9 +118,8 @@ def test_runs_with_drafts_and_copies_have_the_same_bits(dtype: torch.dtype, monk
 
 
 def logits_of(fast: HookedHF, cache: object, step: int = 0) -> Tensor:
-    reach = Reach((reach_of_positions(step, 1, 16),))
-    with cache.attending_to(reach.span, reach):
-        return fast.forward(texts(1, seed=step)[0][None], cache, [0], [step])
+    spans = AttentionSpans((spans_of_positions(step, 1, 16),))
+    return fast.forward(texts(1, seed=step)[0][None], cache, [0], [step], attention=PassAttention(spans=spans))
 
 
 @pytest.mark.parametrize(
@@ -159,9 +158,8 @@ def test_what_was_prepared_is_dropped_with_its_cache(monkeypatch: pytest.MonkeyP
     assert isinstance(operations, PreparedOperations)
     with preparing(monkeypatch) as made:
         for width in (*range(1, 9), *range(1, 9), 1, *[width for width in range(9, 13) for _ in range(2)], 12, 1, 13):
-            reach = Reach((reach_of_positions(0, width, 64),))
-            with cache.attending_to(reach.span, reach):
-                fast.forward(texts(width)[0][None], cache, [0], [0])
+            spans = AttentionSpans((spans_of_positions(0, width, 64),))
+            fast.forward(texts(width)[0][None], cache, [0], [0], attention=PassAttention(spans=spans))
     assert len(made) == 12, "13 occurred once"
     (by_cache,) = operations._by_cache.values()
     assert len(by_cache[cache]) == 8
@@ -186,10 +184,10 @@ def test_a_long_pass_is_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     with preparing(monkeypatch) as made:
         for width, batch in ((65, 1), (64, 5), (64, 4)):
             cache = fast.new_cache(batch, 128)
-            reach = Reach(tuple(reach_of_positions(0, width, 128) for _ in range(batch)))
+            spans = AttentionSpans(tuple(spans_of_positions(0, width, 128) for _ in range(batch)))
             for _ in range(2):
-                with cache.attending_to(reach.span, reach):
-                    fast.forward(torch.stack(texts(*[width] * batch)), cache, range(batch), [0] * batch)
+                ids = torch.stack(texts(*[width] * batch))
+                fast.forward(ids, cache, range(batch), [0] * batch, attention=PassAttention(spans=spans))
     assert len(made) == 1, "of 4 x 64 tokens"
 
 
@@ -222,23 +220,20 @@ def test_slots_that_are_hidden_between_two_passes(monkeypatch: pytest.MonkeyPatc
 def test_a_request_beyond_its_mask_is_refused_in_every_pass() -> None:
     fast = fast_of("llama")
     cache = fast.new_cache(1, 128)
-    ids, reach = texts(1)[0][None], Reach((reach_of_positions(70, 1, 128),))
+    ids, spans = texts(1)[0][None], AttentionSpans((spans_of_positions(70, 1, 128),))
     for num_slots in (128, 128, 32):
-        with cache.attending_to(num_slots, reach):
-            if num_slots == 128:
-                fast.forward(ids, cache, [0], [70])
-                continue
-            with pytest.raises(ValueError, match="a mask of 32 slots for requests that attend to 71"):
-                fast.forward(ids, cache, [0], [70])
+        is_refused = pytest.raises(ValueError, match="a mask of 32 slots for requests that attend to 71")
+        with is_refused if num_slots == 32 else nullcontext():
+            fast.forward(ids, cache, [0], [70], attention=PassAttention(num_slots, spans))
 
 
 def test_an_early_stop_returns_a_stream_of_its_own() -> None:
     """A drafter that keeps the stream must not keep the states of all layers."""
     fast = fast_of("llama")
-    cache, reach = fast.new_cache(1, 16), Reach((reach_of_positions(0, 1, 16),))
+    cache, spans = fast.new_cache(1, 16), AttentionSpans((spans_of_positions(0, 1, 16),))
     for _ in range(3):
-        with cache.attending_to(reach.span, reach):
-            stream = fast.forward(texts(1)[0][None], cache, [0], [0], num_layers=2)
+        attention = PassAttention(spans=spans)
+        stream = fast.forward(texts(1)[0][None], cache, [0], [0], num_layers=2, attention=attention)
         assert stream.untyped_storage().nbytes() == stream.nbytes
 
 

@@ -1,26 +1,26 @@
 """Bugs of the cache: provenance, lengths, masks, rows that leak, and of the model over it."""
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from cacheprobe.ops.attention.by_request import reach_of_pass
+from cacheprobe.ops.attention.by_request import spans_of_pass
 from tests.mutations.in_engine import COMMITTER, RUN, SCHEDULER
 from tests.mutations.mutate import bug, instead, without
 
 CACHE, HOOKED = "cacheprobe.kvcache.cache:KVCache", "cacheprobe.models.fast.hooked_hf"
-MARKS_VERIFIED = f"{COMMITTER}.write_ledger"
+STAGED = "cacheprobe.kvcache.staged:StagedCache"
+MARKS_VERIFIED = f"{COMMITTER}.mark_slots"
 
 
 def _keeps_drafted(real: Any) -> Any:
-    def run(self: Any, phase: str, entries: Any, width: int, **options: Any) -> Any:
+    def run(self: Any, a_pass: Any) -> Any:
         held = (*self.cache.keys, *self.cache.values)
         before = [one.clone() for one in held]
-        out = real(self, phase, entries, width, **options)
-        for entry in entries if phase == "verify" and not options.get("is_hidden") else ():
+        out = real(self, a_pass)
+        for entry in a_pass.entries if a_pass.phase == "verify" and not a_pass.is_rebuild else ():
             row, drafted = entry.state.cache_row, slice(entry.start, entry.start + len(entry.state.draft))
             for one, kept in zip(held, before, strict=True):
                 one[row, :, drafted] = kept[row, :, drafted]
@@ -33,19 +33,20 @@ def _marks(change: Any) -> Any:
     """Verified positions are marked with the (end, provenance) of `change(end)`."""
 
     def make(real: Any) -> Any:
-        def write_ledger(self: Any, state: Any, start: int, end: int, provenance: str) -> None:
+        def mark_slots(self: Any, state: Any, start: int, end: int, provenance: str) -> None:
             real(self, state, start, *(change(end) if provenance == "verified" else (end, provenance)))
 
-        return write_ledger
+        return mark_slots
 
     return make
 
 
 def _adds(real: Any) -> Any:
-    def store(self: Any, layer: int, k: Any, v: Any) -> Any:
+    def store(self: Any, layer: int, k: Any, v: Any, *more: Any) -> Any:
         width = k.shape[2]
-        held = [self.keys[layer][row, :, start : start + width] for row, start in self._staged_places]
-        return real(self, layer, k + torch.stack(held), v)
+        places = zip(self.rows, self.starts, strict=True)
+        held = [self.keys[layer][row, :, start : start + width] for row, start in places]
+        return real(self, layer, k + torch.stack(held), v, *more)
 
     return store
 
@@ -89,13 +90,20 @@ def _keeps_cancelled(real: Any) -> Any:
 
 
 def _from_the_window(real: Any) -> Any:
-    @contextmanager
-    def staged(*given: Any) -> Any:
-        with real(*given) as inputs:
-            at = inputs["position_ids"]
-            yield {**inputs, "position_ids": at - at[:, :1]}
+    def inputs(*given: Any) -> Any:
+        made = real(*given)
+        at = made["position_ids"]
+        return {**made, "position_ids": at - at[:, :1]}
 
-    return staged
+    return inputs
+
+
+def _one_slot_later(real: Any) -> Any:
+    def mask(self: Any, *given: Any) -> Any:
+        with patch.object(self, "positions", self.positions + 1):
+            return real(self, *given)
+
+    return mask
 
 
 def _drafter_is_canonical(real: Any) -> Any:
@@ -143,7 +151,7 @@ MUTATIONS = [
     bug(
         "the ledger calls verified rows provisional", ("13",), MARKS_VERIFIED, _marks(lambda end: (end, "provisional"))
     ),
-    bug("keys are added to what a slot held", ("04", "13"), f"{CACHE}.store", _adds),
+    bug("keys are added to what a slot held", ("04", "13"), f"{STAGED}.store", _adds),
     bug("one row of a shared prompt is forgotten", ("22",), f"{CACHE}.copy_row", _forgets_the_last),
     # -- lengths
     bug("rejected rows are not truncated", ("14",), f"{COMMITTER}.apply_verdict", without("_truncate")),
@@ -174,16 +182,21 @@ MUTATIONS = [
     bug(
         "the mask shows one slot more",
         ("06_padding_independence_in_one", "08"),
-        f"{CACHE}.mask",
-        lambda real: lambda self, positions, *given: real(self, positions + 1, *given),
+        f"{STAGED}.mask",
+        _one_slot_later,
     ),
     bug(
         "attention runs over the used length",
         ("07_window_offset_independence_of_shapes",),
-        "cacheprobe.engine.model_runner:reach_of",
-        instead(lambda phase, width: reach_of_pass),
+        "cacheprobe.engine.passes:spans_of",
+        instead(lambda phase, width: spans_of_pass),
     ),
-    bug("positions count from the window's start", ("07",), "cacheprobe.models.hf.cache:staged", _from_the_window),
+    bug(
+        "positions count from the window's start",
+        ("07",),
+        "cacheprobe.models.fast.hooked_hf:forward_inputs",
+        _from_the_window,
+    ),
     bug(
         "the cache begins as NaN",
         ("02", "05"),
@@ -193,7 +206,7 @@ MUTATIONS = [
     bug(
         "a neighbour's row is attended",
         ("05",),
-        f"{CACHE}.row_view",
+        f"{STAGED}.row_view",
         lambda real: lambda self, layer, batch_row, span: real(self, layer, batch_row - 1, span),
     ),
     bug(
@@ -223,5 +236,5 @@ MUTATIONS = [
         "cacheprobe.ops.attention.by_request:_Threads.__exit__",
         lambda real: lambda self, *error: setattr(self, "_all", self._now) or real(self, *error),
     ),
-    bug("gradients stay off", ("26",), "cacheprobe.engine.loop:prepare", _no_grad_after),
+    bug("gradients stay off", ("26",), "cacheprobe.engine.loop:Engine", _no_grad_after),
 ]

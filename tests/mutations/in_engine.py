@@ -11,6 +11,7 @@ from tests.mutations.mutate import Mutation, bug, instead, under, without
 COMMITTER, ENGINE = "cacheprobe.engine.committer:Committer", "cacheprobe.engine.step:Engine"
 PREFILL, SCHEDULER = "cacheprobe.engine.prefill:Prefill", "cacheprobe.engine.scheduler:Scheduler"
 RUN, STATE = "cacheprobe.engine.model_runner:ModelRunner.run", "cacheprobe.kvcache.sequence:SequenceState"
+STEP, PASS = "cacheprobe.engine.step", "cacheprobe.engine.passes:Pass"
 ACCEPTED, PLAN = "cacheprobe.ops.acceptance:num_accepted", "cacheprobe.engine.plan:RunPlan"
 
 
@@ -33,12 +34,14 @@ def _verify_pass(change: Any) -> Any:
     """Verify passes, except those of a rebuilt cache, run with width and batch from `change(entries, width, batch)`."""
 
     def make(real: Any) -> Any:
-        def run(self: Any, phase: str, entries: Any, width: int, **options: Any) -> Any:
-            if phase == "verify" and not options.get("is_hidden"):
-                width, options["batch"] = change(entries, width, options["batch"])
-            return real(self, phase, entries, width, **options)
+        def new_pass(
+            cache: Any, step: int, phase: str, entries: Any, width: int, batch: Any = None, **more: Any
+        ) -> Any:
+            if phase == "verify":
+                width, batch = change(entries, width, batch)
+            return real(cache, step, phase, entries, width, batch, **more)
 
-        return run
+        return new_pass
 
     return make
 
@@ -61,9 +64,11 @@ def _without_bonus(real: Any) -> Any:
 
 
 def _first_for_all(real: Any) -> Any:
-    def run(self: Any, phase: str, entries: Any, width: int, **options: Any) -> Any:
-        out = real(self, phase, entries, width, **options)
-        return replace(out, batch_index=out.batch_index[:1] * len(entries)) if phase == "verify" else out
+    def run(self: Any, a_pass: Any) -> Any:
+        out = real(self, a_pass)
+        if a_pass.phase == "verify":
+            a_pass.batch_index = a_pass.batch_index[:1] * len(a_pass.entries)
+        return out
 
     return run
 
@@ -87,31 +92,28 @@ def _without_the_committed(real: Any) -> Any:
 
 
 def _over_what_is_in_use(real: Any) -> Any:
-    def run(self: Any, phase: str, entries: Any, width: int, **options: Any) -> Any:
-        used, attending = max(entry.start for entry in entries) + width, self.cache.attending_to
-        with patch.object(
-            self.cache, "attending_to", lambda n, reach, copy: attending(n if reach else used, reach, copy)
-        ):
-            return real(self, phase, entries, width, **options)
+    def attention(self: Any, attends_by_request: bool) -> Any:
+        made = real(self, attends_by_request)
+        return made if made.spans else made._replace(num_slots=max(self.starts) + self.width)
 
-    return run
+    return attention
 
 
 def _in_another_shape(real: Any) -> Any:
-    def run(self: Any, phase: str, entries: Any, width: int, **options: Any) -> Any:
-        options["batch"] = options.get("batch") and max(len(entries), options["batch"])
-        return real(self, phase, entries, max(width, *(len(entry.token_ids) for entry in entries), 0), **options)
+    def post_init(self: Any) -> None:
+        self.batch = self.batch and max(len(self.entries), self.batch)
+        self.width = max(self.width, *(len(entry.token_ids) for entry in self.entries))
+        real(self)
 
-    return run
+    return post_init
 
 
 def _free_shape_of_prefill(real: Any) -> Any:
-    def run(self: Any, phase: str, entries: Any, width: int, **options: Any) -> Any:
-        if phase == "prefill" and not options.get("is_hidden"):
-            options["batch"] = None
-        return real(self, phase, entries, width, **options)
+    def new_pass(cache: Any, step: int, phase: str, entries: Any, width: int, batch: Any, **more: Any) -> Any:
+        is_first_time = phase == "prefill" and not more.get("is_rebuild")
+        return real(cache, step, phase, entries, width, None if is_first_time else batch, **more)
 
-    return run
+    return new_pass
 
 
 def _rebuilt_as_plain(real: Any) -> Any:
@@ -213,9 +215,9 @@ MUTATIONS = [
         lambda real: lambda self, window: setattr(self, "draft_is_closed", False) or real(self, window),
     ),
     bug(
-        "piggybacked come in any number",
+        "fill-ins come in any number",
         ("24_selectivity_riders_fill",),
-        f"{SCHEDULER}.piggybacked",
+        f"{SCHEDULER}.fill_ins",
         instead(lambda self: [s for s in self.drafting() if not s.is_verified] if self.config.window == 1 else []),
     ),
     # -- windows and shapes
@@ -229,33 +231,38 @@ MUTATIONS = [
     bug(
         "verify is as wide as its longest draft",
         ("01", "09_fixed_shape"),
-        RUN,
+        f"{STEP}:Pass",
         _verify_pass(lambda entries, width, batch: (max(len(entry.token_ids) for entry in entries), batch)),
     ),
     bug(
         "a width is used wherever a trial finds no difference",
         ("03_candidate_independence_where_attention",),
-        "cacheprobe.engine.consistency:_independent_width",
+        "cacheprobe.engine.shapes:_independent_width",
         instead(lambda model: 64),
     ),
     bug(
         "verify has no dummies",
         ("01", "05_neighbour_independence_in_random_batches", "09_fixed_shape"),
-        RUN,
+        f"{STEP}:Pass",
         _verify_pass(lambda entries, width, batch: (width, None)),
     ),
     bug(
         "a fixed pass attends to no more than is in use",
         ("07_window_offset_independence_of_the_bridge",),
-        RUN,
+        f"{PASS}.attention",
         _over_what_is_in_use,
     ),
-    bug("a pass that does not fit is run in another shape", ("09_fixed_shape_or",), RUN, _in_another_shape),
+    bug(
+        "a pass that does not fit is run in another shape",
+        ("09_fixed_shape_or",),
+        f"{PASS}.__post_init__",
+        _in_another_shape,
+    ),
     bug(
         "dummies are put into rows that are taken",
         ("05",),
-        "cacheprobe.engine.model_runner:place_rows",
-        lambda real: lambda taken, size, cache: real(taken, size, _where_taken_is_free(cache)),
+        "cacheprobe.engine.passes:free_row",
+        lambda real: lambda cache: real(_where_taken_is_free(cache)),
     ),
     # -- prefill
     bug(
@@ -273,7 +280,10 @@ MUTATIONS = [
     Mutation(
         "verified prompts are read together",
         ("01", "21"),
-        {f"{PREFILL}.read": under(lambda self, states: {"prefill_group": len(states)}), RUN: _free_shape_of_prefill},
+        {
+            f"{PREFILL}.read": under(lambda self, states: {"prefill_group": len(states)}),
+            "cacheprobe.engine.prefill:Pass": _free_shape_of_prefill,
+        },
     ),
     bug(
         "chunks are shorter in a batch",
@@ -305,7 +315,7 @@ MUTATIONS = [
         f"{PREFILL}.rebuild",
         instead(lambda self, states: self._begin(states[0])),
     ),
-    bug("a preempted request keeps its draft", ("23",), f"{COMMITTER}.preempt", without("_give_up_draft")),
+    bug("a preempted request keeps its draft", ("23",), f"{COMMITTER}.preempt", without("_abandon_draft")),
     bug(
         "a preemption takes back a committed token",
         ("17_monotone_release",),

@@ -10,7 +10,7 @@ from cacheprobe.ops.acceptance import Ending
 from tests.mutations.in_engine import COMMITTER, ENGINE, PLAN, STATE
 from tests.mutations.mutate import Mutation, bug, inside, instead
 
-CHOOSING, ENDING = "cacheprobe.engine.choosing", "cacheprobe.ops.acceptance:find_ending"
+CHOOSING, ENDING = "cacheprobe.engine.committer", "cacheprobe.ops.acceptance:find_ending"
 STREAM, NOISE = "cacheprobe.trace.recording.stream:Stream", "cacheprobe.core.noise:uniform_noise"
 
 

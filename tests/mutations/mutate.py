@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from cacheprobe.engine import consistency
+from cacheprobe.engine import shapes
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.paths import choose_path
 from tests.invariants import machines
@@ -139,7 +139,7 @@ def applied(mutation: Mutation) -> Iterator[None]:
     notice by themselves.
     """
     with pristine(), ExitStack() as stack:
-        stack.enter_context(patch.object(consistency, "_fault", lambda *shape: None))
+        stack.enter_context(patch.object(shapes, "_fault", lambda *shape: None))
         stack.enter_context(patch.object(SequenceState, "check", lambda state: None))
         for target, replace in mutation.bugs.items():
             put(target, replace, stack)

@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.fast.operations import Operations
 from cacheprobe.models.hf.rms_norms import Norm
 from cacheprobe.ops.attention.cached import cached_attention
@@ -51,10 +52,11 @@ def test_attention_is_that_of_the_cache_and_its_mask(window: int | None) -> None
     cache.keys[0][:], cache.values[0][:] = draw(4, 2, 20, 8), draw(4, 2, 20, 6, seed=1)
     cache.hidden[2, 3] = cache.hidden[2, 10] = cache.hidden[1, 0] = True
     rows, width = [2, 1], 3
-    positions = cache.stage(rows, [9, 12], width)
-    keys, values = cache.write(0, draw(2, 2, width, 8, seed=2), draw(2, 2, width, 6, seed=3))
+    staged = StagedCache(cache, rows, [9, 12], width)
+    positions = staged.positions
+    keys, values = staged.write(0, draw(2, 2, width, 8, seed=2), draw(2, 2, width, 6, seed=3))
     q = draw(2, 4, width, 8, seed=4)
-    mask = cache.mask(positions, torch.float32, "cpu", window)
+    mask = staged.mask(torch.float32, "cpu", window)
     theirs = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=0.3, enable_gqa=True)
     hidden = cache.hidden
     by_head = hidden[:, None].expand(-1, 2, -1)

@@ -7,12 +7,12 @@ import torch
 
 from cacheprobe.ops.attention import by_request as request_attention
 from cacheprobe.ops.attention.by_request import (
-    Reach,
+    AttentionSpans,
     attend_by_request,
     attend_together,
     first_slots,
-    reach_of_pass,
-    reach_of_positions,
+    spans_of_pass,
+    spans_of_positions,
 )
 from cacheprobe.ops.attention.cached import cached_attention
 from cacheprobe.ops.equality import bitwise, close
@@ -33,14 +33,14 @@ def inputs(heads: int, groups: int, width: int, dtype: torch.dtype = torch.float
     return q, keys, values, positions, mask
 
 
-def attended(q, keys, values, mask, reach, rows=None):
+def attended(q, keys, values, mask, spans, rows=None):
     rows = range(len(q)) if rows is None else rows
     places = list(rows)
 
     def held(row: int, span: int):
         return tuple(kept[places[row] : places[row] + 1, :, :span] for kept in (keys, values))
 
-    return attend_by_request(q, held, mask, reach, 0.25)
+    return attend_by_request(q, held, mask, spans, 0.25)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2)])
@@ -58,9 +58,9 @@ def test_it_is_attention(
     plain, error, why = exact.transpose(1, 2).flatten(2).to(dtype), 1e-5, "sums are ordered otherwise"
     if dtype == torch.bfloat16:
         error, why = 2**-6, "probabilities and sums are rounded to bfloat16"
-    for of in (reach_of_positions, reach_of_pass):
-        reach = Reach(tuple(of(start, width, CAPACITY) for start in STARTS))
-        assert close(attended(q, keys, values, mask, reach), plain, error, because=why)
+    for of in (spans_of_positions, spans_of_pass):
+        spans = AttentionSpans(tuple(of(start, width, CAPACITY) for start in STARTS))
+        assert close(attended(q, keys, values, mask, spans), plain, error, because=why)
     assert close(attend_together(q, keys, values, mask, 0.25), plain, error, because=why)
 
 
@@ -68,21 +68,23 @@ def test_it_is_attention(
 @pytest.mark.parametrize("width", [1, 3, 5, 16])
 def test_a_request_alone_has_the_bits_of_a_request_in_a_batch(dtype: torch.dtype, width: int) -> None:
     q, keys, values, _, mask = inputs(6, 2, width, dtype)
-    pieces = tuple(reach_of_positions(start, width, CAPACITY) for start in STARTS)
-    together = attended(q, keys, values, mask, Reach(pieces))
+    pieces = tuple(spans_of_positions(start, width, CAPACITY) for start in STARTS)
+    together = attended(q, keys, values, mask, AttentionSpans(pieces))
     for row in range(len(q)):
-        alone = attended(q[row : row + 1], keys, values, mask[row : row + 1], Reach(pieces[row : row + 1]), [row])
+        alone = attended(
+            q[row : row + 1], keys, values, mask[row : row + 1], AttentionSpans(pieces[row : row + 1]), [row]
+        )
         assert bitwise(alone[0], together[row])
 
 
 def test_a_position_has_one_span_wherever_a_window_begins() -> None:
     for width in (1, 7, 16, 70):
         for start in range(150):
-            for piece in reach_of_positions(start, width, 1000):
+            for piece in spans_of_positions(start, width, 1000):
                 for t in range(piece.first, piece.end):
                     assert piece.span == (start + t) // 64 * 64 + 64
-    assert [(p.span, p.first, p.end) for p in reach_of_positions(60, 10, 100)] == [(64, 0, 4), (100, 4, 10)]
-    assert [(p.span, p.first, p.end) for p in reach_of_pass(60, 10, 100)] == [(100, 0, 10)]
+    assert [(p.span, p.first, p.end) for p in spans_of_positions(60, 10, 100)] == [(64, 0, 4), (100, 4, 10)]
+    assert [(p.span, p.first, p.end) for p in spans_of_pass(60, 10, 100)] == [(100, 0, 10)]
 
 
 def test_rows_that_nothing_reads_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +95,7 @@ def test_rows_that_nothing_reads_are_not_computed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         request_attention, "scaled_dot_product_attention", lambda *a, **k: calls.append(a) or real(*a, **k)
     )
-    out = attended(q, keys, values, mask, Reach(((), reach_of_positions(60, 3, CAPACITY), (), ())))
+    out = attended(q, keys, values, mask, AttentionSpans(((), spans_of_positions(60, 3, CAPACITY), (), ())))
     assert len(calls) == 1 and not out[[0, 2, 3]].any() and out[1].any()
 
 
@@ -108,7 +110,7 @@ def test_threads_are_as_many_as_before_after_an_error(monkeypatch: pytest.Monkey
     before = torch.get_num_threads()
     monkeypatch.setattr(request_attention, "scaled_dot_product_attention", fail)
     with pytest.raises(RuntimeError, match="no"):
-        attended(q, keys, values, mask, Reach(tuple(reach_of_positions(s, 3, CAPACITY) for s in STARTS)))
+        attended(q, keys, values, mask, AttentionSpans(tuple(spans_of_positions(s, 3, CAPACITY) for s in STARTS)))
     assert seen == [1] and torch.get_num_threads() == before
     assert not request_attention._thread_count.locked()
 
@@ -120,18 +122,20 @@ def test_without_pads_each_request_has_the_bits_of_a_pass_by_itself(dtype: torch
     q, keys, values, _, mask = inputs(6, 2, 70, dtype)
     counts, more = (70, 16, 64, 17), {} if is_plain else {"softcap": 5.0, "sinks": torch.linspace(-1, 1, 6)}
     pieces = tuple(
-        (reach_of_pass if count > 64 else reach_of_positions)(start, count, CAPACITY)
+        (spans_of_pass if count > 64 else spans_of_positions)(start, count, CAPACITY)
         for start, count in zip(STARTS, counts, strict=True)
     )
 
     def apart(row: int, count: int) -> torch.Tensor:
         held = partial(first_slots, keys[row : row + 1], values[row : row + 1])
-        of_row = q[row : row + 1, :, :count], held, mask[row : row + 1, :, :count], Reach((pieces[row],))
+        of_row = q[row : row + 1, :, :count], held, mask[row : row + 1, :, :count], AttentionSpans((pieces[row],))
         return attend_by_request(*of_row, 0.25, **more)[0]
 
-    together = attend_by_request(q, partial(first_slots, keys, values), mask, Reach(pieces, True), 0.25, **more)
+    together = attend_by_request(
+        q, partial(first_slots, keys, values), mask, AttentionSpans(pieces, True), 0.25, **more
+    )
     for row, count in enumerate(counts):
         assert bitwise(together[row, :count], apart(row, count)), count
         assert not together[row, count:].any()
-    nothing = Reach(((), *pieces[1:]), True)
+    nothing = AttentionSpans(((), *pieces[1:]), True)
     assert not attend_by_request(q, partial(first_slots, keys, values), mask, nothing, 0.25, **more)[0].any()

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 import cacheprobe as cp
 from cacheprobe.core.live import LiveModule
-from cacheprobe.engine.model_runner import EngineError
-from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.engine.passes import EngineError
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.base import BlockSum, CachedLM, ModelError
 from cacheprobe.models.fast import kernel_operations
 from cacheprobe.models.fast.hooked_hf import HookedHF
@@ -96,7 +96,7 @@ def uncached(kind: str, text: Tensor) -> Tensor:
         return original(kind)(text[None], use_cache=False).logits[0]
 
 
-def full_masks(config: object, cache: KVCache, *where: Any) -> dict[str, Tensor]:
+def full_masks(config: object, cache: StagedCache, *where: Any) -> dict[str, Tensor]:
     """What a cache without windows and chunks would give."""
     kinds = ("full_attention", "sliding_attention", "chunked_attention")
     return dict.fromkeys(kinds, cache.mask(*where))

@@ -14,6 +14,7 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.core.hook_names import hook_name
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.hf.cache import KVCacheAdapter
 from cacheprobe.models.hf.masks import attention_masks
 from cacheprobe.ops.equality import bitwise, close
@@ -157,9 +158,8 @@ def test_a_boolean_mask_in_eager_attention_is_added() -> None:
     model.set_attn_implementation("eager")
     token_ids = torch.tensor([TEXT])
     allowed = torch.ones(len(TEXT), len(TEXT), dtype=torch.bool).tril()[None, None]
-    positions = torch.arange(len(TEXT))[None]
-    additive = attention_masks(model.config, KVCache(1, len(TEXT), [(2, 8, 8)], torch.float32, torch.device("cpu")),
-                               positions, torch.float32, "cpu")  # fmt: skip
+    cache = KVCache(1, len(TEXT), [(2, 8, 8)], torch.float32, torch.device("cpu"))
+    additive = attention_masks(model.config, StagedCache(cache, [0], [0], len(TEXT)), torch.float32, "cpu")
     with torch.inference_mode():
         right = model(token_ids).logits
         assert not close(model(token_ids, attention_mask=allowed).logits, right, 1e-2, because="it is wrong")
@@ -168,8 +168,7 @@ def test_a_boolean_mask_in_eager_attention_is_added() -> None:
 
 def test_a_forgotten_mask_or_position_is_an_error() -> None:
     model = loaded()
-    cache = model.new_cache(1, 32)
-    cache.stage([0], [0], len(TEXT))
+    cache = StagedCache(model.new_cache(1, 32), [0], [0], len(TEXT))
     live = hf_model()
     settings = dict(past_key_values=KVCacheAdapter(cache), use_cache=True)
     positions = dict(position_ids=torch.arange(len(TEXT))[None])

@@ -181,7 +181,7 @@ def counted_frames() -> Iterator[dict[str, set[int]]]:
             code = frame.f_code
             count += code.co_filename.startswith(home) and not code.co_name.startswith("<")
             if code is runs_a_pass:
-                phase = frame.f_locals["phase"]
+                phase = frame.f_locals["a_pass"].phase
             frame = frame.f_back
         if frame is not None and phase is not None:
             found.setdefault(phase, set()).add(count)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.engine import choosing
+from cacheprobe.engine import committer
 from cacheprobe.engine.drafters.replayed import Replayed
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.replays.response import ReplayRefused
@@ -223,11 +223,11 @@ def test_forced_tokens_are_checked() -> None:
 
 def test_a_forced_choice_is_made_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red: an engine that chooses freely fails the first test's comparison of tokens."""
-    chosen = choosing.choose_next
+    chosen = committer.choose_next
     monkeypatch.setattr(
         "cacheprobe.engine.committer.choose_next",
-        lambda state, logits, drafted, position, likeliest=None, is_draft=False: chosen(
-            state, logits, drafted, position, likeliest, is_draft=True
+        lambda state, logits, drafted, position, top_choice=None, is_draft=False: chosen(
+            state, logits, drafted, position, top_choice, is_draft=True
         ),
     )
     trace = cp.replay(loaded(), plain(), window=1, group=2, capacity=96, progress=False, drafter=None)

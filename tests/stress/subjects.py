@@ -10,7 +10,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.config import RUN_DTYPES
-from cacheprobe.engine.consistency import ShapeRefused
+from cacheprobe.engine.shapes import ShapeRefused
 from cacheprobe.models.base import CachedLM
 from cacheprobe_benchmarks.shared.tiny import FAMILIES, NEAR_TIES, SLIDING, TINY, WIDE, Size, tiny_model
 

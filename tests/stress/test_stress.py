@@ -10,7 +10,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.records import ForwardRecord
-from cacheprobe.engine import choosing, consistency
+from cacheprobe.engine import committer, shapes
 from cacheprobe.trace.recording.recorder import Recorder
 from tests.stress import soak
 from tests.stress.soak import Tally, control_subjects, differing, negative_control, one_episode, stress
@@ -31,7 +31,7 @@ def test_random_traffic_equals_the_reference() -> None:
     """All drafters, heads, preemptions, interventions, streams and cancellations, in the same episodes too."""
     tally = Tally()
     for episode in range(EPISODES):
-        one_episode(LLAMAS[episode % 3], tally, [6, episode], most_requests=4)
+        one_episode(LLAMAS[episode % 3], tally, [8, episode], most_requests=4)
     names = ("q", "k", "v", "z", "pattern", "all together")
     names += tuple(f"drafter {name}" for name in ("none", "fast_path", "early_exit", "ngram", "draft_model"))
     kinds = ["states_and_heads_compared", "readings_compared", "rollbacks_injected", "rollbacks_other", "interventions"]
@@ -126,8 +126,8 @@ def test_a_planted_difference_is_reported(kind: str, monkeypatch: pytest.MonkeyP
 
 
 def accept_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = choosing.num_accepted
-    monkeypatch.setattr(choosing, "num_accepted", lambda d, t: min(right(d, t) + 1, len(d)))
+    right = committer.num_accepted
+    monkeypatch.setattr(committer, "num_accepted", lambda d, t: min(right(d, t) + 1, len(d)))
 
 
 def keep_stale_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,13 +198,13 @@ def test_a_stress_test_is_void_without_divergence(
 
 def test_a_refused_shape_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under MKL_CBWR=COMPATIBLE, for example, the trial refuses some shapes in float32."""
-    right, refused = consistency._fault, {(LLAMA.group, LLAMA.window)}
+    right, refused = shapes._fault, {(LLAMA.group, LLAMA.window)}
 
     def fault(*shape: Any) -> str | None:
         _, batch, width, _, phase, _ = shape
         return "row 0 slot 2 gives other T" if phase == "verify" and (batch, width) in refused else right(*shape)
 
-    monkeypatch.setattr(consistency, "_fault", fault)
+    monkeypatch.setattr(shapes, "_fault", fault)
     tally = Tally()
     one_episode(LLAMA, tally, [5, 1], most_requests=3)
     assert "row 0 slot 2 gives other T" in tally.refused[LLAMA.key] and not tally.differences and tally.compared

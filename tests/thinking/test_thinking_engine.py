@@ -7,6 +7,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.hook_names import resid_pre_name
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking.cache import cache_memory
 from cacheprobe.models.thinking.lm import ThinkingLM
@@ -249,7 +250,7 @@ def test_sixteen_bits(dtype: torch.dtype) -> None:
     """What is masked stays finite where float32's lowest number would round to minus infinity."""
     model = ThinkingLM(tiny().to(dtype))
     rows = model.new_cache(1, 16)
-    memory = cache_memory(model.config, rows, rows.stage([0], [0], 4))
+    memory = cache_memory(model.config, StagedCache(rows, [0], [0], 4))
     bias = memory(0, *torch.zeros(2, 1, 2, 4, 16, dtype=dtype))[2]
     assert bias.dtype == dtype and bool(torch.isfinite(bias).all()) and float(bias.min()) < -60_000
     trace = cp.run(model, PROMPTS[:2], deterministic=True, sampling=FREE, **RUN)

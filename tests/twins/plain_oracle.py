@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.ops.attention.by_request import Reach, SlotSpan
+from cacheprobe.kvcache.staged import PassAttention
+from cacheprobe.ops.attention.by_request import AttentionSpans, SlotSpan
 from tests.twins.equivalence import sample_token_slowly
 
 
@@ -49,13 +50,11 @@ def decode_plainly(
         fed[0, : len(token_ids)] = torch.tensor(token_ids)
         kept: dict[tuple[str, int], Tensor] = {}
         sites = [(site, layer) for site in "STC" for layer in range(model.n_layers)]
-        reach = _reach(start, len(token_ids), capacity, batch, is_window or width <= 64)
+        spans = _spans(start, len(token_ids), capacity, batch, is_window or width <= 64)
         starts = [start, *[0] * (batch - 1)]
-        with (
-            cache.attending_to(reach.span if model.attends_by_request else capacity, reach),
-            model.capturing(sites, lambda site, layer, value: kept.__setitem__((site, layer), value[0].clone())),
-        ):
-            out = model.forward(fed, cache, [0, *[1] * (batch - 1)], starts)[0, : len(token_ids)]
+        attention = PassAttention(spans=spans if model.attends_by_request else None)
+        with model.capturing(sites, lambda site, layer, value: kept.__setitem__((site, layer), value[0].clone())):
+            out = model.forward(fed, cache, [0, *[1] * (batch - 1)], starts, attention=attention)[0, : len(token_ids)]
         for (site, layer), value in kept.items():
             for t in range(len(token_ids)):
                 decoded.states[site, layer, start + t] = value[t]
@@ -90,7 +89,7 @@ def decode_plainly(
     return decoded
 
 
-def _reach(start: int, count: int, capacity: int, batch: int, is_by_position: bool) -> Reach:
+def _spans(start: int, count: int, capacity: int, batch: int, is_by_position: bool) -> AttentionSpans:
     """Attention of position p runs over the first ceil((p + 1) / 64) * 64 slots; in a long chunk of a prompt, over
     those of its last position."""
     spans = [-(-(start + t + 1) // 64) * 64 for t in range(count)]
@@ -101,7 +100,7 @@ def _reach(start: int, count: int, capacity: int, batch: int, is_by_position: bo
               start + count - spans[::-1].index(span))
         for span in sorted(set(spans))
     ]  # fmt: skip
-    return Reach((tuple(pieces), *[()] * (batch - 1)))
+    return AttentionSpans((tuple(pieces), *[()] * (batch - 1)))
 
 
 def states_of_trace(trace: cp.Trace, request_id: int, site: str, layer: int) -> dict[int, Tensor]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.core.config import DETERMINISMS
-from cacheprobe.engine.consistency import ShapeRefused
-from cacheprobe.engine.model_runner import EngineError
+from cacheprobe.engine.passes import EngineError
+from cacheprobe.engine.shapes import ShapeRefused
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops.equality import bitwise

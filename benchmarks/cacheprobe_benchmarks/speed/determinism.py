@@ -20,7 +20,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.progress import Progress
-from cacheprobe.engine.consistency import ShapeRefused
+from cacheprobe.engine.shapes import ShapeRefused
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 from cacheprobe_benchmarks.shared.machine import machine
 from cacheprobe_benchmarks.shared.workload import (

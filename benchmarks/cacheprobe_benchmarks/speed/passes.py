@@ -20,11 +20,12 @@ from unittest.mock import patch
 import torch
 
 import cacheprobe as cp
+from cacheprobe.kvcache.staged import PassAttention
 from cacheprobe.models.fast.hooked_hf import HookedHF
 from cacheprobe.models.fast.prepared import PreparedOperations
 from cacheprobe.models.fast.queued import QueuedOperations
 from cacheprobe.models.paths import choose_path
-from cacheprobe.ops.attention.by_request import Reach, reach_of_positions
+from cacheprobe.ops.attention.by_request import AttentionSpans, spans_of_positions
 from cacheprobe.ops.readout import read_logits
 from cacheprobe.trace.recording.lens_reader import LENS_TILE
 from cacheprobe_benchmarks.shared.machine import machine, measuring
@@ -114,8 +115,8 @@ def _pass(
     span = start + width
 
     def one_pass() -> object:
-        reach = Reach(tuple(reach_of_positions(start, width, CAPACITY) for _ in rows))
-        with without(), cache.attending_to(span, reach, None):
-            return model.forward(fed, cache, rows, starts)
+        spans = AttentionSpans(tuple(spans_of_positions(start, width, CAPACITY) for _ in rows))
+        with without():
+            return model.forward(fed, cache, rows, starts, attention=PassAttention(span, spans))
 
     return one_pass

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 import cacheprobe as cp
+from cacheprobe.kvcache.staged import PassAttention, StagedCache
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.hf.attention import attend_over_cache
 from cacheprobe_benchmarks.shared.machine import machine, measuring
@@ -232,13 +233,11 @@ def _attention_seconds(model: CachedLM, length: int, width: int) -> float:
     with _processor_seconds() as took, torch.inference_mode():
         for start in range(0, length, width):
             count = min(width, length - start)
-            positions = cache.stage([0], [start], count)
-            with cache.attending_to(start + count):
-                mask = cache.mask(positions, model.dtype, model.device)
-                new = k[:, :, :count]
-                for layer in range(model.n_layers):
-                    attend_over_cache(cache, layer, q[:, :, :count], new, new, mask, d_head**-0.5)
-            cache.unstage()
+            staged = StagedCache(cache, [0], [start], count, PassAttention(start + count))
+            mask = staged.mask(model.dtype, model.device)
+            new = k[:, :, :count]
+            for layer in range(model.n_layers):
+                attend_over_cache(staged, layer, q[:, :, :count], new, new, mask, d_head**-0.5)
     return took()
 
 

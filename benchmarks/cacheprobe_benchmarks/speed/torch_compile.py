@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
+from cacheprobe.kvcache.staged import PassAttention
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.fast.hooked_hf import HookedHF
-from cacheprobe.ops.attention.by_request import Reach, reach_of_positions
+from cacheprobe.ops.attention.by_request import AttentionSpans, spans_of_positions
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 from cacheprobe_benchmarks.shared.machine import machine, measuring
 
@@ -76,9 +77,9 @@ def _ours(model: CachedLM) -> Callable[[], Tensor]:
     fast.forward(ids, cache, rows, [0] * ROWS)
 
     def step() -> Tensor:
-        reach = Reach(tuple(reach_of_positions(POSITION, 1, CAPACITY) for _ in rows))
-        with cache.attending_to(reach.span, reach):  # as the loop does in a decode pass
-            return fast.forward(ids[:, :1], cache, rows, [POSITION] * ROWS)
+        spans = AttentionSpans(tuple(spans_of_positions(POSITION, 1, CAPACITY) for _ in rows))
+        attention = PassAttention(spans=spans)  # as the loop does in a decode pass
+        return fast.forward(ids[:, :1], cache, rows, [POSITION] * ROWS, attention=attention)
 
     return step
 

@@ -2,8 +2,7 @@
 
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.drafters.draft_head import DraftHead
-from cacheprobe.engine.drafters.early_exit import EarlyExit
-from cacheprobe.engine.drafters.fast_path import FastPath
+from cacheprobe.engine.drafters.early_exit import EarlyExit, FastPath
 from cacheprobe.engine.drafters.model import DraftModel
 from cacheprobe.engine.drafters.ngram import NGram
 from cacheprobe.engine.drafters.replayed import Replayed

@@ -22,7 +22,8 @@ To add a drafter, write one file in this folder, such as repeat_last.py, which d
   __init__.py and its `__all__`, so that it is `cp.drafters.RepeatLast`; tests/project/test_docs.py fails without this.
 - Choose another name than repeat_last, which docs/plugins.md registers.
 - Add one line to EXAMPLES in tests/drafters/test_drafters.py: "repeat_last": lambda: RepeatLast(). The tests fail
-  without this line. With it, `test_the_contract` runs the drafter in the engine.
+  without this line. With it, `test_the_contract` runs the drafter in the engine and compares the committed tokens with
+  those of a run without a drafter.
 """
 
 import threading

@@ -15,7 +15,7 @@ from torch import Tensor
 from cacheprobe.core.files import write_whole
 from cacheprobe.core.registry import register
 from cacheprobe.core.values import Json
-from cacheprobe.engine.drafters.base import DraftContext
+from cacheprobe.engine.drafters.base import DraftContext, Drafter
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.lenses.base import unembedding_sha256
 from cacheprobe.models.base import CachedLM
@@ -26,7 +26,7 @@ _KEY, _VERSION = "cacheprobe draft head", 1
 
 @register("drafters", "draft_head")
 @dataclass(frozen=True, eq=False)
-class DraftHead:
+class DraftHead(Drafter):
     """Runs the whole model once for the first draft token, then a small head for each further one.
 
     The head predicts the last layer's state of the next token from that of the newest token and the next token itself;
@@ -104,9 +104,6 @@ class DraftHead:
                 f"this draft head was trained for the unembedding {self.unembedding[:12]}, {model.name} has {here[:12]}"
                 "; train another"
             )
-
-    def release(self, state: SequenceState) -> None:
-        """Does nothing: this drafter stores no data for a request."""
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
         """Returns a list of up to `length` draft tokens for each request; [] if the request already has a draft."""

@@ -1,4 +1,4 @@
-"""Defines EarlyExit, a drafter that stops the model early and drafts the token that a lens reads there."""
+"""Defines the drafters that run the verified model: EarlyExit through some layers, FastPath through all of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import torch
 
 from cacheprobe.core.registry import register
 from cacheprobe.core.values import whole_number
-from cacheprobe.engine.drafters.base import DraftContext
+from cacheprobe.engine.drafters.base import DraftContext, Drafter
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.lenses.base import Lens, require_readable
 from cacheprobe.lenses.logit import LogitLens
@@ -17,7 +17,7 @@ from cacheprobe.models.base import CachedLM
 
 @register("drafters", "early_exit")
 @dataclass(frozen=True)
-class EarlyExit:
+class EarlyExit(Drafter):
     """Drafts one token a pass: runs the model through layer `layer`, and reads the residual stream there with a lens.
 
     Later layers are not computed. Their cache slots hold old values until the verify pass writes them.
@@ -48,12 +48,27 @@ class EarlyExit:
         self.check_layers(model.n_layers, model.name)
         require_readable(self.lens, model, "S", [self.layer])
 
-    def release(self, state: SequenceState) -> None:
-        """Does nothing: this drafter stores no data for a request."""
-
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
         """Returns [[token id], ...]: for each request one draft token, chosen from the lens's logits after `layer`."""
         residual = context.feed_newest(states, num_layers=self.layer + 1)
         layers = torch.full((len(states),), self.layer, device=residual.device)
         logits = self.lens.logits(context.model, residual, layers)
+        return [[context.choose(state, row)] for state, row in zip(states, logits, strict=True)]
+
+
+@register("drafters", "fast_path")
+@dataclass(frozen=True)
+class FastPath(Drafter):
+    """Drafts one token a pass with all layers, for all drafting requests in one batch.
+
+    The drafts' logits are not batch-invariant: other requests may change the last bits.
+
+    Source: LLM-42 (arXiv 2601.17768), section 4.2: the decode of a deterministic request is its draft.
+    """
+
+    name: ClassVar[str] = "fast_path"
+
+    def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
+        """Returns [[token id], ...]: for each request one draft token, from one decode pass of the whole model."""
+        logits = context.feed_newest(states)
         return [[context.choose(state, row)] for state, row in zip(states, logits, strict=True)]

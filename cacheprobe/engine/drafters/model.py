@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from cacheprobe.core.registry import register
 from cacheprobe.core.tokens.text import visible
-from cacheprobe.engine.drafters.base import DraftContext
+from cacheprobe.engine.drafters.base import DraftContext, Drafter
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import copy_states
 from cacheprobe.kvcache.sequence import SequenceState
@@ -35,7 +35,7 @@ _CAPACITY_STEP = 128
 
 @register("drafters", "draft_model")
 @dataclass(frozen=True)
-class DraftModel:
+class DraftModel(Drafter):
     """Drafts with a second, usually smaller model of the same tokenizer, token by token, for all requests in one batch.
 
     Draft tokens are sampled with the verifier's own noise (unless acceptance="rejection"), so that similar models often

@@ -6,14 +6,13 @@ from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 from cacheprobe.core.registry import register
-from cacheprobe.engine.drafters.base import DraftContext
+from cacheprobe.engine.drafters.base import DraftContext, Drafter
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.models.base import CachedLM
 
 
 @register("drafters", "ngram")
 @dataclass(frozen=True)
-class NGram:
+class NGram(Drafter):
     """Finds the longest earlier occurrences of the newest tokens, and drafts the token that followed them most often.
 
     Repeats this for each token of the draft. The text is prompt, output and the draft so far, so a draft can continue
@@ -39,9 +38,6 @@ class NGram:
             raise ValueError(f"NGram needs 1 <= min_ngram <= max_ngram, got {self.min_ngram} and {self.max_ngram}")
         if self.length < 1:
             raise ValueError(f"NGram(length={self.length}) would draft nothing; give at least 1")
-
-    def check(self, model: CachedLM) -> None:
-        """Accepts every model, because copying tokens works with every vocabulary."""
 
     def release(self, state: SequenceState) -> None:
         """Deletes the stored index of a request's text."""

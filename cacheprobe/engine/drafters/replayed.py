@@ -8,16 +8,15 @@ from typing import ClassVar
 
 from cacheprobe.core.registry import register
 from cacheprobe.core.values import JsonDict
-from cacheprobe.engine.drafters.base import DraftContext
+from cacheprobe.engine.drafters.base import DraftContext, Drafter
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.models.base import CachedLM
 
 Drafts = Mapping[int, Mapping[int, Sequence[int]]]
 
 
 @register("drafters", "replayed")
 @dataclass(frozen=True, repr=False)
-class Replayed:
+class Replayed(Drafter):
     """Drafts the tokens that another program drafted. Without its drafts it drafts the request's forced tokens, all of
     which are accepted, so that one pass computes a window of tokens. Runs no model.
     """
@@ -46,12 +45,6 @@ class Replayed:
         if record is None:
             return cls()
         return cls({int(i): {int(at): tuple(ids) for at, ids in of.items()} for i, of in record.items()})
-
-    def check(self, model: CachedLM) -> None:
-        """Accepts every model. The engine checks each drafted token id later."""
-
-    def release(self, state: SequenceState) -> None:
-        """Does nothing: this drafter stores no data for a request."""
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
         """Returns a list of draft tokens for each request; [] if the request already has a draft, or if none is

@@ -6,16 +6,15 @@ from typing import ClassVar
 
 from cacheprobe.core.registry import register
 from cacheprobe.core.values import whole_number
-from cacheprobe.engine.drafters.base import DEADLINE_SECONDS, DraftContext
+from cacheprobe.engine.drafters.base import DEADLINE_SECONDS, DraftContext, Drafter
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.models.base import CachedLM
 
 Script = Callable[[SequenceState], Sequence[int]]
 
 
 @register("drafters", "scripted")
 @dataclass(frozen=True)
-class Scripted:
+class Scripted(Drafter):
     """Drafts the token ids that the user's function `script(state)` returns. The engine cuts long drafts."""
 
     script: Script
@@ -23,12 +22,6 @@ class Scripted:
     """Time limit in seconds of one `extend` call, which calls the script for each request; None for no limit."""
     name: ClassVar[str] = "scripted"
     drafted_layers: ClassVar[int] = 0
-
-    def check(self, model: CachedLM) -> None:
-        """Accepts every model. The engine checks each drafted token id later."""
-
-    def release(self, state: SequenceState) -> None:
-        """Does nothing: this drafter stores no data for a request."""
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
         """Returns a list of the script's token ids for each request; [] if the request already has a draft."""

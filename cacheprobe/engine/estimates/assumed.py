@@ -10,7 +10,7 @@ from torch import Tensor
 from cacheprobe.engine.drafters.base import DraftContext, Drafter, drafted_layers
 from cacheprobe.engine.drafters.model import DraftModel
 from cacheprobe.engine.estimates.tally import RunTally
-from cacheprobe.engine.model_runner import Entry
+from cacheprobe.engine.passes import Entry
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 

@@ -7,17 +7,19 @@ their logits choose made-up tokens, so that drafts are accepted in full, not at 
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cacheprobe.core.records import ForwardRecord, Observer, SamplingParams
+from cacheprobe.engine.checker import RecomputeChecker
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.estimates.assumed import AssumedDrafter, DraftOutcomes, RollingLogits
 from cacheprobe.engine.estimates.tally import PassShape, PassSums, RunTally
-from cacheprobe.engine.loop import rounds
-from cacheprobe.engine.model_runner import Entry, ModelRunner, PassOutcome, row_slots
+from cacheprobe.engine.loop import generation_loop
+from cacheprobe.engine.model_runner import ModelRunner
+from cacheprobe.engine.passes import Pass
 from cacheprobe.engine.plan import RunPlan
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
@@ -36,35 +38,25 @@ class PassCounter(ModelRunner):
         super().__init__(*parts)
         self._tally, self._logits = tally, logits
 
-    def run(
-        self,
-        phase: str,
-        entries: Sequence[Entry],
-        width: int,
-        *,
-        batch: int | None = None,
-        num_layers: int | None = None,
-        logit_slots: Sequence[int] | None = None,
-        is_hidden: bool = False,
-        is_without_pads: bool = False,
-    ) -> PassOutcome:
-        """Counts a pass; takes the arguments of `ModelRunner.run`, and returns a PassOutcome of made-up logits."""
-        self.step += 1
-        num_logits = width if logit_slots is None else len(logit_slots)
-        shape = PassShape(phase, len(entries), width, batch, num_layers, num_logits, is_without_pads)
+    def run(self, a_pass: Pass) -> Tensor:
+        """Counts a pass, and returns made-up logits."""
+        phase, entries, width, slots = a_pass.phase, a_pass.entries, a_pass.width, a_pass.logit_slots
+        num_logits = width if slots is None else len(slots)
+        shape = PassShape(
+            phase, len(entries), width, a_pass.batch, a_pass.num_layers, num_logits, a_pass.is_without_pads
+        )
         self.shape, self.seconds = (shape.size, width), 0.0
         sums = self._tally.passes.setdefault(shape, PassSums())
         sums.count += 1
         sums.rows += sum(len(entry.token_ids) for entry in entries)
         starts = [entry.start for entry in entries]
-        sums.start += max(starts) if batch is None else sum(starts) / len(starts)
+        sums.start += max(starts) if a_pass.batch is None else sum(starts) / len(starts)
         self._tally.steps[phase] += 1
-        batch_index = tuple(range(len(entries)))
-        if not is_hidden:
-            slots = tuple(row_slots(entries, batch_index))
-            self.observer.before_forward(self.step, phase, slots, self.shape)
-            self.observer.after_forward(ForwardRecord(self.step, phase, slots, None, num_layers))
-        return PassOutcome(self._logits.of(phase, entries, num_logits, logit_slots), batch_index)
+        if not a_pass.is_rebuild:
+            rows = a_pass.row_slots()
+            self.observer.before_forward(self.step, phase, rows, self.shape)
+            self.observer.after_forward(ForwardRecord(self.step, phase, rows, None, a_pass.num_layers))
+        return self._logits.of(phase, entries, num_logits, slots)
 
 
 def count(
@@ -127,18 +119,10 @@ def _loop(
     began = time.perf_counter()
     in_flight = min(len(states), plan.config.max_batch)
     cache = KVCache(in_flight + 1, plan.config.capacity, (), torch.float32)  # without layers: lengths and ledger alone
-    make_runner = partial(PassCounter, tally=tally, logits=logits)
-    steps = rounds(
-        plan.model,
-        states,
-        plan.config,
-        Tee(tally, *observers),
-        assumed,
-        make_runner=make_runner,
-        cache=cache,
-        narrow_widths=plan.narrow_widths,
-        batches_prompts=plan.batches_prompts,
-    )
+    checker = RecomputeChecker(plan.model)
+    checker.narrow_widths, checker.batches_prompts = plan.checker.narrow_widths, plan.checker.batches_prompts
+    runner = PassCounter(plan.model, cache, Tee(tally, *observers), checker, tally=tally, logits=logits)
+    steps = generation_loop(lambda: runner, states, plan.config, assumed)
     for _ in steps:
         pass
     return time.perf_counter() - began

@@ -8,7 +8,7 @@ from typing import Unpack
 
 import pandas as pd
 
-from cacheprobe.analysis.draft_tables import names_of
+from cacheprobe.analysis.draft_acceptance import names_of
 from cacheprobe.core.config import EngineOptions
 from cacheprobe.core.progress import Progress
 from cacheprobe.core.records import Observer, StepRecord

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 
 from cacheprobe.core.records import Request
 from cacheprobe.engine.drafters.base import Drafter
-from cacheprobe.engine.drafters.early_exit import EarlyExit
-from cacheprobe.engine.drafters.fast_path import FastPath
+from cacheprobe.engine.drafters.calls import is_own
+from cacheprobe.engine.drafters.early_exit import EarlyExit, FastPath
 from cacheprobe.engine.drafters.model import DraftModel
-from cacheprobe.engine.drafting import is_own
 from cacheprobe.engine.estimates.assumed import ALL_ACCEPTED, ALL_REJECTED
 from cacheprobe.engine.estimates.counting import count
 from cacheprobe.engine.estimates.result import Bounds, Estimate, PassCost

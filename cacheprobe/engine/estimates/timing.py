@@ -12,12 +12,13 @@ from statistics import median
 import numpy as np
 import torch
 
-from cacheprobe.engine.choosing import choose_next, describe, likeliest_choices
+from cacheprobe.engine.committer import choose_next, describe, top_choices
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.drafters.early_exit import EarlyExit
 from cacheprobe.engine.drafters.model import DraftModel
 from cacheprobe.engine.estimates.tally import PassShape, PassSums, RunTally, new_tokens
-from cacheprobe.engine.model_runner import Entry, ModelRunner
+from cacheprobe.engine.model_runner import ModelRunner
+from cacheprobe.engine.passes import Entry, Pass
 from cacheprobe.engine.plan import RunPlan
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.paths import choose_path
@@ -65,11 +66,11 @@ def measure_passes(
     for state in placed:
         state.admit(cache)
         cache.prompt_lengths[state.cache_row] = state.request.num_prompt_tokens
-        # for the copy in a pass's unused place (watch.py): tokens up to any position, and no earlier results of them
+        # for the copy in a pass's unused place (checker.py): tokens up to any position, and no earlier results of them
         state.is_verified, text = False, state.request.prompt_token_ids
         state.token_ids = [text[i % len(text)] for i in range(plan.config.capacity)]
     recorder = Recorder(plan.model, plan.capture, plan.layers, plan.lens, prompts)
-    runner = ModelRunner(plan.model, cache, recorder, watch=plan.watch)
+    runner = ModelRunner(plan.model, cache, recorder, plan.checker)
     with hold_model(plan.model), plan.hooks(recorder):
         for shape in _chosen(passes):
             call = partial(_run_pass, runner, recorder, placed, shape, passes[shape])
@@ -95,15 +96,9 @@ def _run_pass(
     slots, end = None, length if shape.is_without_pads else shape.width
     if shape.num_logits < shape.width:
         slots = range(max(end - shape.num_logits, 0), max(end, shape.num_logits))
-    runner.run(
-        shape.phase,
-        entries,
-        shape.width,
-        batch=shape.batch,
-        num_layers=shape.num_layers,
-        logit_slots=slots,
-        is_without_pads=shape.is_without_pads,
-    )
+    a_pass = Pass(runner.cache, runner.next_step(), shape.phase, entries, shape.width, shape.batch, shape.num_layers)
+    a_pass.logit_slots, a_pass.is_without_pads = slots, shape.is_without_pads
+    runner.run(a_pass)
     recorder.on_failure(runner.step)
 
 
@@ -174,8 +169,8 @@ def choice_seconds(plan: RunPlan, states: Sequence[SequenceState]) -> float:
 
     def choose() -> None:
         """Chooses tokens and their log-probabilities, as after a pass."""
-        for row, likeliest in zip(logits, likeliest_choices(plan.model, logits), strict=True):
-            describe(choose_next(state, row, (), position, likeliest), row, likeliest)
+        for row, top_choice in zip(logits, top_choices(plan.model, logits), strict=True):
+            describe(choose_next(state, row, (), position, top_choice), row, top_choice)
 
     return seconds_of(choose) / TOKENS_CHOSEN
 

@@ -6,7 +6,6 @@ from contextlib import closing
 
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.estimates.assumed import WHOLE
-from cacheprobe.engine.loop import rounds
 from cacheprobe.engine.plan import RunPlan
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.turns import hold_model
@@ -35,15 +34,7 @@ def try_out(plan: RunPlan, drafter: Drafter | None, states: Sequence[SequenceSta
     for state in tried:
         state.stop_rule = StopRule(frozenset(), (), state.decode)
     until = time.perf_counter() + TRIAL_SECONDS
-    steps = rounds(
-        plan.model,
-        tried,
-        plan.config,
-        log,
-        drafter,
-        narrow_widths=plan.narrow_widths,
-        batches_prompts=plan.batches_prompts,
-    )
+    steps = plan.bind_loop(drafter)(tried, log)
     with hold_model(plan.model), closing(steps):
         for _ in steps:
             num_verdicts = sum(len(step.verdicts) for step in log.steps)

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from cacheprobe.core.live import LiveModule
-from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.fast.operations import Affine, Listeners, Masks, Operations, PassInputs, Rotation
 from cacheprobe.models.hf.attention import ATTENTION
 from cacheprobe.models.hf.rms_norms import Norm
@@ -69,7 +69,7 @@ class FunctionalForward(ABC):
     def __call__(
         self,
         token_ids: Int[Tensor, "b t"],
-        cache: KVCache,
+        cache: StagedCache,
         position_ids: Int[Tensor, "b t"],
         masks: Masks,
         listeners: Listeners,
@@ -79,7 +79,7 @@ class FunctionalForward(ABC):
         """Runs the model on token_ids [b, t] and returns logits [b, t, v], or only those of the token indices
         `logit_slots`, if given. If `num_layers` is given, returns the residual stream [b, t, m] after that many blocks.
 
-        Writes keys and values at the positions staged on `cache`, and calls the `listeners` with the activations.
+        Writes keys and values at the positions of `cache`, and calls the `listeners` with the activations.
         """
         operations = self.operations
         operations.begin()

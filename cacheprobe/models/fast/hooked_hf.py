@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cacheprobe.core.hook_names import HEAD_SITES, HEADS
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import PassAttention, StagedCache
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.experts.sites import capturing_routing, editing_routers, split, use_invariant_experts
 from cacheprobe.models.facts import ROTATIONS_OF_PASSES
@@ -28,7 +29,7 @@ from cacheprobe.models.fast.prepared import PreparedOperations
 from cacheprobe.models.fast.queued import QueuedOperations, is_silu, replace_forward
 from cacheprobe.models.hf.attention import ATTENTION, attending
 from cacheprobe.models.hf.bridge import BridgeLM
-from cacheprobe.models.hf.cache import ForwardInputs, staged
+from cacheprobe.models.hf.cache import ForwardInputs, forward_inputs
 from cacheprobe.models.hf.float64 import keeping_float64
 from cacheprobe.models.hf.shared import SharedWeights, empty_model
 from cacheprobe.models.output_parts import is_conv
@@ -105,6 +106,7 @@ class HookedHF(BridgeMembers):
         *,
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
+        attention: PassAttention | None = None,
     ) -> Tensor:
         """Runs one forward, and returns logits (of all tokens, or of those at `logit_slots`), or the residual stream
         after `num_layers` blocks. Calls no modules if `_functional_forward` has a forward for this pass. Arguments and
@@ -114,20 +116,19 @@ class HookedHF(BridgeMembers):
             self._functional = None
         functional = self._functional_forward(cache, cache_rows)
         with ExitStack() as stack:
-            inputs = stack.enter_context(
-                staged(cache, cache_rows, starts, token_ids.shape[1], self.model.config, self.n_ctx)
-            )
+            staged = StagedCache(cache, cache_rows, starts, token_ids.shape[1], attention)
+            inputs = forward_inputs(staged, self.model.config, self.n_ctx)
             stack.enter_context(keeping_float64(self.dtype))
             token_ids = token_ids.to(self.device)
             if functional is not None:
                 positions_and_masks = inputs["position_ids"], inputs["attention_mask"]
-                return functional(token_ids, cache, *positions_and_masks, self._listeners, num_layers, logit_slots)
+                return functional(token_ids, staged, *positions_and_masks, self._listeners, num_layers, logit_slots)
             num_run = self.n_layers if num_layers is None else num_layers
             operations = self._operations
             attend = None
-            if isinstance(operations, KernelOperations) and cache.is_written:
-                attend = partial(operations.attend, cache)
-            stack.enter_context(attending(cache.reach, num_run, attend))
+            if isinstance(operations, KernelOperations) and staged.is_written:
+                attend = partial(operations.attend, staged)
+            stack.enter_context(attending(staged.spans, num_run, attend))
             return self._run_modules(token_ids, inputs, num_layers, logit_slots)
 
     def _functional_forward(self, cache: KVCache, cache_rows: Sequence[int]) -> FunctionalForward | None:
@@ -234,7 +235,7 @@ class HookedHF(BridgeMembers):
 
     @property
     def attends_by_request(self) -> bool:
-        """Whether attention runs request by request, over the slots in the cache's `reach`; otherwise one call covers
+        """Whether attention runs request by request, over the slots in a pass's `spans`; otherwise one call covers
         the batch."""
         return self.model.config._attn_implementation == ATTENTION
 

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cacheprobe.core.live import LiveConfig, LiveModule
-from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.fast.operations import Operations
 from cacheprobe.models.hf.masks import sliding_window, text_config
 from cacheprobe.models.hf.rms_norms import Norm, rms_norm_of
@@ -16,7 +16,7 @@ from cacheprobe.ops.kernel_set import KernelSet
 
 class KernelOperations(Operations):
     """Computes products, norms, attention and cache writes in Triton kernels, the rest by torch. Attention covers all
-    slots up to a token's own, so it needs no mask and no `reach`.
+    slots up to a token's own, so it needs no mask and no `spans`.
 
     Twin: Operations, close(1e-4) in float32, since sums are reordered.
     """
@@ -34,9 +34,9 @@ class KernelOperations(Operations):
         return self.kernels.norm(values, *norm)
 
     def attended(
-        self, cache: KVCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float
+        self, cache: StagedCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float
     ) -> Float[Tensor, "b t w"]:
-        """Stores keys and values at the positions staged on `cache`, and returns the attention outputs [b, t, h * d].
+        """Stores keys and values at the positions of `cache`, and returns the attention outputs [b, t, h * d].
         heads: new queries [b, t, h, d], keys and values [b, t, g, d].  mask: read by torch's attention alone, which
         computes over a cache that is not written (`SharedPrefix`)."""
         if not cache.is_written:
@@ -46,9 +46,9 @@ class KernelOperations(Operations):
         return self.attend(cache, layer, q, scale)
 
     def attend(
-        self, cache: KVCache, layer: int, q: Float[Tensor, "b h t d"], scale: float | None
+        self, cache: StagedCache, layer: int, q: Float[Tensor, "b h t d"], scale: float | None
     ) -> Float[Tensor, "b t w"]:
-        """Returns attention outputs [b, t, h * d] of queries whose keys and values are stored at the staged
+        """Returns attention outputs [b, t, h * d] of queries whose keys and values are stored at its
         positions."""
         placed, factor = cache.placed(q.device), q.shape[-1] ** -0.5 if scale is None else scale
         held = cache.keys[layer], cache.values[layer], placed.rows, placed.positions

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from cacheprobe.core.live import LiveModule
-from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.hf.attention import attend_over_cache
 from cacheprobe.models.hf.rms_norms import Norm
 
@@ -40,7 +40,7 @@ class PassInputs(NamedTuple):
 
     stream: Tensor
     """Residual stream [b, t, m] before the first block."""
-    cache: KVCache
+    cache: StagedCache
     """Where the blocks write and read keys and values, with staged positions."""
     rotation: Rotation | None
     masks: Masks
@@ -102,9 +102,9 @@ class Operations:
         return rotated_q, rotated_k
 
     def attended(
-        self, cache: KVCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float
+        self, cache: StagedCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float
     ) -> Float[Tensor, "b t w"]:
-        """Stores keys and values at the positions staged on `cache`, and returns the attention outputs [b, t, h * d].
+        """Stores keys and values at the positions of `cache`, and returns the attention outputs [b, t, h * d].
         heads: new queries [b, t, h, d], keys and values [b, t, g, d]."""
         q, k, v = (part.transpose(1, 2) for part in heads)
         return attend_over_cache(cache, layer, q, k, v, mask, scale)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.fast.operations import Affine, BlockForward, PassInputs
 from cacheprobe.models.fast.queued import QueuedOperations, is_silu
 from cacheprobe.models.hf.rms_norms import Norm
@@ -46,7 +47,7 @@ class _Shape(NamedTuple):
     num_layers: int
     attending: bytes
     """Batch indices whose attention is computed."""
-    has_copy: bool
+    has_duplicate: bool
     """Whether a batch index recomputes the tokens of another one."""
 
 
@@ -69,14 +70,14 @@ class PreparedOperations(QueuedOperations):
     def run_blocks(self, model: BlockForward, inputs: PassInputs) -> Tensor:
         """Returns the residual stream [b, t, m] after the blocks of a model."""
         cache, (batch, width) = inputs.cache, inputs.stream.shape[:2]
-        reach = cache.reach
-        if reach is None or not self._can_prepare or not _is_preparable(inputs):
+        spans = cache.spans
+        if spans is None or not self._can_prepare or not _is_preparable(inputs):
             return super().run_blocks(model, inputs)
-        table = reach.request_table(partial(cache.row_view, 0))
-        attending, has_copy = table[:, 0].tobytes(), cache.copy is not None
+        table = spans.request_table(partial(cache.row_view, 0))
+        attending, has_duplicate = table[:, 0].tobytes(), cache.duplicate is not None
         num_layers = len(cache.keys) if inputs.num_layers is None else inputs.num_layers
-        shape = _Shape(batch, width, num_layers, attending, has_copy)
-        by_shape = self._by_cache.setdefault(model, WeakKeyDictionary()).setdefault(cache, {})
+        shape = _Shape(batch, width, num_layers, attending, has_duplicate)
+        by_shape = self._by_cache.setdefault(model, WeakKeyDictionary()).setdefault(cache.cache, {})
         is_new, prepared = shape not in by_shape, by_shape.pop(shape, None)
         if prepared is not None and not prepared.is_current:
             by_shape.clear()
@@ -100,7 +101,7 @@ def _is_preparable(inputs: PassInputs) -> bool:
     """Returns True if the loops compute attention in this pass, and it is short enough to be prepared."""
     stream = inputs.stream
     is_short = stream.shape[0] * stream.shape[1] <= _MOST_TOKENS and serves(stream[:, None])
-    return is_short and inputs.num_layers != 0 and type(inputs.cache) is KVCache
+    return is_short and inputs.num_layers != 0 and type(inputs.cache.cache) is KVCache
 
 
 class _Preparing(QueuedOperations):
@@ -117,7 +118,7 @@ class _Preparing(QueuedOperations):
         self.steps = cache.keys[0].stride(), cache.values[0].stride()
         batch, width = stream.shape[:2]
         masks = {"": inputs.masks} if isinstance(inputs.masks, Tensor) else inputs.masks
-        self.masks = {kind: mask.new_empty(batch, 1, width, cache.capacity) for kind, mask in masks.items()}
+        self.masks = {kind: mask.new_empty(batch, 1, width, cache.cache.capacity) for kind, mask in masks.items()}
         self.rotation = tuple(part.new_empty(batch, width, *part.shape[2:]) for part in inputs.rotation)
         self.rows, self.starts = torch.empty(batch, dtype=torch.int64), torch.empty(batch, dtype=torch.int64)
         self.places = table.copy()
@@ -145,13 +146,13 @@ class _Preparing(QueuedOperations):
         self.weights.append(norm.weight)
         return super().norm(values, norm)
 
-    def attended(self, cache: KVCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float) -> Tensor:
+    def attended(self, cache: StagedCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float) -> Tensor:
         """Queues the cache write and the attention."""
         q, k, v = (part.transpose(1, 2) for part in heads)
         keys, values = cache.keys[layer], cache.values[layer]
         if (keys.stride(), values.stride()) != self.steps:
             raise NotPreparedError
-        if cache.copy is not None:
+        if cache.duplicate is not None:
             self.compared.append((k, v))
         self.queue.store(k, v, keys, values, self.rows, self.starts)
         out = self.queue.attend(q, keys[:1], values[:1], mask, self.places, scale)
@@ -200,7 +201,7 @@ class _PreparedPass:
         return [weight.data_ptr() for weight in self._operations.weights] == self._addresses
 
     def run(self, inputs: PassInputs, table: NDArray[np.int64]) -> Tensor:
-        """Returns the residual stream [b, t, m] after the blocks. table: `Reach.request_table` of the pass.
+        """Returns the residual stream [b, t, m] after the blocks. table: `AttentionSpans.request_table` of the pass.
 
         Raises: ValueError if a request attends to more slots than its mask has, or to none of its own.
         """

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from cacheprobe.core.live import LiveModule
-from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.fast.operations import Affine, Operations, Rotation
 from cacheprobe.models.hf.rms_norms import Norm, rms_norm_of
 from cacheprobe.ops.attention.by_request import attend_by_request
@@ -61,11 +61,11 @@ class QueuedOperations(Operations):
         cos, sin = (part.expand(*q.shape[:2], 1, q.shape[3]).contiguous() for part in rotation)
         return self._queue.rotate(q, cos, sin), self._queue.rotate(k, cos, sin, follows=False)
 
-    def attended(self, cache: KVCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float) -> Tensor:
+    def attended(self, cache: StagedCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float) -> Tensor:
         """Queues the cache write and the attention of passes that `attention.decode_attention` computes by request; for
         others, computes what is queued, and then as Operations.attended."""
         q, k, v = (part.transpose(1, 2) for part in heads)
-        if cache.reach is None:
+        if cache.spans is None:
             self.finish()
             return super().attended(cache, layer, heads, mask, scale)
         if self._queue.is_long:
@@ -74,8 +74,8 @@ class QueuedOperations(Operations):
         cache.store(layer, k, v, self._queue.store, lambda compare: self.pass_on(k, [lambda _: compare()]))
         if not serves(q):
             self.finish()
-            return attend_by_request(q, cached, mask, cache.reach, scale)
-        places = cache.reach.request_table(cached)
+            return attend_by_request(q, cached, mask, cache.spans, scale)
+        places = cache.spans.request_table(cached)
         out = self._queue.attend(q, *cached(int(places[0, 0]), 1), mask, places, scale)
         return out.transpose(1, 2).flatten(2)
 

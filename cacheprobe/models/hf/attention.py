@@ -1,7 +1,7 @@
 """Registers cacheprobe's attention with transformers, and offers the same attention to forwards that do not call
 modules.
 
-If the cache's `reach` is set, attention runs request by request, so that results are batch-invariant; otherwise the
+If a pass has `spans`, attention runs request by request, so that results are batch-invariant; otherwise the
 whole batch runs in one call.
 """
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from cacheprobe.core.live import LiveModule
-from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.base import ModelError
-from cacheprobe.ops.attention.by_request import Reach, attend_by_request, attend_together, first_slots
+from cacheprobe.ops.attention.by_request import AttentionSpans, attend_by_request, attend_together, first_slots
 
 ATTENTION = "cacheprobe"
 """Our name in transformers' table of attention functions."""
@@ -31,11 +31,11 @@ which the layer has written its keys and values."""
 
 
 class _Calls:
-    """Holds the `reach` and the `attend` of the current forward, and the layers that have used cacheprobe's attention;
+    """Holds the `spans` and the `attend` of the current forward, and the layers that have used cacheprobe's attention;
     DiffLlama's use it twice each."""
 
-    def __init__(self, reach: Reach | None, attend: Attend | None) -> None:
-        self.reach, self.attend = reach, attend
+    def __init__(self, spans: AttentionSpans | None, attend: Attend | None) -> None:
+        self.spans, self.attend = spans, attend
         self.layers = set[int]()
 
 
@@ -49,21 +49,21 @@ def uses_attention_table(model_class: type[object]) -> bool:
 
 
 @contextmanager
-def attending(reach: Reach | None, num_layers: int, attend: Attend | None = None) -> Iterator[None]:
-    """Makes a transformers model that uses cacheprobe's attention attend as `reach` says, for one forward inside the
-    `with`: request by request over the slots in `reach`, or the whole batch in one call if `reach` is None. If given,
+def attending(spans: AttentionSpans | None, num_layers: int, attend: Attend | None = None) -> Iterator[None]:
+    """Makes a transformers model that uses cacheprobe's attention attend as `spans` says, for one forward inside the
+    `with`: request by request over the slots in `spans`, or the whole batch in one call if `spans` is None. If given,
     `attend` computes the attention instead.
 
-    Raises: ModelError, if `reach` is given, unless exactly `num_layers` layers used this attention: other layers may
+    Raises: ModelError, if `spans` is given, unless exactly `num_layers` layers used this attention: other layers may
     have computed all requests in one call.
     """
-    calls = _Calls(reach, attend)
+    calls = _Calls(spans, attend)
     token = _calls.set(calls)
     try:
         yield
     finally:
         _calls.reset(token)
-    if reach is not None and len(calls.layers) != num_layers:
+    if spans is not None and len(calls.layers) != num_layers:
         raise ModelError(
             f"{len(calls.layers)} of {num_layers} layers used the attention that was set, so the others may give a "
             "request other bits in another batch; use path='bridge'"
@@ -71,15 +71,15 @@ def attending(reach: Reach | None, num_layers: int, attend: Attend | None = None
 
 
 def attend_over_cache(
-    cache: KVCache, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None
+    cache: StagedCache, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None
 ) -> Tensor:
-    """Stores new keys and values [b, g, t, d] at the positions that `cache.stage` set, and returns the attention
+    """Stores new keys and values [b, g, t, d] at the positions of the StagedCache, and returns the attention
     outputs [b, t, h * d] of new queries [b, h, t, d] over the cached slots."""
-    if cache.reach is None:
+    if cache.spans is None:
         keys, values = cache.write(layer, k, v)
         return attend_together(q, keys, values, mask, scale)
     cache.store(layer, k, v)
-    return attend_by_request(q, partial(cache.row_view, layer), mask, cache.reach, scale)
+    return attend_by_request(q, partial(cache.row_view, layer), mask, cache.spans, scale)
 
 
 def _interface(
@@ -103,11 +103,11 @@ def _interface(
     calls = _calls.get()
     if calls is not None and calls.attend is not None and s_aux is None:
         out = calls.attend(int(module.layer_idx), query, scaling)
-    elif calls is None or calls.reach is None:
+    elif calls is None or calls.spans is None:
         out = attend_together(query, key, value, attention_mask, scaling, softcap, s_aux)
     else:
         cached = partial(first_slots, key, value)
-        out = attend_by_request(query, cached, attention_mask, calls.reach, scaling, softcap, s_aux)
+        out = attend_by_request(query, cached, attention_mask, calls.spans, scaling, softcap, s_aux)
     if calls is not None:
         calls.layers.add(id(module))
     return out.unflatten(-1, (query.shape[1], -1)), None

@@ -20,10 +20,11 @@ from transformers import AutoTokenizer
 from cacheprobe.core.hook_names import ROTATED, hook_name, resid_pre_name
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import PassAttention, StagedCache
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.experts.sites import EXPERTS, use_invariant_experts
 from cacheprobe.models.facts import buffers_sha256, one_dtype, stop_ids
-from cacheprobe.models.hf.cache import ShapeProbe, staged
+from cacheprobe.models.hf.cache import ShapeProbe, forward_inputs
 from cacheprobe.models.hf.float64 import keeping_float64
 from cacheprobe.models.hf.hooked_lm import HookedLM
 from cacheprobe.models.hf.rms_norms import rms_norm_of
@@ -162,15 +163,17 @@ class BridgeLM(HookedLM):
         *,
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
+        attention: PassAttention | None = None,
     ) -> Tensor:
         """Runs one forward through the bridge, and returns logits (of all tokens, or of those at `logit_slots`), or the
         residual stream after `num_layers` blocks. Arguments and shapes are those of CachedLM.forward."""
         if num_layers == self.n_layers:  # the bridge would go on to the logits
-            return self._last_residual(token_ids, cache, cache_rows, starts)
+            return self._last_residual(token_ids, cache, cache_rows, starts, attention)
         stop_early: dict[str, LiveModule] = {"stop_at_layer": num_layers}
         choice = self.logit_choice(logit_slots) if num_layers is None else stop_early
-        forward_inputs = staged(cache, cache_rows, starts, token_ids.shape[1], self.config, self.n_ctx)
-        with forward_inputs as inputs, keeping_float64(self.dtype), evaluating(self.bridge.original_model):
+        staged = StagedCache(cache, cache_rows, starts, token_ids.shape[1], attention)
+        inputs = forward_inputs(staged, self.config, self.n_ctx)
+        with keeping_float64(self.dtype), evaluating(self.bridge.original_model):
             out = self.bridge.forward(token_ids.to(self.device), return_type="logits", **inputs, **choice)
         return out if logit_slots is None or choice else out[:, list(logit_slots)]
 
@@ -182,12 +185,17 @@ class BridgeLM(HookedLM):
         return {"logits_to_keep": torch.tensor(list(logit_slots), device=self.device)}
 
     def _last_residual(
-        self, token_ids: Tensor, cache: KVCache, cache_rows: Sequence[int], starts: Sequence[int]
+        self,
+        token_ids: Tensor,
+        cache: KVCache,
+        cache_rows: Sequence[int],
+        starts: Sequence[int],
+        attention: PassAttention | None,
     ) -> Tensor:
         """Returns the residual stream [b, t, m] after the last block, captured during a full forward."""
         kept: list[Tensor] = []
         with self.capturing([("S", self.n_layers - 1)], lambda site, layer, value: kept.append(value.clone())):
-            self.forward(token_ids, cache, cache_rows, starts, logit_slots=[0])
+            self.forward(token_ids, cache, cache_rows, starts, logit_slots=[0], attention=attention)
         return kept[0]
 
     @property

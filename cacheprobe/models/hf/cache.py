@@ -1,30 +1,28 @@
 """Offers our KVCache through Hugging Face's cache interface, so that unmodified attention modules read and write it.
 
-Positions are staged on the KVCache before each forward. The two methods from which transformers would guess a position
+Each forward makes a StagedCache first. The two methods from which transformers would guess a position
 or build a mask raise an error, so a forgotten mask or position cannot stay unnoticed.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NoReturn, TypeAlias, TypedDict
 
 from torch import Tensor, device
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from cacheprobe.core.live import LiveConfig
-from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.hf.masks import attention_masks
 
 
 class KVCacheLayer(CacheLayerMixin):
-    """Presents one layer of a KVCache as a cache layer of transformers (CacheLayerMixin)."""
+    """Presents one layer of a StagedCache as a cache layer of transformers (CacheLayerMixin)."""
 
     is_compileable = True
     is_croppable = False
     is_sliding = False
     supports_early_init = True
 
-    def __init__(self, cache: KVCache, layer: int) -> None:
+    def __init__(self, cache: StagedCache, layer: int) -> None:
         super().__init__()
         self._cache, self._layer = cache, layer
         # after super().__init__(), which sets them to None
@@ -37,7 +35,7 @@ class KVCacheLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Writes new keys and values [b, h, t, d] at the positions that `KVCache.stage` set. Returns all keys and
+        """Writes new keys and values [b, h, t, d] at the positions of the StagedCache. Returns all keys and
         values of the staged cache rows in the slots that attention covers, [b, h, s, d] each."""
         return self._cache.write(self._layer, key_states, value_states)
 
@@ -52,15 +50,15 @@ class KVCacheLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         """Returns the capacity of a cache row in tokens."""
-        return self._cache.capacity
+        return self._cache.cache.capacity
 
 
 class KVCacheAdapter(Cache):
-    """Presents a KVCache as transformers' Cache, for the argument `past_key_values` of a model."""
+    """Presents a StagedCache as transformers' Cache, for the argument `past_key_values` of a model."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: StagedCache) -> None:
         super().__init__(layers=[KVCacheLayer(cache, layer) for layer in range(len(cache.keys))])
-        self.rows = cache
+        self.rows = cache.cache
 
 
 LiveMasks: TypeAlias = Any
@@ -84,24 +82,15 @@ class PlainInputs(TypedDict):
     position_ids: Tensor
 
 
-@contextmanager
-def staged(
-    cache: KVCache, cache_rows: Sequence[int], starts: Sequence[int], width: int, config: LiveConfig, n_ctx: int
-) -> Iterator[ForwardInputs]:
-    """Sets the positions of one forward on `cache` and yields the keyword arguments for a Hugging Face model: cache,
-    mask, position ids. Clears the positions after the `with`. width: number of tokens t that the forward feeds for each
-    batch index."""
-    positions = cache.stage(cache_rows, starts, width)
+def forward_inputs(cache: StagedCache, config: LiveConfig, n_ctx: int) -> ForwardInputs:
+    """Returns the keyword arguments of one forward for a Hugging Face model: cache, mask, position ids."""
     dtype, device = cache.keys[0].dtype, cache.keys[0].device
-    try:
-        yield {
-            "past_key_values": KVCacheAdapter(cache),
-            "attention_mask": attention_masks(config, cache, positions, dtype, device),
-            # pads may lie beyond the context; learned position tables have no row there
-            "position_ids": positions.clamp(max=n_ctx - 1).to(device),
-        }
-    finally:
-        cache.unstage()
+    return {
+        "past_key_values": KVCacheAdapter(cache),
+        "attention_mask": attention_masks(config, cache, dtype, device),
+        # pads may lie beyond the context; learned position tables have no row there
+        "position_ids": cache.positions.clamp(max=n_ctx - 1).to(device),
+    }
 
 
 class ShapeProbe(Cache):

@@ -6,20 +6,19 @@ the window. Rollback works as for full attention.
 """
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from cacheprobe.core.live import LiveConfig
-from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import StagedCache
 
 _DEFAULT_CONTEXT = 2048
 """Context length in tokens of a model whose config names none, such as one with ALiBi."""
 
 
 def attention_masks(
-    config: LiveConfig, cache: KVCache, positions: Int[Tensor, "b t"], dtype: torch.dtype, device: torch.device | str
+    config: LiveConfig, cache: StagedCache, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor | dict[str, Tensor]:
-    """Returns the additive mask [b, 1, t, s] for new tokens at `positions`, over the first s = `cache.span` slots. If
+    """Returns the additive mask [b, 1, t, s] for the tokens of a forward, over the first s = `cache.span` slots. If
     the config lists kinds of layers and some slide, returns a dictionary of two masks, "full_attention" and
     "sliding_attention"; for chunked layers, "full_attention" and "chunked_attention".
 
@@ -29,18 +28,18 @@ def attention_masks(
     """
     config = text_config(config)
     heads = int(getattr(config, "num_attention_heads", 0))
-    plain = cache.mask(positions, dtype, device)
+    plain = cache.mask(dtype, device)
     full = cache.mask_by_layer(plain, heads)
     chunk = chunk_size(config)
     if chunk is not None:
         slots = torch.arange(cache.span)
-        other = (slots // chunk != positions[..., None] // chunk)[:, None].to(device)
+        other = (slots // chunk != cache.positions[..., None] // chunk)[:, None].to(device)
         chunked = plain.masked_fill(other, torch.finfo(dtype).min)
         return {"full_attention": full, "chunked_attention": cache.mask_by_layer(chunked, heads)}
     window = sliding_window(config)
     if window is None:
         return full
-    sliding = cache.mask_by_layer(cache.mask(positions, dtype, device, window), heads)
+    sliding = cache.mask_by_layer(cache.mask(dtype, device, window), heads)
     if getattr(config, "layer_types", None):
         return {"full_attention": full, "sliding_attention": sliding}
     return sliding

@@ -15,6 +15,7 @@ from cacheprobe.core.hook_names import OUTPUT_POINT, RECURRENT, hook_name, resid
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import RecurrentCache
+from cacheprobe.kvcache.staged import PassAttention, StagedCache
 from cacheprobe.models.base import BlockSum, ModelError
 from cacheprobe.models.experts.sites import EXPERTS, own_experts, use_invariant_experts
 from cacheprobe.models.facts import HashedWeights, buffers_sha256, one_dtype, stop_ids
@@ -25,7 +26,7 @@ from cacheprobe.models.hf.masks import context_length, text_config
 from cacheprobe.models.hf.shared import SharedWeights, empty_model, plain_path
 from cacheprobe.models.hf.text import TokenText
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights, output_rows
-from cacheprobe.models.plain.cache import staged_plain
+from cacheprobe.models.plain.cache import plain_inputs
 from cacheprobe.models.plain.output import find_head
 from cacheprobe.models.plain.own_states import own_states
 from cacheprobe.models.plain.recurrence import step_by_step
@@ -143,6 +144,7 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
         *,
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
+        attention: PassAttention | None = None,
     ) -> Tensor:
         """Runs one forward, and returns logits (of all tokens, or of those at `logit_slots`), or the residual stream
         after `num_layers` blocks. Arguments and shapes are those of CachedLM.forward."""
@@ -155,11 +157,10 @@ class PlainLM(PlainSites, TokenText, HashedWeights):
             )
         self.token_shape = (token_ids.shape[0], token_ids.shape[1])
         with ExitStack() as stack:
-            inputs = stack.enter_context(
-                staged_plain(cache, cache_rows, starts, token_ids.shape[1], self.config, self.n_ctx)
-            )
+            staged = StagedCache(cache, cache_rows, starts, token_ids.shape[1], attention)
+            inputs = plain_inputs(staged, self.config, self.n_ctx)
             stack.enter_context(keeping_float64(self.dtype))
-            stack.enter_context(attending(cache.reach, self._num_attending(num_layers)))
+            stack.enter_context(attending(staged.spans, self._num_attending(num_layers)))
             named = {**inputs, **cache_argument(self.model, inputs["past_key_values"])}
             arguments = {name: value for name, value in named.items() if name in self._arguments}
             token_ids = token_ids.to(self.device)

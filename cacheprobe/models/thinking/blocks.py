@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from cacheprobe.models.hf.hooked import HookPoint
 from cacheprobe.models.thinking.config import ThinkingConfig
-from cacheprobe.ops.attention.by_request import Reach, attend_by_request, first_slots
+from cacheprobe.ops.attention.by_request import AttentionSpans, attend_by_request, first_slots
 
-Remembered = tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor, Reach | None]
+Remembered = tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor, AttentionSpans | None]
 """All keys and values [b, g, s, d] that a layer attends to, and an additive mask [b, h or 1, t, s]. If the mask is
-None, attention is causal over the current tokens. With a Reach, each request attends by itself, so that its bits do not
-depend on its batch index."""
+None, attention is causal over the current tokens. With AttentionSpans, each request attends by itself, so
+that its bits do not depend on its batch index."""
 
 Memory = Callable[[int, Tensor, Tensor], Remembered]
 """Function (layer, keys, values [b, g, t, d] of the current tokens) -> Remembered: what these tokens attend to."""
@@ -114,9 +114,9 @@ class Attention(nn.Module):
 def attend(q: Tensor, remembered: Remembered, hook_pattern: HookPoint) -> Tensor:
     """Returns attention outputs [b, t, h, d] of queries [b, h, t, d] over `remembered`: keys, values and mask. The
     attention pattern is computed explicitly only if `hook_pattern` has hooks."""
-    keys, values, bias, *reach = remembered
-    if bias is not None and reach and reach[0] is not None and not hook_pattern.fwd_hooks:
-        joined = attend_by_request(q, partial(first_slots, keys, values), bias, reach[0], None)
+    keys, values, bias, *spans = remembered
+    if bias is not None and spans and spans[0] is not None and not hook_pattern.fwd_hooks:
+        joined = attend_by_request(q, partial(first_slots, keys, values), bias, spans[0], None)
         return rearrange(joined, "b t (h d) -> b t h d", h=q.shape[1])
     if (repeats := q.shape[1] // keys.shape[1]) > 1:
         keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)

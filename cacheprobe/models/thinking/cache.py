@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.kvcache.storage import zeros
-from cacheprobe.kvcache.thought import RowThought as RowThought
+from cacheprobe.kvcache.cache import KVCache, zeros
+from cacheprobe.kvcache.cache import RowThought as RowThought
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.thinking.blocks import Memory, Remembered, attention_bias
 from cacheprobe.models.thinking.config import ThinkingConfig
 
@@ -68,21 +68,20 @@ class ThinkingCache(KVCache):
         return taken
 
 
-def cache_memory(config: ThinkingConfig, cache: KVCache, positions: Tensor) -> Memory:
-    """Returns the Memory of one forward over a KVCache: a function by which each layer writes its new keys and values,
-    and gets all cached keys and values, the mask, and `cache.reach` (which slots to attend to, None for all).
-    positions: of the new tokens, [b, t]."""
+def cache_memory(config: ThinkingConfig, cache: StagedCache) -> Memory:
+    """Returns the Memory of one forward over a StagedCache: a function by which each layer writes its new keys and
+    values, and gets all cached keys and values, the mask, and `cache.spans` (the slots to attend to, None: all)."""
     dtype, device = cache.keys[0].dtype, cache.keys[0].device
     slots = torch.arange(cache.span)[None]
-    bias = attention_bias(config, positions, slots, config.attention_window)
+    bias = attention_bias(config, cache.positions, slots, config.attention_window)
     if not config.thinks:  # cache surgery may hide slots only in cache rows that hold nothing but keys and values
-        bias = bias + cache.mask(positions, bias.dtype, device)
+        bias = bias + cache.mask(bias.dtype, device)
     lowest = max(torch.finfo(kind).min for kind in (bias.dtype, dtype))
     bias = bias.clamp_(min=lowest).to(dtype)  # finite in 16 bits too
     bias = cache.mask_by_layer(bias, config.n_heads)
 
     def memory(layer: int, keys: Tensor, values: Tensor) -> Remembered:
-        """Writes a layer's new keys and values. Returns all cached keys and values, the mask, and `cache.reach`."""
-        return *cache.write(layer, keys, values), bias, cache.reach
+        """Writes a layer's new keys and values. Returns all cached keys and values, the mask, and `cache.spans`."""
+        return *cache.write(layer, keys, values), bias, cache.spans
 
     return memory

@@ -11,6 +11,7 @@ from torch import Tensor
 from cacheprobe.core.hook_names import PATTERN
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import PassAttention, StagedCache
 from cacheprobe.models.base import ModelError, StateSink
 from cacheprobe.models.hf.hooked_lm import HookedLM
 from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
@@ -103,6 +104,7 @@ class ThinkingLM(HookedLM):
         *,
         num_layers: int | None = None,
         logit_slots: Sequence[int] | None = None,
+        attention: PassAttention | None = None,
     ) -> Tensor:
         """Runs one forward, and returns logits (of all tokens, or of those at `logit_slots`), or the residual stream
         after `num_layers` blocks. Stores new thoughts in the cache, for `take_thoughts`. Arguments and shapes are those
@@ -112,22 +114,19 @@ class ThinkingLM(HookedLM):
         for captured, _ in self._captures:
             captured.clear()
         config, model, ran = self.config, self.model, self.n_layers if num_layers is None else num_layers
-        positions = cache.stage(cache_rows, starts, token_ids.shape[1])
-        try:
-            memory = cache_memory(config, cache, positions)
-            run = partial(model.run_blocks, positions=positions, memory=memory)
-            x = model.hook_embed(model.embed(token_ids.to(self.device)))
-            x = run(x, 0, min(config.l_in, ran))
-            if ran > config.l_in and not config.thinks:
-                x = model.hook_h(run(x, config.l_in, min(config.l_out, ran)))
-            elif ran > config.l_in:
-                assert isinstance(cache, ThinkingCache)
-                rounds = Rounds(model, config, self._chunk_states, cache, cache_rows, positions, memory)
-                x = rounds.run(x, min(config.l_out, ran))
-                self.num_rounds = rounds.count
-            x = run(x, config.l_out, ran) if ran > config.l_out else x
-        finally:
-            cache.unstage()
+        staged = StagedCache(cache, cache_rows, starts, token_ids.shape[1], attention)
+        positions, memory = staged.positions, cache_memory(config, staged)
+        run = partial(model.run_blocks, positions=positions, memory=memory)
+        x = model.hook_embed(model.embed(token_ids.to(self.device)))
+        x = run(x, 0, min(config.l_in, ran))
+        if ran > config.l_in and not config.thinks:
+            x = model.hook_h(run(x, config.l_in, min(config.l_out, ran)))
+        elif ran > config.l_in:
+            assert isinstance(cache, ThinkingCache)
+            rounds = Rounds(model, config, self._chunk_states, cache, cache_rows, positions, memory)
+            x = rounds.run(x, min(config.l_out, ran))
+            self.num_rounds = rounds.count
+        x = run(x, config.l_out, ran) if ran > config.l_out else x
         for captured, sink in self._captures:
             for (site, layer), value in captured.items():
                 sink(site, layer, value)

@@ -63,7 +63,7 @@ class SlotSpan:
 
 
 @dataclass(frozen=True)
-class Reach:
+class AttentionSpans:
     """Holds the attention calls of one pass: for each batch index a tuple of `SlotSpan`s, one call each. The tuple is
     empty for a batch index whose result is never read."""
 
@@ -116,7 +116,7 @@ class Reach:
         return self._tables[key]
 
 
-def reach_of_positions(start: int, count: int, capacity: int) -> tuple[SlotSpan, ...]:
+def spans_of_positions(start: int, count: int, capacity: int) -> tuple[SlotSpan, ...]:
     """Returns a tuple of `SlotSpan`s (attention calls) for `count` new tokens from position `start` on: each token
     attends over the span of its own position.
 
@@ -131,23 +131,23 @@ def reach_of_positions(start: int, count: int, capacity: int) -> tuple[SlotSpan,
     return tuple(pieces)
 
 
-def reach_of_pass(start: int, count: int, capacity: int) -> tuple[SlotSpan, ...]:
+def spans_of_pass(start: int, count: int, capacity: int) -> tuple[SlotSpan, ...]:
     """Returns a tuple of one `SlotSpan` (attention call) for all `count` new tokens from position `start` on. For
     passes whose start depends only on the request, such as a prompt's chunks."""
     return (SlotSpan(min(-(-(start + count) // SPAN_STEP) * SPAN_STEP, capacity), 0, count, start + count),)
 
 
-def reach_of(phase: str, width: int) -> Callable[[int, int, int], tuple[SlotSpan, ...]]:
-    """Returns the function that gives the attention calls of a request in a pass of `width` tokens: `reach_of_pass` for
-    a prompt's chunks that are longer than a step of spans, else `reach_of_positions`."""
-    return reach_of_pass if phase == "prefill" and width > SPAN_STEP else reach_of_positions
+def spans_of(phase: str, width: int) -> Callable[[int, int, int], tuple[SlotSpan, ...]]:
+    """Returns the function that gives the attention calls of a request in a pass of `width` tokens: `spans_of_pass` for
+    a prompt's chunks that are longer than a step of spans, else `spans_of_positions`."""
+    return spans_of_pass if phase == "prefill" and width > SPAN_STEP else spans_of_positions
 
 
 def attend_by_request(
     q: Tensor,
     cached: KeysAndValues,
     mask: Tensor,
-    reach: Reach,
+    spans: AttentionSpans,
     scale: float | None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -155,28 +155,28 @@ def attend_by_request(
     """Returns attention outputs [b, t, h * d] of queries [b, h, t, d]. Each request is computed by itself (in its own
     torch calls or in compiled loops), so that its bits do not depend on the batch. mask: [b, 1 or h, t, s], additive.
 
-    cached: gives a request's keys and values.  reach: the calls. Query heads that share a key head are folded into the
+    cached: gives a request's keys and values.  spans: the calls. Query heads that share a key head are folded into the
     rows of one call. A batch index without a call gives zeros. sinks: [h], as in `attend_together`.
     Twin: ops.attention.cached.cached_attention, close: sums are ordered otherwise.
     """
     is_plain = softcap is None and sinks is None
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    if is_plain and serves(q) and (rows := [row for row, pieces in enumerate(reach.pieces) if pieces]):
+    if is_plain and serves(q) and (rows := [row for row, pieces in enumerate(spans.pieces) if pieces]):
         keys, values = cached(rows[0], 1)
-        return decode_attention(q, keys, values, mask, reach.request_table(cached), factor).transpose(1, 2).flatten(2)
+        return decode_attention(q, keys, values, mask, spans.request_table(cached), factor).transpose(1, 2).flatten(2)
     batch, heads, width, _ = q.shape
     attend = scaled_dot_product_attention if is_plain else partial(_attend_by_scores, softcap=softcap, sinks=sinks)
     outputs = []
     with _Threads(q.device) as threads:
-        for row, pieces in enumerate(reach.pieces):
-            count = pieces[-1].end if pieces and reach.is_without_pads else width
+        for row, pieces in enumerate(spans.pieces):
+            count = pieces[-1].end if pieces and spans.is_without_pads else width
             own, of_row = q[row : row + 1, :, :count], partial(cached, row)
             if not pieces:
                 out = q.new_zeros(1, heads, width, of_row(1)[1].shape[3])
             elif is_plain and count < width and serves(own):
-                out = decode_attention(own, *of_row(1), mask[row : row + 1, :, :count], reach.own_table(row), factor)
+                out = decode_attention(own, *of_row(1), mask[row : row + 1, :, :count], spans.own_table(row), factor)
             else:
-                own_mask = partial(reach.mask, mask, row, count, heads // of_row(1)[0].shape[1])
+                own_mask = partial(spans.mask, mask, row, count, heads // of_row(1)[0].shape[1])
                 out = _attend_alone(own, of_row, own_mask, pieces, partial(attend, scale=scale), threads)
             outputs.append(out if count == width else pad(out, (0, 0, 0, width - count)))
         return torch.cat(outputs).transpose(1, 2).reshape(batch, width, -1)

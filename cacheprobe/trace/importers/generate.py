@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.values import listed, whole_number
-from cacheprobe.engine.choosing import Choice, describe
+from cacheprobe.engine.committer import Choice, describe
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.paths import require_loaded

@@ -10,6 +10,7 @@ from einops import rearrange
 from torch import Tensor
 
 from cacheprobe.kvcache.cache import KVCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.thinking.blocks import Memory, attention_bias
 from cacheprobe.models.thinking.model import ThinkingModel
 
@@ -35,18 +36,17 @@ class ChunkReader:
         The tokens go to the cache rows `rows`, at positions from `starts` on. Stores the final residual stream in
         `self.residual`.
         """
-        positions = self.cache.stage(rows, starts, token_ids.shape[1])
+        staged = StagedCache(self.cache, rows, starts, token_ids.shape[1])
+        positions = staged.positions
         end = int(positions.max()) + 1
         bias = attention_bias(self.config, positions, torch.arange(end)[None], self.config.attention_window)
 
         def memory(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             """Writes keys and values of a layer to the cache; returns cached keys, cached values and attention bias."""
-            all_keys, all_values = self.cache.write(layer, keys, values)
+            all_keys, all_values = staged.write(layer, keys, values)
             return all_keys[:, :, :end], all_values[:, :, :end], bias
 
-        hidden = self._through(token_ids, states, positions, memory)
-        self.cache.unstage()
-        return hidden
+        return self._through(token_ids, states, positions, memory)
 
     def _through(self, token_ids: Tensor, states: Tensor | None, positions: Tensor, memory: Memory) -> Tensor:
         """Runs all blocks; returns H [n, t, m], the output of block l_out - 1, and sets `self.residual` to the last

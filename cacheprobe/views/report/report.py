@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cacheprobe.analysis.of_trace import lens_readings
+from cacheprobe.analysis.measures import lens_readings
 from cacheprobe.core.files import write_whole
 from cacheprobe.core.progress import Progress
 from cacheprobe.core.terminal import DASH_PORT

@@ -9,10 +9,11 @@ from torch.nn.functional import cross_entropy
 
 import cacheprobe as cp
 from cacheprobe.api import _plan
+from cacheprobe.engine.checker import AGAIN_EVERY, RecomputeChecker
 from cacheprobe.engine.drafters import DraftHead
 from cacheprobe.engine.estimates.assumed import ALL_ACCEPTED
 from cacheprobe.engine.estimates.counting import count
-from cacheprobe.engine.watch import AGAIN_EVERY, Watch
+from cacheprobe.engine.passes import Entry, Pass
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.training.draft_head import _split, train_draft_head
 from cacheprobe.training.settings import DraftHeadSettings
@@ -56,10 +57,15 @@ def test_each_32nd_pass_of_several_prompts_checks_another_one_the_longest_first(
         for i, length in enumerate(lengths)
     ]
     states = [SequenceState(request, True, sampling) for request in requests]
-    watch, chosen = Watch(), {}
+    for state in states:
+        state.admit(cache)
+    checker, chosen = RecomputeChecker(loaded()), {}
+    entries = [Entry(state, state.request.prompt_token_ids, 0, True) for state in states]
     for number in range(9 * AGAIN_EVERY):
-        if (place := watch.choose_prompt(cache, states)) is not None:
-            chosen[number] = lengths[place]
+        a_pass = Pass(cache, number, "prefill", entries, 9, 4, is_without_pads=True)
+        checker.plan(a_pass)
+        if a_pass.recomputed is not None:
+            chosen[number] = lengths[a_pass.recomputed]
     assert AGAIN_EVERY == 32 and list(chosen) == [32 * i for i in range(9)]
     assert list(chosen.values()) == [7, 5, 3, 9, 7, 5, 3, 9, 7]  # that at the first place last
 

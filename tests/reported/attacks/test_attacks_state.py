@@ -15,8 +15,8 @@ import transformers
 import cacheprobe as cp
 from cacheprobe.edits import interventions as iv
 from cacheprobe.edits.patching.grid import PatchingGrid
-from cacheprobe.engine.consistency import ShapeRefused
 from cacheprobe.engine.fingerprint import FingerprintMismatch
+from cacheprobe.engine.shapes import ShapeRefused
 from cacheprobe.models.base import ModelError
 from cacheprobe.tasks.files import load_examples
 from cacheprobe.training.dictionary import train_dictionary

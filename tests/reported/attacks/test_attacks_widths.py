@@ -9,7 +9,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Request
-from cacheprobe.engine.consistency import Hooked, ShapeRefused, invariant_widths, narrow_widths
+from cacheprobe.engine.shapes import Hooked, ShapeRefused, invariant_widths, narrow_widths
 from cacheprobe.models.paths import choose_path
 from tests.compiled import on_loops
 from tests.field.tiny_family import tiny_family

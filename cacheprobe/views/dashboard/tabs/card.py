@@ -1,7 +1,7 @@
 """Shows one row as a card (each layer's most likely tokens, and the verdict on the draft token at the next position),
 and as a sentence."""
 
-from cacheprobe.analysis.measures import prediction_depth_of
+from cacheprobe.analysis.measures import prediction_depth
 from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.trace.tables.token_history import outcomes_at, outcomes_of_row
@@ -39,7 +39,7 @@ def view(shelf: Shelf, reader: RunReader, question: PageQuestion) -> str:
     outcomes = outcomes_at(history, generated_index)
     if question.get("row") is not None:
         outcomes = outcomes_of_row(outcomes, int(row.step))
-    title, body = card_parts(table, prediction_depth_of(table).iloc[0].to_dict(), outcomes, texts, row.token)
+    title, body = card_parts(table, prediction_depth(table).iloc[0].to_dict(), outcomes, texts, row.token)
     is_edited = row.status not in DISCARDED_DRAFT and book.run.fingerprint.get("path") != "thinking"
     flips = buttons(question, history, generated_index, outcomes) if is_edited else ""
     return f"<h3>{markup(title)}</h3>{body}{_features(book, request, int(row.row))}{flips}"

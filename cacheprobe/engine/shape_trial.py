@@ -5,27 +5,48 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cacheprobe.engine.watch import PARTS, order_of
 from cacheprobe.kvcache.recurrent import memory_of
+from cacheprobe.kvcache.staged import PassAttention
 from cacheprobe.models.base import CachedLM
-from cacheprobe.ops.attention.by_request import Reach, reach_of
+from cacheprobe.ops.attention.by_request import AttentionSpans, spans_of
 from cacheprobe.ops.equality import bitwise
 
 _STREAMS = 5
 """Maximum number of different texts in a trial; neighbouring batch indices hold different ones."""
 _STARTS = (0.0, 0.37, 0.71, 0.13, 1.0, 0.52, 0.89)
 """Positions at which the texts begin, as shares of the capacity."""
-_ROWS_TRIED, _MOST_CYCLES = 1000, 6
-"""Minimum of tokens x layers that a trial computes, and maximum of its cycles, each with new texts. Small models need
-more texts, because a fault shows in few elements."""
+_ROWS_TRIED, _MOST_TRIALS = 1000, 6
+"""Minimum of tokens x layers that the trials of a shape compute, and most trials, each with new texts. Small models
+need more texts, because a fault shows in few elements."""
 
 
-def num_cycles(model: CachedLM, batch: int, width: int) -> int:
-    """Returns the number of cycles of a trial, each with new texts."""
-    return min(max(_ROWS_TRIED // (batch * width * model.n_layers), 1), _MOST_CYCLES)
+PARTS = {
+    "pre": "the residual stream that enters",
+    "keys": "the keys (made by a norm and a product)",
+    "values": "the values (made by a norm and a product)",
+    "T": "the attention output (made by attention and a product)",
+    "C": "the MLP output (made by a norm, products and an activation)",
+    "S": "the residual stream that leaves",
+}
+"""What is compared in a layer, by site, in the order of computation; the values are words for messages."""
 
 
-class Cycle:
+def order_of(at: tuple[int, str]) -> tuple[int, int]:
+    """Returns a key that sorts (layer, site) by the order of computation."""
+    return at[0], list(PARTS).index(at[1])
+
+
+def all_sites(model: CachedLM) -> list[tuple[str, int]]:
+    """Returns (site, layer) of S, T and C of every layer."""
+    return [(site, layer) for layer in range(model.n_layers) for site in "STC"]
+
+
+def num_trials(model: CachedLM, batch: int, width: int) -> int:
+    """Returns the number of trials of a shape, each with new texts."""
+    return min(max(_ROWS_TRIED // (batch * width * model.n_layers), 1), _MOST_TRIALS)
+
+
+class ShapeTrial:
     """Computes the same texts in several passes, at other batch indices, slots and neighbours; compares the bits."""
 
     def __init__(
@@ -81,26 +102,29 @@ class Cycle:
             for stream, start in enumerate(self.starts):
                 memory.fill(range(stream, self.batch, self.num_streams), start - 1, draw)
 
-    def has_more(self) -> bool:
-        """Returns True if a pass is left to run."""
-        return self.num_run < self.num_passes + (self.batch > 1)
+    def fault(self) -> str | None:
+        """Runs the passes of the fixed shape. Returns text about the first difference from the first pass, or None."""
+        numbers = range(self.num_passes + (self.batch > 1))
+        return next(filter(None, (self.run(has_others=number == self.num_passes) for number in numbers)), None)
 
-    def fault_at(self, width: int) -> str | None:
-        """Runs two passes of another width, with other offsets. Returns text about the first difference from the first
-        pass, or None."""
-        self.width, self.found = width, None
-        return self.run(has_others=False) or self.run(has_others=False)
+    def run(self, has_others: bool = False) -> str | None:
+        """Runs the next pass. Returns text about the first difference from the first pass, or None. has_others: every
+        second text is another one."""
+        number, self.num_run = self.num_run, self.num_run + 1
+        rows = [(b + number) % self.batch for b in range(self.batch)]
+        shifts = self._shifts(number, self.batch) if number and not has_others else [0] * self.batch
+        return self._run(rows, shifts, has_others)
 
     def run_at(self, height: int, width: int) -> str | None:
-        """Runs two passes of another number of rows and another width, with other offsets, if each text was computed
-        alone first. Returns text about the first difference, or None."""
+        """Runs two passes of another number of rows and another width, with other offsets. Returns text about the first
+        difference from the first computation, or None."""
         self.width, self.found = width, None
         fault = None
         for number in (self.num_run, self.num_run + 1):
             rows = [(b + number) % self.batch for b in range(height)]
             fault = fault or self._run(rows, self._shifts(number, height), False)
         self.num_run += 2
-        if fault is not None:  # later passes attend to what this one wrote
+        if fault is not None and self.is_alone:  # later passes attend to what this one wrote
             self._compute_alone()
         return fault
 
@@ -118,16 +142,6 @@ class Cycle:
                 for row in range(stream + self.num_streams, self.batch, self.num_streams):
                     memory.share(memory, stream, row, self.cache.capacity)
 
-    def run(self, has_others: bool | None = None) -> str | None:
-        """Runs the next pass. Returns text about the first difference from the first pass, or None.
-
-        has_others: whether every second text is another; by default in the last pass alone."""
-        number, self.num_run = self.num_run, self.num_run + 1
-        rows = [(b + number) % self.batch for b in range(self.batch)]
-        has_others = number == self.num_passes if has_others is None else has_others
-        shifts = self._shifts(number, self.batch) if number and not has_others else [0] * self.batch
-        return self._run(rows, shifts, has_others)
-
     def _shifts(self, number: int, height: int) -> list[int]:
         """Returns the offset, in slots, of each batch index's text in pass `number`."""
         return [self.shifts[(b + number + self.number) % len(self.shifts)] for b in range(height)]
@@ -143,18 +157,16 @@ class Cycle:
         self.is_compared = [True] * len(rows)
         if has_others:
             self._replace_neighbours(fed)
-        span, reach = self.cache.capacity, None
+        attention = PassAttention()
         if self.model.attends_by_request:
             counts = [self.lengths[stream] if self.lengths else self.width for stream in self.stream_of_row]
             pieces = (
-                reach_of(self.phase, count)(start, count, self.cache.capacity)
+                spans_of(self.phase, count)(start, count, self.cache.capacity)
                 for start, count in zip(starts, counts, strict=True)
             )
-            reach = Reach(tuple(pieces), bool(self.lengths) and len(rows) > 1)
-            span = reach.span
-        sites = [(site, layer) for layer in range(self.model.n_layers) for site in "STC"]
-        with self.cache.attending_to(span, reach), self.model.capturing(sites, self._compare):
-            logits = self.model.forward(fed, self.cache, rows, starts)
+            attention = PassAttention(spans=AttentionSpans(tuple(pieces), bool(self.lengths) and len(rows) > 1))
+        with self.model.capturing(all_sites(self.model), self._compare):
+            logits = self.model.forward(fed, self.cache, rows, starts, attention=attention)
         self._compare("logits", self.model.n_layers, logits)
         for layer, (keys, values) in enumerate(zip(self.cache.keys, self.cache.values, strict=True)):
             for name, tensor in (("keys", keys), ("values", values)):

@@ -25,15 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cacheprobe.core.records import ObserverError
+from cacheprobe.core.records import EngineError, ObserverError
 from cacheprobe.core.values import whole_number
 from cacheprobe.engine.drafters.base import DraftContext, Drafter, deadline_seconds
 from cacheprobe.engine.drafters.scripted import Scripted
-from cacheprobe.engine.model_runner import EngineError
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.turns import computing
 
-MOST_GIVEN_UP = 8
+MOST_ABANDONED = 8
 """Number of abandoned calls after which a run does not call the drafter again. Each may leave a thread running."""
 _LITTLE_SECONDS = 0.002
 """Processor seconds; a thread that only waits uses less in a tenth of a second."""
@@ -47,7 +46,7 @@ class DrafterCalls:
     def __init__(self, drafter: Drafter | None) -> None:
         self._drafter = drafter
         self._thread: _Thread | None = None
-        self._num_given_up = 0
+        self._num_abandoned = 0
 
     @property
     def name(self) -> str:
@@ -60,7 +59,7 @@ class DrafterCalls:
         """Calls the drafter once. Returns a list with one tuple of up to `max_tokens` draft token ids for each request.
 
         Raises: EngineError, with the requests and the step, if the drafter raises, returns no lists of token ids,
-        exceeds its deadline, or has exceeded the deadline MOST_GIVEN_UP (8) times before.
+        exceeds its deadline, or has exceeded the deadline MOST_ABANDONED (8) times before.
         """
         drafter = self._drafter
         assert drafter is not None
@@ -81,9 +80,9 @@ class DrafterCalls:
 
     def release(self, state: SequenceState) -> None:
         """Calls the drafter's `release` for a request that left its cache row. Warns if the call fails. Does nothing
-        without a drafter, or if the drafter exceeded MOST_GIVEN_UP (8) deadlines."""
+        without a drafter, or if the drafter exceeded MOST_ABANDONED (8) deadlines."""
         drafter = self._drafter
-        if drafter is None or self._num_given_up >= MOST_GIVEN_UP:
+        if drafter is None or self._num_abandoned >= MOST_ABANDONED:
             return
         try:
             self._run(drafter, lambda _: drafter.release(state))
@@ -109,18 +108,18 @@ class DrafterCalls:
         seconds = deadline_seconds(drafter)
         if seconds is None or is_own(drafter):
             return job(context)
-        if self._num_given_up >= MOST_GIVEN_UP:
+        if self._num_abandoned >= MOST_ABANDONED:
             raise _OutOfTimeError(
-                f"did not return from {MOST_GIVEN_UP} calls within {seconds:g} s each, and is not called again"
+                f"did not return from {MOST_ABANDONED} calls within {seconds:g} s each, and is not called again"
             )
         if self._thread is None:
             self._thread = _Thread()
         try:
             return self._thread.run(job, context, seconds)
         except (_OutOfTimeError, KeyboardInterrupt) as error:
-            self._thread.give_up()
+            self._thread.abandon()
             self._thread = None
-            self._num_given_up += isinstance(error, _OutOfTimeError)
+            self._num_abandoned += isinstance(error, _OutOfTimeError)
             raise
 
 
@@ -164,7 +163,7 @@ class _OutOfTimeError(Exception):
     """Raised if a drafter's call missed its deadline, or if too many calls before did."""
 
 
-class _GivenUpError(BaseException):
+class _AbandonedError(BaseException):
     """Raised inside a drafter whose call was abandoned. `except Exception` does not catch it."""
 
 
@@ -178,10 +177,10 @@ class _Thread:
         """From the thread: ("call", (method, arguments)), ("returned", value) or ("raised", error)."""
         self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         """To the thread: (result, error) of a call of the engine."""
-        self._is_given_up = threading.Event()
+        self._is_abandoned = threading.Event()
         # no reference to `self`, so that a run to which no reference is left ends at once
         self._thread = threading.Thread(
-            target=_work, args=(self.jobs, self._messages, self._is_given_up), name="drafter", daemon=True
+            target=_work, args=(self.jobs, self._messages, self._is_abandoned), name="drafter", daemon=True
         )
         self._thread.start()
 
@@ -190,7 +189,7 @@ class _Thread:
         _OutOfTimeError after the deadline."""
         usable = None
         if context is not None:
-            usable = _ThreadContext(context.model, self._messages, self._results, self._is_given_up)
+            usable = _ThreadContext(context.model, self._messages, self._results, self._is_abandoned)
         with computing.lent_to(self._thread.ident):  # it may run a model by itself
             self.jobs.put((_copy_settings(), lambda: job(usable)))
             return self._wait(context, seconds)
@@ -215,14 +214,14 @@ class _Thread:
             self._results.put(_call_engine(context, value))
             until += time.monotonic() - call_began
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Abandons the thread: it can no longer call the engine, and an exception ends a Python loop in it. A thread
         blocked outside the engine gets no exception, since Python 3.11 could then hang."""
-        self._is_given_up.set()
-        self._results.put((None, _GivenUpError()))
+        self._is_abandoned.set()
+        self._results.put((None, _AbandonedError()))
         ident = self._thread.ident
         if ident is not None and _is_computing(ident):  # alive, because the None below has not ended it
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_GivenUpError))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_AbandonedError))
         self.jobs.put(None)
 
 
@@ -242,9 +241,9 @@ def _is_computing(ident: int) -> bool:
 class _ThreadContext:
     """Sends the calls of a DraftContext from the drafter's thread to the run's thread, and waits for each result."""
 
-    def __init__(self, model: Any, messages: SimpleQueue, results: SimpleQueue, is_given_up: threading.Event) -> None:
+    def __init__(self, model: Any, messages: SimpleQueue, results: SimpleQueue, is_abandoned: threading.Event) -> None:
         self.model = model
-        self._messages, self._results, self._is_given_up = messages, results, is_given_up
+        self._messages, self._results, self._is_abandoned = messages, results, is_abandoned
 
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
         """Calls DraftContext.feed_newest in the run's thread. Returns logits [b, v], or with `num_layers` the
@@ -257,8 +256,8 @@ class _ThreadContext:
 
     def _call(self, name: str, *args: Any) -> Any:
         """Sends a call to the run's thread, waits, and returns its result or raises its error."""
-        if self._is_given_up.is_set():
-            raise _GivenUpError
+        if self._is_abandoned.is_set():
+            raise _AbandonedError
         self._messages.put(("call", (name, args)))
         value, error = self._results.get()
         if error is not None:
@@ -275,13 +274,13 @@ def _call_engine(context: DraftContext | None, call: tuple[str, tuple[Any, ...]]
         return None, error
 
 
-def _work(jobs: SimpleQueue, messages: SimpleQueue, is_given_up: threading.Event) -> None:
+def _work(jobs: SimpleQueue, messages: SimpleQueue, is_abandoned: threading.Event) -> None:
     """Runs jobs from a queue and puts their results into `messages`, until a job is None or the call is abandoned."""
     try:
-        while (job := jobs.get()) is not None and not is_given_up.is_set():
+        while (job := jobs.get()) is not None and not is_abandoned.is_set():
             messages.put(_result(*job))
             del job  # it refers to the run, which ends when no reference is left
-    except _GivenUpError:  # it came just after the job had returned
+    except _AbandonedError:  # it came just after the job had returned
         pass
 
 
