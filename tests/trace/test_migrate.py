@@ -20,7 +20,7 @@ from cacheprobe.trace.migrate import OLDEST, migrated
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.build import EVENT_COLUMNS
 from cacheprobe.views import write_report
-from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs import compare
 from cacheprobe.views.report.listings import request_listings, run_listings
 from tests.tiny import loaded
@@ -93,13 +93,16 @@ def test_a_comparison_claims_nothing_of_log_probabilities_that_were_not_recorded
     old: cp.Trace, new: cp.Trace, tmp_path: Path
 ) -> None:
     """The dashboard called those of an old run different from those of a new one, and equal to its own."""
-    shelf = Shelf.of([FIRST, new.save(tmp_path / "new")])
+    run_list = RunList.of([FIRST, new.save(tmp_path / "new")])
     for run, against in ((0, 1), (1, 0), (0, 0)):
-        told = compare.view(shelf, {"run": run, "against": against, "request": 0})
+        told = compare.Comparison(run_list, {"run": run, "against": against, "request": 0}).draw()
         said = told if isinstance(told, str) else told["html"]
         assert "All 2 requests committed the same tokens; log-probabilities are not compared" in said
         assert "Request 0 committed the same tokens in both; log-probabilities are not compared" in said
-    assert "log-probabilities included" in compare.view(shelf, {"run": 1, "against": 1, "request": 0})["html"]
+    assert (
+        "log-probabilities included"
+        in compare.Comparison(run_list, {"run": 1, "against": 1, "request": 0}).draw()["html"]
+    )
 
 
 def test_saved_again_it_is_of_todays_version(old: cp.Trace, tmp_path: Path) -> None:

@@ -1,21 +1,29 @@
-"""Follows a run that is recorded to disk while the dashboard shows it, and says how far the run is."""
+"""Lists what the command line named: stored runs, with the reason if a run cannot be opened, runs that are recorded
+meanwhile, and result files."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Literal
 
 from cacheprobe.core.terminal import duration
 from cacheprobe.core.values import JsonDict
+from cacheprobe.sweeps.store import PLAN, SHARDS
 from cacheprobe.trace.manifest import JOURNAL, MANIFEST, TraceError
 from cacheprobe.trace.places import recorded_by
 from cacheprobe.trace.stored import StoredRun
-from cacheprobe.views.dashboard.book import Book
+from cacheprobe.views.dashboard.flip_process import FlipJobs
+from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion, whole
+from cacheprobe.views.dashboard.reader import RunReader
+from cacheprobe.views.dashboard.run_tables import RunTables
 
 if TYPE_CHECKING:
     from cacheprobe.trace.parts.following import FollowedRun
     from cacheprobe.trace.parts.journal import Journal
+
 
 State = Literal["growing", "interrupted", "finished", "trouble"]
 
@@ -81,7 +89,7 @@ class Follower:
         self._book = _warmed(self._run)
 
     @property
-    def book(self) -> Book:
+    def tables(self) -> RunTables:
         """Newest tables. Those of a run that was finished since are read now, because its parts are gone."""
         if not self.is_finished and (self.directory / MANIFEST).exists():
             self.look(at_once=True)
@@ -90,7 +98,7 @@ class Follower:
     def peek(self) -> None:
         """Looks whether a process records the run, and whether it was finished. Reads no part."""
         self.writer = recorded_by(self.directory)
-        _ = self.book
+        _ = self.tables
 
     def look(self, *, at_once: bool = False) -> None:
         """Reads the parts that were written since the last look, if that was long enough ago. at_once: in any case."""
@@ -131,15 +139,15 @@ class Follower:
     def says(self) -> JsonDict:
         """Returns what the page says of the run, as a dict: version (of the newest tables), state, says (sentences),
         command (that continues it, or ""), share (of the tokens that it can have)."""
-        state, at, book = self.state, progress_of(self._run.journal), self._book
+        state, at, tables = self.state, progress_of(self._run.journal), self._book
         says = {
             "growing": lambda: _growing(self.writer, at),
             "interrupted": lambda: f"Interrupted: {_tokens(at)}, and no process records it. To continue it:",
-            "finished": lambda: f"The run has finished, with {_count(book):,} tokens.",
+            "finished": lambda: f"The run has finished, with {_count(tables):,} tokens.",
             "trouble": lambda: f"{self._trouble}. The page shows what was read before.",
         }[state]()
         return {
-            "version": book.run.version,
+            "version": tables.run.version,
             "state": state,
             "says": self._replaced + says,
             "command": _command(self._run.journal, self.directory) if state == "interrupted" else "",
@@ -156,12 +164,12 @@ def _followed(directory: Path) -> "FollowedRun":
     return FollowedRun(directory)
 
 
-def _warmed(run: StoredRun, before: Book | None = None) -> Book:
-    """Returns the Book of a run, with what every page needs of the whole run: so `look` counts the time of it. before:
-    the Book up to an earlier part."""
-    book = Book(run, before)
-    book.warm()
-    return book
+def _warmed(run: StoredRun, before: RunTables | None = None) -> RunTables:
+    """Returns the RunTables of a run, with what every page needs of the whole run: so `look` counts the time of it.
+    before: the RunTables up to an earlier part."""
+    tables = RunTables(run, before)
+    tables.warm()
+    return tables
 
 
 def _growing(writer: str, at: TokensSoFar) -> str:
@@ -182,8 +190,8 @@ def _tokens(at: TokensSoFar) -> str:
     return f"{at.num_tokens:,} of {most} tokens" if at.num_tokens else f"no token of {most} is on the disk yet"
 
 
-def _count(book: Book) -> int:
-    return sum(len(request["committed_token_ids"]) for request in book.run.requests)
+def _count(tables: RunTables) -> int:
+    return sum(len(request["committed_token_ids"]) for request in tables.run.requests)
 
 
 def _command(journal: "Journal", directory: Path) -> str:
@@ -192,3 +200,146 @@ def _command(journal: "Journal", directory: Path) -> str:
     if meta.get("command", {}).get("settings") is None and (meta["drafter"] or meta.get("interventions")):
         return f'cp.resume("{directory}", model, ...)'
     return f"cacheprobe resume {directory}"
+
+
+MOST_CELLS = 200
+"""Largest number of a sweep's cells in the menu of runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """Holds the name of a stored run, and its `RunTables` (tables, read and cached), or the reason why the run cannot
+    be opened."""
+
+    name: str
+    stored: RunTables | None
+    reason: str = ""
+    follower: Follower | None = None
+    """Reads a run that was not finished when the dashboard opened it; None for any other."""
+
+    @property
+    def tables(self) -> RunTables | None:
+        """Newest tables of the run; None if it cannot be opened."""
+        return self.stored if self.follower is None else self.follower.tables
+
+    @property
+    def label(self) -> str:
+        """Name of the run in the menu of runs, and whether it grows, was interrupted or cannot be opened."""
+        if self.tables is None:
+            return f"{self.name} (cannot be opened)"
+        if self.follower is None or self.follower.is_finished:
+            return self.name
+        return f"{self.name} ({'growing' if self.follower.writer else 'interrupted'})"
+
+
+@dataclass(frozen=True)
+class RunList:
+    """Holds the runs and result files that the command line named. A question of the page names each by a number, never
+    by a path."""
+
+    entries: tuple[OpenRun, ...]
+    results: tuple[Path, ...] = ()
+    model: str | None = None
+    """Name or directory of the model that the command line gives; it is loaded instead of the model that a run
+    names."""
+    lenses: tuple[Path, ...] = field(default=())
+    """Directories of tuned lenses."""
+    more: tuple[Path, ...] = ()
+    """Directories of sweep cells after the first 200 of a sweep, which are not in the menu of runs. Their run numbers
+    follow those of `entries`. A directory is opened at its first use."""
+
+    @cached_property
+    def reader(self) -> RunReader:
+        """Reads kept states through a lens."""
+        return RunReader(self.model, self.lenses)
+
+    @cached_property
+    def jobs(self) -> FlipJobs:
+        """Searches for edits that flip a verdict."""
+        return FlipJobs()
+
+    @classmethod
+    def of(cls, paths: Iterable[Path], model: str | None = None, lenses: Sequence[Path] = ()) -> "RunList":
+        """Returns a `RunList` of these paths. A directory is a run, a sweep, or a folder of runs and result files; a
+        .json file is a result. A sweep gives one result, and its cells as runs: the first 200 in `entries`, the others
+        in `more`."""
+        entries: list[OpenRun] = []
+        results: list[Path] = []
+        more: list[Path] = []
+        for path in paths:
+            _sort_in(path, entries, results, more)
+        return cls(tuple(entries), tuple(results), model, tuple(lenses), tuple(more))
+
+    def tables(self, number: object) -> RunTables:
+        """Returns the `RunTables` (tables, read and cached) of the run with this number. Raises: CannotShow for another
+        number, or for a run that cannot be opened."""
+        index = whole(number, "run", len(self.entries) + len(self.more))
+        num_listed = len(self.entries)
+        entry = self.entries[index] if index < num_listed else _open_cached(self.more[index - num_listed])
+        if entry.tables is None:
+            raise CannotShow(f"{entry.name} cannot be opened: {entry.reason}")
+        return entry.tables
+
+    def tables_and_request(self, question: PageQuestion) -> tuple[RunTables, int]:
+        """Returns (RunTables of the run, request id) that a question of the page names. Raises: CannotShow if the run
+        cannot be opened, or if the run or the request does not exist."""
+        tables = self.tables(question["run"])
+        return tables, whole(question["request"], "request", len(tables.run.requests))
+
+    def follower(self, number: object) -> Follower | None:
+        """Returns what reads the run with this number on; None for a run that was finished when it was opened."""
+        index = whole(number, "run", len(self.entries) + len(self.more))
+        return self.entries[index].follower if index < len(self.entries) else None
+
+    def numbers(self) -> dict[str, int]:
+        """Returns a dict from the name of a run's directory to the run's number; of runs with equal names, the last
+        counts."""
+        names = [*(entry.name for entry in self.entries), *(path.name for path in self.more)]
+        return {name: number for number, name in enumerate(names)}
+
+    @property
+    def first(self) -> int:
+        """Number of the first run that can be opened; 0 if no run can be opened."""
+        return next((i for i, entry in enumerate(self.entries) if entry.tables is not None), 0)
+
+
+def _sort_in(path: Path, entries: list[OpenRun], results: list[Path], more: list[Path]) -> None:
+    """Adds a path of the command line to `entries` (runs), `results` (files) and `more` (later cells of a sweep), in
+    place."""
+    if path.is_file() and path.suffix == ".json":
+        results.append(path)
+        return
+    content = sorted(path.iterdir()) if path.is_dir() and not _is_run(path) else []
+    if (path / PLAN).exists():  # a sweep: its results in one tab, its first cells among the runs
+        results.append(path / PLAN)
+        shards = [manifest.parent for manifest in sorted((path / SHARDS).glob(f"*/{MANIFEST}"))]
+        entries += [_open(shard) for shard in shards[:MOST_CELLS]]
+        more += shards[MOST_CELLS:]
+        return
+    runs = [p for p in content if p.is_dir() and (_is_run(p) or any(p.glob("rows-*.parquet")))]
+    files = [p for p in content if p.is_file() and p.suffix == ".json"]
+    results += files
+    if runs or files:
+        entries += [_open(p) for p in runs]
+    else:
+        entries.append(_open(path))
+
+
+def _is_run(path: Path) -> bool:
+    return (path / MANIFEST).exists() or (path / JOURNAL).exists()
+
+
+@lru_cache(maxsize=32)
+def _open_cached(path: Path) -> OpenRun:
+    return _open(path)
+
+
+def _open(path: Path) -> OpenRun:
+    """Returns an `OpenRun` of a run's directory, with the reason if the run cannot be opened."""
+    try:
+        if (path / JOURNAL).exists() and not (path / MANIFEST).exists():
+            return OpenRun(path.name, None, follower=Follower(path))
+        return OpenRun(path.name, RunTables(StoredRun(path)))
+    except (TraceError, OSError, KeyError, TypeError) as error:
+        reason = f"its manifest lacks {error}" if isinstance(error, KeyError) else str(error)
+        return OpenRun(path.name, None, reason)

@@ -12,7 +12,7 @@ from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.engine_differences import request_differences
 from cacheprobe.trace.tables.ledgers import ledger_at, rows_in_use
 from cacheprobe.trace.tables.token_history import standing_at, token_history
-from cacheprobe.views.dashboard.rejections import Rejections
+from cacheprobe.views.dashboard.rejected_list import RejectedList
 from cacheprobe.views.diagrams.timeline import step_words, timeline_finding
 from cacheprobe.views.diagrams.windows import Window, find_windows, verified_requests
 from cacheprobe.views.lens_table import finding
@@ -24,14 +24,14 @@ WHOLE_REQUESTS = 8
 """Requests of which all readings are kept: at 30 layers, 1,000 tokens take about 30 MB."""
 
 
-class Book:
+class RunTables:
     """Holds one stored run, and returns lines of the run's tables by request or step, and the range of positions on a
     page of the lens grid. Readings, windows, token histories and the tables split by request are cached."""
 
-    def __init__(self, run: StoredRun, before: "Book | None" = None) -> None:
-        """before: the Book of the same run up to an earlier part."""
+    def __init__(self, run: StoredRun, before: "RunTables | None" = None) -> None:
+        """before: the RunTables of the same run up to an earlier part."""
         self.run = run
-        self.rejections = Rejections(run, None if before is None else before.rejections)
+        self.rejected = RejectedList(run, None if before is None else before.rejected)
         self.name = run.directory.name
         self._lock = Lock()
         self._whole_readings: dict[int, pd.DataFrame] = {}
@@ -180,12 +180,10 @@ class Book:
         return token_history(self.events_of(request_id))
 
     def _text_parts(self, request_id: int) -> TextParts:
-        thoughts = self.run.thoughts
-        own_thoughts = None if thoughts is None else thoughts[thoughts.request_id == request_id]
-        prompt = self.run.request(request_id)["prompt_token_ids"]
-        texts = tuple(text_of(self.run.token_texts, int(token_id)) for token_id in prompt)
-        readings = self.readings(request_id) if self.run.has_readings else None
-        return text_parts(request_id, texts, len(prompt), self.events_of(request_id), readings, own_thoughts)
+        run, prompt = self.run, self.run.request(request_id)["prompt_token_ids"]
+        texts = tuple(text_of(run.token_texts, int(token_id)) for token_id in prompt)
+        readings = self.readings(request_id) if run.has_readings else None
+        return text_parts(request_id, texts, len(prompt), self.events_of(request_id), readings, run.thoughts)
 
     def _windows(self, request_id: int) -> tuple[Window, ...]:
         events = self.events_of(request_id)

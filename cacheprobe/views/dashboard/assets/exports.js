@@ -1,9 +1,9 @@
-// Takes a view away: copies its link, saves it as SVG or PNG, saves its table as CSV, and shows its code.
+// Exports a view: copies its link, saves it as SVG or PNG, saves its table as CSV, and shows its code.
 (function () {
   "use strict";
   const place = (name) => document.getElementById(name);
   const SAID = 1600;  // milliseconds for which a button says that it is done
-  const shelf = JSON.parse(document.body.dataset.shelf);
+  const listed = JSON.parse(document.body.dataset.listed);
 
   // The element that a bar belongs to: the view's card, or the box below another card.
   const whole = (button) => button.closest("[id$=-box], .card");
@@ -11,7 +11,7 @@
   // Name of a saved file: what the view shows, as the question that it answered says.
   function file_name(view, question) {
     const {run, result} = question, parts = ["cacheprobe"];
-    const label = shelf.runs.find((one) => one.value === run)?.label;
+    const label = listed.runs.find((one) => one.value === run)?.label;
     if (run !== undefined && run !== null) parts.push(label?.replace(/ \([^)]*\)$/, "") || `run ${run}`);
     if (result !== undefined) parts.push(document.querySelector(`#result-list [data-result="${result}"]`).textContent);
     else parts.push(view);
@@ -29,10 +29,10 @@
   }
 
   function show(title, text, can_copy = true) {
-    place("away-title").textContent = title;
-    place("away-text").textContent = text;
-    place("away-copy").hidden = !can_copy;
-    place("away").showModal();
+    place("exports-title").textContent = title;
+    place("exports-text").textContent = text;
+    place("exports-copy").hidden = !can_copy;
+    place("exports").showModal();
   }
 
   // A browser lets a page copy only from this machine, or from a server with https.
@@ -54,7 +54,7 @@
   }
 
   async function asked(view, way, question) {
-    const body = JSON.stringify({away: {view, way, question}}), headers = {"Content-Type": "application/json"};
+    const body = JSON.stringify({export: {view, way, question}}), headers = {"Content-Type": "application/json"};
     const reply = await fetch("ask", {method: "POST", headers, body});
     if (!reply.ok) throw new Error(await reply.text());
     const answer = JSON.parse(await reply.text());
@@ -88,20 +88,20 @@
       const {csv, recorded} = await asked(view, "csv", question), type = "text/csv;charset=utf-8";
       save((recorded ? `${name}-${recorded.replaceAll(" ", "-")}` : name) + ".csv", new Blob([csv], {type}));
       if (recorded) done(button, "CSV so far");
-      button.title = recorded ? `${shelf.ways.csv[1]}, ${recorded}` : shelf.ways.csv[1];
+      button.title = recorded ? `${listed.ways.csv[1]}, ${recorded}` : listed.ways.csv[1];
     },
     code: async (button, name, view, question) => show("In a notebook", (await asked(view, "code", question)).code),
   };
 
   async function take(button) {
-    const {away, view} = button.dataset, answer = place(view + "-view").dataset.answer;
-    if (away === "png") done(button, "…");
+    const {export: way, view} = button.dataset, answer = place(view + "-view").dataset.answer;
+    if (way === "png") done(button, "…");
     try {
       if (!answer) throw new Error("the view is not drawn yet");
       const question = JSON.parse(answer);
-      await WAYS[away](button, file_name(view, question), view, question);
+      await WAYS[way](button, file_name(view, question), view, question);
     } catch (error) {
-      show("This cannot be taken away", error.message, false);
+      show("This cannot be exported", error.message, false);
     }
   }
 
@@ -128,21 +128,21 @@
     for (const bar of document.querySelectorAll("[data-ways]")) {
       bar.replaceChildren(...bar.dataset.ways.split(" ").map((way) => {
         const button = document.createElement("button");
-        [button.textContent, button.title] = shelf.ways[way];
-        [button.dataset.away, button.dataset.view] = [way, bar.dataset.of];
+        [button.textContent, button.title] = listed.ways[way];
+        [button.dataset.export, button.dataset.view] = [way, bar.dataset.of];
         return button;
       }));
     }
   }
 
   document.addEventListener("click", async ({target}) => {
-    const button = target.closest("[data-away]");
+    const button = target.closest("[data-export]");
     if (button) take(button);
-    else if (target.id === "away-copy") {
-      if (await copy(place("away-text").textContent)) done(target, "Copied ✓");
+    else if (target.id === "exports-copy") {
+      if (await copy(place("exports-text").textContent)) done(target, "Copied ✓");
       else done(target, "Select the text and copy it");
-    } else if (target.matches("#away, #away .plain")) place("away").close();
+    } else if (target.matches("#exports, #exports .plain")) place("exports").close();
   });
-  window.cacheprobe = {...window.cacheprobe, away: {start}};
+  window.cacheprobe = {...window.cacheprobe, exports: {start}};
   if (/^#[\w-]+-(card|box)$/.test(location.hash)) go_to(location.hash.slice(1));
 })();

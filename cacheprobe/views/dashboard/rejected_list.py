@@ -62,10 +62,10 @@ class Selection(NamedTuple):
     is in no range that has a most."""
 
 
-class Rejections:
+class RejectedList:
     """Holds the rejected drafts of one run. Lens readings are read for those lines that are shown, and kept."""
 
-    def __init__(self, run: StoredRun, before: "Rejections | None" = None) -> None:
+    def __init__(self, run: StoredRun, before: "RejectedList | None" = None) -> None:
         """before: the list of the same run up to an earlier part, whose readings are taken over."""
         self.run = run
         same_run = before is not None and before.run.run_id == run.run_id
