@@ -10,7 +10,7 @@ from urllib.request import getproxies
 
 from cacheprobe.core.live import ModelError
 from cacheprobe.core.values import Json
-from cacheprobe.models.quantised.gguf_header import gguf_file
+from cacheprobe.models.quantised.gguf import gguf_file
 
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"

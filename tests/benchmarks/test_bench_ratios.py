@@ -17,7 +17,7 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.engine.estimates.result import Bounds
 from cacheprobe.models.hf.bridge import BridgeLM
-from cacheprobe.ops.compiled import choice
+from cacheprobe.ops.compiled import operations as choice
 from cacheprobe.trace.recording.to_disk import ToDisk
 from cacheprobe.trace.trace import Trace
 from cacheprobe_benchmarks.catalogue import questions, small

@@ -17,7 +17,7 @@ from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.plan import RunPlan
 from cacheprobe.engine.shapes import choose_shapes
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.turns import hold_model
+from cacheprobe.models.settings import hold_model
 from cacheprobe.trace.tables.schema import typed
 
 

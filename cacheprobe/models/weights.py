@@ -1,21 +1,80 @@
-"""Reads facts from a wrapped model: its dtype, the tokens that end its texts, and a hash and a checksum of its
-weights."""
+"""Reads the weights of a transformers model: linear layers and norms, dtype, hash and checksum; and the tokens that end
+its texts."""
 
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from cacheprobe.core.config import DTYPES
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.shared import plain_path
-from cacheprobe.models.quantised.packed import packed_modules
+from cacheprobe.models.quantised.packed import dense_weight, packed_modules
+
+
+def head_weights(module: LiveModule, heads: int) -> Tensor:
+    """Returns the weights [h, d, m] of an attention output projection, split by head. module: the projection, which
+    reads all `heads` heads side by side."""
+    return output_rows(module).T.unflatten(0, (heads, -1))
+
+
+def output_rows(module: LiveModule) -> Tensor:
+    """Returns the weight of a linear module as [outputs, inputs], dequantised if it is packed."""
+    weight = dense_weight(module)
+    return weight.T if is_conv(module) else weight
+
+
+def is_conv(module: nn.Module) -> bool:
+    """Returns True for GPT-2's linear layer (Conv1D), which holds its weight as [inputs, outputs]."""
+    return type(module).__name__ == "Conv1D"
+
+
+def arrange_weights(model: nn.Module, by_output: bool) -> None:
+    """Changes in place the order in memory of the weights of GPT-2's linear layers. by_output: the weights of each
+    output lie side by side, as the compiled loops and the kernels read them; otherwise those of each input do, as
+    torch does by itself. Shapes and values stay, and so does the memory that other parameters of `model` share with
+    these weights, such as a bridge's query, key and value projections. Torch's products may round otherwise then."""
+    sharing: dict[int, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        sharing.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+    for weight in [module.get_parameter("weight") for module in model.modules() if is_conv(module)]:
+        if weight.is_contiguous() != by_output:
+            continue
+        moved = weight.data.T.contiguous().T if by_output else weight.data.contiguous()
+        old, new, start = max(weight.stride()), max(moved.stride()), int(weight.storage_offset())
+        end = start + weight.numel()
+        for parameter in sharing[weight.untyped_storage().data_ptr()]:
+            if not start <= parameter.storage_offset() < end:  # another weight in the same memory
+                continue
+            across, along = divmod(int(parameter.storage_offset()) - start, int(old))
+            strides = [{old: 1, 1: new}.get(stride, 1) for stride in parameter.stride()]
+            parameter.data = moved.as_strided(parameter.shape, strides, along * new + across)
+
+
+_PLAIN = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+"""Classes that multiply by their weight as it is; Gemma's, for example, adds 1 to it."""
+
+
+class Norm(NamedTuple):
+    """Holds the weight and the epsilon of an RMSNorm."""
+
+    weight: Tensor
+    eps: float
+
+
+def rms_norm_of(module: LiveModule) -> Norm | None:
+    """Returns the present Norm of a module that computes a plain RMSNorm; None for another module."""
+    if type(module).__name__ not in _PLAIN:
+        return None
+    return Norm(module.weight, float(module.variance_epsilon))
+
 
 ROTATIONS_OF_PASSES = ("dynamic", "longrope")
 """Kinds of rotary embedding whose frequencies depend on the largest position of a pass."""
@@ -130,13 +189,13 @@ class HashedWeights(ABC):
     """(checksum of the weights, SHA-256 of the weights at that checksum); empty texts before the first use."""
 
     @abstractmethod
-    def _named_weights(self) -> Sequence[tuple[str, Tensor]]:
+    def named_weights(self) -> Sequence[tuple[str, Tensor]]:
         """Returns all parameters with their names, sorted by name."""
 
     @property
     def weights_checksum(self) -> str:
         """Checksum of all parameters as hex text, computed at every access; inside `hashing_once`, at the first."""
-        named, known = self._named_weights(), _KNOWN.get()
+        named, known = self.named_weights(), _KNOWN.get()
         if known is None:
             return checksum_of(named)
         versions = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for _, weight in named]
@@ -149,5 +208,5 @@ class HashedWeights(ABC):
         """First 16 hex digits of a SHA-256 over all parameters, sorted by name; computed again if the checksum has
         changed."""
         if self._hashed[0] != (checksum := self.weights_checksum):
-            self._hashed = checksum, sha256_of(self._named_weights())
+            self._hashed = checksum, sha256_of(self.named_weights())
         return self._hashed[1]

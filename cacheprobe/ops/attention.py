@@ -3,7 +3,7 @@ in the batch.
 
 A library may split one call for a whole batch among threads, so a request's sums can depend on its batch index. Here
 each request is computed by itself, on its own keys, in a shape that depends only on the request's positions: in its own
-torch calls, or in the compiled loops of decode.py.
+torch calls, or in compiled loops (`compiled.attention`).
 """
 
 import threading
@@ -157,7 +157,7 @@ def attend_by_request(
 
     cached: gives a request's keys and values.  spans: the calls. Query heads that share a key head are folded into the
     rows of one call. A batch index without a call gives zeros. sinks: [h], as in `attend_together`.
-    Twin: ops.attention.cached.cached_attention, close: sums are ordered otherwise.
+    Twin: ops.references.cached_attention, close: sums are ordered otherwise.
     """
     is_plain = softcap is None and sinks is None
     factor = q.shape[-1] ** -0.5 if scale is None else scale

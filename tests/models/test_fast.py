@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.hf.bridge import BridgeLM
-from cacheprobe.ops.attention.by_request import BY_REQUEST
+from cacheprobe.ops.attention import BY_REQUEST
 from cacheprobe.ops.compiled.basics import COMPILER
 from cacheprobe.ops.compiled.queue import Queue
 from cacheprobe.ops.equality import bitwise, close
@@ -28,12 +28,12 @@ def hooks_on(model: torch.nn.Module) -> int:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[BridgeLM, HookedHF]]:
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[BridgeLM, FastLM]]:
     model = loaded(request.param)
-    yield model, HookedHF(model)
+    yield model, FastLM(model)
 
 
-def test_hooked_hf_equals_the_bridge(pair: tuple[BridgeLM, HookedHF]) -> None:
+def test_fast_lm_equals_the_bridge(pair: tuple[BridgeLM, FastLM]) -> None:
     """Ragged rows, pads, a third of the blocks wrong and rolled back."""
     bridge, plain = pair
     theirs, ours = fed_in_parts(bridge, texts(40, 31, 23)), fed_in_parts(plain, texts(40, 31, 23))
@@ -43,7 +43,7 @@ def test_hooked_hf_equals_the_bridge(pair: tuple[BridgeLM, HookedHF]) -> None:
     assert not close(theirs["T 1 row 0"], theirs["C 1 row 0"], 1e-1, because="the control: sites differ")
 
 
-def test_hooked_hf_shares_every_tensor(pair: tuple[BridgeLM, HookedHF]) -> None:
+def test_fast_lm_shares_every_tensor(pair: tuple[BridgeLM, FastLM]) -> None:
     bridge, plain = pair
     there = {tensor.data_ptr() for tensor in bridge.bridge.original_model.state_dict(keep_vars=True).values()}
     there |= {tensor.data_ptr() for tensor in bridge.bridge.original_model.buffers()}
@@ -53,16 +53,16 @@ def test_hooked_hf_shares_every_tensor(pair: tuple[BridgeLM, HookedHF]) -> None:
     assert is_tied == plain.model.config.tie_word_embeddings
 
 
-def test_the_bridge_keeps_its_attention(pair: tuple[BridgeLM, HookedHF]) -> None:
+def test_the_bridge_keeps_its_attention(pair: tuple[BridgeLM, FastLM]) -> None:
     bridge, plain = pair
     assert plain.model.config is not bridge.config
     assert all(m.config is plain.model.config for m in plain.model.modules() if hasattr(m, "config"))
     before = bridge.config._attn_implementation
-    HookedHF(bridge)
+    FastLM(bridge)
     assert bridge.config._attn_implementation == before
 
 
-def test_early_stop_is_the_state_after_that_block(pair: tuple[BridgeLM, HookedHF]) -> None:
+def test_early_stop_is_the_state_after_that_block(pair: tuple[BridgeLM, FastLM]) -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     for model in pair:
         seen: list[Tensor] = []
@@ -78,11 +78,11 @@ def test_early_stop_is_the_state_after_that_block(pair: tuple[BridgeLM, HookedHF
 @pytest.mark.parametrize("functional", [True, False])
 @pytest.mark.parametrize("can_choose", [True, False])
 def test_chosen_logits_are_those_of_the_slots(
-    pair: tuple[BridgeLM, HookedHF], functional: bool, can_choose: bool, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[BridgeLM, FastLM], functional: bool, can_choose: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the order asked for, with and without a model that takes logits_to_keep."""
-    plain = HookedHF(pair[0], functional=functional)
-    monkeypatch.setattr(plain.origin, "_can_choose_logits", can_choose)
+    plain = FastLM(pair[0], functional=functional)
+    monkeypatch.setattr(plain, "_can_choose_logits", can_choose)
     assert list(plain.logit_choice([3, 1])) == ["logits_to_keep"] * can_choose and plain.logit_choice(None) == {}
     ids, cache = torch.tensor([[5, 6, 7, 8]]), plain.new_cache(1, 8)
     every = plain.forward(ids, cache, [0], [0])
@@ -92,7 +92,7 @@ def test_chosen_logits_are_those_of_the_slots(
     assert not close(chosen, every[:, [1, 3]], 1e-2, because="the control: other slots, other logits")
 
 
-def test_fingerprint_tells_the_paths_apart(pair: tuple[BridgeLM, HookedHF]) -> None:
+def test_fingerprint_tells_the_paths_apart(pair: tuple[BridgeLM, FastLM]) -> None:
     bridge, plain = pair
     theirs, ours = bridge.fingerprint(), plain.fingerprint()
     assert ours["path"] == "fast"
@@ -100,20 +100,20 @@ def test_fingerprint_tells_the_paths_apart(pair: tuple[BridgeLM, HookedHF]) -> N
     assert {key for key in ours if ours[key] != theirs.get(key)} == {"path", "attention", "products"}
 
 
-def test_hooked_hf_is_a_cached_lm() -> None:
+def test_fast_lm_is_a_cached_lm() -> None:
     model = loaded()
-    plain = HookedHF(model)
+    plain = FastLM(model)
     assert isinstance(plain, CachedLM)
     assert (plain.name, plain.n_layers, plain.d_vocab, plain.dtype) == (model.name, 3, VOCAB, torch.float32)
     states = torch.randn(2, 32)
     assert bitwise(plain.read_out(states), model.read_out(states)) and plain.token_texts([3]) == ["<3>"]
-    with pytest.raises(ModelError, match="no site S at layer 7"), plain.capturing([("S", 7)], print):
+    with pytest.raises(ModelError, match="no layer 7"), plain.capturing([("S", 7)], print):
         pass
 
 
 @pytest.mark.parametrize("functional", [True, False])
 def test_hooks_and_threads_are_restored_after_an_exception(functional: bool) -> None:
-    plain = HookedHF(loaded(), functional=functional)
+    plain = FastLM(loaded(), functional=functional)
     cache, ids = plain.new_cache(1, 8), torch.tensor([[1, 2]])
     threads = torch.get_num_threads()
     captured: list[int] = []
@@ -132,7 +132,7 @@ def test_hooks_and_threads_are_restored_after_an_exception(functional: bool) -> 
 
 
 def test_what_a_listener_returns_changes_nothing() -> None:
-    plain = HookedHF(loaded())
+    plain = FastLM(loaded())
     ids = torch.tensor([[1, 2]])
     expected = plain.forward(ids, plain.new_cache(1, 8), [0], [0])
     with plain.capturing([("pre", 0), ("T", 1), ("S", 1)], lambda site, layer, value: value * 0):
@@ -144,7 +144,7 @@ def test_what_a_listener_returns_changes_nothing() -> None:
 @pytest.mark.parametrize("shape", [(4, 8), (1, 8), (4, 1)], ids=str)
 def test_fixed_shapes_fix_the_bits(family: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     """Neither its place in the batch, nor the other rows, nor what is stale, nor its slot in the window matter."""
-    plain = HookedHF(loaded(family, dtype))
+    plain = FastLM(loaded(family, dtype))
     (text,) = texts(40)
     at_least, width = shape
     batch = serving(plain, width, at_least=at_least, capacity=64)
@@ -196,7 +196,7 @@ def test_readings_of_the_loops_are_those_of_the_twin(family: str) -> None:
         slow = model.read_out_with_gradients(states)
     made = model.read_out(states)
     assert (made - slow).abs().max() <= slow.abs().max() * torch.finfo(torch.bfloat16).eps
-    assert bitwise(made, HookedHF(model).read_out(states))
+    assert bitwise(made, FastLM(model).read_out(states))
     targets = torch.arange(40) % model.d_vocab
     read = model.read_tokens(states, targets, 5)
     assert (read is None) == (family == "gemma2")
@@ -208,10 +208,10 @@ def test_readings_of_the_loops_are_those_of_the_twin(family: str) -> None:
     assert model.fingerprint()["readings"] == "torch"
 
 
-def test_building_a_hooked_hf_draws_no_random_numbers() -> None:
+def test_building_a_fast_lm_draws_no_random_numbers() -> None:
     model = loaded()
     state = torch.get_rng_state()
-    HookedHF(model)
+    FastLM(model)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -224,7 +224,7 @@ def test_every_product_of_a_layer_runs_in_the_loops(functional: bool, monkeypatc
         seen.append(weight.data_ptr())
         return real(self, values, weight, bias, **settings)
 
-    plain = HookedHF(on_loops(loaded("llama")), functional=functional)
+    plain = FastLM(on_loops(loaded("llama")), functional=functional)
     monkeypatch.setattr(Queue, "product", watched)
     linears = [m for m in plain.model.modules() if type(m) is torch.nn.Linear]
     cache = plain.new_cache(1, 32)
