@@ -5,14 +5,8 @@ from cacheprobe.tasks.boxes import Boxes
 from cacheprobe.tasks.coin_flip import CoinFlip, CoinFlipSparse, answer_token_ids, coin_question
 from cacheprobe.tasks.coin_flip_wei import CoinFlipWei
 from cacheprobe.tasks.drawing import ListedTask, Task, mixed
-from cacheprobe.tasks.files import (
-    example_from_record,
-    example_record,
-    from_dataset,
-    load_examples,
-    save_examples,
-    to_dataset,
-)
+from cacheprobe.tasks.exchange import from_dataset, to_dataset
+from cacheprobe.tasks.files import example_from_record, example_record, load_examples, save_examples
 from cacheprobe.tasks.permutations import Permutations
 from cacheprobe.tasks.thoughts import CHAINS, FORMATS, Annotated, annotate, annotate_all
 from cacheprobe.tasks.two_coins import TwoCoins

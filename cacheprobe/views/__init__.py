@@ -3,8 +3,10 @@
 from typing import TYPE_CHECKING
 
 from cacheprobe.core.values import no_attribute
-from cacheprobe.views.acceptance import acceptance_curves, column_figure
+from cacheprobe.views.acceptance import acceptance_curves
 from cacheprobe.views.attribution import attribution
+from cacheprobe.views.coin import carried_figure, coin_rows_figure, ways_figure
+from cacheprobe.views.columns import column_figure
 from cacheprobe.views.curves import draft_verdicts, prediction_depth_figure
 from cacheprobe.views.diagrams.cache import cache_picture
 from cacheprobe.views.diagrams.cards import thought_card, token_card
@@ -14,14 +16,7 @@ from cacheprobe.views.diagrams.frame import Markup
 from cacheprobe.views.diagrams.lens_grid import lens_grid
 from cacheprobe.views.diagrams.timeline import timeline
 from cacheprobe.views.diagrams.windows import Window, accepted_whole, find_windows, rolled_back
-from cacheprobe.views.findings import (
-    carried_figure,
-    coin_rows_figure,
-    forcing_figure,
-    perplexity_figure,
-    simplex_figure,
-    ways_figure,
-)
+from cacheprobe.views.findings import forcing_figure, perplexity_figure, simplex_figure
 from cacheprobe.views.grids import attribution_patching_grid, flip_grid, patching_grid, routing_figure
 from cacheprobe.views.probes import (
     disagreement_figure,

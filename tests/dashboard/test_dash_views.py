@@ -17,7 +17,7 @@ from cacheprobe.trace.tables.token_history import TokenOutcome, standing_at, tok
 from cacheprobe.views.dashboard.questions import CannotShow, answered, span, whole
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs import cache, compare, replay
-from cacheprobe.views.diagrams.cache import cache_passes, cache_strip, memory_sentence
+from cacheprobe.views.diagrams.cache_strip import cache_passes, cache_strip, memory_sentence
 from cacheprobe.views.diagrams.decode_grid import SIGNS, decode_picture
 from cacheprobe.views.diagrams.timeline import TIMELINE_LEGEND, timeline_finding, timeline_picture
 from cacheprobe.views.diagrams.windows import find_windows
@@ -130,7 +130,7 @@ def test_the_strip_has_each_slot_once(trace: cp.Trace) -> None:
 
 def test_the_passes_are_those_of_the_tables(trace: cp.Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twin: the ledger for what was written, the statuses of rows for what was removed again."""
-    monkeypatch.setattr("cacheprobe.views.diagrams.cache._MOST_PASSES", 99)
+    monkeypatch.setattr("cacheprobe.views.diagrams.cache_strip._MOST_PASSES", 99)
     rows, windows = trace.row_table, find_windows(trace.events(), 2)
     gone = rows[(rows.request_id == 2) & (rows.phase == "verify") & (rows.status == "rolled_back")]
     last = max(window.step for window in windows)

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.views.diagrams.cache import cache_counts, cylinder_strokes
+from cacheprobe.views.diagrams.cylinder import cache_counts, cylinder_strokes
 from cacheprobe.views.diagrams.diagram import window_diagram
 from cacheprobe.views.diagrams.panels import CONTESTED_NATS, SETTLED_NATS, abridged, verify_panel
 from cacheprobe.views.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back

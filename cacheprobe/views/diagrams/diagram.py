@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.cache import swatch
+from cacheprobe.views.diagrams.cylinder import swatch
 from cacheprobe.views.diagrams.frame import Markup, TitledPicture
 from cacheprobe.views.diagrams.panels import (
     Panel,

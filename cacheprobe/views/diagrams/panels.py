@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.cache import CACHE_HEIGHT, cylinder_strokes
+from cacheprobe.views.diagrams.cylinder import CACHE_HEIGHT, cylinder_strokes
 from cacheprobe.views.diagrams.frame import Panel
 from cacheprobe.views.diagrams.windows import Window
 from cacheprobe.views.text import markup, subscript, text_of, token_label

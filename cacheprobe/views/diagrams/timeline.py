@@ -6,7 +6,7 @@ import pandas as pd
 
 from cacheprobe.core.values import TableLine
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.cache import swatch
+from cacheprobe.views.diagrams.cylinder import swatch
 from cacheprobe.views.diagrams.frame import Markup, TitledPicture
 from cacheprobe.views.diagrams.windows import verified_requests
 

@@ -6,7 +6,7 @@ import pandas as pd
 
 from cacheprobe.core.values import JsonDict
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.cache import swatch
+from cacheprobe.views.diagrams.cylinder import swatch
 from cacheprobe.views.diagrams.diagram import key_list
 from cacheprobe.views.diagrams.frame import Drawing, Markup, framed, picture_alone
 from cacheprobe.views.text import markup, visible

@@ -8,7 +8,7 @@ import pandas as pd
 
 from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.cache import PROVENANCE_STYLES, cache_counts, swatch
+from cacheprobe.views.diagrams.cylinder import PROVENANCE_STYLES, cache_counts, swatch
 from cacheprobe.views.text import markup, shorten, subscript, token_label, visible
 from cacheprobe.views.thoughts.columns import Column, words_of
 
