@@ -113,9 +113,7 @@ def causal_tracing(
     def group(sample: int, position: int) -> Group:
         """Returns the patched runs of one noise draw at one position, by (layer, position, sample)."""
         indices: list[Index] = [(layer, position, sample) for layer in in_layers]
-        cells = {
-            index: _restoring(clean, site, window_of(index[0], window, model.n_layers), position) for index in indices
-        }
+        cells = {one: _restoring(clean, site, window_of(one[0], window, model.n_layers), position) for one in indices}
         return Group(f"{sample}-{position}", partial(noisy_before, sample), lambda begins: cells, indices)
 
     (first,), pair = as_stored([measured]), (measured, measured)
