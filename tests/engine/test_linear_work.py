@@ -63,6 +63,7 @@ def increase_ratio(job: Callable[[int], object], size: int, within: str = "") ->
     for n in (1, 2, 4):  # what is built once, and the trials of pass shapes
         job(n * size)
     one, two, four = (lines_of(job, n * size, within) for n in (1, 2, 4))
+    assert one > 0, f"no line of {within} ran"
     return (four - two) / (two - one)
 
 
@@ -89,7 +90,9 @@ def test_requests_that_wait_for_the_verifier() -> None:
 
 def test_requests_with_one_prompt() -> None:
     """Each copies the rows of one that was read, and the lens reads the prompt's last row again."""
-    ratio = increase_ratio(lambda n: cp.run(loaded(), [[1, 2, 3]] * n, **settings(2)), 12, "capture/recorder.py")
+    ratio = increase_ratio(
+        lambda n: cp.run(loaded(), [[1, 2, 3]] * n, **settings(2)), 12, "trace/recording/recorder.py"
+    )
     assert 1.8 < ratio < DOUBLE
 
 
@@ -174,7 +177,7 @@ def test_cancelled_requests_keep_the_order_of_the_queue() -> None:
     requests = [cp.Request((), prompt_token_ids=(1,), request_id=n) for n in range(6)]
     states = [SequenceState(request, False, sampling) for request in requests]
     config = EngineConfig(capacity=64)
-    scheduler = Scheduler(states, loaded().new_cache(2, 64), config, 2)  # it admits none here
+    scheduler = Scheduler(states, loaded().new_cache(2, 64), config)  # it admits none here
     for n in (4, 1):
         states[n].is_cancel_requested = True
     assert [state.request_id for state in scheduler.cancelled()] == [1, 4]

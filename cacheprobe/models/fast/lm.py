@@ -178,6 +178,16 @@ class FastLM(CopiedLM):
         """Returns all parameters with their names, as BridgeLM.named_weights."""
         return self.origin.named_weights()
 
+    @property
+    def weights_checksum(self) -> str:
+        """Returns the checksum that the model it copies knows."""
+        return self.origin.weights_checksum
+
+    @property
+    def weights_sha256(self) -> str:
+        """Returns the hash that the model it copies knows."""
+        return self.origin.weights_sha256
+
     def fingerprint_of_path(self) -> dict[str, str | int | float]:
         """Returns what a fingerprint says of this path: its name, its attention, and what else it depends on."""
         attention = BY_REQUEST if self.attends_by_request else "sdpa"
