@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -32,7 +33,8 @@ def _heat_map(
     """
     found = [[cells.get((row, column), (None, "")) for column in columns] for row in rows]
     heat_map = go.Heatmap(
-        x=list(range(len(columns))), y=list(range(len(rows))), z=[[number for number, _ in line] for line in found],
+        x=list(range(len(columns))), y=list(range(len(rows))),
+        z=np.array([[number for number, _ in line] for line in found], dtype=float),
         text=[[hover for _, hover in line] for line in found], hovertemplate="%{text}<extra></extra>",
         xgap=1, ygap=1, colorbar=dict(thickness=12, x=1.01, **colorbar),
     )  # fmt: skip

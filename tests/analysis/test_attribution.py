@@ -11,8 +11,8 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.hf.frozen_norm import FrozenNorm
+from cacheprobe.models.hf.lm import HuggingFaceLM
 from tests.models.test_families import ALIKE
 from tests.tiny import FAMILIES, PROMPTS, SMALL, hf_model, loaded
 from tests.twins.attribution_slowly import attribution_slowly, frozen_slowly
@@ -187,9 +187,9 @@ def test_a_hidden_step_between_heads_and_stream_is_noticed() -> None:
 
 
 def test_processed_logits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace, right = drafted(), BridgeLM.read_out_with_gradients
+    trace, right = drafted(), HuggingFaceLM.read_out_with_gradients
     for name in ("read_out", "read_out_with_gradients"):
-        monkeypatch.setattr(BridgeLM, name, lambda self, states: 2 * right(self, states))
+        monkeypatch.setattr(HuggingFaceLM, name, lambda self, states: 2 * right(self, states))
     with pytest.raises(ModelError, match="its logits are not its final norm and unembedding"):
         cp.analysis.attribution(trace, 0, 7)
 

@@ -12,6 +12,7 @@ from cacheprobe.cli.app import app
 from cacheprobe.cli.flags import read, with_flags
 from cacheprobe.core.config import EngineConfig, EngineOptions
 from cacheprobe.core.settings import ModelFlags, PromptFlags, RunFlags
+from cacheprobe.models.loaders import LoadOptions
 from cacheprobe.sweeps.settings import Axes
 from cacheprobe.sweeps.settings import SweepRunSettings as SweepRun
 from cacheprobe.views.report.listings import run_listings
@@ -155,15 +156,15 @@ def test_the_flags_of_a_run_are_settings_of_the_calls() -> None:
     """Their names and defaults stay those of `cp.load_model` and `cp.run`, and those of a sweep's file are theirs."""
     flags = {field.name: field.default for kind in (ModelFlags, RunFlags) for field in fields(kind)}
     defaults = {field.name: field.default for field in fields(EngineConfig)}
-    for call in (cp.load_model, cp.run):
-        given = signature(call).parameters.items()
-        defaults |= {name: one.default for name, one in given if one.default is not one.empty}
+    given = signature(cp.run).parameters.items()
+    defaults |= {name: one.default for name, one in given if one.default is not one.empty}
     sampling = {field.name for field in fields(cp.SamplingParams)} | {field.name for field in fields(cp.CaptureConfig)}
     renamed = {"capture_dtype"}  # of CaptureConfig, because --dtype is the model's
-    assert set(flags) - renamed <= set(defaults) | set(EngineOptions.__annotations__) | sampling
+    options = {"model", *EngineOptions.__annotations__, *LoadOptions.__annotations__}
+    assert set(flags) - renamed <= set(defaults) | options | sampling
     differ = {name for name, value in flags.items() if name in defaults and defaults[name] != value}
     # what a call leaves open, or decides elsewhere
-    assert differ == {"dtype", "window", "group", "capacity", "max_new_tokens", "lens"}
+    assert differ == {"window", "group", "capacity", "max_new_tokens", "lens"}
     shared = {**Axes.model_fields, **SweepRun.model_fields}
     known = {**flags, **{field.name: field.default for field in fields(PromptFlags)}}
     assert set(shared) - set(known) == {"intervention", "prefill_chunk", "prefill_group", "pad_prefill"}

@@ -27,6 +27,7 @@ QUICK = {
     "show",
     "hypotheses",
     "models",
+    "doctor",
     "dash",
     "query",
     "migrate",
@@ -121,7 +122,7 @@ def test_seconds_outside_do_not_count(clock: list[float], capsys: pytest.Capture
 
 
 def test_a_run_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(terminal, "SECONDS_BETWEEN_LINES", 0.0)
     cp.run(loaded(), PROMPTS[:2], **{**SMALL, "progress": True})
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("generating: ") and lines[-1].startswith("generating: 40 of 40 tokens, ")
@@ -131,7 +132,7 @@ def test_a_run_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_a_report_and_a_grid_tell_how_far_they_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(terminal, "SECONDS_BETWEEN_LINES", 0.0)
     run = cp.run(loaded(), PROMPTS[:1], **SMALL)
     cp.plots.write_report(run, tmp_path / "report.html", progress=True)
     assert capsys.readouterr().err.splitlines()[-1].startswith("drawing: 6 of 6 sections, ")

@@ -47,6 +47,12 @@ _JOINT = "qkv"
 """The bridge's name for one joint projection of q, k and v."""
 
 
+def _of_origin(name: str) -> property:
+    """Returns a property that reads an attribute of the BridgeLM at every access, since users may set it there. The
+    value that the base class's constructor gives is dropped."""
+    return property(lambda model: getattr(model.origin, name), lambda model, value: None)
+
+
 class FastLM(CopiedLM):
     """Runs a plain copy of the transformers model inside a bridge, which shares the weights of the bridge's model. This
     is the fast forward. The modules of its states are those to which the bridge's hook names belong.
@@ -55,7 +61,10 @@ class FastLM(CopiedLM):
     """
 
     operations = property(attrgetter("origin.operations"))  # pyright: ignore[reportAssignmentType]
-    prepend_bos = property(attrgetter("origin.prepend_bos"))  # pyright: ignore[reportAssignmentType]
+    tokenizer = _of_origin("tokenizer")  # pyright: ignore[reportAssignmentType]
+    stop_token_ids = _of_origin("stop_token_ids")  # pyright: ignore[reportAssignmentType]
+    stop_source = _of_origin("stop_source")  # pyright: ignore[reportAssignmentType]
+    prepend_bos = _of_origin("prepend_bos")  # pyright: ignore[reportAssignmentType]
 
     def __init__(self, origin: BridgeLM, functional: bool = True) -> None:
         """Builds the plain model around the weights of the BridgeLM `origin`. functional: compute without modules in
