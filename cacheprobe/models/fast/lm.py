@@ -38,6 +38,7 @@ from cacheprobe.ops.compiled.attention import MOST_TOKENS
 from cacheprobe.ops.compiled.lanes import FORMATS
 from cacheprobe.ops.compiled.operations import TORCH, CompiledOperations
 from cacheprobe.ops.kernel_set import KernelSet
+from cacheprobe.ops.readout import Readout
 
 FUNCTIONAL = (FunctionalLlama, FunctionalGPT)
 """Classes that compute a forward without calling modules; each supports some model families."""
@@ -182,6 +183,18 @@ class FastLM(CopiedLM):
     def output_parts(self) -> OutputParts:
         """Returns the steps from the last residual stream to the logits, as BridgeLM.output_parts."""
         return self.origin.output_parts()
+
+    def read_out(self, states: Tensor) -> Tensor:
+        """Returns the logits of residual states, as BridgeLM.read_out."""
+        return self.origin.read_out(states)
+
+    def read_tokens(self, states: Tensor, target_token_ids: Tensor, top_k: int) -> Readout | None:
+        """Returns what BridgeLM.read_tokens returns."""
+        return self.origin.read_tokens(states, target_token_ids, top_k)
+
+    def read_out_with_gradients(self, states: Tensor) -> Tensor:
+        """Returns the logits of residual states and lets gradients flow back, as BridgeLM.read_out_with_gradients."""
+        return self.origin.read_out_with_gradients(states)
 
     def named_weights(self) -> Sequence[tuple[str, Tensor]]:
         """Returns all parameters with their names, as BridgeLM.named_weights."""
