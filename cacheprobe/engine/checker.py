@@ -36,7 +36,7 @@ from cacheprobe.ops.equality import bitwise
 AGAIN_EVERY, FIRST_AGAIN = 32, 2
 """One of this many passes of invariant requests, from the second on, computes one of them again; of passes that read
 several prompts, from the first on. So short runs are checked, too."""
-_LEAVE_ROOM_EVERY = 16
+LEAVE_ROOM_EVERY = 16
 """One of this many full verify passes leaves out its last request, to make room for a duplicate."""
 
 
@@ -126,7 +126,7 @@ class RecomputeChecker:
         if len(group) < config.group or len(group) == 1 or config.is_invariant:
             return group
         self._num_full += 1
-        return group[:-1] if self._num_full % _LEAVE_ROOM_EVERY == 0 else group
+        return group[:-1] if self._num_full % LEAVE_ROOM_EVERY == 0 else group
 
     def note_batch(self, states: Sequence[SequenceState]) -> None:
         """Notes that these requests' prompts were read in one pass, but must not depend on each other."""

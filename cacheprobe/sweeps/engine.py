@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cacheprobe.core.registry import find
-from cacheprobe.core.terminal import duration
+from cacheprobe.core.terminal import Progress, duration
 from cacheprobe.models.plain.files import checked_device
 from cacheprobe.sweeps.backends import Event
 from cacheprobe.sweeps.cells import Cell, ModelKey, distinguishing_labels

@@ -30,7 +30,7 @@ def _drafter_panels(table: pd.DataFrame) -> tuple[Figure, list[tuple[str, pd.Dat
     by layer, plotly's settings of its curves); the first panel's curves are in the legend."""
     drafters = list(dict.fromkeys(table.drafter))
     figure = make_subplots(rows=1, cols=len(drafters), shared_yaxes=True, subplot_titles=drafters, figure=Figure())
-    panels = [
+    panels: list[tuple[str, pd.DataFrame, dict[str, object]]] = [
         (drafter, table[table.drafter == drafter].sort_values("layer"), dict(row=1, col=i, showlegend=i == 1))
         for i, drafter in enumerate(drafters, start=1)
     ]

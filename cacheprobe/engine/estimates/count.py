@@ -5,6 +5,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cacheprobe.engine.checker import LEAVE_ROOM_EVERY
 from cacheprobe.engine.drafters.base import Drafter, drafted_layers
 from cacheprobe.engine.loop import FIRST_DRAFT_LENGTH
 from cacheprobe.engine.plan import RunPlan
@@ -58,7 +59,7 @@ class RunCount:
         self.passes: Counter[tuple[str, int]] = Counter()
         """By phase and token slots, pads and dummies included: number of passes; "draft": calls without a pass."""
         self.rows = self.readings = self.num_drafted = 0
-        self._kept_rows = self._pattern_weights = self._step = 0
+        self._kept_rows = self._pattern_weights = self._step = self._num_full = 0
         self._draft_layers = plan.model.n_layers if drafter is None else drafted_layers(drafter, plan.model)
         length, window = plan.config.draft_length, plan.config.window
         cap = min(FIRST_DRAFT_LENGTH, window - 1) if isinstance(length, str) else length
@@ -184,6 +185,9 @@ class RunCount:
         for group in (ready[i : i + config.group] for i in range(0, len(ready), config.group)):
             if len(group) < config.group and are_others_coming:
                 continue
+            if len(group) == config.group > 1 and not config.is_invariant:
+                self._num_full += 1
+                group = group[:-1] if self._num_full % LEAVE_ROOM_EVERY == 0 else group  # as the checker does
             longest = 1 + max(one.draft for one in group)
             width = next((n for n in plan.checker.narrow_widths if n >= longest), config.window)
             self._pass("verify", width * (len(group) if config.is_invariant else config.group))

@@ -8,11 +8,7 @@ operation. So the threads are woken once for a whole queue.
 from typing import no_type_check
 
 import numpy as np
-from numba import (  # pyright: ignore[reportPrivateImportUsage]
-    carray,
-    literally,
-    njit,  # pyright: ignore[reportPrivateImportUsage]
-)
+from numba import carray, literally, njit  # pyright: ignore[reportPrivateImportUsage]
 from numba.core.ccallback import CFunc
 
 from cacheprobe.ops.compiled.attention import NUMBERS as ATTENTION_NUMBERS
