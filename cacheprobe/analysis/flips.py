@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from cacheprobe.core.hook_names import SITES
 from cacheprobe.core.sampling_params import SamplingParams
 from cacheprobe.core.tokens.text import visible
 from cacheprobe.edits.patching.arguments import check_site, usable
@@ -92,7 +93,7 @@ def flip(
     step: SupportsIndex,
     *,
     model: CachedLM | None = None,
-    sites: str = "STC",
+    sites: str = "".join(SITES),
     edits: Iterable[str] | None = None,
     progress: "bool | CellProgress" = True,
 ) -> Flips:

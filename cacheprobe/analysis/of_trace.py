@@ -7,9 +7,9 @@ import pandas as pd
 from cacheprobe.analysis import measures
 from cacheprobe.analysis.measures import agreement_by_layer, prediction_depth_of
 from cacheprobe.core.hook_names import PATTERN
+from cacheprobe.trace.tables.draft_verdicts import token_measures
 from cacheprobe.trace.tables.schema import typed
 from cacheprobe.trace.tables.token_history import standing_at, token_history, tokens_with_texts
-from cacheprobe.trace.tables.token_measures import token_measures
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace

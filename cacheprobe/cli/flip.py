@@ -4,6 +4,8 @@ are made when the command runs."""
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cacheprobe.core.hook_names import SITES
+
 if TYPE_CHECKING:
     from cacheprobe.analysis.flips import Flips
     from cacheprobe.core.terminal import Listing
@@ -14,7 +16,7 @@ def flip(
     *,
     request: int,
     step: int,
-    sites: str = "STC",
+    sites: str = "".join(SITES),
     out: Path | None = None,
     model: str | None = None,
     adapter: str | None = None,

@@ -12,7 +12,7 @@ from cacheprobe.core.values import JsonDict
 
 if TYPE_CHECKING:
     from cacheprobe.engine.drafters.base import Drafter
-    from cacheprobe.trace.recording.interrupts import Interrupted
+    from cacheprobe.trace.recording.observers import Interrupted
     from cacheprobe.trace.recording.to_disk import OutputOptions
 
 SHAPES = ("window", "group", "capacity", "max_batch", "max_kv_tokens", "determinism")

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cacheprobe.core.hook_names import SITES
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.experts.sites import own_experts
@@ -43,7 +44,7 @@ def check_model(model: "BridgeLM") -> None:
         if value.shape[-1] == model.d_model and value.dim() == 3:
             fired[site, layer] = value[0].clone()
 
-    wanted = [("pre", 0)] + [(site, layer) for layer in range(model.n_layers) for site in "STC"]
+    wanted = [("pre", 0)] + [(site, layer) for layer in range(model.n_layers) for site in SITES]
     try:
         cache = probe_cache(model, token_ids)
         with model.capturing(wanted, note):

@@ -65,13 +65,6 @@ def test_no_setting_is_forgotten(setting: str, ours: object, theirs: object, tmp
     assert len(setting_differences(stored[0].meta, stored[1].meta, stored[0].requests, stored[1].requests)) == 1
 
 
-def test_what_an_older_run_did_not_record_has_the_default() -> None:
-    fixtures = Path(__file__).parents[1] / "fixtures"
-    old, new = (StoredRun(next(fixtures.glob(f"**/trace-v{version}"))) for version in (1, 6))
-    found = {name for name, *_ in setting_differences(old.meta, new.meta, old.requests, new.requests)}
-    assert not found & {"top k", "top p", "min p", "repetition penalty", "stop texts", "acceptance"}
-
-
 def test_settings_of_another_engine_are_not_known() -> None:
     imported = {"fingerprint": {"path": "imported from vLLM"}, "kind": "import", "config": {"capacity": 64}}
     found = {name: values for name, *values in setting_differences(imported, {}, [], [])}

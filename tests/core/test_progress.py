@@ -29,7 +29,6 @@ QUICK = {
     "models",
     "dash",
     "query",
-    "migrate",
     "import generate",
     "import vllm",
 }

@@ -25,7 +25,7 @@ from cacheprobe.trace.manifest import MANIFEST
 from cacheprobe.trace.recording.assemble import assemble
 from cacheprobe.trace.recording.features import FeatureRecorder
 from cacheprobe.trace.recording.recorder import Recorder
-from cacheprobe.trace.run_files import write_parquet
+from cacheprobe.trace.storage import write_parquet
 from cacheprobe.trace.tables.build import hypotheses_table
 from cacheprobe.trace.tables.schema import typed
 from cacheprobe.trace.trace import Trace

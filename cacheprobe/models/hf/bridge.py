@@ -17,7 +17,7 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 from transformer_lens.model_bridge.sources._bridge_builder import detect_tokenizer_bos_eos
 from transformers import AutoTokenizer
 
-from cacheprobe.core.hook_names import ROTATED, hook_name, resid_pre_name
+from cacheprobe.core.hook_names import ROTATED, SITES, hook_name, resid_pre_name
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.staged import PassAttention, StagedCache
@@ -72,7 +72,7 @@ class BridgeLM(HookedLM):
         points = bridge.hook_dict
         if self.dtype != torch.float32:
             _keep_dtype_when_rotated(points, self.dtype)
-        needed = [hook_name(site, layer) for layer in range(self.n_layers) for site in "STC"] + [resid_pre_name(0)]
+        needed = [hook_name(site, layer) for layer in range(self.n_layers) for site in SITES] + [resid_pre_name(0)]
         if missing := [name for name in needed if name not in points]:
             raise ModelError(
                 f"{name}: TransformerLens gives this architecture no hook {missing[0]}; it cannot be captured"

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from cacheprobe.core.hook_names import SITES
 from cacheprobe.core.values import JsonDict
 from cacheprobe.views.dashboard.book import Book
 from cacheprobe.views.dashboard.questions import PageQuestion
@@ -32,7 +33,7 @@ def run_facts(shelf: Shelf, reader: RunReader, question: PageQuestion) -> JsonDi
         "last": max(book.steps.stop - 1, book.steps.start),
         "opening": book.opening,
         "layers": list(run.layers) or run.meta["capture"]["layers"],
-        "sites": [site for site in "STC" if site in run.sites or site == "S"],
+        "sites": [site for site in SITES if site in run.sites or site == "S"],
         "lenses": reader.menu(book),
         "why_not": reader.why_not(book),
         "has_readings": run.has_readings,

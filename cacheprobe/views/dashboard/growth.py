@@ -4,18 +4,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from cacheprobe.core.terminal import duration
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.manifest import JOURNAL, MANIFEST, TraceError
+from cacheprobe.trace.parts.growing import GrowingRun, growing_run
+from cacheprobe.trace.parts.journal import Journal
 from cacheprobe.trace.places import recorded_by
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.views.dashboard.book import Book
-
-if TYPE_CHECKING:
-    from cacheprobe.trace.parts.following import FollowedRun
-    from cacheprobe.trace.parts.journal import Journal
 
 State = Literal["growing", "interrupted", "finished", "trouble"]
 
@@ -46,7 +44,7 @@ class TokensSoFar:
         return (self.most_tokens - self.num_tokens) / rate if rate else None
 
 
-def progress_of(journal: "Journal") -> TokensSoFar:
+def progress_of(journal: Journal) -> TokensSoFar:
     """Returns the TokensSoFar of a run from its journal."""
     counts = {request_id: len(token_ids) for request_id, token_ids in journal.tokens.items()}
     ended = {int(request_id) for request_id in journal.gathered("finish")}
@@ -147,13 +145,11 @@ class Follower:
         }
 
 
-def _followed(directory: Path) -> "FollowedRun":
+def _followed(directory: Path) -> GrowingRun:
     """Returns the unfinished run in a directory. Raises: TraceError if there is none."""
-    from cacheprobe.trace.parts.following import FollowedRun
-
     if not (directory / JOURNAL).exists():
         raise TraceError(f"{directory} holds no run any more: it was deleted or moved")
-    return FollowedRun(directory)
+    return growing_run(directory)
 
 
 def _warmed(run: StoredRun, before: Book | None = None) -> Book:
@@ -186,7 +182,7 @@ def _count(book: Book) -> int:
     return sum(len(request["committed_token_ids"]) for request in book.run.requests)
 
 
-def _command(journal: "Journal", directory: Path) -> str:
+def _command(journal: Journal, directory: Path) -> str:
     """Returns the command, or the call, that continues an interrupted run."""
     meta = journal.header["meta"]
     if meta.get("command", {}).get("settings") is None and (meta["drafter"] or meta.get("interventions")):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from cacheprobe import analysis
-from cacheprobe.core.hook_names import SITE_NAMES, site_label
+from cacheprobe.core.hook_names import SITE_NAMES, SITES, site_label
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.known import shipped_folder
 from cacheprobe.trace.stored import StoredRun
@@ -41,7 +41,7 @@ class RunReader:
         Loads no model."""
         if book.run.directory in self._refused:
             return self._refused[book.run.directory]
-        if not set(book.run.sites) & set("STC"):
+        if not set(book.run.sites) & set(SITES):
             return f"this run kept no states; run it with {', '.join(map(site_label, SITE_NAMES))} in capture="
         name = self._shelf.model or book.run.fingerprint["model"]
         if not is_on_this_machine(name):

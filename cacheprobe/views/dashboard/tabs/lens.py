@@ -4,7 +4,7 @@ from typing import get_args
 
 import pandas as pd
 
-from cacheprobe.core.hook_names import site_label
+from cacheprobe.core.hook_names import SITES, site_label
 from cacheprobe.views.attribution import attribution
 from cacheprobe.views.dashboard.book import Book
 from cacheprobe.views.dashboard.figures import graphs
@@ -102,7 +102,7 @@ def contributions(shelf: Shelf, reader: RunReader, question: PageQuestion) -> Pa
     for T (attention) and C (MLP). Raises: CannotShow if the run did not keep S, T and C, or if the row or its model is
     missing."""
     book, request = shelf.book_and_request(question)
-    missing = [site for site in "STC" if site not in book.run.sites]
+    missing = [site for site in SITES if site not in book.run.sites]
     if missing:
         raise CannotShow(
             f"this run kept no {' and '.join(map(site_label, missing))}; record them with --capture STCZ: each "
