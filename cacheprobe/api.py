@@ -31,9 +31,9 @@ from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.lenses.base import Lens
 from cacheprobe.lenses.dictionaries import Dictionary
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.facts import hashing_once
 from cacheprobe.models.loaders import load_model
-from cacheprobe.models.turns import hold_model
+from cacheprobe.models.settings import hold_model
+from cacheprobe.models.weights import hashing_once
 from cacheprobe.trace.parts.journal import last_step
 from cacheprobe.trace.places import clean_finished
 from cacheprobe.trace.recording.observers import Interrupted, ProgressBar, cancelling

@@ -10,8 +10,8 @@ from threading import Thread
 from playwright.sync_api import Browser, sync_playwright
 
 import cacheprobe as cp
-from cacheprobe.views.dashboard.serve import listen
-from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.app import listen
+from cacheprobe.views.dashboard.run_list import RunList
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM = "/usr/bin/chromium"
@@ -52,7 +52,7 @@ def thoughts_picture(browser: Browser, run: Path, folder: Path) -> None:
 
 def dash_picture(browser: Browser, runs: list[Path], folder: Path) -> None:
     """The dashboard as it opens, from its header to the end of the lens grid and the token's card."""
-    server = listen(Shelf.of(runs), port=0)
+    server = listen(RunList.of(runs), port=0)
     Thread(target=server.serve_forever, daemon=True).start()
     page = browser.new_page(viewport={"width": WIDTH, "height": 900})
     page.set_default_timeout(PATIENCE)

@@ -1,10 +1,8 @@
 """Puts a model on the compiled loops of float32 arithmetic, whatever this machine would choose."""
 
 from cacheprobe.models.hf.bridge import BridgeLM
-from cacheprobe.ops.compiled.choice import CompiledOperations
 from cacheprobe.ops.compiled.lanes import FLOATS
-from cacheprobe.ops.compiled.product import CompiledProduct
-from cacheprobe.ops.compiled.readout import CompiledReadout
+from cacheprobe.ops.compiled.operations import CompiledOperations, CompiledProduct, CompiledReadout
 
 
 def on_loops(model: BridgeLM) -> BridgeLM:

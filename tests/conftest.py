@@ -5,9 +5,13 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 # Read by torch, transformers and their friends when a test first imports them.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -53,3 +57,12 @@ def checked_requests() -> Iterator[None]:
 
     with checked_states():
         yield
+
+
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    """A real browser."""
+    from tests.chromium import chromium
+
+    with chromium() as one:
+        yield one

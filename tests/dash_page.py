@@ -13,8 +13,8 @@ from typing import Any
 from playwright.sync_api import Browser, ConsoleMessage, Page
 
 import cacheprobe as cp
-from cacheprobe.views.dashboard.serve import listen
-from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.app import listen
+from cacheprobe.views.dashboard.run_list import RunList
 from tests.chromium import PATIENCE
 from tests.plots.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
@@ -46,9 +46,9 @@ def save_thinking(folder: Path) -> cp.Trace:
 
 
 @contextmanager
-def served(shelf: Shelf) -> Iterator[str]:
-    """Address of a dashboard over the shelf."""
-    server = listen(shelf, port=0)
+def served(run_list: RunList) -> Iterator[str]:
+    """Address of a dashboard over the run_list."""
+    server = listen(run_list, port=0)
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

@@ -19,8 +19,8 @@ from cacheprobe.engine.checker import RecomputeChecker
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.passes import EngineError
 from cacheprobe.kvcache.staged import StagedCache
-from cacheprobe.ops.attention import by_request as request_attention
-from cacheprobe.ops.attention.by_request import _attend_by_scores
+from cacheprobe.ops import attention as request_attention
+from cacheprobe.ops.attention import _attend_by_scores
 from cacheprobe.ops.compiled.attention import decode_attention
 from cacheprobe.ops.equality import bits
 from tests.invariants.runs import outcome

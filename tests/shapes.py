@@ -10,7 +10,7 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.staged import PassAttention
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import choose_path
-from cacheprobe.ops.attention.by_request import AttentionSpans, spans_of_pass, spans_of_positions
+from cacheprobe.ops.attention import AttentionSpans, spans_of_pass, spans_of_positions
 
 _TRIED = 16
 """Groups to try."""

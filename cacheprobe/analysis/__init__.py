@@ -6,83 +6,37 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cacheprobe.analysis.dictionary_loss import reconstruction as reconstruction
     from cacheprobe.analysis.draft_acceptance import acceptance as acceptance
-    from cacheprobe.analysis.draft_tables import expected_speedup as expected_speedup
-    from cacheprobe.analysis.exports import (
-        to_dataframe as to_dataframe,
-    )
-    from cacheprobe.analysis.exports import (
-        to_datasets as to_datasets,
-    )
-    from cacheprobe.analysis.exports import (
-        to_neuronpedia as to_neuronpedia,
-    )
-    from cacheprobe.analysis.exports import (
-        to_numpy as to_numpy,
-    )
-    from cacheprobe.analysis.exports import (
-        to_speculators as to_speculators,
-    )
-    from cacheprobe.analysis.exports import (
-        to_xarray as to_xarray,
-    )
+    from cacheprobe.analysis.draft_acceptance import expected_speedup as expected_speedup
+    from cacheprobe.analysis.exports import to_dataframe as to_dataframe
+    from cacheprobe.analysis.exports import to_datasets as to_datasets
+    from cacheprobe.analysis.exports import to_neuronpedia as to_neuronpedia
+    from cacheprobe.analysis.exports import to_numpy as to_numpy
+    from cacheprobe.analysis.exports import to_speculators as to_speculators
+    from cacheprobe.analysis.exports import to_xarray as to_xarray
     from cacheprobe.analysis.flips import flip as flip
     from cacheprobe.analysis.forks import fork as fork
     from cacheprobe.analysis.forks import kv_snapshot as kv_snapshot
     from cacheprobe.analysis.logits import answer_logprobs as answer_logprobs
     from cacheprobe.analysis.logits import attribution as attribution
-    from cacheprobe.analysis.of_trace import (
-        agreement as agreement,
-    )
-    from cacheprobe.analysis.of_trace import (
-        commitment as commitment,
-    )
-    from cacheprobe.analysis.of_trace import (
-        draft_agreement as draft_agreement,
-    )
-    from cacheprobe.analysis.of_trace import (
-        generated_tokens as generated_tokens,
-    )
-    from cacheprobe.analysis.of_trace import (
-        lens_readings as lens_readings,
-    )
-    from cacheprobe.analysis.of_trace import (
-        prediction_depth as prediction_depth,
-    )
-    from cacheprobe.analysis.of_trace import (
-        saturation as saturation,
-    )
-    from cacheprobe.analysis.of_trace import (
-        to_activation_cache as to_activation_cache,
-    )
-    from cacheprobe.analysis.of_trace import (
-        tokens_at as tokens_at,
-    )
-    from cacheprobe.analysis.reading import (
-        divergences as divergences,
-    )
-    from cacheprobe.analysis.reading import (
-        read_states as read_states,
-    )
-    from cacheprobe.analysis.reading import (
-        rejected_tokens as rejected_tokens,
-    )
-    from cacheprobe.analysis.reconstruction import reconstruction as reconstruction
-    from cacheprobe.analysis.thought_readings import (
-        read_thoughts as read_thoughts,
-    )
-    from cacheprobe.analysis.thought_readings import (
-        thought_activations as thought_activations,
-    )
-    from cacheprobe.edits.gradients.texts import (
-        logit_difference as logit_difference,
-    )
-    from cacheprobe.edits.gradients.texts import (
-        text_logprob as text_logprob,
-    )
-    from cacheprobe.edits.gradients.texts import (
-        token_logprob as token_logprob,
-    )
+    from cacheprobe.analysis.measures import agreement as agreement
+    from cacheprobe.analysis.measures import commitment as commitment
+    from cacheprobe.analysis.measures import draft_agreement as draft_agreement
+    from cacheprobe.analysis.measures import generated_tokens as generated_tokens
+    from cacheprobe.analysis.measures import lens_readings as lens_readings
+    from cacheprobe.analysis.measures import prediction_depth as prediction_depth
+    from cacheprobe.analysis.measures import saturation as saturation
+    from cacheprobe.analysis.measures import to_activation_cache as to_activation_cache
+    from cacheprobe.analysis.measures import tokens_at as tokens_at
+    from cacheprobe.analysis.reading import divergences as divergences
+    from cacheprobe.analysis.reading import read_states as read_states
+    from cacheprobe.analysis.reading import rejected_tokens as rejected_tokens
+    from cacheprobe.analysis.thought_readings import read_thoughts as read_thoughts
+    from cacheprobe.analysis.thought_readings import thought_activations as thought_activations
+    from cacheprobe.edits.gradients.texts import logit_difference as logit_difference
+    from cacheprobe.edits.gradients.texts import text_logprob as text_logprob
+    from cacheprobe.edits.gradients.texts import token_logprob as token_logprob
     from cacheprobe.edits.patchscopes import patchscope as patchscope
     from cacheprobe.trace.tables.engine_differences import engine_differences as engine_differences
     from cacheprobe.trace.tables.reasoning import reasoning_spans as reasoning_spans
@@ -90,18 +44,17 @@ if TYPE_CHECKING:
     from cacheprobe.trace.tables.routing import routing as routing
 
 _HOMES = {
-    "cacheprobe.analysis.draft_acceptance": "acceptance",
-    "cacheprobe.analysis.draft_tables": "expected_speedup",
+    "cacheprobe.analysis.draft_acceptance": "acceptance expected_speedup",
     "cacheprobe.analysis.exports": "to_dataframe to_datasets to_neuronpedia to_numpy to_speculators to_xarray",
     "cacheprobe.analysis.flips": "flip",
     "cacheprobe.analysis.forks": "fork kv_snapshot",
     "cacheprobe.analysis.logits": "answer_logprobs attribution",
-    "cacheprobe.analysis.of_trace": (
+    "cacheprobe.analysis.measures": (
         "agreement commitment draft_agreement generated_tokens "
         "lens_readings prediction_depth saturation to_activation_cache tokens_at"
     ),
     "cacheprobe.analysis.reading": "divergences read_states rejected_tokens",
-    "cacheprobe.analysis.reconstruction": "reconstruction",
+    "cacheprobe.analysis.dictionary_loss": "reconstruction",
     "cacheprobe.analysis.thought_readings": "read_thoughts thought_activations",
     "cacheprobe.edits.gradients.texts": "logit_difference text_logprob token_logprob",
     "cacheprobe.edits.patchscopes": "patchscope",

@@ -1,7 +1,7 @@
 """Compares two runs from their tables and settings, and finds where they first differ. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
 
 import pandas as pd
@@ -110,21 +110,8 @@ def _logprobs(events: pd.DataFrame) -> dict[int, list[float]]:
 
 
 _AT_FIRST = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "stop": []}
-"""Sampling settings that the first format did not store, because there was one choice."""
-_CAPTURED = (
-    "layers",
-    "positions",
-    "phases",
-    "statuses",
-    "every",
-    "keep",
-    "dtype",
-    "prompt_hypotheses",
-    "top_k",
-    "dictionary",
-    "top_features",
-    "include_special",
-)
+"""Sampling settings of a request that does not say them, such as one of an import."""
+_CAPTURED = tuple(one.name for one in fields(CaptureConfig) if one.name not in ("sites", "heads"))
 """Settings of `CaptureConfig` beside sites and heads."""
 _MOST_VALUES = 8
 """Most values of one setting that are listed."""
@@ -168,9 +155,9 @@ def in_words(value: object) -> str:
 
 def _settings(meta: JsonDict, requests: Sequence[JsonDict]) -> dict[str, tuple[str, ...]]:
     """Returns the values of each setting in words, by its name in words: one, or of requests that differ and of
-    interventions one for each. What an older run did not record has the default."""
+    interventions one for each. What a run did not record has the default."""
     fingerprint, capture = meta.get("fingerprint", {}), {**CaptureConfig().record(), **meta.get("capture", {})}
-    defaults = {**asdict(EngineConfig()), "pad_prefill": True}  # the first format padded
+    defaults = asdict(EngineConfig())
     if meta.get("kind") == "import":  # another engine's settings are not recorded
         defaults = dict.fromkeys(defaults, "not known")
     config = {**defaults, **meta.get("config", {})}

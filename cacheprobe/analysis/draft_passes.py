@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from itertools import accumulate, pairwise
+from operator import mul
+from typing import NamedTuple, cast
 
 import numpy as np
 import pandas as pd
@@ -65,18 +66,6 @@ class Draft(NamedTuple):
     """Probability that the token at this place is accepted if all before it were. A place after the last is 0."""
 
 
-@runtime_checkable
-class DraftSource(Protocol):
-    """Gives the drafts of one request."""
-
-    def draft(self, position: int, limit: int) -> Draft:
-        """Returns the draft of at most `limit` (1 or more) tokens that follows the committed token at `position`.
-
-        Called with positions that never fall.
-        """
-        ...
-
-
 class ReplayedPass(NamedTuple):
     """Holds one verify pass of a replay."""
 
@@ -91,7 +80,7 @@ class ReplayedPass(NamedTuple):
 
 
 def replay_passes(
-    text: CommittedText, source: DraftSource, window: int, draft_length: "int | str | None" = None
+    text: CommittedText, source: "RecordedExit | TokenDrafts", window: int, draft_length: "int | str | None" = None
 ) -> list[ReplayedPass]:
     """Returns the verify passes, by position, in which the committed text would be written again with another drafter.
 
@@ -107,30 +96,16 @@ def replay_passes(
         for cap, weight in weights.pop(position, {}).items():
             limit = min(window - 1, text.num_left(position) - 1, window if cap is None else cap)
             draft = source.draft(position, limit) if limit > 0 else Draft((), ())
-            survival = _products(draft.agrees)
+            survival = tuple(accumulate(draft.agrees, mul))
             passes.append(ReplayedPass(position, weight, draft.has_token, survival))
-            for accepted, probability in enumerate(_exactly(survival)):
+            for accepted, (at_least, more) in enumerate(pairwise((1.0, *survival, 0.0))):
+                probability = at_least - more  # of exactly this number of accepted tokens
                 if probability > 0:
                     is_adaptive = isinstance(draft_length, str) and bool(draft.agrees)
                     cap_after = _adapted(cap, accepted == len(draft.agrees), window) if is_adaptive else cap
                     after = weights.setdefault(min(position + accepted + 1, text.last), {})
                     after[cap_after] = after.get(cap_after, 0.0) + weight * probability
     return passes
-
-
-def _products(factors: Sequence[float]) -> tuple[float, ...]:
-    """Returns the product of the factors up to each one."""
-    products, product = [], 1.0
-    for factor in factors:
-        product *= factor
-        products.append(product)
-    return tuple(products)
-
-
-def _exactly(survival: Sequence[float]) -> list[float]:
-    """Returns the probability that exactly 0, 1, ... tokens are accepted, from those of at least 1, 2, ..."""
-    at_least = [1.0, *survival, 0.0]
-    return [more - fewer for more, fewer in pairwise(at_least)]
 
 
 def _adapted(cap: int | None, is_full: bool, window: int) -> int | None:
@@ -292,30 +267,19 @@ def _top_of(
     return np.stack(own.top_token_ids.to_list()).astype(np.int64), np.stack(own.top_logprob_nats.to_list())
 
 
-class NoModel:
-    """Stands for the verified model in a replay, which has none."""
+class TokenContext:
+    """Is the DraftContext of a replay, and its model: it chooses tokens, and refuses to run the verified model."""
 
     def __init__(self, drafter_name: str, d_vocab: int | None) -> None:
-        """d_vocab: size of its vocabulary; None if the run does not say."""
-        self.d_vocab = d_vocab
-        self.refusal = ValueError(
+        """d_vocab: size of the model's vocabulary; None if the run does not say."""
+        self.d_vocab, self.model = d_vocab, self
+        self._refusal = ValueError(
             f"drafter {drafter_name} runs the verified model, which a replay does not; EarlyExit is read from the "
             "lens readings, other drafters must need only tokens; try this one with cp.run(model, prompts, drafter=...)"
         )
 
     def __getattr__(self, name: str) -> object:
-        raise self.refusal
-
-
-class TokenContext:
-    """Is the DraftContext of a replay: it chooses tokens, and refuses to run the verified model."""
-
-    def __init__(self, drafter_name: str, d_vocab: int | None) -> None:
-        self.model = NoModel(drafter_name, d_vocab)
-
-    def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
-        """Raises: ValueError, because a replay does not run the model."""
-        raise self.model.refusal
+        raise self._refusal
 
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
         """Returns the token id that the request would choose from logits [v], with its own settings and noise."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
 
 import pandas as pd
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor
 from cacheprobe.core.hook_names import SITES
 from cacheprobe.core.sampling_params import SamplingParams
 from cacheprobe.core.tokens.text import visible
+from cacheprobe.core.values import JsonDict
 from cacheprobe.edits.patching.arguments import check_site, usable
 from cacheprobe.edits.patching.cells import Edit, PatchingCell, cell
 from cacheprobe.edits.patching.grid import difference
-from cacheprobe.edits.patching.runs import AnswerLogits, Run, read, run_once
+from cacheprobe.edits.patching.runs import Run, read, run_once
 from cacheprobe.edits.patching.sweep import CellProgress, CellStore, Group, Index, sweep
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import PATHS
@@ -32,32 +33,17 @@ RECORDED_EDITS = ("drafter", "drafted")
 """Edits that write states which the trace must hold."""
 
 
-class FlipMeta(TypedDict):
-    """Lists the metadata of `Flips`: the rejection, the model, and the result without an edit."""
-
-    request_id: int
-    step: int
-    position: int
-    """Position of the rejected token. The edited states stand one position earlier."""
-    drafted_token_id: int
-    drafted_token: str
-    committed_token_id: int
-    """The token that the verifier chose instead."""
-    committed_token: str
-    difference_nats: float
-    """Log-probability of the drafted token minus that of the committed one, without an edit."""
-    model: str
-    left_out: list[str]
-    """One sentence for each kind of edit, or site, that the table lacks, with the reason."""
-
-
 @dataclass(frozen=True, eq=False)
 class Flips:
     """Holds the result of `flip`: a table with one line for each edit, and metadata."""
 
     table: pd.DataFrame = field(repr=False)
     """One line for each edit; `flip` lists the columns."""
-    meta: FlipMeta = field(repr=False)
+    meta: JsonDict = field(repr=False)
+    """request_id, step; position of the rejected token, whose edited states stand one position earlier; drafted_token
+    and committed_token, which the verifier chose instead, with _id too; difference_nats, the log-probability of the
+    drafted token minus that of the committed one, without an edit; model; left_out, one sentence for each kind of edit,
+    or site, that the table lacks, with the reason."""
 
     def __repr__(self) -> str:
         at = self.meta
@@ -128,23 +114,41 @@ def flip(
     require_reproducible(trace, one)
     for site in sites:
         check_site(site, ("S", "T", "C"))
-    lm = usable(require_model(trace, model), _path_of(trace))
+    path = str(trace.fingerprint.get("path"))
+    lm = usable(require_model(trace, model), path if path in PATHS else "auto")
     base = run_once(lm, one.token_ids, sites)
-    choose = _chooser(trace, one)
-    _require_same_choice(lm, one, base, choose)
+    sampling = trace.requests[one.request_id].sampling or SamplingParams()
+
+    def choose(logits: Tensor) -> int:
+        """Returns the token id that the request chooses for the rejected position from logits [v]."""
+        return choose_token(logits, sampling, one.token_ids, one.position)
+
+    _require_same_choice(lm, one, base, choose(base.logits))
     states, left_out = _states_to_write(trace, one, base, sites, edits)
     answer = (one.drafted_token_id, one.committed_token_id)
     pair = ((answer[0],), (answer[1],))
-    results = sweep(lm, _groups(base, states), pair, CellStore(None, {}), progress, choose)
-    unedited = difference(read(base.logits[None], answer)[0])
+    found = sweep(lm, _groups(base, states), pair, CellStore(None, {}), progress, choose)
     drafted, committed = (visible(text) for text in lm.token_texts(answer))
-    meta: FlipMeta = {
-        "request_id": one.request_id, "step": one.step, "position": one.position,
-        "drafted_token_id": answer[0], "drafted_token": drafted,
-        "committed_token_id": answer[1], "committed_token": committed,
-        "difference_nats": unedited, "model": lm.name, "left_out": left_out,
-    }  # fmt: skip
-    return Flips(_table(meta, lm, states, [results[i,] for i in range(len(states))]), meta)
+    place: JsonDict = dict(request_id=one.request_id, step=one.step, position=one.position)
+    texts: JsonDict = dict(drafted_token=drafted, committed_token=committed)
+    ids: JsonDict = dict(drafted_token_id=answer[0], committed_token_id=answer[1])
+    unedited = difference(read(base.logits[None], answer)[0])
+    meta = {**place, **texts, **ids, "difference_nats": unedited, "model": lm.name, "left_out": left_out}
+    results = [found[i,] for i in range(len(states))]
+    tops = [result.top for result in results]
+    table = pd.DataFrame([written[:4] for written in states], columns=["edit", "site", "layer", "from_layer"])
+    for column, (name, value) in enumerate({**place, **texts}.items()):
+        table.insert(column, name, value)
+    differences = [difference(result) for result in results]
+    table = table.assign(
+        from_layer=table.from_layer.astype("Int64"),
+        token_id=tops,
+        token=[visible(text) for text in lm.token_texts(tops)],
+        flips=[top == answer[0] for top in tops],
+        difference_nats=differences,
+        change_nats=[value - unedited for value in differences],
+    )
+    return Flips(table, meta)
 
 
 def rejection_of(trace: "Trace", request_id: int, step: int) -> Rejection:
@@ -202,21 +206,9 @@ def require_reproducible(trace: "Trace", one: Rejection) -> None:
         )
 
 
-def _path_of(trace: "Trace") -> str:
-    """Returns the path that the run took, "fast" or "bridge"; "auto" for another one."""
-    path = str(trace.fingerprint.get("path"))
-    return path if path in PATHS else "auto"
-
-
-def _chooser(trace: "Trace", one: Rejection) -> Callable[[Tensor], int]:
-    """Returns a function from logits [v] to the token id that the request chooses for the rejected position."""
-    sampling = trace.requests[one.request_id].sampling or SamplingParams()
-    return lambda logits: choose_token(logits, sampling, one.token_ids, one.position)
-
-
-def _require_same_choice(model: CachedLM, one: Rejection, base: Run, choose: Callable[[Tensor], int]) -> None:
-    """Raises: ValueError if the run without an edit chooses another token than the verifier did."""
-    if (got := choose(base.logits)) != one.committed_token_id:
+def _require_same_choice(model: CachedLM, one: Rejection, base: Run, got: int) -> None:
+    """Raises: ValueError if the run without an edit chose another token, `got`, than the verifier did."""
+    if got != one.committed_token_id:
         expected_text, got_text = (visible(text) for text in model.token_texts([one.committed_token_id, got]))
         logits = base.logits.double()
         raise ValueError(
@@ -315,39 +307,16 @@ def _recorded_states(
 
 
 def _groups(base: Run, states: Sequence[_Written]) -> list[Group]:
-    """Returns the groups of patched runs, one for each kind and site of edit. Cell i writes states[i]."""
-    by_kind: dict[tuple[str, str], list[Index]] = {}
-    for i, written in enumerate(states):
-        by_kind.setdefault((written.edit, written.site), []).append((i,))
-
-    def cells(indices: list[Index]) -> Callable[[tuple[int, ...]], Mapping[Index, PatchingCell]]:
-        """Returns the function that makes these cells. The answers are single tokens, so no token is given to it."""
-        return lambda begins: _cells(base, states, indices)
-
-    return [
-        Group(f"{edit}-{site}", len(indices), lambda begins: base, cells(indices), indices)
-        for (edit, site), indices in by_kind.items()
-    ]
-
-
-def _cells(base: Run, states: Sequence[_Written], indices: Sequence[Index]) -> Mapping[Index, PatchingCell]:
-    """Returns a dict of PatchingCells by index; each writes one state at the last position of the run `base`."""
+    """Returns the groups of patched runs, one for each kind and site of edit. Cell i writes states[i] at the last
+    position of the run `base`."""
     last = (len(base.token_ids) - 1,)
-    chosen = [(index, states[index[0]]) for index in indices]
-    return {index: cell([Edit((one.site, one.layer), last, one.state[None])]) for index, one in chosen}
+    by_kind: dict[tuple[str, str], dict[Index, PatchingCell]] = {}
+    for i, one in enumerate(states):
+        edit = Edit((one.site, one.layer), last, one.state[None])
+        by_kind.setdefault((one.edit, one.site), {})[i,] = cell([edit])
 
+    def group(name: str, cells: Mapping[Index, PatchingCell]) -> Group:
+        """Returns the group of these cells. The answers are single tokens, so no token follows the run."""
+        return Group(name, lambda begins: base, lambda begins: cells, list(cells))
 
-def _table(
-    meta: FlipMeta, model: CachedLM, states: Sequence[_Written], results: Sequence[AnswerLogits]
-) -> pd.DataFrame:
-    """Returns the table of `Flips`, a DataFrame with one line for each edit."""
-    table = pd.DataFrame([one[:4] for one in states], columns=["edit", "site", "layer", "from_layer"])
-    for i, name in enumerate(("request_id", "step", "position", "drafted_token", "committed_token")):
-        table.insert(i, name, meta[name])
-    table["from_layer"] = table.from_layer.astype("Int64")
-    table["token_id"] = [one.top for one in results]
-    table["token"] = [visible(text) for text in model.token_texts([one.top for one in results])]
-    table["flips"] = table.token_id == meta["drafted_token_id"]
-    table["difference_nats"] = [difference(one) for one in results]
-    table["change_nats"] = table.difference_nats - meta["difference_nats"]
-    return table
+    return [group(f"{edit}-{site}", cells) for (edit, site), cells in by_kind.items()]

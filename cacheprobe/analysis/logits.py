@@ -12,12 +12,11 @@ from cacheprobe.core.records import DISCARDED_DRAFT, Request
 from cacheprobe.core.tokens.text import visible
 from cacheprobe.core.values import listed
 from cacheprobe.edits.patching.arguments import Answer, as_answer, one_token, require_room
-from cacheprobe.models.base import CachedLM, ModelError, block_sum
+from cacheprobe.models.base import CachedLM, HeadWriter, ModelError, OutputParts, block_sum
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.hf.frozen_norm import FrozenNorm
-from cacheprobe.models.output_parts import HeadWriter, OutputParts
 from cacheprobe.models.prompts import Prompt, as_list, as_token_ids, require_unpadded
-from cacheprobe.models.turns import hold_model
+from cacheprobe.models.settings import hold_model
 from cacheprobe.ops.sampling import lowest_argmax
 from cacheprobe.ops.state_codec import INT8
 from cacheprobe.trace.recording.stored_states import committed_after, require_model

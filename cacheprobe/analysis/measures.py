@@ -1,21 +1,38 @@
-"""Computes measures of a row's lens readings from layer to layer, for rows of every status: tables in, tables out.
+"""Computes measures of a row's lens readings from layer to layer, for rows of every status.
 
-All take a table of lens readings (`trace.hypotheses()` or `cp.analysis.read_states(trace, lens)`), whose columns `rank`
-and `committed_logprob_nats` describe the committed token at each layer, and `entropy_nats` the reading itself.
+All take a trace, or a table of lens readings (`trace.hypotheses()` or `cp.analysis.read_states(trace, lens)`), whose
+columns `rank` and `committed_logprob_nats` describe the committed token at each layer, and `entropy_nats` the reading
+itself.
 Rolled-back rows have the same measures; `cp.analysis.rejected_tokens` describes their draft tokens.
 """
+
+from typing import TYPE_CHECKING, SupportsIndex, TypeAlias
 
 import numpy as np
 import pandas as pd
 
+from cacheprobe.core.hook_names import PATTERN
 from cacheprobe.core.records import DISCARDED_DRAFT
-from cacheprobe.trace.tables.draft_verdicts import by_verdict, prediction_depths
+from cacheprobe.trace.tables.draft_verdicts import by_verdict, prediction_depths, token_measures
 from cacheprobe.trace.tables.schema import typed
+from cacheprobe.trace.tables.token_history import standing_at, token_history, tokens_with_texts
+
+if TYPE_CHECKING:
+    from cacheprobe.trace.trace import Trace
+
+Readings: TypeAlias = "Trace | pd.DataFrame"
+"""A trace, whose own lens readings are taken, or a table of lens readings."""
 
 ROW = ["request_id", "row", "step", "phase", "status", "position"]
 
 
-def by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
+def lens_readings(trace: "Trace", include_rolled_back: bool = False) -> pd.DataFrame:
+    """Returns the lens readings of `trace.hypotheses(include_rolled_back)` as a DataFrame, without thoughts."""
+    table = trace.hypotheses(include_rolled_back)
+    return table[table.site != "thought"].reset_index(drop=True) if trace.thought_table is not None else table
+
+
+def by_layer(readings: Readings) -> pd.DataFrame:
     """Returns a DataFrame with one line for each layer and status: how well the readings predict the committed token.
 
     Columns: layer, status, rows (their number); over rows with a committed next token, rank_median and
@@ -24,10 +41,10 @@ def by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
     Source: the statistics of a prediction trajectory in Belrose et al. 2023 (arXiv 2303.08112), section 4.
     Twin: tests.twins.measures_slowly.by_layer_slowly, close(1e-9).
     """
-    _check_readings(hypotheses)
-    numbers = hypotheses.assign(
-        rank=hypotheses["rank"].astype(float).where(hypotheses["rank"].notna()),
-        agrees=hypotheses.agrees.astype("Float64").astype(float),
+    table = _checked(readings)
+    numbers = table.assign(
+        rank=table["rank"].astype(float).where(table["rank"].notna()),
+        agrees=table.agrees.astype("Float64").astype(float),
     )
     grouped = numbers.groupby(["layer", "status"], as_index=False, observed=True)
     return grouped.agg(
@@ -39,7 +56,7 @@ def by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def commitment(hypotheses: pd.DataFrame, margin: float = 0.5) -> pd.DataFrame:
+def commitment(readings: Readings, margin: float = 0.5) -> pd.DataFrame:
     """Returns a DataFrame with one line for each row: the first layer that is confident of its first choice.
 
     commitment_layer: first layer read at which the probability of the first choice exceeds that of the second by at
@@ -50,7 +67,7 @@ def commitment(hypotheses: pd.DataFrame, margin: float = 0.5) -> pd.DataFrame:
     """
     if not 0 <= margin <= 1:
         raise ValueError(f"margin is a difference of probabilities, from 0 to 1, got {margin}")
-    table = _check_readings(hypotheses, choices=2).sort_values(["row", "layer"])
+    table = _checked(readings, choices=2).sort_values(["row", "layer"])
     best = np.exp(np.stack(table.top_logprob_nats.to_numpy())[:, :2].astype(np.float64))
     confident = table[best[:, 0] - best[:, 1] >= margin].groupby("row").head(1).set_index("row")
     ends = table.groupby("row").tail(1)
@@ -67,7 +84,7 @@ def commitment(hypotheses: pd.DataFrame, margin: float = 0.5) -> pd.DataFrame:
     return typed(table.reset_index(drop=True), "commitment")
 
 
-def saturation(hypotheses: pd.DataFrame, top: int = 3) -> pd.DataFrame:
+def saturation(readings: Readings, top: int = 3) -> pd.DataFrame:
     """Returns a DataFrame with one line for each row: the layer from which each of the last layer's top choices keeps
     its rank.
 
@@ -77,7 +94,7 @@ def saturation(hypotheses: pd.DataFrame, top: int = 3) -> pd.DataFrame:
     (arXiv 2410.20210), section 3.
     Twin: tests.twins.measures_slowly.saturation_slowly, ==.
     """
-    table = _check_readings(hypotheses, choices=top).sort_values(["row", "layer"])
+    table = _checked(readings, choices=top).sort_values(["row", "layer"])
     choices = np.stack(table.top_token_ids.to_numpy())[:, :top]
     row, layer = table.row.to_numpy(), table.layer.to_numpy()
     is_last = np.append(row[1:] != row[:-1], True)
@@ -93,7 +110,7 @@ def saturation(hypotheses: pd.DataFrame, top: int = 3) -> pd.DataFrame:
     return table.loc[is_last, ROW].assign(**columns, is_in_order=in_order).reset_index(drop=True)
 
 
-def draft_agreement(hypotheses: pd.DataFrame, window: int) -> pd.DataFrame:
+def draft_agreement(readings: Readings, window: int) -> pd.DataFrame:
     """Simulates, for each layer, drafting by the layer's first choices. Returns a DataFrame with one line for each
     layer: how many draft tokens would be accepted.
 
@@ -109,7 +126,7 @@ def draft_agreement(hypotheses: pd.DataFrame, window: int) -> pd.DataFrame:
     """
     if window < 2:
         raise ValueError(f"a window of {window} rows verifies no draft; give at least 2")
-    known = _check_readings(hypotheses)[lambda t: (t.status == "committed") & (t.role != "prompt") & t.agrees.notna()]
+    known = _checked(readings)[lambda t: (t.status == "committed") & (t.role != "prompt") & t.agrees.notna()]
     if known.empty:
         raise ValueError("no canonical reading has a committed token to agree with")
     totals: dict[int, list[int]] = {}
@@ -138,7 +155,7 @@ def draft_agreement(hypotheses: pd.DataFrame, window: int) -> pd.DataFrame:
     return pd.DataFrame(records)
 
 
-def agreement_by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
+def agreement(readings: Readings) -> pd.DataFrame:
     """Returns a DataFrame of shares, layer (index) by verdict (columns): how often a reading's first choice is the
     committed token.
 
@@ -146,10 +163,10 @@ def agreement_by_layer(hypotheses: pd.DataFrame) -> pd.DataFrame:
     positions for which the row's pass had no draft token. `draft_verdicts.by_verdict` defines which rows count.
     Source: "accuracy of the hidden predictions" of the logit lens.
     """
-    return by_verdict(hypotheses).groupby(["layer", "verdict"]).agrees.mean().unstack()
+    return by_verdict(_table(readings)).groupby(["layer", "verdict"]).agrees.mean().unstack()
 
 
-def prediction_depth_of(hypotheses: pd.DataFrame) -> pd.DataFrame:
+def prediction_depth(readings: Readings) -> pd.DataFrame:
     """Returns a DataFrame with one line for each row: its prediction depth, and the first choices of its layers in
     order.
 
@@ -158,15 +175,12 @@ def prediction_depth_of(hypotheses: pd.DataFrame) -> pd.DataFrame:
     that the next layer keeps is written once.
     final_token: the last layer's first choice.  agrees: whether `final_token` is the committed token; null if none was
     committed.
-    hypotheses: as from `Trace.hypotheses`.
     Raises: ValueError if there are none.
     Source: as for `draft_verdicts.prediction_depths`, which computes the depth.
     Twin: tests.twins.measures_slowly.prediction_depth_slowly, ==.
     """
-    if hypotheses.empty:
-        raise ValueError("there are no hypotheses; capture must include Z")
     # the other columns are equal in all readings of a row
-    table = hypotheses.sort_values(["request_id", "row", "layer"], ignore_index=True)
+    table = _table(readings).sort_values(["request_id", "row", "layer"], ignore_index=True)
     is_change = (table.row != table.row.shift()) | (table.token_id != table.token_id.shift())
     changes = table[is_change].groupby("row", sort=False).token
     ends = table[~table.row.duplicated(keep="last")].rename(columns={"token": "final_token"})
@@ -179,7 +193,7 @@ def prediction_depth_of(hypotheses: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_groups(depths: pd.DataFrame) -> pd.DataFrame:
-    """Returns the lines of `prediction_depth_of` with a column group: the verdict on the draft token and the kind of
+    """Returns the lines of `prediction_depth` with a column group: the verdict on the draft token and the kind of
     pass, such as "draft rejected, verify pass", or "nothing drafted".
 
     A drafter may stop at an early layer, which limits the depth, so rows of draft passes have groups of their own. Left
@@ -199,7 +213,7 @@ def prediction_depth_by_verdict(depths: pd.DataFrame) -> pd.DataFrame:
     first choice.
 
     Columns: rows (their number), prediction_depth_median, prediction_depth_mean, flips_mean. depths: as from
-    `prediction_depth_of`.
+    `prediction_depth`.
     """
     return (
         with_groups(depths)
@@ -213,16 +227,66 @@ def prediction_depth_by_verdict(depths: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _check_readings(hypotheses: pd.DataFrame, choices: int = 1) -> pd.DataFrame:
-    """Returns a table of lens readings unchanged, after a check that it has one reading per row and layer, each with at
-    least `choices` top tokens."""
-    if hypotheses.empty:
+def _table(readings: Readings) -> pd.DataFrame:
+    """Returns a table of lens readings. Raises: ValueError if it is empty."""
+    table = readings if isinstance(readings, pd.DataFrame) else lens_readings(readings)
+    if table.empty:
         raise ValueError("there are no hypotheses; capture must include Z")
-    if hypotheses.duplicated(["row", "layer"]).any():
+    return table
+
+
+def _checked(readings: Readings, choices: int = 1) -> pd.DataFrame:
+    """Returns a table of lens readings, after a check that it has one reading per row and layer, each with at least
+    `choices` top tokens."""
+    table = _table(readings)
+    if table.duplicated(["row", "layer"]).any():
         raise ValueError("a layer of a row has more than one reading; measure one lens and one site at a time")
-    num_choices = hypotheses.top_token_ids.map(len).min()
+    num_choices = table.top_token_ids.map(len).min()
     if num_choices < choices:
         raise ValueError(
             f"the readings hold {num_choices} choices, {choices} are needed; run with CaptureConfig(top_k={choices})"
         )
-    return hypotheses
+    return table
+
+
+def tokens_at(trace: "Trace", step: SupportsIndex) -> pd.DataFrame:
+    """Returns the generated tokens as they stand after a step: a DataFrame with one line for each request and place (0
+    is the first generated token).
+
+    Columns: request_id, place, token_id, margin_nats, born, decided_step, outcome and state, as in
+    `trace.tables.token_history.standing_at`; token, its text.
+    """
+    standing = standing_at(token_history(trace.event_table), int(step))
+    return typed(tokens_with_texts(standing, trace.token_texts), "tokens_at")
+
+
+def generated_tokens(trace: "Trace", request_id: SupportsIndex) -> pd.DataFrame:
+    """Returns a DataFrame with one line for each generated token of a request: the outcome of its draft, and what the
+    recorded lens readings that predict it say.
+
+    Columns: as in `trace.tables.token_measures.token_measures`; token, its text. Raises: KeyError for a request that
+    the trace does not have.
+    """
+    number, events, hypotheses = int(request_id), trace.event_table, trace.hypothesis_table
+    trace.committed(number)
+    readings = None if hypotheses is None else hypotheses[hypotheses.request_id == number]
+    num_prompt_tokens = len(trace.requests[number].prompt_token_ids)
+    table = token_measures(events[events.request_id == number], readings, num_prompt_tokens)
+    return typed(tokens_with_texts(table, trace.token_texts), "generated_tokens")
+
+
+def to_activation_cache(trace: "Trace", request_id: SupportsIndex) -> object:
+    """Returns a request's captured states as a TransformerLens ActivationCache, [1, position, m] by hook name.
+
+    The states are those of status "committed", one for each position. Heads are [1, position, h, d], patterns [1, h,
+    position, position].
+    Raises: ValueError if the trace has no model or no states, or if a position was not captured.
+    """
+    if trace.model is None:
+        raise ValueError("this trace was loaded without its model; use cp.load_trace(dir, model=...)")
+    if not trace.store.layers:
+        raise ValueError("this run kept no states; run it with S, T or C in capture=")
+    rows = trace.rows(request_id, "committed").sort_values("position")
+    pairs = [(site, layer) for layer in trace.store.layers for site in (*trace.store.sites, *trace.store.heads)]
+    states = {p: trace.pattern(p[1], request_id) if p[0] == PATTERN else trace.vectors(*p, rows) for p in pairs}
+    return trace.model.to_activation_cache(states)

@@ -5,6 +5,7 @@ Error messages call the reference the oracle.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import pandas as pd
 
@@ -114,19 +115,21 @@ def replay(
         interventions=_renumbered(interventions, verified),
         progress=progress,
     )
-    num_files, faults = _files(trace)
+    num_files, faults = 0, []
+    if isinstance(trace.store, ShardStore):
+        num_files, faults = damaged_files(trace.store.files.directory)
     checked = audit(trace, model.token_texts)
-    comparison = _Comparison(next(iter((*faults, *checked.faults)), None))
+    found = _Comparison(trace, reference, model, has_readings, next(iter((*faults, *checked.faults)), None))
     for number, request in enumerate(verified):
-        _compare_request(comparison, trace, reference, model, request, number, has_readings)
+        found.compare(request, number)
     return Replay(
         len(verified),
-        comparison.num_tokens,
-        comparison.num_states,
-        comparison.num_readings,
+        found.num_tokens,
+        found.num_states,
+        found.num_readings,
         len(trace.requests) - len(verified),
-        comparison.difference,
-        comparison.num_logprobs,
+        found.difference,
+        found.num_logprobs,
         num_files,
         checked.lines,
         tuple(_not_compared(trace, verified, has_readings)),
@@ -196,43 +199,90 @@ def _renumbered(interventions: Sequence[Intervention], requests: Sequence[Reques
 
 @dataclass
 class _Comparison:
-    """Counts the compared tokens, states and readings, and holds the first difference from the reference as text."""
+    """Compares requests of a run with the reference; counts what was compared, and holds the first difference as
+    text."""
 
+    trace: Trace
+    reference: Trace
+    model: CachedLM
+    has_readings: bool
     difference: str | None
     num_tokens: int = 0
     num_states: int = 0
     num_readings: int = 0
     num_logprobs: int = 0
 
+    def compare(self, request: Request, number: int) -> None:
+        """Compares one request with number `number` of the reference, until the first difference."""
+        self.num_tokens += len(self.trace.tokens[request.request_id])
+        checks = [self._tokens, self._end]
+        if request.is_deterministic:
+            checks += [self._logprobs, self._states, self._thoughts, *([self._readings] if self.has_readings else [])]
+        for check in checks:
+            if self.difference is None and (found := check(request.request_id, number)) is not None:
+                self.difference = f"request {request.request_id}{found}"
 
-def _compare_request(
-    result: _Comparison,
-    trace: Trace,
-    reference: Trace,
-    model: CachedLM,
-    request: Request,
-    number: int,
-    has_readings: bool,
-) -> None:
-    """Compares one request with number `number` of the reference run; adds counts and first difference to `result`."""
-    result.difference = result.difference or _first_token_difference(trace, reference, request, number)
-    result.num_tokens += len(trace.tokens[request.request_id])
-    result.difference = result.difference or _end_difference(trace, reference, model, request, number)
-    if result.difference is not None or not request.is_deterministic:
-        return
-    if "log-probabilities" not in trace.missing:
-        result.num_logprobs += len(trace.tokens[request.request_id])
-    result.difference, compared = _first_state_difference(trace, reference, request, number)
-    result.num_states += compared
-    result.difference = result.difference or _first_thought_difference(trace, reference, request, number)
-    if result.difference is None and has_readings:
-        result.difference, compared = _first_reading_difference(trace, reference, request, number)
-        result.num_readings += compared
+    def _tokens(self, r: int, number: int) -> str | None:
+        """Returns an error text on the first token that differs from the reference; else None."""
+        ours, theirs = self.trace.committed(r), self.reference.committed(number)
+        if (at := first_difference(ours, theirs)) is None:
+            return None
+        position = self.trace.requests[r].num_prompt_tokens + at
+        return f" position {position}: the run committed {ours[at : at + 1]}, the oracle {theirs[at : at + 1]}"
 
+    def _end(self, r: int, number: int) -> str | None:
+        """Returns an error text if a request that was not cancelled ended for another reason than in the reference, or
+        if its stored text is not the text of its tokens; else None."""
+        trace = self.trace
+        ours, theirs = trace.meta["finish"][str(r)], self.reference.meta["finish"][str(number)]
+        if ours not in (theirs, "cancelled"):
+            return f": ended by {ours}, the oracle by {theirs}"
+        said = self.model.decode(trace.committed(r), after=trace.requests[r].prompt_token_ids)
+        return None if trace.texts[r] == said else ": its stored text is not that of its tokens"
 
-def _files(trace: Trace) -> tuple[int, list[str]]:
-    """Compares the files of a saved run with their checksums; returns (number of files compared, error texts)."""
-    return damaged_files(trace.store.files.directory) if isinstance(trace.store, ShardStore) else (0, [])
+    def _logprobs(self, r: int, number: int) -> str | None:
+        """Returns an error text if log-probabilities differ from the reference; else None."""
+        if "log-probabilities" in self.trace.missing:
+            return None
+        if self.trace.logprobs(r) != self.reference.logprobs(number):
+            return ": the log-probabilities of its committed tokens differ"
+        self.num_logprobs += len(self.trace.tokens[r])
+        return None
+
+    def _states(self, r: int, number: int) -> str | None:
+        """Returns an error text on the first state that differs from the reference; else None."""
+        rows = self.trace.rows(r, "committed").sort_values("position")
+        rows = rows[rows.state_index >= 0]
+        theirs = self.reference.rows(number, "committed").set_index("position")
+        theirs = theirs.loc[rows.position.to_numpy()].reset_index()
+        store = self.trace.store
+        for layer, site in product(store.layers, (*store.sites, *store.heads)):
+            pairs = zip(self.trace.kept(site, layer, rows), self.reference.kept(site, layer, theirs), strict=True)
+            for position, (a, b) in zip(rows.position, pairs, strict=True):
+                if not bitwise(a, b):
+                    return f" position {position}: site {site} of layer {layer} differs"
+                self.num_states += 1
+        return None
+
+    def _thoughts(self, r: int, number: int) -> str | None:
+        """Returns an error text on the first thought that differs from the reference's; None if all are equal."""
+        if self.trace.thought_table is None:
+            return None
+        ours, theirs = self.trace.thoughts_said(r), self.reference.thoughts_said(number)
+        if (at := first_difference(ours, theirs)) is None:
+            return None
+        return f": thought {at} is {ours[at : at + 1]} here, {theirs[at : at + 1]} by the oracle"
+
+    def _readings(self, r: int, number: int) -> str | None:
+        """Returns an error text on the first lens reading that differs from the reference; else None."""
+        mine, other = self.trace.hypothesis_table, self.reference.hypothesis_table
+        assert mine is not None and other is not None
+        ours, theirs = mine[mine.request_id == r], other[other.request_id == number]
+        difference = first_reading_difference(ours, theirs) or _first_choice_difference(ours, theirs)
+        if difference is not None:
+            return f" position {difference[0]}: the reading of layer {difference[1]} differs"
+        self.num_readings += int((ours.status == "committed").sum())
+        return None
 
 
 def _not_compared(trace: Trace, requests: Sequence[Request], has_readings: bool) -> Iterator[str]:
@@ -262,18 +312,6 @@ def _not_compared(trace: Trace, requests: Sequence[Request], has_readings: bool)
     yield "seconds and margins of the events: nothing determines them"
 
 
-def _end_difference(trace: Trace, reference: Trace, model: CachedLM, request: Request, number: int) -> str | None:
-    """Returns an error text if a request that was not cancelled ended for another reason than in the reference, or if
-    a request's stored text is not the text of its tokens; else None."""
-    ours, theirs = trace.meta["finish"][str(request.request_id)], reference.meta["finish"][str(number)]
-    if ours != theirs and ours != "cancelled":
-        return f"request {request.request_id}: ended by {ours}, the oracle by {theirs}"
-    said = model.decode(trace.committed(request.request_id), after=request.prompt_token_ids)
-    if trace.texts[request.request_id] != said:
-        return f"request {request.request_id}: its stored text is not that of its tokens"
-    return None
-
-
 def require_run(trace: Trace) -> None:
     """Checks that the trace is a run of the engine. Raises: ValueError for an import, which cannot be replayed."""
     if trace.meta["kind"] == "import":
@@ -287,63 +325,6 @@ def _reference_request(trace: Trace, request: Request) -> Request:
     if trace.meta["finish"][str(request.request_id)] == "cancelled" and sampling is not None:
         sampling = replace(sampling, max_new_tokens=len(trace.tokens[request.request_id]))
     return replace(request, prompt=request.prompt_token_ids, example=None, sampling=sampling, sample_of=None)
-
-
-def _first_token_difference(trace: Trace, reference: Trace, request: Request, number: int) -> str | None:
-    """Returns an error text on the first token, or on log-probabilities, that differ from the reference; else None."""
-    ours, theirs = trace.committed(request.request_id), reference.committed(number)
-    if ours == theirs:
-        has_logprobs = request.is_deterministic and "log-probabilities" not in trace.missing
-        if not has_logprobs or trace.logprobs(request.request_id) == reference.logprobs(number):
-            return None
-        return f"request {request.request_id}: the log-probabilities of its committed tokens differ"
-    at = first_difference(ours, theirs) or 0
-    position = request.num_prompt_tokens + at
-    difference = f"the run committed {ours[at : at + 1]}, the oracle {theirs[at : at + 1]}"
-    return f"request {request.request_id} position {position}: {difference}"
-
-
-def _first_state_difference(trace: Trace, reference: Trace, request: Request, number: int) -> tuple[str | None, int]:
-    """Returns (an error text on the first state that differs from the reference, or None; the number of equal states
-    before)."""
-    compared = 0
-    rows = trace.rows(request.request_id, "committed").sort_values("position")
-    rows = rows[rows.state_index >= 0]
-    theirs = reference.rows(number, "committed").set_index("position").loc[rows.position.to_numpy()].reset_index()
-    for layer in trace.store.layers:
-        for site in (*trace.store.sites, *trace.store.heads):
-            a, b = (run.kept(site, layer, of_run) for run, of_run in ((trace, rows), (reference, theirs)))
-            for i, position in enumerate(rows.position):
-                if not bitwise(a[i], b[i]):
-                    where = f"request {request.request_id} position {position}"
-                    return f"{where}: site {site} of layer {layer} differs", compared
-                compared += 1
-    return None, compared
-
-
-def _first_thought_difference(trace: Trace, reference: Trace, request: Request, number: int) -> str | None:
-    """Returns a sentence about the first thought that differs from the reference's; None if all are equal."""
-    if trace.thought_table is None:
-        return None
-    ours, theirs = trace.thoughts_said(request.request_id), reference.thoughts_said(number)
-    if (at := first_difference(ours, theirs)) is None:
-        return None
-    return (
-        f"request {request.request_id}: thought {at} is {ours[at : at + 1]} here, {theirs[at : at + 1]} by the oracle"
-    )
-
-
-def _first_reading_difference(trace: Trace, reference: Trace, request: Request, number: int) -> tuple[str | None, int]:
-    """Returns (error text on the first lens reading that differs from the reference, 0); (None, number of readings
-    compared) if all are equal."""
-    assert trace.hypothesis_table is not None and reference.hypothesis_table is not None
-    ours = trace.hypothesis_table[trace.hypothesis_table.request_id == request.request_id]
-    theirs = reference.hypothesis_table[reference.hypothesis_table.request_id == number]
-    difference = first_reading_difference(ours, theirs) or _first_choice_difference(ours, theirs)
-    if difference is None:
-        return None, int((ours.status == "committed").sum())
-    position, layer = difference
-    return f"request {request.request_id} position {position}: the reading of layer {layer} differs", 0
 
 
 def _first_choice_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[int, int] | None:

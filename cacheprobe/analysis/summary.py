@@ -1,30 +1,16 @@
 """Describes a run in a few lines of text, for terminals."""
 
-from typing import TypedDict
-
 import pandas as pd
 
-from cacheprobe.analysis.measures import agreement_by_layer, prediction_depth_by_verdict, prediction_depth_of
-from cacheprobe.analysis.of_trace import lens_readings
+from cacheprobe.analysis.measures import agreement, lens_readings, prediction_depth, prediction_depth_by_verdict
+from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.tables.draft_verdicts import parting, shares_by_verdict
 from cacheprobe.trace.trace import Trace
 
 
-class Behaviour(TypedDict):
-    """Describes the results of a run on its task, as in `trace.meta["behaviour"]`: accuracy, interval, chance."""
-
-    num_examples: int
-    num_unparsed: int
-    accuracy: float
-    accuracy_low: float
-    accuracy_high: float
-    chance: float
-    answer_mass: float | None
-
-
-def behaviour_line(behaviour: Behaviour) -> str:
+def behaviour_line(behaviour: JsonDict) -> str:
     """Returns one line of text on a run's answers to its task: accuracy, chance level and answer mass. Answer mass is
-    the mean probability that the first token begins an answer word."""
+    the mean probability that the first token begins an answer word. behaviour: as in `trace.meta["behaviour"]`."""
     b = behaviour
     line = (
         f"behaviour: {b['accuracy']:.0%} of {b['num_examples']} answers right "
@@ -62,7 +48,7 @@ def summary(trace: Trace) -> str:
         lines.append('Z: not read yet (lens="later"); trace.hypotheses() reads it from the stored S')
     elif trace.hypothesis_table is not None:
         hypotheses = lens_readings(trace)
-        table = agreement_by_layer(hypotheses)
+        table = agreement(hypotheses)
         layers = sorted({int(layer) for layer in table.index[:: max(len(table) // 6, 1)]} | {int(table.index[-1])})
         lines += [f"{parting(shares_by_verdict(hypotheses))}."]
         lines += [
@@ -71,7 +57,7 @@ def summary(trace: Trace) -> str:
         ]
         lines += [
             "prediction depth, by verdict of the draft and kind of pass:",
-            prediction_depth_by_verdict(prediction_depth_of(hypotheses)).round(1).to_string(),
+            prediction_depth_by_verdict(prediction_depth(hypotheses)).round(1).to_string(),
         ]
     return "\n".join(lines)
 

@@ -56,14 +56,16 @@ def open_runs(
     for path in runs:
         if not path.exists():
             raise ValueError(f"there is no {path}; name a saved run, a folder of runs or a result file")
-    from cacheprobe.views.dashboard.serve import listen
-    from cacheprobe.views.dashboard.shelf import Shelf
+    from cacheprobe.views.dashboard.app import listen
+    from cacheprobe.views.dashboard.run_list import RunList
     from cacheprobe.views.text import plain
 
-    shelf = Shelf.of(runs, model, lens)
-    server = listen(shelf, host, port)
-    for entry in shelf.entries:
-        print(plain(f"{entry.name}: {f'cannot be opened, {entry.reason}' if entry.book is None else entry.book.run}"))
+    run_list = RunList.of(runs, model, lens)
+    server = listen(run_list, host, port)
+    for entry in run_list.entries:
+        print(
+            plain(f"{entry.name}: {f'cannot be opened, {entry.reason}' if entry.tables is None else entry.tables.run}")
+        )
     is_every = host in ("0.0.0.0", "::")
     reachable = "127.0.0.1" if is_every else f"[{host}]" if ":" in host else host
     where = f"http://{reachable}:{server.port}/" + (

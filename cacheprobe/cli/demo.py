@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from cacheprobe.analysis.of_trace import lens_readings
+from cacheprobe.analysis.measures import lens_readings
 
 if TYPE_CHECKING:
     from cacheprobe.models.thinking.lm import ThinkingLM

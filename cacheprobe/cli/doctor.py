@@ -19,7 +19,7 @@ from cacheprobe.core.terminal import Listing
 from cacheprobe.models import inventory, smollm2
 from cacheprobe.models.known import shipped_names
 from cacheprobe.models.settings import CPU_INFO, numeric_settings, processor_name
-from cacheprobe.ops.compiled.choice import TORCH, choose
+from cacheprobe.ops.compiled.operations import TORCH, choose
 from cacheprobe.ops.dispatch import KERNEL, paths
 from cacheprobe.ops.kernel_set import choose_kernels
 from cacheprobe.views.images import browser_path

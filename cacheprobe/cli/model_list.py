@@ -10,7 +10,7 @@ from cacheprobe.models.inventory import (
     shipped_models,
     smollm2_state,
 )
-from cacheprobe.models.plain.memory import SLIDING_FAMILIES
+from cacheprobe.models.plain.files import SLIDING_FAMILIES
 from cacheprobe.models.smollm2 import INSTALL, WEIGHTS_NOTE, cache_directory
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import numpy as np
 import pandas as pd
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.progress import Progress
-from cacheprobe.core.values import whole_number
+from cacheprobe.core.values import require_known_options, whole_number
 from cacheprobe.edits.patching.arguments import as_layers
 from cacheprobe.lenses.insertion import HEIGHT, IDENTITY_PROMPT, LinearMap, TargetPrompt, continued, inserted, mapped
 from cacheprobe.models.base import CachedLM
@@ -26,34 +26,41 @@ if TYPE_CHECKING:
 _ABOUT = ("row", "request_id", "step", "phase", "role", "status", "position")
 
 
+class TargetOptions(TypedDict, total=False):
+    """Declares the keyword arguments of `patchscope` that say where a state is inserted, and what is then read."""
+
+    prompt: Prompt
+    position: int | str
+    target_layers: "int | Iterable[int] | None"
+    linear_map: "LinearMap | None"
+    target_model: CachedLM | None
+    max_new_tokens: int
+
+
 @torch.inference_mode()
 def patchscope(
     model: CachedLM,
     trace: "Trace",
     rows: "pd.DataFrame | Sequence[int]",
     *,
-    prompt: Prompt = IDENTITY_PROMPT,
-    position: "int | str" = -1,
     layers: "Iterable[int] | None" = None,
-    target_layers: "int | Iterable[int] | None" = None,
     site: str = "S",
-    linear_map: "LinearMap | None" = None,
-    target_model: "CachedLM | None" = None,
-    max_new_tokens: int = 1,
     progress: bool = True,
+    **target: Unpack[TargetOptions],
 ) -> pd.DataFrame:
     """Inserts recorded states into a prompt, and returns what the model then says: a DataFrame with one line for each
     row, layer and target layer.
 
     model: the model of the trace.  rows: from `trace.rows(...)`, or row numbers; of any status, rejected drafts
     included.
-    prompt: text, token ids or a task example.  position: where in it the state is inserted; negative numbers count from
-    the end. Or text that is one token of the prompt, such as "x".
+    prompt: text, token ids or a task example; by default words that are repeated.  position: where in it the state is
+    inserted, by default the last token; negative numbers count from the end. Or text that is one token of the prompt,
+    such as "x".
     layers: those whose states are read; by default all captured ones. Layers that did not run for a row have no line.
     target_layers: the layer or layers after which each state is inserted; by default the state's own layer.
     linear_map: applied to a state before it is inserted: a function of states [n, m], a matrix [k, m], or nn.Linear.
     target_model: reads the prompt instead of `model`; its states may have another width k.
-    max_new_tokens: number of tokens to generate greedily.
+    max_new_tokens: number of tokens to generate greedily, by default 1.
     Columns: row, request_id, step, phase, role, status, position (of the source row); read_token_id and read_token, the
     row's input token; layer, target_layer; token_id, token, logprob_nats, entropy_nats, top_token_ids,
     top_tokens and top_logprob_nats, the prediction after the prompt; text, the generated tokens up to a stop token.
@@ -67,10 +74,12 @@ def patchscope(
         raise ValueError(
             f"patchscope inserts residual streams, got site {site!r}; T and C are only parts of one, so use site='S'"
         )
+    require_known_options(target, TargetOptions.__annotations__)
+    target_layers, max_new_tokens = target.get("target_layers"), target.get("max_new_tokens", 1)
     model = require_model(trace, model)
-    reader = usable(model if target_model is None else target_model, "auto")
-    ids = _token_ids(reader, prompt, max_new_tokens)
-    place = _position(reader, ids, position)
+    reader = usable(target.get("target_model") or model, "auto")
+    ids = _token_ids(reader, target.get("prompt", IDENTITY_PROMPT), max_new_tokens)
+    place = _position(reader, ids, target.get("position", -1))
     source_layers = trace.store.layers if layers is None else as_layers(layers, model)
     given = target_layers if target_layers is None or isinstance(target_layers, Iterable) else [target_layers]
     at_layers = None if given is None else as_layers(given, reader)
@@ -80,15 +89,17 @@ def patchscope(
             "give target_layers="
         )
     table, states = _sources(trace, rows, source_layers)
-    states = _mapped(states, linear_map, reader, table)
+    _require_numbers(states, "the recorded state", table)
+    states = mapped(states, target.get("linear_map"), reader, "those of the trace")
+    _require_numbers(states, "the mapped state", table)
     lines = [(i, layer if at is None else at) for i, layer in enumerate(table.layer) for at in at_layers or (None,)]
     index = torch.tensor([i for i, _ in lines])
     at = torch.tensor([layer for _, layer in lines])
     table = table.iloc[index.numpy()].assign(target_layer=at.numpy()).reset_index(drop=True)
-    target = TargetPrompt.of(reader, ids, place, min(HEIGHT, len(lines)), max_new_tokens)
+    filled = TargetPrompt.of(reader, ids, place, min(HEIGHT, len(lines)), max_new_tokens)
     top_k = trace.meta["capture"]["top_k"]
     with Progress(len(lines), "reading", "states", enabled=progress) as bar:
-        readout, texts = _readings(target, states[index], at, top_k, max_new_tokens, bar)
+        readout, texts = _readings(filled, states[index], at, top_k, max_new_tokens, bar)
     return _with_readings(table, readout, texts, reader)
 
 
@@ -143,15 +154,6 @@ def _sources(
         for i, state in zip(group.index, trace.vectors("S", int(layer), group.row.tolist()), strict=True):
             states[i] = state
     return table, torch.stack(states)
-
-
-def _mapped(states: Tensor, linear_map: "LinearMap | None", model: CachedLM, about: pd.DataFrame) -> Tensor:
-    """Returns the states after the map, in the dtype and on the device of the model. Raises: ValueError for states of
-    another width than the model's, and for NaN and infinity. about: a line for each state, for the message."""
-    _require_numbers(states, "the recorded state", about)
-    made = mapped(states, linear_map, model, "those of the trace")
-    _require_numbers(made, "the mapped state", about)
-    return made
 
 
 def _require_numbers(values: Tensor, what: str, about: pd.DataFrame) -> None:

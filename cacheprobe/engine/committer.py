@@ -20,11 +20,9 @@ from cacheprobe.engine.passes import EngineError, Entry, Pass, is_out_of_memory
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import is_checking
 from cacheprobe.models.base import CachedLM
-from cacheprobe.ops.acceptance import find_ending, num_accepted
+from cacheprobe.ops.acceptance import accept_or_recover, find_ending, num_accepted
 from cacheprobe.ops.kernel_set import KernelSet
-from cacheprobe.ops.processors import target_probs
-from cacheprobe.ops.rejection import accept_or_recover
-from cacheprobe.ops.sampling import choose_token, lowest_argmax, sample_token, two_largest
+from cacheprobe.ops.sampling import choose_token, lowest_argmax, sample_token, target_probs, two_largest
 
 
 class Choice(NamedTuple):

@@ -9,7 +9,7 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.engine.fingerprint import FingerprintMismatch, RunGuard
 from cacheprobe.engine.plan import BoundLoop, RunPlan
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.models.turns import hold_model
+from cacheprobe.models.settings import hold_model
 from cacheprobe.trace.recording.assemble import assemble, meta_before
 from cacheprobe.trace.recording.disk_writer import DiskWriter
 from cacheprobe.trace.recording.observers import Tee

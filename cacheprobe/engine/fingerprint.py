@@ -14,8 +14,7 @@ from cacheprobe.edits.interventions.base import Intervention
 from cacheprobe.edits.interventions.editor import intervention_entries
 from cacheprobe.engine.sizes import shared_capacity
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.settings import numeric_settings, require_one_flush_mode
-from cacheprobe.models.turns import hold_model, require_idle
+from cacheprobe.models.settings import hold_model, numeric_settings, require_idle, require_one_flush_mode
 
 Fingerprint = dict[str, str | int | float]
 

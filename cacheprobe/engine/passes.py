@@ -11,7 +11,7 @@ from cacheprobe.edits.interventions.editor import TokenSlot, token_phase
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.staged import DuplicateEntry, PassAttention
-from cacheprobe.ops.attention.by_request import AttentionSpans, SlotSpan, spans_of
+from cacheprobe.ops.attention import AttentionSpans, SlotSpan, spans_of
 from cacheprobe.ops.compiled.attention import serves_tokens_of
 
 PAD_TOKEN_ID = 0

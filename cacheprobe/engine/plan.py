@@ -33,11 +33,11 @@ from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM, StateSink
 from cacheprobe.models.conversation import assistant_turns, stop_sources
 from cacheprobe.models.experts.sites import head_places
-from cacheprobe.models.hf.heads import require_heads
+from cacheprobe.models.feeding import require_heads
 from cacheprobe.models.hf.masks import longrope_length
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.prompts import Chat, answer_ids_of, as_list, require_unpadded, text_of, token_ids_of
-from cacheprobe.models.turns import hold_model, live_model
+from cacheprobe.models.settings import hold_model, live_model
 from cacheprobe.trace.recording.features import recorded_dictionary
 from cacheprobe.trace.recording.lens_reader import LENS_TILE
 from cacheprobe.trace.recording.recorder import Recorder

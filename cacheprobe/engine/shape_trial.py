@@ -9,7 +9,7 @@ from cacheprobe.core.hook_names import SITES
 from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.kvcache.staged import PassAttention
 from cacheprobe.models.base import CachedLM
-from cacheprobe.ops.attention.by_request import AttentionSpans, spans_of
+from cacheprobe.ops.attention import AttentionSpans, spans_of
 from cacheprobe.ops.equality import bitwise
 
 _STREAMS = 5

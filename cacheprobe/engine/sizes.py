@@ -35,7 +35,7 @@ from cacheprobe.kvcache.cache import is_mapped
 from cacheprobe.kvcache.recurrent import bytes_of_states
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.experts.sites import layers_of, state_shapes
-from cacheprobe.ops.attention.by_request import BY_REQUEST
+from cacheprobe.ops.attention import BY_REQUEST
 from cacheprobe.ops.state_codec import INT8, SCALE_BYTES, kept_dtype
 
 TOKEN_BYTES = 2_300

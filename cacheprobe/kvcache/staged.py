@@ -15,7 +15,7 @@ from torch import Tensor
 from cacheprobe.kvcache.cache import KVCache, StoreSlots
 from cacheprobe.kvcache.ledger import CacheIntegrityError
 from cacheprobe.kvcache.recurrent import memory_of
-from cacheprobe.ops.attention.by_request import AttentionSpans
+from cacheprobe.ops.attention import AttentionSpans
 from cacheprobe.ops.equality import bitwise
 
 _SPAN_STEP = 32

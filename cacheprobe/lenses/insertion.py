@@ -17,7 +17,7 @@ from cacheprobe.kvcache.recurrent import copy_prefix
 from cacheprobe.kvcache.staged import PassAttention
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.feeding import feed
-from cacheprobe.ops.attention.by_request import AttentionSpans, spans_of_positions
+from cacheprobe.ops.attention import AttentionSpans, spans_of_positions
 
 IDENTITY_PROMPT = "cat->cat; 1135->1135; hello->hello; ?"
 """The token identity prompt of Ghandeharioun et al. 2024 (arXiv 2401.06102), section 4.1. The state is inserted at the

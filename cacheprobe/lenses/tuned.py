@@ -5,7 +5,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from cacheprobe.lenses.base import Lens, LensError, require_made_for, unembeddin
 from cacheprobe.lenses.dictionaries.torch_files import read_torch_weights
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.by_layer import product_by_layer
+
+CONFIG, TRANSLATORS, PACKAGE_TRANSLATORS = "config.json", "translators.safetensors", "params.pt"
+_KIND, _VERSION = "cacheprobe tuned lens", 1
 
 
 @register("lenses", "tuned")
@@ -74,13 +77,36 @@ class TunedLens:
 
         Raises: LensError for a directory without a tuned lens, with a broken one, or with a lens of another model.
         """
-        lens = cls(*load_tuned_lens(Path(directory), model))
+        directory = Path(directory)
+        config = require_tuned_lens(directory)
+        if config.get("kind") == _KIND:
+            tensors = load_file(directory / TRANSLATORS)
+            weights, biases = (tensors[name].to(model.device) for name in ("weights", "biases"))
+            lens = cls(weights, biases, str(config["unembedding_sha256"]), cast("dict[str, Json]", config["about"]))
+        else:
+            tensors = read_package_artefact(directory, config, model)
+            about: dict[str, Json] = {"made_by": "the tuned-lens package", "config": config}
+            lens = cls(*tensors, unembedding_sha256(model), about)
         lens.check(model)
         return lens
 
     def save(self, directory: "str | Path") -> Path:
         """Writes translators.safetensors and config.json into a directory, and returns its path."""
-        return save_tuned_lens(Translators(self.weights, self.biases, self.unembedding, self.about), Path(directory))
+        directory = Path(directory)
+        layers, width = self.biases.shape
+        config = {
+            "kind": _KIND,
+            "version": _VERSION,
+            "n_layers": layers + 1,
+            "d_model": width,
+            "unembedding_sha256": self.unembedding,
+            "about": self.about,
+        }
+        tensors = {name: getattr(self, name).detach().cpu().contiguous() for name in ("weights", "biases")}
+        directory.mkdir(parents=True, exist_ok=True)
+        write_whole(directory / TRANSLATORS, lambda path: save_file(tensors, path))
+        write_json(directory / CONFIG, config)
+        return directory
 
     def check(self, model: CachedLM) -> None:
         """Raises: LensError if the lens was trained for another number of layers, another width or unembedding."""
@@ -98,37 +124,6 @@ class TunedLens:
         exact = states.float()
         moved = product_by_layer(exact, layers.clamp(max=last - 1), self.weights, self.biases)
         return (exact + moved.masked_fill((layers == last)[:, None], 0.0)).to(states.dtype)
-
-
-CONFIG, TRANSLATORS, PACKAGE_TRANSLATORS = "config.json", "translators.safetensors", "params.pt"
-_KIND, _VERSION = "cacheprobe tuned lens", 1
-
-
-class Translators(NamedTuple):
-    """Holds the content of a tuned lens; the fields are those of `lenses.TunedLens`."""
-
-    weights: Tensor
-    biases: Tensor
-    unembedding: str
-    about: dict[str, Json]
-
-
-def save_tuned_lens(lens: Translators, directory: Path) -> Path:
-    """Writes a tuned lens into a directory (translators.safetensors, config.json), and returns the directory."""
-    layers, width = lens.biases.shape
-    config = {
-        "kind": _KIND,
-        "version": _VERSION,
-        "n_layers": layers + 1,
-        "d_model": width,
-        "unembedding_sha256": lens.unembedding,
-        "about": lens.about,
-    }
-    tensors = {name: getattr(lens, name).detach().cpu().contiguous() for name in ("weights", "biases")}
-    directory.mkdir(parents=True, exist_ok=True)
-    write_whole(directory / TRANSLATORS, lambda path: save_file(tensors, path))
-    write_json(directory / CONFIG, config)
-    return directory
 
 
 def require_tuned_lens(directory: Path) -> dict[str, Json]:
@@ -171,26 +166,9 @@ def _require_whole(directory: Path, config: dict[str, Json]) -> None:
         raise LensError(f"{directory} is no whole tuned lens ({error!s:.200}); train it again") from error
 
 
-def load_tuned_lens(directory: Path, model: CachedLM) -> Translators:
-    """Returns the Translators of the tuned lens in a directory, on the model's device. The lens is one that cacheprobe
-    wrote, or one of AlignmentResearch's package tuned-lens.
-
-    Raises: LensError for a directory without a lens, with a broken one, or with a lens of that package for another
-    model. A lens that cacheprobe wrote is not compared with the model here.
-    """
-    config = require_tuned_lens(directory)
-    if config.get("kind") == _KIND:
-        tensors = load_file(directory / TRANSLATORS)
-        weights, biases = tensors["weights"].to(model.device), tensors["biases"].to(model.device)
-        about = config["about"]
-        assert isinstance(about, dict)  # checked by require_tuned_lens
-        return Translators(weights, biases, str(config["unembedding_sha256"]), about)
-    return read_package_artefact(directory, config, model)
-
-
-def read_package_artefact(directory: Path, config: dict[str, Json], model: CachedLM) -> Translators:
-    """Returns the Translators in files of AlignmentResearch's package tuned-lens 0.2.0, which stores a linear layer for
-    each transformer layer.
+def read_package_artefact(directory: Path, config: dict[str, Json], model: CachedLM) -> tuple[Tensor, Tensor]:
+    """Returns (weights [l, m, m], biases [l, m]) of the translators in files of AlignmentResearch's package tuned-lens
+    0.2.0, which stores a linear layer for each transformer layer.
 
     That package's translators read inputs of layers. So translator i + 1 becomes that of layer i, and translator 0, for
     the embedding, is left out.
@@ -220,9 +198,7 @@ def read_package_artefact(directory: Path, config: dict[str, Json], model: Cache
         name = next(name for name in wanted if shapes.get(name) != wanted[name])
         raise LensError(f"{path}: {name} should be of shape {wanted[name]}, it is {shapes.get(name, 'missing')}")
     weights = torch.stack([tensors[f"{layer}.weight"].float().T for layer in layers]).to(model.device)
-    biases = torch.stack([tensors[f"{layer}.bias"].float() for layer in layers]).to(model.device)
-    about: dict[str, Json] = {"made_by": "the tuned-lens package", "config": config}
-    return Translators(weights, biases, unembedding_sha256(model), about)
+    return weights, torch.stack([tensors[f"{layer}.bias"].float() for layer in layers]).to(model.device)
 
 
 def package_unembedding_hash(model: CachedLM) -> str:

@@ -5,13 +5,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from torch import Tensor, device, dtype
+from torch import Tensor, device, dtype, nn
 
 from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.live import ModelError as ModelError
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.staged import PassAttention
-from cacheprobe.models.output_parts import HeadWriter, OutputParts
 
 StateSink = Callable[[str, int, Tensor], None]
 """Function that a forward calls with (site, layer, tensor [b, t, m]) for each captured activation. The tensor belongs
@@ -42,14 +41,37 @@ def block_sum(model: object, layer: int) -> BlockSum:
     return sums[layer] if sums else BlockSum()
 
 
+class OutputParts(NamedTuple):
+    """Holds the steps from the last residual stream to the logits: final norm, unembedding, bias, last function."""
+
+    norm: nn.Module
+    weight: Tensor
+    """[v, m]"""
+    bias: Tensor | None
+    """[v]"""
+    finish: Callable[[Tensor], Tensor]
+    """Function applied to the logits [n, v] last: the architecture's soft cap or scale, or no change."""
+
+
+class HeadWriter(NamedTuple):
+    """Holds the steps from the heads of one layer to the attention output (site T): projection by head, bias, norm."""
+
+    weight: Tensor
+    """[h, d, m]"""
+    bias: Tensor | None
+    """[m]"""
+    norm: nn.Module | None
+    """Norm after the projection, in post-norm models."""
+
+
 @runtime_checkable
 class CachedLM(Protocol):
     """Describes a decoder-only language model that reads and writes a `KVCache` (a Protocol). A forward gets token ids
     and positions as arguments, but never the phase (prefill, decode or verify).
 
     Some kinds of model have further members. Read them by getattr with a default:
-    operations: compiled loops or kernels, of which the engine uses `readout` for the likeliest tokens.
-    read_tokens(states, targets, count): reads the likeliest tokens of residual states in compiled loops.
+    operations: compiled loops or kernels, of which the engine uses `readout` for the best tokens.
+    read_tokens(states, targets, count): reads the best tokens of residual states in compiled loops.
     independent_width: most tokens of a request in a pass whose bits depend neither on its width nor on its other rows.
     origin: the model of the bridge that this one shares its weights with.
     block_sums: a BlockSum for each layer; see `block_sum`.
@@ -76,9 +98,12 @@ class CachedLM(Protocol):
     injected_layers: tuple[int, ...]
     """Layers to whose input the model adds something (for example a thought state) besides the previous layer's
     output."""
-    attends_by_request: bool
-    """Whether attention runs request by request, over the slots in a pass's `spans`; otherwise one call covers the
-    batch."""
+
+    @property
+    def attends_by_request(self) -> bool:
+        """Whether attention runs request by request, over the slots in a pass's `spans`; otherwise one call covers
+        the batch."""
+        ...
 
     def check_settings(self, window: int) -> None:
         """Checks that the model supports verify passes with `window` tokens of each request. Raises: ModelError if the

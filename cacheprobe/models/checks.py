@@ -1,9 +1,12 @@
 """Checks a newly loaded model: the logits of a short text, fed in parts through the KVCache, must agree with the logits
 of one forward without a cache."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from cacheprobe.core.hook_names import SITES
 from cacheprobe.kvcache.cache import KVCache
@@ -12,7 +15,7 @@ from cacheprobe.models.experts.sites import own_experts
 from cacheprobe.models.hf.masks import chunk_size, sliding_window
 from cacheprobe.models.settings import product_dtype
 
-if TYPE_CHECKING:  # the first needs transformer_lens, which takes seconds to load; the second is checked by this file
+if TYPE_CHECKING:  # the first needs transformer_lens, which takes seconds to load; both are checked by this file
     from cacheprobe.models.hf.bridge import BridgeLM
     from cacheprobe.models.plain.lm import PlainLM
 
@@ -32,53 +35,42 @@ def check_model(model: "BridgeLM") -> None:
     forward without a cache. Also checks that the hooks of every layer fire with the right shape, that a block's output
     is its input plus T plus C, and that the last layer's state is read as the model's logits.
 
-    In float32 and float64 the tolerance is 1e-3 of the largest logit, or 1e-3 if that is below 1 (sums are reordered).
-    In 16 bits, and if float32 products run at lower precision, the centred logits must have a cosine of at least
-    LEAST_COSINE. Raises: ModelError naming what differs.
+    Tolerances are those of `agrees`. Raises: ModelError naming what differs.
     """
     token_ids = probe_ids(model)
-    fired: dict[tuple[str, int], torch.Tensor] = {}
+    fired: dict[tuple[str, int], Tensor] = {}
 
-    def note(site: str, layer: int, value: torch.Tensor) -> None:
+    def note(site: str, layer: int, value: Tensor) -> None:
         """Keeps a copy of the activation, if it has shape [b, t, d_model]."""
         if value.shape[-1] == model.d_model and value.dim() == 3:
             fired[site, layer] = value[0].clone()
 
     wanted = [("pre", 0)] + [(site, layer) for layer in range(model.n_layers) for site in SITES]
-    try:
+    with _running(model, "; use a decoder with plain full attention"):
         cache = probe_cache(model, token_ids)
         with model.capturing(wanted, note):
             cached = cached_logits(model, token_ids, cache)
         with torch.inference_mode(), own_experts(model.mixtures):
             whole = model.bridge.forward(token_ids.to(model.device), return_type="logits")[0].float()
-    except ModelError:
-        raise
-    except (ValueError, RuntimeError, TypeError, IndexError, AttributeError) as error:
-        kind = type(model.bridge.original_model).__name__
-        raise ModelError(
-            f"{model.name}: {kind} does not run on our KV cache ({type(error).__name__}: {error!s:.120}); use a "
-            "decoder with plain full attention"
-        ) from error
     if silent := sorted(set(wanted) - set(fired)):
         raise ModelError(f"{model.name}: the hook for site {silent[0][0]} of layer {silent[0][1]} does not fire")
-    if not bool(torch.isfinite(cached).all()):
-        raise ModelError(f"{model.name} gives NaN or infinite logits; load it in float32 or check its weights")
+    _require_finite(model, cached)
     if not agrees(cached, whole, model.dtype):
         raise ModelError(
             f"{model.name}: the model with our KV cache differs from the model without it by up to "
-            f"{float((cached - whole).abs().max()):.3g}; its attention is not plain full attention over the context, "
-            "which is not supported; use another architecture"
+            f"{_largest_difference(cached, whole)}; its attention is not plain full attention over the context, which "
+            "is not supported; use another architecture"
         )
     _check_sums(model, fired)
     read = model.read_out(fired["S", model.n_layers - 1]).float()
     if not agrees(read, cached[-len(read) :], model.dtype):
         raise ModelError(
             f"{model.name}: the last layer's state, read by the bridge's norm and unembedding, differs from "
-            f"the model's logits by up to {float((read - cached[-len(read) :]).abs().max()):.3g}"
+            f"the model's logits by up to {_largest_difference(read, cached[-len(read) :])}"
         )
 
 
-def _check_sums(model: "BridgeLM", states: dict[tuple[str, int], torch.Tensor]) -> None:
+def _check_sums(model: "BridgeLM", states: dict[tuple[str, int], Tensor]) -> None:
     """Raises: ModelError if a block's output [t, m] is not its input plus T plus C, up to 1e-3 of the largest value
     (.1 in 16 bits)."""
     limit = 1e-3 if product_dtype(model.dtype) in (torch.float32, torch.float64) else 0.1
@@ -90,6 +82,88 @@ def _check_sums(model: "BridgeLM", states: dict[tuple[str, int], torch.Tensor]) 
             raise ModelError(
                 f"{model.name}: S of layer {layer} at the bridge's hooks is not S of the layer below plus T plus C"
             )
+
+
+def check_plain(model: "PlainLM") -> None:
+    """Checks a newly loaded plain model: a short text, fed in parts through the KVCache, must give the logits of one
+    forward of the model itself, alone and beside a sequence that starts at another position. If the config lets some
+    tokens see later ones, such as an image's, the logits of a text must not change with what follows.
+
+    Tolerances are those of `agrees`. Raises: ModelError naming what differs.
+    """
+    token_ids = probe_ids(model)
+    kind = type(model.live).__name__
+    with _running(model), torch.inference_mode():
+        whole = model.whole_logits(token_ids)[0].float()
+        cache, last = probe_cache(model, token_ids), {}
+        with model.capturing([("S", model.n_layers - 1)], lambda site, layer, value: last.update({site: value[0]})):
+            cached = cached_logits(model, token_ids, cache)
+        read = model.read_out(last["S"]).float()
+        beside = _beside_another(model, token_ids)
+    _require_finite(model, cached)
+    for what, logits in (
+        ("with our KV cache", cached),
+        ("beside a sequence of another length", beside),
+        ("read from its last state by norm and unembedding", read),
+    ):
+        if not agrees(logits, whole[-len(logits) :], model.dtype):
+            raise ModelError(
+                f"{model.name}: {kind} {what} differs from the model without it by up to "
+                f"{_largest_difference(logits, whole[-len(logits) :])}; its attention, positions or experts follow a "
+                "rule that is not known here"
+            )
+    if getattr(model.config, "use_bidirectional_attention", None) and not is_causal(model, token_ids):
+        raise ModelError(
+            f"{model.name}: {kind} lets tokens of a text see later ones; cacheprobe runs models that generate"
+        )
+
+
+def is_causal(model: "PlainLM", token_ids: Tensor) -> bool:
+    """Returns True if the logits of the first half of token_ids [1, t] stay the same, in forwards of the model itself,
+    when the second half becomes another text.
+
+    Both forwards have the same shapes. Only sums over the tokens of one expert may take another order, so the tolerance
+    is 1e-3 of the largest logit in float32 and float64, and .03, a few roundings, in 16 bits.
+    """
+    half = token_ids.shape[1] // 2
+    other = torch.cat((token_ids[:, :half], token_ids[:, : token_ids.shape[1] - half].flip(1)), 1)
+    one, two = (model.whole_logits(ids)[0, :half].float() for ids in (token_ids, other))
+    limit = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.03
+    return bool((one - two).abs().max() <= limit * one.abs().max())
+
+
+def _beside_another(model: "PlainLM", token_ids: Tensor) -> Tensor:
+    """Returns float32 logits [t, v] of the last tokens of token_ids [1, n], computed in one pass with a sequence that
+    starts at position 1."""
+    n = token_ids.shape[1]
+    cache = model.new_cache(2, n + 8)
+    model.forward(token_ids[:, : n - 3], cache, [1], [0])
+    model.forward(token_ids[:, :1], cache, [0], [0])
+    both = torch.cat((token_ids[:, 1:4], token_ids[:, n - 3 :]))
+    return model.forward(both, cache, [0, 1], [1, n - 3])[1].float()
+
+
+@contextmanager
+def _running(model: "BridgeLM | PlainLM", remedy: str = "") -> Iterator[None]:
+    """Raises: ModelError for what a model raises inside the `with`."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except (ValueError, RuntimeError, TypeError, IndexError, AttributeError, KeyError, AssertionError) as error:
+        raise ModelError(
+            f"{model.name}: {type(model.live).__name__} does not run on our KV cache ({type(error).__name__}: "
+            f"{error!s:.120}){remedy}"
+        ) from error
+
+
+def _require_finite(model: CachedLM, logits: Tensor) -> None:
+    if not bool(torch.isfinite(logits).all()):
+        raise ModelError(f"{model.name} gives NaN or infinite logits; load it in float32 or check its weights")
+
+
+def _largest_difference(a: Tensor, b: Tensor) -> str:
+    return f"{float((a - b).abs().max()):.3g}"
 
 
 def probe_cache(model: CachedLM, token_ids: torch.Tensor) -> KVCache:

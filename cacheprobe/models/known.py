@@ -10,7 +10,7 @@ from urllib.request import getproxies
 
 from cacheprobe.core.live import ModelError
 from cacheprobe.core.values import Json
-from cacheprobe.models.quantised.gguf_header import gguf_file
+from cacheprobe.models.quantised.gguf import gguf_file
 
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -88,12 +88,7 @@ def why_no_hub() -> str:
 def num_layers(name: str) -> int | None:
     """Returns the number of blocks of the model `name`, read from its config file; None if this machine has no readable
     config file, or the file does not name the number."""
-    folder = shipped_folder("checkpoints", name) if "/" not in name else None
-    path = (folder or Path(name)) / "config.json"
-    if name == SMOLLM2:
-        path = _smollm2_config()
-    elif folder is None and not Path(name).is_dir():
-        path = in_hub_cache(name, "config.json")
+    path = local_file(name, "config.json")
     try:
         content = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
         return _depth(content)
@@ -112,11 +107,18 @@ def _depth(content: Json) -> int | None:
     return None
 
 
-def _smollm2_config() -> Path | None:
-    from cacheprobe.models.smollm2 import smollm2_if_converted
+def local_file(name: str, file: str) -> Path | None:
+    """Returns the path of a file of the model `name` on this machine; None if it is not here. Uses no network."""
+    if name == SMOLLM2:
+        from cacheprobe.models.smollm2 import smollm2_if_converted
 
-    directory = smollm2_if_converted()
-    return directory / "config.json" if directory is not None else in_hub_cache(SMOLLM2_ON_HUB, "config.json")
+        directory = smollm2_if_converted()
+        return directory / file if directory is not None else in_hub_cache(SMOLLM2_ON_HUB, file)
+    folder = shipped_folder("checkpoints", name) if "/" not in name else None
+    if folder is None and not Path(name).is_dir():
+        return in_hub_cache(name, file)
+    path = (folder or Path(name)) / file
+    return path if path.is_file() else None
 
 
 def in_hub_cache(name: str, file: str) -> Path | None:

@@ -7,18 +7,23 @@ raises ModelError with the reason.
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypedDict, Unpack, cast
 
 from cacheprobe.core.config import DTYPES
 from cacheprobe.core.live import LiveModule, LiveTokenizer
-from cacheprobe.core.values import JsonDict
+from cacheprobe.core.values import JsonDict, require_known_options
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.devices import Device, DeviceMap, placement
+from cacheprobe.models.hf.masks import longrope_length, text_config
 from cacheprobe.models.known import require_known, shipped_folder
-from cacheprobe.models.plain.files import plain_model
-from cacheprobe.models.plain.load import check_or_replace, wrap_live
-from cacheprobe.models.plain.memory import refuse_unknown_memory
-from cacheprobe.models.quantised.packed import packed_modules
+from cacheprobe.models.plain.files import (
+    Device,
+    DeviceMap,
+    has_recurrent_layers,
+    placement,
+    plain_model,
+    refuse_unknown_memory,
+)
+from cacheprobe.models.quantised.packed import packed_modules, require_usable
 from cacheprobe.models.settings import in_plain_settings
 from cacheprobe.models.thinking.store import is_thinking_folder, load_thinking
 
@@ -30,21 +35,37 @@ if TYPE_CHECKING:  # they take seconds to load
 PRODUCTS = ("auto", "torch", "kernels")
 """Values of `products` of `load_model`."""
 
+NO_ADAPTER = "TransformerBridge has no adapter for it"
+_NO_CACHE = "TransformerBridge's forward of it does not take our KV cache"
+_RECURRENT = "it has recurrent layers, whose states only the plain model keeps by position"
+_PACKED = "its weights are packed, and a bridge reads weights as matrices"
+_SCALED = "its blocks scale the residual stream, and TransformerBridge has no hook on that"
+WITHOUT_BRIDGE: dict[str, str] = {
+    **dict.fromkeys(("bloom", "falcon", "llama4", "llama4_text", "opt", "xglm"), _NO_CACHE),
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _SCALED),
+}
+"""Model type -> why its bridge, which cannot be taken off again, is not tried."""
+
+
+class LoadOptions(TypedDict, total=False):
+    """Holds the settings of `load_model`, which explains them (a TypedDict)."""
+
+    dtype: object
+    device: "Device | None"
+    device_map: "DeviceMap | None"
+    adapter: "str | Path | None"
+    products: str
+    think_while_decoding: bool | None
+    prepend_bos: bool
+    trust_remote_code: bool
+    progress: bool
+
 
 @in_plain_settings()
 def load_model(
     model: "str | Path | LiveModule" = "smollm2-135m",
     tokenizer: LiveTokenizer = None,
-    *,
-    dtype: object = None,
-    device: "Device | None" = None,
-    device_map: "DeviceMap | None" = None,
-    adapter: "str | Path | None" = None,
-    products: str = "auto",
-    think_while_decoding: bool | None = None,
-    prepend_bos: bool = False,
-    trust_remote_code: bool = False,
-    progress: bool = True,
+    **options: Unpack[LoadOptions],
 ) -> CachedLM:
     """Loads and checks a model, and returns it as a CachedLM, ready for `cp.run`.
 
@@ -62,128 +83,214 @@ def load_model(
     device_map: instead of device, the device of each part of the model, as transformers takes it: a dict or "auto".
     adapter: a LoRA adapter for a name or directory: "coin-flip", or a directory that peft wrote. The adapter is merged
     into the float32 weights, which are then converted to `dtype`; `weights_note` records this.
-    products: "auto" computes matrix products and readings in the loops that numba compiles for this processor, where
-    they are faster than torch's (`cacheprobe doctor` says where), and on a GPU runs in Triton kernels, if all of them
-    pass a trial; "torch" does neither. "kernels" requires the kernels, also in Triton's interpreter on a CPU
-    (TRITON_INTERPRET=1), for tests. Results have other bits; the fingerprint records the choice. Thinking States models
-    use torch's.
+    products: "auto" (default) computes matrix products and readings in the loops that numba compiles for this
+    processor, where they are faster than torch's (`cacheprobe doctor` says where), and on a GPU runs in Triton kernels,
+    if all of them pass a trial; "torch" does neither. "kernels" requires the kernels, also in Triton's interpreter on a
+    CPU (TRITON_INTERPRET=1), for tests. Results have other bits; the fingerprint records the choice. Thinking States
+    models use torch's.
     think_while_decoding: whether a Thinking States model also thinks about chunks that hold generated tokens; the
     window must then be a multiple of the chunk size. Default: the stored setting, which is False for shipped models.
-    prepend_bos: put the tokenizer's start token in front of every text that does not begin with it, as TransformerLens
-    does. The trace records this. Token ids and chats are not changed.
-    trust_remote_code: for a name or directory whose type transformers does not know: run the Python files that come
-    with it. They can do anything that you can; without True, such a model is refused and nothing of it is run.
+    prepend_bos: True puts the tokenizer's start token in front of every text that does not begin with it, as
+    TransformerLens does. The trace records this. Token ids and chats are not changed.
+    trust_remote_code: for a name or directory whose type transformers does not know: True runs the Python files that
+    come with it. They can do anything that you can; without True, such a model is refused and nothing of it is run.
+    progress: False shows no bars and no status lines.
     Raises: ModelError for a model that cannot be loaded, wrapped, or rolled back, for an adapter of another model, for
-    an absent device, and for settings of another kind of model.
+    an absent device, and for settings of another kind of model; TypeError for an unknown option.
     """
-    dtype_name = _dtype_name(dtype)
+    require_known_options(options, LoadOptions.__annotations__)
+    dtype, products = _dtype_name(options.get("dtype")), options.get("products", "auto")
     if products not in PRODUCTS:
         raise ModelError(f"products={products!r} is none of {', '.join(PRODUCTS)}")
-    checked_map = placement(device, device_map, adapter)
-    if isinstance(model, str | Path):
-        if isinstance(model, str) and not model.strip():
-            raise ModelError("the model's name is empty; give a name, a directory or a model")
-        if (folder := _thinking_folder(model)) is not None:
-            lm = _load_thinking(folder, model, tokenizer, dtype_name, adapter, checked_map)
-            if think_while_decoding is not None:
-                lm.set_think_while_decoding(think_while_decoding)
-            return _with_start_token(lm, prepend_bos)
-        _refuse_thoughts(think_while_decoding, model)
-        wrapped = _from_pretrained(
-            model,
-            tokenizer,
-            dtype_name or "float32",
-            adapter,
-            device_map=checked_map,
-            trust_remote_code=trust_remote_code is True,
-            progress=progress,
-        )
-    elif device is not None or device_map is not None:
-        raise ModelError(
-            f"a live {type(model).__name__} stays where it is; move it with .to(device) first, or give its name"
-        )
-    elif adapter is not None:
+    device_map = placement(options.get("device"), options.get("device_map"), options.get("adapter"))
+    is_named = isinstance(model, str | Path)
+    loaded = _named(model, tokenizer, dtype, device_map, options) if is_named else _live(model, tokenizer, options)
+    own_dtype = str(loaded.dtype).removeprefix("torch.")
+    if not is_named and dtype not in (None, own_dtype):
+        raise ModelError(f"{loaded.name} is in {own_dtype}, not {dtype}; convert it with .to(torch.{dtype}) first")
+    thinking = sys.modules.get("cacheprobe.models.thinking.lm")
+    if thinking is None or not isinstance(loaded, thinking.ThinkingLM):
+        loaded = _with_operations(check_or_replace(cast("BridgeLM | PlainLM", loaded)), products)
+    elif (think := options.get("think_while_decoding")) is not None:
+        cast("ThinkingLM", loaded).set_think_while_decoding(think)
+    prepend_bos = bool(options.get("prepend_bos"))
+    if prepend_bos and getattr(loaded.tokenizer, "bos_token_id", None) is None:
+        raise ModelError(f"{loaded.name} has no tokenizer with a start token (bos_token); leave out prepend_bos")
+    loaded.prepend_bos = prepend_bos
+    return loaded
+
+
+def _named(
+    model: "str | Path",
+    tokenizer: LiveTokenizer,
+    dtype: str | None,
+    device_map: "DeviceMap | None",
+    options: LoadOptions,
+) -> CachedLM:
+    """Returns the unchecked model of a name or directory, with the adapter merged."""
+    import torch
+
+    name, adapter = str(model), options.get("adapter")
+    if not name.strip():
+        raise ModelError("the model's name is empty; give a name, a directory or a model")
+    own_dtype = getattr(torch, dtype or "float32")
+    folder = shipped_folder("checkpoints", name) if "/" not in name else None
+    if folder is None and is_thinking_folder(Path(model)):
+        folder = Path(model)
+    if folder is not None:
+        if tokenizer is not None or adapter is not None:
+            raise ModelError(
+                f"{model} is a Thinking States model with a vocabulary of its own; give no tokenizer or adapter"
+            )
+        if device_map is not None and (isinstance(device_map, str) or set(device_map) != {""}):
+            raise ModelError(f"{model} is small and runs on one device; give device= instead of device_map=")
+        return load_thinking(folder, name, own_dtype, str(device_map[""]) if device_map is not None else "cpu")
+    _refuse_thoughts(options, name)
+    require_known(name)  # before what takes seconds to import
+    live, tokenizer, note = plain_model(
+        model,
+        (dtype or "float32") if adapter is None else "float32",
+        tokenizer,
+        device_map=device_map if adapter is None else None,  # an adapter is merged on the CPU
+        trust_remote_code=options.get("trust_remote_code") is True,
+        progress=options.get("progress", True),
+    )
+    if adapter is None:
+        return wrap_live(live, tokenizer, name, note)
+    if packed_modules(live):
+        raise ModelError(f"{model}: an adapter is merged into dense weights, and these are packed; give a dense model")
+    from cacheprobe.models.hf.adapters import adapter_directory, merge_adapter
+
+    merged = merge_adapter(live, name, adapter_directory(adapter, name))
+    live = live.to(own_dtype)
+    if isinstance(device_map, Mapping):
+        live = live.to(device_map[""])
+    wrapped = wrap_live(live, tokenizer, name, "; ".join(filter(None, (note, merged))))
+    wrapped.adapter = str(adapter)
+    return wrapped
+
+
+def _live(model: LiveModule, tokenizer: LiveTokenizer, options: LoadOptions) -> CachedLM:
+    """Returns a CachedLM, unchecked, around a live model of transformers, TransformerLens or cacheprobe."""
+    kind = type(model).__name__
+    if options.get("device") is not None or options.get("device_map") is not None:
+        raise ModelError(f"a live {kind} stays where it is; move it with .to(device) first, or give its name")
+    if (adapter := options.get("adapter")) is not None:
         raise ModelError(
             f"adapter={str(adapter)!r} is merged into a model that is loaded by name or directory, not into a live "
-            f"{type(model).__name__}; give its name, or merge it with peft first"
+            f"{kind}; give its name, or merge it with peft first"
         )
-    else:
-        thinking = sys.modules.get("cacheprobe.models.thinking.model")  # a live one has loaded it
-        is_thinking = thinking is not None and isinstance(model, thinking.ThinkingModel)
-        if not is_thinking:
-            _refuse_thoughts(think_while_decoding, f"a live {type(model).__name__}")
-        if is_thinking:
-            from cacheprobe.models.thinking.lm import ThinkingLM
+    config = getattr(model, "config", None) or getattr(model, "cfg", None)
+    name = str(getattr(config, "_name_or_path", None) or getattr(config, "model_name", None) or kind)
+    thinking = sys.modules.get("cacheprobe.models.thinking.model")  # a live one has loaded it
+    if thinking is not None and isinstance(model, thinking.ThinkingModel):
+        from cacheprobe.models.thinking.lm import ThinkingLM
 
-            wrapped = ThinkingLM(model, tokenizer, _name_of(model))
-            if think_while_decoding is not None:
-                wrapped.set_think_while_decoding(think_while_decoding)
-        elif type(model).__name__ == "TransformerBridge":
-            model.eval()
-            from cacheprobe.models.hf.bridge import BridgeLM, tokenizer_of_owner
+        return ThinkingLM(model, tokenizer, name)
+    _refuse_thoughts(options, f"a live {kind}")
+    if kind == "TransformerBridge":
+        model.eval()
+        from cacheprobe.models.hf.bridge import BridgeLM, tokenizer_of_owner
 
-            refuse_unknown_memory(model.original_model.config, type(model.original_model).__name__)
-            tokenizer = tokenizer_of_owner(model) if tokenizer is None else tokenizer
-            wrapped = BridgeLM(model, _name_of(model), tokenizer=tokenizer)
-        elif hasattr(model, "config") and hasattr(model, "forward"):
-            refuse_unknown_memory(model.config, type(model).__name__)
-            wrapped = wrap_live(model, tokenizer, _name_of(model))
-        else:
-            raise ModelError(
-                f"cannot load a {type(model).__name__}; give a name, a directory, a transformers model or a bridge"
-            )
-        own_dtype = str(wrapped.dtype).removeprefix("torch.")
-        if dtype_name not in (None, own_dtype):
-            raise ModelError(
-                f"{wrapped.name} is in {own_dtype}, not {dtype_name}; convert it with .to(torch.{dtype_name}) first"
-            )
-        if is_thinking:
-            return _with_start_token(wrapped, prepend_bos)
-    checked = check_or_replace(cast("BridgeLM | PlainLM", wrapped))
-    if hasattr(checked, "bridge"):
-        _set_operations(cast("BridgeLM", checked), products)
-    elif products == "kernels":
-        raise ModelError(f'{checked.name} runs without a bridge, so torch computes it; use products="auto"')
-    elif products == "auto" and checked.mixtures and checked.device.type == "cpu":
-        from cacheprobe.models.experts.sites import use_invariant_experts
-        from cacheprobe.ops.compiled.choice import choose
-
-        if (operations := choose(checked.dtype, checked.device).operations) is not None:
-            plain = cast("PlainLM", checked)
-            plain.mixtures = use_invariant_experts(plain.model, operations.product)
-    return _with_start_token(checked, prepend_bos)
+        refuse_unknown_memory(model.original_model.config, type(model.original_model).__name__)
+        return BridgeLM(model, name, tokenizer=tokenizer_of_owner(model) if tokenizer is None else tokenizer)
+    if not (hasattr(model, "config") and hasattr(model, "forward")):
+        raise ModelError(f"cannot load a {kind}; give a name, a directory, a transformers model or a bridge")
+    refuse_unknown_memory(model.config, kind)
+    return wrap_live(model, tokenizer, name)
 
 
-def _with_start_token(model: CachedLM, prepend_bos: bool) -> CachedLM:
-    """Returns the model with its setting `prepend_bos`. Raises: ModelError if its tokenizer has no start token."""
-    if prepend_bos and getattr(model.tokenizer, "bos_token_id", None) is None:
-        raise ModelError(f"{model.name} has no tokenizer with a start token (bos_token); leave out prepend_bos")
-    model.prepend_bos = bool(prepend_bos)
-    return model
+def wrap_live(live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str = "") -> "BridgeLM | PlainLM":
+    """Returns a BridgeLM around a live transformers model if TransformerLens has an adapter for it; otherwise a
+    PlainLM, whose `why` is the reason. Both are unchecked.
+
+    Raises: ModelError with both reasons if neither is possible; for a model inside a bridge made elsewhere; for packed
+    weights that cannot be run.
+    """
+    text = require_usable(live, name)
+    note = note if text in note else "; ".join(filter(None, (note, text)))
+    if packed_modules(live):
+        return _plain(live, tokenizer, name, note, _PACKED)
+    try:
+        from cacheprobe.models.hf.bridge import BridgeLM
+    except ImportError:
+        return _plain(live, tokenizer, name, note, "transformer-lens is not installed")
+    is_inside = any(type(module).__module__.startswith("transformer_lens") for module in live.modules())
+    if not is_inside and has_recurrent_layers(live.config):
+        return _plain(live, tokenizer, name, note, _RECURRENT)
+    if not is_inside and (why := WITHOUT_BRIDGE.get(str(live.config.model_type))) is not None:
+        return _plain(live, tokenizer, name, note, why)
+    try:
+        return BridgeLM.wrap(live, tokenizer, name, note)
+    except ModelError as no_bridge:
+        if is_inside:
+            raise
+        has_none = "Unsupported architecture" in str(no_bridge)
+        return _plain(live, tokenizer, name, note, NO_ADAPTER if has_none else str(no_bridge))
 
 
-def _set_operations(model: "BridgeLM", products: str) -> None:
-    """Sets the operations of a checked model, as `products` of `load_model` says. Raises: ModelError if kernels are
-    required and cannot be used."""
+def check_or_replace(wrapped: "BridgeLM | PlainLM") -> "BridgeLM | PlainLM":
+    """Checks a wrapped model, and returns it. If a BridgeLM fails the check, returns a checked PlainLM of the same
+    weights instead. Raises: ModelError if that fails too."""
+    from cacheprobe.models.checks import check_model, check_plain
+    from cacheprobe.models.plain.lm import PlainLM
+
+    wrapped.n_ctx = min(wrapped.n_ctx, longrope_length(text_config(wrapped.config)) or wrapped.n_ctx)
+    if isinstance(wrapped, PlainLM):
+        check_plain(wrapped)
+        return wrapped
+    try:
+        check_model(wrapped)
+        return wrapped
+    except ModelError as wrong:
+        plain = _plain(wrapped.live, wrapped.tokenizer, wrapped.name, wrapped.weights_note, str(wrong))
+        try:
+            check_plain(plain)
+        except ModelError as refusal:
+            raise ModelError(f"{wrong}; nor without the bridge: {refusal}") from wrong
+        plain.adapter = wrapped.adapter
+        return plain
+
+
+def _plain(live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str, why: str) -> "PlainLM":
+    from cacheprobe.models.plain.lm import PlainLM
+
+    try:
+        return PlainLM(live, tokenizer, name, note, why)
+    except ModelError as refusal:
+        raise ModelError(f"{refusal}; nor with a bridge: {why}") from refusal
+
+
+def _with_operations(model: "BridgeLM | PlainLM", products: str) -> "BridgeLM | PlainLM":
+    """Returns a checked model with the operations that `products` of `load_model` says. Raises: ModelError if kernels
+    are required and cannot be used."""
     from cacheprobe.models.experts.sites import use_invariant_experts
-    from cacheprobe.models.output_parts import arrange_weights
-    from cacheprobe.ops.compiled.choice import choose
+    from cacheprobe.models.weights import arrange_weights
+    from cacheprobe.ops.compiled.operations import choose
     from cacheprobe.ops.kernel_set import choose_kernels
 
-    is_on_one = len({parameter.device for parameter in model.bridge.parameters()}) == 1
+    is_bridge, is_on_gpu = hasattr(model, "bridge"), model.device.type == "cuda"
+    if not is_bridge:
+        if products == "kernels":
+            raise ModelError(f'{model.name} runs without a bridge, so torch computes it; use products="auto"')
+        faster = choose(model.dtype, model.device).operations if model.mixtures and products == "auto" else None
+        if faster is not None and not is_on_gpu:
+            model.mixtures = use_invariant_experts(cast("PlainLM", model).model, faster.product)
+        return model
+    is_on_one = len({parameter.device for parameter in model.live.parameters()}) == 1
     if products == "kernels":
         chosen = choose_kernels(model.dtype, model.device)
         if chosen.kernels is None or not is_on_one:
             reason = chosen.reason if is_on_one else "the model is on several devices"
             raise ModelError(f'{model.name} cannot run in Triton kernels: {reason}; use products="auto"')
         model.operations = chosen.kernels
-    elif products == "auto" and is_on_one and model.device.type == "cuda":
-        model.operations = choose_kernels(model.dtype, model.device).kernels
     elif products == "auto" and is_on_one:
-        model.operations = choose(model.dtype, model.device).operations
-    arrange_weights(model.bridge, by_output=model.operations is not None)
-    product = None if model.operations is None else model.operations.product
-    model.mixtures = use_invariant_experts(model.bridge.original_model, product)
+        by_kernels, by_loops = choose_kernels, choose
+        made = by_kernels(model.dtype, model.device) if is_on_gpu else by_loops(model.dtype, model.device)
+        model.operations = made[0]
+    arrange_weights(model.live, by_output=model.operations is not None)
+    model.mixtures = use_invariant_experts(model.live, None if model.operations is None else model.operations.product)
+    return model
 
 
 def products_of(readings: str) -> str:
@@ -217,96 +324,18 @@ def model_of_run(
     return loaded
 
 
-def _refuse_thoughts(think_while_decoding: bool | None, what: object) -> None:
+def _refuse_thoughts(options: LoadOptions, what: str) -> None:
     """Raises: ModelError if think_while_decoding is given for `what`, the name of a model without thoughts."""
-    if think_while_decoding is not None:
+    if options.get("think_while_decoding") is not None:
         raise ModelError(
             f"{what} is no Thinking States model, so think_while_decoding says nothing of it; leave it out, or load "
             "one such as 'coinflip-thinking'"
         )
 
 
-def _thinking_folder(model: "str | Path") -> Path | None:
-    """Returns the folder of a Thinking States model, given by its shipped name or its path; None for another model."""
-    folder = shipped_folder("checkpoints", str(model)) if "/" not in str(model) else None
-    return folder or (Path(model) if is_thinking_folder(Path(model)) else None)
-
-
-def _load_thinking(
-    folder: Path,
-    model: "str | Path",
-    tokenizer: LiveTokenizer,
-    dtype_name: str | None,
-    adapter: object,
-    device_map: "DeviceMap | None",
-) -> "ThinkingLM":
-    """Returns the ThinkingLM in `folder`. Raises: ModelError for a tokenizer, an adapter, or several devices."""
-    import torch
-
-    if tokenizer is not None or adapter is not None:
-        raise ModelError(
-            f"{model} is a Thinking States model with a vocabulary of its own; give no tokenizer or adapter"
-        )
-    if device_map is not None and (isinstance(device_map, str) or set(device_map) != {""}):
-        raise ModelError(f"{model} is small and runs on one device; give device= instead of device_map=")
-    device = str(device_map[""]) if device_map is not None else "cpu"
-    return load_thinking(folder, str(model), getattr(torch, dtype_name or "float32"), device)
-
-
-def _from_pretrained(
-    model: "str | Path",
-    tokenizer: LiveTokenizer,
-    dtype_name: str,
-    adapter: "str | Path | None",
-    *,
-    device_map: "DeviceMap | None",
-    trust_remote_code: bool,
-    progress: bool,
-) -> CachedLM:
-    """Returns a BridgeLM or PlainLM around a transformers model of a name or directory, with the adapter merged."""
-    require_known(str(model))  # before what takes seconds to import
-    dtype_to_load = dtype_name if adapter is None else "float32"
-    map_to_load = device_map if adapter is None else None  # an adapter is merged on the CPU
-    live, tokenizer, note = plain_model(
-        model,
-        dtype_to_load,
-        tokenizer,
-        device_map=map_to_load,
-        trust_remote_code=trust_remote_code,
-        progress=progress,
-    )
-    if adapter is None:
-        return wrap_live(live, tokenizer, str(model), note)
-    if packed_modules(live):
-        raise ModelError(f"{model}: an adapter is merged into dense weights, and these are packed; give a dense model")
-
-    import torch
-
-    from cacheprobe.models.hf.adapters import adapter_directory, merge_adapter
-
-    directory = adapter_directory(adapter, str(model))
-    merged = merge_adapter(live, str(model), directory)
-    note = "; ".join(filter(None, (note, merged)))
-    live = live.to(getattr(torch, dtype_name))
-    if isinstance(device_map, Mapping):
-        live = live.to(device_map[""])
-    wrapped = wrap_live(live, tokenizer, str(model), note)
-    wrapped.adapter = str(adapter)
-    return wrapped
-
-
 def _dtype_name(dtype: object) -> str | None:
     """Returns the name of a dtype, such as "float32"; None for None. Raises: ModelError for an unsupported dtype."""
-    if dtype is None:
-        return None
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    if name is not None and name not in DTYPES:
         raise ModelError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
     return name
-
-
-def _name_of(model: LiveModule) -> str:
-    """Returns the name that a live model's config records, or else the name of its class."""
-    config = getattr(model, "config", None) or getattr(model, "cfg", None)
-    recorded = getattr(config, "_name_or_path", None) or getattr(config, "model_name", None)
-    return str(recorded or type(model).__name__)

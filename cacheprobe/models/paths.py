@@ -1,10 +1,9 @@
 """Chooses which of a model's two forwards runs: the TransformerBridge, which hooks may edit, or the fast forward
-(`HookedHF`)."""
+(`FastLM`)."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeGuard, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -15,12 +14,13 @@ from cacheprobe.core.values import hint
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import RecurrentCache
 from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.models.checks import LEAST_COSINE, cached_logits, cosine, probe_cache, probe_ids
+from cacheprobe.models.experts.sites import head_places
 from cacheprobe.models.hf.shared import plain_path
-from cacheprobe.models.settings import numeric_settings, product_dtype
-from cacheprobe.models.turns import one_at_a_time
+from cacheprobe.models.settings import numeric_settings, one_at_a_time, product_dtype
 
 if TYPE_CHECKING:  # both load transformer_lens, which takes seconds
-    from cacheprobe.models.fast.hooked_hf import HookedHF
+    from cacheprobe.models.fast.lm import FastLM
     from cacheprobe.models.hf.bridge import BridgeLM
 
 PATHS = ("auto", "bridge", "fast")
@@ -36,7 +36,7 @@ class Trial:
 
     state: object
     """Identifies the model, its config, its weights and the numeric settings at the time of the comparison."""
-    fast: "HookedHF | None"
+    fast: "FastLM | None"
     reason: str
     heads: dict[tuple[str, ...], str] = field(default_factory=dict)
     """Head sites -> text that says why the fast forward cannot record these sites, "" if it can. A set of sites is
@@ -46,7 +46,7 @@ class Trial:
 @one_at_a_time()  # the hooks of another thread's run would be taken for the user's
 def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) -> tuple[CachedLM, str]:
     """Returns (model to run on, reason as one line of text). The model is the given BridgeLM or its fast forward
-    (HookedHF).
+    (FastLM).
 
     path: "auto" takes the fast forward if the user set no hook on the bridge and both forwards agreed on a short text;
     "bridge" takes the bridge; "fast" raises if the fast forward cannot be used. A CachedLM other than a BridgeLM is
@@ -62,20 +62,23 @@ def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) 
         raise ValueError(f"unknown path {path!r}; choose one of {', '.join(PATHS)}{hint(path, PATHS)}")
     if why and path in ("fast", "bridge"):
         raise ModelError(f'{model.name} runs without a bridge ({why}), so it has no path {path!r}; use path="auto"')
-    if not _is_bridge(model):
+    if not hasattr(model, "fast_trial"):
         return model, f"plain: {why}" if why else f"{type(model).__name__}: as given"
     if path == "bridge":
         return model, "bridge: as asked"
-    hook = next(user_hooks(model.bridge), None)
+    bridged = cast("BridgeLM", model)
+    hook = next(user_hooks(bridged.bridge), None)
     if PATTERN in heads:
         fast, reason = None, "attention patterns are asked for, and only the bridge has a hook on them"
     elif hook is not None:
         fast, reason = None, f"{hook} may edit the model, and acts on the bridge alone"
     else:
-        trial = _tried_fast(model)
+        trial = _tried_fast(bridged)
         fast, reason = trial.fast, trial.reason
-        if fast is not None and heads and (refusal := _refusal_of_heads(model, trial, tuple(heads))):
-            fast, reason = None, refusal
+        if fast is not None and heads:
+            if (key := tuple(heads)) not in trial.heads:
+                trial.heads[key] = _refusal_of_heads(bridged, fast, key)
+            fast, reason = (None, trial.heads[key]) if trial.heads[key] else (fast, reason)
     if fast is not None:
         return cast(CachedLM, fast), f"fast: {reason}"
     if path == "fast":
@@ -112,12 +115,6 @@ def usable(model: CachedLM, path: str) -> CachedLM:
     return chosen
 
 
-def _is_bridge(model: CachedLM) -> "TypeGuard[BridgeLM]":
-    """Returns True if the model is a BridgeLM, without importing the module of BridgeLM."""
-    loaded = sys.modules.get("cacheprobe.models.hf.bridge")
-    return loaded is not None and isinstance(model, loaded.BridgeLM)
-
-
 def user_hooks(bridge: LiveModule) -> Iterator[str]:
     """Yields text, such as "a hook on blocks.0.hook_attn_out", for each hook that the user set on a bridge: at a
     HookPoint, or as a PyTorch forward hook on a module. Permanent hooks of TransformerLens and cacheprobe, and PyTorch
@@ -149,57 +146,37 @@ def _tried_fast(model: "BridgeLM") -> Trial:
     return trial
 
 
-def _try_fast(model: "BridgeLM", is_edited: bool) -> "tuple[HookedHF | None, str]":
-    """Builds the fast forward and compares it with the bridge. Returns (fast forward or None, reason as text)."""
-    from cacheprobe.models.fast.hooked_hf import HookedHF
+def _try_fast(model: "BridgeLM", is_edited: bool) -> "tuple[FastLM | None, str]":
+    """Builds the fast forward and compares it with the bridge on one short text: logits and sites S, T and C. Returns
+    (fast forward, or None if it cannot be used; reason as text)."""
+    from cacheprobe.models.fast.lm import FastLM
 
     try:
-        fast = HookedHF(model)
+        fast = FastLM(model)
         if is_edited and (apart := fast.weights.kept_apart()):
             return None, f"weights were edited, and the bridge keeps copies of some, such as {apart[0]}"
-        return _compared(model, fast)
+        name, distance = _largest_distance(model, fast, SITES)
     except ModelError as refusal:
         return None, str(refusal)
     except (ValueError, RuntimeError, TypeError, IndexError, AttributeError, KeyError) as error:
         return None, f"the plain model does not run on our cache ({type(error).__name__}: {error!s:.120})"
+    if name:
+        return None, f"{name} of the plain model are {distance} away from the bridge's"
+    return fast, f"no hook is set, and on {probe_ids(model).shape[1]} tokens it was within {distance} of the bridge"
 
 
-def _compared(model: "BridgeLM", fast: "HookedHF") -> "tuple[HookedHF | None, str]":
-    """Compares the fast forward with the bridge on one short text: logits and sites S, T and C. Returns (`fast`, or
-    None if the two differ; the result as text)."""
-    from cacheprobe.models.checks import probe_ids
-
-    distances, limit, template = _distances(model, fast, SITES)
-    # not "> limit": a NaN is no agreement
-    if too_far := [name for name, distance in distances.items() if not distance <= limit]:
-        distance = template.format(distances[too_far[0]])
-        return None, f"{too_far[0]} of the plain model are {distance} away from the bridge's"
-    largest = template.format(max(distances.values()))
-    return fast, f"no hook is set, and on {probe_ids(model).shape[1]} tokens it was within {largest} of the bridge"
+def _refusal_of_heads(model: "BridgeLM", fast: "FastLM", heads: tuple[str, ...]) -> str:
+    """Returns text that says why the fast forward cannot record these head sites, "" if it can."""
+    try:
+        name, distance = _largest_distance(model, fast, heads)
+    except (ModelError, RuntimeError) as error:
+        return f"the plain model has no {', '.join(heads)} of its heads ({error!s:.120})"
+    return f"{name} of the plain model is {distance} away from the bridge's" if name else ""
 
 
-def _refusal_of_heads(model: "BridgeLM", trial: Trial, heads: tuple[str, ...]) -> str:
-    """Returns text that says why the fast forward cannot record these head sites, "" if it can. Stores the text in
-    `trial.heads`."""
-    assert trial.fast is not None
-    if heads not in trial.heads:
-        try:
-            distances, limit, template = _distances(model, trial.fast, heads)
-            too_far = [name for name, distance in distances.items() if not distance <= limit]
-            trial.heads[heads] = ""
-            if too_far:
-                distance = template.format(distances[too_far[0]])
-                trial.heads[heads] = f"{too_far[0]} of the plain model is {distance} away from the bridge's"
-        except (ModelError, RuntimeError) as error:
-            trial.heads[heads] = f"the plain model has no {', '.join(heads)} of its heads ({error!s:.120})"
-    return trial.heads[heads]
-
-
-def _distances(model: "BridgeLM", fast: "HookedHF", sites: Sequence[str]) -> tuple[dict[str, float], float, str]:
-    """Returns ({activation name: distance between the two forwards}, allowed distance, format for a distance in
-    messages), from one short text."""
-    from cacheprobe.models.checks import LEAST_COSINE, cosine, probe_ids
-
+def _largest_distance(model: "BridgeLM", fast: "FastLM", sites: Sequence[str]) -> tuple[str, str]:
+    """Runs both forwards on one short text. Returns (name of the first activation in which they differ too much, ""
+    for none; its distance as text, or else the largest)."""
     token_ids = probe_ids(model)
     of_bridge, of_fast = _observed(model, token_ids, sites), _observed(cast(CachedLM, fast), token_ids, sites)
     if product_dtype(model.dtype) in (torch.float32, torch.float64):
@@ -208,7 +185,9 @@ def _distances(model: "BridgeLM", fast: "HookedHF", sites: Sequence[str]) -> tup
     else:
         distances = {name: 1 - cosine(of_fast[name], value) for name, value in of_bridge.items()}
         limit, template = 1 - LEAST_COSINE, "{:.0e} from a cosine of 1"
-    return distances, limit, template
+    # not "> limit": a NaN is no agreement
+    too_far = next((name for name, distance in distances.items() if not distance <= limit), "")
+    return too_far, template.format(distances[too_far] if too_far else max(distances.values()))
 
 
 def _relative_distance(a: Tensor, b: Tensor) -> float:
@@ -218,9 +197,6 @@ def _relative_distance(a: Tensor, b: Tensor) -> float:
 def _observed(model: CachedLM, token_ids: Tensor, sites: Sequence[str]) -> dict[str, Tensor]:
     """Runs the model on token_ids [1, t] and returns a dict of float32 tensors: "logits" [t, v], and one [t, width] for
     each site and layer, such as "S of layer 3"."""
-    from cacheprobe.models.checks import cached_logits, probe_cache
-    from cacheprobe.models.experts.sites import head_places
-
     cache = probe_cache(model, token_ids)
     parts: dict[str, list[Tensor]] = {}
 

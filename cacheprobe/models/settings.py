@@ -1,18 +1,22 @@
-"""Reads the process settings that may change the bits of a result, and switches autocast off while a model computes."""
+"""Reads the process settings that may change the bits of a result, computes in plain settings, and lets one thread
+compute at a time."""
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from threading import RLock, get_ident, local
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from cacheprobe.core.live import ModelError
+from cacheprobe.core.live import LiveModule
 from cacheprobe.core.process import require_usable_process
+from cacheprobe.models.base import CachedLM, ModelError
 
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -150,3 +154,119 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in trained:
             module.training = True
+
+
+def keeping_float64(dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Returns a context manager. Inside its `with`, torch calls on a float64 tensor that name float32
+    (`.to(torch.float32)`, `.float()`, `dtype=torch.float32`) keep float64; `.to(other_tensor)` still converts. Does
+    nothing if `dtype` is not float64."""
+    return _KeepingFloat64() if dtype == torch.float64 else nullcontext()
+
+
+class _KeepingFloat64(TorchFunctionMode):
+    """Changes torch calls inside its `with`: a call on a float64 tensor that names float32 gives float64."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        named = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = [torch.float64 if one is torch.float32 else one for one in args]
+            if named.get("dtype") is torch.float32:
+                named["dtype"] = torch.float64
+        return func(*args, **named)
+
+
+class _ModelLock:
+    """Locks the computation of all models for one thread, which may enter again."""
+
+    def __init__(self) -> None:
+        self._lock, self._lent, self._of_thread = RLock(), set[int](), local()
+
+    def __enter__(self) -> None:
+        took_lock = self._of_thread.__dict__.setdefault("took_lock", [])
+        if not took_lock:  # inside, the process is the same
+            require_usable_process(is_computing=True)
+        is_lent = get_ident() in self._lent
+        if not is_lent:
+            self._lock.acquire()
+        took_lock.append(not is_lent)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._of_thread.took_lock.pop():
+            self._lock.release()
+
+    @contextmanager
+    def lent_to(self, thread: int | None) -> Iterator[None]:
+        """Lets the thread with id `thread` compute inside the `with`, while the caller, which has the lock, waits. Does
+        nothing if `thread` is None."""
+        if thread is None:
+            yield
+            return
+        self._lent.add(thread)
+        try:
+            yield
+        finally:
+            self._lent.discard(thread)
+
+
+model_lock = _ModelLock()
+"""Lock that a thread takes while a model computes or has our hooks on it. One lock for all models: torch's default
+dtype and environment variables belong to the process, and two runs that draft for each other cannot deadlock."""
+
+os.register_at_fork(
+    after_in_child=model_lock.__init__
+)  # a lock that another thread of the parent had taken stays taken
+
+_in_step: set[int] = set()
+"""Ids of the live models whose run is in the middle of a step. Read and written only by the holder of `model_lock`."""
+
+
+def live_model(model: object) -> LiveModule:
+    """Returns the module that owns a model's weights: the transformers model of a model around one, the ThinkingModel
+    of a ThinkingLM. A plain module is returned unchanged."""
+    return getattr(model, "live", model)
+
+
+def require_idle(model: CachedLM) -> None:
+    """Checks that no run of `model` is in the middle of a step in this thread. Waits until no other thread computes.
+    Raises: ModelError if a step is unfinished, which means that a hook, a lens or a drafter started a run of its
+    own."""
+    with model_lock:
+        if id(live_model(model)) in _in_step:
+            raise ModelError(
+                f"{model.name} is in the middle of a step of another run: a hook, a lens or a drafter started a run of "
+                "its own; start it after the step, or load a second model"
+            )
+
+
+@contextmanager
+def hold_model(model: CachedLM) -> Iterator[None]:
+    """Locks the computation of all models for this thread inside the `with`: other threads wait. Autocast is off and
+    float32 is the default dtype.
+
+    Raises: ModelError inside a step of another run of the same model.
+    """
+    with model_lock:
+        require_idle(model)
+        key = id(live_model(model))
+        _in_step.add(key)
+        try:
+            with plain_settings():
+                yield
+        finally:
+            _in_step.discard(key)
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Decorates a function, as @one_at_a_time(): the function waits until no other thread computes, then runs with
+    autocast off and float32 as the default dtype."""
+    with model_lock, plain_settings():
+        yield

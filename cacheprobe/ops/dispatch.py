@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.registry import find
-from cacheprobe.ops import cache_rows, packing, plain, readout
-from cacheprobe.ops.attention import cached
+from cacheprobe.ops import readout, references
 
 A = ParamSpec("A")
 R = TypeVar("R", covariant=True)
@@ -111,12 +110,12 @@ def gpu_text(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
 
 
-rms_norm = Operation("rms_norm", plain.rms_norm)
-matmul = Operation("matmul", plain.project)
-cached_attention = Operation("cached_attention", cached.cached_attention)
+rms_norm = Operation("rms_norm", references.rms_norm)
+matmul = Operation("matmul", references.project)
+cached_attention = Operation("cached_attention", references.cached_attention)
 read_states = Operation("lens_topk", readout.read_states)
-store_kv = Operation("store_kv", cache_rows.store_kv)
-pack_rows = Operation("capture_pack", packing.pack_rows)
+store_kv = Operation("store_kv", references.store_kv)
+pack_rows = Operation("capture_pack", references.pack_rows)
 
 OPERATIONS: tuple[Operation[..., object], ...] = (
     rms_norm, matmul, cached_attention, read_states, store_kv, pack_rows,

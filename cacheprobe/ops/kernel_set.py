@@ -57,7 +57,7 @@ class KernelSet:
         return dispatch.rms_norm(_dense(values.reshape(-1, values.shape[-1])), weight, eps).view(values.shape)
 
     def pack(self, states: Tensor, rows: Tensor, out: Tensor) -> None:
-        """Writes the state vectors numbered `rows` of states [b, t, m] to `out` [n, m], as `ops.packing.pack_rows`
+        """Writes the state vectors numbered `rows` of states [b, t, m] to `out` [n, m], as `ops.references.pack_rows`
         says."""
         dispatch.pack_rows(states, rows, out)
 

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from cacheprobe.ops.equality import ordered_bits
-from cacheprobe.ops.plain import project, rms_norm
+from cacheprobe.ops.references import project, rms_norm
 
 _ROWS_AT_ONCE, _IDS_AT_ONCE = 60, 4096
 """Logit rows and token ids reduced together: few enough to stay in the shared cache, and enough that starting each

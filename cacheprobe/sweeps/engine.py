@@ -10,7 +10,7 @@ from pathlib import Path
 from cacheprobe.core.progress import Progress
 from cacheprobe.core.registry import find
 from cacheprobe.core.terminal import duration
-from cacheprobe.models.devices import checked_device
+from cacheprobe.models.plain.files import checked_device
 from cacheprobe.sweeps.backends import Event
 from cacheprobe.sweeps.cells import Cell, ModelKey, distinguishing_labels
 from cacheprobe.sweeps.plan import Plan, make_plan, require_room

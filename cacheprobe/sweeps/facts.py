@@ -76,8 +76,7 @@ def _plain_facts(name: str) -> ModelFacts:
 
     from cacheprobe.models.hf.masks import context_length
     from cacheprobe.models.known import SMOLLM2, require_known
-    from cacheprobe.models.plain.files import require_no_own_code
-    from cacheprobe.models.plain.memory import refuse_unknown_memory
+    from cacheprobe.models.plain.files import refuse_unknown_memory, require_no_own_code
 
     source, known = name, ""
     if name == SMOLLM2:

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cacheprobe.analysis.measures import by_layer
-from cacheprobe.analysis.of_trace import lens_readings
+from cacheprobe.analysis.measures import by_layer, lens_readings
 from cacheprobe.api import load_model, run
 from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.records import SamplingParams

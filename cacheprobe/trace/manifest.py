@@ -4,7 +4,7 @@ not import torch.
 A save writes the manifest last, so a run without one is incomplete. The manifest holds a checksum of each block of
 BLOCK_BYTES of each file. A read takes whole blocks, so no library sees a damaged byte: a header, a footer and a page
 header of Parquet, which page checksums leave out, are in blocks like the rest. The checksum is XXH3 of 128 bits, as for
-weights (models/facts.py): 27 GB/s on a core that computes SHA-256 at 2.
+weights (`models.weights`): 27 GB/s on a core that computes SHA-256 at 2.
 """
 
 import hashlib

@@ -104,7 +104,7 @@ class StoredRun:
     def ledger(self) -> pd.DataFrame:
         """Ledger table of the run: a DataFrame with one line for each change of a request's cached slots.
 
-        `trace.tables.ledgers.ledger_at` gives the slots after a step.
+        `trace.tables.build.ledger_at` gives the slots after a step.
         """
         return self._required("ledger")
 

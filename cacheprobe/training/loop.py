@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from cacheprobe.core.files import write_whole
 from cacheprobe.core.progress import Progress
 from cacheprobe.core.values import JsonDict
+from cacheprobe.training.settings import TrainingSettings
 
 CHECKPOINT = "checkpoint.safetensors"
 
@@ -62,31 +63,8 @@ def other_settings(stored: Mapping[str, object], requested: Mapping[str, object]
 _OLD_CHECKPOINT = "progress.json"
 
 
-@runtime_checkable
-class Schedule(Protocol):
-    """Lists the attributes and methods that `Loop` needs of a training's settings."""
-
-    @property
-    def steps(self) -> int:
-        """Number of steps of the whole training."""
-        ...
-
-    @property
-    def max_grad_norm(self) -> float:
-        """Largest norm of the gradient of a step. `Loop` scales a gradient of larger norm down to this norm."""
-        ...
-
-    def learning_rate_at(self, step: int) -> float:
-        """Returns the learning rate of step number `step`, counted from 0."""
-        ...
-
-    def as_dict(self) -> JsonDict:
-        """Returns the settings as a dictionary of JSON values; `Loop` refuses a checkpoint with other settings."""
-        ...
-
-
 @dataclass(frozen=True)
-class LoopSettings:
+class LoopSettings(TrainingSettings):
     """Holds the settings of a training with AdamW, a linear warm-up and a cosine decay of the learning rate to zero."""
 
     steps: int = 400
@@ -134,7 +112,7 @@ class Loop:
         self,
         weights: Mapping[str, Tensor],
         optimizer: torch.optim.Optimizer,
-        settings: Schedule,
+        settings: TrainingSettings,
         folder: Path | None = None,
     ) -> None:
         """Starts at step 0, or loads the checkpoint in `folder` if there is one.

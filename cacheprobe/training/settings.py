@@ -4,16 +4,35 @@ command line's help is quick."""
 from dataclasses import asdict, dataclass, field, fields
 from math import cos, pi
 from pathlib import Path
+from typing import Any, cast
 
 from cacheprobe.core.hook_names import SITES
-from cacheprobe.core.values import NO_FLAG, Json, require_settings
+from cacheprobe.core.values import NO_FLAG, JsonDict, require_settings
 from cacheprobe.tasks.people import HELD_OUT_NAMES
 
 TASKS = ("coin-flip",)
 
 
+class TrainingSettings:
+    """Gives the settings of a training a learning rate that falls linearly to zero, and a form as JSON."""
+
+    steps: int
+    """Number of steps of the whole training."""
+    learning_rate: float
+    max_grad_norm: float
+    """Largest norm of the gradient of a step; a larger gradient is scaled down to it."""
+
+    def learning_rate_at(self, step: int) -> float:
+        """Returns the learning rate of step number `step`, from 0."""
+        return self.learning_rate * (1 - step / self.steps)
+
+    def as_dict(self) -> JsonDict:
+        """Returns the settings as a dictionary, by field name."""
+        return asdict(cast(Any, self))
+
+
 @dataclass(frozen=True)
-class LoraSettings:
+class LoraSettings(TrainingSettings):
     """Holds the settings of a LoRA training on coin-flip questions.
 
     The docstrings of the fields are the help of `cacheprobe train lora`. On one machine and with one number of threads,
@@ -85,10 +104,6 @@ class LoraSettings:
                 words.append(f"--{one.name.replace('_', '-')} {value}")
         return " ".join(words)
 
-    def as_dict(self) -> dict[str, object]:
-        """Returns the settings as a dictionary, by field name."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class EvaluationSettings:
@@ -107,7 +122,7 @@ class EvaluationSettings:
 
 
 @dataclass(frozen=True)
-class TunedLensSettings:
+class TunedLensSettings(TrainingSettings):
     """Holds the settings of a tuned lens's training.
 
     The docstrings of the fields are the help of `cacheprobe train tuned-lens`. By default a step reads fewer tokens
@@ -145,13 +160,9 @@ class TunedLensSettings:
         momentum), falling linearly to zero."""
         return self.learning_rate * (1 - self.momentum) * (1 - step / self.steps)
 
-    def as_dict(self) -> dict[str, Json]:
-        """Returns the settings as a dictionary, by field name."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class DictionarySettings:
+class DictionarySettings(TrainingSettings):
     """Holds the settings of a topk dictionary's training. The docstrings of the fields are the help of `cacheprobe
     train dictionary`.
 
@@ -190,17 +201,9 @@ class DictionarySettings:
         if not self.held_out < 1:
             raise ValueError(f"held_out is a share and must be below 1, got {self.held_out}")
 
-    def learning_rate_at(self, step: int) -> float:
-        """Returns the learning rate of step number `step`, from 0: falls linearly to zero."""
-        return self.learning_rate * (1 - step / self.steps)
-
-    def as_dict(self) -> dict[str, Json]:
-        """Returns the settings as a dictionary, by field name."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class DraftHeadSettings:
+class DraftHeadSettings(TrainingSettings):
     """Holds the settings of a draft head's training. The docstrings of the fields are the help of `cacheprobe train
     draft-head`.
 
@@ -231,11 +234,3 @@ class DraftHeadSettings:
         require_settings(self, above_zero)
         if not self.held_out < 1:
             raise ValueError(f"held_out is a share and must be below 1, got {self.held_out}")
-
-    def learning_rate_at(self, step: int) -> float:
-        """Returns the learning rate of step number `step`, from 0: falls linearly to zero."""
-        return self.learning_rate * (1 - step / self.steps)
-
-    def as_dict(self) -> dict[str, Json]:
-        """Returns the settings as a dictionary, by field name."""
-        return asdict(self)

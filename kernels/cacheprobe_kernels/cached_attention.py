@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cacheprobe.core.registry import register
-from cacheprobe.ops.attention import cached as attention
+from cacheprobe.ops import references as attention
 from cacheprobe_kernels.attention_cases import attention_inputs, attention_variants, exact_attention
 from cacheprobe_kernels.base import (
     INTERPRETED,
@@ -133,7 +133,7 @@ class CachedAttention(Kernel):
     trace, not even of a zero's sign. Queries of the heads that share keys fill one tile.
     Source: online softmax, Milakov & Gimelshein 2018 (arXiv 1805.02867); splits along the slots as in Flash-Decoding,
     Dao et al. 2023; their fixed size as in batch_invariant_ops, Thinking Machines Lab, 2025.
-    Twin: cacheprobe.ops.attention.cached.cached_attention, close, since sums are reordered; the weights are rounded
+    Twin: cacheprobe.ops.references.cached_attention, close, since sums are reordered; the weights are rounded
     to 16 bits before they meet values of 16 bits.
     """
 

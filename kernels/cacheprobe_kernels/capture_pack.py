@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cacheprobe.core.registry import register
-from cacheprobe.ops import packing
+from cacheprobe.ops import references
 from cacheprobe_kernels.base import (
     Arguments,
     Case,
@@ -51,7 +51,7 @@ class CapturePack(Kernel):
     """Rows [n] of states [b t m] of any strides to out [n m], in the type of out; see the reference.
 
     One launch, straight into the block: what is read is what is kept.
-    Twin: cacheprobe.ops.packing.pack_rows, ==.
+    Twin: cacheprobe.ops.references.pack_rows, ==.
     """
 
     name = "capture_pack"
@@ -76,7 +76,7 @@ class CapturePack(Kernel):
         arguments = {"states": states, "rows": rows, "out": out, **sizes, **strides}
         return Plan([Launch(_capture_pack, grid, arguments, {"BLOCK": block})], None)
 
-    reference = staticmethod(packing.pack_rows)
+    reference = staticmethod(references.pack_rows)
 
     @staticmethod
     def exact(**arguments: object) -> Outcome:

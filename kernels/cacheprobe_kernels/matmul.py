@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cacheprobe.core.registry import register
-from cacheprobe.ops import plain
+from cacheprobe.ops import references
 from cacheprobe_kernels.base import (
     INTERPRETED,
     Arguments,
@@ -63,7 +63,7 @@ class Matmul(Kernel):
     Sums are kept in float32 and rounded once. Tiles have one shape, there is no split along the sum, and nothing is
     compiled for a particular number of rows. float32 is multiplied as float32, without tensor cores.
     Source: batch_invariant_ops, Thinking Machines Lab, 2025.
-    Twin: cacheprobe.ops.plain.project, close, since sums are reordered.
+    Twin: cacheprobe.ops.references.project, close, since sums are reordered.
     """
 
     name = "matmul"
@@ -90,7 +90,7 @@ class Matmul(Kernel):
         constants = {"HAS_BIAS": bias is not None, **blocks}
         return Plan([Launch(_matmul, grid, {**tensors, **numbers}, constants, num_warps=4, num_stages=3)], out)
 
-    reference = staticmethod(plain.project)
+    reference = staticmethod(references.project)
 
     @staticmethod
     def exact(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Outcome:

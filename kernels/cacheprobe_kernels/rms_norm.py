@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cacheprobe.core.registry import register
-from cacheprobe.ops import plain
+from cacheprobe.ops import references
 from cacheprobe_kernels.base import (
     Arguments,
     Case,
@@ -54,7 +54,7 @@ class RmsNorm(Kernel):
 
     The mean is taken in float32, in blocks whose size is a function of m.
     Source: Zhang & Sennrich 2019 (arXiv 1910.07467), equation 4; batch invariance as in batch_invariant_ops of Thinking
-    Machines Lab, 2025.  Twin: cacheprobe.ops.plain.rms_norm, close, since sums are reordered.
+    Machines Lab, 2025.  Twin: cacheprobe.ops.references.rms_norm, close, since sums are reordered.
     """
 
     name = "rms_norm"
@@ -78,7 +78,7 @@ class RmsNorm(Kernel):
         numbers = {"width": width, "num_values": float(width), "stride": values.stride(0), "eps": eps}
         return Plan([Launch(_rms_norm, (count,), {**tensors, **numbers}, {"BLOCK": block})], out)
 
-    reference = staticmethod(plain.rms_norm)
+    reference = staticmethod(references.rms_norm)
 
     @staticmethod
     def exact(values: Tensor, weight: Tensor, eps: float) -> Outcome:

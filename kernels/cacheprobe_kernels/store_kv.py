@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cacheprobe.core.registry import register
-from cacheprobe.ops import cache_rows
+from cacheprobe.ops import references
 from cacheprobe_kernels.base import (
     Arguments,
     Case,
@@ -58,7 +58,7 @@ class StoreKV(Kernel):
     """k, v [b g t d] to slots starts[b].. of cache rows rows[b]; see the reference.
 
     One launch for a layer: a bare copy, and no number is computed.
-    Twin: cacheprobe.ops.cache_rows.store_kv, ==.
+    Twin: cacheprobe.ops.references.store_kv, ==.
     """
 
     name = "store_kv"
@@ -92,7 +92,7 @@ class StoreKV(Kernel):
         grid = (batch, num_heads, triton.cdiv(width, _BLOCK_T))
         return Plan([Launch(_store_kv, grid, {**tensors, **sizes, **strides}, {"DK": dk, "DV": dv, **blocks})], None)
 
-    reference = staticmethod(cache_rows.store_kv)
+    reference = staticmethod(references.store_kv)
 
     @staticmethod
     def exact(**arguments: object) -> Outcome:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.analysis.measures import prediction_depth_of
+from cacheprobe.analysis.measures import prediction_depth
 from cacheprobe.engine.drafters import EarlyExit, NGram
 from cacheprobe_analyses.coin import coin_state_probe as coin
 from cacheprobe_analyses.drafts import prediction_depths as settles
@@ -82,7 +82,7 @@ def test_readings_are_the_runs_own() -> None:
     sampling = cp.SamplingParams(max_new_tokens=8, stop_token_ids=())
     trace = cp.run(model, examples, drafter=wrong, window=4, capacity=64, sampling=sampling, progress=False)
     final = settles._final_choices(trace, 0).set_index(["kind", "layer"]).settled
-    depth = prediction_depth_of(cp.analysis.lens_readings(trace, include_rolled_back=True)).query("phase != 'decode'")
+    depth = prediction_depth(cp.analysis.lens_readings(trace, include_rolled_back=True)).query("phase != 'decode'")
     starts = depth.request_id.map({r.request_id: r.num_prompt_tokens - 1 for r in trace.requests})
     kinds = np.where(
         depth.position == starts, "answer", np.where(depth.status == "rolled_back", settles.KINDS[2], "later tokens")

@@ -13,7 +13,7 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.edits.patching.grid import PatchingGrid
 from cacheprobe.ops.statistics import cell_correlations
-from cacheprobe.views.dashboard.tabs.results import _figures
+from cacheprobe.views.dashboard.tabs.results import figures_of
 from tests.tiny import hf_model, loaded
 from tests.twins.gradients_slowly import attribution_slowly, logits_slowly, states_slowly
 
@@ -165,7 +165,7 @@ def test_without_the_real_grid_there_is_no_correlation() -> None:
 def test_the_dashboard_draws_both_grids(tmp_path: Path) -> None:
     grid = cp.patching.attribution(loaded("llama", torch.float64), CLEAN, CORRUPT, site="T", heads=True, **QUICK)
     grid.save(tmp_path / "grid.json")
-    (figure,), note = _figures(tmp_path / "grid.json", json.loads((tmp_path / "grid.json").read_text()))
+    (figure,), note = figures_of(tmp_path / "grid.json", json.loads((tmp_path / "grid.json").read_text()))
     maps = [drawn for drawn in figure.data if drawn.type == "heatmap"]
     for drawn, column in zip(maps, ("estimated_nld", "nld"), strict=True):
         assert (abs(drawn.z - grid.matrix(column).to_numpy()) < 1e-12).all()

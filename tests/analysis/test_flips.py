@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.analysis.flips import EDITS, Rejection, _cells, _states_to_write, _Written
+from cacheprobe.analysis.flips import EDITS, Rejection, _groups, _states_to_write, _Written
 from cacheprobe.edits.patching.cells import run_cells
 from cacheprobe.edits.patching.runs import run_once
 from cacheprobe.ops.equality import close
@@ -80,10 +80,9 @@ def test_the_states_themselves_change_nothing(name: str) -> None:
     places = [(site, layer) for site in "STC" for layer in range(3)]
     for scale, is_same in ((1.0, True), (0.5, False)):
         states = [_Written("own", site, layer, layer, base.at(site, layer)[-1] * scale) for site, layer in places]
-        indices = [(i,) for i in range(len(states))]
-        cells = _cells(base, states, indices)
+        cells = [cell for group in _groups(base, states) for cell in group.cells(()).values()]
         with torch.inference_mode():
-            logits = run_cells(model, base, [cells[index] for index in indices])
+            logits = run_cells(model, base, cells)
         wanted = base.logits.expand_as(logits)
         assert close(logits, wanted, 1e-5, because=BECAUSE) == is_same
 

@@ -12,9 +12,9 @@ import cacheprobe as cp
 from cacheprobe.analysis.comparison import setting_differences
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.draft_verdicts import draft_counts, drafts_table, rejected_by_place
-from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs import compare
-from cacheprobe.views.report.lens_difference import lens_difference
+from cacheprobe.views.report.run_comparison import lens_difference
 from tests.tiny import PROMPTS, SMALL, loaded
 
 
@@ -144,9 +144,9 @@ def test_the_difference_is_that_of_the_readings() -> None:
 def test_the_page_shows_settings_first_and_drafts_above_their_place(tmp_path: Path) -> None:
     for name, trace in zip(("one", "other"), pair(), strict=True):
         trace.save(tmp_path / name)
-    shelf = Shelf.of([tmp_path / "one", tmp_path / "other"])
+    run_list = RunList.of([tmp_path / "one", tmp_path / "other"])
     for i in range(3):
-        said = compare.view(shelf, {"run": 0, "against": 1, "request": i, "theme": "dark"})
+        said = compare.Comparison(run_list, {"run": 0, "against": 1, "request": i, "theme": "dark"}).draw()
         assert isinstance(said, dict) and [one["props"] for one in said["graphs"]]
         headings = re.findall(r"<h3>(.*?)</h3>", said["html"])
         assert headings[:2] == ["Settings that differ", "What was drafted"]
@@ -155,6 +155,8 @@ def test_the_page_shows_settings_first_and_drafts_above_their_place(tmp_path: Pa
         for line, num in zip(re.findall(r"<tr><th>o.*?</tr>", said["html"]), num_lost, strict=True):
             assert line.count("<del ") == num
     alone = pair()[1].save(tmp_path / "more")
-    (same,) = [compare.view(Shelf.of([tmp_path / "other", alone]), {"run": 0, "against": 1, "request": 1})]
+    (same,) = [
+        compare.Comparison(RunList.of([tmp_path / "other", alone]), {"run": 0, "against": 1, "request": 1}).draw()
+    ]
     assert isinstance(same, dict) and "Both runs have the same settings." in same["html"]
     assert "the same in both" in same["html"]

@@ -17,7 +17,7 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.engine.estimates.result import Bounds
 from cacheprobe.models.hf.bridge import BridgeLM
-from cacheprobe.ops.compiled import choice
+from cacheprobe.ops.compiled import operations as choice
 from cacheprobe.trace.recording.to_disk import ToDisk
 from cacheprobe.trace.trace import Trace
 from cacheprobe_benchmarks.catalogue import questions, small
@@ -133,9 +133,9 @@ def of_field(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 def of_large_trace(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """In each measured process an hour for opening the run, two for the states and three for a card."""
     costs = "import pytest, cacheprobe as cp; from cacheprobe.trace.trace import Trace; "
-    costs += "from cacheprobe.views.dashboard.tabs import card; from tests.planted_costs import Clock; "
+    costs += "from cacheprobe.views.dashboard.tabs.lens import RowCard; from tests.planted_costs import Clock; "
     costs += "clock = Clock(pytest.MonkeyPatch()); clock.plant(cp, 'load_trace', 1); "
-    costs += "clock.plant(Trace, 'states', 2); clock.plant(card, 'view', 3); "
+    costs += "clock.plant(Trace, 'states', 2); clock.plant(RowCard, 'draw', 3); "
     monkeypatch.setattr(large_trace, "subprocess", _costly_children(costs))
     return {"open_s": HOUR, "states_s": 2 * HOUR, "first_card_s": 3 * HOUR, "card_s": 3 * HOUR}
 

@@ -15,10 +15,8 @@ from cacheprobe.trace.parts.growing import growing_run
 from cacheprobe.trace.parts.journal import read_journal, read_on
 from cacheprobe.trace.tables.build import hypotheses_table
 from cacheprobe.views.dashboard import app
-from cacheprobe.views.dashboard.growth import TokensSoFar, progress_of
 from cacheprobe.views.dashboard.questions import answered
-from cacheprobe.views.dashboard.reader import RunReader
-from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.run_list import RunList, TokensSoFar, progress_of
 from tests.dashboard.growing_run import MOST, SETTINGS, begun, go_on, part_each_round
 from tests.tiny import PROMPTS
 
@@ -79,8 +77,8 @@ def test_every_view_answers_at_every_part(stopped: Path, tmp_path: Path) -> None
     lines = (directory / JOURNAL).read_bytes().splitlines(keepends=True)
     for count in (1, 2, 9, len(lines)):
         upto(directory, lines, count)
-        shelf = Shelf.of([directory])
-        views = app._views(shelf, RunReader(shelf))
+        run_list = RunList.of([directory])
+        views = app.views_of(run_list)
         facts = answered(views["facts"], {"run": 0})
         assert facts["is_empty"] == (count == 1) and "error" not in facts
         for request in range(len(PROMPTS)) if count > 1 else ():

@@ -10,7 +10,7 @@ import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.engine.plan import RunPlan
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.paths import choose_path
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.trace.recording.recorder import Recorder
@@ -194,19 +194,19 @@ def test_the_path_falls_back_and_says_why(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_twin_whose_heads_differ_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     model = cp.load_model(hf_model("gpt2"))
-    assert isinstance(choose_path(model, heads=VECTORS)[0], HookedHF)
+    assert isinstance(choose_path(model, heads=VECTORS)[0], FastLM)
     choose_path(model)[0]
     model.fast_trial.heads.clear()
     monkeypatch.setattr(
-        "cacheprobe.models.fast.places._third",
+        "cacheprobe.models.fast.lm._third",
         lambda shape, dim, number, value: value.unflatten(-1, shape).select(dim, 0),
     )
     chosen, reason = choose_path(model, heads=("k",))
     assert chosen is model and reason.startswith("bridge: k of layer 0 of the plain model is")
     model.fast_trial.heads.clear()
-    monkeypatch.setattr("cacheprobe.models.fast.places._PARTS", ("k", "v"))
+    monkeypatch.setattr("cacheprobe.models.fast.lm._PARTS", ("k", "v"))
     assert "holds q, k and v in an order" in choose_path(model, heads=("k",))[1]
-    assert isinstance(choose_path(model)[0], HookedHF)  # for all else it serves
+    assert isinstance(choose_path(model)[0], FastLM)  # for all else it serves
 
 
 def test_what_cannot_be_had_is_refused() -> None:

@@ -18,8 +18,7 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.sweeps.factory import lens_folder
 from cacheprobe.trace.recording.lens_reader import LensReader
 from cacheprobe.trace.stored import StoredRun
-from cacheprobe.views.dashboard.reader import RunReader
-from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.report.listings import run_listings
 from cacheprobe.views.report.report import report_html
 from tests.field.subjects import smollm2
@@ -190,8 +189,8 @@ def test_a_run_saved_unread_says_so_without_its_model(later: cp.Trace, tmp_path:
     assert dict(listings["run"].rows)["lens"] == "logit, not read yet"
     assert "is not read yet" in listings["first choice = committed token, by layer"].note
     assert "not read yet" in closing(trace, True)
-    shelf = Shelf.of([folder])
-    assert RunReader(shelf).menu(shelf.book(0))[0]["label"] == "none recorded yet"
+    run_list = RunList.of([folder])
+    assert run_list.reader.menu(run_list.tables(0))[0]["label"] == "none recorded yet"
     assert cp.verify(trace, loaded(), progress=False).num_readings == 0  # nothing is deterministic
     assert not trace.is_unread, "a replay with the model has read it"
 

@@ -13,7 +13,7 @@ from cacheprobe.cli.doctor import Finding
 from cacheprobe.models import inventory
 from cacheprobe.models.settings import numeric_settings
 from cacheprobe.ops import dispatch
-from cacheprobe.ops.compiled import choice
+from cacheprobe.ops.compiled import operations as choice
 from cacheprobe_benchmarks.shared.tiny import FAMILIES
 from tests.planted_costs import HOUR, Clock
 

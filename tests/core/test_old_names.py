@@ -81,6 +81,8 @@ def test_every_old_name_is_tried() -> None:
         (lambda: cp.SamplingParams(max_tokens=3), "max_new_tokens"),
         (lambda: cp.lode_model, "load_model"),
         (lambda: cp.plots.lens_grids, "lens_grid"),
+        (lambda: cp.interventions.zero(request_id=0, sit="S", layer=1), "site"),
+        (lambda: cp.patching.causal_tracing(loaded(), TOKENS, [0], sample=2), "samples"),
     ],
 )
 def test_a_misspelt_name_is_refused_with_the_nearest(use: Callable[[], object], near: str) -> None:

@@ -5,9 +5,9 @@ import re
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.views.dashboard.reader import RECORDED, RunReader
-from cacheprobe.views.dashboard.shelf import Shelf
-from cacheprobe.views.dashboard.tabs import card, lens
+from cacheprobe.views.dashboard.reader import RECORDED
+from cacheprobe.views.dashboard.run_list import RunList
+from cacheprobe.views.dashboard.tabs import lens
 from tests.tiny import PROMPTS, SMALL, loaded
 
 STATUSES = ("committed", "superseded", "rolled_back", "given_up")
@@ -20,8 +20,8 @@ def trace() -> cp.Trace:
 
 
 @pytest.fixture(scope="module")
-def shelf(trace: cp.Trace, tmp_path_factory: pytest.TempPathFactory) -> Shelf:
-    return Shelf.of([trace.save(tmp_path_factory.mktemp("chosen") / "run")])
+def run_list(trace: cp.Trace, tmp_path_factory: pytest.TempPathFactory) -> RunList:
+    return RunList.of([trace.save(tmp_path_factory.mktemp("chosen") / "run")])
 
 
 def chosen(trace: cp.Trace, status: str) -> tuple[dict, cp.Trace]:
@@ -37,10 +37,10 @@ def chosen(trace: cp.Trace, status: str) -> tuple[dict, cp.Trace]:
 
 
 @pytest.mark.parametrize("status", STATUSES)
-def test_sentence_and_card_are_of_the_chosen_row(trace: cp.Trace, shelf: Shelf, status: str) -> None:
+def test_sentence_and_card_are_of_the_chosen_row(trace: cp.Trace, run_list: RunList, status: str) -> None:
     ask, row = chosen(trace, status)
     where = f"eads position {row.position}, predicts {row.position + 1}"
-    sentence, shown = card.sentence(shelf, ask), card.view(shelf, RunReader(shelf), ask)
+    sentence, shown = lens.RowCard(run_list, ask).sentence(), lens.RowCard(run_list, ask).draw()
     assert where in sentence and f"<dd>position {row.position + 1}</dd>" in shown
     assert f"{status.replace('_', ' ')}, {row.phase} in step {row.step}" in shown
     fed = trace.rows().set_index("row").token[row.row].replace("<", "&lt;").replace(">", "&gt;")
@@ -56,20 +56,20 @@ def test_sentence_and_card_are_of_the_chosen_row(trace: cp.Trace, shelf: Shelf, 
     assert (f"{status.replace('_', ' ')} row, step {row.step}" in sentence.lower()) == (status != "committed")
 
 
-def test_a_row_that_was_not_chosen_is_the_canonical_one(trace: cp.Trace, shelf: Shelf) -> None:
+def test_a_row_that_was_not_chosen_is_the_canonical_one(trace: cp.Trace, run_list: RunList) -> None:
     ask, _ = chosen(trace, "rolled_back")
     ask["row"] = None
-    assert "committed, verify in step" in card.view(shelf, RunReader(shelf), ask)
-    assert "Reads position" in card.sentence(shelf, ask)
+    assert "committed, verify in step" in lens.RowCard(run_list, ask).draw()
+    assert "Reads position" in lens.RowCard(run_list, ask).sentence()
 
 
-def test_the_page_and_the_report_have_one_statistic(trace: cp.Trace, shelf: Shelf) -> None:
+def test_the_page_and_the_report_have_one_statistic(trace: cp.Trace, run_list: RunList) -> None:
     """The page counted the columns that fitted on it, the report all of them."""
     said = cp.plots.lens_grid(trace.hypotheses(), 0).finding
     ask = dict(run=0, request=0, site="S", lens=RECORDED, colour="logprob", rows="committed")
     first = len(PROMPTS[0]) - 1
     for width, position in ((200, first), (200, first + 12), (1200, first)):
-        assert f"<h2>{said}</h2>" in lens.grid(shelf, RunReader(shelf), {**ask, "width": width, "position": position})
+        assert f"<h2>{said}</h2>" in lens.LensGridPage(run_list, {**ask, "width": width, "position": position}).draw()
     part = cp.plots.lens_grid(trace.hypotheses(), 0, positions=range(first, first + 3))
     assert part.finding == said == re.sub("<[^>]*>", "", said)
 

@@ -9,19 +9,13 @@ import pytest
 from playwright.sync_api import Browser, Route
 
 import cacheprobe as cp
-from cacheprobe.views.dashboard.shelf import Shelf
-from tests.chromium import PICTURES, chromium
+from cacheprobe.views.dashboard.run_list import RunList
+from tests.chromium import PICTURES
 from tests.dash_page import answered, at, choose, heard, opened, save_runs, served, until, watched
 from tests.tiny import PROMPTS, loaded
 
 ROOT = Path(__file__).parents[2]
 STEP = "JSON.parse(document.getElementById('page').dataset.at).step"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(runs: Path) -> Iterator[str]:
-    with served(Shelf.of([runs])) as url:
+    with served(RunList.of([runs])) as url:
         yield url
 
 
@@ -293,14 +287,6 @@ def test_says_why_a_lens_cannot_be_read(browser: Browser, address: str) -> None:
         assert "is not on this machine" in answered(page, "gave", run=0)
 
 
-def test_thoughts_of_the_chosen_chunk(browser: Browser, address: str) -> None:
-    with opened(browser, f"{address}?run=2&request=0&tab=thoughts&position=3") as page:
-        assert "Chunk 0 in numbers" in answered(page, "thoughts", position=3)
-        page.locator("#thoughts-view button.verdict").nth(1).click()
-        until(page, "document.getElementById('thoughts-view').innerText.includes('Chunk 1 in numbers')")
-        page.screenshot(path=PICTURES / "thoughts-1280.png", full_page=True)
-
-
 def test_compares_two_runs(browser: Browser, address: str, runs: Path) -> None:
     ours, theirs = (cp.load_trace(runs / name) for name in ("a-one", "b-other"))
     with opened(browser, f"{address}?run=0&against=1&tab=compare&request=0") as page:
@@ -337,7 +323,7 @@ def test_stored_results_have_tabs_by_kind(browser: Browser, tmp_path: Path) -> N
     for name in ("coin-rows", "prediction-depths", "coin-state-probe"):
         shutil.copy(ROOT / "analyses" / "results" / f"{name}.json", tmp_path)
     (tmp_path / "broken.json").write_text("[1, 2")
-    with served(Shelf.of([tmp_path])) as address, opened(browser, f"{address}?tab=patching") as page:
+    with served(RunList.of([tmp_path])) as address, opened(browser, f"{address}?tab=patching") as page:
         assert "Largest normalised logit difference" in answered(page, "result", result=0)
         page.wait_for_selector("#result-0 .heatmaplayer", state="attached")
         assert page.locator("#result-list button:visible").all_inner_texts() == ["a-grid"]
@@ -360,12 +346,12 @@ def test_stored_results_have_tabs_by_kind(browser: Browser, tmp_path: Path) -> N
         page.locator("#result-more [data-intent=table]", has_text="values").click()
         answered(page, "result", result=4, table=2)
         assert "behaviour · num_examples" in page.inner_text("#result-more")
-    with served(Shelf.of([tmp_path / "a-grid.json"])) as address, opened(browser, f"{address}?tab=surgery") as page:
+    with served(RunList.of([tmp_path / "a-grid.json"])) as address, opened(browser, f"{address}?tab=surgery") as page:
         answered(page, "result", result=0)
         assert at(page)["tab"] == "patching"  # the first tab that has something to show
         assert "No result of cache surgery was named; name a folder of them" in page.inner_text("#notice")
         assert page.locator(".tab:visible").all_inner_texts() == ["Patching"]
-    with served(Shelf.of([tmp_path])) as address, opened(browser, f"{address}?tab=results&result=0") as page:
+    with served(RunList.of([tmp_path])) as address, opened(browser, f"{address}?tab=results&result=0") as page:
         answered(page, "result", result=0)
         assert at(page)["tab"] == "patching"
 
@@ -386,13 +372,3 @@ def test_a_wrong_link_is_said(browser: Browser, address: str) -> None:
             until(page, f"document.getElementById('notice').innerText.includes({said!r})")
     with opened(browser, f"{address}?run=4") as page:
         until(page, "document.getElementById('notice').innerText.includes('cannot be opened')")
-
-
-def test_nothing_of_a_run_is_run(browser: Browser, address: str) -> None:
-    with opened(browser, f"{address}?run=3") as page:
-        for name in ("timeline", "decode", "cache", "window", "card", "text", "grid"):
-            answered(page, name, run=3)
-        assert "<script>window.hacked" in page.inner_text("#text-view")
-        page.click("#tab-compare")
-        answered(page, "compare", run=3)
-        assert page.evaluate("window.hacked") is None

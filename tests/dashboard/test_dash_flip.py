@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.views.dashboard.flip_jobs import WORKER, FlipJob, FlipJobs
+from cacheprobe.views.dashboard.flip_process import WORKER, FlipJob
 from cacheprobe.views.dashboard.questions import CannotShow, answered
-from cacheprobe.views.dashboard.reader import RunReader
-from cacheprobe.views.dashboard.shelf import Shelf
-from cacheprobe.views.dashboard.tabs import card, flip
+from cacheprobe.views.dashboard.run_list import RunList
+from cacheprobe.views.dashboard.tabs import flip, lens
 from tests.chromium import PICTURES, chromium
 from tests.dash_page import answered as shown
 from tests.dash_page import opened, served, until
@@ -33,10 +32,17 @@ def trace() -> cp.Trace:
 
 
 @pytest.fixture(scope="module")
-def shelf(trace: cp.Trace, tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+def folder(trace: cp.Trace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("flip")
     hf_model().save_pretrained(folder / "model")
-    return Shelf.of([trace.save(folder / "run")], str(folder / "model"))
+    trace.save(folder / "run")
+    return folder
+
+
+@pytest.fixture
+def run_list(folder: Path) -> RunList:
+    """Without searches of another test."""
+    return RunList.of([folder / "run"], str(folder / "model"))
 
 
 def question(trace: cp.Trace, do: str) -> dict[str, Any]:
@@ -44,27 +50,30 @@ def question(trace: cp.Trace, do: str) -> dict[str, Any]:
     return {"run": 0, "request": int(line.request_id), "step": int(line.step), "do": do, "theme": "dark"}
 
 
-def followed(shelf: Shelf, jobs: FlipJobs, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def followed(run_list: RunList, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Every answer until the last one."""
     end = time.monotonic() + MOST_SECONDS
-    answer = answered(lambda q: flip.view(shelf, jobs, q), asked)
+    answer = answered(lambda q: flip.FlipSearch(run_list, q).draw(), asked)
     while answer.get("goes_on"):
         yield answer
         assert time.monotonic() < end
         time.sleep(0.05)
-        answer = answered(lambda q: flip.view(shelf, jobs, q), {**asked, "do": "look"})
+        answer = answered(lambda q: flip.FlipSearch(run_list, q).draw(), {**asked, "do": "look"})
     yield answer
 
 
-def test_every_rejected_draft_has_a_button_and_no_other_token(trace: cp.Trace, shelf: Shelf) -> None:
+def test_every_rejected_draft_has_a_button_and_no_other_token(trace: cp.Trace, run_list: RunList) -> None:
     """A token after a rejected one was rolled back too, and nothing judged it."""
-    found, reader = set(), RunReader(shelf)
-    book = shelf.book(0)
+    found = set()
+    tables = run_list.tables(0)
     for request in range(2):
-        first, end = book.prompt_length(request) - 1, book.prompt_length(request) + len(trace.committed(request)) - 2
+        first, end = (
+            tables.prompt_length(request) - 1,
+            tables.prompt_length(request) + len(trace.committed(request)) - 2,
+        )
         for position in range(first, end + 1):
             about = dict(run=0, request=request, position=position, row=None, site="S", lens="recorded")
-            for place in findall('data-flip="(.*?)"', card.view(shelf, reader, about)):
+            for place in findall('data-flip="(.*?)"', lens.RowCard(run_list, about).draw()):
                 at = json.loads(unescape(place))
                 assert at["run"] == 0
                 found.add((at["request"], at["step"], position + 1))
@@ -78,41 +87,41 @@ def test_a_model_whose_states_are_not_edited_has_no_button(tmp_path: Path) -> No
     settings = dict(drafter=cp.drafters.EarlyExit(layer=0), capacity=128, max_new_tokens=12, window=4, progress=False)
     free = cp.SamplingParams(stop_token_ids=(), temperature=1.0)
     run = cp.run(cp.load_model("coinflip-plain"), examples, sampling=free, deterministic=True, **settings)
-    shelf, line = Shelf.of([run.save(tmp_path / "run")]), run.rejected().iloc[0]
+    run_list, line = RunList.of([run.save(tmp_path / "run")]), run.rejected().iloc[0]
     about = dict(run=0, request=int(line.request_id), position=int(line.position) - 1, row=None, site="S")
-    html = card.view(shelf, RunReader(shelf), {**about, "lens": "recorded"})
+    html = lens.RowCard(run_list, {**about, "lens": "recorded"}).draw()
     assert "data-flip" not in html and "rolled back" in html
     with pytest.raises(ValueError, match="got one of coinflip-plain, which is built here"):
         cp.analysis.flip(run, int(line.request_id), int(line.step), progress=False)
 
 
-def test_a_process_tells_how_far_it_is_and_gives_the_figure(trace: cp.Trace, shelf: Shelf) -> None:
-    jobs, asked = FlipJobs(), question(trace, "start")
-    *before, result = followed(shelf, jobs, asked)
+def test_a_process_tells_how_far_it_is_and_gives_the_figure(trace: cp.Trace, run_list: RunList) -> None:
+    jobs, asked = run_list.jobs, question(trace, "start")
+    *before, result = followed(run_list, asked)
     assert "error" not in result, result
     said = "".join(answer["html"] for answer in before)
     assert "loading the model" in said and before[0]["html"].count("data-flip-do='cancel'") == 1
     wanted = cp.analysis.flip(trace, asked["request"], asked["step"], progress=False)
     [figure] = findall(r'"z": ?(\[\[.*?\]\])', json.dumps(result["graphs"])) or [None]
     assert figure is not None and len(json.loads(figure)) == 3
-    job = jobs.look((shelf.book(0).run.directory, shelf.book(0).run.run_id, asked["request"], asked["step"]))
+    job = jobs.look((run_list.tables(0).run.directory, run_list.tables(0).run.run_id, asked["request"], asked["step"]))
     assert job is not None and job.table is not None and job.process is not None
     assert job.table.change_nats.to_numpy() == pytest.approx(wanted.table.change_nats.to_numpy(), abs=1e-5)
     assert job.table.flips.tolist() == wanted.table.flips.tolist() and job.done == job.total == len(wanted.table)
     assert "edits make the verifier choose" in result["html"] and "cacheprobe flip " in unescape(result["more"])
-    assert flip.view(shelf, jobs, asked)["more"] == result["more"]  # kept: no second process
+    assert flip.FlipSearch(run_list, asked).draw()["more"] == result["more"]  # kept: no second process
     assert jobs.look(next(iter(jobs._jobs))) is job and job.process.wait(60) == 0
 
 
-def test_a_process_can_be_cancelled_and_another_one_ends_it(trace: cp.Trace, shelf: Shelf) -> None:
-    jobs, asked = FlipJobs(), question(trace, "start")
-    assert flip.view(shelf, jobs, asked)["goes_on"]
+def test_a_process_can_be_cancelled_and_another_one_ends_it(trace: cp.Trace, run_list: RunList) -> None:
+    jobs, asked = run_list.jobs, question(trace, "start")
+    assert flip.FlipSearch(run_list, asked).draw()["goes_on"]
     [first] = jobs._jobs.values()
-    assert flip.view(shelf, jobs, {**asked, "do": "cancel"}) == {
+    assert flip.FlipSearch(run_list, {**asked, "do": "cancel"}).draw() == {
         "html": "<p class='note'>Cancelled.</p>", "goes_on": False,
     }  # fmt: skip
     assert first.process is not None and first.process.wait(60) < 0
-    assert flip.view(shelf, jobs, asked)["goes_on"]  # begins again
+    assert flip.FlipSearch(run_list, asked).draw()["goes_on"]  # begins again
     [second] = jobs._jobs.values()
     other = jobs.start("another", {**second.question, "step": 0})
     assert second.process is not None and second.process.wait(60) < 0 and second.is_cancelled
@@ -123,26 +132,25 @@ def test_a_process_can_be_cancelled_and_another_one_ends_it(trace: cp.Trace, she
     assert "step 0: expected a step that rejected a draft" in other.error
 
 
-def test_what_cannot_run_is_said(trace: cp.Trace, shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, elsewhere = question(trace, "start"), Shelf(shelf.entries, model=None)
+def test_what_cannot_run_is_said(trace: cp.Trace, run_list: RunList, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, elsewhere = question(trace, "start"), RunList(run_list.entries, model=None)
     with pytest.raises(CannotShow, match="the model LlamaForCausalLM is not on this machine; give .* --model"):
-        flip.view(elsewhere, FlipJobs(), asked)
+        flip.FlipSearch(elsewhere, asked).draw()
     with pytest.raises(CannotShow, match=f"step {asked['step']}: nothing runs for it; press"):
-        flip.view(shelf, FlipJobs(), {**asked, "do": "look"})
+        flip.FlipSearch(run_list, {**asked, "do": "look"}).draw()
     with pytest.raises(CannotShow, match="do is start or open or look or cancel"):
-        flip.view(shelf, FlipJobs(), {**asked, "do": "dance"})
-    monkeypatch.setattr("cacheprobe.views.dashboard.flip_jobs.WORKER", ("sh", "-c", "echo '<b>no' >&2; exit 3"))
-    *_, said = followed(shelf, FlipJobs(), asked)
+        flip.FlipSearch(run_list, {**asked, "do": "dance"}).draw()
+    monkeypatch.setattr("cacheprobe.views.dashboard.flip_process.WORKER", ("sh", "-c", "echo '<b>no' >&2; exit 3"))
+    *_, said = followed(run_list, asked)
     assert "ended with code 3 and no result: <b>no; run `cacheprobe flip" in said["error"]
     assert "<b>" not in said["html"]
-    monkeypatch.setattr("cacheprobe.views.dashboard.flip_jobs.WORKER", ("sh", "-c", "read x; echo hello; sleep 60"))
-    *_, said = followed(shelf, FlipJobs(), asked)
+    monkeypatch.setattr("cacheprobe.views.dashboard.flip_process.WORKER", ("sh", "-c", "read x; echo hello; sleep 60"))
+    *_, said = followed(run_list, asked)
     assert "no result" in said["error"] and "cacheprobe flip" in said["error"]
-    monkeypatch.setattr("cacheprobe.views.dashboard.flip_jobs.WORKER", ("/nowhere/at-all",))
-    jobs = FlipJobs()
+    monkeypatch.setattr("cacheprobe.views.dashboard.flip_process.WORKER", ("/nowhere/at-all",))
     for _ in range(2):
         with pytest.raises(CannotShow, match="cannot be started: .*; run `cacheprobe flip"):
-            flip.view(shelf, jobs, asked)
+            flip.FlipSearch(run_list, asked).draw()
 
 
 def test_the_process_imports_nothing_from_the_folder_that_it_runs_in(tmp_path: Path) -> None:
@@ -158,21 +166,21 @@ def test_the_process_imports_nothing_from_the_folder_that_it_runs_in(tmp_path: P
         assert "imported" not in answers + process.stderr.read()
 
 
-def test_a_run_that_grows_keeps_the_job_of_a_verdict(trace: cp.Trace, shelf: Shelf, tmp_path: Path) -> None:
+def test_a_run_that_grows_keeps_the_job_of_a_verdict(trace: cp.Trace, run_list: RunList, tmp_path: Path) -> None:
     """Each part of a run that is recorded has a version of its own; a verdict stays what it is."""
-    run = shelf.book(0).run
-    jobs, asked = FlipJobs(), question(trace, "look")
+    run = run_list.tables(0).run
+    jobs, asked = run_list.jobs, question(trace, "look")
     jobs._jobs[run.directory, run.run_id, asked["request"], asked["step"]] = FlipJob({}, says="still at it")
     with pytest.MonkeyPatch.context() as growing:
         growing.setattr(type(run), "version", "of the next part")
-        assert "still at it" in flip.view(shelf, jobs, asked)["html"]
+        assert "still at it" in flip.FlipSearch(run_list, asked).draw()["html"]
 
 
-def test_the_button_shows_progress_cancels_and_draws(trace: cp.Trace, shelf: Shelf) -> None:
+def test_the_button_shows_progress_cancels_and_draws(trace: cp.Trace, run_list: RunList) -> None:
     """A click elsewhere takes the figure away: it is of the card's token."""
     line = trace.rejected().iloc[0]
     place = f"?run=0&request={line.request_id}&step={line.step}&position={line.position - 1}"
-    with served(shelf) as address, chromium() as browser, opened(browser, address + place) as page:
+    with served(run_list) as address, chromium() as browser, opened(browser, address + place) as page:
         shown(page, "card", position=int(line.position) - 1)
         button = page.locator("#card-view").get_by_text(flip.BUTTON)
         button.click()
@@ -181,13 +189,13 @@ def test_the_button_shows_progress_cancels_and_draws(trace: cp.Trace, shelf: She
         button.click()
         page.wait_for_selector("#flip-box #flip-0 .main-svg", timeout=1000 * MOST_SECONDS)
         assert "edits make the verifier choose" in page.inner_text("#flip-view")
-        page.locator("[data-away=code][data-view=flip]").click()
-        until(page, "document.getElementById('away').open")
-        assert f"cp.analysis.flip(trace, {line.request_id}, {line.step})" in page.inner_text("#away-text")
-        page.locator("#away .plain", has_text="Close").click()
+        page.locator("[data-export=code][data-view=flip]").click()
+        until(page, "document.getElementById('exports').open")
+        assert f"cp.analysis.flip(trace, {line.request_id}, {line.step})" in page.inner_text("#exports-text")
+        page.locator("#exports .plain", has_text="Close").click()
         page.locator("#card-card").screenshot(path=PICTURES / "flip.png")
         link = page.url
-        assert f"flip={line.step}" in link and page.locator("[data-away=link][data-view=flip]").is_visible()
+        assert f"flip={line.step}" in link and page.locator("[data-export=link][data-view=flip]").is_visible()
         page.locator("#grid-view .column .pick[data-layer='1']").first.click()
         until(page, "document.getElementById('flip-box').hidden")
         assert "flip=" not in page.url
@@ -195,7 +203,7 @@ def test_the_button_shows_progress_cancels_and_draws(trace: cp.Trace, shelf: She
         page.wait_for_selector("#flip-box #flip-0 .main-svg")
         assert "edits make the verifier choose" in page.inner_text("#flip-view")
         query = link[link.index("?") :]
-    with served(shelf) as address, chromium() as browser, opened(browser, address + query) as page:
+    with served(run_list) as address, chromium() as browser, opened(browser, address + query) as page:
         button = page.get_by_role("button", name="Search the edits")  # a server that has not searched
         button.wait_for()
         button.press("Enter")

@@ -8,8 +8,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
-from cacheprobe.views.dashboard.shelf import Shelf
-from tests.chromium import chromium
+from cacheprobe.views.dashboard.run_list import RunList
 from tests.dash_page import answered, opened, served
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -17,12 +16,6 @@ OUTCOMES = {"accepted": "accepted", "rejected": "rolled back", "never_judged": "
 """What the page says of the draft of a superseded row, by its verdict.
 
 Such a row was fed a committed token, so a draft that was never judged was given up."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +27,7 @@ def trace() -> cp.Trace:
 
 @pytest.fixture(scope="module")
 def address(trace: cp.Trace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served(Shelf.of([trace.save(tmp_path_factory.mktemp("rows") / "run")])) as url:
+    with served(RunList.of([trace.save(tmp_path_factory.mktemp("rows") / "run")])) as url:
         yield url
 
 
@@ -80,23 +73,6 @@ def test_a_clicked_superseded_row_is_spoken_of_with_its_own_draft(
     drafts = [line for line in card.splitlines() if "drafted in step" in line]
     assert len(drafts) == 1 and drafts[0].startswith(f"{row.drafted_token} drafted in step {row.step}")
     assert OUTCOMES[verdict] in drafts[0]
-
-
-@pytest.mark.parametrize(("status", "kind"), [("rolled_back", "a rejected"), ("given_up", "a draft that was given up")])
-def test_a_clicked_row_that_was_fed_no_committed_token_says_so(
-    browser: Browser, address: str, trace: cp.Trace, status: str, kind: str
-) -> None:
-    table = last_readings(trace)
-    mine = table[(table.status == status) & table.row_canonical.notna() & (table.token != table.token_canonical)]
-    row = next(mine.itertuples())
-    with opened(browser, link(address, row)) as page:
-        said, card = clicked(page, row)
-    word = status.replace("_", " ").capitalize()
-    where = f"{word} row, step {row.step}, reads position {row.position}, predicts {row.position + 1}: "
-    assert said.startswith(f"{where}fed “{row.read_token}”, {kind}")
-    assert f"had “{row.token}” first" in said and "committed in" not in said
-    assert card.startswith(f"This row was fed {kind}") and f"it predicted “{row.token}”" in card
-    assert f"{word.lower()}, {row.phase} in step {row.step}" in card and "next token" not in card
 
 
 def test_a_clicked_committed_row_is_spoken_of_after_another_was(

@@ -15,11 +15,9 @@ from playwright.sync_api import Browser, Page
 import cacheprobe as cp
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.views.dashboard import facts
-from cacheprobe.views.dashboard.reader import RunReader
-from cacheprobe.views.dashboard.shelf import Shelf
-from cacheprobe.views.dashboard.tabs import cache, card, decode, lens, timeline
+from cacheprobe.views.dashboard.run_list import RunList
+from cacheprobe.views.dashboard.tabs import cache, lens, replay
 from cacheprobe_benchmarks.shared.large_run import save_large_run
-from tests.chromium import chromium
 from tests.dash_page import answered, served
 
 VIEWS = ("insight", "timeline", "decode", "cache", "card", "grid", "window", "text", "overview")
@@ -46,12 +44,6 @@ CLICK = """([request, step]) => new Promise((yes) => {
 """Milliseconds, by the page's own clock."""
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as one:
-        yield one
-
-
 def by_clock(act: Callable[[], None]) -> float:
     start = time.perf_counter()
     act()
@@ -68,7 +60,7 @@ def in_browser(
     answers: list[float] = []
     wholes: list[float] = []
     questions: list[str] = []
-    with served(Shelf.of([run])) as address:
+    with served(RunList.of([run])) as address:
         for number in range(3):
             page = browser.new_page(viewport={"width": 1280, "height": 900})
             page.set_default_timeout(60_000)
@@ -94,23 +86,22 @@ def in_browser(
 
 def views_of_clicks(run: Path, clicks: list[tuple[int, int]]) -> Iterator[dict[str, Callable[[], object]]]:
     """Yields for each click on (request, step) what computes every view's answer, by the name of the view."""
-    shelf = Shelf.of([run])
-    reader = RunReader(shelf)
+    run_list = RunList.of([run])
     for request, step in clicks:
         about = dict(run=0, request=request, step=step, site="S", lens="recorded", position=18)
         pages = dict(requests=[0, 8], steps=[0, 60], places=[0, 12], place=2, width=1190)
         shown = dict(colour="logprob", rows="all", theme="light", row=None)
         ask = {**about, **pages, **shown}
         yield {
-            "facts": partial(facts.run_facts, shelf, reader, ask),
-            "story": partial(facts.request_story, shelf, ask),
-            "timeline": partial(timeline.view, shelf, ask),
-            "decode": partial(decode.view, shelf, ask),
-            "cache": partial(cache.view, shelf, ask),
-            "window": partial(cache.window_view, shelf, ask),
-            "insight": partial(card.sentence, shelf, ask),
-            "card": partial(card.view, shelf, reader, ask),
-            "grid": partial(lens.grid, shelf, reader, ask),
+            "facts": partial(facts.run_facts, run_list, ask),
+            "story": partial(facts.request_story, run_list, ask),
+            "timeline": replay.Timeline(run_list, ask).draw,
+            "decode": replay.TokenGrid(run_list, ask).draw,
+            "cache": cache.CacheSlots(run_list, ask).draw,
+            "window": cache.VerifyWindow(run_list, ask).draw,
+            "insight": lens.RowCard(run_list, ask).sentence,
+            "card": lens.RowCard(run_list, ask).draw,
+            "grid": lens.LensGridPage(run_list, ask).draw,
         }
 
 

@@ -11,8 +11,8 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
-from cacheprobe.views.dashboard.shelf import Shelf
-from tests.chromium import PICTURES, chromium
+from cacheprobe.views.dashboard.run_list import RunList
+from tests.chromium import PICTURES
 from tests.dash_page import answered, at, choose, opened, save_runs, save_thinking, served, until
 from tests.plots.test_views import HOSTILE
 from tests.sweeps.test_sweeps_dash import SETTINGS
@@ -33,12 +33,6 @@ VIEWS = {
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sweeps") / "grid"
     assert cp.sweep(SETTINGS, out=folder, progress=False).is_complete
@@ -53,7 +47,7 @@ def address(tmp_path_factory: pytest.TempPathFactory, swept: Path) -> Iterator[s
     cp.patching.activation(loaded(), clean, corrupt, answer=(7, 11), progress=False).save(results / "grid.json")
     for name in ("coin-rows", "coin-state-probe", "prediction-depths"):
         shutil.copy(ROOT / "analyses" / "results" / f"{name}.json", results)
-    with served(Shelf.of([save_runs(tmp_path_factory.mktemp("runs")), swept, results])) as url:
+    with served(RunList.of([save_runs(tmp_path_factory.mktemp("runs")), swept, results])) as url:
         yield url
 
 
@@ -156,16 +150,16 @@ def test_a_cell_that_the_menu_does_not_hold_is_opened(
     browser: Browser, swept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the first two hundred cells of a sweep led to their runs."""
-    monkeypatch.setattr("cacheprobe.views.dashboard.shelf.MOST_CELLS", 2)
-    shelf = Shelf.of([swept])
-    assert len(shelf.entries) == len(shelf.more) == 2
-    with served(shelf) as url, opened(browser, f"{url}?tab=sweep") as page:
+    monkeypatch.setattr("cacheprobe.views.dashboard.run_list.MOST_CELLS", 2)
+    run_list = RunList.of([swept])
+    assert len(run_list.entries) == len(run_list.more) == 2
+    with served(run_list) as url, opened(browser, f"{url}?tab=sweep") as page:
         answered(page, "result")
         assert page.locator("#result-more [data-intent=open]").count() == 4
         page.locator('#result-more [data-intent=open][data-run="3"]').click()
         for name in VIEWS["replay"]:
             answered(page, name, run=3)
-        digest = shelf.more[1].name
+        digest = run_list.more[1].name
         assert at(page)["run"] == 3 and digest in page.inner_text(".menu-run")
         link = page.url
         page.click("#tab-sweep")
@@ -173,7 +167,7 @@ def test_a_cell_that_the_menu_does_not_hold_is_opened(
         page.locator('#result-more [data-intent=open][data-run="0"]').click()
         for name in VIEWS["replay"]:
             answered(page, name, run=0)
-        assert shelf.entries[0].name in page.inner_text(".menu-run") and digest not in page.inner_text(".menu-run")
+        assert run_list.entries[0].name in page.inner_text(".menu-run") and digest not in page.inner_text(".menu-run")
         with opened(browser, link) as again:
             answered(again, "text", run=3)
             until(again, f"document.querySelector('.menu-run').innerText.includes('{digest}')")  # drawn after the views
@@ -232,7 +226,7 @@ def test_a_lens_is_chosen_by_menu(browser: Browser, tmp_path: Path) -> None:
     lens = cp.lenses.TunedLens.fresh(trace.model)
     lens.biases.add_(1.0)
     lens.save(tmp_path / "lens")
-    with served(Shelf.of([tmp_path / "run"], lenses=[tmp_path / "lens"])) as url, opened(browser, url) as page:
+    with served(RunList.of([tmp_path / "run"], lenses=[tmp_path / "lens"])) as url, opened(browser, url) as page:
         answered(page, "grid", lens="recorded", site="S")
         cells = page.locator("#grid-view .column .pick")
         recorded = [cell.get_attribute("data-says") for cell in cells.all()]
@@ -275,7 +269,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory, swept: Path) -> Iterator[
     probe = json.loads((ROOT / "analyses/results/coin-state-probe.json").read_text())
     (folder / f"t{NAME}.json").write_text(json.dumps({HOSTILE: _attacked(probe)}))
     (folder / f"u{NAME}.json").write_text("{" + HOSTILE)
-    with served(Shelf.of([folder, sweep])) as url:
+    with served(RunList.of([folder, sweep])) as url:
         yield url
 
 

@@ -1,4 +1,4 @@
-"""Pictures of the dashboard: what they show, read from their markup; and what the shelf and the command refuse."""
+"""Pictures of the dashboard: what they show, read from their markup; and what the run_list and the command refuse."""
 
 import re
 import subprocess
@@ -11,12 +11,12 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.analysis.comparison import RequestDifference
-from cacheprobe.analysis.measures import prediction_depth_of
+from cacheprobe.analysis.measures import prediction_depth
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.trace.tables.token_history import TokenOutcome, standing_at, token_history
-from cacheprobe.views.dashboard.questions import CannotShow, answered, span
-from cacheprobe.views.dashboard.shelf import Shelf, whole
-from cacheprobe.views.dashboard.tabs import cache, compare, decode
+from cacheprobe.views.dashboard.questions import CannotShow, answered, span, whole
+from cacheprobe.views.dashboard.run_list import RunList
+from cacheprobe.views.dashboard.tabs import cache, compare, replay
 from cacheprobe.views.diagrams.cache_strip import cache_passes, cache_strip, memory_sentence
 from cacheprobe.views.diagrams.decode_grid import SIGNS, decode_picture
 from cacheprobe.views.diagrams.timeline import TIMELINE_LEGEND, timeline_finding, timeline_picture
@@ -162,7 +162,7 @@ def test_the_card_of_a_row(trace: cp.Trace) -> None:
     own = table[table.row == row]
     last = own.sort_values("layer").iloc[-1]
     outcomes = [TokenOutcome(3, 5, 7, "rolled_back"), TokenOutcome(int(last.token_id), 7, 7, "recovered")]
-    about = prediction_depth_of(own).iloc[0].to_dict()
+    about = prediction_depth(own).iloc[0].to_dict()
     _, card = card_parts(own, about, outcomes, {3: HOSTILE}, HOSTILE)
     assert "<script" not in card and "window.hacked" in card
     assert "drafted in step 5" in card and "rolled back" in card and "recovered" in card
@@ -189,10 +189,14 @@ def test_the_shelf_lists_what_it_is_given(trace: cp.Trace, tmp_path: Path) -> No
     rows = next(cut.glob("rows-*.parquet"))
     rows.write_bytes(rows.read_bytes()[:-1])
     (tmp_path / "runs" / "found.json").write_text("{}")
-    shelf = Shelf.of([tmp_path / "runs", tmp_path / "none"])
-    assert [(e.name, e.book is not None) for e in shelf.entries] == [("one", True), ("two", False), ("none", False)]
-    assert "bytes instead of" in shelf.entries[1].reason and "not a directory" in shelf.entries[2].reason
-    assert [path.name for path in shelf.results] == ["found.json"] and shelf.first == 0
+    run_list = RunList.of([tmp_path / "runs", tmp_path / "none"])
+    assert [(e.name, e.tables is not None) for e in run_list.entries] == [
+        ("one", True),
+        ("two", False),
+        ("none", False),
+    ]
+    assert "bytes instead of" in run_list.entries[1].reason and "not a directory" in run_list.entries[2].reason
+    assert [path.name for path in run_list.results] == ["found.json"] and run_list.first == 0
     for asked, said in (
         (1, "cannot be opened"),
         (3, "there is no run 3"),
@@ -200,7 +204,7 @@ def test_the_shelf_lists_what_it_is_given(trace: cp.Trace, tmp_path: Path) -> No
         (True, "no run"),
     ):
         with pytest.raises(CannotShow, match=said):
-            shelf.book(asked)
+            run_list.tables(asked)
     for wrong in ([0, 99], [3, 3], [1], ["a", 2], None, [True, 4]):
         with pytest.raises(CannotShow):
             span(wrong, "steps", 80)
@@ -224,49 +228,55 @@ def test_compared_readings_are_those_that_both_runs_have(trace: cp.Trace, tmp_pa
     """Whichever run is named first."""
     fewer = cp.run(loaded(), PROMPTS, **SMALL, drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1],
                    capture=cp.CaptureConfig(sites="Z", layers=(0, 2)))  # fmt: skip
-    shelf = Shelf.of([trace.save(tmp_path / "whole"), fewer.save(tmp_path / "fewer")])
+    run_list = RunList.of([trace.save(tmp_path / "whole"), fewer.save(tmp_path / "fewer")])
     shared = 2 * len(cp.analysis.lens_readings(fewer).query("request_id == 1 and status == 'committed' and layer == 0"))
     for run, against in ((0, 1), (1, 0)):
-        said = compare.view(shelf, {"run": run, "against": against, "request": 1})["html"]
+        said = compare.Comparison(run_list, {"run": run, "against": against, "request": 1}).draw()["html"]
         assert f"Every lens reading of the {shared} that both runs recorded is the same, bit for bit" in said
-    assert "Every lens reading is the same" in compare.view(shelf, {"run": 0, "against": 0, "request": 1})["html"]
+    assert (
+        "Every lens reading is the same"
+        in compare.Comparison(run_list, {"run": 0, "against": 0, "request": 1}).draw()["html"]
+    )
 
 
 def test_the_decode_view_counts_every_token_that_was_lost(trace: cp.Trace, tmp_path: Path) -> None:
-    shelf = Shelf.of([trace.save(tmp_path / "run")])
+    run_list = RunList.of([trace.save(tmp_path / "run")])
     events = trace.events()
     for event in events[events.num_rolled_back.fillna(0) > 0].head(6).itertuples():
         ask = dict(run=0, request=event.request_id, requests=[0, 5], places=[0, 20], place=0, step=event.step)
-        assert f"{event.num_rolled_back} rolled back now</h2>" in decode.view(shelf, ask)
+        assert f"{event.num_rolled_back} rolled back now</h2>" in replay.TokenGrid(run_list, ask).draw()
 
 
 def test_only_a_committed_token_is_called_pending(trace: cp.Trace, tmp_path: Path) -> None:
-    shelf = Shelf.of([trace.save(tmp_path / "run")])
+    run_list = RunList.of([trace.save(tmp_path / "run")])
     own = trace.events()[trace.events().request_id == 2]
     prompt, last = len(PROMPTS[2]), int(own.step.max())
     for step in own.step[own.step < last]:
-        picture = cache.view(shelf, dict(run=0, request=2, step=int(step)))
+        picture = cache.CacheSlots(run_list, dict(run=0, request=2, step=int(step))).draw()
         committed = int(own[own.step <= step].committed_token_ids.map(len).sum())
         newest = prompt + committed - 1
         told = re.findall(r"slot (\d+): pending", picture)
         assert told == ([] if not committed or newest in set(trace.ledger(2, int(step)).position) else [str(newest)])
         assert "slots of this request are in use" in picture
     drafts = own[own.proposed_token_ids.map(len) > 0]
-    assert len(drafts) and "pending" not in cache.view(shelf, dict(run=0, request=2, step=int(drafts.step.iloc[0])))
+    assert (
+        len(drafts)
+        and "pending" not in cache.CacheSlots(run_list, dict(run=0, request=2, step=int(drafts.step.iloc[0]))).draw()
+    )
     end = int(trace.events().step.max())
     for step in (last, end):
-        picture = cache.view(shelf, dict(run=0, request=2, step=step))
+        picture = cache.CacheSlots(run_list, dict(run=0, request=2, step=step)).draw()
         assert f"Request 2 has ended and freed its {len(trace.ledger(2))} cache slots: " in picture
         assert "pending" not in picture
     assert last < end
 
 
 def test_pages_of_the_lens_grid_cover_every_position(trace: cp.Trace, tmp_path: Path) -> None:
-    book = Shelf.of([trace.save(tmp_path / "run")]).book(0)
+    tables = RunList.of([trace.save(tmp_path / "run")]).tables(0)
     for include, columns in (("committed", 5), ("all", 7)):
-        rows = book.predicting_rows(0)
+        rows = tables.predicting_rows(0)
         rows = rows[rows.status == "committed"] if include == "committed" else rows
-        pages = {book.page(0, int(position), include, columns) for position in rows.position}
+        pages = {tables.page(0, int(position), include, columns) for position in rows.position}
         covered = sorted(position for page in pages for position in page)
         assert covered == sorted(set(rows.position))
         counts = [int(rows.position.isin(page).sum()) for page in pages]
@@ -294,7 +304,7 @@ def test_the_command_is_quick_and_says_what_it_needs(monkeypatch: pytest.MonkeyP
 
 
 def test_the_dashboard_starts_without_torch() -> None:
-    program = "import sys\nimport cacheprobe.views.dashboard.serve\nprint({'torch', 'transformers'} & set(sys.modules))"
+    program = "import sys\nimport cacheprobe.views.dashboard.app\nprint({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,8 @@ from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
 from cacheprobe.trace.manifest import JOURNAL
-from cacheprobe.views.dashboard.growth import Follower
-from cacheprobe.views.dashboard.shelf import Shelf
-from tests.chromium import PICTURES, chromium
+from cacheprobe.views.dashboard.run_list import Follower, RunList
+from tests.chromium import PICTURES
 from tests.dash_page import answered, at, opened, served, until
 from tests.dashboard.growing_run import MOST, SETTINGS, begun, go_on, part_each_round, recording
 from tests.tiny import PROMPTS, loaded
@@ -34,12 +32,6 @@ MARKS = """() => [
     String(getSelection()).trim(), scrollY,
     document.getElementById("tip").hidden, document.getElementById("tip").textContent, location.href,
 ]"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +57,7 @@ def picture(page: Page, name: str) -> None:
 def test_a_page_follows_a_run_that_another_process_records(browser: Browser, tmp_path: Path) -> None:
     with recording(tmp_path / "long") as run:
         assert run.go_on(6) >= 6
-        with served(Shelf.of([tmp_path])) as url, opened(browser, f"{url}?run=0&request=1&step=5&rows=all") as page:
+        with served(RunList.of([tmp_path])) as url, opened(browser, f"{url}?run=0&request=1&step=5&rows=all") as page:
             for name in ("timeline", "text", "card", "grid"):
                 answered(page, name, run=0)
             until(page, f"/{MOST} tokens/.test({SAYS})")
@@ -104,7 +96,7 @@ def test_a_page_follows_a_run_that_another_process_records(browser: Browser, tmp
 
 def test_an_interrupted_run_says_how_it_goes_on(browser: Browser, interrupted: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(interrupted, tmp_path / "stopped"))
-    with served(Shelf.of([directory])) as url, opened(browser, url) as page:
+    with served(RunList.of([directory])) as url, opened(browser, url) as page:
         until(page, f"/Interrupted: .* of {MOST} tokens, and no process records it/.test({SAYS})")
         assert f'cp.resume("{directory}", model, ...)' in page.inner_text("#growth")  # begun in Python with a drafter
         until(page, "/stopped \\(interrupted\\)/.test(document.querySelector('.menu-run').innerText)")
@@ -127,15 +119,15 @@ def test_an_interrupted_run_says_how_it_goes_on(browser: Browser, interrupted: P
 
 def test_a_csv_of_an_unfinished_run_says_how_far_it_is(browser: Browser, interrupted: Path) -> None:
     """It holds what is recorded when it is saved, which the page may not show yet."""
-    with served(Shelf.of([interrupted])) as url, opened(browser, f"{url}?run=0", accept_downloads=True) as page:
+    with served(RunList.of([interrupted])) as url, opened(browser, f"{url}?run=0", accept_downloads=True) as page:
         answered(page, "timeline", run=0)
-        button = page.locator("[data-away=csv][data-view=timeline]")
+        button = page.locator("[data-export=csv][data-view=timeline]")
         with page.expect_download() as saved:
             button.press("Enter")
-        last = Follower(interrupted).book.steps.stop - 1
+        last = Follower(interrupted).tables.steps.stop - 1
         assert saved.value.suggested_filename.endswith(f"timeline-recorded-up-to-step-{last}.csv")
         until(
-            page, f"document.querySelector('[data-away=csv][data-view=timeline]').title.endsWith('up to step {last}')"
+            page, f"document.querySelector('[data-export=csv][data-view=timeline]').title.endsWith('up to step {last}')"
         )
         assert f"\n{last}," in saved.value.path().read_text() or f",{last}," in saved.value.path().read_text()
 
@@ -150,17 +142,17 @@ def test_nothing_is_read_where_nothing_is_new(tmp_path: Path, monkeypatch: pytes
     from cacheprobe.trace.manifest import CheckedFiles
 
     read: list[str] = []
-    table, built = CheckedFiles.table, follower.book
+    table, built = CheckedFiles.table, follower.tables
     monkeypatch.setattr(CheckedFiles, "table", lambda self, name, *of: (read.append(name), table(self, name, *of))[1])
     follower.look(at_once=True)
-    assert read == [] and follower.book is built
+    assert read == [] and follower.tables is built
     for _ in range(3):
         go_on(stream, directory, 2)
         follower.look(at_once=True)
     assert len(read) == len(set(read)) and {name.split("-")[0] for name in read} == {"rows", "events", "ledger"}
     assert follower.state == "growing" and f"process {os.getpid()} on" in follower.says()["says"]
     stream.close()
-    assert not follower.book.run.rows.empty
+    assert not follower.tables.run.rows.empty
     follower.look(at_once=True)
     assert follower.state == "interrupted"
     cp.run(
@@ -172,7 +164,7 @@ def test_nothing_is_read_where_nothing_is_new(tmp_path: Path, monkeypatch: pytes
     )
     follower.look(at_once=True)
     assert follower.says()["says"].startswith(f"Another run is in {directory} in place of the one that was shown.")
-    assert len(follower.book.run.requests) == 1
+    assert len(follower.tables.run.requests) == 1
 
 
 def test_a_slow_look_is_followed_by_a_long_pause(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,21 +7,15 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page
 
 import cacheprobe as cp
-from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe_benchmarks.shared.large_run import PROMPT, save_large_run
-from tests.chromium import PICTURES, chromium
+from tests.chromium import PICTURES
 from tests.dash_page import answered, at, heard, opened, served, until
 from tests.tiny import PROMPTS, SMALL, loaded
 
 LINE = "#rejected-view tr[data-intent]"
 AT = "JSON.parse(document.getElementById('page').dataset.at)"
 IS_IN_GRID = "!!document.activeElement.closest('#grid-view svg')"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +38,7 @@ def lines(folder: Path) -> list[tuple[int, int, int]]:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    with served(Shelf.of([folder])) as url:
+    with served(RunList.of([folder])) as url:
         yield url
 
 
@@ -188,7 +182,7 @@ def test_n_and_p_lead_on_from_any_tab(browser: Browser, address: str, lines: lis
             } }"""
         )
         shows(page, lines[27])  # in another request
-        for tab in ("compare",):  # the other tabs of this shelf have no content, and are hidden
+        for tab in ("compare",):  # the other tabs of this run_list have no content, and are hidden
             page.click(f"#tab-{tab}")
             until(page, f"{AT}.tab === '{tab}'")
             page.keyboard.press("p")

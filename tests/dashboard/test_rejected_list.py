@@ -12,18 +12,12 @@ import cacheprobe as cp
 from cacheprobe.trace.parts.growing import GrowingRun
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.views.dashboard import facts
-from cacheprobe.views.dashboard.away.tabs import rejected_drafts
-from cacheprobe.views.dashboard.away.taken import Sources
-from cacheprobe.views.dashboard.flip_jobs import FlipJobs
-from cacheprobe.views.dashboard.growth import Follower
 from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion
-from cacheprobe.views.dashboard.reader import RunReader
-from cacheprobe.views.dashboard.rejections import LINES_A_PAGE, SORTS, Rejections, Selection
-from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.rejected_list import LINES_A_PAGE, SORTS, RejectedList, Selection
+from cacheprobe.views.dashboard.run_list import Follower, RunList
 from cacheprobe.views.dashboard.tabs import rejected
 from cacheprobe_benchmarks.shared.large_run import save_large_run
 from tests.dashboard.growing_run import begun, go_on, part_each_round
-from tests.plots.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded
 
 EARLY = cp.drafters.EarlyExit(layer=1)
@@ -49,9 +43,9 @@ def steps_shown(html: str) -> list[tuple[int, int, int]]:
     return [(int(request), int(step), int(position)) for request, step, position in found]
 
 
-def listed(shelf: Shelf, **question: object) -> list[tuple[int, int, int]]:
+def listed(run_list: RunList, **question: object) -> list[tuple[int, int, int]]:
     """The lines of all pages."""
-    pages = (rejected.view(shelf, {"run": 0, "page": page, **question}) for page in range(3))
+    pages = (rejected.RejectedDrafts(run_list, {"run": 0, "page": page, **question}).draw() for page in range(3))
     return list(dict.fromkeys(line for html in pages for line in steps_shown(html)))
 
 
@@ -62,14 +56,14 @@ def places(table: pd.DataFrame) -> list[tuple[int, int, int]]:
 def test_the_lines_are_those_of_the_trace(trace: cp.Trace, stored: Path, tmp_path: Path) -> None:
     unread = cp.run(loaded(), PROMPTS, **SMALL, drafter=EARLY, capture="S")
     for one, folder in ((trace, stored), (unread, unread.save(tmp_path / "unread"))):
-        rejections = Rejections(StoredRun(folder))
+        rejected_list = RejectedList(StoredRun(folder))
         expected = one.rejected()
         assert len(expected) > 3
-        found = rejections.table(range(len(expected)))
+        found = rejected_list.table(range(len(expected)))
         pd.testing.assert_frame_equal(found, expected)
         assert found.flip_layer.notna().any() == (one is trace)
-        html = rejected.view(Shelf.of([folder]), {"run": 0})
-        assert listed(Shelf.of([folder])) == places(expected)
+        html = rejected.RejectedDrafts(RunList.of([folder]), {"run": 0}).draw()
+        assert listed(RunList.of([folder])) == places(expected)
         assert ("recorded no lens readings (Z): the layer from which the committed token is first" in html) == (
             one is unread
         )
@@ -92,13 +86,13 @@ FILTERS = [
 def test_the_list_is_filtered_by_layer_and_margin(
     trace: cp.Trace, stored: Path, question: dict[str, str], fits: Callable[[pd.DataFrame], pd.Series]
 ) -> None:
-    table, shelf = trace.rejected(), Shelf.of([stored])
+    table, run_list = trace.rejected(), RunList.of([stored])
     expected = table[fits(table).fillna(False).to_numpy(dtype=bool)]
-    assert listed(shelf, **question) == places(expected)
-    taken = rejected_drafts(Sources(shelf, RunReader(shelf), FlipJobs()), {"run": 0, **question})
+    assert listed(run_list, **question) == places(expected)
+    view = rejected.RejectedDrafts(run_list, {"run": 0, **question})
     scope: dict[str, pd.DataFrame] = {}
-    exec("\n".join(taken.code), scope)
-    assert places(scope["table"]) == places(expected) == places(taken.table())
+    exec("\n".join(view.code()), scope)
+    assert places(scope["table"]) == places(expected) == places(view.table())
 
 
 def test_filters_let_some_lines_through_and_not_others(trace: cp.Trace) -> None:
@@ -110,7 +104,7 @@ def test_filters_let_some_lines_through_and_not_others(trace: cp.Trace) -> None:
 @pytest.mark.parametrize("wrong", [{"flips": "3"}, {"margin": "a:b"}, {"margin": "1:2:3"}, {"drafter": "-1"}])
 def test_a_wrong_filter_is_refused(stored: Path, wrong: dict[str, str]) -> None:
     with pytest.raises(CannotShow, match="LEAST:MOST|a number or none"):
-        rejected.view(Shelf.of([stored]), {"run": 0, **wrong})
+        rejected.RejectedDrafts(RunList.of([stored]), {"run": 0, **wrong}).draw()
 
 
 @pytest.mark.parametrize("sort", [f"{sign}{name}" for name in SORTS for sign in ("", "-")])
@@ -122,102 +116,103 @@ def test_the_list_is_sorted_by_every_column(trace: cp.Trace, stored: Path, sort:
     if sort.startswith("-"):
         known = sorted((i for i, v in enumerate(values) if pd.notna(v)), key=lambda i: keys[i], reverse=True)
     order = [*known, *(i for i, v in enumerate(values) if pd.isna(v))]
-    html = rejected.view(Shelf.of([stored]), {"run": 0, "sort": sort})
-    assert listed(Shelf.of([stored]), sort=sort) == places(table.iloc[order])
+    html = rejected.RejectedDrafts(RunList.of([stored]), {"run": 0, "sort": sort}).draw()
+    assert listed(RunList.of([stored]), sort=sort) == places(table.iloc[order])
     assert html.count("aria-sort=") == 1 and ("▼" in html) == sort.startswith("-")
 
 
 def test_a_search_looks_in_the_tokens_and_in_all_text_before(trace: cp.Trace, stored: Path) -> None:
-    shelf, table = Shelf.of([stored]), trace.rejected()
+    run_list, table = RunList.of([stored]), trace.rejected()
     ids = {r: [*trace.requests[r].prompt_token_ids, *trace.committed(r)] for r in trace.tokens}
     before = ["".join(trace.token_texts[i] for i in ids[t.request_id][: t.position]) for t in table.itertuples()]
     for line, own in ((table.iloc[0], before[0]), (table.iloc[-1], before[-1])):
         for text in (line.drafted_token, line.committed_token, (own + line.committed_token)[-5:], own[:9]):
-            found = listed(shelf, find=text.upper().replace("␣", " "))
+            found = listed(run_list, find=text.upper().replace("␣", " "))
             whole = [
                 (b + t.drafted_token, b + t.committed_token) for b, t in zip(before, table.itertuples(), strict=True)
             ]
             expected = [any(text.casefold() in one.casefold() for one in both) for both in whole]
             assert found == places(table[expected]) and (line.request_id, line.step, line.position - 1) in found
+    places_of = zip(before, table.position.tolist(), strict=True)
+    far = [position for text, position in places_of if text.startswith(before[-1][:9]) and position > 3 + 8]
+    html = rejected.RejectedDrafts(run_list, {"run": 0, "find": before[-1][:9]}).draw()
+    assert far and html.count("stands before") >= len(far)
     request = int(table.request_id.iloc[-1])
-    assert listed(shelf, request=request) == places(table[table.request_id == request])
-    none = rejected.view(shelf, {"run": 0, "find": "<b>no such text", "request": request})
+    assert listed(run_list, request=request) == places(table[table.request_id == request])
+    none = rejected.RejectedDrafts(run_list, {"run": 0, "find": "<b>no such text", "request": request}).draw()
     assert f"No rejected draft of request {request} has “&lt;b&gt;no such text” in it" in none and "<b>" not in none
 
 
 def test_a_walk_goes_through_the_list_from_any_place(trace: cp.Trace, stored: Path) -> None:
-    shelf, lines = Shelf.of([stored]), places(trace.rejected())
+    run_list, lines = RunList.of([stored]), places(trace.rejected())
     for sort in ("", "-margin"):
-        order = listed(shelf, sort=sort)
-        go = partial(walked, shelf, sort=sort)
+        order = listed(run_list, sort=sort)
+        go = partial(walked, run_list, sort=sort)
         assert [go(order[i], 1) for i in range(len(order) - 1)] == order[1:]
         assert [go(order[i], -1) for i in range(1, len(order))] == order[:-1]
         assert go(order[0], 2) == order[2] and go(order[0], 99) == order[-1] and go(order[-1], -99) == order[0]
         assert go(order[-1], 1) is None and go(order[0], -1) is None
     between = (lines[1][0], lines[1][1] + 1, 0)  # a place where nothing was rejected
-    assert walked(shelf, between, 1) == lines[2] and walked(shelf, between, -1) == lines[1]
-    assert walked(shelf, (0, 0, 0), 1) == lines[0] and walked(shelf, (0, 0, 0), -1) is None
+    assert walked(run_list, between, 1) == lines[2] and walked(run_list, between, -1) == lines[1]
+    assert walked(run_list, (0, 0, 0), 1) == lines[0] and walked(run_list, (0, 0, 0), -1) is None
     last = (lines[-1][0], lines[-1][1] + 1, 0)
-    assert walked(shelf, last, 1) is None and walked(shelf, last, -2) == lines[-2]
+    assert walked(run_list, last, 1) is None and walked(run_list, last, -2) == lines[-2]
     own = [line for line in lines if line[0] == lines[-1][0]]
-    assert walked(shelf, own[0], -1, among=own[0][0]) is None and walked(shelf, own[0], 1, among=own[0][0]) == own[1]
+    assert (
+        walked(run_list, own[0], -1, among=own[0][0]) is None and walked(run_list, own[0], 1, among=own[0][0]) == own[1]
+    )
 
 
-def walked(shelf: Shelf, place: tuple[int, int, int], by: int, **more: object) -> tuple[int, int, int] | None:
+def walked(run_list: RunList, place: tuple[int, int, int], by: int, **more: object) -> tuple[int, int, int] | None:
     question: PageQuestion = {"run": 0, **dict(zip(("request", "step", "position"), place, strict=True)), "by": by}
-    found = rejected.walk(shelf, {**question, **more})
+    found = rejected.walk(run_list, {**question, **more})
     if "says" in found:
         assert "no rejected draft" in found["says"]
         return None
-    story = facts.request_story(shelf, {"run": 0, "request": found["request"]})
+    story = facts.request_story(run_list, {"run": 0, "request": found["request"]})
     assert found.get("story") == (story if found["request"] != place[0] else None)
     return found["request"], found["step"], found["position"]
 
 
 def test_a_page_of_a_long_list_reads_its_own_lines(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Rejections, "read_ahead", lambda self: None)
+    monkeypatch.setattr(RejectedList, "read_ahead", lambda self: None)
     read: list[int] = []
     whole = StoredRun.readings_of_rows
     monkeypatch.setattr(
         StoredRun, "readings_of_rows", lambda self, rows, columns: (read.extend(rows), whole(self, rows, columns))[1]
     )
-    shelf = Shelf.of([large])
+    run_list = RunList.of([large])
     lines = places(cp.load_trace(large).rejected())
     assert len(lines) > LINES_A_PAGE
     for page, start in ((0, 0), (1, LINES_A_PAGE), (99, LINES_A_PAGE), (0, 0)):
-        html = rejected.view(shelf, {"run": 0, "page": page})
+        html = rejected.RejectedDrafts(run_list, {"run": 0, "page": page}).draw()
         assert steps_shown(html) == lines[start : start + LINES_A_PAGE]
         assert f"{start + 1} to {min(start + LINES_A_PAGE, len(lines))} of {len(lines)}" in html
     assert len(read) == len(set(read)) == len(lines)
-    assert rejected.walk(shelf, {"run": 0, "request": 0, "step": 0, "position": 15, "by": 99})["page"] == 1
+    assert rejected.walk(run_list, {"run": 0, "request": 0, "step": 0, "position": 15, "by": 99})["page"] == 1
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     plain = cp.run(loaded(), PROMPTS, **SMALL, capture="SZ")
     agreeing = cp.run(loaded(), PROMPTS[:1], **SMALL, deterministic=True)
     assert not agreeing.num_rolled_back and agreeing.num_drafted
-    shelf = Shelf.of([plain.save(tmp_path / "a<b"), agreeing.save(tmp_path / "agreeing")])
-    said = rejected.view(shelf, {"run": 0})
+    run_list = RunList.of([plain.save(tmp_path / "a<b"), agreeing.save(tmp_path / "agreeing")])
+    said = rejected.RejectedDrafts(run_list, {"run": 0}).draw()
     assert "No draft of a&lt;b was rejected</h2>" in said and "No draft token was verified" in said
-    assert f"accepted all {agreeing.num_drafted} draft tokens" in rejected.view(shelf, {"run": 1})
+    assert f"accepted all {agreeing.num_drafted} draft tokens" in rejected.RejectedDrafts(run_list, {"run": 1}).draw()
     for number in (0, 1):
         question = {"run": number, "request": 0, "step": 1, "position": 5, "by": 1}
-        assert rejected.walk(shelf, question) == {"says": "no draft of this run was rejected"}
-
-
-def test_texts_are_escaped(trace: cp.Trace, tmp_path: Path) -> None:
-    html = rejected.view(Shelf.of([hostile(trace).save(tmp_path / "run")]), {"run": 0})
-    assert "&lt;" in html and "<script" not in html and "<img" not in html
+        assert rejected.walk(run_list, question) == {"says": "no draft of this run was rejected"}
 
 
 def test_a_question_of_another_kind_is_refused(stored: Path) -> None:
-    shelf = Shelf.of([stored])
+    run_list = RunList.of([stored])
     for wrong in ({"sort": "size"}, {"sort": 3}, {"find": 3}, {"find": "x" * 201}, {"request": 99}, {"page": "1"}):
         with pytest.raises(CannotShow):
-            rejected.view(shelf, {"run": 0, **wrong})
+            rejected.RejectedDrafts(run_list, {"run": 0, **wrong}).draw()
     for wrong in ({"by": 0}, {"by": "1"}, {"among": 99}, {"request": None}):
         with pytest.raises(CannotShow):
-            rejected.walk(shelf, {"run": 0, "request": 0, "step": 1, "position": 5, "by": 1, **wrong})
+            rejected.walk(run_list, {"run": 0, "request": 0, "step": 1, "position": 5, "by": 1, **wrong})
 
 
 def test_the_list_of_a_growing_run_reads_each_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,16 +227,16 @@ def test_the_list_of_a_growing_run_reads_each_line_once(tmp_path: Path, monkeypa
     stream = begun(directory)
     go_on(stream, directory, 2)
     follower, counts = Follower(directory), []
-    shelf = Shelf.of([directory])
-    if follower.book.rejections.drafts.empty:
-        assert "was rejected so far</h2>" in rejected.view(shelf, {"run": 0})
+    run_list = RunList.of([directory])
+    if follower.tables.rejected.drafts.empty:
+        assert "was rejected so far</h2>" in rejected.RejectedDrafts(run_list, {"run": 0}).draw()
     for _ in range(4):
         go_on(stream, directory, 3)
         follower.look(at_once=True)
-        rejections = follower.book.rejections
-        lines = rejections.lines(Selection(sort="margin"))
+        rejected_list = follower.tables.rejected
+        lines = rejected_list.lines(Selection(sort="margin"))
         expected = cp.load_trace(directory).rejected()
-        pd.testing.assert_frame_equal(rejections.table(range(len(lines))), expected)
+        pd.testing.assert_frame_equal(rejected_list.table(range(len(lines))), expected)
         counts.append(len(lines))
     assert counts[-1] > counts[0] and len(read) == len(set(read)) == counts[-1]
     stream.close()

@@ -7,8 +7,8 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.trace.tables.token_history import standing_at, token_history
 from cacheprobe.views.dashboard import facts
-from cacheprobe.views.dashboard.shelf import Shelf
-from cacheprobe.views.dashboard.tabs import cache, decode, timeline
+from cacheprobe.views.dashboard.run_list import RunList
+from cacheprobe.views.dashboard.tabs import cache, replay
 from cacheprobe.views.diagrams.windows import find_windows
 from cacheprobe.views.report.figures import report_drawings
 from tests.engine.test_engine_errors import BAD, indigestible
@@ -27,8 +27,8 @@ def drafted() -> cp.Trace:
 
 
 @pytest.fixture(scope="module")
-def shelf(drafted: cp.Trace, tmp_path_factory: pytest.TempPathFactory) -> Shelf:
-    return Shelf.of([drafted.save(tmp_path_factory.mktemp("resumed") / "run")])
+def run_list(drafted: cp.Trace, tmp_path_factory: pytest.TempPathFactory) -> RunList:
+    return RunList.of([drafted.save(tmp_path_factory.mktemp("resumed") / "run")])
 
 
 def test_every_verdict_is_a_window_and_every_token_is_told(drafted: cp.Trace) -> None:
@@ -43,31 +43,41 @@ def test_every_verdict_is_a_window_and_every_token_is_told(drafted: cp.Trace) ->
     assert (history.outcome == "rolled_back").sum() == events.num_rolled_back.sum()
 
 
-def test_the_dashboard_shows_them_at_every_step(drafted: cp.Trace, shelf: Shelf) -> None:
+def test_the_dashboard_shows_them_at_every_step(drafted: cp.Trace, run_list: RunList) -> None:
     events = drafted.events()
     rebuilt = events[(events.phase == "verify") & events.num_accepted.isna()]
     request, step = int(rebuilt.request_id.iloc[0]), int(rebuilt.step.iloc[0])
-    story = facts.request_story(shelf, {"run": 0, "request": request})
+    story = facts.request_story(run_list, {"run": 0, "request": request})
     assert [words for s, words, *_ in story["steps"] if s == step] == ["verify: its cache slots are rebuilt"]
     steps = [step, step + 20]
-    assert "its cache slots are rebuilt" in timeline.view(shelf, dict(run=0, requests=[0, 5], steps=steps, width=900))
+    assert (
+        "its cache slots are rebuilt"
+        in replay.Timeline(run_list, dict(run=0, requests=[0, 5], steps=steps, width=900)).draw()
+    )
     for s in range(step - 3, step + 8):
         ask = dict(run=0, request=request, step=s)
-        assert "cache slots" in cache.view(shelf, ask) and "window" in cache.window_view(shelf, ask)
-        assert "pending" not in cache.view(shelf, ask) or s >= int(rebuilt.step[rebuilt.request_id == request].iloc[2])
-        assert decode.view(shelf, {**ask, "requests": [0, 5], "places": [0, 20], "place": 0})
+        assert (
+            "cache slots" in cache.CacheSlots(run_list, ask).draw()
+            and "window" in cache.VerifyWindow(run_list, ask).draw()
+        )
+        assert "pending" not in cache.CacheSlots(run_list, ask).draw() or s >= int(
+            rebuilt.step[rebuilt.request_id == request].iloc[2]
+        )
+        assert replay.TokenGrid(run_list, {**ask, "requests": [0, 5], "places": [0, 20], "place": 0}).draw()
 
 
 def test_a_draft_that_was_given_up_stands_until_then(tmp_path: Path) -> None:
     trace = cp.run(
         loaded(), PROMPTS, **{**TIGHT, "max_kv_tokens": 80}, drafter=cp.drafters.EarlyExit(layer=1), capture="SZ"
     )
-    shelf, events = Shelf.of([trace.save(tmp_path / "run")]), trace.events()
+    run_list, events = RunList.of([trace.save(tmp_path / "run")]), trace.events()
     verified = (
         f"drafted {trace.num_drafted} tokens that were verified: {trace.num_drafted - trace.num_rolled_back} accept"
     )
-    assert trace.num_drafted < events.proposed_token_ids.map(len).sum() and verified in facts.run_summary(shelf.book(0))
-    assert f" in {events.step.nunique()} steps. " in facts.run_summary(shelf.book(0))
+    assert trace.num_drafted < events.proposed_token_ids.map(len).sum() and verified in facts.run_summary(
+        run_list.tables(0)
+    )
+    assert f" in {events.step.nunique()} steps. " in facts.run_summary(run_list.tables(0))
     history = token_history(events)
     one = history[history.outcome == "given_up"].iloc[-1]  # of the first places, a rejected draft stood there before
     again = events[(events.request_id == one.request_id) & (events.phase == "prefill") & (events.step > one.born)]
@@ -80,16 +90,16 @@ def test_a_draft_that_was_given_up_stands_until_then(tmp_path: Path) -> None:
         (one.decided_step - 1, True),
         (one.decided_step, False),
     ):
-        assert (cell in decode.view(shelf, {**ask, "step": int(step)})) == is_there
+        assert (cell in replay.TokenGrid(run_list, {**ask, "step": int(step)}).draw()) == is_there
 
 
-def test_slots_that_were_freed_are_told_from_slots_not_written(drafted: cp.Trace, shelf: Shelf) -> None:
+def test_slots_that_were_freed_are_told_from_slots_not_written(drafted: cp.Trace, run_list: RunList) -> None:
     events = drafted.events()
     request = int(events[(events.phase == "verify") & events.num_accepted.isna()].request_id.iloc[0])
     second = int(events[(events.request_id == request) & (events.phase == "prefill")].step.iloc[1])
-    assert "freed its slots" in cache.view(shelf, dict(run=0, request=request, step=second - 1))
+    assert "freed its slots" in cache.CacheSlots(run_list, dict(run=0, request=request, step=second - 1)).draw()
     late = max(range(len(PROMPTS)), key=lambda r: events[events.request_id == r].step.min())
-    assert "holds no cache slots yet" in cache.view(shelf, dict(run=0, request=late, step=0))
+    assert "holds no cache slots yet" in cache.CacheSlots(run_list, dict(run=0, request=late, step=0)).draw()
 
 
 def test_a_report_of_a_request_that_was_decoded_twice() -> None:

@@ -16,15 +16,17 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
-from cacheprobe.views.dashboard.away import views
-from cacheprobe.views.dashboard.away.spreadsheet import csv_text
-from cacheprobe.views.dashboard.away.taken import Sources
-from cacheprobe.views.dashboard.flip_jobs import FlipJob
+from cacheprobe.views.dashboard.app import export
+from cacheprobe.views.dashboard.export import csv_text
+from cacheprobe.views.dashboard.flip_process import FlipJob
 from cacheprobe.views.dashboard.questions import CannotShow
+from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.shell import index
-from tests.chromium import PICTURES, chromium
+from cacheprobe.views.dashboard.tabs import VIEWS
+from cacheprobe.views.dashboard.tabs.cache import CacheSlots
+from tests.chromium import PICTURES
 from tests.dash_page import answered, at, choose, opened, served, until
-from tests.sweeps.shown_runs import save_sources
+from tests.sweeps.shown_runs import save_shown
 
 ONE = {"run": 0, "request": 0, "step": 8, "position": 6, "row": None, "site": "S", "lens": "recorded"}
 PAGE = {"requests": [0, 8], "steps": [4, 30], "places": [0, 12], "place": 1, "width": 900}
@@ -66,20 +68,14 @@ QUESTIONS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
-    return save_sources(tmp_path_factory.mktemp("away"))
+def run_list(tmp_path_factory: pytest.TempPathFactory) -> RunList:
+    return save_shown(tmp_path_factory.mktemp("shown"))
 
 
 @pytest.fixture(scope="module")
-def address(sources: Sources) -> Iterator[str]:
-    with served(sources.shelf) as url:
+def address(run_list: RunList) -> Iterator[str]:
+    with served(run_list) as url:
         yield url
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as one:
-        yield one
 
 
 @pytest.fixture(autouse=True)
@@ -90,13 +86,13 @@ def quiet_figures() -> Iterator[None]:
     plotly.io.renderers.default = before
 
 
-def taken(sources: Sources, view: str, question: dict[str, Any], way: str) -> str:
-    return views.take(sources, {"view": view, "way": way, "question": question})[way]
+def taken(run_list: RunList, view: str, question: dict[str, Any], way: str) -> str:
+    return export(run_list, {"view": view, "way": way, "question": question})[way]
 
 
 @pytest.mark.parametrize(("view", "question"), QUESTIONS, ids=lambda part: part if isinstance(part, str) else "")
-def test_the_code_makes_the_table_of_the_csv(sources: Sources, view: str, question: dict[str, Any]) -> None:
-    code, found = (taken(sources, view, question, way) for way in ("code", "csv"))
+def test_the_code_makes_the_table_of_the_csv(run_list: RunList, view: str, question: dict[str, Any]) -> None:
+    code, found = (taken(run_list, view, question, way) for way in ("code", "csv"))
     assert "cacheprobe.views.dashboard" not in code and "\nimport _" not in code  # the public functions alone
     scope: dict[str, Any] = {}
     exec(code, scope)
@@ -107,41 +103,36 @@ def test_the_code_makes_the_table_of_the_csv(sources: Sources, view: str, questi
 
 
 def test_every_view_is_taken_by_a_question_here() -> None:
-    assert {view for view, _ in QUESTIONS} == set(views.AWAY) - {"flip"}
+    assert {view for view, _ in QUESTIONS} == set(VIEWS) - {"flip"}
 
 
-def test_code_that_makes_another_table_is_noticed(sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = views.AWAY["cache"]
-
-    def other(sources: Sources, question: dict[str, Any]) -> Any:
-        made = kept(sources, question)
-        return made._replace(table=lambda: made.table().iloc[1:])
-
-    monkeypatch.setitem(views.AWAY, "cache", other)
+def test_code_that_makes_another_table_is_noticed(run_list: RunList, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = CacheSlots.table
+    monkeypatch.setattr(CacheSlots, "table", lambda self: whole(self).iloc[1:])
     with pytest.raises(AssertionError):
-        test_the_code_makes_the_table_of_the_csv(sources, "cache", ONE)
+        test_the_code_makes_the_table_of_the_csv(run_list, "cache", ONE)
 
 
-def test_a_search_of_rejected_drafts_is_in_the_code(sources: Sources) -> None:
-    token = sources.shelf.book(0).rejections.drafts.drafted_token.iloc[0]
+def test_a_search_of_rejected_drafts_is_in_the_code(run_list: RunList) -> None:
+    token = run_list.tables(0).rejected.drafts.drafted_token.iloc[0]
     asked = {"run": 0, "find": token, "sort": "-step"}
-    test_the_code_makes_the_table_of_the_csv(sources, "rejected", asked)
+    test_the_code_makes_the_table_of_the_csv(run_list, "rejected", asked)
     with pytest.raises(AssertionError):  # nothing is found, and the table is empty
-        test_the_code_makes_the_table_of_the_csv(sources, "rejected", {"run": 0, "find": "no such token"})
+        test_the_code_makes_the_table_of_the_csv(run_list, "rejected", {"run": 0, "find": "no such token"})
 
 
-def test_the_search_for_edits_is_taken_when_it_is_done(sources: Sources) -> None:
-    trace = cp.load_trace(sources.shelf.book(0).run.directory)
+def test_the_search_for_edits_is_taken_when_it_is_done(run_list: RunList) -> None:
+    trace = cp.load_trace(run_list.tables(0).run.directory)
     line = trace.rejected().query("request_id == 0").iloc[0]
     question = {"run": 0, "request": 0, "step": int(line.step)}
     with pytest.raises(CannotShow, match="no result of this search yet"):
-        taken(sources, "flip", question, "csv")
-    book = sources.shelf.book(0)
+        taken(run_list, "flip", question, "csv")
+    tables = run_list.tables(0)
     job = FlipJob(question)
-    sources.jobs._jobs[book.run.directory, book.run.run_id, 0, question["step"]] = job
+    run_list.jobs._jobs[tables.run.directory, tables.run.run_id, 0, question["step"]] = job
     job.table = pd.DataFrame({"edit": ["zero"]})
-    assert "cp.analysis.flip(trace, 0," in taken(sources, "flip", question, "code")
-    assert taken(sources, "flip", question, "csv") == '"edit"\n"zero"\n'
+    assert "cp.analysis.flip(trace, 0," in taken(run_list, "flip", question, "code")
+    assert taken(run_list, "flip", question, "csv") == '"edit"\n"zero"\n'
 
 
 def test_a_spreadsheet_computes_no_cell_and_lists_are_json() -> None:
@@ -153,7 +144,7 @@ def test_a_spreadsheet_computes_no_cell_and_lists_are_json() -> None:
     assert json.loads(lines[0]["ids"]) == [1, 2] and json.loads(lines[0]["tokens"]) == ["é", '"']
 
 
-def test_what_cannot_be_taken_is_said(sources: Sources) -> None:
+def test_what_cannot_be_taken_is_said(run_list: RunList) -> None:
     for asked, said in (
         ({"view": "none", "way": "csv", "question": {}}, "view is"),
         ({"view": "cache", "way": "pdf", "question": {}}, "way is csv or code"),
@@ -161,18 +152,18 @@ def test_what_cannot_be_taken_is_said(sources: Sources) -> None:
         ({"view": "thoughts", "way": "csv", "question": ONE}, "request 0 of one wrote no thoughts"),
     ):
         with pytest.raises(CannotShow, match=said):
-            views.take(sources, asked)
+            export(run_list, asked)
 
 
-def test_the_page_names_the_sites_in_full(sources: Sources) -> None:
+def test_the_page_names_the_sites_in_full(run_list: RunList) -> None:
     for label in ("S (residual stream)", "T (attention output)", "C (MLP output)"):
-        assert label in index(sources.shelf, ())
+        assert label in index(run_list, ())
 
 
 SVG_TAGS = {"svg", "g", "defs", "title", "rect", "path", "circle", "ellipse", "line", "text", "tspan", "image", "use",
             "pattern", "clipPath", "polyline", "polygon", "linearGradient", "stop"}  # fmt: skip
 DRAWN = "!document.querySelector('.asking') && document.getElementById('tab-{0}').ariaSelected === 'true'"
-VIEWS = {
+BY_TAB = {
     "replay": ("timeline", "decode", "cache", "grid", "card", "window", "text"),
     "rejected": ("rejected",), "compare": ("compare",), "probes": ("result",), "results": ("result",),
 }  # fmt: skip
@@ -181,7 +172,7 @@ VIEWS = {
 def saved(page: Page, view: str, way: str) -> tuple[str, bytes]:
     """Name and content of the file that a button saves."""
     with page.expect_download() as download:
-        page.locator(f"[data-away={way}][data-view={view}]:visible").click()
+        page.locator(f"[data-export={way}][data-view={view}]:visible").click()
     return download.value.suggested_filename, Path(download.value.path()).read_bytes()
 
 
@@ -196,7 +187,7 @@ def test_every_view_is_saved_as_a_picture_that_needs_no_page(
     PICTURES.mkdir(parents=True, exist_ok=True)
     query = "?run=0&against=1&request=0&step=8&position=6"
     with opened(browser, f"{address}{query}", width=width, color_scheme=theme) as page:
-        for tab, views in VIEWS.items() if width == 1440 else [(tab, VIEWS[tab]) for tab in ("replay", "results")]:
+        for tab, views in BY_TAB.items() if width == 1440 else [(tab, BY_TAB[tab]) for tab in ("replay", "results")]:
             if tab != "replay":
                 page.click(f"#tab-{tab}")
             until(page, DRAWN.format(tab))
@@ -219,7 +210,7 @@ def test_every_view_is_saved_as_a_picture_that_needs_no_page(
                 grounds = [one.get("fill") for one in found if one.tag.endswith("}rect")]
                 assert grounds[0] == paper
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), tab
-            bars = page.locator(".away:visible")
+            bars = page.locator(".exports:visible")
             assert bars.count() == len(views)
             assert bars.first.locator("button").all_inner_texts() == ["copy link", "SVG", "PNG", "CSV", "code"]
             assert page.evaluate(VOIDS) == [], tab
@@ -229,10 +220,10 @@ def test_every_view_is_saved_as_a_picture_that_needs_no_page(
 
 
 VOIDS = """[...document.querySelectorAll('.card')].filter(one => one.checkVisibility()).flatMap(card => {
-    const bar = card.querySelector(':scope > .away').getBoundingClientRect(), bounds = [];
+    const bar = card.querySelector(':scope > .exports').getBoundingClientRect(), bounds = [];
     for (const one of card.querySelectorAll('*')) {
         const box = one.getBoundingClientRect(), is_leaf = !one.children.length || one.localName === 'svg';
-        if (is_leaf && one.checkVisibility() && !one.closest('.away') && box.bottom <= bar.top + 1) {
+        if (is_leaf && one.checkVisibility() && !one.closest('.exports') && box.bottom <= bar.top + 1) {
             bounds.push(box.bottom);
         }
     }
@@ -242,27 +233,27 @@ VOIDS = """[...document.querySelectorAll('.card')].filter(one => one.checkVisibi
 """Cards with an empty space above their bar."""
 
 
-def test_link_code_and_csv_are_those_of_what_is_shown(browser: Browser, address: str, sources: Sources) -> None:
+def test_link_code_and_csv_are_those_of_what_is_shown(browser: Browser, address: str, run_list: RunList) -> None:
     with opened(browser, f"{address}?run=0&request=0&step=8&position=6&tab=replay") as page:
         page.context.grant_permissions(["clipboard-read", "clipboard-write"])
         answered(page, "text", run=0)
         until(page, DRAWN.format("replay"))
-        page.locator("[data-away=code][data-view=window]").click()
-        until(page, "document.getElementById('away').open")
+        page.locator("[data-export=code][data-view=window]").click()
+        until(page, "document.getElementById('exports').open")
         question = {**ONE}
-        assert page.inner_text("#away-text").strip() == taken(sources, "window", question, "code").strip()
-        page.click("#away-copy")
-        until(page, "document.getElementById('away-copy').textContent === 'Copied ✓'")
-        assert page.evaluate("navigator.clipboard.readText()") == taken(sources, "window", question, "code")
+        assert page.inner_text("#exports-text").strip() == taken(run_list, "window", question, "code").strip()
+        page.click("#exports-copy")
+        until(page, "document.getElementById('exports-copy').textContent === 'Copied ✓'")
+        assert page.evaluate("navigator.clipboard.readText()") == taken(run_list, "window", question, "code")
         page.keyboard.press("ArrowRight")  # a key in the dialog moves no step
         assert at(page)["step"] == 8
         page.get_by_role("button", name="Close").last.click()
         name, content = saved(page, "cache", "csv")
         assert name == "cacheprobe-one-cache-request-0-step-8.csv"
-        trace = cp.load_trace(sources.shelf.book(0).run.directory)
+        trace = cp.load_trace(run_list.tables(0).run.directory)
         assert content.decode() == csv_text(trace.ledger(0, 8))
-        page.locator("[data-away=link][data-view=window]").click()
-        until(page, "document.querySelector('[data-away=link][data-view=window]').textContent === 'copied ✓'")
+        page.locator("[data-export=link][data-view=window]").click()
+        until(page, "document.querySelector('[data-export=link][data-view=window]').textContent === 'copied ✓'")
         link = page.evaluate("navigator.clipboard.readText()")
     place = "document.getElementById('window-card')"
     with opened(browser, link) as page:
@@ -276,12 +267,12 @@ def test_what_the_server_refuses_is_said(browser: Browser, address: str, monkeyp
     def refuse(*_: object) -> Any:
         raise CannotShow("this table is <b>not</b> there")
 
-    monkeypatch.setitem(views.AWAY, "cache", refuse)
+    monkeypatch.setattr(CacheSlots, "table", refuse)
     with opened(browser, f"{address}?run=0&request=0&step=8") as page:
         answered(page, "cache", step=8)
-        page.locator("[data-away=csv][data-view=cache]").click()
-        until(page, "document.getElementById('away').open")
-        assert page.inner_text("#away-text") == "this table is <b>not</b> there"
+        page.locator("[data-export=csv][data-view=cache]").click()
+        until(page, "document.getElementById('exports').open")
+        assert page.inner_text("#exports-text") == "this table is <b>not</b> there"
 
 
 def test_a_tab_without_content_is_hidden_and_a_link_to_it_says_why(browser: Browser, address: str) -> None:

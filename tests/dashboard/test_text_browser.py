@@ -9,20 +9,14 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
-from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe_benchmarks.shared.large_run import save_large_run
-from tests.chromium import PICTURES, chromium
+from tests.chromium import PICTURES
 from tests.dash_page import answered, at, opened, save_thinking, served, until
 from tests.dictionaries.planted import random_dictionary
 from tests.tiny import PROMPTS, SMALL, loaded
 
 TOKEN = "#text-view span.pick"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    with served(Shelf.of([folder])) as url:
+    with served(RunList.of([folder])) as url:
         yield url
 
 
@@ -106,7 +100,7 @@ def test_the_saved_picture_has_the_text_in_its_place(browser: Browser, address: 
         page.evaluate(f"{box}.scrollTop = 90")
         assert page.evaluate(f"{box}.scrollHeight > {box}.clientHeight + 90")
         with page.expect_download() as download:
-            page.locator("[data-away=svg][data-view=text]").click()
+            page.locator("[data-export=svg][data-view=text]").click()
         texts = [one for one in ElementTree.parse(download.value.path()).iter() if one.tag.endswith("}text")]
         words = ["".join(one.itertext()) for one in texts]
         heading, legend = (next(i for i, word in enumerate(words) if start in word) for start in ("Request 0", "abc"))

@@ -11,13 +11,14 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.engine.fingerprint import FingerprintMismatch, require_same
-from cacheprobe.models import facts, settings
+from cacheprobe.models import settings
+from cacheprobe.models import weights as facts
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.facts import checksum_of
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.settings import numeric_settings, require_one_flush_mode
 from cacheprobe.models.thinking.lm import ThinkingLM
+from cacheprobe.models.weights import checksum_of
 from cacheprobe.trace.trace import Trace
 from tests.thinking.test_thinking import tiny
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded

@@ -12,9 +12,9 @@ from cacheprobe.engine import shapes
 from cacheprobe.engine.checker import RecomputeChecker
 from cacheprobe.engine.passes import Pass
 from cacheprobe.engine.shape_trial import ShapeTrial
-from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.thinking.lm import ThinkingLM
-from cacheprobe.ops.compiled import choice
+from cacheprobe.ops.compiled import operations as choice
 from cacheprobe.trace.recording import lens_reader
 from tests.planted import (
     DEPENDS_ON,
@@ -69,7 +69,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *guards: str) -> None:
     if "check while it runs" in guards:
         monkeypatch.setattr(RecomputeChecker, "_add_duplicate", lambda *asked: None)
     if "attention by request" in guards:
-        monkeypatch.setattr(HookedHF, "attends_by_request", False)
+        monkeypatch.setattr(FastLM, "attends_by_request", False)
 
 
 def later(fault: Planted, window: int, num_new: int, family: str = "qwen3"):

@@ -13,7 +13,7 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 import cacheprobe as cp
 from cacheprobe.edits.interventions import zero
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.paths import choose_path, user_hooks
 from tests.tiny import PROMPTS, QUICK_FAMILIES, SMALL, hf_model, loaded
 
@@ -186,7 +186,7 @@ def test_a_live_model_is_loaded_twice(family: str) -> None:
     first = cp.run(one, FEW, **LIGHT, capture="STC", progress=False)
     two = cp.load_model(live)
     second = cp.run(two, FEW, **LIGHT, capture="STC", progress=False)
-    assert isinstance(choose_path(one)[0], HookedHF) and isinstance(choose_path(two)[0], HookedHF)
+    assert isinstance(choose_path(one)[0], FastLM) and isinstance(choose_path(two)[0], FastLM)
     assert one.weights_sha256 == two.weights_sha256
     assert digests(first) == digests(second) and first.fingerprint == second.fingerprint
     assert digests(cp.run(one, FEW, **LIGHT, capture="STC", progress=False)) == digests(first)

@@ -17,7 +17,7 @@ import cacheprobe as cp
 from cacheprobe.engine.estimates import result, run, tables, timing, trial
 from cacheprobe.engine.estimates.result import Bounds, Estimate
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.trace.trace import Trace
 from tests.compiled import on_loops
 from tests.thinking.test_thinking_engine import lm as thinking_lm
@@ -209,7 +209,7 @@ def test_a_draft_models_passes_are_its_own() -> None:
 def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple]]:
     """Counts the forwards of the fast path by (batch, width, layers, number of logits)."""
     seen: Counter[tuple] = Counter()
-    forward = HookedHF.forward
+    forward = FastLM.forward
 
     def counted(self: Any, token_ids: Any, *args: Any, num_layers: Any = None, logit_slots: Any = None) -> Any:
         logits = token_ids.shape[1] if logit_slots is None else len(logit_slots)
@@ -217,7 +217,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple]]:
         return forward(self, token_ids, *args, num_layers=num_layers, logit_slots=logit_slots)
 
     with monkeypatch.context() as patch:
-        patch.setattr(HookedHF, "forward", counted)
+        patch.setattr(FastLM, "forward", counted)
         yield seen
 
 

@@ -9,13 +9,10 @@ from torch import Tensor, nn
 
 import cacheprobe as cp
 from cacheprobe.engine.shapes import ShapeRefused
-from cacheprobe.models.experts.dispatch import PRODUCT
-from cacheprobe.models.experts.products import rows_alone
-from cacheprobe.models.experts.router import forward_of
-from cacheprobe.models.experts.sites import use_invariant_experts
-from cacheprobe.ops.compiled.choice import choose
+from cacheprobe.models.experts.dispatch import PRODUCT, rows_alone
+from cacheprobe.models.experts.sites import forward_of, use_invariant_experts
 from cacheprobe.ops.compiled.lanes import FLOATS
-from cacheprobe.ops.compiled.product import CompiledProduct
+from cacheprobe.ops.compiled.operations import CompiledProduct, choose
 from cacheprobe.ops.equality import bitwise, close
 from tests.experts.families import plain
 from tests.tiny import PROMPTS, SMALL

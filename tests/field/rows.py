@@ -10,8 +10,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.loaders import load_model
 from cacheprobe.models.paths import choose_path
+from cacheprobe.models.plain.files import refuse_unknown_memory
 from cacheprobe.models.plain.lm import PlainLM
-from cacheprobe.models.plain.memory import refuse_unknown_memory
 from tests.field.columns import COLUMNS, TinySubject
 from tests.field.tiny_family import NotBuilt, families, tiny_family
 from tests.field.variants import VARIANTS

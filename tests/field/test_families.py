@@ -18,7 +18,7 @@ import cacheprobe as cp
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.plain.memory import SLIDING_FAMILIES
+from cacheprobe.models.plain.files import SLIDING_FAMILIES
 from cacheprobe.models.plain.sites import PlainSites
 from cacheprobe.models.plain.structure import AddedPart, PlainBlock
 from tests.field import __main__ as command

@@ -15,7 +15,7 @@ from cacheprobe.engine import shapes
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.staged import PassAttention
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.paths import choose_path
 from cacheprobe_benchmarks.shared.tiny import NEAR_TIES, tiny_model
 from tests.proxies import take_members
@@ -144,7 +144,7 @@ def tiny(dtype: torch.dtype = torch.float32, path: str = "fast") -> CachedLM:
 
 
 @cache
-def rounding_by_shape(strength: float = 0.05) -> HookedHF:
+def rounding_by_shape(strength: float = 0.05) -> FastLM:
     """A machine on which every shape of a pass rounds differently, and so coarsely that tokens show it.
 
     What enters attention is off by a vector that depends on rows, token slots and attended slots of the pass, and on
@@ -152,7 +152,7 @@ def rounding_by_shape(strength: float = 0.05) -> HookedHF:
     differ by the last bits alone, since the capture compares them with a product of its own.
     """
     fast = choose_path(cp.load_model(hf_model()), "fast")[0]
-    assert isinstance(fast, HookedHF)
+    assert isinstance(fast, FastLM)
     errors: dict[str, Tensor] = {}
     numbers: dict[tuple[int, ...], int] = {}
 

@@ -16,7 +16,7 @@ from cacheprobe.engine import shapes
 from cacheprobe.engine.checker import RecomputeChecker
 from cacheprobe.engine.passes import Pass
 from cacheprobe.engine.shapes import Hooked, batches_prompts
-from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.paths import choose_path
 from tests.compiled import on_loops
 from tests.invariants.runs import HOT, outcome
@@ -38,10 +38,10 @@ LENGTHS = (3, 20, 70, 5, 66, 18, 150, 40, 64, 12, 65, 1)
 """Around the lengths whose attention runs in loops (16 and 64), a step of spans (64) and a chunk (128)."""
 
 
-def model(dtype: torch.dtype = torch.float32) -> HookedHF:
+def model(dtype: torch.dtype = torch.float32) -> FastLM:
     """A model of which nothing was tried, whose operations run in the compiled loops."""
     fast = choose_path(on_loops(cp.load_model(hf_model("llama", dtype))), "fast")[0]
-    assert isinstance(fast, HookedHF)
+    assert isinstance(fast, FastLM)
     return fast
 
 
@@ -203,7 +203,7 @@ def test_an_estimate_counts_the_shared_passes() -> None:
 
 
 @pytest.fixture
-def planted() -> Iterator[tuple[HookedHF, dict[str, bool]]]:
+def planted() -> Iterator[tuple[FastLM, dict[str, bool]]]:
     """A model, and the switch of a fault: in passes with several prompts, products are one unit in the last place
     larger in all but the first."""
     switch, of = {"on": False}, model()

@@ -12,7 +12,7 @@ from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Request, SamplingParams, fingerprint_differences
 from cacheprobe.engine.checker import AGAIN_EVERY, RecomputeChecker
 from cacheprobe.engine.shapes import Hooked, ShapeRefused, invariant_widths
-from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.paths import choose_path
 from cacheprobe_benchmarks.shared.tiny import NEAR_TIES, tiny_model
 from tests.compiled import on_loops
@@ -27,10 +27,10 @@ INVARIANT: dict[str, Any] = {**RUN, "determinism": "invariant"}
 FLOATS = (torch.float32, torch.bfloat16)
 
 
-def model(dtype: torch.dtype = torch.float32, family: str = "llama") -> HookedHF:
+def model(dtype: torch.dtype = torch.float32, family: str = "llama") -> FastLM:
     """A model of which nothing was tried, whose products run in the compiled loops."""
     fast = choose_path(on_loops(cp.load_model(hf_model(family, dtype))), "fast")[0]
-    assert isinstance(fast, HookedHF)
+    assert isinstance(fast, FastLM)
     return fast
 
 
@@ -178,7 +178,7 @@ def test_the_fingerprint_tells_the_two_ways_apart() -> None:
 # -- what keeps the promise
 
 
-def plant(of: HookedHF, is_on: Callable[[], bool]) -> None:
+def plant(of: FastLM, is_on: Callable[[], bool]) -> None:
     """From now on, products of passes of two or more requests are one unit in the last place larger in all requests
     behind the first, while `is_on()`."""
     operations = of._operations
@@ -197,7 +197,7 @@ def plant(of: HookedHF, is_on: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def planted() -> Iterator[tuple[HookedHF, dict[str, bool]]]:
+def planted() -> Iterator[tuple[FastLM, dict[str, bool]]]:
     """A model, and the switch of its fault."""
     switch, of = {"on": False}, model()
     plant(of, lambda: switch["on"])

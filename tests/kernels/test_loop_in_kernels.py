@@ -9,7 +9,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.registry import available
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops import dispatch
 from cacheprobe.ops.equality import bitwise
@@ -113,7 +113,7 @@ def test_the_forward_with_modules_has_the_same_bits(family: str, window: int | N
     ids = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
     seen: list[torch.Tensor] = []
     for functional in (True, False):
-        form = HookedHF(model, functional=functional)
+        form = FastLM(model, functional=functional)
         cache = form.new_cache(3, 16)
         seen.append(form.forward(ids, cache, [2, 0], [0, 0]))
         cache.lengths[:] = 5
@@ -131,7 +131,7 @@ def test_torch_and_kernels_agree_on_hidden_slots() -> None:
     """In windows, in all heads and in one."""
     ids, outputs = torch.tensor([[3, 1, 4, 1, 5]]), []
     for products in ("kernels", "torch"):
-        form = HookedHF(tiny(products, "mistral", 4))
+        form = FastLM(tiny(products, "mistral", 4))
         cache = form.new_cache(2, 16)
         form.forward(ids, cache, [1], [0])
         cache.hidden[1, 3] = True

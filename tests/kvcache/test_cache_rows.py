@@ -4,8 +4,8 @@ import torch
 
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.staged import StagedCache
-from cacheprobe.ops.cache_rows import store_kv
 from cacheprobe.ops.equality import bitwise
+from cacheprobe.ops.references import store_kv
 
 
 def filled(rows: int = 5, capacity: int = 16) -> KVCache:

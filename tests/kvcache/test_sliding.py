@@ -12,7 +12,7 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models import checks
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.hf import cache as hf_cache
 from cacheprobe.models.hf.masks import attention_masks, sliding_window
 from cacheprobe.ops.equality import close
@@ -22,7 +22,7 @@ from tests.twins.equivalence import hf_greedy
 
 WINDOW = 8
 QUICK_SLIDING = [pytest.param(f, marks=[] if f in (*QUICK, SLIDING[0]) else [pytest.mark.slow]) for f in SLIDING]
-PATHS: dict[str, Callable[..., CachedLM]] = {"bridge": lambda model: model, "fast": HookedHF}
+PATHS: dict[str, Callable[..., CachedLM]] = {"bridge": lambda model: model, "fast": FastLM}
 
 
 def uncached(family: str, text: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from cacheprobe.lenses.base import LensError, require_readable
 from cacheprobe.lenses.tuned import TunedLens
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.equality import bitwise, close
-from cacheprobe.views.dashboard.reader import RunReader
-from cacheprobe.views.dashboard.shelf import CannotShow, Shelf
+from cacheprobe.views.dashboard.questions import CannotShow
+from cacheprobe.views.dashboard.run_list import RunList
 from tests.thinking.test_thinking import tiny as tiny_thinker
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 from tests.twins.lenses_slowly import inserted_slowly
@@ -182,14 +182,14 @@ def test_the_dashboard_reads_with_it(tmp_path: Path) -> None:
     model = cp.load_model(str(tmp_path / "model"))
     trace = cp.run(model, PROMPTS[:1], **SMALL)
     trace.save(tmp_path / "run")
-    shelf = Shelf.of([tmp_path / "run"], str(tmp_path / "model"))
-    reader, book, rows = RunReader(shelf), shelf.book(0), trace.rows(0).tail(2)
-    (item,) = [item for item in reader.menu(book) if item["value"] == "patchscope"]
+    run_list = RunList.of([tmp_path / "run"], str(tmp_path / "model"))
+    reader, tables, rows = run_list.reader, run_list.tables(0), trace.rows(0).tail(2)
+    (item,) = [item for item in reader.menu(tables) if item["value"] == "patchscope"]
     assert not item["disabled"]
     wanted = cp.analysis.read_states(trace, cp.lenses.Patchscope.fresh(model), rows=rows)
-    pd.testing.assert_frame_equal(reader.read(book, "patchscope", "S", rows), wanted)
+    pd.testing.assert_frame_equal(reader.read(tables, "patchscope", "S", rows), wanted)
     with pytest.raises(CannotShow, match="the patchscope lens reads S, not T"):
-        reader.read(book, "patchscope", "T", rows)
+        reader.read(tables, "patchscope", "T", rows)
 
 
 def test_a_zero_state_is_not_taken_for_another() -> None:

@@ -133,20 +133,6 @@ def test_text_goes_on_as_the_model_does() -> None:
     assert abs(left) < 4 * variance**0.5
 
 
-@pytest.mark.parametrize(
-    ("bad", "match"),
-    [
-        (dict(steps=0), "steps must be more than 0"),
-        (dict(momentum=1.0), "momentum must be below 1"),
-        (dict(texts=-1), "texts must be a whole number of at least 0"),
-        (dict(length=1), "length must be at least 2"),
-    ],
-)
-def test_settings_are_checked(bad: dict, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        TunedLensSettings(**bad)
-
-
 def test_what_cannot_be_trained_is_refused() -> None:
     with pytest.raises(LensError, match="trained in float32"):
         TunedLensTrainer(loaded(dtype=torch.bfloat16), TunedLensSettings())
@@ -250,22 +236,8 @@ def test_foreign_artefacts_are_refused(tmp_path: Path, changes: dict, match: str
         TunedLens.load(tmp_path, loaded())
 
 
-class Trap:
-    """Unpickled as code, it would leave a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return Path.touch, (self.path,)
-
-
-def test_an_artefact_cannot_run_code(tmp_path: Path) -> None:
+def test_an_artefact_of_other_shapes_is_refused(tmp_path: Path) -> None:
     package_artefact(tmp_path)
-    torch.save({"1.weight": Trap(tmp_path / "ran")}, tmp_path / "params.pt")
-    with pytest.raises(LensError, match="holds no weights"):
-        TunedLens.load(tmp_path, loaded())
-    assert not (tmp_path / "ran").exists()
     torch.save({"1.weight": torch.zeros(3)}, tmp_path / "params.pt")
     with pytest.raises(LensError, match=r"1.weight should be of shape \(32, 32\), it is \(3,\)"):
         TunedLens.load(tmp_path, loaded())
@@ -283,14 +255,6 @@ def test_readings_do_not_depend_on_the_traffic() -> None:
     assert len(mine) == 60 and mine.equals(theirs)
     logit = cp.run(loaded(), PROMPTS[4:], **SMALL, deterministic=True).hypotheses()
     assert set(crowd.lens) == {"tuned"} and not (logit.entropy_nats.to_numpy() == alone.entropy_nats.to_numpy()).all()
-
-
-def test_the_tuned_lens_drafts() -> None:
-    """As a drafter's lens it changes the drafts and no token."""
-    plain = cp.run(loaded(), PROMPTS[:2], **SMALL, deterministic=True)
-    drafted = cp.run(loaded(), PROMPTS[:2], **SMALL, drafter=cp.drafters.EarlyExit(1, shaken()), deterministic=True)
-    assert [drafted.committed(i) for i in range(2)] == [plain.committed(i) for i in range(2)]
-    assert drafted.num_drafted > 0
 
 
 def test_the_command_trains_on_the_tasks_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,8 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models import devices
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.plain import files as devices
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="it is about a machine without a GPU")

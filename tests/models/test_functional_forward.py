@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.models.fast.hooked_hf import FUNCTIONAL, HookedHF
+from cacheprobe.models.fast.lm import FUNCTIONAL, FastLM
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops.equality import bitwise
 from tests.feeding import fed_in_parts, texts
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.determinism
 
 
 def is_functional(family: str) -> bool:
-    return any(kind.takes(HookedHF(loaded(family)).model) for kind in FUNCTIONAL)
+    return any(kind.takes(FastLM(loaded(family)).model) for kind in FUNCTIONAL)
 
 
 COMPUTED = [family for family in FAMILIES if is_functional(family)]
@@ -37,13 +37,13 @@ def uneven(family: str, dtype: torch.dtype, window: int | None) -> BridgeLM:
     return cp.load_model(live)
 
 
-def forms(family: str, dtype: torch.dtype = torch.float32, window: int | None = None) -> tuple[HookedHF, HookedHF]:
+def forms(family: str, dtype: torch.dtype = torch.float32, window: int | None = None) -> tuple[FastLM, FastLM]:
     """The forward without modules, and the one that runs the modules, which is seen to be run."""
     model = uneven(family, dtype, window)
-    return HookedHF(model), HookedHF(model, functional=False)
+    return FastLM(model), FastLM(model, functional=False)
 
 
-def num_module_runs(fast: HookedHF, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def num_module_runs(fast: FastLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows whenever the first block's module runs. No hook tells: it would be a reason to run it."""
     ran: list[int] = []
     decoder = fast.model.base_model
@@ -80,9 +80,9 @@ def test_gpt_neox_with_one_part_of_a_block_after_the_other() -> None:
     config = copy.deepcopy(live.config)
     config.use_parallel_residual = False
     model = cp.load_model(type(live)(config).eval())
-    ours, theirs = (fed_in_parts(HookedHF(model, functional=functional), texts(9, 6)) for functional in (True, False))
+    ours, theirs = (fed_in_parts(FastLM(model, functional=functional), texts(9, 6)) for functional in (True, False))
     assert all(bitwise(ours[what], expected) for what, expected in theirs.items())
-    beside = fed_in_parts(HookedHF(loaded("gpt-neox")), texts(9, 6))
+    beside = fed_in_parts(FastLM(loaded("gpt-neox")), texts(9, 6))
     assert not all(bitwise(ours[what], other) for what, other in beside.items()), "the control: it shows"
 
 
@@ -101,7 +101,7 @@ def test_early_stops_and_chosen_logits_are_the_modules(family: str, width: int) 
 
 def test_an_edit_of_the_weights_is_seen() -> None:
     """In place, and by another tensor in its place."""
-    fast = HookedHF(loaded.__wrapped__("llama"))
+    fast = FastLM(loaded.__wrapped__("llama"))
     projection = fast.origin.bridge.original_model.model.layers[1].mlp.down_proj
     weight = getattr(projection, "_original_component", projection)
     ids = texts(5)[0][None]
@@ -137,7 +137,7 @@ def test_modules_run_where_something_acts_on_them(monkeypatch: pytest.MonkeyPatc
 
 def test_a_forward_sees_other_numbers() -> None:
     """`weight.data = ...` leaves the parameter and moves its numbers."""
-    fast = HookedHF(loaded.__wrapped__("llama"))
+    fast = FastLM(loaded.__wrapped__("llama"))
     ids = texts(5)[0][None]
 
     def logits() -> Tensor:

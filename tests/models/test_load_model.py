@@ -29,9 +29,9 @@ import cacheprobe as cp
 from cacheprobe.engine.passes import EngineError
 from cacheprobe.models import checks
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.fast.hooked_hf import HookedHF
-from cacheprobe.models.output_parts import arrange_weights, is_conv
+from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.plain.lm import PlainLM
+from cacheprobe.models.weights import arrange_weights, is_conv
 from tests.field.tiny_family import tiny_family
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
@@ -127,18 +127,6 @@ def test_unknown_dtype(directory: Path) -> None:
 _TINY = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 
 
-def test_windows_that_were_not_tried_are_refused_by_name() -> None:
-    model = Phi3ForCausalLM(Phi3Config(**_TINY, num_key_value_heads=2, sliding_window=100, pad_token_id=0))
-    with pytest.raises(ModelError, match="Phi3ForCausalLM attends over a window of 100.*mistral, qwen2"):
-        cp.load_model(model)
-
-
-def test_attention_in_both_directions_is_refused_by_name() -> None:
-    model = Gemma3ForCausalLM(Gemma3TextConfig(**_TINY, head_dim=8, use_bidirectional_attention=True))
-    with pytest.raises(ModelError, match="Gemma3ForCausalLM attends in both directions"):
-        cp.load_model(model)
-
-
 def test_rotation_by_the_longest_row_ends_the_context_where_it_would_switch() -> None:
     rope = dict(rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=16, factor=4.0)
     config = LlamaConfig(**_TINY, rope_parameters={**rope, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4})
@@ -163,22 +151,39 @@ def test_recurrent_states_run_without_a_bridge() -> None:
     assert isinstance(loaded, PlainLM) and "recurrent layers" in loaded.why
 
 
-def test_convolutions_beside_sliding_attention_are_refused_by_name() -> None:
-    with pytest.raises(ModelError, match="InklingForCausalLM has hybrid_sliding layers, whose rollback is not defined"):
-        cp.load_model(tiny_family("inkling_text"))
+REFUSED = {
+    "a window that was not tried": (
+        lambda: Phi3ForCausalLM(Phi3Config(**_TINY, num_key_value_heads=2, sliding_window=100, pad_token_id=0)),
+        "Phi3ForCausalLM attends over a window of 100.*mistral, qwen2",
+    ),
+    "attention in both directions": (
+        lambda: Gemma3ForCausalLM(Gemma3TextConfig(**_TINY, head_dim=8, use_bidirectional_attention=True)),
+        "Gemma3ForCausalLM attends in both directions",
+    ),
+    "convolutions beside sliding attention": (
+        lambda: tiny_family("inkling_text"),
+        "InklingForCausalLM has hybrid_sliding layers, whose rollback is not defined",
+    ),
+    "an encoder-decoder": (
+        lambda: T5ForConditionalGeneration(
+            T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+        ),
+        "T5ForConditionalGeneration is an encoder-decoder",
+    ),
+    "ALiBi, which is built from a 2-D mask: with ours, Falcon fails or is silently wrong": (
+        lambda: FalconForCausalLM(
+            FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)
+        ),
+        "FalconForCausalLM does not run on our KV cache",
+    ),
+}
 
 
-def test_encoder_decoder_is_refused_by_name() -> None:
-    model = T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4))
-    with pytest.raises(ModelError, match="T5ForConditionalGeneration is an encoder-decoder"):
-        cp.load_model(model)
-
-
-def test_a_model_that_our_mask_gets_wrong_is_refused() -> None:
-    """ALiBi is built from a 2-D mask: with ours, Falcon fails or is silently wrong, and must not load."""
-    config = FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)
-    with pytest.raises(ModelError, match="FalconForCausalLM does not run on our KV cache"):
-        cp.load_model(FalconForCausalLM(config))
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_run_is_refused_by_name(what: str) -> None:
+    make, message = REFUSED[what]
+    with pytest.raises(ModelError, match=message):
+        cp.load_model(make())
 
 
 def test_the_load_check_sees_a_wrong_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +234,7 @@ def test_weights_of_gpt2_lie_as_its_products_read_them(by_output: bool, tmp_path
     live = copy.deepcopy(hf_model("gpt2", torch.bfloat16))
     before = {name: value.clone() for name, value in live.state_dict().items()}
     model = cp.load_model(live)
-    fast = HookedHF(model)
+    fast = FastLM(model)
     for order in (not by_output, by_output):
         arrange_weights(model.bridge, order)
     weights = [module.weight for module in fast.model.modules() if is_conv(module)]

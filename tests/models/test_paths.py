@@ -8,11 +8,11 @@ from transformers import GraniteConfig, GraniteForCausalLM, OPTConfig, OPTForCau
 import cacheprobe as cp
 from cacheprobe.models import paths
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.fast import hooked_hf as fast
-from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.paths import choose_path
-from cacheprobe.ops.attention.by_request import BY_REQUEST
+from cacheprobe.models.plain import lm as copied
+from cacheprobe.ops.attention import BY_REQUEST
 from cacheprobe.ops.equality import close
 from tests.proxies import take_members
 from tests.tiny import FAMILIES, VOCAB, hf_model, loaded
@@ -43,7 +43,7 @@ def test_an_edit_in_place_is_seen() -> None:
     after = plain.forward(ids, plain.new_cache(1, 8), [0], [0])
     assert not close(after, before + 1.0, 1e-2, because="the control: the block's edit shows")
     assert close(after, model.forward(ids, model.new_cache(1, 8), [0], [0]), 1e-5, because=SUMS)
-    assert isinstance(choose_path(model)[0], HookedHF)
+    assert isinstance(choose_path(model)[0], FastLM)
     assert plain.fingerprint()["weights_sha256"] == model.weights_sha256
 
 
@@ -56,12 +56,12 @@ def test_replaced_tensors_are_followed() -> None:
     expected = model.forward(ids, model.new_cache(1, 8), [0], [0])
     assert close(plain.forward(ids, plain.new_cache(1, 8), [0], [0]), expected, 1e-5, because=SUMS)
     chosen, _ = choose_path(model)
-    assert isinstance(chosen, HookedHF) and any(w is original.weight for w in chosen.model.parameters())
+    assert isinstance(chosen, FastLM) and any(w is original.weight for w in chosen.model.parameters())
 
 
 def test_a_replaced_module_is_refused() -> None:
     model = fresh()
-    assert isinstance(choose_path(model)[0], HookedHF)
+    assert isinstance(choose_path(model)[0], FastLM)
     model.bridge.blocks[0].original_component.mlp = torch.nn.Identity()
     chosen, reason = choose_path(model)
     assert chosen is model and "is a Identity, not a LlamaMLP" in reason
@@ -70,7 +70,7 @@ def test_a_replaced_module_is_refused() -> None:
 def test_an_edit_of_a_copy_that_the_bridge_keeps() -> None:
     """GPT-NeoX's joint projection is split into copies: the twin computes with one, the bridge with the others."""
     model = fresh("gpt-neox")
-    assert isinstance(choose_path(model)[0], HookedHF)
+    assert isinstance(choose_path(model)[0], FastLM)
     with torch.no_grad():
         model.bridge.blocks[0].attn.q.weight.mul_(1 + 1e-6)  # far less than the comparison would notice
     chosen, reason = choose_path(model)
@@ -98,21 +98,21 @@ def test_a_hook_chooses_the_bridge() -> None:
         handle = module.register_forward_pre_hook(lambda module, args: None)
         assert choose_path(model)[1].startswith("bridge: a PyTorch hook on model.layers.1")
         handle.remove()
-    assert isinstance(choose_path(model)[0], HookedHF)
+    assert isinstance(choose_path(model)[0], FastLM)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_a_twin(family: str, dtype: torch.dtype) -> None:
     chosen, reason = choose_path(loaded(family, dtype))
-    assert isinstance(chosen, HookedHF), reason
+    assert isinstance(chosen, FastLM), reason
 
 
 def test_paths_that_are_asked_for() -> None:
     model = fresh()
     assert choose_path(model, "bridge") == (model, "bridge: as asked") and model.fast_trial is None
     plain, reason = choose_path(model, "fast")
-    assert isinstance(plain, HookedHF) and plain.origin is model and reason.startswith("fast:")
+    assert isinstance(plain, FastLM) and plain.origin is model and reason.startswith("fast:")
     assert choose_path(model)[0] is plain  # built once
     assert choose_path(plain)[0] is plain and choose_path(plain, "bridge")[0] is plain
     assert choose_path(stranger := Stranger(model)) == (stranger, "Stranger: as given")
@@ -135,7 +135,7 @@ def test_processed_weights_are_refused() -> None:
     bridge.enable_compatibility_mode(disable_warnings=True)
     model = BridgeLM(bridge, "tiny")
     with pytest.raises(ModelError, match="tiny: the bridge's weights were processed"):
-        HookedHF(model)
+        FastLM(model)
     assert choose_path(model)[0] is model
 
 
@@ -158,7 +158,7 @@ def test_hooks_of_the_bridges_own_do_not_count() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_twin_that_differs_is_not_chosen(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = fast.empty_model
+    right = copied.empty_model
 
     def other_rotation(wrapped: torch.nn.Module) -> torch.nn.Module:
         plain = right(wrapped)
@@ -166,7 +166,7 @@ def test_a_twin_that_differs_is_not_chosen(dtype: torch.dtype, monkeypatch: pyte
             layer.self_attn.scaling *= 3
         return plain
 
-    monkeypatch.setattr(fast, "empty_model", other_rotation)
+    monkeypatch.setattr(copied, "empty_model", other_rotation)
     model = fresh(dtype=dtype)
     chosen, reason = choose_path(model)
     assert chosen is model and "of the plain model are" in reason

@@ -12,10 +12,10 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.kvcache.staged import DuplicateEntry, PassAttention, StagedCache
 from cacheprobe.models.fast import prepared
-from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.lm import FastLM
+from cacheprobe.models.fast.operations import QueuedOperations
 from cacheprobe.models.fast.prepared import PreparedOperations
-from cacheprobe.models.fast.queued import QueuedOperations
-from cacheprobe.ops.attention.by_request import AttentionSpans, spans_of_positions
+from cacheprobe.ops.attention import AttentionSpans, spans_of_positions
 from cacheprobe.ops.compiled.lanes import INNER_STEP
 from cacheprobe.ops.equality import bitwise
 from tests.compiled import on_loops
@@ -32,8 +32,8 @@ CASES += [("qwen2", torch.bfloat16, 6), ("qwen3", torch.float32, 6)]  # two kind
 cases = pytest.mark.parametrize(("family", "dtype", "window"), CASES, ids=str)
 
 
-def fast_of(family: str, dtype: torch.dtype = torch.float32, window: int | None = None) -> HookedHF:
-    return HookedHF(on_loops(uneven.__wrapped__(family, dtype, window)))
+def fast_of(family: str, dtype: torch.dtype = torch.float32, window: int | None = None) -> FastLM:
+    return FastLM(on_loops(uneven.__wrapped__(family, dtype, window)))
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def preparing(monkeypatch: pytest.MonkeyPatch, wanted: bool = True) -> Iterator[
         yield made
 
 
-def fed(fast: HookedHF, monkeypatch: pytest.MonkeyPatch, wanted: bool) -> tuple[list[Tensor], int]:
+def fed(fast: FastLM, monkeypatch: pytest.MonkeyPatch, wanted: bool) -> tuple[list[Tensor], int]:
     """Logits, states, keys and values of passes of one and four tokens at growing positions, the second row without
     attention in some, and the number of passes that were prepared."""
     cache, found = fast.new_cache(4, 64), []
@@ -117,7 +117,7 @@ def test_runs_with_drafts_and_copies_have_the_same_bits(dtype: torch.dtype, monk
         assert layer == other and bitwise(k, other_k) and bitwise(v, other_v)
 
 
-def logits_of(fast: HookedHF, cache: object, step: int = 0) -> Tensor:
+def logits_of(fast: FastLM, cache: object, step: int = 0) -> Tensor:
     spans = AttentionSpans((spans_of_positions(step, 1, 16),))
     return fast.forward(texts(1, seed=step)[0][None], cache, [0], [step], attention=PassAttention(spans=spans))
 
@@ -258,7 +258,7 @@ def test_with_the_products_that_suit_this_processor(dtype: torch.dtype, monkeypa
     for width in (96, 48):
         sizes = {**live.config.to_dict(), "hidden_size": 64, "intermediate_size": width, "head_dim": 16}
         torch.manual_seed(0)
-        fast, counts, outputs = HookedHF(cp.load_model(type(live)(type(live.config)(**sizes)).to(dtype).eval())), [], []
+        fast, counts, outputs = FastLM(cp.load_model(type(live)(type(live.config)(**sizes)).to(dtype).eval())), [], []
         for wanted in (True, False):
             found, count = fed(fast, monkeypatch, wanted)
             outputs.append(found)

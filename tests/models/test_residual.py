@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.ops.equality import close
 from tests.feeding import fed_in_parts, texts
 from tests.tiny import FAMILIES, hf_model, loaded
@@ -20,7 +20,7 @@ def test_every_block_adds_t_and_c(family: str, path: str) -> None:
     """Ragged rows, pads, blocks that were taken back: pre + T + C = S."""
     model = loaded(family)
     rows = texts(21, 13)
-    seen = fed_in_parts(model if path == "bridge" else HookedHF(model), rows)
+    seen = fed_in_parts(model if path == "bridge" else FastLM(model), rows)
     for row in range(len(rows)):
         pre = seen[f"pre 0 row {row}"]
         for layer in range(model.n_layers):
@@ -47,7 +47,7 @@ def test_t_and_c_stand_behind_their_norms(family: str) -> None:
         hear(name)
     with torch.inference_mode():
         plain(text[None], use_cache=False)
-    for model in (loaded(family), HookedHF(loaded(family))):
+    for model in (loaded(family), FastLM(loaded(family))):
         seen = fed_in_parts(model, [text])
         for site, inner, outer in (
             ("T", "self_attn", "post_attention_layernorm"),

@@ -6,11 +6,11 @@ from unittest.mock import patch
 
 import torch
 
-from cacheprobe.ops.attention.by_request import spans_of_pass
+from cacheprobe.ops.attention import spans_of_pass
 from tests.mutations.in_engine import COMMITTER, RUN, SCHEDULER
 from tests.mutations.mutate import bug, instead, without
 
-CACHE, HOOKED = "cacheprobe.kvcache.cache:KVCache", "cacheprobe.models.fast.hooked_hf"
+CACHE, HOOKED = "cacheprobe.kvcache.cache:KVCache", "cacheprobe.models.fast.lm"
 STAGED = "cacheprobe.kvcache.staged:StagedCache"
 MARKS_VERIFIED = f"{COMMITTER}.mark_slots"
 
@@ -194,7 +194,7 @@ MUTATIONS = [
     bug(
         "positions count from the window's start",
         ("07",),
-        "cacheprobe.models.fast.hooked_hf:forward_inputs",
+        "cacheprobe.models.fast.lm:forward_inputs",
         _from_the_window,
     ),
     bug(
@@ -212,7 +212,7 @@ MUTATIONS = [
     bug(
         "logits differ from call to call",
         ("04",),
-        f"{HOOKED}:HookedHF.forward",
+        f"{HOOKED}:FastLM.forward",
         lambda real: lambda *given, **more: (out := real(*given, **more)) + 1e-4 * torch.rand_like(out),
     ),
     # -- the capture
@@ -233,7 +233,7 @@ MUTATIONS = [
     bug(
         "attention leaves one thread behind",
         ("26",),
-        "cacheprobe.ops.attention.by_request:_Threads.__exit__",
+        "cacheprobe.ops.attention:_Threads.__exit__",
         lambda real: lambda self, *error: setattr(self, "_all", self._now) or real(self, *error),
     ),
     bug("gradients stay off", ("26",), "cacheprobe.engine.loop:Engine", _no_grad_after),

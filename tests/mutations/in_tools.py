@@ -138,12 +138,12 @@ MUTATIONS = [
             lambda scores, labels, groups, *more, **named: real(scores, labels, np.arange(len(labels)), *more, **named)
         ),
     ),
-    bug("a patch is one position early", ("a cell is the naive run",), f"{PATCHING}.activation:_cell", _rolled(0)),
-    bug("another head is copied", ("a head is the naive run",), f"{PATCHING}.activation:_cell", _rolled(1)),
+    bug("a patch is one position early", ("a cell is the naive run",), f"{PATCHING}.pairs:_cell", _rolled(0)),
+    bug("another head is copied", ("a head is the naive run",), f"{PATCHING}.pairs:_cell", _rolled(1)),
     bug(
         "behind the prefix stands the clean run",
         ("a prefix is the naive run", "one and zero"),
-        f"{PATCHING}.prefix:prefix_cell",
+        f"{PATCHING}.pairs:prefix_cell",
         lambda real: lambda clean, corrupt, *place: real(clean, clean, *place),
     ),
     bug(

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from cacheprobe.ops.acceptance import StopRule, num_accepted
-from cacheprobe.ops.plain import rms_norm
+from cacheprobe.ops.references import rms_norm
 from cacheprobe.ops.sampling import lowest_argmax
 
 

@@ -13,11 +13,10 @@ from torch.nn.functional import linear
 import cacheprobe as cp
 from cacheprobe.cli.app import verify
 from cacheprobe.models.base import ModelError
-from cacheprobe.ops.compiled import choice, queue
-from cacheprobe.ops.compiled.choice import choose
+from cacheprobe.ops.compiled import operations as choice
+from cacheprobe.ops.compiled import queue
 from cacheprobe.ops.compiled.lanes import FLOATS, PAIRS, TILES
-from cacheprobe.ops.compiled.product import CompiledProduct
-from cacheprobe.ops.compiled.readout import CompiledReadout
+from cacheprobe.ops.compiled.operations import CompiledProduct, CompiledReadout, choose
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.ops.readout import Readout, read_logits
 from tests.compiled import on_loops

@@ -16,8 +16,8 @@ import hashlib, sys
 import numpy as np, torch
 from cacheprobe.ops.compiled.attention import decode_attention
 from cacheprobe.ops.compiled.lanes import FLOATS
-from cacheprobe.ops.compiled.product import CompiledProduct
-from cacheprobe.ops.compiled.readout import CompiledReadout
+from cacheprobe.ops.compiled.operations import CompiledProduct
+from cacheprobe.ops.compiled.operations import CompiledReadout
 
 torch.set_num_threads(2)
 product = CompiledProduct(FLOATS)

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cacheprobe.ops.compiled import choice, queue, readout, tiles
-from cacheprobe.ops.compiled.choice import CompiledOperations, choose
+from cacheprobe.ops.compiled import operations as choice
+from cacheprobe.ops.compiled import queue, tiles
 from cacheprobe.ops.compiled.lanes import FLOATS, FORMATS, PAIRS, TILES
-from cacheprobe.ops.compiled.product import CompiledProduct
-from cacheprobe.ops.compiled.readout import CompiledReadout
+from cacheprobe.ops.compiled.operations import CompiledOperations, CompiledProduct, CompiledReadout, choose
 from cacheprobe.ops.readout import Readout
 
 pytestmark = pytest.mark.determinism
@@ -71,7 +70,7 @@ def test_matrix_units_need_a_permission(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(choice, "LANES", 8)
     assert choice._kind(torch.bfloat16, CPU)[0] is None  # torch uses them
     monkeypatch.setattr(tiles, "refusal_of_tiles", lambda: "Operation not permitted")
-    for loops in (queue._loops, readout._loops_of_states):
+    for loops in (queue._loops, choice._loops_of_states):
         with pytest.raises(RuntimeError, match="refused this process.*Operation not permitted"):
             loops.__wrapped__(TILES, FORMATS[torch.bfloat16])
 

@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from cacheprobe.models.fast.operations import Norm, Operations
-from cacheprobe.ops.cache_rows import store_kv
 from cacheprobe.ops.compiled import queue, queue_loops
 from cacheprobe.ops.compiled.attention import decode_attention
 from cacheprobe.ops.compiled.lanes import FLOATS
 from cacheprobe.ops.compiled.queue import Queue
 from cacheprobe.ops.equality import bitwise
+from cacheprobe.ops.references import store_kv
 from tests.ops.test_compiled import ROUNDING, all_cases, drawn, on_threads
 
 pytestmark = pytest.mark.determinism

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cacheprobe.ops.attention.cached import cached_attention
 from cacheprobe.ops.compiled import attention as module
 from cacheprobe.ops.compiled.attention import decode_attention, serves
 from cacheprobe.ops.equality import bitwise, close
+from cacheprobe.ops.references import cached_attention
 
 pytestmark = pytest.mark.determinism
 
@@ -195,7 +195,8 @@ def test_bits_of_a_window_depend_on_the_position_alone(
 
 
 IN_A_PROCESS = (
-    "import torch; from cacheprobe.ops.compiled import attention; from cacheprobe.ops.compiled.choice import choose; "
+    "import torch; from cacheprobe.ops.compiled import attention; "
+    "from cacheprobe.ops.compiled.operations import choose; "
     "choice = choose(torch.float16, torch.device('cpu')); "
     "print(attention.serves(torch.zeros(1, 1, 1, 4)), 'failed' not in choice.reason)"
 )

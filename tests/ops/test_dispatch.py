@@ -12,7 +12,7 @@ from cacheprobe.cli import doctor as section
 from cacheprobe.ops import dispatch
 from cacheprobe.ops.dispatch import KERNEL, OPERATIONS, REFERENCE, Operation, Path
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.ops.plain import project, rms_norm
+from cacheprobe.ops.references import project, rms_norm
 from cacheprobe_kernels.matmul import Matmul
 
 CUDA = torch.device("cuda")

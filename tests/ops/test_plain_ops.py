@@ -7,12 +7,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.fast.operations import Operations
-from cacheprobe.models.hf.rms_norms import Norm
-from cacheprobe.ops.attention.cached import cached_attention
+from cacheprobe.models.weights import Norm
 from cacheprobe.ops.equality import bitwise, close
-from cacheprobe.ops.packing import pack_rows
-from cacheprobe.ops.plain import project, rms_norm
 from cacheprobe.ops.readout import read_logits, read_states
+from cacheprobe.ops.references import cached_attention, pack_rows, project, rms_norm
 from tests.tiny import loaded
 from tests.twins.kernels_slowly import attention_slowly, pack_rows_slowly
 

@@ -18,8 +18,7 @@ from transformers import (
 
 from cacheprobe.core.records import SamplingParams
 from cacheprobe.ops.equality import bitwise, close
-from cacheprobe.ops.processors import target_probs, target_scores
-from cacheprobe.ops.sampling import choose_token, sample_token
+from cacheprobe.ops.sampling import choose_token, sample_token, target_probs, target_scores
 from tests.twins.equivalence import choose_token_slowly, target_scores_slowly
 
 SETTINGS = [

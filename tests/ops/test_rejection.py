@@ -19,8 +19,8 @@ from cacheprobe.core.noise import (
     gumbel_noise,
     uniform_noise,
 )
-from cacheprobe.ops import rejection
-from cacheprobe.ops.rejection import accept_or_recover, acceptance_prob, recovery_probs
+from cacheprobe.ops import acceptance as rejection
+from cacheprobe.ops.acceptance import accept_or_recover, acceptance_prob, recovery_probs
 from tests.twins.equivalence import accept_or_recover_slowly
 
 

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from cacheprobe.ops.attention import by_request as request_attention
-from cacheprobe.ops.attention.by_request import (
+from cacheprobe.ops import attention as request_attention
+from cacheprobe.ops.attention import (
     AttentionSpans,
     attend_by_request,
     attend_together,
@@ -14,8 +14,8 @@ from cacheprobe.ops.attention.by_request import (
     spans_of_pass,
     spans_of_positions,
 )
-from cacheprobe.ops.attention.cached import cached_attention
 from cacheprobe.ops.equality import bitwise, close
+from cacheprobe.ops.references import cached_attention
 
 pytestmark = pytest.mark.determinism
 

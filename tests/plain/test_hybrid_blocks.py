@@ -10,8 +10,8 @@ from torch import Tensor
 
 from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.checks import check_plain
 from cacheprobe.models.feeding import feed
-from cacheprobe.models.plain.checks import check_plain
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.plain.recurrence import StepForward
 from cacheprobe.ops.equality import close

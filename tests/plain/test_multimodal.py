@@ -18,16 +18,15 @@ import cacheprobe as cp
 from cacheprobe.core.live import LiveModule
 from cacheprobe.engine.passes import EngineError
 from cacheprobe.kvcache.staged import StagedCache
+from cacheprobe.models import checks
 from cacheprobe.models.base import BlockSum, CachedLM, ModelError
-from cacheprobe.models.fast import kernel_operations
-from cacheprobe.models.fast.hooked_hf import HookedHF
-from cacheprobe.models.fast.kernel_operations import KernelOperations
+from cacheprobe.models.fast import operations as kernel_operations
+from cacheprobe.models.fast.lm import FastLM
+from cacheprobe.models.fast.operations import KernelOperations
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.hf import cache as hf_cache
-from cacheprobe.models.plain import cache as plain_cache
-from cacheprobe.models.plain import checks
+from cacheprobe.models.plain.files import refuse_unknown_memory
 from cacheprobe.models.plain.lm import PlainLM
-from cacheprobe.models.plain.memory import refuse_unknown_memory
 from cacheprobe.ops.equality import close
 from cacheprobe.ops.kernel_set import KernelSet
 from cacheprobe.trace.self_checks import CaptureError, check_residual, residual_check
@@ -81,7 +80,7 @@ def model(kind: str, path: str = "") -> CachedLM:
     if path == "plain":
         return PlainLM(live, None, kind)
     loaded = cp.load_model(live, products="torch")
-    return HookedHF(loaded) if path == "fast" else loaded
+    return FastLM(loaded) if path == "fast" else loaded
 
 
 def plain(kind: str) -> PlainLM:
@@ -118,7 +117,7 @@ def test_logits_beyond_the_window(kind: str, path: str, monkeypatch: pytest.Monk
         expected = uncached(kind, text)
         assert close(ours[f"logits row {b}"], expected, CLOSE.get(kind, NOISY), because="sums are reordered")
         assert torch.equal(ours[f"logits row {b}"].argmax(-1), expected.argmax(-1))
-    for module in (hf_cache, plain_cache):
+    for module in (hf_cache,):
         monkeypatch.setattr(module, "attention_masks", full_masks)
     wrong = fed_in_parts(lm, rows)["logits row 0"]
     assert float((wrong - ours["logits row 0"])[:WINDOW].abs().max()) < 10 * CLOSE.get(kind, NOISY)

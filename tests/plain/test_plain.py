@@ -11,9 +11,9 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.checks import check_plain
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.paths import choose_path
-from cacheprobe.models.plain.checks import check_plain
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.equality import close
 from tests.field.tiny_family import tiny_family

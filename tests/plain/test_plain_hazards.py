@@ -9,11 +9,11 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.checks import check_plain
 from cacheprobe.models.experts.dispatch import ALL_EXPERTS_FUNCTIONS, INVARIANT, invariant_experts
 from cacheprobe.models.feeding import feed
-from cacheprobe.models.plain.checks import check_plain
 from cacheprobe.models.plain.lm import PlainLM
-from cacheprobe.models.plain.output import _capped
+from cacheprobe.models.plain.watch import _capped
 from tests.field.tiny_family import tiny_family
 from tests.field.variants import VARIANTS
 from tests.tiny import SMALL

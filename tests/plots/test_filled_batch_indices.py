@@ -9,7 +9,7 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.token_history import standing_at, token_history
-from cacheprobe.views.dashboard.book import Book
+from cacheprobe.views.dashboard.run_tables import RunTables
 from cacheprobe.views.diagrams.timeline import step_words, timeline_picture
 from cacheprobe.views.diagrams.windows import find_windows, verified_requests
 from cacheprobe.views.report.figures import report_panels
@@ -69,8 +69,8 @@ def test_pictures_draw_them_as_never_verified(trace: cp.Trace, filling: pd.DataF
     assert words == "verify: a token committed without a verdict (the request filled an unused batch index)"
     picture = timeline_picture(events, [request_id], range(step, step + 1))
     assert words in picture and "#cp-dotted-grey" in picture and "#cp-verified" not in picture
-    book = Book(StoredRun(trace.save(tmp_path / "run")))
-    assert [i for i, is_verified in book.verified.items() if is_verified] == [VERIFIED]
+    tables = RunTables(StoredRun(trace.save(tmp_path / "run")))
+    assert [i for i, is_verified in tables.verified.items() if is_verified] == [VERIFIED]
     assert find_windows(events, request_id) == ()
     ((name, _, panels),) = report_panels(trace, request_id, token_texts(trace.row_table, trace.hypothesis_table))
     tips = set(re.findall(r"committed as decoded; request \d+, position (\d+), step (\d+)", panels[1].picture))

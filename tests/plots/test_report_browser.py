@@ -1,22 +1,15 @@
 """The report in a real browser, at two widths and in both colour schemes."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser
 
 import cacheprobe as cp
-from tests.chromium import PATIENCE, PICTURES, chromium
+from tests.chromium import PATIENCE, PICTURES
 from tests.plots.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")

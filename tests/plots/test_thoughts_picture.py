@@ -1,7 +1,7 @@
 """The picture of thoughts: what it shows and says, against tables made by hand and against a run that thinks."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from cacheprobe.views.thoughts.columns import changes_of_mind, chosen, story_of
 from cacheprobe.views.thoughts.finding import finding
 from cacheprobe.views.thoughts.picture import MOST_PLACES, THOUGHT_COLUMNS, thought_lines
 from cacheprobe.views.thoughts.strokes import _boxes
-from tests.chromium import chromium
 from tests.plots.test_views import HOSTILE
 from tests.thinking.test_thinking import tiny
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -338,12 +337,6 @@ def test_agreement_is_with_the_state_or_with_what_is_to_be_said_of_it() -> None:
 
 
 # -- in a browser
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")

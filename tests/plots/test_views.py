@@ -15,8 +15,7 @@ from cacheprobe.views.diagrams.diagram import window_diagram
 from cacheprobe.views.diagrams.panels import abridged, verify_panel
 from cacheprobe.views.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
 from cacheprobe.views.lens_table import finding
-from cacheprobe.views.report.prose import behaviour_sentences
-from cacheprobe.views.report.report import report_html
+from cacheprobe.views.report.report import behaviour_sentences, report_html
 from cacheprobe.views.text import shorten, visible
 from tests.tiny import PROMPTS, SMALL, loaded
 

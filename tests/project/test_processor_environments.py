@@ -46,7 +46,7 @@ def test_every_environment_gets_a_line_and_one_failure_fails_all(tmp_path: Path)
     assert done.returncode == 1 and "    E   other bits" in done.stdout
     asked = Path(f"{fake}.asked").read_text().splitlines()
     assert [line.split(":")[0] for line in asked] == ["1", "COMPATIBLE", "AVX24"]
-    assert all("tests/models/test_hooked_hf.py" in line for line in asked)
+    assert all("tests/models/test_fast.py" in line for line in asked)
     assert run("OMP_NUM_THREADS=4").returncode == 0
     inherited["TESTS"] = "tests/models/test_functional_forward.py tests/invariants"
     run("OMP_NUM_THREADS=4")

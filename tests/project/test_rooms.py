@@ -14,7 +14,7 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.step import Engine
-from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.lm import FastLM
 from tests.project.counting import LIMITS, docs, lines_of_code, over_the_limits, project, words_over_the_limits
 from tests.project.test_structure import imports, source_files
 from tests.tiny import hf_model
@@ -172,7 +172,7 @@ MOST_FRAMES = LIMITS["cacheprobe"]["frames"]
 def counted_frames() -> Iterator[dict[str, set[int]]]:
     """Inside the `with`, collects by phase how many of the package's functions each forward pass of a run needs."""
     home, found = str(Path(cp.__file__).parent), {}
-    forward = HookedHF.forward
+    forward = FastLM.forward
     begins, runs_a_pass = (inspect.unwrap(function).__code__ for function in (cp.run, ModelRunner.run))
 
     def counting(*args: object, **settings: object) -> object:
@@ -188,7 +188,7 @@ def counted_frames() -> Iterator[dict[str, set[int]]]:
         return forward(*args, **settings)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HookedHF, "forward", counting)
+        patch.setattr(FastLM, "forward", counting)
         yield found
 
 

@@ -20,9 +20,8 @@ from cacheprobe.models.loaders import model_of_run
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.plain.files import plain_model
 from cacheprobe.models.plain.lm import PlainLM
-from cacheprobe.models.quantised import gguf_header
-from cacheprobe.models.quantised.gguf import gguf_directory
-from cacheprobe.models.quantised.gguf_header import read_header
+from cacheprobe.models.quantised import gguf as gguf_header
+from cacheprobe.models.quantised.gguf import gguf_directory, read_header
 from cacheprobe.models.smollm2 import smollm2_gguf
 from cacheprobe.ops.equality import bitwise
 from tests.field.columns import COLUMNS, PROMPTS, TinySubject
@@ -182,7 +181,7 @@ def test_a_folder_of_another_quantisation_is_refused_by_name(
     tiny_family("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": stored}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr("cacheprobe.models.quantised.methods.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("cacheprobe.models.quantised.packed.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=why):
         cp.load_model(tmp_path)
 

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.plain.files import plain_model
-from cacheprobe.models.quantised.gguf import gguf_directory
-from cacheprobe.models.quantised.gguf_header import GGUFHeader, read_header
+from cacheprobe.models.quantised.gguf import GGUFHeader, gguf_directory, read_header
 from tests.field.tiny_family import tiny_family
 from tests.quantised.writers import write_quantised
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheprobe.models.quantised.methods import METHODS
+from cacheprobe.models.quantised.packed import METHODS
 from tests.field import table
 from tests.field.variants import VARIANTS
 

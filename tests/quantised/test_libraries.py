@@ -22,7 +22,7 @@ from cacheprobe.models.loaders import model_of_run
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.quantised import packed
-from cacheprobe.models.quantised.methods import METHODS
+from cacheprobe.models.quantised.packed import METHODS
 from cacheprobe.ops.equality import bitwise, close
 from tests.field.columns import COLUMNS, PROMPTS, TinySubject
 from tests.field.original import logits_of, states_of

@@ -15,8 +15,7 @@ from cacheprobe.core.live import LiveModule
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.loaders import load_model
 from cacheprobe.models.plain.files import plain_model
-from cacheprobe.models.quantised.methods import METHODS
-from cacheprobe.models.quantised.packed import BITS_8, dense_weight, kind_of, packed_modules
+from cacheprobe.models.quantised.packed import BITS_8, METHODS, dense_weight, kind_of, packed_modules
 
 GROUP = 16
 """Number of weights that share a scale, in formats of 4 bits with groups."""

@@ -7,13 +7,9 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.views.dashboard import app
-from cacheprobe.views.dashboard.away import views
-from cacheprobe.views.dashboard.away.spreadsheet import csv_text
-from cacheprobe.views.dashboard.away.taken import Sources
-from cacheprobe.views.dashboard.flip_jobs import FlipJobs
+from cacheprobe.views.dashboard.export import csv_text
 from cacheprobe.views.dashboard.questions import CannotShow, answered
-from cacheprobe.views.dashboard.reader import RunReader
-from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.run_list import RunList
 from tests.tiny import PROMPTS, loaded
 
 IDS = [9, 41, 7, 3, 22, 22]
@@ -47,8 +43,8 @@ def test_the_text_is_coloured_by_the_difference(runs: Path) -> None:
     html = cp.plots.request_text(
         trace.rows(), trace.events(), 0, measure="difference", texts=trace.token_texts, differences=table
     )
-    shelf = Shelf.of([runs / "a", runs / "b"])
-    page = answered(app._views(shelf, RunReader(shelf))["text"], question())["html"]
+    run_list = RunList.of([runs / "a", runs / "b"])
+    page = answered(app.views_of(run_list)["text"], question())["html"]
     for drawn in (str(html), page):
         found = {int(position): (float(share or 0), says) for share, position, says in SHADE.findall(drawn)}
         first = len(PROMPTS[0]) - 1
@@ -58,20 +54,19 @@ def test_the_text_is_coloured_by_the_difference(runs: Path) -> None:
 
 
 def test_what_cannot_be_coloured_says_so(runs: Path) -> None:
-    shelf = Shelf.of([runs / "a", runs / "b"])
-    view = app._views(shelf, RunReader(shelf))["text"]
+    run_list = RunList.of([runs / "a", runs / "b"])
+    view = app.views_of(run_list)["text"]
     for asked in (question(request=1), question(run=1)):
         assert "no log-probabilities of another program" in answered(view, asked)["error"]
 
 
 def test_its_code_makes_the_table_of_the_csv(runs: Path) -> None:
-    shelf = Shelf.of([runs / "a", runs / "b"])
-    sources = Sources(shelf, RunReader(shelf), FlipJobs())
+    run_list = RunList.of([runs / "a", runs / "b"])
     code, table = (
-        views.take(sources, {"view": "text", "way": way, "question": question()})[way] for way in ("code", "csv")
+        app.export(run_list, {"view": "text", "way": way, "question": question()})[way] for way in ("code", "csv")
     )
     scope: dict = {}
     exec(code, scope)
     assert csv_text(scope["table"]) == table and len(scope["table"]) == len(IDS)
     with pytest.raises(CannotShow, match="no replay"):
-        views.take(sources, {"view": "text", "way": "code", "question": question(run=1)})
+        app.export(run_list, {"view": "text", "way": "code", "question": question(run=1)})

@@ -15,7 +15,7 @@ import cacheprobe as cp
 from cacheprobe.edits.gradients.texts import texts_of_prompts
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.smollm2 import smollm2_directory
-from cacheprobe.views.dashboard.tokenizers import texts_of
+from cacheprobe.views.dashboard.reader import tokenizer_texts
 from cacheprobe.views.report.listings import request_listings
 from tests.reported.tokenizers import NAMES, TEMPLATE, TEXTS, build
 from tests.tiny import SMALL, VOCAB, hf_model
@@ -219,7 +219,7 @@ def test_parts_of_characters_are_shown_as_bytes() -> None:
     assert rows.token.tolist() == by_hand
     table = trace.hypotheses()
     assert table.groupby("token").token_id.nunique().max() == 1
-    assert texts_of("smollm2-135m", set(ids)) == dict(zip(ids, by_hand, strict=True))
+    assert tokenizer_texts("smollm2-135m", set(ids)) == dict(zip(ids, by_hand, strict=True))
     report = pd.Series(trace.token_texts)
     assert report.nunique() == len(report)
 

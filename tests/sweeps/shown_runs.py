@@ -4,10 +4,7 @@ import shutil
 from pathlib import Path
 
 import cacheprobe as cp
-from cacheprobe.views.dashboard.away.taken import Sources
-from cacheprobe.views.dashboard.flip_jobs import FlipJobs
-from cacheprobe.views.dashboard.reader import RunReader
-from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.run_list import RunList
 from tests.dash_page import save_thinking
 from tests.dictionaries.planted import random_dictionary
 from tests.sweeps.test_sweeps_dash import SETTINGS
@@ -17,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ("coin-rows", "coin-state-probe", "grid", "prediction-depths", "training-cost")
 
 
-def save_sources(folder: Path) -> Sources:
+def save_shown(folder: Path) -> RunList:
     """Runs 0 and 1 are of a model that is saved, and 1 has features; 2 has thoughts; then results of every kind."""
     hf_model().save_pretrained(folder / "model")
     drafter = cp.drafters.EarlyExit(layer=1)
@@ -35,6 +32,6 @@ def save_sources(folder: Path) -> Sources:
         if name != "grid":
             shutil.copy(ROOT / "analyses" / "results" / f"{name}.json", folder / "results")
     assert cp.sweep(SETTINGS, out=folder / "sweep", progress=False).is_complete
-    shelf = Shelf.of([folder / "runs", folder / "results", folder / "sweep"], str(folder / "model"))
-    assert [path.stem for path in shelf.results] == [*RESULTS, "sweep"]
-    return Sources(shelf, RunReader(shelf), FlipJobs())
+    run_list = RunList.of([folder / "runs", folder / "results", folder / "sweep"], str(folder / "model"))
+    assert [path.stem for path in run_list.results] == [*RESULTS, "sweep"]
+    return run_list

@@ -16,7 +16,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.registry import names as plug_in_names
 from cacheprobe.models.hf.adapters import adapter_directory
-from cacheprobe.ops.compiled.choice import choose
+from cacheprobe.ops.compiled.operations import choose
 from cacheprobe.sweeps import cells as code
 from cacheprobe.sweeps import engine, run_cell
 from cacheprobe.sweeps.cells import Cell, combinations, distinguishing_labels

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.views.dashboard.shelf import CannotShow, Shelf
+from cacheprobe.views.dashboard.questions import CannotShow
+from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs import results
 from cacheprobe.views.sweep_grid import in_order
 
@@ -23,28 +24,28 @@ SETTINGS = {
 
 def test_the_sweep_tab(tmp_path: Path) -> None:
     assert cp.sweep(SETTINGS, out=tmp_path / "s", progress=False).is_complete
-    shelf = Shelf.of([tmp_path / "s"])
-    assert [results.kind_of(path) for path in shelf.results] == ["sweep"]
-    assert len(shelf.entries) == 4 and all(entry.book is not None for entry in shelf.entries)
-    said = results.view(shelf, {"result": 0, "facet": "seed.drafter"})
+    run_list = RunList.of([tmp_path / "s"])
+    assert [results.kind_of(path) for path in run_list.results] == ["sweep"]
+    assert len(run_list.entries) == 4 and all(entry.tables is not None for entry in run_list.entries)
+    said = results.result_view(run_list, {"result": 0, "facet": "seed.drafter"}).draw()
     assert said["more"].count('data-intent="open"') == 4 and 'data-value="drafter.seed"' in said["html"]
     curves = said["graphs"][0]["props"]["children"]["props"]["figure"]["data"]
     assert [curve["name"] for curve in curves] == [
         f"seed={seed}, drafter={drafter}" for seed in (0, 1) for drafter in ("ngram", "none")
     ]
     with pytest.raises(CannotShow, match=r"no facet 'seed.seed'; there are drafter.seed, seed.drafter"):
-        results.view(shelf, {"result": 0, "facet": "seed.seed"})
-    assert shelf.book(2).run is not None
+        results.result_view(run_list, {"result": 0, "facet": "seed.seed"}).draw()
+    assert run_list.tables(2).run is not None
 
 
 def test_an_axis_of_many_values_is_shown_in_stretches(tmp_path: Path) -> None:
     """An axis of more than eight values was no facet at all, and layer=10 stood before layer=2."""
     grid = {**SETTINGS["grid"], "drafter": "none", "intervention": ["none", "zero:site=T,layer=0-3"], "seed": "0-9"}
     assert cp.sweep({**SETTINGS, "grid": grid}, out=tmp_path / "s", progress=False).is_complete
-    shelf = Shelf.of([tmp_path / "s"])
+    run_list = RunList.of([tmp_path / "s"])
 
     def shown(facet: str) -> tuple[set[str], str, str]:
-        said = results.view(shelf, {"result": 0, "facet": facet})
+        said = results.result_view(run_list, {"result": 0, "facet": facet}).draw()
         curves = said["graphs"][0]["props"]["children"]["props"]["figure"]["data"]
         return {curve["name"].split(", ")[1] for curve in curves}, said["html"], said["more"]
 
@@ -56,8 +57,8 @@ def test_an_axis_of_many_values_is_shown_in_stretches(tmp_path: Path) -> None:
     assert 'class="plain chosen" data-intent="set" data-name="facet" data-value="intervention.seed.0.1"' in html
     for wrong in ("intervention.seed.0.2", "intervention.seed.1.0", "intervention.seed.0.-1", "intervention.seed.0.²"):
         with pytest.raises(CannotShow, match=r"there is no stretch '.*' of (seed|intervention); there are 0 to [01]"):
-            results.view(shelf, {"result": 0, "facet": wrong})
+            results.result_view(run_list, {"result": 0, "facet": wrong}).draw()
     with pytest.raises(CannotShow, match="there is no facet 'intervention.seed.0'"):
-        results.view(shelf, {"result": 0, "facet": "intervention.seed.0"})
+        results.result_view(run_list, {"result": 0, "facet": "intervention.seed.0"}).draw()
     values = ["zero:layer=10", "none", "zero:layer=9", 16, 4]
     assert in_order(values) == [4, 16, "none", "zero:layer=9", "zero:layer=10"]

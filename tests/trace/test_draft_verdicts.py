@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.analysis.measures import prediction_depth_of
+from cacheprobe.analysis.measures import prediction_depth
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.trace.manifest import sha256_of_manifest
 from cacheprobe.trace.stored import StoredRun
@@ -219,7 +219,7 @@ def test_settling_and_the_readings_have_one_prediction_depth(drafted: cp.Trace) 
     table = cp.analysis.lens_readings(drafted, include_rolled_back=True)
     for shown in (table, table.sample(frac=1, random_state=0), table[table.layer < 2]):
         wanted = prediction_depth_slowly(shown)
-        lines = prediction_depth_of(shown).itertuples()
+        lines = prediction_depth(shown).itertuples()
         assert {r.row: (r.prediction_depth, r.num_flips, r.path) for r in lines} == wanted
         depths = [wanted[row][0] for row in shown.row]
         assert prediction_depths(shown).tolist() == depths and len(set(depths)) > 1

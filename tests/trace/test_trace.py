@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.analysis.measures import agreement_by_layer, prediction_depth_of
+from cacheprobe.analysis.measures import agreement, prediction_depth
 from cacheprobe.core.records import ROLES, STATUSES
 from cacheprobe.ops.equality import bitwise
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -215,16 +215,16 @@ def hypotheses_by_hand() -> pd.DataFrame:
 
 
 def test_settling_by_hand() -> None:
-    table = prediction_depth_of(hypotheses_by_hand()).set_index("row")
+    table = prediction_depth(hypotheses_by_hand()).set_index("row")
     assert table.prediction_depth.to_dict() == {0: 3, 1: 0} and table.num_flips.to_dict() == {0: 3, 1: 0}
     assert table.path[0] == "tails → heads → tails → heads" and table.path[1] == "x"
 
 
 def test_agreement_by_hand() -> None:
-    table = agreement_by_layer(hypotheses_by_hand())
+    table = agreement(hypotheses_by_hand())
     assert table["accepted"].tolist() == [0, 1, 0, 1] and list(table.columns) == ["accepted"]
     with pytest.raises(ValueError, match="Z"):
-        agreement_by_layer(hypotheses_by_hand().query("row == 1"))
+        agreement(hypotheses_by_hand().query("row == 1"))
 
 
 def test_the_notebook_expression_works(drafted: cp.Trace) -> None:

@@ -77,8 +77,11 @@ DAMAGES = {
     ),
     "an accepted count": (change("event", "num_accepted", DRAFTED, plus(1)), "num_accepted is"),
     "a wrong position": (change("row", "position", OURS + "'committed'", plus(1)), "rows: request 0"),
-    "a changed role": (change("row", "role", "role == 'recovered'", lambda _: "bonus"), "role bonus"),
-    "a changed status": (change("row", "status", OURS + "'superseded'", lambda _: "rolled_back"), "status rolled_back"),
+    "a changed role": (change("row", "role", "role == 'recovered'", lambda _: "bonus"), "role is bonus"),
+    "a changed status": (
+        change("row", "status", OURS + "'superseded'", lambda _: "rolled_back"),
+        "status is rolled_back",
+    ),
     "a missing row": (drop("row", "request_id == 0 and phase == 'decode'"), "ledger: request 0"),
     "a missing row, numbered again": (drop_row_and_number_again, "rows: request 0"),
     "a log-probability": (

@@ -70,20 +70,6 @@ def test_saelens_reads_it(saelens: str, trace: cp.Trace, tmp_path: Path) -> None
     assert max(differences(mine, load_file(tmp_path / "read" / "expected.safetensors")).values()) <= 1e-6
 
 
-@pytest.mark.parametrize(
-    ("bad", "match"),
-    [
-        (dict(site="z"), "unknown site 'z' to train on"),
-        (dict(k=97), "k must be at most the number of features, 96"),
-        (dict(held_out=1.0), "held_out is a share"),
-        (dict(steps=0), "steps must be more than 0"),
-    ],
-)
-def test_settings_are_checked(bad: dict, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        DictionarySettings(**{**SETTINGS, **bad})
-
-
 def test_what_cannot_be_trained_is_refused(trace: cp.Trace) -> None:
     with pytest.raises(ValueError, match="site S was not captured"):
         train_dictionary(trace, DictionarySettings(**{**SETTINGS, "site": "S"}), progress=False)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 import cacheprobe as cp
 from cacheprobe.cli.train import draft_head as command
 from cacheprobe.engine.drafters import DraftHead
+from cacheprobe.engine.drafters.draft_head import next_states
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.tasks import CoinFlip, word_tokenizer
-from cacheprobe.training.draft_head import train_draft_head
+from cacheprobe.training.draft_head import _split, train_draft_head
 from cacheprobe.training.settings import DraftHeadSettings
 from cacheprobe_benchmarks.shared.tiny import TINY, tiny_model
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -50,7 +52,8 @@ def trained(trace: cp.Trace, **changes: Any) -> DraftHead:
     return train_draft_head(trace, DraftHeadSettings(**{**SETTINGS, **changes}), progress=False)
 
 
-def it_drafts_better_than_untrained(model: CachedLM, trace: cp.Trace) -> None:
+def test_it_drafts_better_than_untrained_on_held_out_questions(model: CachedLM, trace: cp.Trace) -> None:
+    """And the committed tokens are those of a run without drafts."""
     head, untrained = trained(trace), trained(trace, steps=1, learning_rate=1e-9)
     agreement = float(str(head.about["held_out_acceptance"]))
     assert agreement > float(str(head.about["untrained_acceptance"])) + 0.05
@@ -63,16 +66,37 @@ def it_drafts_better_than_untrained(model: CachedLM, trace: cp.Trace) -> None:
     assert accepted > before
 
 
-def test_it_drafts_better_than_untrained_on_held_out_questions(model: CachedLM, trace: cp.Trace) -> None:
-    """And the committed tokens are those of a run without drafts."""
-    it_drafts_better_than_untrained(model, trace)
+def test_pairs_hold_the_token_that_follows_and_its_state(trace: cp.Trace, model: CachedLM) -> None:
+    """For each position p but the last: S at p, the token at p + 1, and S at p + 1, bit for bit."""
+    wanted: list[tuple[bytes, int, bytes]] = []
+    for request in trace.requests:
+        states = trace.states("S", model.n_layers - 1, request.request_id).numpy()
+        text = [*request.prompt_token_ids, *trace.committed(request.request_id)]
+        wanted += [(a.tobytes(), text[p + 1], b.tobytes()) for p, (a, b) in enumerate(pairwise(states))]
+    sides = _split(trace, model, DraftHeadSettings(**SETTINGS), torch.Generator().manual_seed(0))
+    columns = [(side.states.numpy(), side.token_ids.tolist(), side.next_states.numpy()) for side in sides]
+    assert all(len(ids) for _, ids, _ in columns)
+    assert sorted(wanted) == sorted(
+        (a.tobytes(), t, b.tobytes()) for one in columns for a, t, b in zip(*one, strict=True)
+    )
 
 
-def test_without_gradients_nothing_is_learnt(model: CachedLM, trace: cp.Trace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control."""
-    monkeypatch.setattr(torch.optim.Adam, "step", lambda *a, **k: None)
-    with pytest.raises(AssertionError):
-        it_drafts_better_than_untrained(model, trace)
+def test_every_step_draws_other_tokens_and_their_weight_counts(
+    trace: cp.Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[torch.Tensor] = []
+
+    def recorded(weights: Any, states: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Also keeps the embeddings of a step's tokens, which have no noise."""
+        drawn.append(embedded)
+        return next_states(weights, states, embedded)
+
+    monkeypatch.setattr("cacheprobe.training.draft_head.next_states", recorded)
+    head = trained(trace, steps=3)
+    steps = [one for one in drawn if len(one) == SETTINGS["batch"]]
+    assert len(steps) == 3 and not any(torch.equal(a, b) for a, b in combinations(steps, 2))
+    heavier = trained(trace, steps=3, token_weight=1.0)
+    assert not bitwise(head.weights["joint"], heavier.weights["joint"])
 
 
 def test_the_first_draft_token_is_the_models_own(trace: cp.Trace, model: CachedLM) -> None:
@@ -138,5 +162,3 @@ def test_what_does_not_fit_is_refused(trace: cp.Trace, model: CachedLM, tmp_path
     loaded_trace.model = loaded()
     with pytest.raises(ValueError, match="the run was made with weights"):
         trained(loaded_trace)
-    with pytest.raises(ValueError, match="held_out is a share"):
-        DraftHeadSettings(held_out=1.0)

@@ -140,22 +140,6 @@ def test_an_adapter_is_small(base: Path, tmp_path: Path, trained: Path, monkeypa
     assert not list(tmp_path.iterdir()), "seen before anything is trained"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(task="poker"), "no training for the task 'poker'; there is one for coin-flip"),
-        (dict(steps=0), "steps must be more than 0"),
-        (dict(rank=True), "rank must be a whole number"),
-        (dict(learning_rate=float("nan")), "learning_rate must be a number"),
-        (dict(max_people=23), "max_people=23 is more than the 22 names"),
-        (dict(curriculum=1.5), "curriculum is a share"),
-    ],
-)
-def test_settings_are_checked(changes, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LoraSettings(**changes)
-
-
 def test_models_that_cannot_be_trained_are_refused() -> None:
     for family in ("gpt2", "gemma2"):
         with pytest.raises(ModelError, match="cannot be trained here.*llama-like"):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.kvcache.staged import PassAttention
-from cacheprobe.ops.attention.by_request import AttentionSpans, SlotSpan
+from cacheprobe.ops.attention import AttentionSpans, SlotSpan
 from tests.twins.equivalence import sample_token_slowly
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 import cacheprobe as cp
-from cacheprobe.analysis.measures import prediction_depth_of
+from cacheprobe.analysis.measures import prediction_depth
 from cacheprobe.core.registry import register
 from cacheprobe_analyses.findings.finding import Advance, Finding, Measured, Published
 
@@ -130,7 +130,7 @@ def _of_texts(
         points += [dict(lens=name, layer=int(k), perplexity=round(float(np.exp(v)), 2)) for k, v in nats.items()]
         rises[name] = nats
         values[f"{name}_rises"] = float((np.diff(nats) > 0).sum())
-        depths = prediction_depth_of(read)
+        depths = prediction_depth(read)
         final = read.sort_values("layer").drop_duplicates("row", keep="last").set_index("row")
         chosen, wanted = final.token_id[depths.row].to_numpy(int), depths.row.map(targets).to_numpy(int)
         depth, is_wrong = depths.prediction_depth.to_numpy(float), chosen != wanted
@@ -159,7 +159,7 @@ def _of_drafts(model: Any, texts: np.ndarray, s: Settings) -> dict[str, float]:
     )  # fmt: skip
     read = cp.analysis.read_states(trace, cp.lenses.LogitLens())
     judged = read[(read.status == "committed") & read.verdict.isin(["accepted", "rejected"])]
-    depths = prediction_depth_of(judged)
+    depths = prediction_depth(judged)
     is_rejected = depths.verdict.to_numpy() == "rejected"
     return {
         "accepted": 1 - float(is_rejected.mean()),

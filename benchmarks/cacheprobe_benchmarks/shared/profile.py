@@ -13,7 +13,7 @@ PARTS = {
     "compiled loops": ("ops/compiled/basics.py",),
     "forward and lens, outside the loops": ("models/", "ops/", "kvcache/", "lenses/"),
     "recording": ("trace/"),
-    "checksums of the weights": ("models/facts.py",),
+    "checksums of the weights": ("models/weights.py",),
     "main loop and the rest": ("",),
 }
 """By part: beginnings of the paths, below the package, of files whose functions count for it; the longest decides."""

@@ -21,11 +21,11 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.kvcache.staged import PassAttention
-from cacheprobe.models.fast.hooked_hf import HookedHF
+from cacheprobe.models.fast.lm import FastLM
+from cacheprobe.models.fast.operations import QueuedOperations
 from cacheprobe.models.fast.prepared import PreparedOperations
-from cacheprobe.models.fast.queued import QueuedOperations
 from cacheprobe.models.paths import choose_path
-from cacheprobe.ops.attention.by_request import AttentionSpans, spans_of_positions
+from cacheprobe.ops.attention import AttentionSpans, spans_of_positions
 from cacheprobe.ops.readout import read_logits
 from cacheprobe.trace.recording.lens_reader import LENS_TILE
 from cacheprobe_benchmarks.shared.machine import machine, measuring
@@ -43,7 +43,7 @@ SMALL: dict[str, Any] = dict(repeats=1)
 NOT_HERE = "not used on this processor"
 
 WITHOUT: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "modules": lambda: patch.object(HookedHF, "_functional_forward", lambda *asked: None),
+    "modules": lambda: patch.object(FastLM, "_functional_forward", lambda *asked: None),
     "prepared": lambda: patch.object(PreparedOperations, "run_blocks", QueuedOperations.run_blocks),
 }
 """By optimisation: switches it off."""
@@ -82,13 +82,13 @@ def gain(usual: Callable[[], object], without: Callable[[], object], pairs: int)
     return round(median(ratios[1:]), 2)
 
 
-def _fast(dtype: str, products: str = "auto") -> HookedHF:
+def _fast(dtype: str, products: str = "auto") -> FastLM:
     model, _ = choose_path(cp.load_model("smollm2-135m", dtype=dtype, products=products, progress=False))
-    assert isinstance(model, HookedHF)
+    assert isinstance(model, FastLM)
     return model
 
 
-def _readings(model: HookedHF) -> tuple[Callable[[], object], Callable[[], object]]:
+def _readings(model: FastLM) -> tuple[Callable[[], object], Callable[[], object]]:
     """Returns two functions that read one tile of states: the loops, and torch's operations."""
     states = torch.randn(LENS_TILE, model.d_model).to(model.dtype)
     targets = torch.arange(LENS_TILE) % model.d_vocab
@@ -99,7 +99,7 @@ def _readings(model: HookedHF) -> tuple[Callable[[], object], Callable[[], objec
 
 
 def _pass(
-    model: HookedHF,
+    model: FastLM,
     requests: int,
     width: int,
     start: int,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from cacheprobe.ops.compiled.choice import choose
+from cacheprobe.ops.compiled.operations import choose
 from cacheprobe_benchmarks.shared.machine import machine, measuring
 
 SHAPES = (

@@ -73,9 +73,8 @@ def _record(out: Path, requests: int, tokens: int, hidden: int) -> None:
 
 def child(directory: str, requests: int, tokens: int) -> None:
     """Prints the seconds and megabytes as JSON."""
-    from cacheprobe.views.dashboard.reader import RunReader
-    from cacheprobe.views.dashboard.shelf import Shelf
-    from cacheprobe.views.dashboard.tabs import card
+    from cacheprobe.views.dashboard.run_list import RunList
+    from cacheprobe.views.dashboard.tabs import lens
 
     rng = random.Random(1)
     before, began = resident_mb("VmRSS"), time.perf_counter()
@@ -84,12 +83,11 @@ def child(directory: str, requests: int, tokens: int) -> None:
     began = time.perf_counter()
     trace.states("S", rng.randrange(requests), 1)
     figures["states_s"] = time.perf_counter() - began
-    shelf = Shelf.of([Path(directory)])
-    reader = RunReader(shelf)
+    run_list = RunList.of([Path(directory)])
     seconds = []
     for _ in range(CARDS):
         began = time.perf_counter()
         place = {"request": rng.randrange(requests), "position": tokens + rng.randrange(tokens - 1)}
-        card.view(shelf, reader, {"run": 0, "lens": "recorded", "site": "S", **place})
+        lens.RowCard(run_list, {"run": 0, "lens": "recorded", "site": "S", **place}).draw()
         seconds.append(time.perf_counter() - began)
     print(json.dumps({**figures, "first_card_s": seconds[0], "card_s": median(seconds[1:])}))

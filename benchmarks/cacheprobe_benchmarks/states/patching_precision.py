@@ -9,7 +9,7 @@ from transformer_lens.patching import get_act_patch_resid_pre
 import cacheprobe as cp
 from cacheprobe.edits.patching.runs import run_once
 from cacheprobe.models.hf.bridge import BridgeLM
-from cacheprobe.models.hf.float64 import keeping_float64
+from cacheprobe.models.settings import keeping_float64
 
 Text = Sequence[int]
 Pair = tuple[int, int]

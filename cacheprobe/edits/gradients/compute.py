@@ -17,7 +17,6 @@ from cacheprobe.edits.gradients.texts import (
     REJECTED,
     GradientText,
     Metric,
-    name_of,
     texts_of_prompts,
     texts_of_trace,
 )
@@ -180,7 +179,7 @@ def gradients(
             lines.append(_lines(text, found, rows))
             values.append(found.value)
             bar.advance()
-    return Gradients(pd.concat(lines, ignore_index=True), _texts(kept, values), name_of(metric), model.name, kept)
+    return Gradients(pd.concat(lines, ignore_index=True), _texts(kept, values), _name_of(metric), model.name, kept)
 
 
 def _places(model: CachedLM, sites: Sequence[str], layers: "Iterable[int] | None") -> list[tuple[str, int]]:
@@ -192,6 +191,11 @@ def _places(model: CachedLM, sites: Sequence[str], layers: "Iterable[int] | None
     return [(site, layer) for site in dict.fromkeys(sites) for layer in as_layers(layers, model)]
 
 
+def _name_of(metric: Metric) -> str:
+    """Returns the name of a metric for listings."""
+    return str(getattr(metric, "__name__", type(metric).__name__))
+
+
 def _of_text(text: GradientText, metric: Metric, places: Sequence[tuple[str, int]]) -> Derivatives:
     """Returns the Derivatives of the metric of one text."""
 
@@ -199,7 +203,7 @@ def _of_text(text: GradientText, metric: Metric, places: Sequence[tuple[str, int
         """Returns the metric of logits [1, n, v]."""
         return metric(logits[0], text)
 
-    about = f"{text}, metric {name_of(metric)}"
+    about = f"{text}, metric {_name_of(metric)}"
     return derivatives(text.model, torch.tensor([text.token_ids]), places, of_logits, about)
 
 

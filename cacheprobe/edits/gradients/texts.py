@@ -128,27 +128,11 @@ def _rejected(rows: pd.DataFrame, whole: Sequence[int]) -> list[tuple[int, int, 
 
 
 Metric: TypeAlias = Callable[[Tensor, GradientText], Tensor]
-"""Function of a text's logits [n, v] and its GradientText that returns a tensor of one number."""
+"""Function of a text's logits [n, v] and its GradientText that returns a tensor of one number. Its __name__ names it in
+listings."""
 
 
-@dataclass(frozen=True)
-class NamedMetric:
-    """Holds a metric with the text that names it."""
-
-    name: str
-    function: Metric = field(repr=False)
-
-    def __call__(self, logits: Tensor, text: GradientText) -> Tensor:
-        """Returns the number of logits [n, v], as a tensor."""
-        return self.function(logits, text)
-
-
-def name_of(metric: Metric) -> str:
-    """Returns the name of a metric for listings: its own, or that of the function."""
-    return metric.name if isinstance(metric, NamedMetric) else str(getattr(metric, "__name__", type(metric).__name__))
-
-
-def logit_difference(first: "str | int", second: "str | int", position: int = -1) -> NamedMetric:
+def logit_difference(first: "str | int", second: "str | int", position: int = -1) -> Metric:
     """Returns the metric of `cp.gradients` that is the logit of one token minus that of another, in the prediction at
     a position.
 
@@ -161,10 +145,11 @@ def logit_difference(first: "str | int", second: "str | int", position: int = -1
         at = logits[text.position(position)]
         return at[text.token_id(first, position)] - at[text.token_id(second, position)]
 
-    return NamedMetric(f"logit_difference({first!r}, {second!r}, position={position})", difference)
+    difference.__name__ = f"logit_difference({first!r}, {second!r}, position={position})"
+    return difference
 
 
-def token_logprob(token: "str | int", position: int = -1) -> NamedMetric:
+def token_logprob(token: "str | int", position: int = -1) -> Metric:
     """Returns the metric of `cp.gradients` that is the log-probability of a token in nats, in the prediction at a
     position. Arguments: as in `logit_difference`."""
 
@@ -172,10 +157,11 @@ def token_logprob(token: "str | int", position: int = -1) -> NamedMetric:
         """Returns the log-probability of the token."""
         return _wide(logits[text.position(position)]).log_softmax(-1)[text.token_id(token, position)]
 
-    return NamedMetric(f"token_logprob({token!r}, position={position})", logprob)
+    logprob.__name__ = f"token_logprob({token!r}, position={position})"
+    return logprob
 
 
-def text_logprob(positions: "range | None" = None) -> NamedMetric:
+def text_logprob(positions: "range | None" = None) -> Metric:
     """Returns the metric of `cp.gradients` that is the log-probability in nats of the text itself: the sum over the
     tokens that were generated (of a committed text), drafted and rejected (of a rejected draft), or follow the first
     token (of a prompt).
@@ -191,7 +177,8 @@ def text_logprob(positions: "range | None" = None) -> NamedMetric:
         rows, tokens = (torch.tensor(list(side), device=logits.device) for side in (chosen, chosen.values()))
         return _wide(logits[rows]).log_softmax(-1).gather(-1, tokens[:, None]).sum()
 
-    return NamedMetric("text_logprob()" if positions is None else f"text_logprob({positions})", logprob)
+    logprob.__name__ = "text_logprob()" if positions is None else f"text_logprob({positions})"
+    return logprob
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 from cacheprobe.edits.interventions.base import Intervention, StateContext
 from cacheprobe.edits.interventions.features import FeatureChange, ablate_expert, ablate_feature, steer_feature
-from cacheprobe.edits.interventions.functions import ablate, clamp, function, project, steer
-from cacheprobe.edits.interventions.make import add, mean, replace, resample, swap, zero
+from cacheprobe.edits.interventions.functions import ablate, clamp, function, project
+from cacheprobe.edits.interventions.make import add, mean, replace, resample, steer, swap, zero
 from cacheprobe.edits.interventions.steering_files import read_steering
 
 __all__ = [

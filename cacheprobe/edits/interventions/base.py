@@ -1,9 +1,9 @@
 """Defines Intervention: one change of a request's states, given by site, layer and absolute positions."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Required, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from cacheprobe.core.hook_names import HEADS, RECURRENT, ROUTER, SITES
 from cacheprobe.core.noise import RESAMPLE_STREAM, uniform_noise
 from cacheprobe.core.process import require_usable_process
 from cacheprobe.core.records import PHASES
-from cacheprobe.core.values import flag, listed, whole_number
+from cacheprobe.core.values import flag, listed, require_known_options, whole_number
 
 EDITED_SITES = (*SITES, "pre", ROUTER, RECURRENT)
 """Sites whose states an intervention may change: S, T, C, "pre", the input of a block, "router", the logits of a router
@@ -21,6 +21,52 @@ SITES_OF_HEADS = ("T", RECURRENT)
 """Sites at which an intervention may change a single head."""
 ACTIONS = ("replace", "add", "function")
 """Replace a state by a vector, add a vector to the state, or let a function compute it."""
+
+
+Numbers: TypeAlias = "int | Iterable[int] | None"
+"""Positions or steps: one, several, or None for all."""
+
+
+class Acting(TypedDict, total=False):
+    """Declares keyword arguments of the functions of `cp.interventions` that say when an Intervention acts. They are
+    fields of an Intervention, with the same meaning."""
+
+    positions: Numbers
+    phases: "str | Iterable[str] | None"
+    steps: Numbers
+    own_fingerprint: bool
+
+
+class OnRequest(Acting, total=False):
+    """Declares the keyword arguments of `steer`: also the request."""
+
+    request_id: Required[int]
+    num_prompt_tokens: int | None
+
+
+class Where(OnRequest, total=False):
+    """Declares the keyword arguments of functions that create one Intervention: also site, layer and head."""
+
+    site: Required[str]
+    layer: int | None
+    head: int | None
+
+
+class WhereLayers(OnRequest, total=False):
+    """Declares the keyword arguments of functions that create an Intervention for each of several layers."""
+
+    site: Required[str]
+    layers: "int | Iterable[int] | None"
+    head: int | None
+
+
+def checked_fields(name: str, given: Mapping[str, Any], known: Any) -> dict[str, Any]:
+    """Returns the keyword arguments of a function of `cp.interventions` as a new dict. name: of the function.  known:
+    the TypedDict that declares them. Raises: TypeError for an unknown or a missing argument."""
+    require_known_options(given, known.__annotations__)
+    if missing := sorted(known.__required_keys__ - given.keys()):
+        raise TypeError(f"{name}() misses the required argument {missing[0]!r}")
+    return dict(given)
 
 
 class StateContext(NamedTuple):

@@ -3,15 +3,15 @@
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import ROUTER
 from cacheprobe.core.values import number, whole_number
-from cacheprobe.edits.interventions.base import Intervention, StateContext
+from cacheprobe.edits.interventions.base import Acting, Intervention, StateContext, checked_fields
 from cacheprobe.edits.interventions.functions import places_of
-from cacheprobe.edits.interventions.make import Numbers
 from cacheprobe.lenses.dictionaries import Dictionary, DictionaryError
 
 
@@ -46,11 +46,8 @@ def steer_feature(
     strength: float,
     *,
     request_id: int,
-    positions: Numbers = None,
-    phases: "str | Iterable[str] | None" = None,
-    steps: Numbers = None,
-    own_fingerprint: bool = False,
     include_special: bool = False,
+    **when: Unpack[Acting],
 ) -> Intervention:
     """Returns an Intervention that adds `strength` times the decoder's row of a feature to the states that the
     dictionary decodes; a transcoder's are those of the hook point that it predicts.
@@ -60,12 +57,12 @@ def steer_feature(
     Source: SAELens' tutorial on steering: the decoder's row times a coefficient, added to the residual stream.
     Raises: DictionaryError for an unknown feature, and if the hook point is not S, T, C or the input of a block.
     """
+    fields = checked_fields("steer_feature", when, Acting)
     site, layer = _place(dictionary, dictionary.config.place_out)
     vector = number("strength", strength) * dictionary.direction(whole_number("feature", feature)).cpu()
     return Intervention(
-        name="steer_feature", action="add", vectors=vector,
-        request_id=request_id, site=site, layer=layer, positions=positions, phases=phases, steps=steps,
-        own_fingerprint=own_fingerprint, include_special=include_special,
+        name="steer_feature", action="add", vectors=vector, request_id=request_id, site=site, layer=layer,
+        include_special=include_special, **fields,
     )  # fmt: skip
 
 
@@ -74,11 +71,8 @@ def ablate_feature(
     feature: int,
     *,
     request_id: int,
-    positions: Numbers = None,
-    phases: "str | Iterable[str] | None" = None,
-    steps: Numbers = None,
-    own_fingerprint: bool = False,
     include_special: bool = False,
+    **when: Unpack[Acting],
 ) -> Intervention:
     """Returns an Intervention that removes one feature from the states: each loses the feature's activation in it,
     times the decoder's row. A state in which the feature is not active keeps its bits.
@@ -89,12 +83,12 @@ def ablate_feature(
     block.
     Twin: tests.twins.features_slowly.ablated_slowly, close(1e-5) in float32.
     """
+    fields = checked_fields("ablate_feature", when, Acting)
     site, layer = _place(dictionary, dictionary.config.place)
     dictionary.part_of(torch.zeros(0, dictionary.config.d_in), whole_number("feature", feature))  # raises errors early
     return FeatureChange(
         name="ablate_feature", action="function", vectors=torch.zeros(1, 1), dictionary=dictionary,
-        feature=int(feature), request_id=request_id, site=site, layer=layer, positions=positions, phases=phases,
-        steps=steps, own_fingerprint=own_fingerprint, include_special=include_special,
+        feature=int(feature), request_id=request_id, site=site, layer=layer, include_special=include_special, **fields,
     )  # fmt: skip
 
 
@@ -139,10 +133,7 @@ def ablate_expert(
     *,
     request_id: int,
     layers: "int | Iterable[int]",
-    positions: Numbers = None,
-    phases: "str | Iterable[str] | None" = None,
-    steps: Numbers = None,
-    own_fingerprint: bool = False,
+    **when: Unpack[Acting],
 ) -> tuple[Intervention, ...]:
     """Returns one Intervention for each of `layers`, after which the router cannot choose these experts: their logits
     become the lowest finite number.
@@ -156,6 +147,7 @@ def ablate_expert(
     a token. Experts of several interventions are counted apart.
     Twin: tests.experts.slowly.ablated_slowly, whose logit is minus infinity: the same tokens and experts.
     """
+    fields = checked_fields("ablate_expert", when, Acting)
     listed = list(experts) if isinstance(experts, Iterable) else [experts]
     numbers = tuple(sorted({whole_number("experts: an expert", one) for one in listed}))
     if not numbers or numbers[0] < 0:
@@ -163,7 +155,7 @@ def ablate_expert(
     return tuple(
         ExpertAblation(
             name="ablate_expert", action="function", vectors=torch.zeros(1, 1), experts=numbers, request_id=request_id,
-            site=site, layer=layer, positions=positions, phases=phases, steps=steps, own_fingerprint=own_fingerprint,
+            site=site, layer=layer, **fields,
         )
         for site, layer in places_of(ROUTER, layers, "ablate_expert")
     )  # fmt: skip

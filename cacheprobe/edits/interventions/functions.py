@@ -7,19 +7,16 @@ directions are computed in float32, or in float64 for a float64 model.
 import hashlib
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import place_of
 from cacheprobe.core.values import source_sha256
-from cacheprobe.edits.interventions.base import Intervention, StateContext, as_wide
-from cacheprobe.edits.interventions.make import Numbers, add
-from cacheprobe.edits.interventions.steering_files import read_steering
+from cacheprobe.edits.interventions.base import Intervention, StateContext, WhereLayers, checked_fields
 
 StateFunction: TypeAlias = Callable[[Tensor, StateContext], Tensor]
 
@@ -60,20 +57,7 @@ class Function(Intervention):
         return {**kept, "source_sha256": self.source_sha256}
 
 
-def function(
-    f: StateFunction,
-    *,
-    request_id: int,
-    site: str,
-    layers: "int | Iterable[int] | None" = None,
-    positions: Numbers = None,
-    head: int | None = None,
-    phases: "str | Iterable[str] | None" = None,
-    steps: Numbers = None,
-    own_fingerprint: bool = False,
-    num_prompt_tokens: int | None = None,
-    name: str | None = None,
-) -> tuple[Intervention, ...]:
+def function(f: StateFunction, *, name: str | None = None, **where: Unpack[WhereLayers]) -> tuple[Intervention, ...]:
     """Returns one Intervention for each of `layers`, which sets each state to `f(state, context)`. The other arguments
     are the fields of an Intervention.
 
@@ -85,100 +69,33 @@ def function(
     If `f` raises an error, or returns another shape or dtype, NaN or infinity, its request ends with an error that
     names the place; other requests go on.
     """
-    digest = source_sha256(f)
-    return tuple(
-        Function(
-            name=name or getattr(f, "__name__", type(f).__name__), action="function", vectors=torch.zeros(1, 1),
-            function=f, source_sha256=digest, request_id=request_id, site=at, layer=layer, positions=positions,
-            head=head, phases=phases, steps=steps, own_fingerprint=own_fingerprint,
-            num_prompt_tokens=num_prompt_tokens,
-        )
-        for at, layer in places_of(site, layers, "function")
-    )  # fmt: skip
+    name = name or getattr(f, "__name__", type(f).__name__)
+    return _by_layer(
+        "function", where, name=name, function=f, source_sha256=source_sha256(f), vectors=torch.zeros(1, 1)
+    )
 
 
-def places_of(site: str, layers: "int | Iterable[int] | None", what: str) -> list[tuple[str, int]]:
-    """Returns (site, layer) of a site at one layer or several, or of a hook point that names its layer. Raises:
-    ValueError for no layer: nothing would change."""
-    listed = [operator.index(one) for one in layers] if isinstance(layers, Iterable) else [layers]
-    if not listed:
-        raise ValueError(f"{what}: layers is empty, so nothing would change")
-    return [place_of(site, layer) for layer in listed]
-
-
-def ablate(
-    directions: Tensor,
-    *,
-    request_id: int,
-    site: str,
-    layers: "int | Iterable[int] | None" = None,
-    positions: Numbers = None,
-    head: int | None = None,
-    phases: "str | Iterable[str] | None" = None,
-    steps: Numbers = None,
-    own_fingerprint: bool = False,
-    num_prompt_tokens: int | None = None,
-) -> tuple[Intervention, ...]:
+def ablate(directions: Tensor, **where: Unpack[WhereLayers]) -> tuple[Intervention, ...]:
     """Returns one Intervention for each of `layers`, which removes from states their part in the span of `directions`:
     [m] or [k, m]; for a head [d] or [k, d].
 
     Raises: ValueError for directions that are not finite or depend on each other.
     Source: directional ablation of Arditi et al. 2024 (arXiv 2406.11717), section 2.4.
     """
-    basis = _orthonormal(directions, "ablate")
-    return tuple(
-        Function(
-            name="ablate", action="function", vectors=torch.zeros(1, basis.shape[1]), function=_Split(basis, _without),
-            source_sha256=_digest(basis), request_id=request_id, site=at, layer=layer, positions=positions, head=head,
-            phases=phases, steps=steps, own_fingerprint=own_fingerprint, num_prompt_tokens=num_prompt_tokens,
-        )
-        for at, layer in places_of(site, layers, "ablate")
-    )  # fmt: skip
+    return _along("ablate", _orthonormal(directions, "ablate"), lambda state, by, basis: state - by @ basis, where)
 
 
-def project(
-    directions: Tensor,
-    *,
-    request_id: int,
-    site: str,
-    layers: "int | Iterable[int] | None" = None,
-    positions: Numbers = None,
-    head: int | None = None,
-    phases: "str | Iterable[str] | None" = None,
-    steps: Numbers = None,
-    own_fingerprint: bool = False,
-    num_prompt_tokens: int | None = None,
-) -> tuple[Intervention, ...]:
+def project(directions: Tensor, **where: Unpack[WhereLayers]) -> tuple[Intervention, ...]:
     """Returns one Intervention for each of `layers`, which keeps of states only their part in the span of `directions`:
     [m] or [k, m]; for a head [d] or [k, d].
 
     Raises: ValueError for directions that are not finite or depend on each other.
     """
-    basis = _orthonormal(directions, "project")
-    return tuple(
-        Function(
-            name="project", action="function", vectors=torch.zeros(1, basis.shape[1]), function=_Split(basis, _alone),
-            source_sha256=_digest(basis), request_id=request_id, site=at, layer=layer, positions=positions, head=head,
-            phases=phases, steps=steps, own_fingerprint=own_fingerprint, num_prompt_tokens=num_prompt_tokens,
-        )
-        for at, layer in places_of(site, layers, "project")
-    )  # fmt: skip
+    return _along("project", _orthonormal(directions, "project"), lambda state, by, basis: by @ basis, where)
 
 
 def clamp(
-    direction: Tensor,
-    low: float | None = None,
-    high: float | None = None,
-    *,
-    request_id: int,
-    site: str,
-    layers: "int | Iterable[int] | None" = None,
-    positions: Numbers = None,
-    head: int | None = None,
-    phases: "str | Iterable[str] | None" = None,
-    steps: Numbers = None,
-    own_fingerprint: bool = False,
-    num_prompt_tokens: int | None = None,
+    direction: Tensor, low: float | None = None, high: float | None = None, **where: Unpack[WhereLayers]
 ) -> tuple[Intervention, ...]:
     """Returns one Intervention for each of `layers`, which keeps the coefficient of states along `direction` [m] (for a
     head: [d]) between `low` and `high`; None is no bound.
@@ -191,78 +108,49 @@ def clamp(
     if not all(math.isfinite(bound) for bound in (low, high) if bound is not None):
         raise ValueError(f"clamp: bounds must be finite, got low={low}, high={high}")
     basis = _orthonormal(direction, "clamp")
-    bounds = _Between(low, high)
     if len(basis) != 1:
         raise ValueError(f"clamp: give one direction, got {len(basis)}; make one Intervention for each")
-    return tuple(
-        Function(
-            name="clamp", action="function", vectors=torch.zeros(1, basis.shape[1]), function=_Split(basis, bounds),
-            source_sha256=_digest(basis, low, high), request_id=request_id, site=at, layer=layer, positions=positions,
-            head=head, phases=phases, steps=steps, own_fingerprint=own_fingerprint, num_prompt_tokens=num_prompt_tokens,
-        )
-        for at, layer in places_of(site, layers, "clamp")
-    )  # fmt: skip
+
+    def between(state: Tensor, by: Tensor, basis: Tensor) -> Tensor:
+        """Returns the state with its coefficient moved between the two bounds."""
+        return state + (by.clamp(low, high) - by) @ basis
+
+    return _along("clamp", basis, between, where, low, high)
 
 
-def steer(
-    vectors: "Mapping[int, Tensor] | str | Path",
-    strength: float = 1.0,
-    *,
-    request_id: int,
-    site: str = "S",
-    positions: Numbers = None,
-    phases: "str | Iterable[str] | None" = None,
-    steps: Numbers = None,
-    own_fingerprint: bool = False,
-    num_prompt_tokens: int | None = None,
-) -> tuple[Intervention, ...]:
-    """Returns one Intervention for each layer of `vectors`, which adds `strength` times the layer's vector.
+def _along(
+    name: str, basis: Tensor, join: Callable[[Tensor, Tensor, Tensor], Tensor], where: WhereLayers,
+    *bounds: float | None,
+) -> tuple[Intervention, ...]:  # fmt: skip
+    """Returns the Interventions of a function that changes the part of states along an orthonormal basis [k, w]. join:
+    returns the new state from the old one, its coefficients [k] along the basis, and the basis."""
+    digest = hashlib.sha256(basis.numpy().tobytes() + repr(bounds).encode()).hexdigest()
 
-    vectors: layer -> [m]; or the path of a control vector of repeng (.gguf), or of a safetensors file with a layer's
-    number in each key, such as "12", "layer.12" or "direction.12".
-    Raises: ValueError or OSError for a file that cannot be read, see `read_steering`.
-    """
-    by_layer = vectors if isinstance(vectors, Mapping) else read_steering(vectors)
-    if not by_layer:
-        raise ValueError("steer: there is no vector, so nothing would change")
-    return tuple(
-        add(
-            strength * as_wide(vector), request_id=request_id, site=site, layer=layer, positions=positions,
-            phases=phases, steps=steps, own_fingerprint=own_fingerprint, num_prompt_tokens=num_prompt_tokens,
-        )
-        for layer, vector in sorted(by_layer.items())
-    )  # fmt: skip
+    def changed(state: Tensor, context: StateContext) -> Tensor:
+        """Returns the new state, in its dtype."""
+        wide = state if state.dtype == torch.float64 else state.float()
+        directions = basis.to(wide.device, wide.dtype)
+        return join(wide, directions @ wide, directions).to(state.dtype)
+
+    vectors = torch.zeros(1, basis.shape[1])
+    return _by_layer(name, where, name=name, function=changed, source_sha256=digest, vectors=vectors)
 
 
-class _Split:
-    """The function of an Intervention: splits a state into its part in the span of an orthonormal basis [k, w] and the
-    rest, and gives both to `join(state, coefficients, basis)`."""
-
-    def __init__(self, basis: Tensor, join: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        self.basis, self.join = basis, join
-
-    def __call__(self, state: Tensor, context: StateContext) -> Tensor:
-        wide = state.double() if state.dtype == torch.float64 else state.float()
-        basis = self.basis.to(wide.device, wide.dtype)
-        return self.join(wide, basis @ wide, basis).to(state.dtype)
+def _by_layer(caller: str, where: WhereLayers, **own: Any) -> tuple[Intervention, ...]:
+    """Returns a Function for each layer of `where`, the keyword arguments of the function named `caller`. own: further
+    fields."""
+    fields = checked_fields(caller, where, WhereLayers)
+    places = places_of(fields.pop("site"), fields.pop("layers", None), caller)
+    return tuple(Function(action="function", site=site, layer=layer, **own, **fields) for site, layer in places)
 
 
-def _without(state: Tensor, coefficients: Tensor, basis: Tensor) -> Tensor:
-    return state - coefficients @ basis
-
-
-def _alone(state: Tensor, coefficients: Tensor, basis: Tensor) -> Tensor:
-    return coefficients @ basis
-
-
-class _Between:
-    """Moves the coefficient of a state between two bounds."""
-
-    def __init__(self, low: float | None, high: float | None) -> None:
-        self.low, self.high = low, high
-
-    def __call__(self, state: Tensor, coefficients: Tensor, basis: Tensor) -> Tensor:
-        return state + (coefficients.clamp(self.low, self.high) - coefficients) @ basis
+def places_of(site: str, layers: "int | Iterable[int] | None", what: str) -> list[tuple[str, int]]:
+    """Returns (site, layer) of a site at one layer or several, or of a hook point that names its layer. Raises:
+    ValueError for no layer: nothing would change."""
+    listed = [operator.index(one) for one in layers] if isinstance(layers, Iterable) else [layers]
+    if not listed:
+        raise ValueError(f"{what}: layers is empty, so nothing would change")
+    return [place_of(site, layer) for layer in listed]
 
 
 def _orthonormal(directions: Tensor, what: str) -> Tensor:
@@ -279,7 +167,3 @@ def _orthonormal(directions: Tensor, what: str) -> Tensor:
     if len(given) == 1:
         return given / given.norm()  # QR may turn it around
     return torch.linalg.qr(given.T).Q.T.contiguous()
-
-
-def _digest(basis: Tensor, *bounds: float | None) -> str:
-    return hashlib.sha256(basis.numpy().tobytes() + repr(bounds).encode()).hexdigest()

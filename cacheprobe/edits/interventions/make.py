@@ -1,23 +1,21 @@
-"""Defines the functions that create interventions: zero, replace, add, mean, resample and swap.
+"""Defines the functions that create interventions: zero, replace, add, mean, resample, swap and steer.
 
-Their keyword arguments are the fields of an Intervention, with the same meaning: request_id, site, layer, positions,
-head, phases, steps, own_fingerprint, num_prompt_tokens. A site may be a hook point of TransformerLens, or a block as
-nnsight names it, which name the layer: see `core.hook_names.place_of`.
+Their keyword arguments are the fields of an Intervention, with the same meaning; `Where` lists them. A site may be a
+hook point of TransformerLens, or a block as nnsight names it, which name the layer: see `core.hook_names.place_of`.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, Unpack, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import RECURRENT, place_of
 from cacheprobe.core.records import Request
-from cacheprobe.edits.interventions.base import Intervention, as_wide
-
-Numbers: TypeAlias = "int | Iterable[int] | None"
-"""Positions or steps: one, several, or None for all."""
+from cacheprobe.edits.interventions.base import Acting, Intervention, OnRequest, Where, as_wide, checked_fields
+from cacheprobe.edits.interventions.steering_files import read_steering
 
 
 @runtime_checkable
@@ -43,146 +41,75 @@ class RecordedStates(Protocol):
         ...
 
 
-def zero(
-    *,
-    request_id: int,
-    site: str,
-    layer: int | None = None,
-    positions: Numbers = None,
-    head: int | None = None,
-    phases: "str | Iterable[str] | None" = None,
-    steps: Numbers = None,
-    own_fingerprint: bool = False,
-    num_prompt_tokens: int | None = None,
-) -> Intervention:
+def zero(**where: Unpack[Where]) -> Intervention:
     """Returns an Intervention that sets the states to zero."""
-    site, layer = place_of(site, layer)
-    return Intervention(
-        name="zero", action="replace", vectors=torch.zeros(1, 1),
-        request_id=request_id, site=site, layer=layer, positions=positions, head=head, phases=phases, steps=steps,
-        own_fingerprint=own_fingerprint, num_prompt_tokens=num_prompt_tokens,
-    )  # fmt: skip
+    return _intervention("zero", "replace", torch.zeros(1, 1), where)
 
 
-def replace(
-    vectors: Tensor,
-    *,
-    request_id: int,
-    site: str,
-    layer: int | None = None,
-    positions: Numbers = None,
-    head: int | None = None,
-    phases: "str | Iterable[str] | None" = None,
-    steps: Numbers = None,
-    own_fingerprint: bool = False,
-    num_prompt_tokens: int | None = None,
-) -> Intervention:
+def replace(vectors: Tensor, **where: Unpack[Where]) -> Intervention:
     """Returns an Intervention that sets the states to `vectors`: [m] for all positions, or [n, m], one for each.
 
     For a head: [d] or [n, d].
     """
-    site, layer = place_of(site, layer)
-    return Intervention(
-        name="replace", action="replace", vectors=vectors,
-        request_id=request_id, site=site, layer=layer, positions=positions, head=head, phases=phases, steps=steps,
-        own_fingerprint=own_fingerprint, num_prompt_tokens=num_prompt_tokens,
-    )  # fmt: skip
+    return _intervention("replace", "replace", vectors, where)
 
 
-def add(
-    vectors: Tensor,
-    *,
-    request_id: int,
-    site: str,
-    layer: int | None = None,
-    positions: Numbers = None,
-    head: int | None = None,
-    phases: "str | Iterable[str] | None" = None,
-    steps: Numbers = None,
-    own_fingerprint: bool = False,
-    num_prompt_tokens: int | None = None,
-) -> Intervention:
+def add(vectors: Tensor, **where: Unpack[Where]) -> Intervention:
     """Returns an Intervention that adds `vectors` to the states: [m] for all positions, or [n, m], one for each.
 
     For a head: [d] or [n, d]. The sum is computed in the model's dtype.
     """
-    site, layer = place_of(site, layer)
-    return Intervention(
-        name="add", action="add", vectors=vectors,
-        request_id=request_id, site=site, layer=layer, positions=positions, head=head, phases=phases, steps=steps,
-        own_fingerprint=own_fingerprint, num_prompt_tokens=num_prompt_tokens,
-    )  # fmt: skip
+    return _intervention("add", "add", vectors, where)
 
 
-def mean(
-    states: Tensor,
-    *,
-    request_id: int,
-    site: str,
-    layer: int | None = None,
-    positions: Numbers = None,
-    head: int | None = None,
-    phases: "str | Iterable[str] | None" = None,
-    steps: Numbers = None,
-    own_fingerprint: bool = False,
-    num_prompt_tokens: int | None = None,
-) -> Intervention:
+def mean(states: Tensor, **where: Unpack[Where]) -> Intervention:
     """Returns an Intervention that sets each state to the mean of `states` [n, m], such as `trace.states("S", 3, 0)`.
 
     The mean is computed in float32, or in float64 for float64 states.
     Source: mean ablation of Wang et al. 2022 (arXiv 2211.00593), section 2.1.
     """
-    site, layer = place_of(site, layer)
-    vectors = as_wide(_checked_states(states, "mean")).mean(0)
-    return Intervention(
-        name="mean", action="replace", vectors=vectors,
-        request_id=request_id, site=site, layer=layer, positions=positions, head=head, phases=phases, steps=steps,
-        own_fingerprint=own_fingerprint, num_prompt_tokens=num_prompt_tokens,
-    )  # fmt: skip
+    return _intervention("mean", "replace", as_wide(_checked_states(states, "mean")).mean(0), where)
 
 
-def resample(
-    states: Tensor,
-    *,
-    seed: int = 0,
-    request_id: int,
-    site: str,
-    layer: int | None = None,
-    positions: Numbers = None,
-    head: int | None = None,
-    phases: "str | Iterable[str] | None" = None,
-    steps: Numbers = None,
-    own_fingerprint: bool = False,
-    num_prompt_tokens: int | None = None,
-) -> Intervention:
+def resample(states: Tensor, *, seed: int = 0, **where: Unpack[Where]) -> Intervention:
     """Returns an Intervention that sets each position's state to one of `states` [n, m], drawn from (seed, position).
 
     A position that is computed again gets the same state.
 
     Source: resample ablation of causal scrubbing (Chan et al. 2022).
     """
-    site, layer = place_of(site, layer)
-    vectors = _checked_states(states, "resample")
-    return Intervention(
-        name="resample", action="replace", vectors=vectors, seed=seed,
-        request_id=request_id, site=site, layer=layer, positions=positions, head=head, phases=phases, steps=steps,
-        own_fingerprint=own_fingerprint, num_prompt_tokens=num_prompt_tokens,
-    )  # fmt: skip
+    return _intervention("resample", "replace", _checked_states(states, "resample"), where, seed)
+
+
+def _intervention(name: str, action: str, vectors: Tensor, where: Where, seed: int | None = None) -> Intervention:
+    """Returns the Intervention of a function of this module. where: the function's keyword arguments."""
+    fields = checked_fields(name, where, Where)
+    site, layer = place_of(fields.pop("site"), fields.pop("layer", None))
+    return Intervention(name=name, action=action, vectors=vectors, site=site, layer=layer, seed=seed, **fields)
+
+
+def steer(
+    vectors: "Mapping[int, Tensor] | str | Path", strength: float = 1.0, *, site: str = "S", **where: Unpack[OnRequest]
+) -> tuple[Intervention, ...]:
+    """Returns one Intervention for each layer of `vectors`, which adds `strength` times the layer's vector.
+
+    vectors: layer -> [m]; or the path of a control vector of repeng (.gguf), or of a safetensors file with a layer's
+    number in each key, such as "12", "layer.12" or "direction.12".
+    Raises: ValueError or OSError for a file that cannot be read, see `read_steering`.
+    """
+    checked_fields("steer", where, OnRequest)
+    by_layer = vectors if isinstance(vectors, Mapping) else read_steering(vectors)
+    if not by_layer:
+        raise ValueError("steer: there is no vector, so nothing would change")
+    return tuple(
+        add(strength * as_wide(vector), site=site, layer=layer, **where) for layer, vector in sorted(by_layer.items())
+    )
 
 
 def swap(
-    trace: RecordedStates,
-    a: int,
-    b: int,
-    *,
-    site: str,
-    layer: int | None = None,
-    positions: Numbers = None,
-    head: int | None = None,
-    phases: "str | Iterable[str] | None" = None,
-    steps: Numbers = None,
-    own_fingerprint: bool = False,
-) -> tuple[Intervention, Intervention]:
+    trace: RecordedStates, a: int, b: int, *, site: str, layer: int | None = None, head: int | None = None,
+    **when: Unpack[Acting],
+) -> tuple[Intervention, Intervention]:  # fmt: skip
     """Returns two Interventions: one sets states of request a to those recorded for request b; the other does the
     reverse.
 
@@ -193,6 +120,7 @@ def swap(
     for recurrent states recorded in 16 bits, and for a trace of a run with interventions.
     Source: interchange interventions, Geiger et al. 2021 (arXiv 2106.02997), section 3.
     """
+    fields = checked_fields("swap", when, Acting)
     site, layer = place_of(site, layer)
     requests = {request.request_id: request for request in trace.requests}
     if missing := [r for r in (a, b) if r not in requests]:
@@ -205,7 +133,7 @@ def swap(
         )
     if site == "pre":
         raise ValueError("swap: a trace keeps sites S, T, C and recurrent, and z of heads; swap one of those")
-    if positions is None:
+    if fields.get("positions") is None:
         raise ValueError("swap: say which positions= to swap, such as range(4, 9)")
     if trace.meta.get("interventions"):
         raise ValueError("swap: the trace's own run was changed by interventions; take a trace of a plain run")
@@ -214,7 +142,7 @@ def swap(
         """Returns the Intervention that sets states of request `target` to those of request `source`."""
         blank = Intervention(
             name="swap", action="replace", vectors=torch.zeros(1, 1), request_id=target, site=site, layer=layer,
-            positions=positions, head=head, phases=phases, steps=steps, own_fingerprint=own_fingerprint,
+            head=head, **fields,
         )  # fmt: skip
         if blank.head is None and site != RECURRENT:
             states = trace.states(*blank.place, source)

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, TypedDict, Unpack
+from typing import TypeAlias, TypedDict
 
 from cacheprobe.core.hook_names import HEADS, RECURRENT
 from cacheprobe.core.tokens.answers import tokens_after
-from cacheprobe.core.values import listed, require_known_options, whole_number
+from cacheprobe.core.values import HintsAtNewArguments, listed, whole_number
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.experts.sites import state_shapes
 from cacheprobe.models.paths import usable as usable
@@ -35,7 +35,7 @@ class GridOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class GridConfig:
+class GridConfig(HintsAtNewArguments):
     """Holds the options of one patching grid (layers, positions, store, path, progress), with defaults."""
 
     layers: "Iterable[int] | None" = None
@@ -43,13 +43,6 @@ class GridConfig:
     store: "str | Path | None" = None
     path: str = "auto"
     progress: bool = True
-
-
-def grid_config(**options: Unpack[GridOptions]) -> GridConfig:
-    """Returns the options of a patching grid as a GridConfig, with defaults. Raises: TypeError for an unknown
-    option."""
-    require_known_options(options, GridOptions.__annotations__)
-    return GridConfig(**options)
 
 
 def as_pair(model: CachedLM, clean: Prompt, corrupt: Prompt) -> tuple[tuple[int, ...], tuple[int, ...]]:

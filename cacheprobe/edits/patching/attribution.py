@@ -139,7 +139,8 @@ def _mean_gradients(
         high = torch.cat([runs[0].at(site, layer)[:length].double(), low[length:]])
         total = torch.zeros_like(low[:length])
         for part in shares.split(at_once):
-            moved = _between(low, high, part.to(low.device))
+            share = part.to(low.device).reshape(-1, *(1,) * low.dim())
+            moved = low + share * (high - low)
 
             def replace(site: str, layer: int, value: Tensor, moved: Tensor = moved) -> Tensor:
                 """Returns the states on the way instead of those of the corrupted run."""
@@ -151,11 +152,6 @@ def _mean_gradients(
         out[layer] = total / steps
         advance()
     return out
-
-
-def _between(low: Tensor, high: Tensor, shares: Tensor) -> Tensor:
-    """Returns the points [k, ...] on the way from `low` to `high`; shares: [k], 0 for low, 1 for high."""
-    return low + shares.reshape(-1, *(1,) * low.dim()) * (high - low)
 
 
 def _estimates(

@@ -3,7 +3,7 @@
 The batch shares the unpatched run's keys and values of the positions before the first computed one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,7 +87,8 @@ def run_cells_to_end(model: CachedLM, base: Run, cells: Sequence[PatchingCell], 
     order = sorted(range(len(cells)), key=lambda i: _forward_order(cells[i].enters))
     batch_size = max(1, MOST_ROWS // (len(base.token_ids) - start)) if getattr(model, "batch_may_grow", True) else 1
     out: list[Tensor] = [base.logits[None]] * len(cells)
-    for batch in _batches(order, batch_size):
+    for first in range(0, len(order), batch_size):
+        batch = order[first : first + batch_size]
         for i, logits in zip(batch, _run_together(model, base, start, [cells[i] for i in batch], count), strict=True):
             out[i] = logits
     return torch.stack(out)
@@ -138,8 +139,3 @@ def _run_together(model: CachedLM, base: Run, start: int, cells: Sequence[Patchi
 def _forward_order(place: SiteLayer) -> tuple[int, int]:
     """Returns a sort key of a (site, layer): the order in which a forward reaches the sites."""
     return place[1], ("pre", HEADS, RECURRENT, "T", "C", "S").index(place[0])
-
-
-def _batches(order: list[int], batch_size: int) -> Iterator[list[int]]:
-    """Yields the list `order` in parts of at most `batch_size` items."""
-    yield from (order[i : i + batch_size] for i in range(0, len(order), batch_size))

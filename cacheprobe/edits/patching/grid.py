@@ -4,57 +4,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Required, TypedDict
 
 import pandas as pd
 
 from cacheprobe.core.files import write_json
+from cacheprobe.core.values import JsonDict
 from cacheprobe.edits.patching.runs import AnswerLogits, AnswerPair, Run
 from cacheprobe.models.base import CachedLM
 
 _FORMAT = "cacheprobe patching grid 1"
 _META = ("kind", "site", "value", "model")
 """Metadata that figures of a grid need."""
-
-
-class GridMeta(TypedDict, total=False):
-    """Lists the metadata of a PatchingGrid: the request, the model, and the results of the unpatched runs.
-
-    The first group of fields is part of every grid, the second of grids of two prompts, the third of attribution
-    patching, the fourth of causal tracing.
-    """
-
-    kind: Required[str]
-    site: Required[str]
-    value: Required[str]
-    model: Required[str]
-    weights: str
-    answer_ids: list[int | list[int]]
-    answer_tokens: list[str]
-    clean_tokens: Required[list[str]]
-    fingerprint: dict[str, str | int | float]
-
-    clean_token_ids: list[int]
-    corrupt_token_ids: list[int]
-    corrupt_tokens: list[str]
-    clean_logit_difference: float
-    corrupt_logit_difference: float
-
-    steps: int
-    pearson: float | None
-    spearman: float | None
-
-    prompt: list[int]
-    subject: list[int]
-    layers: list[int]
-    answer: int | list[int]
-    window: int
-    noise: float
-    noise_standard_deviation: float
-    samples: int
-    seed: int
-    clean_probability: float
-    noisy_probabilities: list[float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +25,12 @@ class PatchingGrid:
     table: pd.DataFrame = field(repr=False)
     """One line for each cell; the docstrings of `activation`, `attribution`, `prefix` and `causal_tracing` list the
     columns."""
-    meta: GridMeta = field(repr=False)
-    """The request, the model, and the results of the unpatched runs."""
+    meta: JsonDict = field(repr=False)
+    """The request, the model, and the results of the unpatched runs. Of every grid: kind, site, value (the column that
+    is drawn), model, weights, answer_ids, answer_tokens, clean_tokens, fingerprint. Of two prompts: clean_token_ids,
+    corrupt_token_ids, corrupt_tokens, clean_logit_difference, corrupt_logit_difference. Of attribution patching: steps,
+    pearson, spearman. Of causal tracing: prompt, subject, layers, answer, window, noise, noise_standard_deviation,
+    samples, seed, clean_probability, noisy_probabilities."""
 
     def __repr__(self) -> str:
         axes = [name for name in ("layer", "position", "head", "sample") if name in self.table.columns]
@@ -156,7 +120,7 @@ def answer_texts(model: CachedLM, answers: Sequence[tuple[int, ...]], prompt: Se
 
 def pair_meta(
     model: CachedLM, kind: str, site: str, runs: tuple[Run, Run], answer: AnswerPair, ends: Sequence[AnswerLogits]
-) -> GridMeta:
+) -> JsonDict:
     """Returns the metadata of a grid of two prompts as a dict. runs: the unpatched clean and corrupted run.  ends: the
     results of the two."""
     clean, corrupt = ends

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
-from pathlib import Path
+from functools import cache
 from typing import Unpack
 
 import torch
@@ -20,7 +19,6 @@ from cacheprobe.edits.patching.arguments import (
     as_pair,
     as_positions,
     check_site,
-    grid_config,
     patched_place,
     require_room,
     usable,
@@ -70,7 +68,7 @@ class PatchedPair:
         options: GridOptions,
     ) -> "PatchedPair":
         """Returns the PatchedPair of a call; keeps states of S and of `sites`. Raises: as `activation`."""
-        config = grid_config(**options)
+        config = GridConfig(**options)
         model = usable(model, config.path)
         ids = as_pair(model, clean, corrupt)
         sites = tuple(sites)
@@ -129,21 +127,12 @@ def grid_of_pair(pair: PatchedPair, kind: str, site: str, axes: Sequence[str], g
     """
     model, answer, (clean, corrupt) = pair.model, pair.answer, (run.token_ids for run in pair.runs)
     named = dict(answer=as_stored(answer), clean=clean, corrupt=corrupt)
-    settings = dict(kind=kind, site=site, axes=axes, layers=pair.layers, **named)
-    store = open_cell_store(pair.config.store, model, settings)
+    settings = dict(kind=kind, site=site, axes=axes, layers=pair.layers, **named, fingerprint=model.fingerprint())
+    store = CellStore(pair.config.store, settings)
     results = dict(sorted(sweep(model, groups, answer, store, pair.config.progress).items()))
     ends = [unpatched(model, run, answer) for run in pair.runs]
     table = pair_table(results, axes, [visible(text) for text in model.token_texts(corrupt)], *ends)
     return PatchingGrid(table, pair_meta(model, kind, site, pair.runs, answer, ends))
-
-
-def open_cell_store(store: "str | Path | None", model: CachedLM, settings: Mapping[str, object]) -> CellStore:
-    """Opens the folder of a patching grid's finished results as a CellStore; if `store` is None, results are not kept.
-
-    settings: of the grid; the model's fingerprint is added.
-    Raises: ValueError if the folder contains cells of another grid, or files but no settings of a grid.
-    """
-    return CellStore(store, {} if store is None else {**settings, "fingerprint": model.fingerprint()})
 
 
 @torch.inference_mode()
@@ -181,34 +170,24 @@ def activation(
     """
     place = patched_place(site, heads)
     pair = PatchedPair.of(model, clean, corrupt, answer, (place,), options)
-    runs = pair.runs
 
-    counts = {layer: _num_heads(pair.model, place, layer) if heads else 1 for layer in pair.layers}
+    counts = {layer: _num_heads(pair.model, place, layer) for layer in pair.layers} if heads else {}
 
-    def indices(position: int) -> list[Index]:
-        """Returns a list of the indices of the patched runs at one position: (layer, position), or (layer, position,
-        head)."""
-        return [
-            (layer, position, *((head,) if heads else ())) for layer in pair.layers for head in range(counts[layer])
-        ]
+    def group(position: int) -> Group:
+        """Returns the patched runs at one position, by (layer, position), or (layer, position, head)."""
+        indices: list[Index] = [(layer, position) for layer in pair.layers]
+        if heads:
+            indices = [(*index, head) for index in indices for head in range(counts[index[0]])]
+        cells = {index: _cell(pair.runs[0], place, *index) for index in indices}
+        return Group(str(position), pair.corrupt_before, lambda begins: cells, indices)
 
-    groups = [
-        Group(str(p), len(indices(p)), pair.corrupt_before, partial(_cells, runs[0], place, indices(p)), indices(p))
-        for p in pair.positions
-    ]
     axes = ["layer", "position", *(["head"] if heads else [])]
-    return grid_of_pair(pair, "activation", place, axes, groups)
+    return grid_of_pair(pair, "activation", place, axes, [group(position) for position in pair.positions])
 
 
 def _num_heads(model: CachedLM, place: str, layer: int) -> int:
     """Returns the number of heads at a site and layer."""
     return state_shapes(model)[layer][0] if place == RECURRENT else model.head_shape[0]
-
-
-def _cells(donor: Run, site: str, indices: list[Index], answer_begins: tuple[int, ...]) -> Mapping[Index, PatchingCell]:
-    """Returns a dict of PatchingCells by index: descriptions of patched runs that each copy one state of the run
-    `donor`."""
-    return {index: _cell(donor, site, *index) for index in indices}
 
 
 def _cell(donor: Run, site: str, layer: int, position: int, head: int | None = None) -> PatchingCell:
@@ -238,25 +217,20 @@ def prefix(
     """
     check_site(site, RESIDUAL_SITES)
     pair = PatchedPair.of(model, clean, corrupt, answer, (), options)
+    last = len(pair.runs[0].token_ids) - 1
 
-    def indices(position: int) -> list[Index]:
-        """Returns a list of the indices (layer, position) of the patched runs at one position."""
-        return [(layer, position) for layer in pair.layers]
+    def group(position: int) -> Group:
+        """Returns the patched runs at one position, by (layer, position)."""
+        indices: list[Index] = [(layer, position) for layer in pair.layers]
 
-    groups = [
-        Group(str(p), len(pair.layers), pair.clean_before, partial(_prefix_cells, pair, site, indices(p)), indices(p))
-        for p in pair.positions
-    ]
-    return grid_of_pair(pair, "prefix", site, ["layer", "position"], groups)
+        def cells(begins: tuple[int, ...]) -> Mapping[Index, PatchingCell]:
+            """Returns the cells by index. begins: tokens of an answer that follow both prompts."""
+            runs = pair.clean_before(begins), pair.corrupt_before(begins)
+            return {(layer, p): prefix_cell(*runs, site, layer, p, last) for layer, p in indices}
 
+        return Group(str(position), pair.clean_before, cells, indices)
 
-def _prefix_cells(
-    pair: PatchedPair, site: str, indices: Sequence[Index], answer_begins: tuple[int, ...]
-) -> Mapping[Index, PatchingCell]:
-    """Returns a dict of the PatchingCells (descriptions of patched runs) of prefix patching, by index (layer,
-    position). answer_begins: tokens of an answer that follow both prompts."""
-    runs, last = (pair.clean_before(answer_begins), pair.corrupt_before(answer_begins)), len(pair.runs[0].token_ids) - 1
-    return {(layer, position): prefix_cell(*runs, site, layer, position, last) for layer, position in indices}
+    return grid_of_pair(pair, "prefix", site, ["layer", "position"], [group(p) for p in pair.positions])
 
 
 def prefix_cell(clean: Run, corrupt: Run, site: str, layer: int, position: int, last: int) -> PatchingCell:

@@ -82,8 +82,6 @@ class Group:
     """Describes a group of patched runs (cells) of one grid that are run and stored together."""
 
     name: str
-    count: int
-    """Number of cells."""
     base: Callable[[tuple[int, ...]], Run]
     """Returns the unpatched run that the cells change, followed by the given tokens, which are the beginning of an
     answer; called only if the group must run."""
@@ -110,14 +108,14 @@ def sweep(
     token. The answers then have one token each.
     """
     out: dict[Index, AnswerLogits] = {}
-    with Progress(sum(group.count for group in groups), "patching", "cells", enabled=progress is True) as bar:
+    with Progress(sum(len(group.indices) for group in groups), "patching", "cells", enabled=progress is True) as bar:
         for group in groups:
             results = store.get(group.name)
             if results is None:
                 results = _run_group(model, group, answers, choose)
                 store.put(group.name, results)
             out |= dict(zip(group.indices, results, strict=True))
-            bar.advance(group.count)
+            bar.advance(len(group.indices))
             if callable(progress):
                 progress(bar.done, bar.total)
     return out

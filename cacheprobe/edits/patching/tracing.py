@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Unpack
@@ -11,27 +12,43 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.noise import derive_seed
-from cacheprobe.core.values import listed
+from cacheprobe.core.values import JsonDict, listed
 from cacheprobe.edits.patching.arguments import (
     PATCHED_SITES,
     Answer,
+    GridConfig,
     GridOptions,
     as_answer,
     as_layers,
     as_positions,
     as_token_ids,
     check_site,
-    grid_config,
     require_room,
     usable,
 )
 from cacheprobe.edits.patching.cells import Edit, PatchingCell, cell
-from cacheprobe.edits.patching.grid import GridMeta, PatchingGrid, answer_texts, as_stored
-from cacheprobe.edits.patching.pairs import open_cell_store
+from cacheprobe.edits.patching.grid import PatchingGrid, answer_texts, as_stored
 from cacheprobe.edits.patching.runs import AnswerLogits, Run, extend, run_once
-from cacheprobe.edits.patching.sweep import Group, Index, sweep, unpatched
+from cacheprobe.edits.patching.sweep import CellStore, Group, Index, sweep, unpatched
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import Prompt
+
+
+class TracingOptions(GridOptions, total=False):
+    """Declares the keyword arguments of `causal_tracing` beside what is traced."""
+
+    noise: float
+    samples: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class TracingConfig(GridConfig):
+    """Holds the options of `causal_tracing`, with defaults."""
+
+    noise: float = 3.0
+    samples: int = 10
+    seed: int = 0
 
 
 @torch.inference_mode()
@@ -43,10 +60,7 @@ def causal_tracing(
     site: str = "S",
     window: int = 1,
     answer: "Answer | None" = None,
-    noise: float = 3.0,
-    samples: int = 10,
-    seed: int = 0,
-    **options: Unpack[GridOptions],
+    **options: Unpack[TracingOptions],
 ) -> PatchingGrid:
     """Runs the prompt with noise on the subject's embeddings, and restores the clean state at one layer and position at
     a time. Returns a PatchingGrid.
@@ -58,23 +72,23 @@ def causal_tracing(
     site: S, T, C or "pre".  window: restore this many layers around the cell's own; the paper uses 10 for T and C.
     answer: the answer whose probability is measured: text that follows the prompt, a token id, or the ids of several
     tokens, whose probabilities are multiplied; by default the first choice of the clean run.
-    noise: standard deviation of the noise, as a multiple of the standard deviation of this prompt's input to block 0.
-    The paper uses 3 times that of embeddings over many subjects, without positions.
-    samples: number of noise draws, each with its own grid; draw i depends on (seed, i) only.
-    options: layers, positions, store, path and progress, as in `activation`.
+    options: layers, positions, store, path and progress, as in `activation`; and:
+    - noise (3.0): standard deviation of the noise, as a multiple of the standard deviation of this prompt's input to
+      block 0. The paper uses 3 times that of embeddings over many subjects, without positions.
+    - samples (10): number of noise draws, each with its own grid.  seed (0): draw i depends on (seed, i) only.
     Raises: ValueError for a site, layer, position or subject that the prompt lacks, for an answer as `as_answer`, and
     for invalid window, samples or noise.
     Source: Meng et al. 2022 (arXiv 2202.05262), section 2.1; 3 standard deviations, ten draws and a window of ten
     layers are those of its code.
     Twin: tests.twins.patching_slowly.naive_grid with the same noise, close(1e-5) in float32.
     """
+    config = TracingConfig(**options)
     check_site(site, PATCHED_SITES)
-    if min(window, samples) < 1 or not noise > 0:
+    if min(window, config.samples) < 1 or not config.noise > 0:
         raise ValueError(
-            f"window={window}, samples={samples}, noise={noise}: give at least one layer and one sample, and noise "
-            "above zero"
+            f"window={window}, samples={config.samples}, noise={config.noise}: give at least one layer and one sample, "
+            "and noise above zero"
         )
-    config = grid_config(**options)
     model = usable(model, config.path)
     ids = as_token_ids(model, prompt, "traced")
     given = subject_positions(model, ids, subject) if isinstance(subject, str) else listed(subject)
@@ -83,12 +97,12 @@ def causal_tracing(
     clean = run_once(model, ids, (site,))
     measured = (int(clean.logits.argmax()),) if answer is None else as_answer(model, answer, ids)
     require_room(model, ids, [measured])
-    scale = noise * float(clean.at("pre", 0).float().std())
+    scale = config.noise * float(clean.at("pre", 0).float().std())
 
     @cache
     def noisy(sample: int) -> Run:
         """Returns the Run of the prompt with noise draw number `sample` on the embeddings of its subject."""
-        added = _noise_adder(sorted(noisy_at), scale, derive_seed(seed, sample))
+        added = _noise_adder(sorted(noisy_at), scale, derive_seed(config.seed, sample))
         return run_once(model, ids, (site,), after=(clean, min(noisy_at)), noise=added)
 
     @cache
@@ -98,33 +112,28 @@ def causal_tracing(
 
     restored = {layer: window_of(layer, window, model.n_layers) for layer in in_layers}
 
-    def indices(sample: int, position: int) -> list[Index]:
-        """Returns a list with the index (layer, position, sample) of each patched run for one noise sample at one
-        position: one index for each layer."""
-        return [(layer, position, sample) for layer in in_layers]
+    def group(sample: int, position: int) -> Group:
+        """Returns the patched runs of one noise draw at one position, by (layer, position, sample)."""
+        indices: list[Index] = [(layer, position, sample) for layer in in_layers]
+        cells = {index: _restoring(clean, site, restored[index[0]], position) for index in indices}
+        return Group(f"{sample}-{position}", partial(noisy_before, sample), lambda begins: cells, indices)
 
-    groups = [
-        Group(f"{i}-{p}", len(in_layers), partial(noisy_before, i),
-              partial(_cells, clean, site, restored, indices(i, p)), indices(i, p))
-        for i in range(samples)
-        for p in at_positions
-    ]  # fmt: skip
     (first,), pair = as_stored([measured]), (measured, measured)
-    settings = dict(kind="causal tracing", site=site, window=window, answer=first, prompt=ids, subject=noisy_at)
-    settings |= dict(noise=noise, seed=seed, layers=in_layers)
-    results = sweep(model, groups, pair, open_cell_store(config.store, model, settings), config.progress)
-    probabilities = [_probability(unpatched(model, noisy(i), pair)) for i in range(samples)]
+    settings: JsonDict = dict(
+        kind="causal tracing", site=site, window=window, answer=first, prompt=list(ids), subject=list(noisy_at),
+        noise=config.noise, seed=config.seed, layers=list(in_layers), fingerprint=model.fingerprint(),
+    )  # fmt: skip
+    groups = [group(sample, position) for sample in range(config.samples) for position in at_positions]
+    results = sweep(model, groups, pair, CellStore(config.store, settings), config.progress)
+    noisy_probabilities = [_probability(unpatched(model, noisy(i), pair)) for i in range(config.samples)]
     texts = model.token_texts(ids)
-    meta: GridMeta = {
-        "kind": "causal tracing", "site": site, "window": window, "answer": first, "prompt": list(ids),
-        "subject": list(noisy_at), "noise": noise, "seed": seed, "layers": list(in_layers), "value": "effect",
-        "samples": samples, "model": model.name, "weights": model.weights_note, "clean_tokens": texts,
-        "answer_ids": [first], "answer_tokens": answer_texts(model, [measured], ids), "noise_standard_deviation": scale,
-        "clean_probability": _probability(unpatched(model, clean, pair)),
-        "noisy_probabilities": probabilities,
-        "fingerprint": model.fingerprint(),
-    }  # fmt: skip
-    return PatchingGrid(_table(dict(sorted(results.items())), texts, probabilities, measured[0]), meta)
+    meta = settings | dict(
+        value="effect", samples=config.samples, model=model.name, weights=model.weights_note, clean_tokens=texts,
+        answer_ids=[first], answer_tokens=answer_texts(model, [measured], ids), noise_standard_deviation=scale,
+        clean_probability=_probability(unpatched(model, clean, pair)), noisy_probabilities=noisy_probabilities,
+    )  # fmt: skip
+    table = _table(dict(sorted(results.items())), texts, noisy_probabilities, measured[0])
+    return PatchingGrid(table, meta)
 
 
 def subject_positions(model: CachedLM, token_ids: Sequence[int], subject: str) -> list[int]:
@@ -162,17 +171,10 @@ def _noise_adder(positions: Sequence[int], scale: float, seed: int) -> Callable[
     return add
 
 
-def _cells(
-    clean: Run, site: str, layers: Mapping[int, range], indices: Sequence[Index], answer_begins: tuple[int, ...]
-) -> Mapping[Index, PatchingCell]:
-    """Returns a dict of PatchingCells (descriptions of patched runs) by index; each restores the clean state of one
-    position in a window of layers."""
-
-    def edit(layer: int, position: int) -> Edit:
-        """Returns the edit that restores the clean state of a layer and position."""
-        return Edit((site, layer), (position,), clean.at(site, layer)[position : position + 1])
-
-    return {(layer, p, i): cell([edit(at, p) for at in layers[layer]]) for layer, p, i in indices}
+def _restoring(clean: Run, site: str, layers: range, position: int) -> PatchingCell:
+    """Returns the PatchingCell that restores the clean state of one position in a window of layers."""
+    states = ((layer, clean.at(site, layer)[position : position + 1]) for layer in layers)
+    return cell([Edit((site, layer), (position,), vectors) for layer, vectors in states])
 
 
 def _probability(logits: AnswerLogits) -> float:

@@ -30,7 +30,7 @@ from cacheprobe.core.values import whole_number
 from cacheprobe.engine.drafters.base import DraftContext, Drafter, deadline_seconds
 from cacheprobe.engine.drafters.scripted import Scripted
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.models.turns import computing
+from cacheprobe.models.settings import model_lock
 
 MOST_ABANDONED = 8
 """Number of abandoned calls after which a run does not call the drafter again. Each may leave a thread running."""
@@ -190,7 +190,7 @@ class _Thread:
         usable = None
         if context is not None:
             usable = _ThreadContext(context.model, self._messages, self._results, self._is_abandoned)
-        with computing.lent_to(self._thread.ident):  # it may run a model by itself
+        with model_lock.lent_to(self._thread.ident):  # it may run a model by itself
             self.jobs.put((_copy_settings(), lambda: job(usable)))
             return self._wait(context, seconds)
 

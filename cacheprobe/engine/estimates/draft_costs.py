@@ -8,7 +8,7 @@ from typing import Unpack
 
 import pandas as pd
 
-from cacheprobe.analysis.draft_tables import names_of
+from cacheprobe.analysis.draft_acceptance import names_of
 from cacheprobe.core.config import EngineOptions
 from cacheprobe.core.progress import Progress
 from cacheprobe.core.records import Observer, StepRecord
@@ -17,7 +17,7 @@ from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.plan import RunPlan
 from cacheprobe.engine.shapes import choose_shapes
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.turns import hold_model
+from cacheprobe.models.settings import hold_model
 from cacheprobe.trace.tables.schema import typed
 
 

@@ -22,7 +22,7 @@ from cacheprobe.engine.passes import Entry, Pass
 from cacheprobe.engine.plan import RunPlan
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.paths import choose_path
-from cacheprobe.models.turns import hold_model
+from cacheprobe.models.settings import hold_model
 from cacheprobe.trace.recording.lens_reader import LENS_TILE, LensReader, Queued
 from cacheprobe.trace.recording.recorder import Recorder
 

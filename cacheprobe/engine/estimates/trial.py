@@ -8,7 +8,7 @@ from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.estimates.assumed import WHOLE
 from cacheprobe.engine.plan import RunPlan
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.models.turns import hold_model
+from cacheprobe.models.settings import hold_model
 from cacheprobe.ops.acceptance import StopRule
 from cacheprobe.trace.recording.observers import StepLog
 

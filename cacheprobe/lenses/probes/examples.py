@@ -2,7 +2,7 @@
 them."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pandas as pd
 import torch
@@ -166,11 +166,6 @@ def embeddings(trace: Trace, table: pd.DataFrame, model: CachedLM | None = None)
 LabelledStates = Mapping[tuple[str, int], Tensor]
 """Vectors [n, m], keyed by (site, layer)."""
 
-Given = tuple[
-    "Iterable[object] | None", "Iterable[Hashable] | None", "Iterable[Hashable] | None", "Iterable[Hashable] | None"
-]
-"""Labels, groups, places and words, each [n] or None."""
-
 
 @dataclass(frozen=True)
 class Examples:
@@ -219,29 +214,27 @@ def of_trace(
 
 def of_vectors(
     vectors: LabelledStates,
-    given: Given,
+    given: "Mapping[str, Iterable[object] | None]",
     at: "str | Iterable[int]",
     sites: "Iterable[str] | None",
     layers: "Iterable[int] | None",
     untrained: "Trace | LabelledStates | None",
     embedding: Tensor | None,
 ) -> Examples:
-    """Returns the probe examples for given vectors [n, m] by (site, layer), with labels, groups, places and words in
-    `given`.
+    """Returns the probe examples for vectors [n, m] by (site, layer). given: each example's label, group, place and
+    word, by these names; None if they are not given.
 
     Raises: ProbeError if labels or groups are missing, if labels, groups, places and words differ in number, if that
     number is not n, and for a site or layer that no key of `vectors` has.
     """
-    labels, groups, places, words = given
-    if labels is None or groups is None:
+    if given["label"] is None or given["group"] is None:
         raise ProbeError("vectors need labels, and groups: what stands in one group is never split, such as a prompt")
-    columns = {"label": labels, "group": groups, "place": places, "word": words}
-    lists = {name: list(values) for name, values in columns.items() if values is not None}
+    lists = {name: list(values) for name, values in given.items() if values is not None}
     if len({len(values) for values in lists.values()}) > 1:
         numbers = ", ".join(f"{len(values)} {name}s" for name, values in lists.items())
         raise ProbeError(f"there are {numbers}; give one of each for every vector")
     about = pd.DataFrame(lists)
-    if places is None:
+    if given["place"] is None:
         about.insert(2, "place", "all")
     held = tuple(sorted({site for site, _ in vectors}))
     wanted = chosen_pairs(held, tuple(sorted({layer for _, layer in vectors})), sites, layers)
@@ -254,11 +247,6 @@ def of_vectors(
             )
     bare = None if untrained is None else _aligned(untrained, about, at, list(states))
     return Examples(about, states, "given", bare, embedding)
-
-
-def pooled_examples(examples: Examples) -> Examples:
-    """Returns the examples with all places merged into one, "all", so that one probe is fitted for all of them."""
-    return replace(examples, about=examples.about.assign(place="all"))
 
 
 def _aligned(

@@ -1,7 +1,7 @@
 """Fits linear probes by site, layer and place, and compares each with baselines that do not use the states."""
 
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypedDict, Unpack
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from cacheprobe.core.values import require_known_options
+from cacheprobe.core.values import HintsAtNewArguments
 from cacheprobe.lenses.probes.examples import (
     LEAST,
     Examples,
@@ -18,7 +18,6 @@ from cacheprobe.lenses.probes.examples import (
     ProbeError,
     of_trace,
     of_vectors,
-    pooled_examples,
     require_enough,
 )
 from cacheprobe.lenses.probes.ridge import control_labels, effective_number, group_folds, held_out_scores
@@ -34,6 +33,12 @@ COLUMNS = [
 class ProbeOptions(TypedDict, total=False):
     """Declares the keyword arguments of `cp.probes.fit` that say how a probe is tested."""
 
+    pooled: bool
+    """One probe for all places instead of one for each."""
+    untrained: "Trace | LabelledStates | None"
+    """The same prompts on `untrained(model)`, or its states, as a baseline."""
+    embedding: Tensor | None
+    """[n, m] of the words alone; for a trace, by default computed with its model."""
     folds: int
     """Number of folds; each is tested by a probe fitted on the others."""
     controls: int
@@ -45,9 +50,12 @@ class ProbeOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class ProbeConfig:
-    """Holds the options of one call of `cp.probes.fit` (folds, controls, least, seed), with defaults."""
+class ProbeConfig(HintsAtNewArguments):
+    """Holds the options of one call of `cp.probes.fit`, with defaults; ProbeOptions says what each does."""
 
+    pooled: bool = False
+    untrained: "Trace | LabelledStates | None" = None
+    embedding: Tensor | None = None
     folds: int = 5
     controls: int = 10
     least: int = LEAST
@@ -92,9 +100,6 @@ def fit(
     at: "str | Iterable[int]" = "event",
     sites: "Iterable[str] | None" = None,
     layers: "Iterable[int] | None" = None,
-    pooled: bool = False,
-    untrained: "Trace | LabelledStates | None" = None,
-    embedding: Tensor | None = None,
     **options: Unpack[ProbeOptions],
 ) -> ProbeResult:
     """Fits a linear classifier of the labels for each site, layer and place, and tests the classifier on held-out
@@ -102,17 +107,14 @@ def fit(
 
     states: a trace of task prompts, whose labels, groups, places and words are those of `labelled(trace, at)`; or
     vectors [n, m] keyed by (site, layer), with `labels` and `groups` [n], and optionally `places` and `words`.
-    sites, layers: by default, those that were captured.  pooled: one probe for all places instead of one for each.
-    untrained: the same prompts on `untrained(model)`, or its states, as a baseline.  embedding: [n, m] of the words
-    alone; for a trace, by default computed with its model.
-    options: folds (5), controls (10), least (20 groups of each class at a place) and seed; ProbeOptions says what each
-    does.
+    sites, layers: by default, those that were captured.
+    options: pooled, untrained and embedding (baselines), folds (5), controls (10), least (20 groups of each class at a
+    place) and seed; ProbeOptions says what each does.
     Raises: ProbeError for too few examples, and for unknown sites and layers; ValueError for fewer than three folds.
     Source: linear probes, Alain and Bengio 2016 (arXiv 1610.01644); selectivity, Hewitt and Liang 2019 (arXiv
     1909.03368), section 3. The classifier is ridge regression on the classes: one factorisation serves the true labels
     and all control tasks.  Twin: tests.twins.probes_slowly.fit_slowly (scikit-learn), accuracies ==.
     """
-    require_known_options(options, ProbeOptions.__annotations__)
     config = ProbeConfig(**options)
     if isinstance(states, Trace):
         if any(given is not None for given in (labels, groups, places, words)):
@@ -120,11 +122,12 @@ def fit(
                 "a trace brings its own labels, groups, places and words; to give others, give vectors too: "
                 "fit({(site, layer): trace.vectors(site, layer, rows)}, labels, groups)"
             )
-        examples = of_trace(states, at, sites, layers, untrained, embedding)
+        examples = of_trace(states, at, sites, layers, config.untrained, config.embedding)
     else:
-        examples = of_vectors(states, (labels, groups, places, words), at, sites, layers, untrained, embedding)
-    if pooled:
-        examples = pooled_examples(examples)
+        given = {"label": labels, "group": groups, "place": places, "word": words}
+        examples = of_vectors(states, given, at, sites, layers, config.untrained, config.embedding)
+    if config.pooled:
+        examples = replace(examples, about=examples.about.assign(place="all"))
     parts = [part for place in examples.places for part in _tables(examples, place, config)]
     controls = config.controls if "word" in examples.about else 0
     return ProbeResult(pd.concat(parts, ignore_index=True)[COLUMNS], config.folds, controls, config.seed)

@@ -1,21 +1,136 @@
-"""Makes a transformers model compute its mixtures of experts batch-invariantly, and reads and edits the routing: the
-site "router"."""
+"""Finds the mixtures of experts of a transformers model, makes them batch-invariant, and reads and edits their routing:
+the site "router"."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 
 from cacheprobe.core.hook_names import RECURRENT, ROUTER
 from cacheprobe.core.live import LiveConfig, LiveModule, ModuleValue
 from cacheprobe.models.base import CachedLM, ModelError, StateEdit, StateSink
-from cacheprobe.models.experts.dispatch import INVARIANT, PRODUCT, product_of
-from cacheprobe.models.experts.find import MixtureLayer, mixture_layers
-from cacheprobe.models.experts.products import RowProduct
-from cacheprobe.models.experts.router import RouterForward, forward_of
+from cacheprobe.models.experts.dispatch import INVARIANT, PRODUCT, RowProduct, padded, product_of
+
+_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+_TOP_K = ("num_experts_per_tok", "top_k_experts")
+_WRAPPED = "_original_component"
+"""The name under which a TransformerBridge keeps a module that it replaced."""
+
+
+class MixtureLayer(NamedTuple):
+    """Holds the modules of one mixture of experts."""
+
+    block: LiveModule
+    """The module that holds router and experts; its input is [b, t, m]."""
+    experts: LiveModule
+    """The experts, called with states [n, m], expert ids [n, k] and weights [n, k]."""
+    router: LiveModule | None
+    """Computes logits [n, e] by one linear product, then ids and weights. None if the block computes the routing
+    itself."""
+    num_experts: int
+    top_k: int
+    """Number of experts that compute each token."""
+
+
+def mixture_layers(model: LiveModule) -> dict[int, MixtureLayer]:
+    """Returns a dict layer -> MixtureLayer of the layers of a transformers model whose experts are chosen by
+    transformers' table of experts functions; {} for a dense model. A bridge around parts of the model is looked
+    through."""
+    found: dict[int, MixtureLayer] = {}
+    for path, module in model.named_modules():
+        layer = _LAYER.search(f".{path}.")
+        if layer is None or path.endswith(_WRAPPED) or not _are_experts(module := _inner(module)):
+            continue
+        block = _inner(model.get_submodule(path.rpartition(".")[0]))
+        router = next((_inner(child) for child in block.children() if _is_router(_inner(child), module)), None)
+        config = module.config
+        top_k = next(filter(None, (getattr(router, "top_k", 0), *(getattr(config, name, 0) for name in _TOP_K))), 0)
+        found[int(layer[1])] = MixtureLayer(block, module, router, int(module.num_experts), int(top_k))
+    return dict(sorted(found.items()))
+
+
+def _inner(module: LiveModule) -> LiveModule:
+    """Returns the module inside a bridge's wrappers; another module unchanged."""
+    while _WRAPPED in module._modules:
+        module = module._modules[_WRAPPED]
+    return module
+
+
+def _are_experts(module: LiveModule) -> bool:
+    """Whether a module's forward looks up transformers' table of experts functions."""
+    return all(hasattr(module, name) for name in ("is_transposed", "has_gate", "_apply_gate", "num_experts"))
+
+
+def _is_router(module: LiveModule, experts: LiveModule) -> bool:
+    """Whether a module has one weight [e, m] and computes ids and weights in its own forward."""
+    weight = module._parameters.get("weight")
+    return not isinstance(module, nn.Linear) and weight is not None and weight.shape[:-1] == (experts.num_experts,)
+
+
+LogitEdit: TypeAlias = Callable[[Tensor], Tensor | None]
+"""Function of the router's logits [n, e]: returns the new logits, or None to leave them unchanged."""
+
+
+class RouterForward:
+    """Replaces the forward of a router. Runs the router's own code, in which the linear product and the sigmoid are
+    batch-invariant, and edits the logits that the product gives.
+
+    Twin: the router's own forward, the same ids, weights close(1e-5) in float32.
+    """
+
+    def __init__(self, router: nn.Module, product: RowProduct) -> None:
+        self.router, self.product = router, product
+        self.edits: list[LogitEdit] = []
+
+    def __call__(self, *args: ModuleValue, **kwargs: ModuleValue) -> ModuleValue:
+        """Returns what the router's own forward returns."""
+        with _RouterFunctions(self):
+            return type(self.router).forward(self.router, *args, **kwargs)
+
+    def logits(self, values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Returns the logits [..., e] of values [..., m], after the edits."""
+        logits = self.product(values.reshape(-1, values.shape[-1]), weight, bias)
+        for edit in self.edits:
+            edited = edit(logits)
+            logits = logits if edited is None else edited
+        return logits.view(*values.shape[:-1], -1)
+
+
+class _RouterFunctions(TorchFunctionMode):
+    """Replaces torch's functions `linear` and `sigmoid` while one router runs."""
+
+    def __init__(self, forward: RouterForward) -> None:
+        super().__init__()
+        self.forward = forward
+
+    def __torch_function__(
+        self,
+        func: Callable[..., ModuleValue],
+        types: object,
+        args: tuple[ModuleValue, ...] = (),
+        kwargs: dict[str, ModuleValue] | None = None,
+    ) -> ModuleValue:
+        """Returns the result of torch's function `func`, or of its replacement."""
+        kwargs = kwargs or {}
+        if func is linear:
+            return self.forward.logits(*args, **kwargs)
+        if func in (torch.sigmoid, Tensor.sigmoid, torch.nn.functional.sigmoid) and args[0].dim() == 2:
+            return padded(torch.sigmoid, args[0])
+        return func(*args, **kwargs)
+
+
+def forward_of(router: LiveModule) -> RouterForward | None:
+    """Returns the RouterForward that replaces a router's forward; None if nothing was replaced."""
+    found = vars(router).get("forward")
+    return found if isinstance(found, RouterForward) else None
+
 
 EXPERTS = "one product a token, ascending ids"
 """How experts are computed, as a fingerprint says it."""

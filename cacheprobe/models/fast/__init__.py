@@ -1,2 +1,2 @@
-"""Implements the fast forward of Hugging Face models (`HookedHF`): fused attention on the bridge's weights, without the
+"""Implements the fast forward of Hugging Face models (`FastLM`): fused attention on the bridge's weights, without the
 bridge's hooks."""

@@ -1,17 +1,25 @@
-"""Defines the operations of which a forward consists, so that another implementation can replace torch's."""
+"""Defines the operations of which a forward consists, computed by torch, by compiled loops, or by Triton kernels."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers.activations import SiLUActivation
 
-from cacheprobe.core.live import LiveModule
+from cacheprobe.core.live import LiveConfig, LiveModule
 from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.hf.attention import attend_over_cache
-from cacheprobe.models.hf.rms_norms import Norm
+from cacheprobe.models.hf.masks import sliding_window, text_config
+from cacheprobe.models.weights import Norm, rms_norm_of
+from cacheprobe.ops.attention import attend_by_request
+from cacheprobe.ops.compiled.attention import serves
+from cacheprobe.ops.compiled.operations import CompiledProduct
+from cacheprobe.ops.compiled.queue import Queue
+from cacheprobe.ops.kernel_set import KernelSet
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Function (values, weight, bias) -> values weight^T + bias."""
@@ -125,3 +133,174 @@ class Operations:
     def finish(self) -> None:
         """Computes what is not computed yet, and makes the calls of `pass_on`. Here each operation is computed at
         once."""
+
+
+class QueuedOperations(Operations):
+    """Computes norms, products, rotations, gates, sums, cache writes and the attention of few tokens in compiled loops.
+    Operations are queued, and computed when many are, before attention of many tokens and activations other than SiLU,
+    which torch computes, and at the end.
+
+    Twin: `Operations`, close: each result is rounded alike, but sums have another order.
+    """
+
+    def __init__(self, product: CompiledProduct, dtype: torch.dtype, most: int = 256) -> None:
+        """dtype: of the model.  most: operations that can be queued."""
+        super().__init__(product)
+        self._queue = Queue(product.kind, dtype, most)
+        self._calls: list[tuple[Callable[[Tensor], object], Tensor]] = []
+
+    def begin(self) -> None:
+        """Forgets what a forward that raised an error left in the queue."""
+        self._queue.clear()
+        self._calls.clear()
+
+    def takes(self, values: Tensor) -> bool:
+        """Returns True if the loops can compute with `values`: of the model's dtype, on the CPU, without gradients."""
+        is_plain = values.dtype == self._queue.dtype and values.device.type == "cpu"
+        return is_plain and not (torch.is_grad_enabled() and values.requires_grad)
+
+    def silu(self, values: Tensor) -> Tensor:
+        """Queues silu(values); returns the result."""
+        return self._queue.silu(values)
+
+    def products(self, values: Tensor, layers: Sequence[Affine]) -> list[Tensor]:
+        """Queues linear layers that have the same input; returns their outputs [b, t, o]."""
+        return [
+            self._queue.product(values, layer.weight, layer.bias, follows=number == 0)
+            for number, layer in enumerate(layers)
+        ]
+
+    def norm(self, values: Tensor, norm: Norm) -> Tensor:
+        """Queues an RMSNorm; returns its result [..., m]."""
+        return self._queue.norm(values, norm.weight, norm.eps)
+
+    def rotated(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Queues the rotary embedding of queries [b, t, h, d] and keys [b, t, g, d], in place; returns both."""
+        cos, sin = (part.expand(*q.shape[:2], 1, q.shape[3]).contiguous() for part in rotation)
+        return self._queue.rotate(q, cos, sin), self._queue.rotate(k, cos, sin, follows=False)
+
+    def attended(self, cache: StagedCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float) -> Tensor:
+        """Queues the cache write and the attention of passes that `attention.decode_attention` computes by request; for
+        others, computes what is queued, and then as Operations.attended."""
+        q, k, v = (part.transpose(1, 2) for part in heads)
+        if cache.spans is None:
+            self.finish()
+            return super().attended(cache, layer, heads, mask, scale)
+        if self._queue.is_long:
+            self.finish()
+        cached = partial(cache.row_view, layer)
+        cache.store(layer, k, v, self._queue.store, lambda compare: self.pass_on(k, [lambda _: compare()]))
+        if not serves(q):
+            self.finish()
+            return attend_by_request(q, cached, mask, cache.spans, scale)
+        places = cache.spans.request_table(cached)
+        out = self._queue.attend(q, *cached(int(places[0, 0]), 1), mask, places, scale)
+        return out.transpose(1, 2).flatten(2)
+
+    def gated(self, gate: Tensor, up: Tensor, activation: LiveModule) -> Tensor:
+        """Queues silu(gate) * up; for another activation, computes what is queued and activation(gate) * up."""
+        if is_silu(activation):
+            return self._queue.gated(gate, up)
+        self.finish()
+        return super().gated(gate, up, activation)
+
+    def added(self, stream: Tensor, value: Tensor) -> Tensor:
+        """Queues stream + value; returns the result [b, t, m]."""
+        return self._queue.added(stream, value)
+
+    def pass_on(self, value: Tensor, functions: Sequence[Callable[[Tensor], object]]) -> None:
+        """Keeps calls of functions with a result until it is computed."""
+        self._calls += [(function, value) for function in functions]
+
+    def finish(self) -> None:
+        """Computes what is queued, and makes the calls of `pass_on`."""
+        self._queue.run()
+        calls, self._calls = self._calls, []
+        for function, value in calls:
+            function(value)
+
+
+def is_silu(activation: LiveModule) -> bool:
+    """Returns True if an activation module computes x / (1 + exp(-x))."""
+    return isinstance(activation, nn.SiLU | SiLUActivation)
+
+
+def replace_forward(module: LiveModule, operations: QueuedOperations) -> None:
+    """Makes a module that is an RMSNorm or a SiLU compute with `operations`; others stay as they are. Inputs of another
+    dtype, and those that need gradients, are computed by the module's own forward."""
+    if rms_norm_of(module) is not None:
+        vars(module)["forward"] = partial(_norm_by, operations, module, module.forward)
+    elif is_silu(module):
+        vars(module)["forward"] = partial(_silu_by, operations, module.forward)
+
+
+def _norm_by(
+    operations: QueuedOperations, module: LiveModule, own: Callable[[Tensor], Tensor], values: Tensor
+) -> Tensor:
+    norm = rms_norm_of(module)
+    if norm is None or not operations.takes(values):
+        return own(values)
+    out = operations.norm(values.contiguous(), norm)
+    operations.finish()
+    return out
+
+
+def _silu_by(operations: QueuedOperations, own: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    if not operations.takes(values):
+        return own(values)
+    out = operations.silu(values.contiguous())
+    operations.finish()
+    return out
+
+
+class KernelOperations(Operations):
+    """Computes products, norms, attention and cache writes in Triton kernels, the rest by torch. Attention covers all
+    slots up to a token's own, so it needs no mask and no `spans`.
+
+    Twin: Operations, close(1e-4) in float32, since sums are reordered.
+    """
+
+    def __init__(self, kernels: KernelSet, config: LiveConfig, num_layers: int) -> None:
+        """Takes the kernels, and from a model's config the sliding window of each layer."""
+        super().__init__(kernels.product)
+        self.kernels = kernels
+        window, kinds = sliding_window(config), getattr(text_config(config), "layer_types", None)
+        slides = [kind == "sliding_attention" for kind in kinds] if kinds else [True] * num_layers
+        self.windows = [window if is_sliding else None for is_sliding in slides]
+
+    def norm(self, values: Tensor, norm: Norm) -> Tensor:
+        """Returns the RMSNorm of `values` [..., m], in the dtype of `values`."""
+        return self.kernels.norm(values, *norm)
+
+    def attended(
+        self, cache: StagedCache, layer: int, heads: Sequence[Tensor], mask: Tensor, scale: float
+    ) -> Float[Tensor, "b t w"]:
+        """Stores keys and values at the positions of `cache`, and returns the attention outputs [b, t, h * d].
+        heads: new queries [b, t, h, d], keys and values [b, t, g, d].  mask: read by torch's attention alone, which
+        computes over a cache that is not written (`SharedPrefix`)."""
+        if not cache.is_written:
+            return super().attended(cache, layer, heads, mask, scale)
+        q, k, v = (part.transpose(1, 2) for part in heads)
+        cache.store(layer, k, v)
+        return self.attend(cache, layer, q, scale)
+
+    def attend(
+        self, cache: StagedCache, layer: int, q: Float[Tensor, "b h t d"], scale: float | None
+    ) -> Float[Tensor, "b t w"]:
+        """Returns attention outputs [b, t, h * d] of queries whose keys and values are stored at the staged
+        positions."""
+        placed, factor = cache.placed(q.device), q.shape[-1] ** -0.5 if scale is None else scale
+        held = cache.keys[layer], cache.values[layer], placed.rows, placed.positions
+        out = self.kernels.attend(q, *held, factor, cache.hidden_slots(layer), self.windows[layer])
+        return out.transpose(1, 2).flatten(2)
+
+    def replace_norms(self, model: LiveModule) -> None:
+        """Makes every plain RMSNorm module of the model compute with `norm`."""
+        for module in model.modules():
+            if rms_norm_of(module) is not None:
+                vars(module)["forward"] = partial(self._norm_by, module)
+
+    def _norm_by(self, module: LiveModule, values: Tensor) -> Tensor:
+        norm = rms_norm_of(module)
+        assert norm is not None
+        return self.norm(values, norm)

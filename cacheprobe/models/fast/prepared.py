@@ -16,12 +16,11 @@ from torch import Tensor
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.staged import StagedCache
-from cacheprobe.models.fast.operations import Affine, BlockForward, PassInputs
-from cacheprobe.models.fast.queued import QueuedOperations, is_silu
-from cacheprobe.models.hf.rms_norms import Norm
+from cacheprobe.models.fast.operations import Affine, BlockForward, PassInputs, QueuedOperations, is_silu
+from cacheprobe.models.weights import Norm
 from cacheprobe.ops.compiled.attention import require_slots, serves
 from cacheprobe.ops.compiled.lanes import INNER_STEP
-from cacheprobe.ops.compiled.product import CompiledProduct
+from cacheprobe.ops.compiled.operations import CompiledProduct
 from cacheprobe.ops.compiled.queue import PreparedQueue
 
 _MOST_TOKENS = 256

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cacheprobe.core.files import sha256_of_file
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.facts import sha256_of
+from cacheprobe.models.weights import sha256_of
 
 SHIPPED_ADAPTERS = Path(__file__).resolve().parents[2] / "data" / "adapters"
 """Folder of the shipped adapters, inside the package, so that an installed wheel contains them. Each adapter's folder

@@ -1,7 +1,7 @@
 """Registers cacheprobe's attention with transformers, and offers the same attention to forwards that do not call
 modules.
 
-If a pass has `spans`, attention runs request by request, so that results are batch-invariant; otherwise the
+If the cache's `spans` is set, attention runs request by request, so that results are batch-invariant; otherwise the
 whole batch runs in one call.
 """
 
@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.base import ModelError
-from cacheprobe.ops.attention.by_request import AttentionSpans, attend_by_request, attend_together, first_slots
+from cacheprobe.ops.attention import AttentionSpans, attend_by_request, attend_together, first_slots
 
 ATTENTION = "cacheprobe"
 """Our name in transformers' table of attention functions."""
@@ -89,7 +89,6 @@ def _interface(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **others: object,

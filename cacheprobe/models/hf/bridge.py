@@ -4,7 +4,6 @@ This file contains no code for requests, phases or the storage of captured state
 """
 
 import copy
-import inspect
 from collections.abc import Sequence
 from functools import cached_property
 from importlib.metadata import version
@@ -18,34 +17,29 @@ from transformer_lens.model_bridge.sources._bridge_builder import detect_tokeniz
 from transformers import AutoTokenizer
 
 from cacheprobe.core.hook_names import ROTATED, SITES, hook_name, resid_pre_name
-from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
+from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.staged import PassAttention, StagedCache
-from cacheprobe.models.base import ModelError
-from cacheprobe.models.experts.sites import EXPERTS, use_invariant_experts
-from cacheprobe.models.facts import buffers_sha256, one_dtype, stop_ids
-from cacheprobe.models.hf.cache import ShapeProbe, forward_inputs
-from cacheprobe.models.hf.float64 import keeping_float64
-from cacheprobe.models.hf.hooked_lm import HookedLM
-from cacheprobe.models.hf.rms_norms import rms_norm_of
-from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights, output_rows
-from cacheprobe.models.quantised.packed import packed_modules, quantised_text
-from cacheprobe.models.settings import evaluating, numeric_settings
-from cacheprobe.models.turns import one_at_a_time
-from cacheprobe.ops.compiled.choice import TORCH, CompiledOperations
-from cacheprobe.ops.kernel_set import KernelSet
-from cacheprobe.ops.readout import Readout
+from cacheprobe.models.base import HeadWriter, ModelError, OutputParts
+from cacheprobe.models.experts.sites import use_invariant_experts
+from cacheprobe.models.hf.cache import KVCacheAdapter, ShapeProbe, forward_inputs
+from cacheprobe.models.hf.lm import Head, HookedSites, HuggingFaceLM
+from cacheprobe.models.quantised.packed import packed_modules
+from cacheprobe.models.settings import evaluating, keeping_float64, one_at_a_time
+from cacheprobe.models.weights import head_weights, output_rows
 
 _WRAPPED = "_cacheprobe_bridge"
 """Key in a live model's `vars` under which (the bridge that wraps the model, the checksum of its weights at that time)
 is kept."""
 
 
-class BridgeLM(HookedLM):
+class BridgeLM(HookedSites, HuggingFaceLM):
     """Runs a TransformerBridge on our KVCache, as a CachedLM. Hooks on the bridge may edit activations.
 
     Twin: the bridge's own uncached forward, close(1e-5) in float32; `models.checks` compares both at load, to 1e-3.
     """
+
+    attends_by_request = False
 
     def __init__(
         self, bridge: TransformerBridge, name: str, weights_note: str = "", tokenizer: LiveTokenizer = None
@@ -55,18 +49,14 @@ class BridgeLM(HookedLM):
                 f"{name}: the weights of {next(iter(packed))} are packed, and a bridge reads weights as matrices; give "
                 "the transformers model itself, before a bridge is around it"
             )
+        super().__init__(bridge.original_model, tokenizer, name, weights_note)
         self.bridge = self.hooked_module = bridge
-        self.name, self.weights_note = name, weights_note
-        self.adapter = ""  # what load_model merged into the weights
-        self.operations: CompiledOperations | KernelSet | None = None  # set by load_model; None for torch's
+        self.head = Head(bridge.ln_final, bridge.unembed, bridge.adapter.apply_output_logits_transform)
         cfg = bridge.cfg
         self.n_layers, self.d_model, self.d_vocab = int(cfg.n_layers), int(cfg.d_model), int(cfg.d_vocab)
         self.n_ctx = int(cfg.n_ctx)
         self.head_shape = (int(cfg.n_heads), int(cfg.d_head))
-        self.dtype, self.device = one_dtype(bridge, name), next(bridge.parameters()).device
-        self.tokenizer = tokenizer
-        self.stop_token_ids, self.stop_source = stop_ids(bridge.original_model, tokenizer)
-        self.mixtures = use_invariant_experts(bridge.original_model, None)  # again in load_model, with its product
+        self.mixtures = use_invariant_experts(self.live, None)  # again in load_model, with its product
         self.checksum_at_load = self.weights_checksum
         self.fast_trial: object = None  # kept by models.paths
         points = bridge.hook_dict
@@ -105,21 +95,16 @@ class BridgeLM(HookedLM):
         vars(model)[_WRAPPED] = bridge, wrapped.checksum_at_load  # no attribute: it would become a submodule
         return wrapped
 
-    def __repr__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"BridgeLM({self.name}, {self.n_layers} layers, d_model {self.d_model}, {dtype}, {self.device})"
-
     @property
     def layer_shapes(self) -> list[tuple[int, int, int]]:
         """(number of key and value heads, key width, value width) of each layer's cache, as a list. The first access
         runs a short forward."""
         return [self._layers_seen.layer_shapes[layer] for layer in range(self.n_layers)]
 
-    @property
-    def layer_devices(self) -> list[torch.device]:
-        """Device of each layer's keys and values, as a list: the device on which the layer computes them. The first
-        access runs a short forward."""
-        return [self._layers_seen.devices[layer] for layer in range(self.n_layers)]
+    def cache_layers(self) -> tuple[list[tuple[int, int, int]], list[torch.device]]:
+        """Returns `layer_shapes`, and the device of each layer's keys and values. The first call runs a short
+        forward."""
+        return self.layer_shapes, [self._layers_seen.devices[layer] for layer in range(self.n_layers)]
 
     @cached_property
     @one_at_a_time()
@@ -138,19 +123,6 @@ class BridgeLM(HookedLM):
                 "with another kind of memory has no rollback here, use a decoder with full attention in every layer"
             )
         return probe
-
-    attends_by_request = False
-
-    def check_settings(self, window: int) -> None:
-        """Does nothing: a BridgeLM supports verify passes with any number of tokens."""
-
-    def new_cache(self, num_rows: int, capacity: int) -> KVCache:
-        """Returns an empty KVCache with this model's layer shapes: `num_rows` cache rows, one for each sequence, of
-        `capacity` token slots each."""
-        cache = KVCache(num_rows, capacity, self.layer_shapes, self.dtype, self.layer_devices)
-        if isinstance(self.operations, KernelSet):
-            cache.writer = self.operations.store
-        return cache
 
     @one_at_a_time()
     @torch.inference_mode()
@@ -173,16 +145,10 @@ class BridgeLM(HookedLM):
         choice = self.logit_choice(logit_slots) if num_layers is None else stop_early
         staged = StagedCache(cache, cache_rows, starts, token_ids.shape[1], attention)
         inputs = forward_inputs(staged, self.config, self.n_ctx)
-        with keeping_float64(self.dtype), evaluating(self.bridge.original_model):
-            out = self.bridge.forward(token_ids.to(self.device), return_type="logits", **inputs, **choice)
+        with keeping_float64(self.dtype), evaluating(self.live):
+            settings = {"return_type": "logits", "past_key_values": KVCacheAdapter(staged), **inputs, **choice}
+            out = self.bridge.forward(token_ids.to(self.device), **settings)
         return out if logit_slots is None or choice else out[:, list(logit_slots)]
-
-    def logit_choice(self, logit_slots: Sequence[int] | None) -> dict[str, LiveModule]:
-        """Returns the keyword argument {"logits_to_keep": slots} that makes the wrapped model compute logits only for
-        the tokens at these indices; {} if `logit_slots` is None or the model has no such argument."""
-        if logit_slots is None or not self._can_choose_logits:
-            return {}
-        return {"logits_to_keep": torch.tensor(list(logit_slots), device=self.device)}
 
     def _last_residual(
         self,
@@ -198,21 +164,11 @@ class BridgeLM(HookedLM):
             self.forward(token_ids, cache, cache_rows, starts, logit_slots=[0], attention=attention)
         return kept[0]
 
-    @property
-    def config(self) -> LiveConfig:
-        """Config of the wrapped transformers model."""
-        return self.bridge.original_model.config
-
-    @cached_property
-    def _can_choose_logits(self) -> bool:
-        return "logits_to_keep" in inspect.signature(type(self.bridge.original_model).forward).parameters
-
     def output_parts(self) -> OutputParts:
         """Returns the steps from the last residual stream to the logits as OutputParts: final norm, unembedding matrix
         [v, m], bias, and the architecture's softcap or scale."""
-        finish = self.bridge.adapter.apply_output_logits_transform
         unembed = self.bridge.unembed
-        return OutputParts(self.bridge.ln_final.original_component, unembed.W_U.T, unembed.b_U, finish)
+        return OutputParts(self.bridge.ln_final.original_component, unembed.W_U.T, unembed.b_U, self.head.finish)
 
     def head_writer(self, layer: int) -> HeadWriter:
         """Returns the steps from one layer's attention heads to the residual stream as a HeadWriter: output projection
@@ -230,77 +186,19 @@ class BridgeLM(HookedLM):
         heads = output_rows(projection).shape[1] // self.layer_shapes[layer][2]
         return HeadWriter(head_weights(projection, heads), projection.bias, norm)
 
-    @one_at_a_time()
-    @torch.inference_mode()
-    def read_out(self, states: Tensor) -> Tensor:
-        """Returns logits [n, v] of residual states [n, m], including the architecture's softcaps and logit scales.
-        Records no gradients.
+    @property
+    def is_processed(self) -> bool:
+        """Whether TransformerLens changed the weights."""
+        bridge: LiveModule = self.bridge
+        return bool(bridge.compatibility_mode or bridge._weights_processed)
 
-        Twin: read_out_with_gradients, to one unit in the last place, since compiled loops sum in another order.
-        """
-        if self.operations is None:
-            return self.read_out_with_gradients(states)
-        _, weight, bias, finish = self.output_parts()
-        added = bias if bias is not None and bool(bias.any()) else None
-        return finish(self.operations.product(self._after_last_norm(states)[None], weight, added))[0]
-
-    @one_at_a_time()
-    @torch.inference_mode()
-    def read_tokens(self, states: Tensor, target_token_ids: Tensor, top_k: int) -> Readout | None:
-        """Returns the Readout of `read_out`'s logits of residual states [n, m], without storing the logits; None if
-        that cannot be done: torch computes the products, or the architecture caps or scales its logits.
-
-        target_token_ids: [n], -1 for none.
-        Twin: ops.readout.read_logits of `read_out`, ids and ranks ==, numbers close(1e-5).
-        """
-        if self.operations is None or not self._has_plain_logits:
-            return None
-        _, weight, bias, _ = self.output_parts()
-        added = bias if bias is not None and bool(bias.any()) else None
-        normed = self._after_last_norm(states)
-        return self.operations.readout.of_states(normed, weight, added, target_token_ids, top_k)
-
-    def _after_last_norm(self, states: Tensor) -> Tensor:
-        """Returns residual states [n, m] after the final norm, with the bits of the forward that the operations
-        compute."""
-        norm = rms_norm_of(self.bridge.ln_final.original_component)
-        if norm is not None and self.operations is not None and states.dtype == norm.weight.dtype:
-            return self.operations.norm(states, *norm)
-        return self.bridge.ln_final(states[None])[0]
-
-    @cached_property
-    def _has_plain_logits(self) -> bool:
-        """Whether the architecture neither caps nor scales its logits."""
-        some = torch.linspace(-100, 100, 64, dtype=self.dtype, device=self.device).view(1, 1, -1)
-        return bool(torch.equal(self.output_parts().finish(some.clone()), some))
-
-    def read_out_with_gradients(self, states: Tensor) -> Tensor:
-        """Returns the logits of `read_out`, up to one unit in the last place, and lets gradients flow back into
-        `states`."""
-        with keeping_float64(self.dtype):
-            logits = self.bridge.unembed(self.bridge.ln_final(states[None]))
-            return self.bridge.adapter.apply_output_logits_transform(logits)[0]
-
-    def fingerprint(self) -> dict[str, str | int | float]:
-        """Returns a dictionary of properties of the model, the libraries and the process that may change the bits of a
-        result: weights hash, dtype, device, threads and others."""
+    def fingerprint_of_path(self) -> dict[str, str | int | float]:
+        """Returns what a fingerprint says of the bridge: its attention, its version."""
         return {
-            "model": self.name,
-            **({"adapter": self.adapter} if self.adapter else {}),
-            **({"prepend_bos": True} if self.prepend_bos else {}),
-            "weights_sha256": self.weights_sha256,
-            "buffers_sha256": buffers_sha256(self.bridge.original_model),
-            **({"quantised": text} if (text := quantised_text(self.bridge.original_model)) else {}),
-            "architecture": type(self.bridge.original_model).__name__,
             "path": "bridge",
             "attention": "eager (TransformerBridge)",
-            "compatibility_mode": bool(getattr(self.bridge, "compatibility_mode", False)),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "device": ", ".join(dict.fromkeys(map(str, self.layer_devices))),
-            "readings": self.operations.text if self.operations else TORCH,
-            **({"experts": EXPERTS} if self.mixtures else {}),
+            "compatibility_mode": bool(self.bridge.compatibility_mode),
             "transformer_lens": version("transformer-lens"),
-            **numeric_settings(),
         }
 
 

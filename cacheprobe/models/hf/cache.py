@@ -22,9 +22,9 @@ class KVCacheLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = True
 
-    def __init__(self, cache: StagedCache, layer: int) -> None:
+    def __init__(self, cache: StagedCache, layer: int, length: int | None) -> None:
         super().__init__()
-        self._cache, self._layer = cache, layer
+        self._cache, self._layer, self._length = cache, layer, length
         # after super().__init__(), which sets them to None
         self.keys, self.values = cache.keys[layer], cache.values[layer]
         self.is_initialized = True
@@ -40,9 +40,11 @@ class KVCacheLayer(CacheLayerMixin):
         return self._cache.write(self._layer, key_states, value_states)
 
     def get_seq_length(self) -> int:
-        """Raises: RuntimeError, because sequences of one batch have different lengths: callers must pass
-        position_ids."""
-        raise RuntimeError("position_ids must be passed with a KVCacheAdapter: rows have lengths of their own")
+        """Returns the length given to the KVCacheAdapter. Raises: RuntimeError if none was given, because sequences of
+        one batch have different lengths: callers must pass position_ids."""
+        if self._length is None:
+            raise RuntimeError("position_ids must be passed with a KVCacheAdapter: rows have lengths of their own")
+        return self._length
 
     def get_mask_sizes(self, query_length: int) -> NoReturn:
         """Raises: RuntimeError, because callers must pass a 4-D attention mask."""
@@ -56,9 +58,12 @@ class KVCacheLayer(CacheLayerMixin):
 class KVCacheAdapter(Cache):
     """Presents a StagedCache as transformers' Cache, for the argument `past_key_values` of a model."""
 
-    def __init__(self, cache: StagedCache) -> None:
-        super().__init__(layers=[KVCacheLayer(cache, layer) for layer in range(len(cache.keys))])
-        self.rows = cache.cache
+    def __init__(self, cache: StagedCache, length: int | None = None, places: object = None) -> None:
+        """length: of the first batch index, for families that ask the cache for a length. A family that takes positions
+        from it would be wrong for the other batch indices; `check_plain` compares such a batch at load.
+        places: where recurrent layers find their states (RecurrentPlaces); None for a model without any."""
+        super().__init__(layers=[KVCacheLayer(cache, layer, length) for layer in range(len(cache.keys))])
+        self.places = places
 
 
 LiveMasks: TypeAlias = Any
@@ -67,26 +72,16 @@ first.)"""
 
 
 class ForwardInputs(TypedDict):
-    """Holds the keyword arguments of a Hugging Face forward over our KVCache (a TypedDict)."""
+    """Holds the positions and masks of a Hugging Face forward over our KVCache (a TypedDict)."""
 
-    past_key_values: KVCacheAdapter
-    attention_mask: LiveMasks
-    position_ids: Tensor
-
-
-class PlainInputs(TypedDict):
-    """Holds the keyword arguments of a plain model's forward over a cache of transformers (a TypedDict)."""
-
-    past_key_values: Cache
     attention_mask: LiveMasks
     position_ids: Tensor
 
 
 def forward_inputs(cache: StagedCache, config: LiveConfig, n_ctx: int) -> ForwardInputs:
-    """Returns the keyword arguments of one forward for a Hugging Face model: cache, mask, position ids."""
+    """Returns the mask and the position ids of one forward, as keyword arguments for a Hugging Face model."""
     dtype, device = cache.keys[0].dtype, cache.keys[0].device
     return {
-        "past_key_values": KVCacheAdapter(cache),
         "attention_mask": attention_masks(config, cache, dtype, device),
         # pads may lie beyond the context; learned position tables have no row there
         "position_ids": cache.positions.clamp(max=n_ctx - 1).to(device),

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from cacheprobe.core.hook_names import HEADS, SITES, hook_name
 from cacheprobe.models.base import CachedLM, ModelError, StateEdit
-from cacheprobe.models.hf.float64 import keeping_float64
-from cacheprobe.models.settings import evaluating
-from cacheprobe.models.turns import hold_model
+from cacheprobe.models.settings import evaluating, hold_model, keeping_float64
 
 if TYPE_CHECKING:  # it loads transformer_lens, which takes seconds
     from cacheprobe.models.hf.bridge import BridgeLM

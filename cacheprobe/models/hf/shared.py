@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cacheprobe.core.live import LiveConfig, LiveModule
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.experts.router import forward_of
+from cacheprobe.models.experts.sites import forward_of
 from cacheprobe.models.hf.attention import ATTENTION, uses_attention_table
 from cacheprobe.models.quantised.packed import packed_copy, packed_modules
 

@@ -1,25 +1,181 @@
-"""Loads a plain transformers model and its tokenizer from a name or directory, and refuses files that do not fit."""
+"""Loads a transformers model and its tokenizer from a name or directory, and refuses configs, devices and files that do
+not fit."""
 
 import warnings
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from safetensors import SafetensorError
 
-from cacheprobe.core.live import LiveModule, LiveTokenizer
+from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.devices import DeviceMap, require_placed
+from cacheprobe.models.checks import LONGEST_PROBE
+from cacheprobe.models.hf.masks import chunk_size, sliding_window, text_config
 from cacheprobe.models.known import SMOLLM2, SMOLLM2_ON_HUB, require_known, shipped, why_no_hub
-from cacheprobe.models.plain.memory import refuse_unknown_memory
-from cacheprobe.models.quantised.gguf import gguf_directory
-from cacheprobe.models.quantised.gguf_header import gguf_file
-from cacheprobe.models.quantised.methods import dequantising, described, require_method, stored_quantisation
-from cacheprobe.models.quantised.packed import convert_dense, mark_dequantised
+from cacheprobe.models.quantised.gguf import gguf_directory, gguf_file
+from cacheprobe.models.quantised.packed import (
+    convert_dense,
+    dequantising,
+    described,
+    mark_dequantised,
+    require_method,
+    stored_quantisation,
+)
 from cacheprobe.models.smollm2 import cache_directory, without_progress_bars
 
 if TYPE_CHECKING:  # they take seconds to load
     from transformers import AutoTokenizer
+
+
+SLIDING_FAMILIES = (
+    *("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "cohere2", "cwm", "exaone4", "granite_swa", "llama4_text"),
+    *("ministral", "modernbert-decoder", "olmo3", "vaultgemma", "gpt_oss", "afmoe", "cohere2_moe", "exaone_moe"),
+    *("flint", "granitemoe_swa", "kolibri1", "mimo_v2_flash"),
+    *("gemma3", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "llama4"),
+)
+"""Model types whose sliding windows or chunks were compared with Hugging Face's own, on longer texts. Of a multimodal
+model, its own type and that of its text decoder are asked for."""
+
+
+RECURRENT_KINDS = ("linear_attention", "conv", "hybrid")
+"""Kinds of layers whose state our cache keeps after every token; a hybrid one has keys and values, too."""
+_KNOWN_KINDS = ("full_attention", "sliding_attention", "chunked_attention", *RECURRENT_KINDS, "mlp", "moe")
+_RECURRENT_FAMILIES = ("rwkv", "xlstm")
+"""Model types whose layers are all recurrent, without a list of kinds."""
+
+
+def has_recurrent_layers(config: LiveConfig) -> bool:
+    """Returns True if a config lists layers that keep a recurrent state."""
+    config = text_config(config)
+    is_named = getattr(config, "model_type", None) in _RECURRENT_FAMILIES
+    return is_named or bool({*RECURRENT_KINDS} & set(getattr(config, "layer_types", None) or ()))
+
+
+def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
+    """Checks a model's config for parts that our KVCache cannot compute or roll back. Raises: ModelError for
+    encoder-decoders, recurrent states, local or bidirectional attention, several residual streams, keys of another
+    model, and windows that no test covers."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{architecture} is an encoder-decoder; cacheprobe runs decoder-only models")
+    types = {config.model_type, text_config(config).model_type}
+    config = text_config(config)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    others = sorted(kinds - {*_KNOWN_KINDS})
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        raise ModelError(
+            f"{architecture} has local attention layers, whose rollback is not defined yet; use a model with full "
+            "attention in every layer"
+        )
+    if others:
+        raise ModelError(
+            f"{architecture} has {' and '.join(others)} layers, whose rollback is not defined yet; use a model with "
+            "full attention in every layer"
+        )
+    # "vision": only the tokens of images see later ones; `check_plain` tries whether a text stays causal
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+        raise ModelError(f"{architecture} attends in both directions; cacheprobe runs models that generate")
+    if (streams := getattr(config, "altup_num_inputs", 1)) > 1:
+        raise ModelError(
+            f"{architecture} has {streams} residual streams (AltUp), of which attention and MLP change one and the "
+            "logits read all, so no single S, T or C is what a layer computes; use a model with one stream"
+        )
+    if 0 < getattr(config, "num_hidden_layers", 0) <= (getattr(config, "num_kv_shared_layers", 0) or 0):
+        raise ModelError(
+            f"{architecture} has no keys and values of its own: all its layers read another model's, for which it "
+            "drafts; give that model"
+        )
+    window = sliding_window(config) or chunk_size(config)
+    is_tried = types <= set(SLIDING_FAMILIES) or (window is not None and window + 8 <= LONGEST_PROBE)
+    is_whole = window is not None and window >= (getattr(config, "max_position_embeddings", None) or window + 1)
+    if window is not None and not is_whole and not is_tried:
+        raise ModelError(
+            f"{architecture} attends over a window of {window}; set config.sliding_window=None and stay within it, or "
+            f"use a model with full attention. Windows are tried for {', '.join(SLIDING_FAMILIES)}"
+        )
+    for field in (
+        "attention_window_size",
+        "attention_chunk_size",
+        "state_size",
+        "ssm_state_size",
+        "linear_num_value_heads",
+        "mamba_d_state",
+    ):
+        if has_recurrent_layers(config):  # `check_plain` compares what they compute at load
+            break
+        if getattr(config, field, None) and not (field == "attention_chunk_size" and kinds):
+            raise ModelError(
+                f"{architecture} keeps a bounded or recurrent state ({field}), whose rollback is not defined yet; "
+                "use a model with full attention in every layer"
+            )
+
+
+KINDS = ("cpu", "cuda")
+PLANS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Names of device maps that transformers computes itself."""
+
+Device = str | int | torch.device
+DeviceMap = Mapping[str, Device] | str
+
+
+def checked_device(device: Device) -> torch.device:
+    """Returns `device` as a torch.device. Raises: ModelError for any device but the CPU and the CUDA GPUs that torch
+    finds on this machine."""
+    try:
+        checked = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ModelError(f"unknown device {device!r}; give cpu, cuda or cuda:NUMBER") from error
+    if checked.type not in KINDS:
+        raise ModelError(f"device {str(checked)!r} is not supported; cacheprobe runs on {' and '.join(KINDS)}")
+    if checked.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ModelError(
+                f"device {str(checked)!r} was asked for, and torch {torch.__version__} finds no CUDA GPU here; install "
+                "a CUDA build of torch on a machine with one, or use device='cpu'"
+            )
+        if (checked.index or 0) >= (count := torch.cuda.device_count()):
+            raise ModelError(f"device {str(checked)!r} was asked for; there are cuda:0 to {count - 1}")
+    return checked
+
+
+def placement(device: Device | None, device_map: "DeviceMap | None", adapter: object = None) -> "DeviceMap | None":
+    """Returns the `device_map` argument for transformers' from_pretrained: a dict (part of the model -> device), or the
+    name of a plan such as "auto"; None if no map is given and the device is the CPU.
+
+    Raises: ModelError if both `device` and `device_map` are given, or both `device_map` and `adapter`; for an unknown
+    plan, an absent device, and weights left on the disk.
+    """
+    if device is not None and device_map is not None:
+        raise ModelError("give device= or device_map=, not both")
+    if device_map is None:
+        own_device = checked_device(device) if device is not None else torch.device("cpu")
+        return None if own_device.type == "cpu" else {"": str(own_device)}
+    if adapter is not None:
+        raise ModelError("an adapter is merged on one device; merge it with peft first, or give device=")
+    if isinstance(device_map, str):
+        if device_map in PLANS:
+            return device_map
+        raise ModelError(f"unknown device_map {device_map!r}; give one of {', '.join(PLANS)}, or a dict by module")
+    if not isinstance(device_map, Mapping) or not device_map:
+        raise ModelError(f"device_map is {device_map!r:.60}; give a dict such as {{'': 'cuda:0'}}, or 'auto'")
+    for part, target in device_map.items():
+        if target == "disk":
+            raise ModelError(f"device_map leaves {part or 'the model'} on the disk, where hooks find no weights")
+    numbered = {part: f"cuda:{target}" if type(target) is int else target for part, target in device_map.items()}
+    return {part: str(checked_device(target)) for part, target in numbered.items()}
+
+
+def require_placed(model: torch.nn.Module, name: str) -> None:
+    """Checks that transformers loaded every weight of a model. Raises: ModelError if memory did not suffice, so that
+    weights were left on the disk (torch's "meta" device)."""
+    if away := [path for path, weight in model.named_parameters() if weight.device.type == "meta"]:
+        raise ModelError(
+            f"{name}: there was no room for {len(away)} weights, such as {away[0]}, which were left on the disk; use "
+            "more or larger devices, or another dtype"
+        )
+
 
 _LARGE_BYTES = 500 * 2**20
 

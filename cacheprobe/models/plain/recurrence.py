@@ -269,7 +269,7 @@ def hooking_states(
 
 
 def _in_cache(module: LiveModule, run: RunMixer, states: LayerStates) -> tuple[Tensor, LayerStates]:
-    """Presents states as transformers' Cache, as `Present` says."""
+    """Presents states as transformers' Cache, as `FeedToken` says."""
     one = StepCache(states)
     return run(one), one.states
 

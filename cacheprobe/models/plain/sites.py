@@ -6,24 +6,34 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from cacheprobe.core.hook_names import HEADS, INPUT_POINT, OUTPUT_POINT, RECURRENT, hook_name
-from cacheprobe.core.live import LiveModule
+from cacheprobe.core.hook_names import HEADS, INPUT_POINT, OUTPUT_POINT, RECURRENT, SITES, hook_name
+from cacheprobe.core.live import LiveModule, ModuleValue
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
-from cacheprobe.models.experts.find import MixtureLayer
-from cacheprobe.models.experts.sites import capturing_routing, editing_routers, split
-from cacheprobe.models.fast.module_hooks import change, listen
-from cacheprobe.models.output_parts import is_conv
+from cacheprobe.models.experts.sites import MixtureLayer, capturing_routing, editing_routers, split
 from cacheprobe.models.plain.recurrence import hooking_states
 from cacheprobe.models.plain.structure import AddedPart, PlainBlock
-from cacheprobe.models.turns import computing
+from cacheprobe.models.settings import model_lock
+from cacheprobe.models.weights import is_conv
+
+Edit = Callable[[Tensor], Tensor | None]
+"""Function of a module's tensor that returns a tensor in its place, or None to leave it unchanged."""
+
+HeadCut = Callable[[Tensor], Tensor]
+"""Function that splits a module's tensor [b, t, w] into a site's tensor [b, t, h, d]."""
+
+ModulePoint = tuple[nn.Module, str]
+"""(module of the plain model, side): the side says whether the module's input or its output is read."""
+
+_Inputs = tuple[tuple[ModuleValue, ...], dict[str, ModuleValue]]
 
 _PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 
 
 class PlainSites:
     """Captures and edits activations at sites pre, S, T, C, of routers, recurrent states and, where the attention has
-    such projections, q, k, v and z. Base class of PlainLM."""
+    such projections, q, k, v and z. Base class of PlainLM and FastLM."""
 
     name: str
     n_layers: int
@@ -32,10 +42,12 @@ class PlainSites:
     head_shape: tuple[int, int]
     layer_shapes: Sequence[tuple[int, int, int]]
     mixtures: Mapping[int, MixtureLayer]
-    state_shapes: Mapping[int, tuple[int, int]]
+    state_shapes: Mapping[int, tuple[int, int]] = {}
     """Layer with a recurrent state -> (heads, numbers of a head)."""
     token_shape: tuple[int, int] = (0, 0)
     """(batch size, tokens) of the present forward."""
+    listeners: dict[tuple[str, int], list[Callable[[Tensor], None]]]
+    """Functions that take the activations of a (site, layer); sites pre, S, T and C."""
 
     @contextmanager
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
@@ -53,8 +65,23 @@ class PlainSites:
             self.editing(others, keep),
             capturing_routing(self.name, self.mixtures, routers, sink),
             hooking_states(self.name, self.model, self._recurrent_paths, recurrent, sink=sink),
+            self._listening([place for place in others if place[0] in ("pre", *SITES)], sink),
         ):
             yield
+
+    @contextmanager
+    def _listening(self, places: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
+        """Keeps `sink` among the listeners of places inside the `with`, for a forward that calls no modules."""
+        own = [(place, partial(sink, *place)) for place in places]
+        for place, listener in own:
+            self.listeners.setdefault(place, []).append(listener)
+        try:
+            yield
+        finally:
+            for place, listener in own:
+                self.listeners[place].remove(listener)
+                if not self.listeners[place]:
+                    del self.listeners[place]
 
     @property
     def _recurrent_paths(self) -> dict[int, str]:
@@ -67,7 +94,7 @@ class PlainSites:
         layer) pair of `sites` whose layer it runs. A returned tensor replaces the activation; None leaves the
         activation unchanged. Raises: ModelError for a site that the model lacks."""
         others, routers = split(sites)
-        with computing, ExitStack() as stack:
+        with model_lock, ExitStack() as stack:
             stack.enter_context(editing_routers(self.name, self.mixtures, routers, edit))
             recurrent = [layer for site, layer in others if site == RECURRENT]
             stack.enter_context(hooking_states(self.name, self.model, self._recurrent_paths, recurrent, edit=edit))
@@ -76,7 +103,7 @@ class PlainSites:
                     self._add_hooks(stack, site, layer, partial(edit, site, layer))
             yield
 
-    def _add_hooks(self, stack: ExitStack, site: str, layer: int, edit: Callable[[Tensor], Tensor | None]) -> None:
+    def _add_hooks(self, stack: ExitStack, site: str, layer: int, edit: Edit) -> None:
         """Registers the hooks of one site, to be removed when `stack` closes."""
         if not 0 <= layer < self.n_layers:
             raise ModelError(f"{self.name} has layers 0 to {self.n_layers - 1}, no layer {layer}")
@@ -88,25 +115,26 @@ class PlainSites:
             stack.callback(change((self._module(block.path), point), edit).remove)
         elif site in ("T", "C"):
             parts = block.attended if site == "T" else block.mlp
-            if parts:
+            if len(parts) == 1 and parts[0].factor == 1:
+                edit_tokens = partial(self._edit_tokens, edit)
+                stack.callback(change((self._module(parts[0].path), OUTPUT_POINT), edit_tokens).remove)
+            elif parts:
                 self._add_sum(stack, block, parts, edit)
             else:
                 stack.callback(change((self._module(block.path), OUTPUT_POINT), partial(_edit_nothing, edit)).remove)
         else:
-            module, point, shape = self._heads(site, layer)
-            stack.callback(change((module, point), partial(_by_head, shape, edit)).remove)
+            place, cut = self._heads(site, layer)
+            stack.callback(change(place, partial(_by_head, cut, edit)).remove)
 
-    def _add_sum(
-        self, stack: ExitStack, block: PlainBlock, parts: Sequence[AddedPart], edit: Callable[[Tensor], Tensor | None]
-    ) -> None:
+    def _edit_tokens(self, edit: Edit, value: Tensor) -> Tensor | None:
+        """Calls `edit` with a value as [b, t, m]; some modules give [b * t, m]."""
+        edited = edit(value.view(-1, self.token_shape[1], value.shape[-1]))
+        return None if edited is None else edited.view(value.shape)
+
+    def _add_sum(self, stack: ExitStack, block: PlainBlock, parts: Sequence[AddedPart], edit: Edit) -> None:
         """Registers hooks for a state that is the sum of the outputs of `parts`, each times its factor, in the order in
         which they run. An edit changes the last one."""
         earlier: list[Tensor] = []
-
-        def edit_tokens(value: Tensor) -> Tensor | None:
-            """Calls `_edit_sum` with a value [b, t, m]; some modules give [b * t, m]."""
-            edited = _edit_sum(earlier, last.factor, edit, value.view(-1, self.token_shape[1], value.shape[-1]))
-            return None if edited is None else edited.view(value.shape)
 
         def keep(factor: float, value: Tensor) -> None:
             """Appends a value, [b, t, m] and times its factor, to `earlier`."""
@@ -122,26 +150,33 @@ class PlainSites:
         for part in parts[:-1]:
             handle = listen((self._module(part.path), OUTPUT_POINT), partial(keep, part.factor))
             stack.callback(handle.remove)
-        stack.callback(change((self._module(last.path), OUTPUT_POINT), edit_tokens).remove)
+        edit_last = partial(self._edit_tokens, partial(_edit_sum, earlier, last.factor, edit))
+        stack.callback(change((self._module(last.path), OUTPUT_POINT), edit_last).remove)
 
     def _module(self, path: str) -> nn.Module:
         return self.model.get_submodule(path)
 
-    def _heads(self, site: str, layer: int) -> tuple[nn.Module, str, tuple[int, int]]:
-        """Returns (module, side, (heads, width)) of site q, k, v or z of a layer. Raises: ModelError if the attention
-        has no such projection."""
-        heads, (kv_heads, key_width, value_width) = self.heads_of(layer), self.layer_shapes[layer]
-        if site == HEADS:
-            return self.projection(layer), INPUT_POINT, (heads, value_width)
+    def _heads(self, site: str, layer: int) -> tuple[ModulePoint, HeadCut]:
+        """Returns (module and side, function that splits its tensor into heads) of site q, k, v or z of a layer.
+        Raises: ModelError if the attention has no such projection."""
+        shape = self._shape_of_heads(site, layer, self.heads_of(layer))
+        if site == HEADS and shape is not None:
+            return (self.projection(layer), INPUT_POINT), partial(_unflatten, shape)
         attention = self._module(self.blocks[layer].attention)
         module = attention._modules.get(_PROJECTIONS.get(site, ""))
-        shape = {"q": (heads, key_width), "k": (kv_heads, key_width), "v": (kv_heads, value_width)}.get(site)
         if module is None or shape is None or getattr(module, "out_features", None) != shape[0] * shape[1]:
             raise ModelError(
                 f"{self.name}: the attention of layer {layer} has no module for {hook_name(site, layer)}; leave "
                 f"{site!r} out"
             )
-        return module, OUTPUT_POINT, shape
+        return (module, OUTPUT_POINT), partial(_unflatten, shape)
+
+    def _shape_of_heads(self, site: str, layer: int, heads: int) -> tuple[int, int] | None:
+        """Returns (number, width) of the heads of a site of a layer with so many query heads; None for a site without
+        heads of their own."""
+        kv_heads, key_width, value_width = self.layer_shapes[layer]
+        shapes = {"q": (heads, key_width), "k": (kv_heads, key_width), "v": (kv_heads, value_width)}
+        return {**shapes, HEADS: (heads, value_width)}.get(site)
 
     def heads_of(self, layer: int) -> int:
         """Returns the number of query heads of a layer, from the width of its output projection. Raises: ModelError as
@@ -179,21 +214,23 @@ def _outputs(module: LiveModule) -> int:
     return int(module.weight.shape[1] if is_conv(module) else module.out_features)
 
 
-def _by_head(shape: tuple[int, int], edit: Callable[[Tensor], Tensor | None], value: Tensor) -> Tensor | None:
-    edited = edit(value.reshape(*value.shape[:2], *shape))
+def _unflatten(shape: tuple[int, int], value: Tensor) -> Tensor:
+    return value.unflatten(-1, shape)
+
+
+def _by_head(cut: HeadCut, edit: Edit, value: Tensor) -> Tensor | None:
+    edited = edit(cut(value))
     return None if edited is None else edited.reshape(value.shape)
 
 
-def _edit_nothing(edit: Callable[[Tensor], Tensor | None], stream: Tensor) -> Tensor | None:
+def _edit_nothing(edit: Edit, stream: Tensor) -> Tensor | None:
     """Calls `edit` with zeros, the C of a block without an MLP or the T of a block without attention; adds what it
     returns to the block's output."""
     edited = edit(torch.zeros_like(stream))
     return None if edited is None else stream + edited
 
 
-def _edit_sum(
-    earlier: list[Tensor], factor: float, edit: Callable[[Tensor], Tensor | None], value: Tensor
-) -> Tensor | None:
+def _edit_sum(earlier: list[Tensor], factor: float, edit: Edit, value: Tensor) -> Tensor | None:
     total = value if factor == 1 else value * factor
     others = sum(earlier[1:], earlier[0]) if earlier else None
     earlier.clear()
@@ -202,3 +239,40 @@ def _edit_sum(
         return None
     rest = edited if others is None else edited - others
     return rest if factor == 1 else rest / factor
+
+
+def change(place: ModulePoint, edit: Edit) -> RemovableHandle:
+    """Registers a PyTorch hook at `place`, a module's input or output: `edit` gets the tensor, and a tensor that `edit`
+    returns replaces it. Returns the handle that removes the hook."""
+    module, point = place
+    if point == OUTPUT_POINT:
+
+        def on_output(module: nn.Module, args: tuple[ModuleValue, ...], output: ModuleValue) -> ModuleValue:
+            """Returns the module's output with its first tensor edited; None if `edit` returned None."""
+            if not isinstance(output, tuple):
+                return edit(output)
+            edited = edit(output[0])
+            return None if edited is None else (edited, *output[1:])
+
+        return module.register_forward_hook(on_output)
+
+    def on_input(module: nn.Module, args: tuple[ModuleValue, ...], kwargs: dict[str, ModuleValue]) -> _Inputs | None:
+        """Returns (args, kwargs) of the module with the first tensor edited; None if `edit` returned None."""
+        name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs), "")
+        edited = edit(args[0] if args else kwargs[name])
+        if edited is None:
+            return None
+        return ((edited, *args[1:]), kwargs) if args else (args, {**kwargs, name: edited})
+
+    return module.register_forward_pre_hook(on_input, with_kwargs=True)
+
+
+def listen(place: ModulePoint, listener: Callable[[Tensor], object]) -> RemovableHandle:
+    """Registers a PyTorch hook that calls `listener` with a module's input or output and changes no values. Returns the
+    handle that removes the hook."""
+
+    def keep(value: Tensor) -> None:
+        """Calls the listener and returns None, so that the tensor stays unchanged."""
+        listener(value)
+
+    return change(place, keep)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from cacheprobe.models.hf.hooked import HookPoint
 from cacheprobe.models.thinking.config import ThinkingConfig
-from cacheprobe.ops.attention.by_request import AttentionSpans, attend_by_request, first_slots
+from cacheprobe.ops.attention import AttentionSpans, attend_by_request, first_slots
 
 Remembered = tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor, AttentionSpans | None]
 """All keys and values [b, g, s, d] that a layer attends to, and an additive mask [b, h or 1, t, s]. If the mask is
-None, attention is causal over the current tokens. With AttentionSpans, each request attends by itself, so
-that its bits do not depend on its batch index."""
+None, attention is causal over the current tokens. With AttentionSpans, each request attends by itself, so that its bits
+do not depend on its batch index."""
 
 Memory = Callable[[int, Tensor, Tensor], Remembered]
 """Function (layer, keys, values [b, g, t, d] of the current tokens) -> Remembered: what these tokens attend to."""

@@ -12,21 +12,19 @@ from cacheprobe.core.hook_names import PATTERN
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.staged import PassAttention, StagedCache
-from cacheprobe.models.base import ModelError, StateSink
-from cacheprobe.models.hf.hooked_lm import HookedLM
-from cacheprobe.models.output_parts import HeadWriter, OutputParts, head_weights
-from cacheprobe.models.settings import numeric_settings
-from cacheprobe.models.thinking.cache import ThinkingCache, cache_memory
-from cacheprobe.models.thinking.chunk_states import ChunkStates
+from cacheprobe.models.base import HeadWriter, ModelError, OutputParts, StateSink
+from cacheprobe.models.hf.lm import HookedSites
+from cacheprobe.models.settings import numeric_settings, one_at_a_time
+from cacheprobe.models.thinking.cache import ChunkStates, ThinkingCache, cache_memory
 from cacheprobe.models.thinking.config import TrainingRecord
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.rounds import Rounds
-from cacheprobe.models.turns import one_at_a_time
-from cacheprobe.ops.attention.by_request import BY_REQUEST
+from cacheprobe.models.weights import head_weights
+from cacheprobe.ops.attention import BY_REQUEST
 from cacheprobe.tasks.words import encode_strictly
 
 
-class ThinkingLM(HookedLM):
+class ThinkingLM(HookedSites):
     """Runs a ThinkingModel on our KVCache, as a CachedLM. If the model has thoughts, each forward writes those of the
     prompt chunks that end in that forward; with think_while_decoding, those of generated chunks too.
 
@@ -39,7 +37,7 @@ class ThinkingLM(HookedLM):
     def __init__(
         self, model: ThinkingModel, tokenizer: LiveTokenizer = None, name: str = "thinking", note: str = ""
     ) -> None:
-        self.model = self.hooked_module = model.eval()
+        self.model = self.live = self.hooked_module = model.eval()
         self.tokenizer, self.name, self.weights_note = tokenizer, name, note
         self.config = config = model.config
         self.n_layers, self.d_model, self.d_vocab = config.n_layers, config.d_model, config.d_vocab

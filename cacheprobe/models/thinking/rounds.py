@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.models.thinking.blocks import Memory
-from cacheprobe.models.thinking.cache import RowThought, ThinkingCache
-from cacheprobe.models.thinking.chunk_states import ChunkStates
+from cacheprobe.models.thinking.cache import ChunkStates, RowThought, ThinkingCache
 from cacheprobe.models.thinking.config import ThinkingConfig
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.ops.sampling import lowest_argmax

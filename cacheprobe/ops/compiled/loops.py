@@ -21,12 +21,16 @@ _TWO, _THREE = min(2, ROWS), min(3, ROWS)
 
 @njit
 @no_type_check
-def _tile(kind, format, num_rows, is_first, outputs, values, weight, inner, bias, out) -> None:
-    """Computes the next rows (ROWS, or `num_rows` if fewer are left) of up to OUTPUTS outputs. is_first: no other rows
-    came before; their tiles found the weights in the processor's cache. values, weight, out: (address, bytes from one
-    row to the next)."""
+def _tile(kind, format, shape, values, weight, bias, out) -> None:
+    """Computes the next rows of some outputs.
+
+    shape: rows that are left, of which ROWS are computed; outputs, up to OUTPUTS; inner width; whether no other rows
+    came before, whose tiles found the weights in the processor's cache.  values, weight, out: (address, bytes from one
+    row to the next).
+    """
     literally(kind)
     literally(format)
+    num_rows, outputs, inner, is_first = shape
     if outputs == OUTPUTS:
         places = (values[0], values[1], weight[0], weight[1], inner, bias, out[0], out[1])
         if num_rows >= ROWS and is_first:
@@ -79,20 +83,20 @@ def _multiply_packed(kind, format, shape, values, weight, bias, out) -> None:
 
 @njit
 @no_type_check
-def multiply(kind, format, like, shape, values, weight, bias, out, wide) -> None:
+def multiply(kind, format, arrays, shape, values, weight, bias, out) -> None:
     """Computes values weight^T + bias for some rows and outputs, tile by tile.
 
     shape: rows, outputs, inner width.  values, weight, bias, out: (address, bytes from one row or output to the next).
     For TILES the values are packed, and begin at a multiple of 16 rows.
-    like: an array with the dtype of the weight's stored numbers.  wide: room for OUTPUTS rows of the weight in float32,
-    if the weight must be converted; else empty.
+    arrays: an array with the dtype of the weight's stored numbers; and one with room for OUTPUTS rows of the weight in
+    float32, if the weight must be converted, else empty.
     """
     literally(kind)
     literally(format)
     if kind == TILES:
         _multiply_packed(kind, format, shape, values, weight, bias, out)
         return
-    rows, outputs, inner = shape
+    (rows, outputs, inner), (like, wide) = shape, arrays
     size = 4 if format == FLOAT32 else 2
     for o in range(0, outputs, OUTPUTS):
         count = min(OUTPUTS, outputs - o)
@@ -105,6 +109,6 @@ def multiply(kind, format, like, shape, values, weight, bias, out, wide) -> None
             part = (np.int64(wide.ctypes.data), 4 * inner)
         for r in range(0, rows, ROWS):
             _tile(
-                kind, format, rows - r, r == 0, count, (values[0] + r * values[1], values[1]), part, inner,
+                kind, format, (rows - r, count, inner, r == 0), (values[0] + r * values[1], values[1]), part,
                 bias[0] + o * bias[1], (out[0] + r * out[1] + o * size, out[1]),
             )  # fmt: skip

@@ -108,7 +108,7 @@ class Queue:
         return values
 
     def store(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, rows: Tensor, starts: Tensor) -> None:
-        """Writes new keys and values into a cache, as `ops.cache_rows.store_kv`; k, v as in `attention.store_call`."""
+        """Writes new keys and values into a cache, as `ops.references.store_kv`; k, v as in `attention.store_call`."""
         call = store_call(k, v, keys, values, rows, starts)
         self._add((call, k, v, keys, values, rows, starts), queue_loops.STORE, True, len(k), call.ctypes.data)
         self._work += k.numel() + v.numel()

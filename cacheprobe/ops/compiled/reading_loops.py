@@ -79,10 +79,13 @@ def _insert(values, ids, at, k, value, token) -> None:
 
 @njit
 @no_type_check
-def _read_chunk(stored, at, count, first, target, value, lists, list_at, wide, out, out_at) -> None:
+def _read_chunk(stored, at, count, first, target, lists, wide, out) -> None:
     """Reads the logits [at, at + count) of a chunk whose first token id is `first`. Puts its tokens into the list of
-    the best, and (best, total, weighted, number before the target) into `out` at `out_at`."""
-    top_values, top_ids, k = lists
+    the best, and (best, total, weighted, number before the target) into `out`.
+
+    target: token id, logit.  lists: values, ids, length and start of the list.
+    """
+    (top_values, top_ids, k, list_at), (target_id, value) = lists, target
     best = np.float32(-np.inf)
     for block in range(0, count, BLOCK):
         size = min(BLOCK, count - block)
@@ -107,11 +110,11 @@ def _read_chunk(stored, at, count, first, target, value, lists, list_at, wide, o
         weighted += np.float64(part_weighted)
     if has_nan:  # an infinite best: the row has no distribution, and torch reads it
         best = np.float32(np.inf)
-    out[out_at], out[out_at + 1], out[out_at + 2] = best, total, weighted
-    if target < 0:
-        out[out_at + 3] = -1
+    out[0], out[1], out[2] = best, total, weighted
+    if target_id < 0:
+        out[3] = -1
     else:
-        out[out_at + 3] = _num_before(wide, count, target - first, value) if best >= value else 0
+        out[3] = _num_before(wide, count, target_id - first, value) if best >= value else 0
 
 
 @njit
@@ -121,23 +124,23 @@ def _lists_of(call, thread, row):
     rows, k, threads = call[5], call[14], call[15]
     values = carray(pointer(call[12]), (threads * rows * k,), np.float32)
     ids = carray(pointer(call[13]), (threads * rows * k,), np.int64)
-    return (values, ids, k), (thread * rows + row) * k
+    return values, ids, k, (thread * rows + row) * k
 
 
 @njit
 @no_type_check
-def _read_rows(call, logits, row_step, num_rows, first_row, first, count, thread, wide) -> None:
-    """Reads a chunk of `num_rows` rows, whose logits begin at `logits[r * row_step]`."""
+def _read_rows(call, logits, row_step, rows_read, first, count, thread, wide) -> None:
+    """Reads a chunk of some rows, whose logits begin at `logits[r * row_step]`. rows_read: the first, how many."""
     rows, chunk = call[5], first // CHUNK
     targets = carray(pointer(call[3]), (rows,), np.int64)
     values = carray(pointer(call[4]), (rows,), np.float32)
     out = carray(pointer(call[11]), ((call[7] + CHUNK - 1) // CHUNK * rows * 4,), np.float64)
+    first_row, num_rows = rows_read
     for r in range(num_rows):
         row = first_row + r
-        lists, list_at = _lists_of(call, thread, row)
+        lists, at = _lists_of(call, thread, row), (chunk * rows + row) * 4
         _read_chunk(
-            logits, r * row_step, count, first, targets[row], values[row], lists, list_at, wide, out,
-            (chunk * rows + row) * 4,
+            logits, r * row_step, count, first, (targets[row], values[row]), lists, wide, out[at : at + 4]
         )  # fmt: skip
 
 
@@ -157,7 +160,7 @@ def logits_work(format: int) -> CFunc:
             logits = carray(pointer(call[0] + row * call[8]), (width,), stored)
             for first in range(0, width, CHUNK):
                 part = logits[first : first + CHUNK]
-                _read_rows(call, part, 0, 1, row, first, min(CHUNK, width - first), thread, wide)
+                _read_rows(call, part, 0, (row, 1), first, min(CHUNK, width - first), thread, wide)
             fetch_and_increment(call.ctypes.data + 19 * 8)
 
     return work(run)
@@ -191,8 +194,8 @@ def targets_work(kind: int, format: int) -> CFunc:
                 carray(pointer(call[21]), (call[5],), stored)[row] = of_block[row - first]
             else:
                 multiply(
-                    kind, format, like, (1, 1, inner), (call[0] + row * call[8], call[8]), weight, bias,
-                    (call[21] + row * size, size), wide,
+                    kind, format, (like, wide), (1, 1, inner), (call[0] + row * call[8], call[8]), weight, bias,
+                    (call[21] + row * size, size),
                 )  # fmt: skip
             fetch_and_increment(call.ctypes.data + 19 * 8)
         use_tiles(kind, 0)
@@ -222,11 +225,11 @@ def states_work(kind: int, format: int) -> CFunc:
             for r in range(0, rows, block):
                 num_rows = min(block, rows - r)
                 multiply(
-                    kind, format, logits, (num_rows, count, inner), (call[0] + r * call[8], call[8]),
+                    kind, format, (logits, of_weight), (num_rows, count, inner), (call[0] + r * call[8], call[8]),
                     (call[1] + first * call[9], call[9]), (call[2] + first * call[20], call[20]),
-                    (np.int64(logits.ctypes.data), CHUNK * size), of_weight,
+                    (np.int64(logits.ctypes.data), CHUNK * size),
                 )  # fmt: skip
-                _read_rows(call, logits, CHUNK, num_rows, r, first, count, thread, wide)
+                _read_rows(call, logits, CHUNK, (r, num_rows), first, count, thread, wide)
             fetch_and_increment(call.ctypes.data + 19 * 8)
         use_tiles(kind, 0)
 
@@ -235,23 +238,25 @@ def states_work(kind: int, format: int) -> CFunc:
 
 @compiled
 @no_type_check
-def combine(parts, lists, lists_ids, target_values, has_target, out_values, out_ids, out_numbers, out_before) -> None:
+def combine(parts, lists, lists_ids, targets, best, out_numbers, out_before) -> None:
     """Adds up the chunks of every row, and merges the lists of the threads.
 
-    parts: [chunks, rows, 4].  lists, lists_ids: [threads, rows, k].  out_values, out_ids: [rows, k] log-probabilities
-    and ids.  out_numbers: [rows, 2], entropy and the target's log-probability.  out_before: [rows].
+    parts: [chunks, rows, 4].  lists, lists_ids: [threads, rows, k].  targets: logit [rows], and whether there is one.
+    best: [rows, k] log-probabilities and ids, written here; so are out_numbers [rows, 2], entropy and the target's
+    log-probability, and out_before [rows].
     """
+    (target_values, has_target), (out_values, out_ids) = targets, best
     chunks, rows = parts.shape[0], parts.shape[1]
     threads, k = lists.shape[0], lists.shape[2]
     at = np.empty(threads, np.int64)
     for row in range(rows):
-        best, total, weighted, before = -np.inf, 0.0, 0.0, 0.0
+        most, total, weighted, before = -np.inf, 0.0, 0.0, 0.0
         for chunk in range(chunks):
-            best = max(best, parts[chunk, row, 0])
-        if not math.isfinite(best):
+            most = max(most, parts[chunk, row, 0])
+        if not math.isfinite(most):
             total = np.nan
         for chunk in range(chunks):
-            shift = parts[chunk, row, 0] - best
+            shift = parts[chunk, row, 0] - most
             if shift == -np.inf:  # a chunk of tokens that cannot occur
                 continue
             scale = math.exp(shift)
@@ -259,7 +264,7 @@ def combine(parts, lists, lists_ids, target_values, has_target, out_values, out_
             total += parts[chunk, row, 1] * scale
         for chunk in range(chunks):
             before += parts[chunk, row, 3]
-        logsumexp = math.log(total) + best if total > 0 else np.nan
+        logsumexp = math.log(total) + most if total > 0 else np.nan
         out_numbers[row, 0] = math.log(total) - weighted / total if total > 0 else np.nan
         out_numbers[row, 1] = target_values[row] - logsumexp if has_target[row] else np.nan
         out_before[row] = np.int64(before) if has_target[row] else -1

@@ -11,7 +11,7 @@ from cacheprobe.core.records import RowSlot
 from cacheprobe.trace.state_store import HeadBlock
 
 Pack = Callable[[Tensor, Tensor, Tensor], None]
-"""Function (states [b, t, m], rows [n], out [n, m]) that writes chosen rows to `out`: `ops.packing.pack_rows`."""
+"""Function (states [b, t, m], rows [n], out [n, m]) that writes chosen rows to `out`: `ops.references.pack_rows`."""
 
 _CHECKED_ROWS = 64
 """Maximum number of rows of a pass, evenly spaced, in which the self-check compares S with input + T + C."""

@@ -18,7 +18,7 @@ from cacheprobe.engine.sizes import require_readings_fit
 from cacheprobe.lenses.base import Lens, LensError
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.turns import hold_model
+from cacheprobe.models.settings import hold_model
 from cacheprobe.trace.data import TraceData
 from cacheprobe.trace.recording.lens_reader import LensReader, Queued
 from cacheprobe.trace.tables import build as tables

@@ -2,16 +2,14 @@
 
 import json
 import time
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypedDict
 
 import torch
 from safetensors.torch import save
 
 from cacheprobe.core.files import write_json, write_whole
-from cacheprobe.core.values import Json
+from cacheprobe.core.values import JsonDict
 from cacheprobe.models.hf.adapters import CONFIG, TRAINING, WEIGHTS, base_sha256, file_sha256
 from cacheprobe.models.loaders import plain_model
 from cacheprobe.tasks.people import HELD_OUT_NAMES
@@ -28,42 +26,9 @@ SUPERVISION = (
 )
 
 
-class LoraState(TypedDict):
-    """Holds the notes of an unfinished LoRA training, which the checkpoint stores: curve, costs and base model."""
-
-    curve: list[dict[str, Json]]
-    """One entry for each checkpoint: step, losses and accuracies."""
-    seconds: float
-    cpu_seconds: float
-    tokens: int
-    starts: int
-    """How often the training was started or resumed."""
-    base: str
-    base_weights_sha256: str
-    base_weights_note: str
-
-
-class LoraRecord(LoraState):
-    """Holds the content of training.json, the file that marks a LoRA training as finished."""
-
-    adapter_sha256: str
-    adapter_bytes: int
-    trained_numbers: int
-    questions: int
-    command: str
-    supervision: str
-    held_out_names: list[str]
-    settings: dict[str, object]
-    threads: int
-    cpu_capability: str
-    torch: str
-    transformers: str
-    peft: str
-
-
-def train_lora(settings: LoraSettings, out: Path, *, progress: bool = True, checkpoint_every: int = 20) -> LoraRecord:
+def train_lora(settings: LoraSettings, out: Path, *, progress: bool = True, checkpoint_every: int = 20) -> JsonDict:
     """Trains a LoRA adapter on coin-flip questions, or resumes an interrupted training in the folder `out`. Returns the
-    content of training.json, a LoraRecord.
+    content of training.json.
 
     If the training in `out` is finished, returns its record and trains no step.
     out: receives adapter_model.safetensors (float16), adapter_config.json and training.json, beside the checkpoint.
@@ -72,27 +37,33 @@ def train_lora(settings: LoraSettings, out: Path, *, progress: bool = True, chec
     or not finite; FloatingPointError for a loss that is not finite; ModelError for a model that cannot be trained.
     """
     if (out / TRAINING).is_file():
-        return _finished_record(settings, out)
+        record = json.loads((out / TRAINING).read_text(encoding="utf-8"))
+        if differing := other_settings(record["settings"], settings.as_dict()):
+            raise ValueError(f"{out} holds a finished training with other settings ({differing}); give another --out")
+        return record
     model, tokenizer, note = plain_model(settings.model, "float32", progress=progress)
     base_sha = base_sha256(model)
     trainer = LoraTrainer(model, tokenizer, settings, out)
     _refuse_large(2 * trainer.num_trained)
-    empty: LoraState = {
+    empty: JsonDict = {
         "curve": [], "seconds": 0.0, "cpu_seconds": 0.0, "tokens": 0, "starts": 0,
         "base": settings.model, "base_weights_sha256": base_sha, "base_weights_note": note,
     }  # fmt: skip
-    state: LoraState = trainer.loop.notes.setdefault("state", empty)
+    state = trainer.loop.notes.setdefault("state", empty)
     if state["base_weights_sha256"] != base_sha:
         raise ValueError(f"{out} holds a training of other weights of {settings.model}; give another --out")
     state["starts"] += 1
     first = trainer.loop.step
     with TrainingProgress(settings.steps, first, progress) as show:
-        show.say(f"{_size_text(trainer)}, {torch.get_num_threads()} threads, from step {first}")
+        show.say(
+            f"{trainer.num_trained} numbers are trained, {trainer.num_trained * 2 / 1e6:.1f} MB in float16, "
+            f"{torch.get_num_threads()} threads, from step {first}"
+        )
         _run_steps(trainer, state, show, checkpoint_every)
     return save_adapter(trainer, out, state)
 
 
-def _run_steps(trainer: LoraTrainer, state: LoraState, show: TrainingProgress, checkpoint_every: int) -> None:
+def _run_steps(trainer: LoraTrainer, state: JsonDict, show: TrainingProgress, checkpoint_every: int) -> None:
     """Runs the steps that are left. Before each checkpoint, updates `state` in place and adds a point to its curve."""
     settings = trainer.settings
     wall, cpu = time.monotonic() - state["seconds"], time.process_time() - state["cpu_seconds"]
@@ -105,17 +76,17 @@ def _run_steps(trainer: LoraTrainer, state: LoraState, show: TrainingProgress, c
             state["cpu_seconds"] = round(time.process_time() - cpu, 1)
             state["tokens"] += int(sum(step["tokens"] for step in new_losses))
             people = settings.people_at(at.step - 1)
-            point: dict[str, Json] = {"step": at.step, "most_people": people, "seconds": state["seconds"], **means}
-            point["held_out"] = {**trainer.held_out_shares()}
+            point: JsonDict = {"step": at.step, "most_people": people, "seconds": state["seconds"], **means}
+            point["held_out"] = trainer.held_out_shares()
             state["curve"].append(point)
             new_losses = []
-            show.say(_point_text(state["curve"][-1]))
+            show.say(_point_text(point))
         show(at.step, f"loss {new_losses[-1]['answer_loss_nats']:.3f} nats" if new_losses else "saved")
 
 
-def save_adapter(trainer: LoraTrainer, out: Path, state: LoraState) -> LoraRecord:
+def save_adapter(trainer: LoraTrainer, out: Path, state: JsonDict) -> JsonDict:
     """Writes a trained LoRA adapter to the folder `out` in peft's format and float16, then training.json. Returns the
-    content of training.json, a LoraRecord.
+    content of training.json.
 
     Raises: ValueError for weights that are not finite in float16, and for a file above LARGEST_ADAPTER bytes.
     """
@@ -136,7 +107,7 @@ def save_adapter(trainer: LoraTrainer, out: Path, state: LoraState) -> LoraRecor
         "inference_mode": True,
     }
     write_json(out / CONFIG, config, sort_keys=True)
-    record: LoraRecord = {
+    record: JsonDict = {
         **state,
         "adapter_sha256": file_sha256(out / WEIGHTS),
         "adapter_bytes": (out / WEIGHTS).stat().st_size,
@@ -164,24 +135,9 @@ def _refuse_large(num_bytes: int) -> None:
         )
 
 
-def _finished_record(settings: LoraSettings, out: Path) -> LoraRecord:
-    """Returns the content of training.json in `out`. Raises: ValueError if that training had other settings."""
-    record = json.loads((out / TRAINING).read_text(encoding="utf-8"))
-    if differing := other_settings(record["settings"], settings.as_dict()):
-        raise ValueError(f"{out} holds a finished training with other settings ({differing}); give another --out")
-    return record
-
-
-def _size_text(trainer: LoraTrainer) -> str:
-    """Returns the number of trained parameters and the size of the adapter, as text."""
-    return f"{trainer.num_trained} numbers are trained, {trainer.num_trained * 2 / 1e6:.1f} MB in float16"
-
-
-def _point_text(point: Mapping[str, Json]) -> str:
+def _point_text(point: JsonDict) -> str:
     """Returns one point of the training curve as a line of text."""
-    shares = point["held_out"]
-    assert isinstance(shares, dict)
-    held_out = ", ".join(f"{people}: {share:.2f}" for people, share in shares.items())
+    held_out = ", ".join(f"{people}: {share:.2f}" for people, share in point["held_out"].items())
     return (
         f"step {point['step']}: up to {point['most_people']} people, answers {point['answers_right']:.2f} right at "
         f"{point['answer_loss_nats']:.3f} nats, running states {point['states_right']:.2f}; held-out names, by people: "

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TypedDict
 
 import torch
 
 from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.registry import same_name
+from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking.config import ThinkingConfig, TrainingRecord
 from cacheprobe.models.thinking.model import ThinkingModel
@@ -175,43 +175,13 @@ TESTS = 50
 """Number of test texts for each number of operations."""
 
 
-class TestScore(TypedDict):
-    """Holds the test results of a trained model on texts with one number of operations."""
-
-    operations: int
-    texts: int
-    accuracy: float
-    low: float
-    high: float
-    """Upper end of the 95 % interval of the accuracy; `low` is the lower end."""
-    thoughts_right: float
-    """Share of texts in which every thought is right, from 0 to 1."""
-
-
-class ThinkingRecord(TypedDict):
-    """Holds the record that is stored with a trained model: settings, cost and test results."""
-
-    task: str
-    preset: str
-    arm: str
-    seed: int
-    form: str
-    command: str
-    steps: int
-    parameters: int
-    cpu_seconds: float
-    cpu_seconds_to_99: float | None
-    cpu_seconds_to_100: float | None
-    torch: str
-    tests: list[TestScore]
-
-
 @one_thread()
 def train_thinking(
     task: str, preset: str, arm: str, seed: int, out: Path, *, form: str | None = None, progress: bool = True
-) -> ThinkingRecord:
+) -> JsonDict:
     """Trains an arm (one of ARMS, the trained variants) of a preset, tests the model and saves the model in `out`.
-    Returns a ThinkingRecord. An interrupted training in `out` is resumed.
+    Returns the record that is stored with the model: settings, cost and test results. An interrupted training in `out`
+    is resumed.
 
     The tests use the model's own thoughts, at the largest trained and at larger numbers of operations.
     task: name of a preset's task, with - or _.  form: how thoughts are written, if not as in the preset.
@@ -230,7 +200,7 @@ def train_thinking(
                 show.say(f"step {at.step}: {losses}; {accuracy:.3f} of fresh texts wholly right")
 
         trained = train(chosen, arm, seed, out / "checkpoint", report)
-    record: ThinkingRecord = {
+    record: JsonDict = {
         "task": task,
         "preset": preset,
         "arm": arm,
@@ -262,11 +232,11 @@ def _task_of_presets(name: str) -> str:
     return same_name(name, PRESETS) or name
 
 
-def tests(trained: Trained) -> list[TestScore]:
-    """Tests a trained model on new texts, with the model's own thoughts. Returns a list of three TestScores: for the
+def tests(trained: Trained) -> list[JsonDict]:
+    """Tests a trained model on new texts, with the model's own thoughts. Returns three results: for the
     largest trained number of operations, and for 2 and 4 times that number."""
     longest = trained.preset.operations[-1]
-    out: list[TestScore] = []
+    out: list[JsonDict] = []
     for operations in (longest, 2 * longest, 4 * longest):
         verdicts = trained.test((operations,), TESTS)
         right, parsed = sum(verdicts.is_right), sum(verdicts.is_parsable)
@@ -285,7 +255,7 @@ def tests(trained: Trained) -> list[TestScore]:
     return out
 
 
-def summary(record: ThinkingRecord, out: Path) -> str:
+def summary(record: JsonDict, out: Path) -> str:
     """Returns lines of text for a terminal: cost and test results from the record, and the folder of the model."""
     reached = [
         f"{share} % after {seconds} s" if seconds else f"never {share} %"

@@ -1,1 +1,2 @@
-"""Runs `cacheprobe dash`: linked views of stored runs in a browser. Each tab is one file; `plots` draws the figures."""
+"""Runs `cacheprobe dash`: linked views of stored runs in a browser. Each view is a class in `tabs`; the rooms beside
+this one draw the figures."""

@@ -1,47 +1,53 @@
-"""Builds the Dash app, with one address (/ask) that answers the questions of the page's script (assets/talk.js)."""
+"""Builds the Dash app, with one address (/ask) that answers the questions of the page's script (assets/talk.js), and
+opens its web server on a host and port."""
 
 import json
+import socket
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from errno import EADDRINUSE
 from functools import partial
 from pathlib import Path
+from threading import Lock, Thread
 
 from dash import ClientsideFunction, Dash, Input
-from flask import Flask, Response, abort, request
+from flask import Response, abort, request
+from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
+from cacheprobe.core.terminal import DASH_PORT
 from cacheprobe.views.dashboard import facts, shell
-from cacheprobe.views.dashboard.answers import Answers
-from cacheprobe.views.dashboard.away.taken import Sources
-from cacheprobe.views.dashboard.away.views import take
-from cacheprobe.views.dashboard.flip_jobs import FlipJobs
-from cacheprobe.views.dashboard.questions import PageAnswer, PageQuestion
-from cacheprobe.views.dashboard.reader import RunReader
-from cacheprobe.views.dashboard.shelf import Shelf
-from cacheprobe.views.dashboard.tabs import (
-    cache,
-    card,
-    compare,
-    decode,
-    flip,
-    lens,
-    rejected,
-    results,
-    text,
-    thoughts,
-    timeline,
-)
+from cacheprobe.views.dashboard.export import csv_text
+from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, PageQuestion, answered, one_of
+from cacheprobe.views.dashboard.reader import RECORDED
+from cacheprobe.views.dashboard.run_list import RunList
+from cacheprobe.views.dashboard.run_tables import RunTables
+from cacheprobe.views.dashboard.tabs import VIEWS
+from cacheprobe.views.dashboard.tabs.lens import RowCard
+from cacheprobe.views.dashboard.tabs.rejected import walk
+from cacheprobe.views.dashboard.tabs.replay import overview
+from cacheprobe.views.dashboard.tabs.text import range_view
 
 CONTROLS = ("run", "request", "step", "site", "lens", "colour", "rows", "against", "measure")
 """Ids of the menus and the slider, in the order of assets/talk.js."""
 ASSETS = Path(__file__).parent / "assets"
 MOST_BYTES, MOST_DEEP = 16 * 2**10, 4
 """Largest size of the page's questions in one request, in bytes, and how deep their objects and lists are nested: the
-question inside of one that takes a view away has lists of two numbers."""
+question inside of one that exports a view has lists of two numbers."""
+MOST_LETTERS = 48 * 2**20
+"""Largest size of all kept answers together, with their questions, as JSON."""
+KEPT = frozenset(
+    "story overview timeline decode cache window card insight text range grid gave rejected thoughts compare".split()
+)
+"""Views whose answer is decided by the question alone, for a run that does not grow and the readings that it recorded.
+What a lens reads now depends on files, which may change."""
+
 
 Views = dict[str, Callable[[PageQuestion], str | PageAnswer]]
 
 
-def make_app(shelf: Shelf) -> Dash:
-    """Returns the Dash app over the runs and results of `shelf`. The page loads no file from other servers."""
+def make_app(run_list: RunList) -> Dash:
+    """Returns the Dash app over the runs and results of `run_list`. The page loads no file from other servers."""
     app = Dash(
         "cacheprobe",
         title="cacheprobe",
@@ -51,88 +57,163 @@ def make_app(shelf: Shelf) -> Dash:
         serve_locally=True,
         meta_tags=[{"name": "viewport", "content": "width=device-width, initial-scale=1"}],
     )
-    app.index_string = shell.index(shelf, [app.get_asset_url(path.name) for path in sorted(ASSETS.glob("*.js"))])
-    app.layout = shell.layout(shelf)
+    app.index_string = shell.index(run_list, [app.get_asset_url(path.name) for path in sorted(ASSETS.glob("*.js"))])
+    app.layout = shell.layout(run_list)
     app.clientside_callback(ClientsideFunction("cacheprobe", "heard"), *(Input(name, "value") for name in CONTROLS))
-    _answer(app.server, Answers(shelf, _views(shelf, RunReader(shelf))))
-    return app
+    answers = Answers(run_list, views_of(run_list))
 
-
-def _views(shelf: Shelf, reader: RunReader) -> Views:
-    jobs = FlipJobs()
-    return {
-        "facts": partial(facts.run_facts, shelf, reader),
-        "growth": partial(facts.growth, shelf),
-        "story": partial(facts.request_story, shelf),
-        "overview": partial(timeline.overview, shelf),
-        "timeline": partial(timeline.view, shelf),
-        "decode": partial(decode.view, shelf),
-        "cache": partial(cache.view, shelf),
-        "window": partial(cache.window_view, shelf),
-        "card": partial(card.view, shelf, reader),
-        "insight": partial(card.sentence, shelf),
-        "thoughts": partial(thoughts.view, shelf),
-        "compare": partial(compare.view, shelf),
-        "rejected": partial(rejected.view, shelf),
-        "walk": partial(rejected.walk, shelf),
-        "text": partial(text.view, shelf),
-        "range": partial(text.range_view, shelf),
-        "grid": partial(lens.grid, shelf, reader),
-        "gave": partial(lens.contributions, shelf, reader),
-        "flip": partial(flip.view, shelf, jobs),
-        "result": partial(results.view, shelf),
-        "away": partial(take, Sources(shelf, reader, jobs)),
-    }
-
-
-def _answer(server: Flask, answers: Answers) -> None:
-    """Adds the address POST /ask to the server: the browser sends {view: question}, and gets one line of JSON for each
-    view."""
-
-    @server.before_request
+    @app.server.before_request
     def refuse_other_posts() -> None:
         """Refuses what is posted elsewhere: Dash would read it as a callback, and this app has none on the server."""
         if request.method == "POST" and request.path != "/ask":
             abort(Response("questions are posted to /ask\n", 400))
 
-    @server.post("/ask")
+    @app.server.post("/ask")
     def ask() -> Response:
-        """Answers one POST of questions as a stream, one line of JSON for each view; refuses a malformed or too large
-        request."""
-        if not request.is_json:  # a form on another site cannot send JSON
-            abort(Response("questions are application/json\n", 415))
-        if request.headers.get("Transfer-Encoding"):
-            abort(Response("questions name their length (Content-Length)\n", 411))
-        if (request.content_length or 0) > MOST_BYTES:
-            abort(Response(f"questions have at most {MOST_BYTES} bytes\n", 413))
-        questions = _parsed(request.get_data())
-        if not isinstance(questions, dict) or not all(isinstance(question, dict) for question in questions.values()):
-            abort(Response(f"questions are one JSON object, {{view: {{...}}}}, nested at most {MOST_DEEP} deep\n", 400))
-        if unknown := set(questions) - set(answers.views):
-            abort(Response(f"there is no view {min(unknown)!r:.40}; there are {', '.join(answers.views)}\n", 400))
+        """Answers one POST of questions, {view: question}, as a stream, one line of JSON for each view."""
+        return Response(
+            answers.lines(_asked(answers)), mimetype="application/x-ndjson", headers={"Cache-Control": "no-store"}
+        )
 
-        def lines() -> Iterator[str]:
-            """Yields one line of JSON for each view, in the order of the questions."""
-            for name, question in questions.items():
-                yield answers.line(name, question)
-
-        return Response(lines(), mimetype="application/x-ndjson", headers={"Cache-Control": "no-store"})
+    return app
 
 
-def _parsed(body: bytes) -> object:
-    """Returns the JSON value in a body; None for a body that is not JSON, or that is nested deeper than a question."""
+def _asked(answers: "Answers") -> dict[str, PageQuestion]:
+    """Returns the questions of the request that is being answered; refuses a malformed or too large one."""
+    if not request.is_json:  # a form on another site cannot send JSON
+        abort(Response("questions are application/json\n", 415))
+    if request.headers.get("Transfer-Encoding"):
+        abort(Response("questions name their length (Content-Length)\n", 411))
+    if (request.content_length or 0) > MOST_BYTES:
+        abort(Response(f"questions have at most {MOST_BYTES} bytes\n", 413))
     try:
-        value = json.loads(body)
+        questions = json.loads(request.get_data())
     except (ValueError, RecursionError):
-        return None
-    nested = [value]
-    for _ in range(MOST_DEEP + 1):
-        lists = [one.values() if isinstance(one, dict) else one for one in nested if isinstance(one, dict | list)]
-        nested = [inner for values in lists for inner in values]
-    return None if nested else value
+        questions = None
+    if (
+        not isinstance(questions, dict)
+        or not all(isinstance(question, dict) for question in questions.values())
+        or _is_deeper(questions, MOST_DEEP)
+    ):
+        abort(Response(f"questions are one JSON object, {{view: {{...}}}}, nested at most {MOST_DEEP} deep\n", 400))
+    if unknown := set(questions) - set(answers.views):
+        abort(Response(f"there is no view {min(unknown)!r:.40}; there are {', '.join(answers.views)}\n", 400))
+    return questions
 
 
-def guard(app: Dash, host: str) -> None:
+def _is_deeper(value: object, most: int) -> bool:
+    """Returns whether the objects and lists of a JSON value are nested deeper than `most`."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inner is not None and (most == 0 or any(_is_deeper(one, most - 1) for one in inner))
+
+
+class Answers:
+    """Answers the page's questions as lines of JSON, and keeps the newest answers of runs that do not grow, so that a
+    view that was drawn once is not computed again."""
+
+    def __init__(self, run_list: RunList, views: Views) -> None:
+        self.run_list = run_list
+        self.views = views
+        self._lines: OrderedDict[str, str] = OrderedDict()
+        self._letters = 0
+        self._lock = Lock()
+
+    def lines(self, questions: dict[str, PageQuestion]) -> Iterator[str]:
+        """Yields one line of JSON for each view, in the order of the questions."""
+        for name, question in questions.items():
+            yield self.line(name, question)
+
+    def line(self, view: str, question: PageQuestion) -> str:
+        """Returns one line of JSON: the view's name and its answer. An answer with an error is not kept."""
+        key = json.dumps([view, question], sort_keys=True)
+        is_kept = view in KEPT and (question.get("lens") or RECORDED) == RECORDED and self._is_fixed(question)
+        with self._lock:
+            if is_kept and key in self._lines:
+                self._lines.move_to_end(key)
+                return self._lines[key]
+        answer = answered(self.views[view], question)
+        line = json.dumps({"view": view, **answer}) + "\n"
+        if is_kept and "error" not in answer:
+            self._keep(key, line)
+        return line
+
+    def _is_fixed(self, question: PageQuestion) -> bool:
+        """Returns whether no run that the question names is recorded while the dashboard shows it."""
+        try:
+            named = [question[name] for name in ("run", "against") if question.get(name) is not None]
+            return all(self.run_list.follower(number) is None for number in named)
+        except CannotShow:
+            return False
+
+    def _keep(self, key: str, line: str) -> None:
+        with self._lock:
+            self._letters += len(key) + len(line)
+            if (before := self._lines.pop(key, None)) is not None:
+                self._letters -= len(key) + len(before)
+            self._lines[key] = line
+            while self._letters > MOST_LETTERS:
+                oldest, dropped = self._lines.popitem(last=False)
+                self._letters -= len(oldest) + len(dropped)
+
+
+def views_of(run_list: RunList) -> Views:
+    """Returns a dict from the name of each of the page's questions to the function that answers it."""
+    others = {
+        "facts": facts.run_facts, "growth": facts.growth, "story": facts.request_story, "overview": overview,
+        "walk": walk, "range": range_view, "export": export, "insight": _sentence,
+    }  # fmt: skip
+    drawn = {name: partial(_draw, name, run_list) for name in VIEWS}
+    return drawn | {name: partial(function, run_list) for name, function in others.items()}
+
+
+def _draw(name: str, run_list: RunList, question: PageQuestion) -> str | PageAnswer:
+    """Returns the answer of the view with this name."""
+    return VIEWS[name](run_list, question).draw()
+
+
+def _sentence(run_list: RunList, question: PageQuestion) -> str:
+    """Returns the sentence on the chosen row."""
+    return RowCard(run_list, question).sentence()
+
+
+def export(run_list: RunList, question: PageQuestion) -> PageAnswer:
+    """Returns the table of a view as CSV, or its code, as a dict for the page: csv or code; and with the CSV of a run
+    that is not finished, recorded: how far it is, for the name of the file, because the CSV can hold more than the page
+    shows.
+
+    question: view; way, "csv" or "code"; question, the one that the view answered.
+    """
+    view, way = one_of(question["view"], "view", tuple(VIEWS)), one_of(question["way"], "way", ("csv", "code"))
+    asked = question["question"]
+    if not isinstance(asked, dict):
+        raise CannotShow(f"question is an object, got {asked!r:.40}")
+    shown = VIEWS[view](run_list, asked)
+    if way == "code":
+        return {"code": "\n".join(shown.code()) + "\n"}
+    is_growing = asked.get("run") is not None and "growing" in shown.tables.run.meta
+    recorded = {"recorded": f"recorded up to step {shown.tables.steps.stop - 1}"} if is_growing else {}
+    return {**recorded, "csv": csv_text(shown.table())}
+
+
+def listen(run_list: RunList, host: str = "127.0.0.1", port: int = DASH_PORT) -> BaseWSGIServer:
+    """Returns a web server of the dashboard that is bound to its address; it answers once the caller calls
+    `serve_forever()`. Starts a thread that computes the tables of the first run that can be opened.
+
+    port: 0 for any free port.
+    Raises: OSError if the address cannot be used; the message says what to give instead.
+    """
+    app = make_app(run_list)
+    _guard(app, host)
+    if run_list.entries and (tables := run_list.entries[run_list.first].tables) is not None:
+        Thread(target=_warm, args=(tables,), daemon=True).start()
+    with _bound_socket(host, port) as bound:  # werkzeug copies the socket; given a taken port, it would end the program
+        return make_server(host, port, app.server, threaded=True, request_handler=_Quiet, fd=bound.fileno())
+
+
+LOCAL = ("127.0.0.1", "localhost", "[::1]", "::1")
+
+
+def _guard(app: Dash, host: str) -> None:
     """Protects the app against other sites: the browser may fetch from this server only, and a server on a local host
     answers only requests for a local host name."""
     hashes = " ".join(app.csp_hashes())
@@ -141,14 +222,13 @@ def guard(app: Dash, host: str) -> None:
         "img-src 'self' data: blob:; "
         "font-src 'self' data:; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
     )
-    is_local_server = host in LOCAL
 
     @app.server.before_request
     def refuse_strangers() -> None:
         """Answers status 403 if the server is local and the request names another host than 127.0.0.1, localhost or
         ::1."""
         name = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
-        if is_local_server and name not in LOCAL:
+        if host in LOCAL and name not in LOCAL:
             abort(
                 Response(f"this server answers to {', '.join(LOCAL)} alone; start it with --host to change that\n", 403)
             )
@@ -162,4 +242,32 @@ def guard(app: Dash, host: str) -> None:
         return response
 
 
-LOCAL = ("127.0.0.1", "localhost", "[::1]", "::1")
+def _bound_socket(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both_families = host == "::" and socket.has_dualstack_ipv6()  # "::" then means every address of IPv6 and IPv4
+    try:
+        return socket.create_server((host, port), family=family, dualstack_ipv6=both_families)
+    except OSError as error:
+        reason = "another program listens there" if error.errno == EADDRINUSE else error.strerror or str(error)
+        raise OSError(
+            f"cannot listen at {host}, port {port}: {reason}; give another --port, 0 for any that is free, or --host"
+        ) from error
+
+
+def _warm(tables: RunTables) -> None:
+    """Computes a run's derived tables while the browser opens, and ignores errors."""
+    with suppress(Exception):
+        tables.warm()
+        _ = tables.rejected.drafts
+
+
+class _Quiet(WSGIRequestHandler):
+    """Handles requests as werkzeug does, but logs only those that failed with a server error."""
+
+    protocol_version = "HTTP/1.1"  # allows chunks: lines of an answer are sent before its length is known
+    disable_nagle_algorithm = True  # send each piece of an answer at once
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Logs the request if its status code is 5xx, a server error."""
+        if str(code).startswith("5"):
+            super().log_request(code, size)

@@ -1,4 +1,4 @@
-"""Checks the values in the page's questions, and turns the errors of a view into HTML that the page shows instead."""
+"""Checks the values in the page's questions, and turns errors into answers."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -7,14 +7,13 @@ from typing import NoReturn, TypeVar
 from pyarrow import ArrowException
 
 from cacheprobe.core.values import JsonDict
-from cacheprobe.views.dashboard.shelf import CannotShow, whole
 from cacheprobe.views.text import markup
 
 PageQuestion = JsonDict
 """A question of the page for one view, as JSON, such as {"run": 0, "step": 7}. The functions below check its
 values."""
 PageAnswer = JsonDict
-"""html: HTML with every text of a run escaped.  graphs: components from `figures.graphs`.  more: HTML below the graphs.
+"""html: HTML with every text of a run escaped.  graphs: components from `view.graphs`.  more: HTML below the graphs.
 error: the reason if the view cannot be shown.
 """
 
@@ -24,18 +23,24 @@ _EXPECTED = (ValueError, KeyError, OSError, ArrowException)
 _log = logging.getLogger(__name__)
 
 
+class CannotShow(ValueError):
+    """Raised if a view cannot be shown, for example because the run lacks the data. The message is shown on the
+    page."""
+
+
 def answered(view: Callable[[PageQuestion], str | PageAnswer], question: PageQuestion) -> PageAnswer:
     """Calls a view with the page's question, and returns the view's result as a dict for the page. An error becomes a
     dict with html and error, so that an error in one view does not affect the others."""
     try:
         result = view(_Question(question))
     except _EXPECTED as error:
-        return {"html": refusal(error), "error": reason(error)}
+        message = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
     except Exception as error:
         _log.exception("no answer to %r", question)
         message = f"this cannot be shown: {type(error).__name__}: {error}"
-        return {"html": refusal(ValueError(message)), "error": message}
-    return {"html": result} if isinstance(result, str) else result
+    else:
+        return {"html": result} if isinstance(result, str) else result
+    return {"html": f'<p class="refused">{markup(message)}</p>', "error": message}
 
 
 class _Question(JsonDict):
@@ -45,14 +50,12 @@ class _Question(JsonDict):
         raise CannotShow(f"the question has no {name}")
 
 
-def reason(error: Exception) -> str:
-    """Returns an error's message as text, without the quotes that a KeyError adds."""
-    return str(error.args[0] if isinstance(error, KeyError) and error.args else error)
-
-
-def refusal(error: Exception) -> str:
-    """Returns an error's message as a paragraph of HTML."""
-    return f'<p class="refused">{markup(reason(error))}</p>'
+def whole(value: object, what: str, count: int) -> int:
+    """Returns `value` if it is a whole number from 0 to count - 1. what: the name of the value in the error.
+    Raises: CannotShow for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
+        raise CannotShow(f"there is no {what} {value!r:.40}; there are {count}, counted from 0")
+    return value
 
 
 def span(value: object, what: str, most: int) -> range:
@@ -92,18 +95,3 @@ def one_of(value: object, what: str, known: tuple[T, ...]) -> T:
     if value not in known:
         raise CannotShow(f"{what} is {' or '.join(known)}, got {value!r:.40}")
     return known[known.index(value)]
-
-
-__all__ = [
-    "CannotShow",
-    "PageAnswer",
-    "PageQuestion",
-    "answered",
-    "number",
-    "one_of",
-    "reason",
-    "refusal",
-    "requests_of",
-    "span",
-    "whole",
-]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from cacheprobe.analysis.measures import prediction_depth_of
+from cacheprobe.analysis.measures import prediction_depth
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at, outcomes_of_row, token_history
@@ -63,7 +63,7 @@ def token_card(
     outcomes = outcomes_at(history, generated_index)
     if row is not None:
         outcomes = outcomes_of_row(outcomes, int(readings.step.iloc[0]))
-    title, body = card_parts(readings, prediction_depth_of(readings).iloc[0].to_dict(), outcomes, texts, input_token)
+    title, body = card_parts(readings, prediction_depth(readings).iloc[0].to_dict(), outcomes, texts, input_token)
     rows_here = of_request[of_request.position == position]
     note = "" if (readings.status != "committed").any() else markup(insight(readings, rows_here, outcomes, texts)) + "."
     return TitledPicture(title, note, body).alone
@@ -79,7 +79,7 @@ def card_parts(
     """Returns (title as plain text, HTML) of the card of one row of the trace. The HTML has a table with a line for
     each layer, which carries data-layer.
 
-    readings: the row's lines of the hypotheses table.  depth: its line of `analysis.measures.prediction_depth_of`.
+    readings: the row's lines of the hypotheses table.  depth: its line of `analysis.measures.prediction_depth`.
     outcomes: the tokens drafted and committed at the next position, in order.  token_texts: of all choices; a missing
     token is shown as "<id>".  input_token: the text of the row's input token.
     Raises: ValueError for readings of more than one row, or of none.

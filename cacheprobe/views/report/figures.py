@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import plotly.graph_objects as go
 
-from cacheprobe.analysis.of_trace import lens_readings, prediction_depth
+from cacheprobe.analysis.measures import lens_readings, prediction_depth
 from cacheprobe.core.files import write_whole
 from cacheprobe.core.progress import Progress
 from cacheprobe.core.records import DISCARDED_DRAFT

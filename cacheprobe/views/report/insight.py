@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from cacheprobe.core.values import TableLine
+from cacheprobe.trace.tables.draft_verdicts import verified_drafts
 from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at, outcomes_of_row, token_history
 from cacheprobe.views.lens_table import runs_of
 from cacheprobe.views.text import shorten, text_of, visible
@@ -187,3 +188,16 @@ def _span(chosen: list[int], layers: list[int]) -> str:
 
 def _quoted(token_id: int, texts: Mapping[int, str]) -> str:
     return f"“{shorten(visible(text_of(texts, int(token_id))), _COLUMNS)}”"
+
+
+def drafts_sentence(drafter: str, events: pd.DataFrame) -> str:
+    """Returns a sentence on what became of the draft tokens of a run. drafter: its name, inserted as it is; "" for the
+    fast path."""
+    drafted, accepted, rejected, rolled_back = verified_drafts(events)
+    if not drafted:
+        return "No draft token was verified."
+    parts = f"{accepted} accepted, {rolled_back} rolled back"
+    if behind := rolled_back - rejected:
+        parts += f": {rejected} rejected, {behind} behind a rejected one"
+    of_tokens = f"{drafted} token{'s' * (drafted != 1)} that {'was' if drafted == 1 else 'were'} verified"
+    return f"{drafter or 'The fast path'} drafted {of_tokens}: {parts}."

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from cacheprobe.analysis.measures import agreement_by_layer
-from cacheprobe.analysis.of_trace import lens_readings
+from cacheprobe.analysis.measures import agreement, lens_readings
 from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.terminal import Listing
 from cacheprobe.trace.manifest import UNREAD
@@ -199,7 +198,7 @@ def _agreement(trace: "Trace", title: str, request_id: int | None) -> Listing:
         readings = readings[readings.request_id == request_id]
     if readings.agrees.notna().sum() == 0:
         return Listing(title, (), [], "no reading has a committed token to compare with")
-    table = agreement_by_layer(readings)
+    table = agreement(readings)
     rows = [
         (str(layer), *("-" if pd.isna(share) else f"{share:.2f}" for share in shares))
         for layer, *shares in table.itertuples()

@@ -3,19 +3,19 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cacheprobe.analysis.of_trace import lens_readings
+from cacheprobe.analysis.measures import lens_readings
 from cacheprobe.core.files import write_whole
 from cacheprobe.core.progress import Progress
 from cacheprobe.core.terminal import DASH_PORT
+from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.manifest import UNREAD
 from cacheprobe.trace.tables.draft_verdicts import verified_drafts
 from cacheprobe.views.diagrams.diagram import legend, side_by_side
 from cacheprobe.views.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
 from cacheprobe.views.lens_table import BELOW
 from cacheprobe.views.report.figures import report_figures, report_grids, report_panels, shown_positions
-from cacheprobe.views.report.insight import first_insight
+from cacheprobe.views.report.insight import drafts_sentence, first_insight
 from cacheprobe.views.report.page import block, figure_block, page, table, with_contents
-from cacheprobe.views.report.prose import behaviour_sentences, run_sentence
 from cacheprobe.views.report.rejections import rejections_section
 from cacheprobe.views.report.request_text import text_parts, text_piece
 from cacheprobe.views.text import markup, text_of, token_texts
@@ -102,17 +102,10 @@ def _no_lens(trace: "Trace") -> str:
 
 
 def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
-    request, events, table = trace.requests[request_id], trace.events(), trace.thought_table
-    own_thoughts = None if table is None else table[table.request_id == request_id]
-    prompt = tuple(text_of(texts, token_id) for token_id in request.prompt_token_ids)
-    own_events = events[events.request_id == request_id]
+    prompt = tuple(text_of(texts, token_id) for token_id in trace.requests[request_id].prompt_token_ids)
     readings = None if trace.hypothesis_table is None else lens_readings(trace)
-    if readings is not None:
-        readings = readings[readings.request_id == request_id]
-    piece = text_piece(
-        text_parts(request_id, prompt, len(prompt), own_events, readings, own_thoughts), texts, "verdict"
-    )
-    return piece.html
+    parts = text_parts(request_id, prompt, len(prompt), trace.events(), readings, trace.thought_table)
+    return text_piece(parts, texts, "verdict").html
 
 
 def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
@@ -208,3 +201,50 @@ def _controls(trace: "Trace") -> str:
         f"{checks_table}<details><summary>Schedule fingerprint: what the bits of this run depend on</summary>"
         f"{fingerprint}</details>"
     )
+
+
+def run_sentence(trace: "Trace", request_id: int) -> str:
+    """Returns sentences as HTML on a run: the model, the numbers of requests and steps, the numbers of accepted and
+    rolled-back draft tokens, and whether this request is deterministic."""
+    fingerprint, note = trace.fingerprint, trace.meta["weights_note"]
+    phases = trace.event_table.drop_duplicates("step").phase.value_counts()
+    steps = ", ".join(f"{int(phases.get(phase, 0))} {phase}" for phase in ("prefill", "decode", "verify"))
+    count = len(trace.requests)
+    sentences = (
+        f"<code>{markup(fingerprint['model'])}</code>{f' ({markup(note)})' if note else ''} "
+        f"in {markup(fingerprint['dtype'])} "
+        f"answered {count} request{'s' * (count != 1)} in {int(phases.sum())} steps ({steps}). "
+    )
+    drafter = trace.meta["drafter"]
+    sentences += drafts_sentence(f"<code>{markup(drafter)}</code>" if drafter else "", trace.event_table) + " "
+    kind = "deterministic: its tokens and states do not depend on the other requests" if (
+        trace.requests[request_id].is_deterministic
+    ) else "not deterministic: nothing is promised about the bits of its states"  # fmt: skip
+    return sentences + f"This page follows request {request_id}, which is {kind}."
+
+
+def behaviour_sentences(behaviour: JsonDict | None) -> list[str]:
+    """Returns a list of one or two texts as HTML: the model's accuracy in its task, and a warning unless the lower end
+    of its 95 % interval is above chance; [] without a task. behaviour: meta["behaviour"] of the trace."""
+    if not behaviour:
+        return []
+    b = behaviour
+    accuracy_sentence = (
+        f"Task: {_percent(b['accuracy'])} of {b['num_examples']} answers are right (95 % interval "
+        f"{_percent(b['accuracy_low'])} to {_percent(b['accuracy_high'])}), chance is {_percent(b['chance'])}; "
+        f"{b['num_unparsed']} gave no answer that can be read. The answer words hold {_percent(b['answer_mass'], 1)} "
+        f"of the first token's probability; forced to choose between them, {_percent(b['forced_accuracy'])} are right."
+    )
+    warning = "Not above chance: this model does not solve the task, and nothing here is said about “its state”."
+    return [accuracy_sentence] if is_above_chance(b) else [accuracy_sentence, f"<strong>{warning}</strong>"]
+
+
+def is_above_chance(behaviour: JsonDict) -> bool:
+    """Returns True if the lower end of the accuracy's 95 % interval is above chance; False if either number is
+    unknown."""
+    low, chance = behaviour["accuracy_low"], behaviour["chance"]
+    return low is not None and chance is not None and low > chance
+
+
+def _percent(share: float | None, digits: int = 0) -> str:
+    return "unknown" if share is None else f"{share:.{digits}%}"

@@ -94,10 +94,8 @@ def request_text(
             f"there is no request {request_id}; the tables have {sorted({int(r) for r in rows.request_id})}"
         )
     prompt = own_rows[own_rows.role == "prompt"].drop_duplicates("position", keep="last").sort_values("position")
-    readings = None if hypotheses is None else hypotheses[hypotheses.request_id == request_id]
-    own_thoughts = None if thoughts is None else thoughts[thoughts.request_id == request_id]
     num_prompt_tokens = int(prompt.position.max()) + 1
-    parts = text_parts(request_id, tuple(prompt.token), num_prompt_tokens, own_events, readings, own_thoughts)
+    parts = text_parts(request_id, tuple(prompt.token), num_prompt_tokens, own_events, hypotheses, thoughts)
     if features is not None and feature is not None:
         parts = with_feature(parts, features[features.request_id == request_id], feature)
     if differences is not None:
@@ -113,12 +111,15 @@ def text_parts(
     readings: pd.DataFrame | None,
     thoughts: pd.DataFrame | None,
 ) -> TextParts:
-    """Returns the `TextParts` of a request. events, readings, thoughts: of this request alone; None: the run has
-    none."""
+    """Returns the `TextParts` of a request. events, readings, thoughts: as in `Trace`, of this request or more; None:
+    the run has none."""
     words = {}
     if thoughts is not None:
-        kept = thoughts[thoughts.status == "committed"].sort_values("step", kind="stable")
+        kept = thoughts[(thoughts.request_id == request_id) & (thoughts.status == "committed")]
+        kept = kept.sort_values("step", kind="stable")
         words = {int(thought.end): " ".join(words_of(thought)).strip() for thought in kept.itertuples()}
+    events = events[events.request_id == request_id]
+    readings = None if readings is None else readings[readings.request_id == request_id]
     measured = token_measures(events, readings, num_prompt_tokens)
     lens = "" if readings is None or readings.empty else str(readings.lens.iloc[0])
     rejected = rejected_by_place(drafts_table(events))

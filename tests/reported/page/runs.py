@@ -20,7 +20,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.views.dashboard.app import make_app
-from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.run_list import RunList
 from tests.dash_page import save_thinking
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
@@ -158,7 +158,7 @@ class Pages:
     """The views of a dashboard, as text."""
 
     def __init__(self) -> None:
-        self.server = make_app(Shelf.of([folder() / name for name in NAMES])).server.test_client()
+        self.server = make_app(RunList.of([folder() / name for name in NAMES])).server.test_client()
 
     def answer(self, view: str, run: str, **question: Any) -> dict[str, Any]:
         asked = {view: {"run": NAMES.index(run), **question}}

@@ -9,16 +9,10 @@ from playwright.sync_api import Browser, Route
 
 import cacheprobe as cp
 from cacheprobe.models.inventory import PLAIN
-from cacheprobe.views.dashboard.shelf import Shelf
-from tests.chromium import PICTURES, chromium
+from cacheprobe.views.dashboard.run_list import RunList
+from tests.chromium import PICTURES
 from tests.dash_page import answered, choose, heard, opened, served, until
 from tests.tiny import SMALL, loaded
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    with served(Shelf.of([folder / "a-many", folder / "b-plain"])) as url:
+    with served(RunList.of([folder / "a-many", folder / "b-plain"])) as url:
         yield url
 
 

@@ -13,7 +13,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.analysis.comparison import setting_differences
 from cacheprobe.views.dashboard.app import make_app
-from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.run_list import RunList
 from tests.dictionaries.planted import random_dictionary
 from tests.reported.page.runs import NAMES, folder, numbers, pages, plain, tables_of, tips
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
@@ -87,25 +87,6 @@ def test_the_list_says_what_its_layer_is() -> None:
     assert "the lens’s first choice from the named layer up to the last one" in said
 
 
-def test_a_search_reads_all_text_before() -> None:
-    tables = tables_of("drafted")
-    ids = {r: [*tables.trace.requests[r].prompt_token_ids, *tables.trace.committed(r)] for r in tables.prompts}
-    lines = tables.rejected()
-    for wanted in ("<7><8><9>", "<50><51>", "<55><56>", "<3>" * 12, "<1>"):
-        expected = []
-        for line in lines:
-            before = "".join(f"<{token}>" for token in ids[line["request"]][: line["position"]])
-            both = (f"{before}<{line['drafted']}>", f"{before}<{line['committed']}>")
-            expected += [[line["request"], line["step"]]] if any(wanted in text for text in both) else []
-        html = pages().html("rejected", "drafted", page=0, find=wanted)
-        found = re.findall(r"<tr data-intent='draft'[^>]*data-request='(\d+)' data-step='(\d+)'", html)
-        assert [[int(request), int(step)] for request, step in found] == expected and expected
-    far = [line for line in lines if line["request"] == 1 and line["position"] > 3 + 8]
-    html = pages().html("rejected", "drafted", page=0, find="<7><8>")
-    assert far and html.count("stands before") >= len(far)
-    assert "No rejected draft has" in pages().html("rejected", "drafted", page=0, find="<7><9>")
-
-
 def request_of(**sampling: object) -> dict[str, Any]:
     return {"sampling": {"temperature": 0.0, "seed": 1, "stop_token_ids": [], **sampling}}
 
@@ -144,7 +125,7 @@ def test_the_comparison_has_no_signs_of_python(tmp_path: Path) -> None:
     for name, capture, sampling, edits in zip("ab", kept, stops, ((), (edit,)), strict=True):
         settings = {**SMALL, "max_new_tokens": 3, "capture": capture, "sampling": sampling, "interventions": edits}
         cp.run(loaded(), PROMPTS[:2], **settings).save(tmp_path / name)
-    server = make_app(Shelf.of([tmp_path / "a", tmp_path / "b"])).server.test_client()
+    server = make_app(RunList.of([tmp_path / "a", tmp_path / "b"])).server.test_client()
     answer = json.loads(server.post("/ask", json={"compare": dict(run=0, against=1, request=0)}).get_data(as_text=True))
     cells = re.findall(r"<td[^>]*>(.*?)</td>", answer["html"].split("What was drafted")[0] + answer["more"])
     assert {"0 to 2", "1, 2", "90, 91", "committed"} <= set(cells)
@@ -188,7 +169,7 @@ def with_features() -> tuple[cp.Trace, Any]:
     kept = cp.CaptureConfig("Z", dictionary=random_dictionary(), top_features=6)
     trace = cp.run(loaded(), PROMPTS[:2], **{**SMALL, "max_new_tokens": 4}, capture=kept)
     trace.save(folder() / "features", overwrite=True)
-    return trace, make_app(Shelf.of([folder() / "features"])).server.test_client()
+    return trace, make_app(RunList.of([folder() / "features"])).server.test_client()
 
 
 def test_the_features_of_a_token_are_its_own_and_the_largest_first() -> None:

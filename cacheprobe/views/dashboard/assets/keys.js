@@ -108,7 +108,7 @@
       return true;
     }
     if (target.closest(TYPES)) return false;
-    if (place("away").open) return false;
+    if (place("exports").open) return false;
     if (place("keys").open) return key === "?" && anywhere(key);
     if (line && in_list(line, key)) return true;
     if (grid && ARROWS[key] && !shiftKey) {
@@ -132,7 +132,7 @@
       made.append(...content);
       return made;
     };
-    const {keys, words} = JSON.parse(document.body.dataset.shelf);
+    const {keys, words} = JSON.parse(document.body.dataset.listed);
     const table = (lines, name) => element("table", element("tbody", ...lines.map(([first, what]) =>
       element("tr", element("th", element(name, first)), element("td", what)))));
     const close = element("button", "Close");

@@ -24,7 +24,7 @@
     sort: SORTS.flatMap((name) => [name, "-" + name]),
   };
   const REQUESTS_A_PAGE = 8;
-  const SHELF = JSON.parse(document.body.dataset.shelf);
+  const LISTED = JSON.parse(document.body.dataset.listed);
 
   const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
   const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
@@ -264,7 +264,7 @@
   // Tabs that have nothing to show, with the reason; "" until it is known.
   function absent(facts) {
     const not_known = {rejected: "", thoughts: "", compare: ""};
-    return {...(facts && !facts.error ? facts.absent : not_known), ...SHELF.absent};
+    return {...(facts && !facts.error ? facts.absent : not_known), ...LISTED.absent};
   }
 
   // A tab that has nothing to show is left for the first one that has, and the reason is said.
@@ -273,7 +273,7 @@
     if (!reason || !other) return;
     at.said.push(reason);
     INTENTS.tab(at, {tab: other});
-    shelve(at, SHELF.results);
+    shelve(at, LISTED.results);
   }
 
   // Positions of the first and the last row that predicts a token of the request.

@@ -1,13 +1,13 @@
 // Keeps the state, asks the server for what it lacks, and hears the menus. One request at a time, the newest next.
 (function () {
   "use strict";
-  const {away, draw, flip, keys, zoom, parse, act, mine, known, settle, shelve, leave, follow, questions} = window.cacheprobe;
+  const {exports, draw, flip, keys, zoom, parse, act, mine, known, settle, shelve, leave, follow, questions} = window.cacheprobe;
   const CONTROLS = ["run", "request", "step", "site", "lens", "colour", "rows", "against", "measure"];
   const FREE = ["run", "colour", "rows", "measure"];
   const IDLE = 400;  // milliseconds without a question until what may be clicked next is asked for
   const PATIENCE = 150;  // milliseconds until an outdated request is given up: a slider that is drawn along is followed
 
-  const shelf = JSON.parse(document.body.dataset.shelf), at = parse(location.search);
+  const listed = JSON.parse(document.body.dataset.listed), at = parse(location.search);
   let facts = null, story = null, is_ready = false, trouble = "";
   const have = {};  // by view: the question that was answered, as text
   const stories = new Map();  // by request, of the run that is shown
@@ -33,8 +33,8 @@
   }
 
   function settled() {
-    if (mine(at, facts)) settle(at, facts, shelf.runs);
-    shelve(at, shelf.results);
+    if (mine(at, facts)) settle(at, facts, listed.runs);
+    shelve(at, listed.results);
     if (at.run === null || mine(at, facts)) leave(at, facts);
     if (!known(at, story) && stories.has(at.request)) story = stories.get(at.request);
     if (mine(at, facts) && known(at, story)) follow(at, story);
@@ -78,8 +78,8 @@
 
   function relabel(labels) {
     const by_run = new Map(labels), label_of = ({value, label}) => by_run.get(value) || label;
-    if (shelf.runs.every((one) => one.label === label_of(one))) return;
-    shelf.runs = shelf.runs.map((one) => ({...one, label: label_of(one)}));
+    if (listed.runs.every((one) => one.label === label_of(one))) return;
+    listed.runs = listed.runs.map((one) => ({...one, label: label_of(one)}));
     for (const name of ["run", "against"]) offer(name, options(name));
   }
 
@@ -201,10 +201,10 @@
   let shown = null;
 
   // A cell that the menu of runs does not hold: its option comes with its facts, and the value with the option.
-  const is_late = (run) => run !== null && !shelf.runs.some((one) => one.value === run);
+  const is_late = (run) => run !== null && !listed.runs.some((one) => one.value === run);
 
   function runs() {
-    return {options: is_late(at.run) ? [...shelf.runs, {value: at.run, label: facts.name}] : shelf.runs};
+    return {options: is_late(at.run) ? [...listed.runs, {value: at.run, label: facts.name}] : listed.runs};
   }
 
   function show() {
@@ -222,7 +222,7 @@
   }
 
   // Sets properties of a menu, but no list of options that it has: that would draw it again.
-  const offered = {run: JSON.stringify(shelf.runs)};
+  const offered = {run: JSON.stringify(listed.runs)};
 
   function offer(name, {options: list, ...props}) {
     const text = list && JSON.stringify(list);
@@ -236,9 +236,9 @@
     if (name === "request") return {options: facts.requests.map((label, value) => ({label, value}))};
     if (name === "lens") return {options: facts.lenses};
     if (name === "step") return {min: facts.first, max: facts.last};
-    if (name === "against") return {options: shelf.runs.filter((run) => run.value !== at.run)};
+    if (name === "against") return {options: listed.runs.filter((run) => run.value !== at.run)};
     if (name !== "site") return {};
-    const sites = Object.entries(shelf.sites).map(([value, label]) => ({
+    const sites = Object.entries(listed.sites).map(([value, label]) => ({
       value, label, disabled: !facts.sites.includes(value) || (value !== "S" && !!facts.why_not),
     }));
     return {options: sites};
@@ -251,11 +251,11 @@
       early.splice(0).forEach((one) => draw.answer(...one));
       draw.start(change, settled);
       keys.start(change, () => at);
-      away.start();
+      exports.start();
       flip.start(change);
       zoom.start(change);
       settled();
-      if (shelf.grows) watch();
+      if (listed.grows) watch();
       return;
     }
     const fired = window.dash_clientside.callback_context.triggered.map((one) => one.prop_id);
@@ -270,9 +270,9 @@
     });
   }
 
-  if (!shelf.runs.length) at.run = null;
-  else if (at.run === undefined) at.run = shelf.first;
-  if (!shelf.runs.length && at.tab === "replay") at.tab = shelf.results[0];
+  if (!listed.runs.length) at.run = null;
+  else if (at.run === undefined) at.run = listed.first;
+  if (!listed.runs.length && at.tab === "replay") at.tab = listed.results[0];
   window.dash_clientside = window.dash_clientside || {};
   window.dash_clientside.cacheprobe = {heard};
   settled();

@@ -1,101 +1,131 @@
 """Compares two runs in the dashboard."""
 
+from functools import cached_property
+
 import pandas as pd
 
 from cacheprobe.analysis.comparison import compare_requests, first_reading_difference, lens_of, setting_differences
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.trace.tables.draft_verdicts import draft_counts, drafts_table, rejected_by_place
-from cacheprobe.views.dashboard.book import Book
-from cacheprobe.views.dashboard.figures import graphs
-from cacheprobe.views.dashboard.questions import PageAnswer, PageQuestion, whole
-from cacheprobe.views.dashboard.shelf import Shelf
-from cacheprobe.views.report.lens_difference import NothingToCompare, lens_difference
+from cacheprobe.views.dashboard.export import directory_of, opened
+from cacheprobe.views.dashboard.questions import PageAnswer
+from cacheprobe.views.dashboard.run_tables import RunTables
+from cacheprobe.views.dashboard.view import View
 from cacheprobe.views.report.run_comparison import (
+    NothingToCompare,
     about_request,
     comparison_title,
     counts_block,
     fingerprint_block,
+    lens_difference,
     request_list,
     settings_block,
     token_columns,
 )
-from cacheprobe.views.text import markup
+from cacheprobe.views.text import markup, text_of
 
 
-def view(shelf: Shelf, question: PageQuestion) -> str | PageAnswer:
-    """Returns what compares the runs `run` and `against` of the page's question: the settings that differ, what each
-    run drafted, which requests differ, the tokens and rejected drafts of one request, and its lens readings with their
-    difference. Returns a note if fewer than two runs are open."""
-    if sum(entry.book is not None for entry in shelf.entries) < 2:
-        return (
-            "<h2>One run is open</h2><p class='note'>Name two or more to compare them: "
-            "<code>cacheprobe dash RUN OTHER</code>.</p>"
+class Comparison(View):
+    """Two runs, `run` and `against` of the page's question, and one request of both."""
+
+    @cached_property
+    def other(self) -> RunTables:
+        """Tables of the run to compare with."""
+        return self.run_list.tables(self.question["against"])
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of both runs."""
+        return self.tables.name, self.other.name
+
+    def draw(self) -> str | PageAnswer:
+        """Returns the settings that differ, what each run drafted, which requests differ, the tokens and rejected
+        drafts of one request, and its lens readings with their difference; a note if fewer than two runs are open."""
+        if sum(entry.tables is not None for entry in self.run_list.entries) < 2:
+            return (
+                "<h2>One run is open</h2><p class='note'>Name two or more to compare them: "
+                "<code>cacheprobe dash RUN OTHER</code>.</p>"
+            )
+        ours, theirs, names = self.tables.run, self.other.run, self.names
+        differences = compare_requests(ours.requests, theirs.requests, ours.events, theirs.events)
+        settings = setting_differences(ours.meta, theirs.meta, ours.requests, theirs.requests)
+        counts = draft_counts(ours.events), draft_counts(theirs.events)
+        schedules = fingerprint_block(fingerprint_differences(ours.fingerprint, theirs.fingerprint), names)
+        one = differences[self.request]
+        head = (
+            f"<h2>{markup(comparison_title(differences))}</h2>"
+            f"<h3>Settings that differ</h3>{settings_block(settings, names)}"
+            f"<h3>What was drafted</h3>{counts_block(counts, names)}"
+            f"<h3>{about_request(one)}</h3>{request_list(differences, self.request)}"
         )
-    ours, theirs = shelf.book(question["run"]), shelf.book(question["against"])
-    names = (ours.name, theirs.name)
-    differences = compare_requests(ours.run.requests, theirs.run.requests, ours.run.events, theirs.run.events)
-    settings = setting_differences(ours.run.meta, theirs.run.meta, ours.run.requests, theirs.run.requests)
-    counts = draft_counts(ours.run.events), draft_counts(theirs.run.events)
-    schedules = fingerprint_block(fingerprint_differences(ours.run.fingerprint, theirs.run.fingerprint), names)
-    request = whole(question["request"], "request", len(ours.run.requests))
-    one = differences[request]
-    head = (
-        f"<h2>{markup(comparison_title(differences))}</h2>"
-        f"<h3>Settings that differ</h3>{settings_block(settings, names)}"
-        f"<h3>What was drafted</h3>{counts_block(counts, names)}"
-        f"<h3>{about_request(one)}</h3>{request_list(differences, request)}"
-    )
-    after = f"<h3>Schedule fingerprints</h3>{schedules}"
-    if one.what in ("prompt", "missing"):
-        return head + after
-    place = one.place if one.what == "tokens" else None
-    head += _tokens(ours, theirs, request, place)
-    why_not = _why_not_compared(ours, theirs)
-    if why_not:
-        return f"{head}<p class='note'>{why_not}</p>{after}"
-    pair = ours.run.readings(request), theirs.run.readings(request)  # all positions: too large to cache
-    html = head + _readings(*pair)
-    try:
-        figure = lens_difference(*pair, names)
-    except NothingToCompare:  # no place in common, as the sentence above says
-        return html + after
-    dark = question.get("theme") == "dark"
-    title = f"<h3>{markup(str(figure.layout.title.text))}</h3>"
-    return {"html": html + title, "graphs": graphs("compare", [figure], dark=dark), "more": after}
+        after = f"<h3>Schedule fingerprints</h3>{schedules}"
+        if one.what in ("prompt", "missing"):
+            return head + after
+        head += self._tokens(one.place if one.what == "tokens" else None)
+        if not (ours.has_readings and theirs.has_readings):
+            why_not = "one of the runs recorded none, or none were read yet"
+        elif lens_of(ours.meta) != lens_of(theirs.meta):
+            why_not = "the runs were read through different lenses"
+        else:
+            return self._with_readings(head, after)
+        return f"{head}<p class='note'>Lens readings are not compared: {why_not}.</p>{after}"
 
+    def _tokens(self, place: int | None) -> str:
+        """Returns HTML of the tokens of the request in both runs, with the rejected drafts. place: the first that
+        differs."""
+        both = self.tables, self.other
+        committed = [tables.run.request(self.request)["committed_token_ids"] for tables in both]
+        rejected = [rejected_by_place(drafts_table(tables.events_of(self.request))) for tables in both]
+        texts = [tables.run.token_texts for tables in both]
+        start = self.tables.prompt_length(self.request)
+        return token_columns(committed, place, self.names, texts, f"request {self.request}", start, rejected)
 
-def _tokens(ours: Book, theirs: Book, request: int, place: int | None) -> str:
-    """Returns HTML of the tokens of one request in two runs, with the rejected drafts. place: the first that
-    differs."""
-    books = ours, theirs
-    committed = [book.run.request(request)["committed_token_ids"] for book in books]
-    rejected = [rejected_by_place(drafts_table(book.events_of(request))) for book in books]
-    texts = [book.run.token_texts for book in books]
-    start, names = ours.prompt_length(request), (ours.name, theirs.name)
-    return token_columns(committed, place, names, texts, f"request {request}", start, rejected)
+    def _with_readings(self, head: str, after: str) -> str | PageAnswer:
+        """Returns the answer with the figure of the lens readings, and a sentence on the first reading of a committed
+        row that differs."""
+        pair = [tables.run.readings(self.request) for tables in (self.tables, self.other)]  # too large to cache
+        our_lines, their_lines = (table[table.status == "committed"] for table in pair)
+        shared = our_lines.merge(their_lines[["position", "layer"]], on=["position", "layer"])
+        if shared.empty:
+            sentence = "Lens readings are not compared: the runs recorded none of the same places."
+            return f"{head}<p class='note'>{sentence}</p>{after}"
+        is_all = len(shared) == len(our_lines) == len(their_lines)
+        of_shared = "" if is_all else f" of the {len(shared)} that both runs recorded"
+        sentence = f"Every lens reading{of_shared} is the same, bit for bit."
+        if (first := first_reading_difference(shared, their_lines)) is not None:
+            position, layer = first
+            sentence = (
+                f"The first lens reading{of_shared} that differs is that of layer {layer} at position {position}."
+            )
+        html = f"{head}<p class='note'>{sentence} States are compared by <code>cacheprobe verify</code>.</p>"
+        try:
+            figure = lens_difference(pair[0], pair[1], self.names)
+        except NothingToCompare:  # no place in common, as the sentence above says
+            return html + after
+        title = f"<h3>{markup(str(figure.layout.title.text))}</h3>"
+        return {"html": html + title, "graphs": self.graphs("compare", [figure]), "more": after}
 
+    def table(self) -> pd.DataFrame:
+        """Returns a line for each place of the generated tokens: token ids and texts of both runs."""
+        columns = {}
+        for tables, end in ((self.tables, ""), (self.other, "_theirs")):
+            is_there = self.request < len(tables.run.requests)
+            ids = tables.run.request(self.request)["committed_token_ids"] if is_there else []
+            columns[f"token_id{end}"] = pd.Series(ids, dtype="Int64")
+            columns[f"token{end}"] = pd.Series([text_of(tables.run.token_texts, token) for token in ids], dtype=object)
+        return pd.DataFrame(columns).rename_axis("place").reset_index()
 
-def _why_not_compared(ours: Book, theirs: Book) -> str:
-    """Returns a sentence on why the lens readings of two runs are not compared; "" if they can be."""
-    if not (ours.run.has_readings and theirs.run.has_readings):
-        return "Lens readings are not compared: one of the runs recorded none, or none were read yet."
-    if lens_of(ours.run.meta) != lens_of(theirs.run.meta):
-        return "Lens readings are not compared: the runs were read through different lenses."
-    return ""
-
-
-def _readings(ours: pd.DataFrame, theirs: pd.DataFrame) -> str:
-    """Returns HTML: a sentence on the first lens reading of a committed row that differs between two runs. ours,
-    theirs: readings of one request."""
-    our_lines, their_lines = (table[table.status == "committed"] for table in (ours, theirs))
-    shared = our_lines.merge(their_lines[["position", "layer"]], on=["position", "layer"])
-    if shared.empty:
-        return "<p class='note'>Lens readings are not compared: the runs recorded none of the same places.</p>"
-    first_difference = first_reading_difference(shared, their_lines)
-    is_all = len(shared) == len(our_lines) == len(their_lines)
-    of_shared = "" if is_all else f" of the {len(shared)} that both runs recorded"
-    sentence = f"Every lens reading{of_shared} is the same, bit for bit."
-    if first_difference is not None:
-        position, layer = first_difference
-        sentence = f"The first lens reading{of_shared} that differs is that of layer {layer} at position {position}."
-    return f"<p class='note'>{sentence} States are compared by <code>cacheprobe verify</code>.</p>"
+    def code(self) -> list[str]:
+        """Returns the code of the table, and of the comparison of the tokens."""
+        return [
+            "import pandas as pd",
+            *opened(self.tables, "ours"),
+            f"theirs = cp.load_trace({directory_of(self.other)!r})",
+            f"pair = [pd.Series(trace.tokens.get({self.request}, []), dtype='Int64') for trace in (ours, theirs)]",
+            "columns = {'token_id': pair[0], 'token': pair[0].map(ours.token_texts)}",
+            "columns |= {'token_id_theirs': pair[1], 'token_theirs': pair[1].map(theirs.token_texts)}",
+            "table = pd.DataFrame(columns).rename_axis('place').reset_index()",
+            f"cp.plots.comparison((ours.rows(), theirs.rows()), (ours.events(), theirs.events()), {self.request}, "
+            f"names={self.names!r}, fingerprints=(ours.fingerprint, theirs.fingerprint), "
+            "token_texts=(ours.token_texts, theirs.token_texts))",
+        ]

@@ -1,19 +1,15 @@
 """Shows, below the card of a row, which edits would have made the verifier choose a rejected draft token."""
 
-import json
 import shlex
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Hashable, Sequence
 
 import pandas as pd
 
-from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at
-from cacheprobe.views.dashboard.book import Book
-from cacheprobe.views.dashboard.figures import graphs
-from cacheprobe.views.dashboard.flip_jobs import FlipJob, FlipJobs
-from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, PageQuestion, number, one_of
+from cacheprobe.views.dashboard.export import directory_of, opened_with_model
+from cacheprobe.views.dashboard.flip_process import FlipJob
+from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, one_of
 from cacheprobe.views.dashboard.reader import is_on_this_machine
-from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.view import View
 from cacheprobe.views.flips import flip_grid
 from cacheprobe.views.text import markup
 
@@ -21,94 +17,88 @@ BUTTON = "What would have changed it?"
 ACTS = ("start", "open", "look", "cancel")
 
 
-def buttons(question: PageQuestion, history: pd.DataFrame, place: int, outcomes: Sequence[TokenOutcome]) -> str:
-    """Returns HTML with a button for each rejected draft among the outcomes at one place of a request; "" for none.
-
-    A token that followed a rejected one in its draft has no button: it was not judged.
-    history: of the request.  place: 0 is the first generated token.
-    """
-    before = {one.decided_step for one in outcomes_at(history, place - 1) if one.outcome == "rolled_back"}
-    here = {one.decided_step for one in outcomes if one.outcome == "rolled_back"}
-    steps = sorted(step for step in here - before if step is not None)
-    drawn = []
-    for step in steps:
-        place_of_draft = json.dumps({"run": question["run"], "request": question["request"], "step": step})
-        which = f" (step {step})" if len(steps) > 1 else ""
-        drawn.append(f'<button class="plain" data-flip="{markup(place_of_draft)}">{BUTTON}{which}</button>')
-    return f'<p class="flips">{" ".join(drawn)}</p>' if drawn else ""
-
-
-def view(shelf: Shelf, jobs: FlipJobs, question: PageQuestion) -> PageAnswer:
-    """Returns how far the background process of one rejected draft is, or its result, as a dict for the page: html,
-    graphs, more (the command), and goes_on (whether to ask again).
+class FlipSearch(View):
+    """The search for edits that would have changed the verdict on one rejected draft, in a background process.
 
     question: run, request and step; do: "start", "look" or "cancel"; "open" looks too, and gives a button that starts
     the search if there is no process.
-    Raises: CannotShow for a run whose model is not on this machine, or without a process, and with the reason if the
-    process failed.
     """
-    book, request = shelf.book_and_request(question)
-    step, act = number(question["step"], "step"), one_of(question["do"], "do", ACTS)
-    key = (book.run.directory, book.run.run_id, request, step)  # a verdict stays, while a run that is recorded grows
-    if act == "start":
-        name = shelf.model or book.run.fingerprint["model"]
+
+    @property
+    def _key(self) -> Hashable:
+        """Names the verdict, which stays while a run that is recorded grows."""
+        return self.tables.run.directory, self.tables.run.run_id, self.request, self.step
+
+    def _job(self) -> FlipJob | None:
+        """Returns the background process, which is started if the question says so; None without one. Raises:
+        CannotShow for a run whose model is not on this machine."""
+        key = self._key
+        if one_of(self.question["do"], "do", ACTS) != "start":
+            return self.run_list.jobs.look(key)
+        name = self.run_list.model or self.tables.run.fingerprint["model"]
         if not is_on_this_machine(name):
             raise CannotShow(f"the model {name} is not on this machine; give the directory of its weights with --model")
-        directory = str(Path(book.run.directory).absolute())
-        job = jobs.start(key, {"run": directory, "request": request, "step": step, "model": shelf.model})
-    else:
-        job = jobs.look(key)
-    if job is None and act == "open":
-        return {"html": _ready(request, step), "goes_on": False}
-    if job is None:
-        raise CannotShow(f"request {request} step {step}: nothing runs for it; press “{BUTTON}” again")
-    if act == "cancel":
-        job.cancel()
-    if job.error:
-        raise CannotShow(job.error)
-    return _progress(job) if job.table is None else _result(book, shelf, job, dark=question.get("theme") == "dark")
+        asked = {"run": directory_of(self.tables), "request": self.request, "step": self.step}
+        return self.run_list.jobs.start(key, {**asked, "model": self.run_list.model})
 
+    def draw(self) -> PageAnswer:
+        """Returns how far the process is, or its result: html, graphs, more (the command), and goes_on (whether to ask
+        again). Raises: CannotShow without a process, and with the reason if the process failed."""
+        job, act = self._job(), self.question["do"]
+        if job is None and act == "open":
+            html = (
+                f"<h3>What would have changed the verdict of request {self.request} in step {self.step}?</h3>"
+                "<p class='note'>The search runs the model once for each edit of a state.</p>"
+                "<button class='plain' data-flip-do='start'>Search the edits</button>"
+            )
+            return {"html": html, "goes_on": False}
+        if job is None:
+            raise CannotShow(f"request {self.request} step {self.step}: nothing runs for it; press “{BUTTON}” again")
+        if act == "cancel":
+            job.cancel()
+        if job.error:
+            raise CannotShow(job.error)
+        if job.table is not None:
+            return self._result(job.table, job.meta["left_out"])
+        if job.is_cancelled:
+            return {"html": "<p class='note'>Cancelled.</p>", "goes_on": False}
+        count = f", {job.done} of {job.total} edits" if job.total else ""
+        html = (
+            f"<p class='note' role='status'>{markup(job.says)}{count} … "
+            f"<progress max='{max(job.total, 1)}' value='{job.done}'></progress> "
+            "<button class='plain' data-flip-do='cancel'>Cancel</button></p>"
+        )
+        return {"html": html, "goes_on": True}
 
-def _ready(request: int, step: int) -> str:
-    """Returns HTML with a button that starts the search."""
-    return (
-        f"<h3>What would have changed the verdict of request {request} in step {step}?</h3>"
-        "<p class='note'>The search runs the model once for each edit of a state.</p>"
-        "<button class='plain' data-flip-do='start'>Search the edits</button>"
-    )
+    def _result(self, table: pd.DataFrame, reasons: Sequence[str]) -> PageAnswer:
+        """Returns the figure of a result, what was left out and why, and the command that makes the figure."""
+        figure = flip_grid(table)
+        left_out = "".join(f" Left out: {markup(reason)}." for reason in reasons)
+        note = (
+            "Each cell runs the committed text once more, with one state at the judged position replaced: by zeros, by "
+            "the mean of the earlier positions, by the drafter’s own state, or by that of the drafted token. Colour: "
+            f"how much closer the verifier comes to the drafted token, in nats.{left_out}"
+        )
+        html = f"<h3>{figure.layout.title.text}</h3><p class='note'>{note}</p>"
+        words = ["cacheprobe", "flip", str(self.tables.run.directory), "--request", str(self.request)]
+        words += ["--step", str(self.step), "--out", "flips.html"]
+        words += ["--model", self.run_list.model] if self.run_list.model else []
+        more = f"<p class='note'>In a terminal: <code>{markup(shlex.join(words))}</code></p>"
+        return {"html": html, "graphs": self.graphs("flip", [figure]), "more": more, "goes_on": False}
 
+    def table(self) -> pd.DataFrame:
+        """Returns the result of the search. Raises: CannotShow if there is none yet."""
+        job = self.run_list.jobs.look(self._key)
+        if job is None or job.table is None:
+            raise CannotShow(f"request {self.request} step {self.step}: no result of this search yet")
+        return job.table
 
-def _progress(job: FlipJob) -> PageAnswer:
-    """Returns what the process does now, with a bar and a button that cancels it."""
-    if job.is_cancelled:
-        return {"html": "<p class='note'>Cancelled.</p>", "goes_on": False}
-    count = f", {job.done} of {job.total} edits" if job.total else ""
-    html = (
-        f"<p class='note' role='status'>{markup(job.says)}{count} … "
-        f"<progress max='{max(job.total, 1)}' value='{job.done}'></progress> "
-        "<button class='plain' data-flip-do='cancel'>Cancel</button></p>"
-    )
-    return {"html": html, "goes_on": True}
-
-
-def _result(book: Book, shelf: Shelf, job: FlipJob, *, dark: bool) -> PageAnswer:
-    """Returns the figure of a finished job, what was left out, and the command that makes the figure."""
-    assert job.table is not None
-    figure = flip_grid(job.table)
-    title = figure.layout.title.text
-    left_out = "".join(f" Left out: {markup(reason)}." for reason in job.meta["left_out"])
-    note = (
-        "Each cell runs the committed text once more, with one state at the judged position replaced: by zeros, by the "
-        "mean of the earlier positions, by the drafter’s own state, or by that of the drafted token. Colour: how much "
-        f"closer the verifier comes to the drafted token, in nats.{left_out}"
-    )
-    html = f"<h3>{title}</h3><p class='note'>{note}</p>"
-    more = f"<p class='note'>In a terminal: <code>{markup(_command(book, shelf, job))}</code></p>"
-    return {"html": html, "graphs": graphs("flip", [figure], dark=dark), "more": more, "goes_on": False}
-
-
-def _command(book: Book, shelf: Shelf, job: FlipJob) -> str:
-    """Returns the command that computes the same."""
-    request, step = job.meta["request_id"], job.meta["step"]
-    words = ["cacheprobe", "flip", str(book.run.directory), "--request", str(request), "--step", str(step)]
-    return shlex.join([*words, "--out", "flips.html", *(["--model", shelf.model] if shelf.model else [])])
+    def code(self) -> list[str]:
+        """Returns the code of the search."""
+        self.table()
+        return [
+            *opened_with_model(self.run_list, self.tables),
+            f"found = cp.analysis.flip(trace, {self.request}, {self.step})  # cacheprobe/analysis/flips.py",
+            "table = found.table",
+            "found.plot()",
+        ]

@@ -2,16 +2,20 @@
 
 import math
 import re
+from functools import cached_property
 
 import pandas as pd
 
 from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.trace.tables.rejected import TOKENS_AROUND
-from cacheprobe.views.dashboard.book import Book
+from cacheprobe.views.dashboard.export import opened
 from cacheprobe.views.dashboard.facts import request_story, why_none_rejected
 from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion, number, whole
-from cacheprobe.views.dashboard.rejections import LINES_A_PAGE, SORTS, Range, Selection, searchable
-from cacheprobe.views.dashboard.shelf import Shelf
+from cacheprobe.views.dashboard.rejected_list import LINES_A_PAGE, SORTS, Range, RejectedList, Selection, searchable
+from cacheprobe.views.dashboard.run_list import RunList
+from cacheprobe.views.dashboard.run_tables import RunTables
+from cacheprobe.views.dashboard.tabs.tables import sorting_heads
+from cacheprobe.views.dashboard.view import View
 from cacheprobe.views.report.rejections import FLIP_WORDS, flip_of, margin_of, quoted
 from cacheprobe.views.text import markup, plain, shorten, text_of, token_label
 
@@ -29,80 +33,127 @@ _HEADS = {
     "flip": "committed first from layer",
     "margin": "margin, nats",
 }
-"""Heads of the columns, by the key in SORTS."""
+"""Headings of the columns, by the key in SORTS."""
 _NUMBERS = ("request", "step", "position", "drafter", "flip", "margin")
 
 
-def view(shelf: Shelf, question: PageQuestion) -> str:
-    """Returns HTML: one page of the list of rejected drafts, with the search, the filter and the pages. A line carries
-    data-request, data-step and data-position: those of the row that predicts the drafted token. A sentence, if no draft
-    was rejected."""
-    book, selection = selected(shelf, question)
-    rejections = book.rejections
-    if rejections.drafts.empty:
-        return _without_rejections(book)
-    lines = rejections.lines(selection)
-    last_page = max(math.ceil(len(lines) / LINES_A_PAGE) - 1, 0)
-    page = 0 if question.get("page") is None else min(max(number(question["page"], "page"), 0), last_page)
-    shown = rejections.table(lines[page * LINES_A_PAGE : (page + 1) * LINES_A_PAGE])
-    body = "".join(_line(book, line, selection.find) for line in shown.itertuples())
-    rejections.read_ahead()
-    return (
-        f"<h2>{markup(_finding(rejections.drafts))}</h2><p class='note'>{_note(book)}</p>"
-        f"{_finder(selection)}{_filters(book)}{_pages(len(lines), page, last_page)}"
-        f"{_left_out(*rejections.left_out(selection))}"
-        + (f"<div class='scroll'><table class='rejected'>{_head(selection.sort)}<tbody>{body}</tbody></table></div>"
-           if len(lines) else f"<p class='refused'>{markup(_nothing_found(selection))}</p>")
-    )  # fmt: skip
+class RejectedDrafts(View):
+    """The list of rejected drafts, as it is searched, filtered and sorted."""
+
+    @cached_property
+    def selection(self) -> Selection:
+        """What the list holds, and in which order. Raises: CannotShow for values of other kinds."""
+        find, sort, request = (self.question.get(name) for name in ("find", "sort", "request"))
+        if not isinstance(find or "", str) or len(find or "") > MOST_LETTERS:
+            raise CannotShow(f"a searched text has at most {MOST_LETTERS} letters")
+        if sort and (not isinstance(sort, str) or sort.removeprefix("-") not in SORTS):
+            raise CannotShow(f"the list is sorted by {', '.join(SORTS)}, got {sort!r:.40}")
+        if request is not None:
+            request = self.request
+        drafter, flips, margin = (self.question.get(name) or None for name in ("drafter", "flips", "margin"))
+        if drafter is not None and not (isinstance(drafter, str) and re.fullmatch(r"none|[0-9]{1,9}", drafter)):
+            raise CannotShow(f"the drafter’s layer is a number or none, got {drafter!r:.40}")
+        layer = None if drafter is None else -1 if drafter == "none" else int(drafter)
+        flip_range = flips if flips == "none" else _range(flips, "flips")
+        return Selection(find or "", sort or "", request, layer, flip_range, _range(margin, "margin"))
+
+    @cached_property
+    def rejected(self) -> RejectedList:
+        """All rejected drafts of the run."""
+        return self.tables.rejected
+
+    def draw(self) -> str:
+        """Returns HTML: one page of the list, with the search, the filter and the pages. A line carries data-request,
+        data-step and data-position: those of the row that predicts the drafted token. A sentence, if no draft was
+        rejected."""
+        tables, rejected, selection = self.tables, self.rejected, self.selection
+        drafts = rejected.drafts
+        if drafts.empty:
+            so_far = " so far" if "growing" in tables.run.meta else ""
+            why = why_none_rejected(tables)
+            note = markup(f"{why[0].upper()}{why[1:]}.")
+            return f"<h2>No draft of {markup(tables.name)} was rejected{so_far}</h2><p class='note'>{note}</p>"
+        lines = rejected.lines(selection)
+        last_page = max(math.ceil(len(lines) / LINES_A_PAGE) - 1, 0)
+        page = number(self.question["page"], "page") if self.question.get("page") is not None else 0
+        page = min(max(page, 0), last_page)
+        shown = rejected.table(lines[page * LINES_A_PAGE : (page + 1) * LINES_A_PAGE])
+        body = "".join(_line(tables, line, selection.find) for line in shown.itertuples())
+        rejected.read_ahead()
+        count, num_requests = len(drafts), drafts.request_id.nunique()
+        heads = sorting_heads(_HEADS, _NUMBERS, selection.sort, "sort")
+        head = f"<thead><tr>{heads}<th>text around</th></tr></thead>"
+        finding = f"{count:,} draft{'s were' if count != 1 else ' was'} rejected, "
+        finding += f"in {num_requests:,} request{'s' * (num_requests != 1)}"
+        return (
+            f"<h2>{finding}</h2><p class='note'>{_note(tables)}</p>"
+            f"{_finder(selection)}{_filters(tables)}{_pages(len(lines), page, last_page)}"
+            f"{_left_out(*rejected.left_out(selection))}"
+            + (f"<div class='scroll'><table class='rejected'>{head}<tbody>{body}</tbody></table></div>"
+               if len(lines) else f"<p class='refused'>{markup(_nothing_found(selection))}</p>")
+        )  # fmt: skip
+
+    def table(self) -> pd.DataFrame:
+        """Returns the lines of all pages of the list, as `Trace.rejected`."""
+        return self.rejected.table(self.rejected.lines(self.selection))
+
+    def code(self) -> list[str]:
+        """Returns the code of the list."""
+        selection = self.selection
+        code = [*opened(self.tables), "table = trace.rejected()"]
+        if selection.request is not None:
+            code += [f"table = table[table.request_id == {selection.request}]"]
+        if selection.drafter is not None:
+            code += [f"table = table[table.drafter_layer.fillna(-1) == {selection.drafter}]"]
+        if selection.find:
+            code += [
+                "texts, requests, tokens = trace.token_texts, trace.requests, trace.tokens",
+                "ids = {r: [*requests[r].prompt_token_ids, *tokens[r]] for r in set(table.request_id)}",
+                "places = zip(table.request_id, table.position)",
+                "before = [''.join(texts[i] for i in ids[request][:position]) for request, position in places]",
+                'said = before + table.drafted_token + "\\n" + before + table.committed_token.fillna("")',
+                'said = said.str.replace("␣", " ").str.casefold()',
+                f"table = table[said.str.contains({searchable(selection.find)!r}, regex=False)]",
+            ]  # fmt: skip
+        if isinstance(selection.flips, str):
+            code += ["table = table[table.flip_layer.isna()]"]
+        else:
+            code += _within_code("flip_layer", "flip_layer", selection.flips)
+        code += _within_code("margin_at_least_nats", "margin_nats", selection.margin)
+        if selection.sort:
+            column = SORTS[selection.sort.removeprefix("-")]
+            as_text = ', key=lambda texts: texts.str.replace("␣", " ").str.casefold()'
+            key, is_rising = as_text if column.endswith("token") else "", not selection.sort.startswith("-")
+            code += [f'table = table.sort_values({column!r}, kind="stable", ascending={is_rising}{key})']
+        return [*code, "table"]
 
 
-def walk(shelf: Shelf, question: PageQuestion) -> JsonDict:
+def walk(run_list: RunList, question: PageQuestion) -> JsonDict:
     """Returns the rejected draft that is question["by"] lines on in the list from a place, as a dict: request, step,
     position (of the row that predicts the drafted token), page of the list, and for another request story, what
     `facts.request_story` returns of it, which the page needs next. If there is none: says, a sentence.
 
-    question: request, step and position of the place, which a row predicts; and what the list holds, as for `view`.
+    question: request, step and position of the place, which a row predicts; and what the list holds, as for
+    `RejectedDrafts`.
     """
-    among = {**question, "request": question.get("among")}
-    book, selection = selected(shelf, among)
-    by, step = number(question["by"], "by"), number(question["step"], "step")
+    view = RejectedDrafts(run_list, {**question, "request": question.get("among")})
+    rejected, selection, by = view.rejected, view.selection, number(question["by"], "by")
     if not by:
         raise CannotShow("by is a number other than 0")
-    request = whole(question["request"], "request", len(book.run.requests))
-    place = (request, step, number(question["position"], "position") + 1)
-    target = book.rejections.walk(selection, place, by)
+    request = whole(question["request"], "request", len(view.tables.run.requests))
+    place = (request, number(question["step"], "step"), number(question["position"], "position") + 1)
+    target = rejected.walk(selection, place, by)
     if target is None:
-        if book.rejections.drafts.empty:
+        if rejected.drafts.empty:
             return {"says": "no draft of this run was rejected"}
         limits = " in the list as it is searched, sorted or filtered" if selection != Selection() else ""
         return {"says": f"there is no rejected draft {'after' if by > 0 else 'before'} this place{limits}"}
-    line = book.rejections.drafts.iloc[book.rejections.lines(selection)[target]]
+    line = rejected.drafts.iloc[rejected.lines(selection)[target]]
     found = int(line.request_id)
-    return {
-        "request": found,
-        "step": int(line.step),
-        "position": int(line.position) - 1,
-        "page": target // LINES_A_PAGE,
-        **({} if found == request else {"story": request_story(shelf, {"run": question["run"], "request": found})}),
-    }
-
-
-def selected(shelf: Shelf, question: PageQuestion) -> tuple[Book, Selection]:
-    """Returns (Book of the run, Selection) that a question names. Raises: CannotShow for values of other kinds."""
-    book = shelf.book(question["run"])
-    find, sort, request = (question.get(name) for name in ("find", "sort", "request"))
-    if not isinstance(find or "", str) or len(find or "") > MOST_LETTERS:
-        raise CannotShow(f"a searched text has at most {MOST_LETTERS} letters")
-    if sort and (not isinstance(sort, str) or sort.removeprefix("-") not in SORTS):
-        raise CannotShow(f"the list is sorted by {', '.join(SORTS)}, got {sort!r:.40}")
-    if request is not None:
-        request = whole(request, "request", len(book.run.requests))
-    drafter, flips, margin = (question.get(name) or None for name in ("drafter", "flips", "margin"))
-    if drafter is not None and not (isinstance(drafter, str) and re.fullmatch(r"none|[0-9]{1,9}", drafter)):
-        raise CannotShow(f"the drafter’s layer is a number or none, got {drafter!r:.40}")
-    layer = None if drafter is None else -1 if drafter == "none" else int(drafter)
-    flip_range = flips if flips == "none" else _range(flips, "flips")
-    return book, Selection(find or "", sort or "", request, layer, flip_range, _range(margin, "margin"))
+    answer: JsonDict = {"request": found, "step": int(line.step), "position": int(line.position) - 1}
+    if found != request:
+        answer["story"] = request_story(run_list, {"run": question["run"], "request": found})
+    return {**answer, "page": target // LINES_A_PAGE}
 
 
 def _range(value: object, what: str) -> Range | None:
@@ -111,37 +162,31 @@ def _range(value: object, what: str) -> Range | None:
     if value is None:
         return None
     try:
-        assert isinstance(value, str)
-        ends = [float(end) if end else None for end in value.split(":")]
-        least, most = ends
-    except (AssertionError, ValueError):
+        least, most = (float(end) if end else None for end in str(value).split(":"))
+    except ValueError:
         raise CannotShow(f"{what} is LEAST:MOST, such as 2:5, 2: or :5, got {value!r:.40}") from None
     return least, most
 
 
-def _finding(drafts: pd.DataFrame) -> str:
-    count, num_requests = len(drafts), drafts.request_id.nunique()
-    of_requests = f"in {num_requests:,} request{'s' * (num_requests != 1)}"
-    return f"{count:,} draft{'s were' if count != 1 else ' was'} rejected, {of_requests}"
+def _within_code(low: str, high: str, limits: Range | None) -> list[str]:
+    """Returns the lines of Python that keep a range: of column `low` from its least on, of `high` up to its most."""
+    if limits is None:
+        return []
+    least, most = limits
+    lines = [f"table = table[table.{low}.notna()]"]
+    lines += [] if least is None else [f"table = table[(table.{low} >= {least}).fillna(False)]"]
+    return lines + ([] if most is None else [f"table = table[(table.{high} <= {most}).fillna(False)]"])
 
 
-def _without_rejections(book: Book) -> str:
-    """Returns HTML that says why a run has no rejected draft."""
-    so_far = " so far" if "growing" in book.run.meta else ""
-    why = why_none_rejected(book)
-    note = markup(f"{why[0].upper()}{why[1:]}.")
-    return f"<h2>No draft of {markup(book.name)} was rejected{so_far}</h2><p class='note'>{note}</p>"
-
-
-def _note(book: Book) -> str:
+def _note(tables: RunTables) -> str:
     """Returns HTML: what a line is, and what the run lacks."""
     said = "A line is the first token of a draft that the verifier did not choose; a click or Enter opens it. "
-    if book.run.has_readings:
+    if tables.run.has_readings:
         return said + (
             f"{FLIP_WORDS} The margin is how much more log-probability the last layer gives to the committed token "
             "(“&gt;”: the drafted token is not among the top tokens read)."
         )
-    why = 'read no lens yet (<code>lens="later"</code>)' if book.run.is_unread else "recorded no lens readings (Z)"
+    why = 'read no lens yet (<code>lens="later"</code>)' if tables.run.is_unread else "recorded no lens readings (Z)"
     return said + f"This run {why}: the layer from which the committed token is first, and its margin, are not known."
 
 
@@ -166,42 +211,38 @@ def _finder(selection: Selection) -> str:
     )
 
 
-def _filters(book: Book) -> str:
+def _filters(tables: RunTables) -> str:
     """Returns HTML of the filters by layer and margin. The page's script sets their values."""
-    layers = book.rejections.drafts.drafter_layer
+    layers = tables.rejected.drafts.drafter_layer
     options = [f"<option>{layer}</option>" for layer in sorted(layers.dropna().astype(int).unique().tolist())]
     options += ["<option value='none'>none</option>"] if layers.isna().any() else []
-
-    def ends(name: str, says: str, rule: str) -> str:
-        """Returns two boxes for the least and the most of a range."""
-        boxes = (
+    boxes = ""
+    for name, rule in (("flips", "min='0' step='1'"), ("margin", "step='any'")) if tables.run.has_readings else ():
+        says = _HEADS[name.removesuffix("s")]
+        ends = (
             f"<input type='number' {rule} data-filter='{name} {i}' aria-label='{says}, {end}' placeholder='{end}'>"
             for i, end in enumerate(("least", "most"))
         )
-        return f"<span>{says} {' to '.join(boxes)}</span>"
-
-    boxes = ends("flips", _HEADS["flip"], "min='0' step='1'") + ends("margin", _HEADS["margin"], "step='any'")
+        boxes += f"<span>{says} {' to '.join(ends)}</span>"
     return (
         "<div class='filters'><label>drafter’s layer <select data-filter='drafter'><option value=''>any</option>"
-        f"{''.join(options)}</select></label>{boxes if book.run.has_readings else ''}"
+        f"{''.join(options)}</select></label>{boxes}"
         "<button class='plain' data-intent='unfiltered'>show all</button></div>"
     )
 
 
 def _pages(count: int, page: int, last_page: int) -> str:
-    """Returns HTML: which lines are shown, and buttons to the other pages."""
+    """Returns HTML: which lines are shown, and buttons to the other pages; one that leads to no other page cannot be
+    pressed."""
     first, last = page * LINES_A_PAGE + 1, min((page + 1) * LINES_A_PAGE, count)
     says = f"{first:,} to {last:,} of {count:,}" if count > 1 else _lines(count)
-
-    def button(name: str, sign: str, to: int) -> str:
-        """Returns a button to a page; one that cannot be used if it is no other page."""
-        unusable = "" if 0 <= to <= last_page and to != page else " disabled"
-        return f"<button class='icon' title='{name}' data-intent='page' data-page='{to}'{unusable}>{sign}</button>"
-
-    buttons = [button("first page", "«", 0), button("previous page", "‹", page - 1)]
-    buttons += [button("next page", "›", page + 1), button("last page", "»", last_page)]
-    shown = "".join(buttons) if last_page else ""
-    return f"<div class='pages'><span role='status'>{says}</span>{shown}</div>"
+    pages = (("first", "«", 0), ("previous", "‹", page - 1), ("next", "›", page + 1), ("last", "»", last_page))
+    buttons = "".join(
+        f"<button class='icon' title='{name} page' data-intent='page' data-page='{to}'"
+        f"{'' if 0 <= to <= last_page and to != page else ' disabled'}>{sign}</button>"
+        for name, sign, to in pages
+    )
+    return f"<div class='pages'><span role='status'>{says}</span>{buttons if last_page else ''}</div>"
 
 
 def _left_out(num_without_layer: int, num_without_margin: int) -> str:
@@ -217,18 +258,7 @@ def _lines(count: int) -> str:
     return f"{count:,} line{'s' * (count != 1)}"
 
 
-def _head(sort: str) -> str:
-    """Returns HTML of the line of heads, which sort the list."""
-    cells = []
-    for key, name in _HEADS.items():
-        is_sorted, side = sort.removeprefix("-") == key, " class='number'" if key in _NUMBERS else ""
-        order = f" aria-sort='{'descending' if sort.startswith('-') else 'ascending'}'" if is_sorted else ""
-        sign = (" ▼" if sort.startswith("-") else " ▲") if is_sorted else ""
-        cells.append(f"<th{side}{order}><button data-intent='sort' data-sort='{key}'>{name}{sign}</button></th>")
-    return f"<thead><tr>{''.join(cells)}<th>text around</th></tr></thead>"
-
-
-def _line(book: Book, line: TableLine, find: str) -> str:
+def _line(tables: RunTables, line: TableLine, find: str) -> str:
     """Returns HTML of one line of the list. find: the text that was searched for."""
     numbers = {"request": line.request_id, "step": line.step, "position": line.position}
     drafter = "—" if pd.isna(line.drafter_layer) else int(line.drafter_layer)
@@ -237,7 +267,7 @@ def _line(book: Book, line: TableLine, find: str) -> str:
         f"<td class='drafted'>{markup(quoted(line.drafted_token))}</td>",
         f"<td class='committed'>{markup(quoted(line.committed_token))}</td>",
         *(f"<td class='number' data-name='{_HEADS[key]}'>{markup(str(cells[key]))}</td>" for key in _NUMBERS),
-        f"<td class='around'>{_far_before(line, find)}{_text_around(book, line)}</td>",
+        f"<td class='around'>{_far_before(line, find)}{_text_around(tables, line)}</td>",
     ]
     about = f"data-request='{line.request_id}' data-step='{line.step}' data-position='{line.position - 1}'"
     return f"<tr data-intent='draft' tabindex='-1' {about}>{''.join(shown)}</tr>"
@@ -245,33 +275,22 @@ def _line(book: Book, line: TableLine, find: str) -> str:
 
 def _far_before(line: TableLine, find: str) -> str:
     """Returns HTML that names a searched text which stands before the text that the line shows; "" for another."""
-    near = (
-        searchable(line.text_before) + searchable(token or "") for token in (line.drafted_token, line.committed_token)
-    )
-    if any(searchable(find) in text for text in near):
+    tokens = (line.drafted_token, line.committed_token)
+    if any(searchable(find) in searchable(line.text_before) + searchable(token or "") for token in tokens):
         return ""
     return f"<small>“{markup(shorten(plain(find), _WIDTH))}” stands before: </small>"
 
 
-def _text_around(book: Book, line: TableLine) -> str:
+def _text_around(tables: RunTables, line: TableLine) -> str:
     """Returns HTML: the text before a rejected draft token, the token, the committed one, and the text after."""
-    request = book.run.request(line.request_id)
+    request = tables.run.request(line.request_id)
     start = line.position + 1 - len(request["prompt_token_ids"])
     ids = request["committed_token_ids"][start : start + TOKENS_AROUND]
-    after = "".join(text_of(book.run.token_texts, token) for token in ids)
-    before = _cut(line.text_before, keeps_end=True)
-    return f"{before}<del>{_token(line.drafted_token)}</del><ins>{_token(line.committed_token)}</ins>{_cut(after)}"
-
-
-def _token(text: object) -> str:
-    """Returns a token with its white space as signs: a space alone that is struck out would look like a hyphen."""
-    return markup(token_label(text if isinstance(text, str) else "", _WIDTH))
-
-
-def _cut(text: str | None, *, keeps_end: bool = False) -> str:
-    """Returns a text with visible control characters, cut to a width at its end or at its beginning, and escaped; ""
-    for None."""
-    if not text:
-        return ""
-    shown = plain(text)
-    return markup(shorten(shown[::-1], _WIDTH)[::-1] if keeps_end else shorten(shown, _WIDTH))
+    after = plain("".join(text_of(tables.run.token_texts, token) for token in ids))
+    before = shorten(plain(line.text_before or "")[::-1], _WIDTH)[::-1]
+    # white space is shown as signs: a space alone that is struck out would look like a hyphen
+    drafted, committed = (
+        markup(token_label(text if isinstance(text, str) else "", _WIDTH))
+        for text in (line.drafted_token, line.committed_token)
+    )
+    return f"{markup(before)}<del>{drafted}</del><ins>{committed}</ins>{markup(shorten(after, _WIDTH))}"

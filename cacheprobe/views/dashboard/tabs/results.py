@@ -3,7 +3,7 @@ and tables that can be sorted and filtered."""
 
 import json
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,11 +13,11 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.views.attribution_patching import ESTIMATED_AND_REAL, attribution_patching_grid
 from cacheprobe.views.coin_rows import coin_rows_figure
 from cacheprobe.views.columns import column_figure, columns_to_draw
-from cacheprobe.views.dashboard.figures import graphs
 from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, PageQuestion, whole
-from cacheprobe.views.dashboard.shelf import Shelf
-from cacheprobe.views.dashboard.tabs.sweep import is_sweep, sweep_view
-from cacheprobe.views.dashboard.tabs.tables import ordered_column, selected_lines, sortable
+from cacheprobe.views.dashboard.run_list import RunList
+from cacheprobe.views.dashboard.tabs.sweep import SweepCells, is_sweep
+from cacheprobe.views.dashboard.tabs.tables import ordered_column, selected_lines, selecting_code, sortable
+from cacheprobe.views.dashboard.view import View
 from cacheprobe.views.patching import patching_grid
 from cacheprobe.views.probes import probe_figure
 from cacheprobe.views.style import Figure
@@ -39,47 +39,6 @@ PROBE = {"at", "place", "site", "layer", "accuracy", "low", "high", "is_above", 
 SURGERY = {"people", "unit", "where", "treatment", "n", "total", "flips"}
 
 
-def kind_of(path: Path) -> str:
-    """Returns the kind of a result file by its content: "patching", "sweep", "surgery", "probes" or "results". An
-    unreadable file is of the kind "results", whose tab shows the error."""
-    try:
-        content = loaded(path)
-    except (CannotShow, OSError):
-        return "results"
-    if _is_grid(content):
-        return "patching"
-    if is_sweep(content):
-        return "sweep"
-    if _lists_with(content, SURGERY):
-        return "surgery"
-    return "probes" if _lists_with(content, PROBE) else "results"
-
-
-def view(shelf: Shelf, question: PageQuestion) -> str | PageAnswer:
-    """Returns a result file as a dict for the page: its figures, and one of its tables, which can be sorted and
-    filtered. For a file of a kind without figures of its own, the figure is of one column: the one that sorts the
-    table."""
-    path = shelf.results[whole(question["result"], "result", len(shelf.results))]
-    content = loaded(path)
-    if is_sweep(content):
-        return sweep_view(shelf, path.parent, question)
-    tables = stored_tables(path, content)
-    if not tables:
-        return f"<h2>{markup(path.stem)}</h2><p class='note'>This file holds nothing that can be shown as a table.</p>"
-    index = chosen_table(tables, question)
-    table = tables[index].table
-    lines = selected_lines(table, question)
-    figures, note = _figures(path, content)
-    column = column_to_draw(lines, question)
-    if not figures and column is not None:
-        figures, note = [column_figure(lines, column)], markup(f"{path.name}: {_COLUMN_NOTE}")
-    more = f"{_chooser(tables, index)}{sortable(lines, len(table), question)}"
-    if not figures:
-        return {"html": f"<h2>{markup(path.stem)}</h2>", "more": more}
-    html = f"<h2>{figures[0].layout.title.text}</h2><p class='note'>{note}</p>"
-    return {"html": html, "graphs": graphs("result", figures, dark=question.get("theme") == "dark"), "more": more}
-
-
 class StoredTable(NamedTuple):
     """Holds one table of a result file."""
 
@@ -95,44 +54,142 @@ class StoredTable(NamedTuple):
         return " · ".join(self.keys) or ("values" if self.is_values else "lines")
 
 
-def stored_tables(path: Path, content: object) -> list[StoredTable]:
-    """Returns the tables of a result file: its lists of records, then its other values. Of a patching grid, the grid's
-    table."""
+def result_view(run_list: RunList, question: PageQuestion) -> View:
+    """Returns the view of the result that a question names: `SweepCells` or `ResultFile`."""
+    path = run_list.results[whole(question["result"], "result", len(run_list.results))].absolute()
+    content = loaded(path)
+    if is_sweep(content):
+        return SweepCells(run_list, question, path.parent)
+    return ResultFile(run_list, question, path, content)
+
+
+class ResultFile(View):
+    """A result file: its figures, and one of its tables, which can be sorted and filtered. For a file of a kind without
+    figures of its own, the figure is of one column: the one that sorts the table."""
+
+    def __init__(self, run_list: RunList, question: PageQuestion, path: Path, content: object) -> None:
+        super().__init__(run_list, question)
+        self.path, self.content = path, content
+
+    @cached_property
+    def stored(self) -> list[StoredTable]:
+        """Tables of the file: its lists of records, then its other values. Of a patching grid, the grid's table."""
+        if _is_grid(self.content):
+            from cacheprobe.edits.patching.grid import PatchingGrid
+
+            return [StoredTable(("cells",), PatchingGrid.load(self.path).table)]
+        tables = [StoredTable(keys, pd.DataFrame(lines)) for keys, lines in _record_lists(self.content)]
+        if values := list(_plain_values(self.content)):
+            frame = pd.DataFrame({"figure": [name for name, _ in values], "value": [value for _, value in values]})
+            tables.append(StoredTable((), frame.astype(object), is_values=True))
+        return tables
+
+    @property
+    def index(self) -> int:
+        """Number of the table that the question names: the first if it names none, or one that is not there."""
+        wanted = self.question.get("table")
+        return wanted if isinstance(wanted, int) and 0 <= wanted < len(self.stored) else 0
+
+    @cached_property
+    def chosen(self) -> StoredTable:
+        """Table that the question names. Raises: CannotShow for a file without tables."""
+        if not self.stored:
+            raise CannotShow(f"{self.path.name} holds nothing that can be shown as a table")
+        return self.stored[self.index]
+
+    def table(self) -> pd.DataFrame:
+        """Returns all lines of the chosen table, as it is sorted and filtered."""
+        return selected_lines(self.chosen.table, self.question)
+
+    @property
+    def column(self) -> str | None:
+        """Column of the table that its figure draws: the one that sorts it, if that has numbers, else the first that
+        can be drawn. None if there is none."""
+        table = self.table()
+        known = [name for name in columns_to_draw(table) if table[name].notna().any()]
+        ordered = ordered_column(table, self.question)
+        return ordered if ordered in known else next(iter(known), None)
+
+    def draw(self) -> str | PageAnswer:
+        """Returns the figures, the chosen table, and a button for each table of the file."""
+        if not self.stored:
+            note = "This file holds nothing that can be shown as a table."
+            return f"<h2>{markup(self.path.stem)}</h2><p class='note'>{note}</p>"
+        lines, (figures, note) = self.table(), figures_of(self.path, self.content)
+        if not figures and self.column is not None:
+            figures, note = [column_figure(lines, self.column)], markup(f"{self.path.name}: {_COLUMN_NOTE}")
+        more = f"{self._chooser()}{sortable(lines, len(self.chosen.table), self.question)}"
+        if not figures:
+            return {"html": f"<h2>{markup(self.path.stem)}</h2>", "more": more}
+        html = f"<h2>{figures[0].layout.title.text}</h2><p class='note'>{note}</p>"
+        return {"html": html, "graphs": self.graphs("result", figures), "more": more}
+
+    def _chooser(self) -> str:
+        """Returns HTML: a button for each table of the file; the name alone if there is one."""
+        if len(self.stored) == 1:
+            return f"<h3>{markup(self.chosen.name)}</h3>"
+        buttons = (
+            f'<button class="plain{" chosen" if i == self.index else ""}" data-intent="table" data-table="{i}">'
+            f"{markup(one.name)}</button>"
+            for i, one in enumerate(self.stored)
+        )
+        return f'<div class="verdicts">{"".join(buttons)}</div>'
+
+    def code(self) -> list[str]:
+        """Returns the code of the chosen table and of its figure."""
+        columns, kind = set(self.chosen.table.columns), kind_of(self.path)
+        select = selecting_code(self.chosen.table, self.question)
+        if kind == "patching":
+            draw = "attribution_patching_grid" if set(ESTIMATED_AND_REAL) <= columns else "patching_grid"
+            grid = f"grid = cp.patching.PatchingGrid.load({str(self.path)!r})"
+            return ["import cacheprobe as cp", "", grid, "table = grid.table", *select, f"cp.plots.{draw}(grid)"]
+        begin = [
+            "import json",
+            "from pathlib import Path",
+            "",
+            "import pandas as pd",
+            "",
+            "import cacheprobe as cp",
+            "",
+        ]
+        begin += [f'content = json.loads(Path({str(self.path)!r}).read_text(encoding="utf-8"))', *self._reading_code()]
+        if kind == "probes" and columns >= PROBE:
+            last = "cp.plots.probe_figure(whole)"
+        elif kind == "surgery" and columns >= SURGERY:
+            last = "[cp.plots.coin_rows_figure(whole, unit=unit).show() for unit in whole.unit.unique()]"
+        else:
+            last = "table" if self.column is None else f"cp.plots.column_figure(table, {self.column!r})"
+        return [*begin, *select, last]
+
+    def _reading_code(self) -> list[str]:
+        """Returns the lines of Python that take the chosen table from the content of the file."""
+        if not self.chosen.is_values:
+            keys = "".join(f"[{key!r}]" for key in self.chosen.keys)
+            return [f"whole = table = pd.DataFrame(content{keys})"]
+        if not isinstance(self.content, dict):
+            return ["table = pd.DataFrame({'figure': [''], 'value': [content]}, dtype=object)"]
+        is_records = "isinstance(value, list) and value and all(isinstance(line, dict) for line in value)"
+        return [
+            "values = pd.json_normalize(content, sep=' · ').astype(object).iloc[0]",
+            f"is_list_of_records = values.map(lambda value: bool({is_records}))",
+            "table = values[~is_list_of_records].rename_axis('figure').rename('value').reset_index()",
+        ]
+
+
+def kind_of(path: Path) -> str:
+    """Returns the kind of a result file by its content: "patching", "sweep", "surgery", "probes" or "results". An
+    unreadable file is of the kind "results", whose tab shows the error."""
+    try:
+        content = loaded(path)
+    except (CannotShow, OSError):
+        return "results"
     if _is_grid(content):
-        from cacheprobe.edits.patching.grid import PatchingGrid
-
-        return [StoredTable(("cells",), PatchingGrid.load(path).table)]
-    tables = [StoredTable(keys, pd.DataFrame(lines)) for keys, lines in _record_lists(content)]
-    if values := list(_plain_values(content)):
-        frame = pd.DataFrame({"figure": [name for name, _ in values], "value": [value for _, value in values]})
-        tables.append(StoredTable((), frame.astype(object), is_values=True))
-    return tables
-
-
-def chosen_table(tables: Sequence[StoredTable], question: PageQuestion) -> int:
-    """Returns the number of the table that a question names: the first if it names none, or one that is not there."""
-    wanted = question.get("table")
-    return wanted if isinstance(wanted, int) and 0 <= wanted < len(tables) else 0
-
-
-def column_to_draw(table: pd.DataFrame, question: PageQuestion) -> str | None:
-    """Returns the column of a table that its figure draws: the one that sorts it, if that has numbers, else the first
-    that can be drawn. None if there is none."""
-    known = [name for name in columns_to_draw(table) if table[name].notna().any()]
-    chosen = ordered_column(table, question)
-    return chosen if chosen in known else next(iter(known), None)
-
-
-def _chooser(tables: Sequence[StoredTable], chosen: int) -> str:
-    """Returns HTML: a button for each table of the file; the name alone if there is one."""
-    if len(tables) == 1:
-        return f"<h3>{markup(tables[0].name)}</h3>"
-    buttons = (
-        f'<button class="plain{" chosen" if i == chosen else ""}" data-intent="table" data-table="{i}">'
-        f"{markup(one.name)}</button>"
-        for i, one in enumerate(tables)
-    )
-    return f'<div class="verdicts">{"".join(buttons)}</div>'
+        return "patching"
+    if is_sweep(content):
+        return "sweep"
+    if _lists_with(content, SURGERY):
+        return "surgery"
+    return "probes" if _lists_with(content, PROBE) else "results"
 
 
 def loaded(path: Path) -> object:
@@ -153,8 +210,9 @@ def _parsed(path: Path, _changed: int) -> object:
         raise CannotShow(f"{path.name} is not readable as JSON ({error!s:.120})") from error
 
 
-def _figures(path: Path, content: object) -> tuple[Sequence[Figure], str]:
-    """Returns (plotly figures, note on their source as escaped text) of a result file; ([], "") without figures."""
+def figures_of(path: Path, content: object) -> tuple[Sequence[Figure], str]:
+    """Returns (plotly figures, note on their source as escaped text) of a result file; ([], "") without figures of its
+    kind."""
     if _is_grid(content):
         from cacheprobe.edits.patching.grid import PatchingGrid
 
@@ -195,10 +253,10 @@ def _record_lists(content: object, keys: tuple[str, ...] = ()) -> list[tuple[tup
     dicts alone."""
     if isinstance(content, dict):
         return [one for key, value in content.items() for one in _record_lists(value, (*keys, key))]
-    return [(keys, content)] if isinstance(content, list) and is_records(content) else []
+    return [(keys, content)] if isinstance(content, list) and _is_records(content) else []
 
 
-def is_records(value: object) -> bool:
+def _is_records(value: object) -> bool:
     """Returns True if a JSON value is a list of dicts, not empty."""
     return isinstance(value, list) and bool(value) and all(isinstance(line, dict) for line in value)
 
@@ -210,4 +268,4 @@ def _plain_values(content: object, name: str = "") -> list[tuple[str, object]]:
         return [
             one for key, value in content.items() for one in _plain_values(value, f"{name} · {key}" if name else key)
         ]
-    return [] if is_records(content) else [(name, content)]
+    return [] if _is_records(content) else [(name, content)]

@@ -1,7 +1,7 @@
 """Sorts and filters any table for the page, and draws it with heads that sort it."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 import pandas as pd
 
@@ -28,32 +28,30 @@ def selected_lines(table: pd.DataFrame, question: PageQuestion) -> pd.DataFrame:
     front for the largest first. A column that the table does not have is ignored: the address may come from another
     table. Raises: CannotShow for values of other kinds.
     """
-    wanted, order = _text(question.get("filter"), "filter"), _text(question.get("order"), "order")
+    wanted, column = _text(question, "filter"), ordered_column(table, question)
     if wanted and len(table):
         texts = table.map(str).agg("\n".join, axis=1).str.casefold()
         table = table[texts.str.contains(wanted.casefold(), regex=False)]
-    column = order.removeprefix("-")
-    if column in table.columns:
-        has_numbers = _has_numbers(table[column].dropna().infer_objects())
-        key = _as_floats if has_numbers else _as_letters
-        table = table.sort_values(column, kind="stable", ascending=not order.startswith("-"), key=key)
+    if column is not None:
+        key = _as_floats if _has_numbers(table[column]) else _as_letters
+        is_rising = not _text(question, "order").startswith("-")
+        table = table.sort_values(column, kind="stable", ascending=is_rising, key=key)
     return table
 
 
 def selecting_code(table: pd.DataFrame, question: PageQuestion) -> list[str]:
     """Returns the lines of Python that do to `table` what `selected_lines` does. table: not yet selected."""
-    wanted, order = _text(question.get("filter"), "filter"), _text(question.get("order"), "order")
+    wanted, column = _text(question, "filter"), ordered_column(table, question)
     code = []
     if wanted:
         code += [
             'texts = table.map(str).agg("\\n".join, axis=1).str.casefold()',
             f"table = table[texts.str.contains({wanted.casefold()!r}, regex=False)]",
         ]
-    column = order.removeprefix("-")
-    if column in table.columns:
+    if column is not None:
         as_letters = 'values.map(str, na_action="ignore").str.casefold()'
-        key = 'values.astype("Float64")' if _has_numbers(table[column].dropna().infer_objects()) else as_letters
-        is_rising = not order.startswith("-")
+        key = 'values.astype("Float64")' if _has_numbers(table[column]) else as_letters
+        is_rising = not _text(question, "order").startswith("-")
         code += [
             f'table = table.sort_values({column!r}, kind="stable", ascending={is_rising}, key=lambda values: {key})'
         ]
@@ -62,29 +60,35 @@ def selecting_code(table: pd.DataFrame, question: PageQuestion) -> list[str]:
 
 def ordered_column(table: pd.DataFrame, question: PageQuestion) -> str | None:
     """Returns the column of a table that a question sorts by; None for none."""
-    column = _text(question.get("order"), "order").removeprefix("-")
+    column = _text(question, "order").removeprefix("-")
     return column if column in table.columns else None
 
 
 def sortable(
     table: pd.DataFrame, total: int, question: PageQuestion, cells: Mapping[str, CellHtml] | None = None
 ) -> str:  # fmt: skip
-    """Returns HTML: a box that filters a table, the number of lines, and the table with heads that sort it.
+    """Returns HTML: a box that filters a table, the number of lines, and the table with heads that sort it. The box has
+    no value: the page's script sets it, so an answer does not change what is typed meanwhile.
 
     table: from `selected_lines`; at most 200 lines are drawn.  total: number of lines without the filter.
     cells: functions that draw the cells of some columns; others are drawn as text.
     """
-    drawn, order = table.head(MOST_LINES), _text(question.get("order"), "order")
-    columns = [str(name) for name in table.columns]
-    numbers = {name for name in columns if _has_numbers(table[name].dropna().infer_objects())}
-    lines = "".join(_line(line, columns, numbers, cells or {}) for line in drawn.to_dict("records"))
-    body = f"<tbody>{lines}</tbody>"
-    shown = f"<div class='scroll'><table class='sorts'>{_head(columns, numbers, order)}{body}</table></div>"
-    wanted = _text(question.get("filter"), "filter")
-    if not len(table):
+    drawn, wanted, found = table.head(MOST_LINES), _text(question, "filter"), len(table)
+    labels = {str(name): str(name) for name in table.columns}
+    numbers = {name for name in labels if _has_numbers(table[name])}
+    lines = "".join(_line(line, numbers, cells or {}) for line in drawn.to_dict("records"))
+    head = f"<thead><tr>{sorting_heads(labels, numbers, _text(question, 'order'), 'order')}</tr></thead>"
+    shown = f"<div class='scroll'><table class='sorts'>{head}<tbody>{lines}</tbody></table></div>"
+    if not found:
         said = f"No line has “{markup(plain(wanted))}” in it." if wanted else "The table has no line."
         shown = f"<p class='refused'>{said}</p>"
-    return f"{_finder(len(drawn), len(table), total)}{shown}"
+    of_all = f" of {total:,}" if found != total else ""
+    first = f", the first {len(drawn):,} shown" if len(drawn) < found else ""
+    return (
+        f"<div class='finder'><input type='search' id='result-filter' maxlength='{MOST_LETTERS}' placeholder='filter "
+        "lines' aria-label='filter the lines of the table' autocomplete='off' spellcheck='false'>"
+        f"<span class='note' role='status'>{found:,}{of_all} line{'s' * (total != 1)}{first}</span></div>{shown}"
+    )
 
 
 def as_text(value: object) -> str:
@@ -108,46 +112,39 @@ def _as_letters(values: pd.Series) -> pd.Series:
 
 
 def _has_numbers(values: pd.Series) -> bool:
-    return pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values)
+    """Returns whether the known values of a column are numbers."""
+    known = values.dropna().infer_objects()
+    return pd.api.types.is_numeric_dtype(known) and not pd.api.types.is_bool_dtype(known)
 
 
-def _line(line: JsonDict, columns: Sequence[str], numbers: set[str], cells: Mapping[str, CellHtml]) -> str:
+def _line(line: JsonDict, numbers: Collection[str], cells: Mapping[str, CellHtml]) -> str:
     parts = []
-    for name in columns:
-        value = line[name]
+    for name, value in line.items():
         text = site_label(value) if name == "site" and isinstance(value, str) else as_text(value)
         inside = cells[name](value, line) if name in cells else markup(text)
         parts.append(f"<td{' class=number' if name in numbers else ''}>{inside}</td>")
     return f"<tr>{''.join(parts)}</tr>"
 
 
-def _head(columns: Sequence[str], numbers: set[str], order: str) -> str:
-    """Returns HTML of the line of heads; a click sorts by the column: smallest first, largest first, as it was."""
-    parts = []
-    for name in columns:
-        is_sorted, is_falling = order.removeprefix("-") == name, order.startswith("-")
+def sorting_heads(labels: Mapping[str, str], numbers: Collection[str], sort: str, intent: str) -> str:
+    """Returns HTML of the heads of columns, each a button that sorts: smallest first, largest first, as it was.
+
+    labels: by key of the column.  numbers: keys of columns of numbers.  sort: key of the column that sorts, with "-" in
+    front for the largest first.  intent: what the page's script does with a press.
+    """
+    parts, is_falling = [], sort.startswith("-")
+    for key, label in labels.items():
+        is_sorted, side = sort.removeprefix("-") == key, " class=number" if key in numbers else ""
         aria = f" aria-sort={'descending' if is_falling else 'ascending'}" if is_sorted else ""
         sign = (" ▼" if is_falling else " ▲") if is_sorted else ""
-        side = " class=number" if name in numbers else ""
-        button = f'<button data-intent="order" data-order="{markup(name)}">{markup(name)}{sign}</button>'
+        button = f'<button data-intent="{intent}" data-{intent}="{markup(key)}">{markup(label)}{sign}</button>'
         parts.append(f"<th{side}{aria}>{button}</th>")
-    return f"<thead><tr>{''.join(parts)}</tr></thead>"
+    return "".join(parts)
 
 
-def _finder(drawn: int, found: int, total: int) -> str:
-    """Returns HTML of the box that filters, and how many lines there are. The box has no value: the page's script sets
-    it, so an answer does not change what is typed meanwhile."""
-    of_all = f" of {total:,}" if found != total else ""
-    first = f", the first {drawn:,} shown" if drawn < found else ""
-    return (
-        f"<div class='finder'><input type='search' id='result-filter' maxlength='{MOST_LETTERS}' placeholder='filter "
-        "lines' aria-label='filter the lines of the table' autocomplete='off' spellcheck='false'>"
-        f"<span class='note' role='status'>{found:,}{of_all} line{'s' * (total != 1)}{first}</span></div>"
-    )
-
-
-def _text(value: object, what: str) -> str:
+def _text(question: PageQuestion, what: str) -> str:
     """Returns a text of a question; "" for None. Raises: CannotShow for another value or a long text."""
+    value = question.get(what)
     if value is None:
         return ""
     if not isinstance(value, str) or len(value) > MOST_LETTERS:

@@ -1,0 +1,212 @@
+"""Reads the weights of a transformers model: linear layers and norms, dtype, hash and checksum; and the tokens that end
+its texts."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from cacheprobe.core.config import DTYPES
+from cacheprobe.core.live import LiveModule, LiveTokenizer
+from cacheprobe.models.base import ModelError
+from cacheprobe.models.hf.shared import plain_path
+from cacheprobe.models.quantised.packed import dense_weight, packed_modules
+
+
+def head_weights(module: LiveModule, heads: int) -> Tensor:
+    """Returns the weights [h, d, m] of an attention output projection, split by head. module: the projection, which
+    reads all `heads` heads side by side."""
+    return output_rows(module).T.unflatten(0, (heads, -1))
+
+
+def output_rows(module: LiveModule) -> Tensor:
+    """Returns the weight of a linear module as [outputs, inputs], dequantised if it is packed."""
+    weight = dense_weight(module)
+    return weight.T if is_conv(module) else weight
+
+
+def is_conv(module: nn.Module) -> bool:
+    """Returns True for GPT-2's linear layer (Conv1D), which holds its weight as [inputs, outputs]."""
+    return type(module).__name__ == "Conv1D"
+
+
+def arrange_weights(model: nn.Module, by_output: bool) -> None:
+    """Changes in place the order in memory of the weights of GPT-2's linear layers. by_output: the weights of each
+    output lie side by side, as the compiled loops and the kernels read them; otherwise those of each input do, as
+    torch does by itself. Shapes and values stay, and so does the memory that other parameters of `model` share with
+    these weights, such as a bridge's query, key and value projections. Torch's products may round otherwise then."""
+    sharing: dict[int, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        sharing.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+    for weight in [module.get_parameter("weight") for module in model.modules() if is_conv(module)]:
+        if weight.is_contiguous() != by_output:
+            continue
+        moved = weight.data.T.contiguous().T if by_output else weight.data.contiguous()
+        old, new, start = max(weight.stride()), max(moved.stride()), int(weight.storage_offset())
+        end = start + weight.numel()
+        for parameter in sharing[weight.untyped_storage().data_ptr()]:
+            if not start <= parameter.storage_offset() < end:  # another weight in the same memory
+                continue
+            across, along = divmod(int(parameter.storage_offset()) - start, int(old))
+            strides = [{old: 1, 1: new}.get(stride, 1) for stride in parameter.stride()]
+            parameter.data = moved.as_strided(parameter.shape, strides, along * new + across)
+
+
+_PLAIN = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+"""Classes that multiply by their weight as it is; Gemma's, for example, adds 1 to it."""
+
+
+class Norm(NamedTuple):
+    """Holds the weight and the epsilon of an RMSNorm."""
+
+    weight: Tensor
+    eps: float
+
+
+def rms_norm_of(module: LiveModule) -> Norm | None:
+    """Returns the present Norm of a module that computes a plain RMSNorm; None for another module."""
+    if type(module).__name__ not in _PLAIN:
+        return None
+    return Norm(module.weight, float(module.variance_epsilon))
+
+
+ROTATIONS_OF_PASSES = ("dynamic", "longrope")
+"""Kinds of rotary embedding whose frequencies depend on the largest position of a pass."""
+
+
+def one_dtype(bridge: LiveModule, name: str) -> torch.dtype:
+    """Returns the torch.dtype that all weights of `bridge` have, except packed ones. Raises: ModelError for mixed or
+    unsupported dtypes."""
+    packed = packed_modules(bridge)
+    dense = [p for name, p in bridge.named_parameters() if name.rpartition(".")[0] not in packed]
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in dense})
+    if len(dtypes) != 1:
+        raise ModelError(
+            f"{name} holds weights of two dtypes, {' and '.join(dtypes)}; convert it to one with .to(dtype)"
+        )
+    if dtypes[0] not in DTYPES:
+        raise ModelError(f"{name} is in {dtypes[0]}; convert it to one of {', '.join(DTYPES)}")
+    return dense[0].dtype
+
+
+def stop_ids(model: LiveModule, tokenizer: LiveTokenizer) -> tuple[tuple[int, ...], str]:
+    """Returns (token ids that end the texts of a transformers model, where they are named): of the generation config,
+    else the config, else the tokenizer; ((), "") if none of the three names an end-of-sequence token."""
+    sources = {
+        "the generation config": getattr(model, "generation_config", None),
+        "the model's config": getattr(model, "config", None),
+        "the tokenizer": tokenizer,
+    }
+    for name, source in sources.items():
+        eos = getattr(source, "eos_token_id", None)
+        if eos is not None:
+            return (tuple(sorted(eos)) if isinstance(eos, list | tuple) else (int(eos),)), name
+    return (), ""
+
+
+def checksum_of(named: Sequence[tuple[str, Tensor]], has_bytes_here: bool | None = None) -> str:
+    """Returns a 128-bit checksum, as hex text, of the name, shape, dtype and bytes (on a GPU, sums of the bytes) of
+    each weight in `named`.
+
+    An edit through `weight.data` changes neither the address nor the version counter, so only the bytes reveal the
+    edit.
+    has_bytes_here: True hashes the bytes themselves; False hashes sums of the bytes, computed on the weight's device.
+    Default: True for weights on the CPU.
+    """
+    digest = xxhash.xxh3_128()
+    for name, weight in named:
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        flat = weight.detach().contiguous().view(-1).view(torch.uint8)
+        hashes_bytes = flat.device.type == "cpu" if has_bytes_here is None else has_bytes_here
+        for part in [flat] if hashes_bytes else _sums(flat):
+            digest.update(part.cpu().view(torch.uint8).numpy().data.cast("B"))
+    return digest.hexdigest()
+
+
+def _sums(flat: Tensor) -> Iterator[Tensor]:
+    """Yields three tensors from the bytes of a weight: sums of 8-byte words along rows of 512 words, sums along
+    columns, and the remaining bytes."""
+    in_rows = len(flat) // 4096 * 4096  # bytes in whole rows of 512 words
+    words = flat[:in_rows].view(torch.int64).view(-1, 512)
+    yield from (words.sum(1), words.sum(0), flat[in_rows:])
+
+
+def sha256_of(named: Sequence[tuple[str, Tensor]]) -> str:
+    """Returns the first 16 hex digits of a SHA-256 over the names, shapes and bytes of the weights in `named`."""
+    digest = hashlib.sha256()
+    for name, weight in named:
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data.cast("B"))
+    return digest.hexdigest()[:16]
+
+
+def buffers_sha256(live: LiveModule) -> str:
+    """Returns the first 16 hex digits of a SHA-256 over a model's buffers, such as a router's trained bias, sorted by
+    name. Buffers of zeros are left out, since a bridge adds some; so are frequencies that each pass computes again."""
+    named = [
+        (plain_path(f"{path}.{name}"), buffer)
+        for path, module in live.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if bool(buffer.any()) and not _is_recomputed(module, name)
+    ]
+    return sha256_of(sorted(named, key=lambda item: item[0]))
+
+
+def _is_recomputed(module: LiveModule, name: str) -> bool:
+    """Returns True for the frequencies of a rotary embedding that follow the length of the text."""
+    kinds = getattr(module, "rope_type", "default")
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return name.endswith("inv_freq") and "original" not in name and any(kind in ROTATIONS_OF_PASSES for kind in kinds)
+
+
+_Known = dict[int, tuple[object, list[tuple[int, int]], str]]
+_KNOWN: ContextVar[_Known | None] = ContextVar("known checksums", default=None)
+"""By id of a model: the model, (address, edit count) of each weight, and the checksum; None outside of
+`hashing_once`."""
+
+
+@contextmanager
+def hashing_once() -> Iterator[None]:
+    """Reads the bytes of each model's weights once inside the `with`, and again if a weight was edited or moved. Do not
+    edit through `weight.data` there, which no edit count shows."""
+    token = _KNOWN.set({})
+    try:
+        yield
+    finally:
+        _KNOWN.reset(token)
+
+
+class HashedWeights(ABC):
+    """Gives a model a checksum and a hash of its weights."""
+
+    _hashed = "", ""
+    """(checksum of the weights, SHA-256 of the weights at that checksum); empty texts before the first use."""
+
+    @abstractmethod
+    def named_weights(self) -> Sequence[tuple[str, Tensor]]:
+        """Returns all parameters with their names, sorted by name."""
+
+    @property
+    def weights_checksum(self) -> str:
+        """Checksum of all parameters as hex text, computed at every access; inside `hashing_once`, at the first."""
+        named, known = self.named_weights(), _KNOWN.get()
+        if known is None:
+            return checksum_of(named)
+        versions = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for _, weight in named]
+        if id(self) not in known or known[id(self)][1] != versions:
+            known[id(self)] = self, versions, checksum_of(named)
+        return known[id(self)][2]
+
+    @property
+    def weights_sha256(self) -> str:
+        """First 16 hex digits of a SHA-256 over all parameters, sorted by name; computed again if the checksum has
+        changed."""
+        if self._hashed[0] != (checksum := self.weights_checksum):
+            self._hashed = checksum, sha256_of(self.named_weights())
+        return self._hashed[1]

@@ -1,0 +1,236 @@
+"""Wraps one stored run for the dashboard, and caches what the views compute from its tables."""
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from threading import Lock
+
+import numpy as np
+import pandas as pd
+
+from cacheprobe.trace.manifest import UNFINISHED
+from cacheprobe.trace.stored import StoredRun
+from cacheprobe.trace.tables.build import ledger_at, rows_in_use
+from cacheprobe.trace.tables.engine_differences import request_differences
+from cacheprobe.trace.tables.token_history import standing_at, token_history
+from cacheprobe.views.dashboard.rejected_list import RejectedList
+from cacheprobe.views.diagrams.timeline import step_words, timeline_finding
+from cacheprobe.views.diagrams.windows import Window, find_windows, verified_requests
+from cacheprobe.views.lens_table import finding
+from cacheprobe.views.report.insight import opening
+from cacheprobe.views.report.request_text import TextParts, text_parts
+from cacheprobe.views.text import text_of
+
+WHOLE_REQUESTS = 8
+"""Requests of which all readings are kept: at 30 layers, 1,000 tokens take about 30 MB."""
+
+
+class RunTables:
+    """Holds one stored run, and returns lines of the run's tables by request or step, and the range of positions on a
+    page of the lens grid. Readings, windows, token histories and the tables split by request are cached."""
+
+    def __init__(self, run: StoredRun, before: "RunTables | None" = None) -> None:
+        """before: the RunTables of the same run up to an earlier part."""
+        self.run = run
+        self.rejected = RejectedList(run, None if before is None else before.rejected)
+        self.name = run.directory.name
+        self._lock = Lock()
+        self._whole_readings: dict[int, pd.DataFrame] = {}
+        self._readings_at = lru_cache(maxsize=32)(run.readings)
+        self.steps_in_words = lru_cache(maxsize=64)(self._steps_in_words)
+        self.windows = lru_cache(maxsize=64)(self._windows)
+        self.history_of = lru_cache(maxsize=256)(self._history_of)
+        self.text_parts = lru_cache(maxsize=64)(self._text_parts)
+        self.lens_finding = lru_cache(maxsize=256)(self._lens_finding)
+
+    def readings(self, request_id: int, positions: range | None = None) -> pd.DataFrame:
+        """Returns the lens readings of one request as `StoredRun.readings`. Those of whole requests are kept, of a few
+        requests; later ones of some positions are then lines of these."""
+        with self._lock:
+            whole = self._whole_readings.pop(request_id, None)
+            if whole is not None:
+                self._whole_readings[request_id] = whole  # the newest at the end
+        if whole is None and positions is not None:
+            return self._readings_at(request_id, positions)
+        if whole is None:
+            whole = self.run.readings(request_id)
+            with self._lock:
+                self._whole_readings[request_id] = whole
+                if len(self._whole_readings) > WHOLE_REQUESTS:
+                    del self._whole_readings[next(iter(self._whole_readings))]
+        return whole if positions is None else whole[whole.position.isin(positions)]
+
+    def features_of(self, request_id: int) -> pd.DataFrame:
+        """Returns the recorded features of a request, in the columns of `Trace.features`. Raises: ValueError for a run
+        without recorded features."""
+        if self.run.features is None:
+            raise ValueError("this run recorded no features; run it with CaptureConfig(dictionary=...)")
+        return self.run.features[self.run.features.request_id == request_id]
+
+    def differences_of(self, request_id: int) -> pd.DataFrame:
+        """Returns how far a request's log-probabilities are from the other program's, as `request_differences`. Raises:
+        KeyError for a run that is no replay."""
+        events = self.run.events[self.run.events.request_id == request_id]
+        return request_differences(self.run.meta["replay"], events, request_id, self.prompt_length(request_id))
+
+    @cached_property
+    def steps(self) -> range:
+        """Range of all steps of the run."""
+        steps = self.run.events.step
+        return range(int(steps.min()), int(steps.max()) + 1) if len(steps) else range(0)
+
+    @cached_property
+    def finding(self) -> str:
+        """Sentence above the timeline, about the whole run, as plain text."""
+        return timeline_finding(self.run.events)
+
+    @cached_property
+    def verified(self) -> dict[int, bool]:
+        """Dict from request id to True if the request was ever verified, else False."""
+        with_verdict = verified_requests(self.run.events)
+        return {r["request_id"]: r["request_id"] in with_verdict for r in self.run.requests}
+
+    @cached_property
+    def _by_request(self) -> dict[int, pd.DataFrame]:
+        return dict(iter(self.run.events.groupby("request_id")))
+
+    @cached_property
+    def _rows_by_request(self) -> dict[int, pd.DataFrame]:
+        return dict(iter(self.run.rows.groupby("request_id")))
+
+    @cached_property
+    def _ledger_by_request(self) -> dict[int, pd.DataFrame]:
+        return dict(iter(self.run.ledger.groupby("request_id")))
+
+    @cached_property
+    def _slots_by_step(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """List with a tuple for each request: its id, steps at which its number of used cache slots changed, and the
+        number from each of these steps on."""
+        tables = rows_in_use(self.run.ledger).groupby("request_id")
+        return [(int(r), table.step.to_numpy(), table.rows.to_numpy()) for r, table in tables]
+
+    def has_ended(self, request_id: int, step: int) -> bool:
+        """Returns True if a request has ended by the end of a step, and so freed its cache slots."""
+        finish = self.run.meta["finish"].get(str(request_id), UNFINISHED)
+        return finish != UNFINISHED and step >= self._last_steps.get(request_id, step + 1)
+
+    @cached_property
+    def _last_steps(self) -> dict[int, int]:
+        return self.run.events.groupby("request_id").step.max().to_dict()
+
+    @cached_property
+    def by_losses(self) -> list[int]:
+        """Ids of all requests, those with the most rolled-back draft tokens first; equal ones in order of their ids."""
+        lost = self.run.events.groupby("request_id").num_rolled_back.sum()
+        ids = [request["request_id"] for request in self.run.requests]
+        return sorted(ids, key=lambda request_id: (-int(lost.get(request_id, 0)), request_id))
+
+    def events_of(self, request_id: int) -> pd.DataFrame:
+        """Returns a DataFrame: the lines of the events table of one request; empty for an unknown request."""
+        return self._by_request.get(request_id, self.run.events.iloc[:0])
+
+    def events_of_all(self, requests: Sequence[int]) -> pd.DataFrame:
+        """Returns a DataFrame: the lines of the events table of several requests."""
+        return pd.concat([self.run.events.iloc[:0], *(self.events_of(r) for r in requests)])
+
+    def rows_of(self, request_id: int) -> pd.DataFrame:
+        """Returns a DataFrame: the lines of the rows table of one request; empty for an unknown request."""
+        return self._rows_by_request.get(request_id, self.run.rows.iloc[:0])
+
+    def ledger(self, request_id: int, step: int) -> pd.DataFrame:
+        """Returns a DataFrame with one line for each cache slot of a request after a step, as `Trace.ledger` does."""
+        changes = self._ledger_by_request.get(request_id)
+        return ledger_at(self.run.ledger.iloc[:0] if changes is None else changes, step)
+
+    def slots_in_use(self, step: int) -> tuple[int, int]:
+        """Returns (number of cache slots in use, number of requests that use the slots) after a step. Requests that
+        have ended do not count."""
+        num_slots = num_requests = 0
+        for request_id, change_steps, counts in self._slots_by_step:
+            change = int(np.searchsorted(change_steps, step, side="right")) - 1
+            if change >= 0 and counts[change] and not self.has_ended(request_id, step):
+                num_slots, num_requests = num_slots + int(counts[change]), num_requests + 1
+        return num_slots, num_requests
+
+    def warm(self) -> None:
+        """Computes and caches the tables and texts that the first page needs, so that the page loads faster."""
+        _ = self.opening, self.verified, self.finding, self._slots_by_step, self.run.token_texts
+        _ = self._by_request, self._rows_by_request, self._ledger_by_request
+
+    def prompt_length(self, request_id: int) -> int:
+        """Returns the number of prompt tokens of a request."""
+        return len(self.run.request(request_id)["prompt_token_ids"])
+
+    def predicting_rows(self, request_id: int) -> pd.DataFrame:
+        """Returns a DataFrame: the lines of the rows table of one request from the prompt's last token on. These rows
+        predict generated tokens."""
+        rows = self.rows_of(request_id)
+        return rows[rows.position >= self.prompt_length(request_id) - 1]
+
+    def tokens_after(self, requests: Sequence[int], step: int) -> pd.DataFrame:
+        """Returns a DataFrame of the token at each place of each request after a step, as `token_history.standing_at`
+        does: committed tokens, draft tokens without a verdict, and tokens that this step rolled back. requests: at
+        least one."""
+        return standing_at(pd.concat([self.history_of(r) for r in requests], ignore_index=True), step)
+
+    def _lens_finding(self, request_id: int) -> str:
+        """Returns the sentence above the lens grid of one request, from all its readings, as plain text."""
+        return finding(self.readings(request_id), request_id)
+
+    def _history_of(self, request_id: int) -> pd.DataFrame:
+        return token_history(self.events_of(request_id))
+
+    def _text_parts(self, request_id: int) -> TextParts:
+        run, prompt = self.run, self.run.request(request_id)["prompt_token_ids"]
+        texts = tuple(text_of(run.token_texts, int(token_id)) for token_id in prompt)
+        readings = self.readings(request_id) if run.has_readings else None
+        return text_parts(request_id, texts, len(prompt), self.events_of(request_id), readings, run.thoughts)
+
+    def _windows(self, request_id: int) -> tuple[Window, ...]:
+        events = self.events_of(request_id)
+        return find_windows(events, request_id) if len(events) else ()
+
+    def _steps_in_words(self, request_id: int) -> list[list[int | str]]:
+        """Returns a list with [step, text, position to show, number of tokens committed so far] for each step of the
+        request. The position is for a verdict that of the row that predicts the verifier's own token; else the largest
+        of the step's rows."""
+        last_position = self.rows_of(request_id).groupby("step").position.max()
+        lines: list[list[int | str]] = []
+        num_committed = 0
+        for event in self.events_of(request_id).itertuples():
+            position = int(last_position.get(event.step, -1))
+            if pd.notna(event.num_accepted):
+                position = int(event.draft_start) + int(event.num_accepted) - 1
+            num_committed += len(event.committed_token_ids)
+            lines.append([int(event.step), step_words(event), position, num_committed])
+        return lines
+
+    @cached_property
+    def opening(self) -> dict[str, int]:
+        """Dict {"request": id, "step": number} to show first: of the first partly accepted draft, else of the first
+        rollback, else of the first verdict, else of the first step; both 0 without events."""
+        events = self.run.events
+        if (token := opening(events)) is not None:
+            return {"request": token.request_id, "step": token.step}
+        if events.empty:
+            return {"request": 0, "step": 0}
+        return {"request": int(events.request_id.iloc[0]), "step": int(events.step.iloc[0])}
+
+    def page(self, request_id: int, position: int, include: str, columns: int) -> range:
+        """Returns the page of the lens grid with `position`, as a range of positions. A page has at most `columns` rows
+        of the trace, but at least one position; range(0) if no row of the request predicts a generated token.
+
+        include: "committed" for committed rows, or "all"; a position then has a column for each of its rows. A
+        `position` that no page has gives the last page.
+        """
+        rows = self.predicting_rows(request_id)
+        if include == "committed":
+            rows = rows[rows.status == "committed"]
+        counts = rows.groupby("position").size()
+        start, num_columns = None, 0
+        for first_position, count in zip(counts.index, counts, strict=True):
+            if start is None or num_columns + count > columns:
+                if start is not None and start <= position < first_position:
+                    return range(start, int(first_position))
+                start, num_columns = int(first_position), 0
+            num_columns += int(count)
+        return range(0) if start is None else range(start, int(counts.index[-1]) + 1)

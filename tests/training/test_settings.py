@@ -1,0 +1,33 @@
+"""The settings of trainings: each checks itself before any model or run is loaded."""
+
+from typing import Any
+
+import pytest
+
+from cacheprobe.training.settings import DictionarySettings, DraftHeadSettings, LoraSettings, TunedLensSettings
+
+
+@pytest.mark.parametrize(
+    ("settings", "bad", "match"),
+    [
+        (LoraSettings, dict(task="poker"), "no training for the task 'poker'; there is one for coin-flip"),
+        (LoraSettings, dict(steps=0), "steps must be more than 0"),
+        (LoraSettings, dict(rank=True), "rank must be a whole number"),
+        (LoraSettings, dict(learning_rate=float("nan")), "learning_rate must be a number"),
+        (LoraSettings, dict(max_people=23), "max_people=23 is more than the 22 names"),
+        (LoraSettings, dict(curriculum=1.5), "curriculum is a share"),
+        (TunedLensSettings, dict(steps=0), "steps must be more than 0"),
+        (TunedLensSettings, dict(momentum=1.0), "momentum must be below 1"),
+        (TunedLensSettings, dict(texts=-1), "texts must be a whole number of at least 0"),
+        (TunedLensSettings, dict(length=1), "length must be at least 2"),
+        (DictionarySettings, dict(site="z"), "unknown site 'z' to train on"),
+        (DictionarySettings, dict(features=96, k=97), "k must be at most the number of features, 96"),
+        (DictionarySettings, dict(held_out=1.0), "held_out is a share"),
+        (DictionarySettings, dict(steps=0), "steps must be more than 0"),
+        (DraftHeadSettings, dict(held_out=1.0), "held_out is a share"),
+        (DraftHeadSettings, dict(token_weight=0.0), "token_weight must be more than 0"),
+    ],
+)
+def test_settings_are_checked(settings: Any, bad: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        settings(**bad)
