@@ -18,9 +18,8 @@ from typing import ClassVar
 from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import Example, Question
 from cacheprobe.tasks.drawing import CountedTask, check_count
-from cacheprobe.tasks.people import check_names
 from cacheprobe.tasks.words import vocabulary_of
-from cacheprobe.tasks.writing import Writer, pick
+from cacheprobe.tasks.writing import Writer, check_names, pick
 
 OBJECTS = ("apple", "bell", "book", "coin", "key", "lamp", "map", "pen")
 NOTHING = "nothing"
@@ -54,15 +53,8 @@ def boxes_question(
         states.append(_state(boxes))
         thoughts.append(", ".join(f"Box {number} {_named(boxes[number])}" for number in changed))
     writer.say(f". What does Box {asked} contain? A:")
-    return Question(
-        text=writer.text,
-        answer=f" {_listed(boxes[asked])}",
-        answers=_contents(tuple(sorted(objects)), at_most),
-        events=tuple(events),
-        states=tuple(states),
-        spans=tuple(writer.spans),
-        thoughts=tuple(thoughts),
-    )
+    answers = _contents(tuple(sorted(objects)), at_most)
+    return writer.question(f" {_listed(boxes[asked])}", answers, events, states, thoughts)
 
 
 def affecting(example: Example) -> int:

@@ -1,4 +1,5 @@
-"""Generates coin-flip questions: people flip a coin or do not, and the question is which side the coin shows.
+"""Generates coin-flip questions: people flip a coin or do not, and the question is which side it shows; also among
+filler words.
 
 Source: the task is that of Wei et al. 2022, arXiv 2201.11903; the wording follows Thinking States, arXiv 2602.08332.
 """
@@ -6,7 +7,7 @@ Source: the task is that of Wei et al. 2022, arXiv 2201.11903; the wording follo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
 from typing import ClassVar
@@ -14,12 +15,12 @@ from typing import ClassVar
 from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import SHOT_SEPARATOR, Example, Question, Tokenizer
 from cacheprobe.tasks.drawing import CountedTask, balanced_side, check_count, check_flag, check_probability
-from cacheprobe.tasks.people import NAMES, check_names
-from cacheprobe.tasks.words import vocabulary_of
-from cacheprobe.tasks.writing import draw
+from cacheprobe.tasks.words import split_words, vocabulary_of
+from cacheprobe.tasks.writing import FILLERS, NAMES, Writer, check_names, draw, filler
 
 STATES = ("heads", "tails")
 ANSWERS = (" heads", " tails")
+CLOSING = "What's the state? A:"
 
 
 def turned(side: str) -> str:
@@ -36,16 +37,14 @@ def coin_question(initial: str, events: Sequence[tuple[str, bool]]) -> Question:
         raise ValueError(f"initial={initial!r} is no state of a coin; use one of {STATES}")
     if not events:
         raise ValueError("a coin question needs at least one event, such as ('Alice', True)")
-    text = f"A coin's state is {initial}"
-    states, spans = [initial], [(0, len(text))]
+    writer, states = Writer(), [initial]
+    writer.mark(f"A coin's state is {initial}")
     for name, flipped in events:
-        text += ", then " if len(states) > 1 else ". "
-        start = len(text)
-        text += f"{name} flips" if flipped else f"{name} does not flip"
+        writer.say(", then " if len(states) > 1 else ". ")
+        writer.mark(f"{name} flips" if flipped else f"{name} does not flip")
         states.append(turned(states[-1]) if flipped else states[-1])
-        spans.append((start, len(text)))
-    text += ". What's the state? A:"
-    return Question(text, f" {states[-1]}", ANSWERS, tuple(map(tuple, events)), tuple(states), tuple(spans))
+    writer.say(f". {CLOSING}")
+    return writer.question(f" {states[-1]}", ANSWERS, list(map(tuple, events)), states)
 
 
 def flip_chance(flip_probability: float, remaining: int, odd: bool) -> float:
@@ -193,3 +192,61 @@ def answer_token_ids(tokenizer: Tokenizer, *, chat: bool = False) -> tuple[int, 
     with `chat`, also for a tokenizer without a chat template.
     """
     return Example(coin_question("heads", [("Alice", True)]), chat=chat).answer_token_ids(tokenizer)
+
+
+@register("tasks", "coin_flip_sparse")
+@dataclass(frozen=True)
+class CoinFlipSparse(CoinTask):
+    """Generates coin-flip questions among filler words; about the share `density` of the chunks has an operation.
+
+    chunk: number of tokens of the word tokenizer that a Thinking States model reads at a time.
+    The prompt is whole chunks: first those of the opening statement, then round(people / density) chunks, then those of
+    the question. Of the middle chunks, `people`, drawn at random, begin with an operation, and so have a thought (form
+    "state"). All other tokens are filler words and full stops. At density=1, every middle chunk has an operation.
+    Coins, people and flips are those of `CoinFlip(distinct=False)` with the same seed and settings.
+    """
+
+    people: int = 4
+    density: float | int = 0.25
+    chunk: int = 8
+    flip_probability: float | int = 0.5
+    names: Sequence[str] = NAMES
+
+    def __post_init__(self) -> None:
+        self._coin()
+        check_probability("density", self.density)
+        if not self.density > 0:
+            raise ValueError("density=0 would leave no room for an operation; give a share above 0, such as 0.05")
+        longest = max((len(split_words(f"{name} does not flip.")) for name in self.names), default=0)
+        check_count("chunk", self.chunk, at_least=longest)
+
+    def _coin(self) -> CoinFlip:
+        return CoinFlip(self.people, flip_probability=self.flip_probability, names=self.names, distinct=False)
+
+    def vocabulary(self) -> tuple[str, ...]:
+        """Returns the sorted tuple of all words and punctuation marks of these coin-flip texts, fillers included, for
+        `word_tokenizer`."""
+        words = f"A coin's state is {' '.join(STATES)}. flips does not flip. {CLOSING}"
+        return vocabulary_of([words, *self.names, *FILLERS])
+
+    def example(self, index: int, seed: int = 0) -> Example:
+        """Returns Example number `index` of seed `seed`: a question of `CoinFlip`, with filler words put in."""
+        question = self._coin().example(index, seed).question
+        rng = Random(f"coin_flip_sparse/{seed}/{index}")
+        num_chunks = max(round(self.people / self.density), self.people)
+        with_operation = set(draw(rng, range(num_chunks), self.people))
+        clauses = [question.text[start:end] for start, end in question.spans]
+        writer = Writer()
+        for chunk in range(-1, num_chunks):  # -1: the opening statement, which may take several chunks
+            words = clauses.pop(0) if chunk < 0 or chunk in with_operation else ""
+            # words, filler words and the full stop fill whole chunks
+            sentence = filler(rng, -(len(split_words(words)) + 1) % self.chunk) + ". "
+            if words:
+                writer.mark(words)
+            writer.say(sentence if words else sentence.lstrip(" "))
+        num_missing = -len(split_words(CLOSING)) % self.chunk
+        if num_missing:
+            count = num_missing - 1 or self.chunk  # no full stop without a word: if one token is missing, add a chunk
+            writer.say(filler(rng, count).lstrip(" ") + ". ")
+        writer.say(CLOSING)
+        return Example(replace(question, text=writer.text, spans=tuple(writer.spans)))

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import SHOT_SEPARATOR, Example, Question
 from cacheprobe.tasks.coin_flip import CoinFlip, CoinTask, turned
-from cacheprobe.tasks.people import NAMES
 from cacheprobe.tasks.words import vocabulary_of
-from cacheprobe.tasks.writing import Writer
+from cacheprobe.tasks.writing import NAMES, Writer
 
 ANSWERS = (" yes", " no")
 
@@ -96,16 +95,7 @@ class CoinFlipWei(CoinTask):
 
     def _coin(self) -> CoinFlip:
         """Returns the CoinFlip task that draws the people and flips. Raises: ValueError for wrong settings."""
-        return CoinFlip(
-            people=self.people,
-            flip_probability=self.flip_probability,
-            initial="heads",
-            balanced=self.balanced,
-            shots=self.shots,
-            chat=self.chat,
-            names=self.names,
-            distinct=self.distinct,
-        )
+        return CoinFlip(initial="heads", **{field.name: getattr(self, field.name) for field in fields(self)})
 
     def vocabulary(self) -> tuple[str, ...]:
         """Returns the sorted tuple of all words and punctuation marks of these yes-or-no questions, for

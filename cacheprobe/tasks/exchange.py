@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from cacheprobe.tasks.base import Example, Tokenizer
 from cacheprobe.tasks.coin_flip_wei import parse_wei
-from cacheprobe.tasks.files import example_from_record, example_record
 
 if TYPE_CHECKING:
     from datasets import Dataset
+from cacheprobe.tasks.files import example_from_record, example_record
 
 EXAMPLE = "example"
 
@@ -35,7 +35,9 @@ def to_dataset(examples: Sequence[Example], tokenizer: Tokenizer | None = None) 
         "inputs": [example.prompt_text(tokenizer) for example in examples],
         "targets": [example.answer.strip() for example in examples],
         "states": [list(example.states) for example in examples],
-        "operations": [_operations(example) for example in examples],
+        "operations": [
+            [example.question.text[start:end] for start, end in example.question.spans[1:]] for example in examples
+        ],
         EXAMPLE: [json.dumps(example_record(example), ensure_ascii=False) for example in examples],
     }
     if all([type(part) for part in event] == [str, bool] for example in examples for event in example.events):
@@ -72,9 +74,3 @@ def from_dataset(rows: Dataset) -> list[Example]:
     if not examples:
         raise ValueError("the set has no rows")
     return examples
-
-
-def _operations(example: Example) -> list[str]:
-    """Returns a list with the text of each operation of the example's question, such as "Alice flips"."""
-    text = example.question.text
-    return [text[start:end] for start, end in example.question.spans[1:]]

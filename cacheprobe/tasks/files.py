@@ -1,4 +1,4 @@
-"""Converts examples to JSON records and back, and writes and reads files of such records."""
+"""Converts examples to JSON records, files of such records and Hugging Face Datasets, and back."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cacheprobe.tasks.base import Example, Question
 from cacheprobe.tasks.coin_flip import coin_question
+
+if TYPE_CHECKING:
+    pass
 
 FIELDS = {"text", "answer", "answers", "events", "states", "spans", "thoughts"}
 

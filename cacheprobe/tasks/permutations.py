@@ -45,7 +45,7 @@ def cups_question(
     writer.say(". What do the cups hold? A:" if cup is None else f". What is in cup {cup}? A:")
     answers = _arrangements(colours) if cup is None else tuple(f" {colour}" for colour in colours)
     answer = f" {states[-1] if cup is None else order[cup - 1]}"
-    return Question(writer.text, answer, answers, tuple(events), tuple(states), tuple(writer.spans))
+    return writer.question(answer, answers, events, states)
 
 
 def group_question(actions: Sequence[str], fillers: Sequence[str] = ()) -> Question:
@@ -62,8 +62,8 @@ def group_question(actions: Sequence[str], fillers: Sequence[str] = ()) -> Quest
         writer.say(padding)
         states.append("".join(action[int(element) - 1] for element in states[-1]))
     writer.say(" A:")
-    answers = tuple(f" {''.join(order)}" for order in permutations(sorted(actions[0])))
-    return Question(writer.text, f" {states[-1]}", answers, tuple(actions[1:]), tuple(states), tuple(writer.spans))
+    answers = [f" {order}" for order in _permutations("".join(sorted(actions[0])))]
+    return writer.question(f" {states[-1]}", answers, actions[1:], states)
 
 
 def parity(order: Sequence) -> int:

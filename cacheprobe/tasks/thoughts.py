@@ -7,8 +7,9 @@ chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -117,7 +118,7 @@ def annotate_all(
     texts = [example.question.text + example.question.answer for example in examples]
     encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
     assert encoded.encodings is not None, "a fast tokenizer has encodings"
-    encode = _encoder(tokenizer)
+    encode = lru_cache(maxsize=None)(partial(encode_strictly, tokenizer))
     annotated = []
     pads = repeat(0) if pads_before_closing is None else pads_before_closing
     tokenized = zip(examples, encoded["input_ids"], encoded.encodings, pads, strict=pads_before_closing is not None)
@@ -220,16 +221,3 @@ def _closing_token(question: Question, encoding: Encoding) -> int:
     token_of_space = encoding.char_to_token(space)  # None if no token contains the space
     closing = _token_of(encoding, space + 1) if token_of_space is None else token_of_space
     return max(closing, _token_of(encoding, end - 1) + 1)
-
-
-def _encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:
-    """Returns a function text -> list of token ids: `encode_strictly` for this tokenizer, with a cache."""
-    known: dict[str, list[int]] = {}
-
-    def encode(text: str) -> list[int]:
-        """Returns the token ids of `text`, from the cache if the text was encoded before."""
-        if text not in known:
-            known[text] = encode_strictly(tokenizer, text)
-        return known[text]
-
-    return encode

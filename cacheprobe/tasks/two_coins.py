@@ -14,9 +14,8 @@ from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import Example, Question
 from cacheprobe.tasks.coin_flip import ANSWERS, STATES, CoinTask, turned
 from cacheprobe.tasks.drawing import balanced_side, check_choice, check_count, check_flag, check_probability
-from cacheprobe.tasks.people import NAMES, check_names
 from cacheprobe.tasks.words import vocabulary_of
-from cacheprobe.tasks.writing import Writer, draw, pick
+from cacheprobe.tasks.writing import NAMES, Writer, check_names, draw, pick
 
 COINS = ("red", "blue")
 SAYS = ("both", "named", "asked")
@@ -47,15 +46,7 @@ def two_coins_question(
         states.append(f"{sides['red']} {sides['blue']}")
         thoughts.append({"both": states[-1], "named": f"{coin} {sides[coin]}", "asked": sides[asked]}[says])
     writer.say(". A:" if question_first else f". {question} A:")
-    return Question(
-        text=writer.text,
-        answer=f" {sides[asked]}",
-        answers=ANSWERS,
-        events=tuple(events),
-        states=tuple(states),
-        spans=tuple(writer.spans),
-        thoughts=() if says == "both" else tuple(thoughts),
-    )
+    return writer.question(f" {sides[asked]}", ANSWERS, events, states, () if says == "both" else thoughts)
 
 
 @register("tasks", "two_coins")

@@ -51,15 +51,7 @@ def variables_question(
         states.append(" ".join(map(str, values.values())))
         thoughts.append(f"{values[name]}" if says == "value" else f"{name} = {values[name]}")
     writer.say(". A:" if question_first else f". {question} A:")
-    return Question(
-        text=writer.text,
-        answer=f" {values[asked]}",
-        answers=tuple(f" {value}" for value in range(modulus)),
-        events=tuple(events),
-        states=tuple(states),
-        spans=tuple(writer.spans),
-        thoughts=tuple(thoughts),
-    )
+    return writer.question(f" {values[asked]}", [f" {value}" for value in range(modulus)], events, states, thoughts)
 
 
 @register("tasks", "variables")

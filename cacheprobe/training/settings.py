@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from cacheprobe.core.hook_names import SITES
 from cacheprobe.core.values import NO_FLAG, JsonDict, require_settings
-from cacheprobe.tasks.people import HELD_OUT_NAMES
+from cacheprobe.tasks.writing import HELD_OUT_NAMES
 
 TASKS = ("coin-flip",)
 

@@ -5,35 +5,32 @@ from typing import TYPE_CHECKING
 from cacheprobe.core.values import no_attribute
 from cacheprobe.views.acceptance import acceptance_curves
 from cacheprobe.views.attribution import attribution
-from cacheprobe.views.attribution_patching import attribution_patching_grid
-from cacheprobe.views.carried import carried_figure, ways_figure
-from cacheprobe.views.coin_rows import coin_rows_figure
+from cacheprobe.views.coin import carried_figure, coin_rows_figure, ways_figure
 from cacheprobe.views.columns import column_figure
 from cacheprobe.views.curves import draft_verdicts, prediction_depth_figure
-from cacheprobe.views.diagrams.cache_picture import cache_picture
+from cacheprobe.views.diagrams.cache import cache_picture
+from cacheprobe.views.diagrams.cards import thought_card, token_card
 from cacheprobe.views.diagrams.decode_grid import decode_grid
 from cacheprobe.views.diagrams.diagram import decoded_diagram, window_diagram
 from cacheprobe.views.diagrams.frame import Markup
 from cacheprobe.views.diagrams.lens_grid import lens_grid
 from cacheprobe.views.diagrams.timeline import timeline
-from cacheprobe.views.diagrams.token_card import token_card
 from cacheprobe.views.diagrams.windows import Window, accepted_whole, find_windows, rolled_back
-from cacheprobe.views.disagreement import disagreement_figure, final_choice_figure
-from cacheprobe.views.findings.forcing import forcing_figure
-from cacheprobe.views.findings.perplexity import perplexity_figure
-from cacheprobe.views.findings.simplex import simplex_figure
-from cacheprobe.views.flips import flip_grid
-from cacheprobe.views.patching import patching_grid
-from cacheprobe.views.probes import probe_figure, rollback_prediction_figure
+from cacheprobe.views.findings import forcing_figure, perplexity_figure, simplex_figure
+from cacheprobe.views.grids import attribution_patching_grid, flip_grid, patching_grid, routing_figure
+from cacheprobe.views.probes import (
+    disagreement_figure,
+    final_choice_figure,
+    probe_figure,
+    rollback_prediction_figure,
+    state_algorithm_figure,
+)
 from cacheprobe.views.report.figures import write_figures
 from cacheprobe.views.report.report import write_report
 from cacheprobe.views.report.request_text import request_text
 from cacheprobe.views.report.run_comparison import comparison
-from cacheprobe.views.routing import routing_figure
-from cacheprobe.views.state_algorithm import state_algorithm_figure
 from cacheprobe.views.sweep_grid import sweep_grid
 from cacheprobe.views.text import token_texts
-from cacheprobe.views.thoughts.card import thought_card
 from cacheprobe.views.thoughts.picture import thoughts_picture
 
 __all__ = [

@@ -1,14 +1,14 @@
-"""Draws how many draft tokens would be accepted: by layer of an early exit, or by place in the draft."""
+"""Draws curves of any table: draft tokens accepted, by layer or by place in the draft; and one column of numbers."""
 
 import pandas as pd
 import plotly.graph_objects as go
 
-from cacheprobe.views.style import Figure, layer_ticks, layout_template
+from cacheprobe.views.style import Figure, layer_ticks, set_layout
 from cacheprobe.views.text import markup, shorten
 
-_COLOURS = ("#7c5fbd", "#c2702b", "#2b8cbe", "#2f9e4f", "#d9483b", "#c58f00", "#7b858f", "#b1479b")
-_SYMBOLS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star", "hexagon")
-_MOST_CURVES = 8
+COLOURS = ("#7c5fbd", "#c2702b", "#2b8cbe", "#2f9e4f", "#d9483b", "#c58f00", "#7b858f", "#b1479b")
+SYMBOLS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star", "hexagon")
+MOST_CURVES = 8
 _NEEDED = ["drafter", "layer", "window", "temperature", "kind", "drafted", "accepted"]
 
 
@@ -37,7 +37,7 @@ def _by_layer(table: pd.DataFrame) -> go.Figure:
     summed["name"] = [_name(line) for line in summed.itertuples()]
     figure, layers = Figure(), summed.layer.dropna()
     groups = list(summed.groupby("name", sort=False))
-    for i, (name, lines) in enumerate(groups[:_MOST_CURVES]):
+    for i, (name, lines) in enumerate(groups[:MOST_CURVES]):
         is_level = bool(lines.layer.isna().all())
         x = [layers.min(), layers.max()] if is_level and len(layers) else [0, 1] if is_level else lines.layer.tolist()
         y = [lines.tokens_per_pass.iloc[0]] * 2 if is_level else lines.tokens_per_pass.tolist()
@@ -55,7 +55,7 @@ def _by_place(table: pd.DataFrame) -> go.Figure:
     table = table.assign(share=table.accepted / table.drafted)
     table["name"] = [_name(line, has_layer=True) for line in table.itertuples()]
     figure, groups = Figure(), list(table.groupby("name", sort=False))
-    for i, (name, lines) in enumerate(groups[:_MOST_CURVES]):
+    for i, (name, lines) in enumerate(groups[:MOST_CURVES]):
         lines = lines.sort_values("place")
         what = "position %{x} in the draft: %{y:.1%} accepted"
         _add(figure, i, str(name), lines.place.tolist(), lines.share.tolist(), _dash(lines), what)
@@ -72,18 +72,18 @@ def _add(figure: go.Figure, i: int, name: str, x: list, y: list, dash: str, what
     """Adds one curve. what: the words of the pointer, with plotly's places for the numbers."""
     figure.add_scatter(
         x=x, y=y, mode="lines+markers", name=markup(shorten(name, 60)),
-        line=dict(color=_COLOURS[i], dash=dash, width=2), marker=dict(symbol=_SYMBOLS[i], size=6),
+        line=dict(color=COLOURS[i], dash=dash, width=2), marker=dict(symbol=SYMBOLS[i], size=6),
         hovertemplate=f"{markup(name)}<br>{what}<extra></extra>",
     )  # fmt: skip
 
 
 def _finish(figure: go.Figure, title: str, num_curves: int) -> None:
     """Sets title and layout; the title says how many curves are left out."""
-    more = f"; {num_curves - _MOST_CURVES} curves are left out" if num_curves > _MOST_CURVES else ""
-    figure.update_layout(
-        template=layout_template(), title=f"{title}{more}", height=420, margin=dict(l=52, r=12, t=56, b=130),
-        legend=dict(orientation="h", x=0, y=-0.2, yanchor="top"), dragmode=False, showlegend=True,
-    )  # fmt: skip
+    more = f"; {num_curves - MOST_CURVES} curves are left out" if num_curves > MOST_CURVES else ""
+    legend = dict(orientation="h", x=0, y=-0.2, yanchor="top")
+    set_layout(
+        figure, f"{title}{more}", 420, top=56, bottom=130, left=52, legend=legend, dragmode=False, showlegend=True
+    )
 
 
 def _dash(lines: pd.DataFrame) -> str:

@@ -63,14 +63,10 @@ def attribution(table: pd.DataFrame) -> go.Figure:
     layers = sorted(int(layer) for layer in in_layers.layer.unique())
     layer_ticks = layers[:: 1 if len(layers) <= 16 else 2]
     figure.update_layout(
-        template=layout_template(),
+        template=layout_template(), height=700 if len(by_head) else 380, margin=dict(t=84, b=60, l=60, r=20),
         title=dict(text=_finding(parts, logit_name), y=1, yref="container", yanchor="top", pad=dict(t=14)),
-        height=700 if len(by_head) else 380,
-        margin=dict(t=84, b=60, l=60, r=20),
-        barmode="group",
-        legend=dict(y=1.01),
-        dragmode=False,
-    )
+        barmode="group", legend=dict(y=1.01), dragmode=False,
+    )  # fmt: skip
     ticks = [*zip(x_positions, others.site, strict=True), *((layer, str(layer)) for layer in layer_ticks)]
     figure.update_xaxes(tickmode="array", tickvals=[x for x, _ in ticks], ticktext=[name for _, name in ticks])
     figure.update_xaxes(title="layer", row=2 if len(by_head) else 1, col=1)

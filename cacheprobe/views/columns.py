@@ -5,16 +5,13 @@ from collections.abc import Sequence
 import pandas as pd
 import plotly.graph_objects as go
 
-from cacheprobe.views.intervals import error_bars
-from cacheprobe.views.style import Figure, layer_ticks, layout_template
+from cacheprobe.views.acceptance import COLOURS, MOST_CURVES, SYMBOLS
+from cacheprobe.views.style import Figure, error_bars, layer_ticks, set_layout
 from cacheprobe.views.text import markup, shorten
 
 _ACROSS = ("layer", "position", "step")
 """Columns that stand on the horizontal axis; the first that a table has."""
-_MOST_CURVES, _MOST_BARS = 8, 60
-_COLOURS = ("#7c5fbd", "#c2702b", "#2b8cbe", "#2f9e4f", "#d9483b", "#c58f00", "#7b858f", "#b1479b")
-"""Of the curves, readable on light and dark paper."""
-_SYMBOLS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star", "hexagon")
+_MOST_BARS = 60
 
 
 def columns_to_draw(table: pd.DataFrame) -> list[str]:
@@ -49,8 +46,7 @@ def column_figure(table: pd.DataFrame, column: str) -> go.Figure:
     low, high = known[column].min(), known[column].max()
     by = f" by {across}" if across else ""
     title = f"{markup(column)}{by}: from {low:.4g} to {high:.4g}{left_out}"
-    figure.update_layout(template=layout_template(), title=title, height=380, margin=dict(l=52, r=12, t=72, b=60))
-    figure.update_layout(dragmode=False)
+    set_layout(figure, title, 380, top=72, bottom=60, left=52, dragmode=False)
     figure.update_yaxes(title=markup(column))
     return figure
 
@@ -65,18 +61,18 @@ def _draw_curves(figure: go.Figure, table: pd.DataFrame, column: str, across: st
     """Adds the curves. Returns what the title says of those that are left out; "" for none."""
     groups = _groups(table)
     names = list(dict.fromkeys(groups))
-    for i, name in enumerate(names[:_MOST_CURVES]):
+    for i, name in enumerate(names[:MOST_CURVES]):
         lines = table[groups == name].sort_values(across, kind="stable")
         mode = "lines+markers" if lines[across].is_unique else "markers"
         figure.add_scatter(
             x=lines[across].tolist(), y=lines[column].tolist(), mode=mode, name=markup(shorten(name, 40)),
-            line=dict(color=_COLOURS[i], width=2), marker=dict(symbol=_SYMBOLS[i], size=6),
+            line=dict(color=COLOURS[i], width=2), marker=dict(symbol=SYMBOLS[i], size=6),
             error_y=error_bars(lines, column) if _has_interval(table, column) else None,
             showlegend=len(names) > 1,
             hovertemplate=f"{markup(name)}<br>{across} %{{x}}: %{{y:.4g}}<extra></extra>",
         )  # fmt: skip
     figure.update_xaxes(title=across, **(layer_ticks(table[across]) if across == "layer" else {}))
-    more = len(names) - _MOST_CURVES
+    more = len(names) - MOST_CURVES
     return f"; {more} curves are left out" if more > 0 else ""
 
 
@@ -85,7 +81,7 @@ def _draw_bars(figure: go.Figure, table: pd.DataFrame, column: str) -> str:
     lines = table.head(_MOST_BARS)
     names = [f"{name}" if name else f"line {i}" for i, name in enumerate(_groups(lines, most=_MOST_BARS), start=1)]
     figure.add_bar(
-        x=list(range(len(lines))), y=lines[column].tolist(), marker_color=_COLOURS[0],
+        x=list(range(len(lines))), y=lines[column].tolist(), marker_color=COLOURS[0],
         error_y=error_bars(lines, column) if _has_interval(lines, column) else None,
         customdata=[markup(name) for name in names], hovertemplate="%{customdata}: %{y:.4g}<extra></extra>",
     )  # fmt: skip
@@ -95,7 +91,7 @@ def _draw_bars(figure: go.Figure, table: pd.DataFrame, column: str) -> str:
     return f"; {more} lines are left out" if more > 0 else ""
 
 
-def _groups(table: pd.DataFrame, most: int = _MOST_CURVES) -> pd.Series:
+def _groups(table: pd.DataFrame, most: int = MOST_CURVES) -> pd.Series:
     """Returns a name for each line: its values of those text columns, in their order, that have several values and
     together at most `most` combinations."""
     chosen: list[str] = []

@@ -6,13 +6,11 @@ import plotly.graph_objects as go
 from cacheprobe.analysis.measures import prediction_depth_by_verdict, with_groups
 from cacheprobe.core.values import TableLine
 from cacheprobe.trace.tables.draft_verdicts import NOT_DRAFTED, parting, shares_by_verdict
-from cacheprobe.views.style import STATUS_STYLES, Figure, layer_ticks, layout_template
+from cacheprobe.views.style import STATUS_STYLES, Figure, layer_ticks, set_layout
 from cacheprobe.views.text import markup, shorten
 
 _MOST_POINTS = 600
 """Largest number of rows that are all drawn as points; with more rows, only the outliers are drawn."""
-_NARROW = dict(l=48, r=12, t=56, b=48)
-
 
 _LINES = (
     ("accepted", "committed_first", "draft accepted", "committed", "solid"),
@@ -40,24 +38,14 @@ def draft_verdicts(hypotheses: pd.DataFrame) -> go.Figure:
         if lines.empty:
             continue
         figure.add_scatter(
-            x=lines.layer.tolist(),
-            y=lines[column].tolist(),
-            mode="lines+markers",
+            x=lines.layer.tolist(), y=lines[column].tolist(), mode="lines+markers",
             name=f"{name} ({lines.rows.max()} readings)",
             line=dict(color=STATUS_STYLES[style]["color"], dash=dash, width=2),
             marker=dict(symbol=STATUS_STYLES[style]["symbol"], size=7),
             hovertemplate=f"{name}, layer %{{x}}: first choice in %{{y:.1%}} of the readings<extra></extra>",
-        )
-    figure.update_layout(
-        template=layout_template(),
-        title=parting(shares),
-        height=440,
-        margin={**_NARROW, "b": 130},
-        legend=dict(
-            orientation="h", x=0, y=-0.18, yanchor="top"
-        ),  # below: on a narrow page it has a line for each entry
-        dragmode=False,
-    )
+        )  # fmt: skip
+    below = dict(orientation="h", x=0, y=-0.18, yanchor="top")  # on a narrow page it has a line for each entry
+    set_layout(figure, parting(shares), 440, top=56, bottom=130, legend=below, dragmode=False)
     figure.update_xaxes(title="layer", **layer_ticks(shares.layer))
     figure.update_yaxes(title="share of readings", tickformat=".0%", range=[-0.02, 1.04])
     return figure
@@ -97,22 +85,14 @@ def prediction_depth_figure(depths: pd.DataFrame) -> go.Figure:
         figure.add_box(
             x=rows.prediction_depth.tolist(),
             name=f"{name.replace(', ', ',<br>')}<br>({len(rows)} rows)",
-            orientation="h",
-            boxpoints=points,
-            jitter=0.7,
-            pointpos=0,
+            orientation="h", boxpoints=points, jitter=0.7, pointpos=0,
             marker=dict(color=style["color"], symbol=style["symbol"], size=4, opacity=0.55),
             line=dict(color=style["color"], width=2),
             fillcolor="rgba(128,128,128,0.12)",
             hovertext=[_hover(row) for row in rows.itertuples()],
-            hoverinfo="text",
-            hoveron="points",
-            showlegend=False,
-        )
-    height = 100 + 74 * len(figure.data)
-    figure.update_layout(
-        template=layout_template(), title=_depth_finding(depths), height=height, margin=_NARROW, dragmode=False
-    )
+            hoverinfo="text", hoveron="points", showlegend=False,
+        )  # fmt: skip
+    set_layout(figure, _depth_finding(depths), 100 + 74 * len(figure.data), top=56, dragmode=False)
     figure.update_xaxes(title="prediction depth (layer)", **layer_ticks(known.prediction_depth))
     return figure
 

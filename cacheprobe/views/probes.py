@@ -1,20 +1,40 @@
-"""Draws probes of hidden states: accuracy by layer and place with baselines, and how well states predict rollbacks."""
+"""Draws what hidden states tell by layer, with baselines and 95 % intervals: probes, rollback predictions, final
+choices, rejected tokens, and how a state is computed."""
 
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from cacheprobe.core.hook_names import site_label
-from cacheprobe.views.intervals import error_bars, interval_texts
-from cacheprobe.views.style import Figure, layer_ticks, layout_template
+from cacheprobe.views.style import STATUS_STYLES, Figure, interval, layer_ticks, set_layout
 from cacheprobe.views.text import markup, shorten
 
 _SITES = {"S": ("#7c5fbd", "circle"), "T": ("#2b8cbe", "diamond"), "C": ("#c2702b", "square")}
 _PANEL_COLUMNS = 22
 """Largest width of the name above a panel, in columns of a monospaced font."""
-_BASELINES = {"untrained": ("#7b858f", "dash"), "embedding": ("#7b858f", "dot"), "majority": ("#7b858f", "solid")}
+_GREY = "#7b858f"
+_BASELINES = {"untrained": "dash", "embedding": "dot", "majority": "solid"}
 _CONTROLS = {"position": ("position alone", "dash"), "margin": ("margin alone", "dot"),
              "shuffled": ("labels shuffled", "solid")}  # fmt: skip
+
+
+def _curve(figure: go.Figure, lines: pd.DataFrame, column: str, name: str, hover: str, **settings: object) -> None:
+    """Adds a curve of a column by layer. hover: with plotly's places for the numbers.  settings: of the curve, as
+    plotly names them."""
+    settings = {"mode": "lines+markers", "hovertemplate": f"{hover}<extra></extra>", **settings}
+    figure.add_scatter(x=lines.layer.tolist(), y=lines[column].tolist(), name=name, **settings)
+
+
+def _drafter_panels(table: pd.DataFrame) -> tuple[Figure, list[tuple[str, pd.DataFrame, dict[str, object]]]]:
+    """Returns (a figure with a panel for each drafter, list of the panels). A panel is (name of the drafter, its lines
+    by layer, plotly's settings of its curves); the first panel's curves are in the legend."""
+    drafters = list(dict.fromkeys(table.drafter))
+    figure = make_subplots(rows=1, cols=len(drafters), shared_yaxes=True, subplot_titles=drafters, figure=Figure())
+    panels = [
+        (drafter, table[table.drafter == drafter].sort_values("layer"), dict(row=1, col=i, showlegend=i == 1))
+        for i, drafter in enumerate(drafters, start=1)
+    ]
+    return figure, panels
 
 
 def probe_figure(table: pd.DataFrame) -> go.Figure:
@@ -32,29 +52,24 @@ def probe_figure(table: pd.DataFrame) -> go.Figure:
     figure = make_subplots(rows=1, cols=len(places), shared_yaxes=True, subplot_titles=titles, figure=Figure())
     for column, (at, place) in enumerate(places, start=1):
         of_place = table[(table["at"] == at) & (table.place == place)]
+        panel = dict(row=1, col=column, showlegend=column == 1)
         for site in [site for site in _SITES if (of_place.site == site).any()]:
             (color, symbol), name = _SITES[site], site_label(site)
             lines = of_place[of_place.site == site].sort_values("layer")
-            figure.add_scatter(
-                x=lines.layer.tolist(), y=lines.accuracy.tolist(), name=name, legendgroup=site, showlegend=column == 1,
-                mode="lines+markers", line=dict(color=color, width=2), marker=dict(symbol=symbol, size=6),
-                error_y=error_bars(lines, "accuracy"),
-                customdata=interval_texts(lines, "accuracy", ".3f", examples="examples", groups="groups"),
-                hovertemplate=f"{site}, layer %{{x}}, {_place_name(at, place)}: %{{customdata}}<extra></extra>",
-                row=1, col=column,
+            _curve(
+                figure, lines, "accuracy", name, f"{site}, layer %{{x}}, {_place_name(at, place)}: %{{customdata}}",
+                line=dict(color=color, width=2), marker=dict(symbol=symbol, size=6), legendgroup=site, **panel,
+                **interval(lines, "accuracy", ".3f", examples="examples", groups="groups"),
             )  # fmt: skip
         first = of_place[of_place.site == of_place.site.iloc[0]].sort_values("layer")
-        for name, (color, dash) in _BASELINES.items():
+        for name, dash in _BASELINES.items():
             if first[name].notna().all():
-                figure.add_scatter(
-                    x=first.layer.tolist(), y=first[name].tolist(), name=name, legendgroup=name, mode="lines",
-                    showlegend=column == 1, line=dict(color=color, dash=dash, width=1.5), row=1, col=column,
-                    hovertemplate=f"{name}, layer %{{x}}, {_place_name(at, place)}: %{{y:.3f}}<extra></extra>",
-                )  # fmt: skip
+                hover = f"{name}, layer %{{x}}, {_place_name(at, place)}: %{{y:.3f}}"
+                line = dict(color=_GREY, dash=dash, width=1.5)
+                _curve(figure, first, name, name, hover, mode="lines", line=line, legendgroup=name, **panel)
     above = table[table.is_above].groupby(["at", "place"]).ngroups
     title = f"At {above} of {len(places)} places some layer tells the state better than any baseline"
-    figure.update_layout(template=layout_template(), title=title, height=420, margin=dict(l=48, r=12, t=110, b=48))
-    figure.update_layout(legend_y=1.09)  # above the names of the panels
+    set_layout(figure, title, 420, top=110, legend_y=1.09)  # the legend is above the panels' names
     figure.update_xaxes(title="layer", **layer_ticks(table.layer, 4))
     figure.update_yaxes(range=[0.2, 1.03])
     figure.update_yaxes(title="held-out accuracy", col=1)
@@ -81,29 +96,160 @@ def rollback_prediction_figure(table: pd.DataFrame, unit: str = "draft") -> go.F
     if rows.empty:
         raise ValueError(f"there is no line of unit {unit!r} to draw: too few rollbacks, or another unit was asked for")
     rows = rows.assign(drafter=rows.drafter.map(markup))
-    drafters = list(dict.fromkeys(rows.drafter))
-    figure = make_subplots(rows=1, cols=len(drafters), shared_yaxes=True, subplot_titles=drafters, figure=Figure())
-    for column, drafter in enumerate(drafters, start=1):
-        lines = rows[rows.drafter == drafter].sort_values("layer")
-        figure.add_scatter(
-            x=lines.layer.tolist(), y=lines.auroc.tolist(), name="states", showlegend=column == 1, mode="lines+markers",
-            line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=7), row=1, col=column,
-            error_y=error_bars(lines, "auroc"), customdata=interval_texts(lines, "auroc", ".3f"),
-            hovertemplate=f"states before {drafter}'s {unit}, layer %{{x}}: %{{customdata}}<extra></extra>",
+    figure, panels = _drafter_panels(rows)
+    for drafter, lines, panel in panels:
+        _curve(
+            figure, lines, "auroc", "states", f"states before {drafter}'s {unit}, layer %{{x}}: %{{customdata}}",
+            line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=7), **panel,
+            **interval(lines, "auroc", ".3f"),
         )  # fmt: skip
-        for name in _CONTROLS:
-            figure.add_scatter(
-                x=lines.layer.tolist(), y=lines[name].tolist(), name=_CONTROLS[name][0],
-                showlegend=column == 1, mode="lines", line=dict(color="#7b858f", dash=_CONTROLS[name][1], width=1.5),
-                row=1, col=column,
-                hovertemplate=f"{_CONTROLS[name][0]}, {drafter}, layer %{{x}}: %{{y:.3f}}<extra></extra>",
-            )  # fmt: skip
+        for column, (name, dash) in _CONTROLS.items():
+            hover, line = f"{name}, {drafter}, layer %{{x}}: %{{y:.3f}}", dict(color=_GREY, dash=dash, width=1.5)
+            _curve(figure, lines, column, name, hover, mode="lines", line=line, **panel)
     last = rows.sort_values("layer").groupby("drafter", sort=False).tail(1)
     better = [line.drafter for line in last.itertuples() if line.gain_low > 0]
     drafter_names = ", ".join(better) or "no drafter here"
     title = f"States foretell a rollback better than position or margin for {drafter_names}"
-    figure.update_layout(template=layout_template(), title=title, height=400, margin=dict(l=48, r=12, t=110, b=48))
+    set_layout(figure, title, 400, top=110)
     figure.update_xaxes(title="layer", **layer_ticks(rows.layer, 6))
     figure.update_yaxes(range=[0.35, 1.02])
     figure.update_yaxes(title=f"AUROC, by {unit}", col=1)
+    return figure
+
+
+_LABELS = {
+    "parity": (STATUS_STYLES["superseded"], "parity"),
+    "halves": (STATUS_STYLES["rolled_back"], "other halves of the states"),
+    "state": (STATUS_STYLES["committed"], "state"),
+}
+_KINDS = {"same": "of the same parity", "other": "of the other parity"}
+
+
+def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Figure:
+    """Returns a plotly figure. One panel has the accuracy of probes for state and parity by layer. Heat maps have the
+    mean normalised logit difference (NLD) by layer and last patched position, for pairs of texts whose first actions
+    have the same or the other parity.
+
+    probes: label, layer, place, accuracy, low, high, majority, of one model; only lines of the largest place are drawn.
+    Lines of the label "halves", if any, are means, with the worst and the best of several probes.
+    patches: kind ("same" or "other": the parity of the action in which two texts differ), layer, position, nld; may be
+    empty.
+    Raises: ValueError for an empty table of probes.
+    """
+    if probes.empty:
+        raise ValueError("the table of probes is empty; give the lines of one model")
+    last_place = probes[probes.place == probes.place.max()]
+    kinds = [kind for kind in _KINDS if len(patches) and (patches.kind == kind).any()]
+    titles = [
+        f"probes after {last_place.place.iloc[0]} operations",
+        *(f"first actions {_KINDS[kind]}" for kind in kinds),
+    ]
+    figure = make_subplots(rows=1, cols=len(titles), subplot_titles=titles, figure=Figure())
+    for label, (style, name) in _LABELS.items():
+        lines = last_place[last_place.label == label].sort_values("layer")
+        if lines.empty:
+            continue
+        _curve(
+            figure, lines, "accuracy", name, f"{name}, layer %{{x}}: %{{customdata}}", row=1, col=1,
+            line=dict(color=style["color"], dash=style["dash"], width=2), marker=dict(symbol=style["symbol"], size=7),
+            **interval(lines, "accuracy", ".3f", examples="examples", groups="groups"),
+        )  # fmt: skip
+        figure.add_scatter(
+            x=lines.layer.tolist(), y=lines.majority.tolist(), name=f"commonest {name}", mode="lines", row=1, col=1,
+            line=dict(color="#7b858f", dash=style["dash"], width=1.5), hoverinfo="skip",
+        )  # fmt: skip
+    for column, kind in enumerate(kinds, start=2):
+        effects = patches[patches.kind == kind].pivot(index="layer", columns="position", values="nld")
+        figure.add_heatmap(
+            x=effects.columns.tolist(), y=effects.index.tolist(), z=effects.to_numpy(), zmin=0, zmax=1, xgap=1, ygap=1,
+            showscale=column == 2, row=1, col=column,
+            hovertemplate="layer %{y}, clean up to position %{x}: %{z:.3f}<extra></extra>",
+            colorbar=dict(title=dict(text="mean NLD (0 corrupted, 1 clean)", side="right"), thickness=12, x=1.01),
+        )  # fmt: skip
+        figure.update_xaxes(title="clean up to position (tokens)", showgrid=False, row=1, col=column)
+        figure.update_yaxes(title="layer" if column == 2 else None, dtick=1, showgrid=False, row=1, col=column)
+    set_layout(figure, _first_layers(last_place), 380, top=110)
+    figure.update_xaxes(title="layer", dtick=1, row=1, col=1)
+    figure.update_yaxes(title="held-out accuracy", range=[0, 1.04], row=1, col=1)
+    return figure
+
+
+def _first_layers(probes: pd.DataFrame) -> str:
+    """Returns the figure's title: for parity and state, the first layer at which a probe has an accuracy of 95 % or
+    more, or else the highest accuracy."""
+    best = probes.groupby("label").accuracy.max()
+    first_layer = {label: lines[lines.accuracy >= 0.95].layer.min() for label, lines in probes.groupby("label")}
+    claims = [
+        f"{label} at layer {first_layer[label]}"
+        if pd.notna(first_layer[label])
+        else f"{label} never (at most {best[label]:.2f})"
+        for label in ("parity", "state")
+    ]
+    return f"Read with 95 % accuracy: {', '.join(claims)}"
+
+
+_COLORS = ("#7c5fbd", "#2b8cbe", "#c2702b", "#2f9e4f")
+
+
+def final_choice_figure(table: pd.DataFrame) -> go.Figure:
+    """Returns a plotly figure with a line for each of the first four kinds of row (column `kind`): by layer, the share
+    of rows whose most likely token is already that of their last layer. A dotted line shows chance: the share that
+    equals another row's last choice.
+
+    table: kind, layer, share, low, high (95 %), chance.
+    Raises: ValueError for an empty table.
+    """
+    if table.empty:
+        raise ValueError("the table of final choices is empty; read some rows")
+    table = table.assign(kind=table.kind.map(markup))
+    figure = Figure()
+    halfway = []
+    for kind, color in zip(dict.fromkeys(table.kind), _COLORS, strict=False):
+        lines = table[table.kind == kind].sort_values("layer")
+        shares, hover = interval(lines, "share", ".1%", rows="rows"), f"{kind}, layer %{{x}}: %{{customdata}}"
+        _curve(figure, lines, "share", kind, hover, line=dict(color=color, width=2), **shares)
+        hover, line = f"{kind}, another row's choice, layer %{{x}}: %{{y:.1%}}", dict(color=color, width=1, dash="dot")
+        _curve(figure, lines, "chance", f"{kind}: another row's choice", hover, mode="lines", line=line)
+        at_least_half = lines[lines.share >= 0.5]
+        if len(at_least_half):
+            halfway.append(f"{kind} from layer {at_least_half.layer.iloc[0]}")
+    title = (
+        f"Half hold their final choice: {', '.join(halfway)}" if halfway else "No layer has half of the final choices"
+    )
+    set_layout(figure, title, 400, top=90)
+    figure.update_xaxes(title="layer", **layer_ticks(table.layer))
+    figure.update_yaxes(title="share of rows", tickformat=".0%", range=[-0.02, 1.04])
+    return figure
+
+
+def disagreement_figure(table: pd.DataFrame) -> go.Figure:
+    """Returns a plotly figure with one panel for each drafter: by layer, the share of rejected draft tokens that are
+    more likely than the token committed in their place. A dotted line shows the same share for rejected tokens of other
+    rows.
+
+    table: drafter, layer, share, low, high (95 %), control (the dotted line).
+    Raises: ValueError for an empty table.
+    """
+    if table.empty:
+        raise ValueError("no draft was rejected, so there is nothing to draw")
+    table = table.assign(drafter=table.drafter.map(markup))
+    figure, panels = _drafter_panels(table)
+    control = "another row's rejected token"
+    for drafter, lines, panel in panels:
+        _curve(
+            figure, lines, "share", "the rejected token", f"{drafter}, layer %{{x}}: %{{customdata}}",
+            line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=6), **panel,
+            **interval(lines, "share", ".1%", rejected="rejected drafts"),
+        )  # fmt: skip
+        hover, line = f"{drafter}, {control}, layer %{{x}}: %{{y:.1%}}", dict(color=_GREY, dash="dot", width=1.5)
+        _curve(figure, lines, "control", control, hover, mode="lines", line=line, **panel)
+    until = table[table.share > 0.5].groupby("drafter", sort=False).layer.max()
+    by_first_layer = dict.fromkeys(table.sort_values("layer").drafter)
+    held_until = [f"{drafter} until layer {int(until[drafter])}" for drafter in by_first_layer if drafter in until]
+    title = "The committed token leads throughout"
+    if held_until:
+        title = f"Most hold the rejected token likelier: {', '.join(held_until)}"
+    set_layout(figure, title, 400, top=90)
+    figure.update_xaxes(title="layer", **layer_ticks(table.layer))
+    figure.update_yaxes(title="share of rejected drafts", tickformat=".0%", range=[-0.02, 1.04], col=1)
     return figure

@@ -8,7 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from cacheprobe.views.style import STATUS_STYLES, Figure, layer_ticks, layout_template
+from cacheprobe.views.style import STATUS_STYLES, Figure, layer_ticks, set_layout
 from cacheprobe.views.text import markup, shorten
 
 MOST = 8
@@ -94,8 +94,5 @@ def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agre
     title = f"Last layer, largest {_VALUE_WORDS.get(value, value)}: {best:.2f} at {panel_name}"
     if len(last_layer) > 1 and (last_layer == best).all():
         title = f"Last layer, {_VALUE_WORDS.get(value, value)}: {best:.2f} in every panel"
-    figure.update_layout(
-        template=layout_template(), title=markup(title), height=120 + 150 * len(down), dragmode=False,
-        margin=dict(l=64, r=12, t=84, b=48),
-    )  # fmt: skip
+    set_layout(figure, markup(title), 120 + 150 * len(down), top=84, left=64, dragmode=False)
     return figure

@@ -20,7 +20,6 @@ from cacheprobe.views.dashboard.tabs import cache, compare, replay
 from cacheprobe.views.diagrams.cache_strip import cache_passes, cache_strip, memory_sentence
 from cacheprobe.views.diagrams.decode_grid import SIGNS, decode_picture
 from cacheprobe.views.diagrams.timeline import TIMELINE_LEGEND, timeline_finding, timeline_picture
-from cacheprobe.views.diagrams.token_card import card_parts
 from cacheprobe.views.diagrams.windows import find_windows
 from cacheprobe.views.report.page import table
 from cacheprobe.views.report.run_comparison import comparison_title, fingerprint_block, token_columns

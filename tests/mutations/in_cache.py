@@ -10,7 +10,7 @@ from cacheprobe.ops.attention import spans_of_pass
 from tests.mutations.in_engine import COMMITTER, RUN, SCHEDULER
 from tests.mutations.mutate import bug, instead, without
 
-CACHE, HOOKED = "cacheprobe.kvcache.cache:KVCache", "cacheprobe.models.fast.lm"
+CACHE = "cacheprobe.kvcache.cache:KVCache"
 STAGED = "cacheprobe.kvcache.staged:StagedCache"
 MARKS_VERIFIED = f"{COMMITTER}.mark_slots"
 
@@ -194,7 +194,7 @@ MUTATIONS = [
     bug(
         "positions count from the window's start",
         ("07",),
-        "cacheprobe.models.fast.lm:forward_inputs",
+        "cacheprobe.models.plain.lm:forward_inputs",
         _from_the_window,
     ),
     bug(
@@ -212,7 +212,7 @@ MUTATIONS = [
     bug(
         "logits differ from call to call",
         ("04",),
-        f"{HOOKED}:FastLM.forward",
+        "cacheprobe.models.plain.lm:CopiedLM.forward",
         lambda real: lambda *given, **more: (out := real(*given, **more)) + 1e-4 * torch.rand_like(out),
     ),
     # -- the capture
@@ -229,7 +229,7 @@ MUTATIONS = [
         _tile_as_needed,
     ),
     # -- switches
-    bug("hooks stay on the model", ("26",), f"{HOOKED}:listen", _stays),
+    bug("hooks stay on the model", ("26",), "cacheprobe.models.plain.sites:change", _stays),
     bug(
         "attention leaves one thread behind",
         ("26",),

@@ -11,11 +11,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pandas as pd
 import pytest
 from IPython.core.formatters import DisplayFormatter
-from nbclient import NotebookClient
 
 import cacheprobe as cp
 from cacheprobe import views as plots
@@ -281,18 +279,3 @@ def test_the_page_of_figures_names_them_all_and_its_example_runs(
     exec(setting, scope)
     shown = [eval(call, scope) for call in calls.splitlines()]
     assert len(shown) >= 6 and all(isinstance(one, plots.Markup) for one in shown)
-
-
-def test_a_kernel_shows_a_picture() -> None:
-    """The last line of a cell is what a researcher writes."""
-    source = (
-        "import pandas as pd, cacheprobe as cp\n"
-        "ledger = pd.DataFrame(dict(position=range(5), provenance='prefill', step=0))\n"
-        "cp.plots.cache_picture(ledger, request_id=3, step=0)"
-    )
-    cell = nbformat.v4.new_code_cell(source)
-    book = nbformat.v4.new_notebook(cells=[cell])
-    NotebookClient(book, timeout=600).execute()
-    (output,) = book.cells[0].outputs
-    assert output.output_type == "execute_result" and output.data["text/html"].startswith('<div class="cp alone">')
-    assert output.data["text/plain"].startswith("Markup('Request 3 holds 5 cache slots after step 0: 5 prefill'")

@@ -14,10 +14,9 @@ import cacheprobe as cp
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.tasks import Variables
 from cacheprobe.trace.tables.thoughts import says_state
+from cacheprobe.views.diagrams.cards import chunk_parts
 from cacheprobe.views.report.report import report_html
-from cacheprobe.views.thoughts.card import chunk_parts
-from cacheprobe.views.thoughts.columns import changes_of_mind, chosen, story_of
-from cacheprobe.views.thoughts.finding import finding
+from cacheprobe.views.thoughts.columns import changes_of_mind, chosen, finding, story_of
 from cacheprobe.views.thoughts.picture import MOST_PLACES, THOUGHT_COLUMNS, thought_lines
 from cacheprobe.views.thoughts.strokes import _boxes
 from tests.plots.test_views import HOSTILE

@@ -10,9 +10,8 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.views.diagrams.cylinder import cache_counts, cylinder_strokes
-from cacheprobe.views.diagrams.decode_panel import CONTESTED_NATS, SETTLED_NATS
 from cacheprobe.views.diagrams.diagram import window_diagram
-from cacheprobe.views.diagrams.panels import abridged, verify_panel
+from cacheprobe.views.diagrams.panels import CONTESTED_NATS, SETTLED_NATS, abridged, verify_panel
 from cacheprobe.views.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
 from cacheprobe.views.lens_table import finding
 from cacheprobe.views.report.report import behaviour_sentences, report_html

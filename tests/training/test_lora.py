@@ -11,7 +11,7 @@ import cacheprobe as cp
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.adapters import TRAINING, WEIGHTS
 from cacheprobe.tasks.coin_flip import NAMES, CoinFlip
-from cacheprobe.tasks.people import HELD_OUT_NAMES, TRAIN_NAMES
+from cacheprobe.tasks.writing import HELD_OUT_NAMES, TRAIN_NAMES
 from cacheprobe.training.loop import CHECKPOINT
 from cacheprobe.training.lora.evaluate import LoraScore, Reply, evaluate, replies, table
 from cacheprobe.training.lora.run import LARGEST_ADAPTER, train_lora

@@ -30,7 +30,7 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks.base import Accuracy, Example
 from cacheprobe.tasks.coin_flip import ANSWERS, STATES, coin_question
-from cacheprobe.tasks.people import NAMES
+from cacheprobe.tasks.writing import NAMES
 from cacheprobe.views import carried_figure
 from cacheprobe_analyses.command import command_of_subjects
 from cacheprobe_analyses.records import records_of

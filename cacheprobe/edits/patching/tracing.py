@@ -110,12 +110,12 @@ def causal_tracing(
         """Returns the noisy run, followed by the tokens with which the answer begins."""
         return extend(model, noisy(sample), begins)
 
-    restored = {layer: window_of(layer, window, model.n_layers) for layer in in_layers}
-
     def group(sample: int, position: int) -> Group:
         """Returns the patched runs of one noise draw at one position, by (layer, position, sample)."""
         indices: list[Index] = [(layer, position, sample) for layer in in_layers]
-        cells = {index: _restoring(clean, site, restored[index[0]], position) for index in indices}
+        cells = {
+            index: _restoring(clean, site, window_of(index[0], window, model.n_layers), position) for index in indices
+        }
         return Group(f"{sample}-{position}", partial(noisy_before, sample), lambda begins: cells, indices)
 
     (first,), pair = as_stored([measured]), (measured, measured)
@@ -132,8 +132,7 @@ def causal_tracing(
         answer_ids=[first], answer_tokens=answer_texts(model, [measured], ids), noise_standard_deviation=scale,
         clean_probability=_probability(unpatched(model, clean, pair)), noisy_probabilities=noisy_probabilities,
     )  # fmt: skip
-    table = _table(dict(sorted(results.items())), texts, noisy_probabilities, measured[0])
-    return PatchingGrid(table, meta)
+    return PatchingGrid(_table(dict(sorted(results.items())), texts, noisy_probabilities, measured[0]), meta)
 
 
 def subject_positions(model: CachedLM, token_ids: Sequence[int], subject: str) -> list[int]:

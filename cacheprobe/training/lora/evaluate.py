@@ -19,7 +19,7 @@ from cacheprobe.models.paths import choose_path
 from cacheprobe.ops.sampling import lowest_argmax
 from cacheprobe.tasks.base import Accuracy, accuracy
 from cacheprobe.tasks.coin_flip import ANSWERS, CoinFlip, answer_token_ids
-from cacheprobe.tasks.people import HELD_OUT_NAMES
+from cacheprobe.tasks.writing import HELD_OUT_NAMES
 
 PEOPLE = (1, 2, 3, 4, 5, 6, 8, 10)
 

@@ -12,7 +12,7 @@ from cacheprobe.views.dashboard.export import WAYS
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs.results import KINDS, kind_of
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.card_style import CARD_CSS, GRID_CSS
+from cacheprobe.views.diagrams.frame import CARD_CSS, GRID_CSS
 from cacheprobe.views.style import DIAGRAM_CSS, SHADE_CSS, THEME_CSS
 from cacheprobe.views.text import markup
 from cacheprobe.views.thoughts.strokes import WAITING

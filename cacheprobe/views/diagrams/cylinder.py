@@ -18,7 +18,7 @@ PROVENANCE_STYLES = {
 """Colour and texture of each provenance of a cache slot, from the top of the cylinder down."""
 
 CACHE_HEIGHT = 158
-_WIDTH = 84
+_CYLINDER_WIDTH = 84
 
 
 def cache_counts(ledger: pd.DataFrame) -> dict[str, int]:
@@ -56,7 +56,7 @@ def cylinder_strokes(
         )
         for name, count in counts.items()
     ]
-    parts = [svg.cylinder(12, 16, _WIDTH, bands)]
+    parts = [svg.cylinder(12, 16, _CYLINDER_WIDTH, bands)]
     y = 18.0
     for line in title:
         parts.append(svg.text(112, y, line, "strong"))

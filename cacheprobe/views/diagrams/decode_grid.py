@@ -8,8 +8,8 @@ import pandas as pd
 from cacheprobe.core.values import TableLine
 from cacheprobe.trace.tables.token_history import standing_at, token_history
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.decode_panel import CONTESTED_NATS, SETTLED_NATS, margin_texture
 from cacheprobe.views.diagrams.frame import Markup, TitledPicture
+from cacheprobe.views.diagrams.panels import CONTESTED_NATS, SETTLED_NATS, margin_texture
 from cacheprobe.views.diagrams.timeline import LABEL_WIDTH, drawn_requests, key
 from cacheprobe.views.diagrams.windows import verified_requests
 from cacheprobe.views.text import text_of, token_label, visible

@@ -6,9 +6,16 @@ import pandas as pd
 
 from cacheprobe.views.diagrams import svg
 from cacheprobe.views.diagrams.cylinder import swatch
-from cacheprobe.views.diagrams.decode_panel import PanelToken, decode_panel
 from cacheprobe.views.diagrams.frame import Markup, TitledPicture
-from cacheprobe.views.diagrams.panels import Panel, outcome_panel, prefill_panel, token_name, verify_panel
+from cacheprobe.views.diagrams.panels import (
+    Panel,
+    PanelToken,
+    decode_panel,
+    outcome_panel,
+    prefill_panel,
+    token_name,
+    verify_panel,
+)
 from cacheprobe.views.diagrams.windows import Window, verified_requests
 from cacheprobe.views.text import text_of
 

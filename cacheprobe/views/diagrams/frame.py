@@ -1,11 +1,100 @@
-"""Puts a title, a note and CSS styles around a picture, for a page or for a notebook."""
+"""Puts titles, notes and CSS styles around pictures: for a page, a notebook, or an SVG file for other programs."""
 
+import re
+import textwrap
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.card_style import CARD_CSS, GRID_CSS
-from cacheprobe.views.style import DIAGRAM_CSS, SHADE_CSS
-from cacheprobe.views.text import markup
+from cacheprobe.views.style import DIAGRAM_CSS, MONO, SANS, SHADE_CSS
+from cacheprobe.views.text import columns_of, markup
+
+GRID_CSS = """
+.cp .column text{text-anchor:middle}
+.cp .agrees{fill:none;stroke:var(--green-edge);stroke-width:2;pointer-events:none}
+.cp .v-1 rect{fill:var(--blank)}
+.cp .column .computed{display:none;stroke:var(--ink);stroke-width:4}
+.cp .legend .shades{width:210px;height:29px}
+"""
+"""CSS rules of the lens grid; `style.SHADE_CSS` colours its cells."""
+
+CARD_CSS = f"""
+.cp.alone{{background:var(--paper);padding:12px 14px;border-radius:8px;font-size:15px;line-height:1.5}}
+.cp.alone h3{{font-size:17px;line-height:1.35;margin:0 0 4px;overflow-wrap:anywhere;font-weight:700}}
+.cp.alone h4{{font-size:14px;line-height:1.4;margin:10px 0 6px}}
+.cp.alone .note,.cp.alone figcaption{{font-size:13px;color:var(--muted);margin:2px 0 10px;line-height:1.45}}
+.cp.alone .scroll table{{border-collapse:collapse;font-size:13.5px;width:100%;margin:0}}
+.cp.alone .scroll th,.cp.alone .scroll td{{text-align:left;padding:5px 14px 5px 0;vertical-align:top;
+  border-bottom:1px solid var(--line);overflow-wrap:break-word;max-width:60ch}}
+.cp.alone .panels{{grid-template-columns:repeat(auto-fit,minmax(min(205px,100%),1fr));margin-top:8px}}
+.cp .scroll{{overflow-x:auto;max-width:100%;padding-bottom:2px}}
+.cp code{{font-family:{MONO};font-size:.92em;background:none;color:inherit;padding:0}}
+.cp svg .rule{{stroke:var(--line);stroke-width:1;fill:none}}
+.cp svg .cursor{{fill:none;stroke:var(--ink);stroke-width:2;pointer-events:none}}
+.cp svg .written{{stroke:var(--ink);stroke-width:2.4;fill:none}}
+.cp svg .new .box{{stroke:var(--ink);stroke-width:2}}
+.cp .cylinder{{margin:8px 0 0}}
+.cp .facts{{margin:0 0 10px;display:grid;gap:3px;font-size:13.5px}}
+.cp .facts div{{display:grid;grid-template-columns:84px minmax(0,1fr);gap:8px}}
+.cp .facts dt{{color:var(--muted);font-weight:400}}
+.cp .facts dd{{margin:0;overflow-wrap:anywhere}}
+.cp .kept{{color:var(--green-edge)}}
+.cp .lost{{color:var(--red-edge)}}
+.cp .ladder{{max-height:680px;overflow:auto;border:1px solid var(--line);border-radius:8px}}
+.cp.alone .ladder{{max-width:560px}}
+.cp .ladder table{{border-collapse:separate;border-spacing:1px;width:100%;font-size:11.5px;table-layout:fixed;margin:0}}
+.cp .ladder th{{font-weight:400;color:var(--muted);padding:1px 6px;text-align:right;width:44px}}
+.cp .ladder thead th{{position:sticky;top:0;background:var(--paper);z-index:1;text-align:left;width:auto}}
+.cp .ladder thead th:first-child{{width:44px;text-align:right}}
+.cp .ladder td{{padding:1px 4px;white-space:nowrap;overflow:hidden;text-overflow:clip;border-radius:3px;
+  font-family:{MONO};border:0;text-align:left;
+  background:color-mix(in srgb,var(--violet) calc(6% + var(--p) * 74%),var(--paper))}}
+.cp .ladder td.right{{box-shadow:inset 0 0 0 2px var(--green-edge)}}
+.cp .verdicts{{display:flex;flex-wrap:wrap;gap:6px;margin:10px 0;max-height:168px;overflow-y:auto;padding:2px}}
+.cp .verdict{{border:1px solid var(--line);background:var(--paper);border-radius:8px;padding:3px 10px;
+  font-size:13px;color:var(--ink)}}
+.cp .verdict small{{color:var(--muted)}}
+.cp .verdict.kept b{{color:var(--green-edge)}}
+.cp .verdict.lost b{{color:var(--red-edge)}}
+.cp .verdict.lost{{border-color:var(--red-edge);border-style:dashed}}
+.cp .verdict.chosen{{box-shadow:inset 0 0 0 2px var(--ink)}}
+.cp .two{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr));gap:0 24px}}
+.cp .two h4{{margin:6px 0;font-size:13.5px;overflow-wrap:anywhere}}
+.cp .tokens{{margin:0;line-height:2.05}}
+.cp .tok{{background:var(--card);border:1px solid var(--line);border-radius:5px;padding:2px 5px;
+  font-family:{MONO};font-size:12px}}
+.cp .tok.first{{background:var(--red);border:2px solid var(--red-edge);font-weight:700}}
+.cp .tok.after{{opacity:.62}}
+.cp del.tok{{color:var(--red-edge);border-style:dashed}}
+.cp .aligned td{{vertical-align:bottom;padding:2px;border:0;text-align:left}}
+.cp .aligned td .tok{{display:block;white-space:pre;margin-top:2px}}
+.cp .aligned th{{position:sticky;left:0;background:var(--paper);vertical-align:bottom;padding:4px 10px 4px 0;
+  white-space:nowrap}}
+.cp .sites{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(240px,100%),1fr));gap:12px}}
+.cp .sites section{{border:1px solid var(--line);border-radius:8px;padding:8px 12px;background:var(--card)}}
+.cp .sites h4{{margin:0 0 4px;font-size:15px}}
+.cp .sites small{{color:var(--muted);font-weight:400}}
+.cp .sites p{{margin:0;font-size:13.5px;overflow-wrap:anywhere}}
+.cp .prose{{white-space:pre-wrap;overflow-wrap:anywhere;font-size:14.5px;line-height:1.75;unicode-bidi:isolate}}
+.cp .prose .asked{{color:var(--muted)}}
+.cp .prose span,.cp .legend i{{border-radius:3px;font-style:normal}}
+.cp .legend i{{padding:0 3px}}
+.cp :is(.prose,.legend) .accepted{{background:var(--green)}}
+.cp :is(.prose,.legend) .own{{border-bottom:2px solid var(--green-edge)}}
+.cp :is(.prose,.legend) .undrafted{{border-bottom:1px solid var(--grey-edge)}}
+.cp :is(.prose,.legend) .shade{{
+  background:color-mix(in srgb,var(--violet) calc(4% + var(--p) * 86%),var(--paper))}}
+.cp .legend .ramp i{{padding:0 6px;border-radius:0}}
+.cp .prose rt{{font-size:11.5px;line-height:1.2;text-align:center;padding:0 4px 2px}}
+.cp .passes{{margin:10px 0 0;font-size:12.5px;border-collapse:collapse}}
+.cp .passes :is(th,td){{text-align:left;padding:3px 10px 3px 0}}
+.cp .passes .number{{text-align:right}}.cp .passes .lost{{color:var(--red-edge)}}.cp .passes .chosen{{font-weight:650}}
+.cp :is(.prose,.legend) del{{color:var(--red-edge);text-decoration:line-through}}
+.cp .prose del+del{{margin-left:5px}}
+.cp .prose .thought{{ruby-position:under}}
+.cp .prose .thought>rt{{color:var(--blue-edge);font-style:italic}}
+"""
+"""CSS rules of pictures and cards; they also undo a notebook's own rules for tables, code and headings."""
 
 
 class Markup(str):
@@ -53,9 +142,156 @@ class TitledPicture(NamedTuple):
         return f"<p class='note'>{self.note}</p>" if self.note else ""
 
 
+class Panel(NamedTuple):
+    """Holds one phase of a request (prefill, decode, verify or outcome): heading and note as text without < and & (both
+    are inserted unescaped), picture as SVG, sentence as HTML with escaped tokens."""
+
+    heading: str
+    note: str
+    picture: str
+    sentence: str
+    classes: str = "panel"
+
+    @property
+    def html(self) -> str:
+        """The panel as an HTML section."""
+        head = f"<h4>{self.heading} <small>{self.note}</small></h4>"
+        return f'<section class="{self.classes}">{head}{self.picture}<p>{self.sentence}</p></section>'
+
+
 def framed(body: str) -> str:
     """Returns HTML: `body` with the styles and textures of the diagrams, so that a page without styles can show the
     picture."""
     return (
         f'<div class="cp alone"><style>{DIAGRAM_CSS}{SHADE_CSS}{GRID_CSS}{CARD_CSS}</style>{svg.TEXTURES}{body}</div>'
     )
+
+
+_MARGIN, _HEAD, _LINE = 16, 44, 18
+_LETTER = 7.0
+"""Average width of a letter at 13 px, in pixels."""
+_DARK = re.compile(r"@media[^{]*\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}")
+_RULE = re.compile(r"([^{}]+)\{([^{}]*)\}")
+_OF_PAGES = re.compile(r"\.(panels?|legend|thoughts|wide|note)\b|svg$")
+_OWN_CSS = f".cp text{{font:12px {SANS}}}.cp .title{{font-size:17px;font-weight:650}}.cp .said{{font-size:13px}}"
+
+
+class Drawing(NamedTuple):
+    """Holds a whole SVG file as text, with its width and height in pixels."""
+
+    markup: str
+    width: int
+    height: int
+
+
+def panels_alone(title: str, panels: Sequence[Panel], keys: Sequence[tuple[str, str]]) -> Drawing:
+    """Returns a `Drawing` (an SVG file) of panels side by side, with a title above and the legend below.
+
+    keys: (SVG elements, meaning) of each entry of the legend, from `diagram.keys`.
+    """
+    gap, panel_width = 28, max(_size_of(panel.picture)[0] for panel in panels)
+    heights = [_size_of(panel.picture)[1] for panel in panels]
+    sentences = [_wrapped(_without_tags(panel.sentence), panel_width) for panel in panels]
+    width = 2 * _MARGIN + len(panels) * panel_width + (len(panels) - 1) * gap
+    picture_end = _HEAD + 34 + max(heights)
+    parts = []
+    for i, (panel, lines) in enumerate(zip(panels, sentences, strict=True)):
+        x = _MARGIN + i * (panel_width + gap)
+        parts += [
+            _text_element(x, _HEAD + 16, panel.heading, "strong"),
+            _text_element(x + panel_width, _HEAD + 16, panel.note, "muted", "end"),
+            _moved_to(x, _HEAD + 28, _inside(panel.picture)),
+            *(_text_element(x, picture_end + 18 + _LINE * n, line, "said muted") for n, line in enumerate(lines)),
+        ]
+    bottom = picture_end + 18 + _LINE * max(map(len, sentences))
+    return _svg_file(title, width, bottom, parts, keys)
+
+
+def picture_alone(
+    title: str, picture: str, keys: Sequence[tuple[str, str]], note: str, *, styles: str = "", textures: str = ""
+) -> Drawing:
+    """Returns a `Drawing` (an SVG file) of one picture, with a title above, and a note and the legend below.
+
+    picture: from `svg.picture`.  keys: (SVG elements, meaning) of each entry of the legend.
+    styles, textures: CSS rules and SVG definitions of this picture, used together with those of every diagram.
+    """
+    width, height = _size_of(picture)
+    width += 2 * _MARGIN
+    title_lines = _wrapped(title, (width - 2 * _MARGIN) / 1.35)
+    top = _HEAD + 24 * (len(title_lines) - 1)
+    note_lines = _wrapped(_without_tags(note), width - 2 * _MARGIN)
+    parts = [_moved_to(_MARGIN, top, _inside(picture))]
+    parts += [
+        _text_element(_MARGIN, top + height + 20 + _LINE * n, line, "said muted") for n, line in enumerate(note_lines)
+    ]
+    return _svg_file(
+        "\n".join(title_lines), width, top + height + 20 + _LINE * len(note_lines), parts, keys, styles, textures
+    )
+
+
+def _svg_file(
+    title: str,
+    width: float,
+    bottom: float,
+    parts: list[str],
+    keys: Sequence[tuple[str, str]],
+    styles: str = "",
+    textures: str = "",
+) -> Drawing:
+    x, y = float(_MARGIN), bottom + 8
+    for sign, meaning in keys:
+        entry_width = 26 + _LETTER * columns_of(meaning) + 18
+        if x + entry_width > width and x > _MARGIN:
+            x, y = float(_MARGIN), y + 24
+        parts += [_moved_to(x, y, sign), _text_element(x + 26, y + 13, meaning, "said")]
+        x += entry_width
+    height = y + 24 + _MARGIN
+    title_lines = [_text_element(_MARGIN, 28 + 24 * n, line, "title") for n, line in enumerate(title.split("\n"))]
+    return Drawing(
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="cp" width="{width:g}" height="{height:g}" '
+        f'viewBox="0 0 {width:g} {height:g}"><style>{_css(styles)}</style>{_inside(svg.TEXTURES)}{_inside(textures)}'
+        f'<rect width="100%" height="100%" fill="#fff"/>{"".join([*title_lines, *parts])}</svg>\n',
+        round(width), round(height),
+    )  # fmt: skip
+
+
+def _css(more: str) -> str:
+    """Returns the CSS rules of an SVG file on white, as text: colour variables are replaced by their values, and rules
+    for dark mode and for pages left out. more: CSS rules of one picture."""
+    rules = [(selector.strip(), body) for selector, body in _RULE.findall(_DARK.sub("", DIAGRAM_CSS + more))]
+    colours = dict(
+        pair for selector, body in rules if selector == ".cp" for pair in re.findall(r"(--[\w-]+):([^;]+)", body)
+    )
+    kept = [(selector, body) for selector, body in rules if selector != ".cp" and not _OF_PAGES.search(selector)]
+    css = _OWN_CSS + "".join(f"{selector.replace('.cp svg ', '.cp ')}{{{body}}}" for selector, body in kept)
+    return re.sub(r"var\((--[\w-]+)\)", lambda variable: colours[variable.group(1)].strip(), css)
+
+
+def _size_of(picture: str) -> tuple[float, float]:
+    view_box = re.search(r'viewBox="0 0 (\S+) (\S+)"', picture)
+    assert view_box is not None
+    width, height = view_box.groups()
+    return float(width), float(height)
+
+
+def _inside(picture: str) -> str:
+    """Returns the text inside the outermost <svg> element; "" for an empty text."""
+    return picture.partition(">")[2].rpartition("</svg>")[0]
+
+
+def _moved_to(x: float, y: float, strokes: str) -> str:
+    return f'<g transform="translate({x:g} {y:g})">{strokes}</g>'
+
+
+def _without_tags(sentence: str) -> str:
+    """Returns the HTML text without its tags; escaped characters stay escaped."""
+    return re.sub(r"<[^>]*>", "", sentence)
+
+
+def _wrapped(text: str, width: float) -> list[str]:
+    return textwrap.wrap(text, max(int(width / _LETTER), 16), break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _text_element(x: float, y: float, content: str, classes: str, anchor: str = "start") -> str:
+    """Returns an SVG text element at (x, y). content: text that is already escaped."""
+    return f'<text x="{x:g}" y="{y:g}" class="{classes}" text-anchor="{anchor}">{content}</text>'

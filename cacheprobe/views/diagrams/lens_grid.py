@@ -10,10 +10,8 @@ from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import TableLine
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.alone import Drawing, picture_alone
-from cacheprobe.views.diagrams.card_style import GRID_CSS
 from cacheprobe.views.diagrams.diagram import key_list
-from cacheprobe.views.diagrams.frame import Markup, TitledPicture
+from cacheprobe.views.diagrams.frame import GRID_CSS, Drawing, Markup, TitledPicture, picture_alone
 from cacheprobe.views.lens_table import (
     BELOW,
     MARKS,

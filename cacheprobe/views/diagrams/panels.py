@@ -1,5 +1,4 @@
-"""Draws the prefill, verify and outcome phases of a verify window as panels: heading, picture, one sentence.
-`decode_panel` draws the decode phase."""
+"""Draws the phases of a request as panels (heading, picture, sentence): prefill, decode, verify and outcome."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -8,6 +7,7 @@ import pandas as pd
 
 from cacheprobe.views.diagrams import svg
 from cacheprobe.views.diagrams.cylinder import CACHE_HEIGHT, cylinder_strokes
+from cacheprobe.views.diagrams.frame import Panel
 from cacheprobe.views.diagrams.windows import Window
 from cacheprobe.views.text import markup, subscript, text_of, token_label
 
@@ -18,23 +18,6 @@ _OUTCOMES = {  # colour, texture, sign of the verifier's token
     "bonus": ("green", "pending", "plus"),
     "not used": ("red", None, "cross"),
 }
-
-
-class Panel(NamedTuple):
-    """Holds one phase of a request (prefill, decode, verify or outcome): heading and note as text without < and & (both
-    are inserted unescaped), picture as SVG, sentence as HTML with escaped tokens."""
-
-    heading: str
-    note: str
-    picture: str
-    sentence: str
-    classes: str = "panel"
-
-    @property
-    def html(self) -> str:
-        """The panel as an HTML section."""
-        head = f"<h4>{self.heading} <small>{self.note}</small></h4>"
-        return f'<section class="{self.classes}">{head}{self.picture}<p>{self.sentence}</p></section>'
 
 
 def prefill_panel(
@@ -98,9 +81,9 @@ def verify_panel(window: Window, texts: Mapping[int, str]) -> Panel:
         fed_tip, own_tip = (token_tip(request, at, kind, window.step), token_tip(request, at + 1, outcome, window.step))
         own = text_of(texts, window.target_token_ids[index])
         parts += [
-            svg.chip(8, y, 70, name, text_of(texts, inputs[index]), *fed, sign=fed_sign, tip=fed_tip),
+            svg.chip(8, y, 70, svg.Chip(name, text_of(texts, inputs[index]), *fed, fed_sign, fed_tip)),
             svg.arrow(84, y + 20, 98, y + 20),
-            svg.chip(104, y, 90, _compared(window, index), own, colour, texture, tip=own_tip),
+            svg.chip(104, y, 90, svg.Chip(_compared(window, index), own, colour, texture, tip=own_tip)),
             svg.mark(211, y + 20, sign),
             svg.text(222, y + 24, outcome, "small red-ink" if sign == "cross" else "small"),
         ]
@@ -157,17 +140,17 @@ def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]
     last = len(window.committed_token_ids)
     request, start = window.request_id, window.start - 1
     before = token_tip(request, start, "committed before this window")
-    chips = [_Chip("T₀", text_of(texts, window.newest_token_id), "green", tip=before)]
+    chips = [svg.Chip("T₀", text_of(texts, window.newest_token_id), "green", tip=before)]
     for i, (token_id, outcome) in enumerate(zip(window.committed_token_ids, window.outcomes, strict=False), 1):
         kind = "committed; its cache slot is not written yet" if i == last else "committed"
         texture, tip = "pending" if i == last else None, token_tip(request, start + i, kind, window.step)
-        chips.append(_Chip(token_name(i), text_of(texts, token_id), "green", texture, _OUTCOMES[outcome][2], tip))
+        chips.append(svg.Chip(token_name(i), text_of(texts, token_id), "green", texture, _OUTCOMES[outcome][2], tip))
     y = CACHE_HEIGHT + 26
     parts.append(svg.text(8, y, "sequence", "small muted"))
     placed, y = _flow(chips, y + 12, limit=10)
     parts += placed
     dropped = [
-        _Chip(
+        svg.Chip(
             token_name(i, is_draft=True), text_of(texts, token_id), "red", sign="cross",
             tip=token_tip(request, start + i, "rolled back", window.step),
         )
@@ -190,16 +173,7 @@ def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]
     return Panel(title_word, f"after step {window.step}", svg.picture(WIDTH, y, label, parts), sentence)
 
 
-class _Chip(NamedTuple):
-    name: str
-    token: str
-    colour: str
-    texture: str | None = None
-    sign: str | None = None
-    tip: str = ""
-
-
-def _flow(chips: Sequence[_Chip], top: float, limit: int) -> tuple[list[str], float]:
+def _flow(chips: Sequence[svg.Chip], top: float, limit: int) -> tuple[list[str], float]:
     """Returns (SVG elements, y of their lower end): token boxes in lines of five. At most `limit` places are used; a
     count replaces the tokens that do not fit."""
     width, gap, places = 48, 6, abridged(len(chips), limit)
@@ -209,8 +183,7 @@ def _flow(chips: Sequence[_Chip], top: float, limit: int) -> tuple[list[str], fl
         if index < 0:
             parts.append(svg.text(x + width / 2, y + 24, f"+ {-index}", "muted", "middle"))
             continue
-        name, token, colour, texture, sign, tip = chips[index]
-        parts.append(svg.chip(x, y, width, name, token, colour, texture, sign=sign, tip=tip))
+        parts.append(svg.chip(x, y, width, chips[index]))
     return parts, top + (len(places) - 1) // 5 * 52 + 46
 
 
@@ -256,3 +229,116 @@ def step_note(steps: Sequence[int] | pd.Series) -> str:
     if not numbers:
         return ""
     return f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]}–{numbers[-1]}"
+
+
+SETTLED_NATS, CONTESTED_NATS = 2.0, 0.5
+"""Margins in nats between the two most likely tokens: a cell is plain from the first number on, and dotted below the
+second."""
+_MOST_REQUESTS = 8
+
+
+class PanelToken(NamedTuple):
+    """Holds one token of the decode panel: its name (such as T1), text, step and position."""
+
+    name: str
+    text: str
+    step: int | None
+    """Step that drafted or committed the token; None if the token was committed before the window."""
+    position: int
+
+
+def decode_panel(
+    events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, newest: PanelToken, columns: Sequence[PanelToken],
+    *, is_verified: bool = True,
+) -> Panel:  # fmt: skip
+    """Returns the `Panel` (heading, picture, sentence) of a request's decode phase: the cache, the committed token T0
+    (`newest`), and the tokens drafted or decoded after T0 (`columns`). Below is a grid of requests by these tokens;
+    textures show the margin between the two most likely tokens.
+
+    is_verified: False if the request's tokens are committed as they are decoded; they are then grey.
+    """
+    colour, texture = ("yellow", "provisional") if is_verified else ("grey", None)
+    kind = "draft token" if is_verified else "committed as decoded"
+    shown = abridged(len(columns), 4)
+    gap = 6
+    width = min((WIDTH - 80 - 8 - gap * (len(shown) - 1)) / max(len(shown), 1), 60)
+    places_of_tokens = [(80 + place * (width + gap), index) for place, index in enumerate(shown)]
+    top = CACHE_HEIGHT + 14
+    parts = cylinder_strokes(["KV cache", "after decode"], ledger)
+    tip = token_tip(request_id, newest.position, "committed")
+    parts.append(svg.chip(8, top, 64, svg.Chip("T₀", newest.text, "green", tip=tip)))
+    for x, index in places_of_tokens:
+        if index < 0:
+            parts.append(svg.text(x + width / 2, top + 24, f"+ {-index}", "muted", "middle"))
+            continue
+        token = columns[index]
+        tip = token_tip(request_id, token.position, kind, token.step)
+        parts.append(svg.chip(x, top, width, svg.Chip(token.name, token.text, colour, texture, tip=tip)))
+    steps = [columns[index].step if index >= 0 else None for index in shown]
+    grid, height = _margin_grid(events, request_id, steps, [x for x, _ in places_of_tokens], width, top + 54, colour)
+    count = len(columns)
+    if is_verified and count:
+        draft_tokens = f"{count} draft token{'s' * (count != 1)}"
+        sentence = f"The fast path or drafter proposed {draft_tokens}; the slots it wrote are provisional."
+    elif is_verified:
+        sentence = "Nothing was drafted: the verifier alone chose the next token."
+    else:
+        sentence = "This request is never verified: each token is committed as it is decoded, and its cache slots stay."
+    note = step_note([token.step for token in columns if token.step is not None])
+    label = f"Decode: T0 and {count} tokens {kind}"
+    return Panel("Decode", note, svg.picture(WIDTH, height, label, parts + grid), sentence)
+
+
+def _margin_grid(
+    events: pd.DataFrame,
+    request_id: int,
+    steps: Sequence[int | None],
+    places: Sequence[float],
+    width: float,
+    top: float,
+    colour: str,
+) -> tuple[list[str], float]:
+    """Returns (SVG elements, y of their lower end): a grid of requests by tokens, whose textures show each token's
+    top-two margin in nats, with a legend."""
+    if not places:
+        return [], top
+    passes = events[events.step.isin([step for step in steps if step is not None])]
+    others = sorted(set(passes.request_id.tolist()) - {request_id})
+    margins = passes.set_index(["request_id", "step"]).margin_nats
+    parts, y = [], top
+    for row in [request_id, *others[: _MOST_REQUESTS - 1]]:
+        parts.append(svg.text(8, y + 13, f"request {row}", "small strong" if row == request_id else "small muted"))
+        tint = colour if row == request_id else "grey"
+        for x, step in zip(places, steps, strict=True):
+            if step is None or (row, step) not in margins.index:
+                continue
+            margin = margins[row, step]
+            is_known = bool(pd.notna(margin))
+            margin_words = f"{margin:.2f} nats between its two best tokens" if is_known else "no model pass"
+            tip = f"request {row}, step {step}: {margin_words}"
+            parts.append(svg.box(x, y, width, 18, tint, margin_texture(margin, tint), radius=3, tip=tip))
+        y += 22
+    if more := len(others[_MOST_REQUESTS - 1 :]):
+        parts.append(svg.text(8, y + 12, f"and {more} more", "small muted"))
+        y += 20
+    y += 18
+    parts.append(svg.text(8, y, "top-two margin, nats", "small muted"))
+    keys = [
+        (SETTLED_NATS, f"≥ {SETTLED_NATS:g}"),
+        ((SETTLED_NATS + CONTESTED_NATS) / 2, "between"),
+        (0.0, f"< {CONTESTED_NATS:g}"),
+    ]
+    for i, (margin, label) in enumerate(keys):
+        x = 8 + i * 88
+        parts.append(svg.box(x, y + 8, 26, 13, "grey", margin_texture(margin, "grey"), radius=3))
+        parts.append(svg.text(x + 32, y + 19, label, "small muted"))
+    return parts, y + 26
+
+
+def margin_texture(margin: float, colour: str) -> str | None:
+    """Returns the name of a cell's texture for a margin in nats between the two most likely tokens: None from 2 nats on
+    or for an unknown margin (NaN), "crossed-COLOUR" from 0.5 nats on, else "dotted-COLOUR". colour: yellow, green or
+    grey."""
+    if pd.isna(margin) or margin >= SETTLED_NATS:
+        return None
+    return f"crossed-{colour}" if margin >= CONTESTED_NATS else f"dotted-{colour}"

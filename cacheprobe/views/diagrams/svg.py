@@ -3,6 +3,7 @@
 Coordinates are in pixels. This module escapes text arguments, so callers must not.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from cacheprobe.views.text import columns_of, markup, token_label
@@ -26,15 +27,19 @@ _TEXTURES = {
     "dotted-grey": ("grey", 6, 6, '<path d="M3 3h.01" stroke-width="2.2" stroke-linecap="round"/>'),
 }
 
-TEXTURES = (
-    '<svg width="0" height="0" style="position:absolute;width:0;height:0" aria-hidden="true"><defs>'
-    + "".join(
+
+def patterns(textures: Mapping[str, tuple[str, int, int, str]]) -> str:
+    """Returns SVG definitions of textures, which boxes name. textures: name -> (colour, width, height, strokes)."""
+    drawn = "".join(
         f'<pattern id="cp-{name}" width="{width}" height="{height}" patternUnits="userSpaceOnUse">'
         f'<g class="{colour}-stroke" fill="none">{strokes}</g></pattern>'
-        for name, (colour, width, height, strokes) in _TEXTURES.items()
+        for name, (colour, width, height, strokes) in textures.items()
     )
-    + "</defs></svg>"
-)
+    hidden = 'width="0" height="0" style="position:absolute;width:0;height:0" aria-hidden="true"'
+    return f"<svg {hidden}><defs>{drawn}</defs></svg>"
+
+
+TEXTURES = patterns(_TEXTURES)
 """SVG definitions of the textures that boxes and cylinders refer to; needed once on each page or fragment."""
 
 
@@ -54,24 +59,33 @@ def box(
     return f'<g><rect {shape} class="box {colour}"/>{filled}{title}</g>'
 
 
-def chip(
-    x: float, y: float, width: float, name: str, token: str, colour: str, texture: str | None = None, *,
-    sign: str | None = None, tip: str = "",
-) -> str:  # fmt: skip
-    """Returns SVG of a token as a box 40 px high: its name (such as T1) above its text, which is cut to fit. The hover
-    text has the whole text. sign: check, cross, plus or turn, drawn at the corner."""
-    halo = f"halo on-{colour}"
-    label = token_label(token, int((width - 6) / _TOKEN_COLUMN))
+class Chip(NamedTuple):
+    """Describes a token as a box: its name (such as T1), text, colour, texture, sign at the corner (check, cross, plus
+    or turn) and the end of its hover text."""
+
+    name: str
+    token: str
+    colour: str
+    texture: str | None = None
+    sign: str | None = None
+    tip: str = ""
+
+
+def chip(x: float, y: float, width: float, drawn: Chip) -> str:
+    """Returns SVG of a token as a box 40 px high: its name above its text, which is cut to fit. The hover text has the
+    whole text."""
+    halo = f"halo on-{drawn.colour}"
+    label = token_label(drawn.token, int((width - 6) / _TOKEN_COLUMN))
     brief = " brief" if columns_of(label) <= 3 else ""  # a lone comma is hard to see
     centre = x + width / 2
     parts = [
-        box(x, y, width, 40, colour, texture),
-        text(centre, y + 16, name, f"strong {halo}", "middle"),
+        box(x, y, width, 40, drawn.colour, drawn.texture),
+        text(centre, y + 16, drawn.name, f"strong {halo}", "middle"),
         text(centre, y + 33, label, f"token {halo}{brief}", "middle"),
     ]
-    if sign:
-        parts.append(badge(x + width - 3, y + 2, sign))
-    tip = f"{name}: {token!r}{'; ' + tip if tip else ''}"
+    if drawn.sign:
+        parts.append(badge(x + width - 3, y + 2, drawn.sign))
+    tip = f"{drawn.name}: {drawn.token!r}{'; ' + drawn.tip if drawn.tip else ''}"
     return f'<g class="chip">{"".join(parts)}<title>{markup(tip)}</title></g>'
 
 

@@ -59,7 +59,8 @@ def timeline(
     if not drawn_steps or drawn_steps.step != 1 or drawn_steps.start < first or drawn_steps.stop > last + 1:
         raise ValueError(f"there is no picture of steps {drawn_steps}; the table has {first} to {last}")
     all_steps, finding = range(first, last + 1), timeline_finding(events)
-    return timeline_piece(events, drawn, drawn_steps, all_requests, all_steps, finding, chosen=chosen, at=step).alone
+    picture = timeline_picture(events, drawn, drawn_steps, chosen=chosen, at=step)
+    return timeline_piece(picture, drawn, drawn_steps, all_requests, all_steps, finding).alone
 
 
 def drawn_requests(events: pd.DataFrame, requests: Iterable[int] | None, *more: int) -> tuple[list[int], list[int]]:
@@ -78,33 +79,28 @@ def drawn_requests(events: pd.DataFrame, requests: Iterable[int] | None, *more: 
 
 
 def timeline_piece(
-    events: pd.DataFrame,
+    picture: str,
     requests: Sequence[int],
     steps: range,
     all_requests: Sequence[int],
     all_steps: range,
     finding: str,
-    *,
-    chosen: int | None = None,
-    at: int | None = None,
-    width: float = 0,
-    pitches: tuple[int, int] = (PITCH, WIDEST),
     note: str = "",
 ) -> TitledPicture:
-    """Returns the timeline, requests downwards and steps across, as a `TitledPicture` (title, note, HTML body). events:
-    all events of the requests that are drawn.
+    """Returns the timeline, requests downwards and steps across, as a `TitledPicture` (title, note, HTML body).
 
-    all_requests, all_steps: of the run.  finding: the title, from `timeline_finding` of the whole run.  note: HTML that
-    follows the description.
+    picture: from `timeline_picture` of these requests and steps.  all_requests, all_steps: of the run.  finding: the
+    title, from `timeline_finding` of the whole run.  note: HTML that follows the description.
     """
-    description = f"All {len(all_requests)} requests, " if len(requests) == len(all_requests) else (
-        f"Request {requests[0]} of {len(all_requests)}, " if len(requests) == 1 else
-        f"Requests {requests[0]} to {requests[-1]} of {len(all_requests)}, " if _is_run(requests) else
-        f"{len(requests)} of {len(all_requests)} requests, "
-    )  # fmt: skip
+    description = f"{len(requests)} of {len(all_requests)} requests, "
+    if len(requests) == len(all_requests):
+        description = f"All {len(all_requests)} requests, "
+    elif len(requests) == 1:
+        description = f"Request {requests[0]} of {len(all_requests)}, "
+    elif list(requests) == list(range(requests[0], requests[0] + len(requests))):
+        description = f"Requests {requests[0]} to {requests[-1]} of {len(all_requests)}, "
     is_whole = steps.start <= all_steps.start and steps.stop >= all_steps.stop
     description += "all steps." if is_whole else f"steps {steps.start} to {steps.stop - 1} of {all_steps.stop - 1}."
-    picture = timeline_picture(events, requests, steps, chosen=chosen, at=at, width=width, pitches=pitches)
     legend_items = [item for item in TIMELINE_LEGEND if item[1] not in _RARE or f"#cp-{item[1]})" in picture]
     body = f"<div class='scroll'>{picture}</div>{key(legend_items)}"
     return TitledPicture(finding, f"{description}{note}", body)
@@ -190,10 +186,6 @@ def timeline_picture(
     drawn = svg.picture(width, height, label, [*parts, frame], style=f"width:{width}px;max-width:none")
     facts = f'data-first="{steps.start}" data-last="{steps.stop - 1}" data-pitch="{pitch:g}" data-left="{LABEL_WIDTH}"'
     return drawn.replace("<svg ", f"<svg {facts} ", 1)
-
-
-def _is_run(requests: Sequence[int]) -> bool:
-    return list(requests) == list(range(requests[0], requests[0] + len(requests)))
 
 
 def key(items: Sequence[tuple[str, str | None, str]]) -> str:

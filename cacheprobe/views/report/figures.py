@@ -11,10 +11,9 @@ from cacheprobe.core.files import write_whole
 from cacheprobe.core.progress import Progress
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.views.curves import draft_verdicts, prediction_depth_figure
-from cacheprobe.views.diagrams.alone import Drawing, panels_alone
 from cacheprobe.views.diagrams.diagram import decoded_phases, keys, window_phases
+from cacheprobe.views.diagrams.frame import Drawing, Panel, panels_alone
 from cacheprobe.views.diagrams.lens_grid import LensGrid, grid_of
-from cacheprobe.views.diagrams.panels import Panel
 from cacheprobe.views.diagrams.windows import Window, accepted_whole, find_windows, pick_request, rolled_back
 from cacheprobe.views.images import FORMATS, image, require_browser, svg_image
 from cacheprobe.views.text import token_texts

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.card_style import CARD_CSS, GRID_CSS
+from cacheprobe.views.diagrams.frame import CARD_CSS, GRID_CSS
 from cacheprobe.views.style import DIAGRAM_CSS, FIGURE_CONFIG, MONO, SHADE_CSS, layout_template
 from cacheprobe.views.text import markup
 

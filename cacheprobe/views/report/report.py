@@ -19,8 +19,8 @@ from cacheprobe.views.report.page import block, figure_block, page, table, with_
 from cacheprobe.views.report.rejections import rejections_section
 from cacheprobe.views.report.request_text import text_parts, text_piece
 from cacheprobe.views.text import markup, text_of, token_texts
+from cacheprobe.views.thoughts.columns import finding as thoughts_finding
 from cacheprobe.views.thoughts.columns import story_of
-from cacheprobe.views.thoughts.finding import finding as thoughts_finding
 from cacheprobe.views.thoughts.picture import THOUGHT_COLUMNS, thought_lines, thoughts_block
 
 if TYPE_CHECKING:

@@ -6,13 +6,11 @@ import pandas as pd
 
 from cacheprobe.core.values import JsonDict
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.alone import Drawing, picture_alone
 from cacheprobe.views.diagrams.cylinder import swatch
 from cacheprobe.views.diagrams.diagram import key_list
-from cacheprobe.views.diagrams.frame import Markup, framed
+from cacheprobe.views.diagrams.frame import Drawing, Markup, framed, picture_alone
 from cacheprobe.views.text import markup, visible
-from cacheprobe.views.thoughts.columns import Story, changes_of_mind, chosen, story_of
-from cacheprobe.views.thoughts.finding import finding
+from cacheprobe.views.thoughts.columns import Story, changes_of_mind, chosen, finding, story_of
 from cacheprobe.views.thoughts.strokes import (
     CACHE_WIDTH,
     GAP_WIDTH,

@@ -12,6 +12,9 @@ from cacheprobe.views.diagrams.cylinder import PROVENANCE_STYLES, cache_counts, 
 from cacheprobe.views.text import markup, shorten, subscript, token_label, visible
 from cacheprobe.views.thoughts.columns import Column, words_of
 
+Fill = tuple[str, str | None]
+"""Colour and texture of a box."""
+
 CACHE_WIDTH, PITCH, GAP_WIDTH, MARGIN = 150, 84, 52, 60
 """Pixels: width of the cache, of a column with its gutter, of a gap, and of the levels' names."""
 
@@ -38,12 +41,11 @@ STYLES = (
 )
 """CSS rules of the thoughts picture, used together with those of every diagram."""
 
-WAITING = (
-    '<svg width="0" height="0" style="position:absolute;width:0;height:0" aria-hidden="true"><defs>'
-    '<pattern id="cp-waiting" width="6" height="6" patternUnits="userSpaceOnUse"><g class="blue-stroke" fill="none">'
-    '<path d="M-1 7 7-1M-1 1 1-1M5 7 7 5" stroke-width="1.2" opacity=".7"/></g></pattern>'
-    '<pattern id="cp-undone" width="6" height="6" patternUnits="userSpaceOnUse"><g class="red-stroke" fill="none">'
-    '<path d="M-1-1 7 7M5-1 7 1M-1 5 1 7" stroke-width="1.1" opacity=".6"/></g></pattern></defs></svg>'
+WAITING = svg.patterns(
+    {
+        "waiting": ("blue", 6, 6, '<path d="M-1 7 7-1M-1 1 1-1M5 7 7 5" stroke-width="1.2" opacity=".7"/>'),
+        "undone": ("red", 6, 6, '<path d="M-1-1 7 7M5-1 7 1M-1 5 1 7" stroke-width="1.1" opacity=".6"/>'),
+    }
 )
 """SVG definitions of the textures of the thoughts picture."""
 
@@ -115,7 +117,7 @@ def column_strokes(levels: Levels, x: float, column: Column, settings: JsonDict,
         is_one = end_block == first_block + 1
         blocks = f"block {first_block}" if is_one else f"blocks {first_block}–{end_block - 1}"
     tip = f"{blocks} of the backbone, over the KV cache"
-    parts.append(_boxed(x, levels.backbone, _WIDTH, 22, "plain", None, blocks, tip, "small"))
+    parts.append(_boxed(x, levels.backbone, _WIDTH, 22, ("plain", None), blocks, tip, "small"))
     if column.thought is not None:
         parts += _thought(levels, x, column, is_new=is_new)
     return parts
@@ -196,7 +198,7 @@ def _chunk(y: float, x: float, column: Column) -> list[str]:
         kinds = {"pending": "answer, its cache slot not written yet", "rolled_back": "rolled back"}
         tip = f"position {token.position}: {token.text!r}, {kinds.get(token.kind, token.kind)}"
         top = y + 4 + line * _LINE
-        parts.append(_token(x + 4, top, token.text, colour, texture, tip))
+        parts.append(_token(x + 4, top, token.text, (colour, texture), tip))
     if num_hidden:
         parts.append(svg.text(x + _WIDTH / 2, y + lines * _LINE, f"+{num_hidden}", "small muted", "middle"))
     first, last = column.tokens[0].position, column.tokens[-1].position
@@ -224,7 +226,7 @@ def _state(y: float, x: float, column: Column, settings: JsonDict, name: str) ->
     mid = y + 13
     plus = x + _RIGHT
     return [
-        _boxed(x, y, 2 * _LEFT, 26, colour, None, f"S{name}", tip),
+        _boxed(x, y, 2 * _LEFT, 26, (colour, None), f"S{name}", tip),
         *label_below,
         svg.arrow(x + 2 * _LEFT + 1, mid, plus - 10, mid),
         f'<circle cx="{plus:g}" cy="{mid:g}" r="8" class="box plain"/>',
@@ -237,7 +239,7 @@ def _thought(levels: Levels, x: float, column: Column, *, is_new: bool) -> list[
     the chunk's thought."""
     thought, name = column.thought, subscript(column.chunk + 2)
     is_lost = column.is_rolled_back
-    colour, texture = ("red", "undone") if is_lost else ("green", None)
+    fill: Fill = ("red", "undone") if is_lost else ("green", None)
     y, bottom = levels.blocks, levels.thought_end
     left, right = x + _LEFT, x + _RIGHT
     read = f"positions {int(thought.start)} to {int(thought.end)}"
@@ -245,8 +247,8 @@ def _thought(levels: Levels, x: float, column: Column, *, is_new: bool) -> list[
     tip_t = f"T, the thinking block, writes Z{name} from {read}\n{_passed(thought)}"
     parts = [
         svg.arrow(left, levels.backbone - 1, left, y + 28),
-        _boxed(x, y, 2 * _LEFT, 26, colour, texture, "T", tip_t),
-        _boxed(right - _LEFT, y, 2 * _LEFT, 26, colour, texture, "C", tip_c),
+        _boxed(x, y, 2 * _LEFT, 26, fill, "T", tip_t),
+        _boxed(right - _LEFT, y, 2 * _LEFT, 26, fill, "C", tip_c),
         svg.arrow(left, y - 2, left, bottom + 3),
         svg.arrow(right, bottom + 1, right, y - 3),
         *_thought_words(bottom, x, column, name, is_new=is_new),
@@ -268,7 +270,7 @@ def _thought_words(bottom: float, x: float, column: Column, name: str, *, is_new
         svg.box(x, top, _WIDTH, bottom - top, frame + (" changed" if is_new else ""), "undone" if is_lost else None)
     ]
     for line, (word, colour) in enumerate(chips):
-        parts.append(_token(x + 4, top + 4 + line * _LINE, word, colour, None, ""))
+        parts.append(_token(x + 4, top + 4 + line * _LINE, word, (colour, None)))
     label = f"Z{name}" + (" ✗" if is_lost else "")
     parts.append(svg.text(x + 2, top - 6, label, "strong red-ink" if is_lost else "strong"))
     if pd.notna(thought.agrees):
@@ -302,18 +304,16 @@ def _plain_words(thought: TableLine) -> str:
     return " ".join(visible(token) for token in thought.tokens)
 
 
-def _token(x: float, y: float, token: str, colour: str, texture: str | None, tip: str) -> str:
-    label = token_label(token, 9)
-    return _boxed(x, y, _CHIP, 17, colour, texture, label, tip, "token", radius=3)
+def _token(x: float, y: float, token: str, fill: Fill, tip: str = "") -> str:
+    return _boxed(x, y, _CHIP, 17, fill, token_label(token, 9), tip, "token")
 
 
 def _boxed(
-    x: float, y: float, width: float, height: float, colour: str, texture: str | None, label: str, tip: str,
-    classes: str = "strong", *, radius: float = 5,
-) -> str:  # fmt: skip
+    x: float, y: float, width: float, height: float, fill: Fill, label: str, tip: str, classes: str = "strong"
+) -> str:
     """Returns SVG of a box with a text in it; the hover text covers both."""
-    halo = f"{classes} halo on-{colour.split()[0]}"
-    drawn = svg.box(x, y, width, height, colour, texture, radius=radius)
+    halo = f"{classes} halo on-{fill[0].split()[0]}"
+    drawn = svg.box(x, y, width, height, *fill, radius=3 if classes == "token" else 5)
     return _tipped(tip, [drawn, svg.text(x + width / 2, y + height / 2 + 4, label, halo, "middle")])
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 from cacheprobe.core.values import JsonDict
 from cacheprobe.views.dashboard.export import opened
 from cacheprobe.views.dashboard.view import View
-from cacheprobe.views.diagrams.cache_picture import cache_piece
+from cacheprobe.views.diagrams.cache import cache_piece
 from cacheprobe.views.diagrams.cache_strip import memory_sentence
 from cacheprobe.views.diagrams.diagram import (
     decoded_finding,

@@ -10,7 +10,7 @@ from cacheprobe.views.dashboard.flip_process import FlipJob
 from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, one_of
 from cacheprobe.views.dashboard.reader import is_on_this_machine
 from cacheprobe.views.dashboard.view import View
-from cacheprobe.views.flips import flip_grid
+from cacheprobe.views.grids import flip_grid
 from cacheprobe.views.text import markup
 
 BUTTON = "What would have changed it?"

@@ -17,8 +17,8 @@ from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, number,
 from cacheprobe.views.dashboard.reader import RECORDED, tokenizer_texts
 from cacheprobe.views.dashboard.tabs.flip import BUTTON
 from cacheprobe.views.dashboard.view import View
+from cacheprobe.views.diagrams.cards import card_parts
 from cacheprobe.views.diagrams.lens_grid import LABEL_WIDTH, PITCH, grid_of
-from cacheprobe.views.diagrams.token_card import card_parts
 from cacheprobe.views.lens_table import BELOW, Include, Measure, finding, reads_and_predicts, select
 from cacheprobe.views.report.insight import insight, insight_in_vain
 from cacheprobe.views.text import markup

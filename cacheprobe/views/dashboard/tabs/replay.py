@@ -10,7 +10,15 @@ from cacheprobe.views.dashboard.questions import PageQuestion, number, requests_
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.view import View
 from cacheprobe.views.diagrams.decode_grid import decode_piece
-from cacheprobe.views.diagrams.timeline import MOST_REQUESTS, MOST_STEPS, PITCH, WIDEST, ZOOMED_PITCH, timeline_piece
+from cacheprobe.views.diagrams.timeline import (
+    MOST_REQUESTS,
+    MOST_STEPS,
+    PITCH,
+    WIDEST,
+    ZOOMED_PITCH,
+    timeline_picture,
+    timeline_piece,
+)
 
 MOST_TOKENS = 40
 MOST_ZOOMED = 240
@@ -52,10 +60,10 @@ class Timeline(_OfRequests):
         is_sorted = self.question.get("order") == "losses"
         note = " Sorted by the number of tokens rolled back, most first." if is_sorted else ""
         note += " A cell is one pass of one request; click one. Drag over steps to zoom."
-        return timeline_piece(
-            self.tables.events_of_all(requests), requests, self.steps, range(len(run.requests)), self.tables.steps,
-            self.tables.finding, width=width, pitches=pitches, note=note,
-        ).html  # fmt: skip
+        events, all_requests = self.tables.events_of_all(requests), range(len(run.requests))
+        picture = timeline_picture(events, requests, self.steps, width=width, pitches=pitches)
+        finding, all_steps = self.tables.finding, self.tables.steps
+        return timeline_piece(picture, requests, self.steps, all_requests, all_steps, finding, note).html
 
     def table(self) -> pd.DataFrame:
         """Returns the lines of the events table of these requests and steps."""

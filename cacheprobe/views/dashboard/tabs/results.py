@@ -10,15 +10,14 @@ from typing import NamedTuple
 import pandas as pd
 
 from cacheprobe.core.values import JsonDict
-from cacheprobe.views.attribution_patching import ESTIMATED_AND_REAL, attribution_patching_grid
-from cacheprobe.views.coin_rows import coin_rows_figure
+from cacheprobe.views.coin import coin_rows_figure
 from cacheprobe.views.columns import column_figure, columns_to_draw
 from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, PageQuestion, whole
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs.sweep import SweepCells, is_sweep
 from cacheprobe.views.dashboard.tabs.tables import ordered_column, selected_lines, selecting_code, sortable
 from cacheprobe.views.dashboard.view import View
-from cacheprobe.views.patching import patching_grid
+from cacheprobe.views.grids import ESTIMATED_AND_REAL, attribution_patching_grid, patching_grid
 from cacheprobe.views.probes import probe_figure
 from cacheprobe.views.style import Figure
 from cacheprobe.views.text import markup

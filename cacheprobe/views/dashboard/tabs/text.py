@@ -10,6 +10,7 @@ from cacheprobe.views.dashboard.export import opened
 from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion, number, one_of
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.view import View
+from cacheprobe.views.diagrams.cards import chunk_parts
 from cacheprobe.views.report.request_text import (
     MOST_TOKENS,
     TextMeasure,
@@ -18,7 +19,6 @@ from cacheprobe.views.report.request_text import (
     with_feature,
 )
 from cacheprobe.views.text import markup, plain, text_of
-from cacheprobe.views.thoughts.card import chunk_parts
 from cacheprobe.views.thoughts.columns import story_of
 from cacheprobe.views.thoughts.picture import thoughts_block
 

@@ -1,5 +1,5 @@
-"""Draws the cache row of one request after a step: a cylinder with its slots by provenance, a strip with a cell for
-each slot, and the passes that wrote them. The provenance of a slot is the kind of pass that wrote the slot."""
+"""Draws the KV cache of one request: a cylinder with its slots by provenance (the kind of pass that wrote a slot), a
+strip with a cell for each slot, and the passes that wrote them."""
 
 from collections.abc import Sequence
 

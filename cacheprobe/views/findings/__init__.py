@@ -1,1 +1,0 @@
-"""Draws published results that were measured again."""
