@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cacheprobe.sweeps.engine import SweepReport, sweep
     from cacheprobe.sweeps.results import Sweep, load_sweep
     from cacheprobe.trace.importers.entry import import_generate, import_vllm
-    from cacheprobe.trace.recording.interrupts import Interrupted
+    from cacheprobe.trace.recording.observers import Interrupted
     from cacheprobe.trace.recording.stream import Piece, Stream
     from cacheprobe.trace.replays.run import replay
     from cacheprobe.trace.trace import Trace
@@ -48,7 +48,7 @@ _NAMES = {
     "cacheprobe.sweeps.engine": "SweepReport sweep",
     "cacheprobe.sweeps.results": "Sweep load_sweep",
     "cacheprobe.trace.importers.entry": "import_generate import_vllm",
-    "cacheprobe.trace.recording.interrupts": "Interrupted",
+    "cacheprobe.trace.recording.observers": "Interrupted",
     "cacheprobe.trace.recording.stream": "Piece Stream",
     "cacheprobe.trace.replays.run": "replay",
     "cacheprobe.trace.trace": "Trace",

@@ -13,6 +13,7 @@ from cacheprobe.analysis.reading import readable
 from cacheprobe.analysis.replay import Replay, replay
 from cacheprobe.analysis.summary import behaviour_line
 from cacheprobe.core.config import CaptureConfig, EngineConfig, EngineOptions, TokenRow
+from cacheprobe.core.hook_names import ALL_SITES
 from cacheprobe.core.records import Observer, SamplingParams
 from cacheprobe.core.values import JsonDict, folder, require_known_options
 from cacheprobe.edits.interventions.base import Intervention, as_interventions
@@ -34,8 +35,7 @@ from cacheprobe.models.settings import hold_model
 from cacheprobe.models.weights import hashing_once
 from cacheprobe.trace.parts.journal import last_step
 from cacheprobe.trace.places import clean_finished
-from cacheprobe.trace.recording.interrupts import Interrupted, cancelling
-from cacheprobe.trace.recording.observers import ProgressBar
+from cacheprobe.trace.recording.observers import Interrupted, ProgressBar, cancelling
 from cacheprobe.trace.recording.stream import Stream
 from cacheprobe.trace.recording.to_disk import ImportOutput, OutputOptions, to_disk
 from cacheprobe.trace.tables.edits import edit_warnings
@@ -77,7 +77,7 @@ def run(
     *,
     drafter: Drafter | None = None,
     deterministic: "bool | float | Iterable[Any]" = False,
-    capture: "str | CaptureConfig | None" = "STCZ",
+    capture: "str | CaptureConfig | None" = ALL_SITES,
     lens: "Lens | str | None" = None,
     sampling: SamplingParams | None = None,
     max_new_tokens: int | None = None,
@@ -95,7 +95,7 @@ def run(
     capture: sites to keep, of S, T, C and Z; or a CaptureConfig, with filters by layer, position and phase and with
         attention heads; or None for tokens and events only.
     lens: the lens that reads Z; the logit lens by default. "later": the run records S, and the logit lens reads Z from
-        it when a table or view first needs it, with the same bits; see `cacheprobe.trace.recording.later`.
+        it when a table or view first needs it, with the same bits; see `cacheprobe.trace.recording.stored_states`.
     sampling, max_new_tokens, seed: for requests without settings of their own; seeds derive from (seed, index).
     interventions: changes of states by request, layer, site and absolute position; see `cp.interventions`.
         They act during this run, on the bridge and the fast path, and do not change the other requests' bits.
@@ -270,7 +270,7 @@ def _plan(
     require_known_options(given, RunSettings.__annotations__)
     settings = dict(given)
     if (dictionary := settings.pop("dictionary", None)) is not None:
-        settings["capture"] = _with_dictionary(settings.get("capture", "STCZ"), dictionary)
+        settings["capture"] = _with_dictionary(settings.get("capture", ALL_SITES), dictionary)
     shapes = {field.name: settings.pop(field.name) for field in fields(EngineConfig) if field.name in settings}
     config = choose_shapes(model, drafter is not None, shapes)
     return RunPlan(model, prompts, *config, **settings, max_in_flight=max_in_flight, is_on_disk=is_on_disk)

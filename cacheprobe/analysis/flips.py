@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from cacheprobe.core.hook_names import SITES
 from cacheprobe.core.settings import SamplingParams
 from cacheprobe.core.tokens import visible
 from cacheprobe.core.values import JsonDict
@@ -78,7 +79,7 @@ def flip(
     step: SupportsIndex,
     *,
     model: CachedLM | None = None,
-    sites: str = "STC",
+    sites: str = "".join(SITES),
     edits: Iterable[str] | None = None,
     progress: "bool | CellProgress" = True,
 ) -> Flips:

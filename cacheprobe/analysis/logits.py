@@ -7,7 +7,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import HEADS
+from cacheprobe.core.hook_names import HEADS, SITES
 from cacheprobe.core.records import DISCARDED_DRAFT, Request
 from cacheprobe.core.tokens import visible
 from cacheprobe.core.values import listed
@@ -115,7 +115,7 @@ def _find_row(
 def _parts(trace: "Trace", model: CachedLM, row_info: pd.Series, by_head: bool) -> tuple[list[_Part], Tensor]:
     """Returns (a list of (site, layer, head, vector [m]), one for each write to the residual stream at one row; the
     stream [m] after the last layer)."""
-    if lacking := sorted(set(range(model.n_layers)) - set(trace.store.layers)) or set("STC") - set(trace.store.sites):
+    if lacking := sorted(set(range(model.n_layers)) - set(trace.store.layers)) or set(SITES) - set(trace.store.sites):
         raise ValueError(
             f"a logit falls into S, T and C of all layers; this run kept {', '.join(trace.store.sites) or 'no states'} "
             f"of layers {list(trace.store.layers)}, and not {min(lacking)}; run it with capture='STC' and all layers"

@@ -13,10 +13,9 @@ import pandas as pd
 
 from cacheprobe.core.hook_names import PATTERN
 from cacheprobe.core.records import DISCARDED_DRAFT
-from cacheprobe.trace.tables.draft_verdicts import by_verdict, prediction_depths
+from cacheprobe.trace.tables.draft_verdicts import by_verdict, prediction_depths, token_measures
 from cacheprobe.trace.tables.schema import typed
 from cacheprobe.trace.tables.token_history import standing_at, token_history, tokens_with_texts
-from cacheprobe.trace.tables.token_measures import token_measures
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace

@@ -16,8 +16,7 @@ from cacheprobe.core.tokens import visible
 from cacheprobe.lenses.base import Lens, LensError, require_readable
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
-from cacheprobe.trace.recording.later import read_now
-from cacheprobe.trace.recording.stored_states import read_rows, require_model
+from cacheprobe.trace.recording.stored_states import read_now, read_rows, require_model
 from cacheprobe.trace.tables.build import hypotheses_table, texts_of
 from cacheprobe.trace.tables.draft_verdicts import with_verdicts
 

@@ -21,10 +21,10 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import PATHS, choose_path
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.ops.state_codec import INT8
-from cacheprobe.trace.checked_files import damaged_files
+from cacheprobe.trace.manifest import damaged_files
 from cacheprobe.trace.parts.shards import ShardStore
-from cacheprobe.trace.recording.later import read_now
 from cacheprobe.trace.recording.lens_reader import LENS_TILE
+from cacheprobe.trace.recording.stored_states import read_now
 from cacheprobe.trace.trace import Trace
 
 _SHAPES = ("window", "group", "capacity", "prefill_chunk", "prefill_group", "pad_prefill", "determinism")
@@ -132,7 +132,7 @@ def replay(
         found.num_logprobs,
         num_files,
         checked.lines,
-        tuple(_not_compared(trace, verified, has_readings, num_files)),
+        tuple(_not_compared(trace, verified, has_readings)),
     )
 
 
@@ -285,7 +285,7 @@ class _Comparison:
         return None
 
 
-def _not_compared(trace: Trace, requests: Sequence[Request], has_readings: bool, num_files: int) -> Iterator[str]:
+def _not_compared(trace: Trace, requests: Sequence[Request], has_readings: bool) -> Iterator[str]:
     """Yields a sentence for each part of the run that was not compared with the reference, with the reason."""
     compared = {request.request_id for request in requests}
     if left_out := [r.request_id for r in trace.requests if r.request_id not in compared]:
@@ -310,8 +310,6 @@ def _not_compared(trace: Trace, requests: Sequence[Request], has_readings: bool,
     if trace.hypothesis_table is None:
         yield "readings: the run kept none"
     yield "seconds and margins of the events: nothing determines them"
-    if isinstance(trace.store, ShardStore) and not num_files:
-        yield "files: the run was stored before checksums were (trace format 3 or older)"
 
 
 def require_run(trace: Trace) -> None:

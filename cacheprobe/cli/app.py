@@ -116,15 +116,14 @@ def verify(
     progress
         Show progress bars.
     """
-    from cacheprobe.trace.checked_files import damaged_files
+    from cacheprobe.trace.manifest import damaged_files
 
     count, faults = damaged_files(run)  # before a damaged table is read
     if faults:
         print("\n".join(f"damaged: {fault}" for fault in faults))
         return 1
     if files:
-        old = f"the run has no checksums (trace format 3 or older); cacheprobe migrate {run} adds them"
-        print(f"compared with their checksums: {count} files" if count else old)
+        print(f"compared with their checksums: {count} files")
         return 0
     import cacheprobe as cp
     from cacheprobe.analysis.replay import require_run
@@ -136,25 +135,6 @@ def verify(
     result = cp.verify(trace, loaded, progress=progress)
     print(result)
     return 0 if result.is_equal else 1
-
-
-@app.command
-def migrate(run: Path) -> None:
-    """Rewrite a stored run of an older trace format in today's format, in place.
-
-    If the command is killed, the directory holds the whole run, in the older or in today's format.
-
-    Parameters
-    ----------
-    run
-        Directory of a saved run.
-    """
-    from cacheprobe.trace.manifest import FORMAT_VERSION
-    from cacheprobe.trace.storage import migrate_run
-
-    version = migrate_run(run)
-    how = f"migrated from trace format {version} to" if version < FORMAT_VERSION else "is already of trace format"
-    print(f"{run} {how} {FORMAT_VERSION}")
 
 
 def _has_reader_gone() -> bool:

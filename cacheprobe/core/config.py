@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TypedDict
 
-from cacheprobe.core.hook_names import HEAD_SITES, SITES
+from cacheprobe.core.hook_names import ALL_SITES, HEAD_SITES, SITES
 from cacheprobe.core.values import JsonDict, KnownKeywords, flag, is_flag, whole_number
 
 PHASES = ("prefill", "decode", "verify")
@@ -169,7 +169,7 @@ class CaptureConfig(KnownKeywords):
     Raises: ValueError for an unknown, empty or out-of-range value; TypeError for an unknown setting.
     """
 
-    sites: "str | None" = "STCZ"
+    sites: "str | None" = ALL_SITES
     """Sites to keep: letters of S (residual stream), T (attention output), C (MLP output) and Z (lens readings at site
     S); None for tokens and events alone."""
     heads: "str | Sequence[str]" = ()
@@ -209,7 +209,7 @@ class CaptureConfig(KnownKeywords):
         sites = "" if self.sites is None else _joined_sites(self.sites)
         if self.sites is not None and not sites:
             raise ValueError("capture sites are empty: nothing would be kept; give some of S, T, C and Z, or None")
-        if unknown := sorted(set(sites) - set("STCZ")):
+        if unknown := sorted(set(sites) - set(ALL_SITES)):
             raise ValueError(f"unknown site {unknown[0]!r} in capture={self.sites!r}; sites are S, T, C and Z")
         object.__setattr__(self, "sites", sites)
         heads = _listed("capture heads", self.heads, "names of sites of attention heads")

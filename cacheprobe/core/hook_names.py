@@ -6,6 +6,11 @@ import re
 SITES = ("S", "T", "C")
 """S: residual stream after a block; T: attention output; C: MLP output."""
 
+LENS_SITE = "Z"
+"""Site of the lens readings, which are no states."""
+ALL_SITES = "".join((*SITES, LENS_SITE))
+"""What a run captures unless it is told otherwise."""
+
 SITE_NAMES = {"S": "residual stream", "T": "attention output", "C": "MLP output"}
 """Dict from site letter to name, for the three sites at which a block's states [m] are captured."""
 

@@ -3,7 +3,9 @@
 from collections.abc import Generator, Sequence
 from contextlib import closing
 
+from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import Observer
+from cacheprobe.core.values import JsonDict
 from cacheprobe.engine.fingerprint import FingerprintMismatch, RunGuard
 from cacheprobe.engine.plan import BoundLoop, RunPlan
 from cacheprobe.kvcache.sequence import SequenceState
@@ -11,7 +13,7 @@ from cacheprobe.models.settings import hold_model
 from cacheprobe.trace.recording.assemble import assemble, meta_before
 from cacheprobe.trace.recording.disk_writer import DiskWriter
 from cacheprobe.trace.recording.observers import Tee
-from cacheprobe.trace.recording.to_disk import ToDisk, assemble_on_disk
+from cacheprobe.trace.recording.to_disk import ToDisk
 from cacheprobe.trace.trace import Trace
 
 
@@ -35,13 +37,16 @@ class Execution:
         self.writer: DiskWriter | None = None
         if disk is not None:
             with hold_model(plan.model):
-                settings = (self._guard.fingerprint, plan.config, plan.capture, plan.meta(meta))
-                known = meta_before(self.recorder, *settings)
+                known = meta_before(self.recorder, *self._settings(plan.meta(meta)))
             self.writer = disk.begin(self.recorder, plan.requests, states, known)
         writers = () if self.writer is None else (self.writer,)
         ahead = [state for state in states if not state.is_ended]
         observer = Tee(self.recorder, *writers, *observers)
         self._rounds = loop(ahead, observer) if ahead or not states else nothing_to_run()
+
+    def _settings(self, meta: JsonDict) -> tuple[JsonDict, EngineConfig, CaptureConfig, JsonDict]:
+        """Returns (fingerprint, engine settings, capture settings, `meta`): what metadata is made from."""
+        return self._guard.fingerprint, self.plan.config, self.plan.capture, meta
 
     def run(self) -> Trace:
         """Runs every request to its end and returns the recorded Trace. Runs in other threads wait meanwhile."""
@@ -86,12 +91,12 @@ class Execution:
             raise
         errors = {str(state.request_id): state.error for state in states if state.error}
         meta = {**plan.meta(self._meta), "errors": errors, "missing": plan.missing_answers()}
-        settings = (self._guard.fingerprint, plan.config, plan.capture, meta)
         with hold_model(plan.model):
             if self.disk is None or self.writer is None:
-                trace = assemble(self.recorder, plan.requests, *settings)
+                trace = assemble(self.recorder, plan.requests, *self._settings(meta))
             else:
-                trace = assemble_on_disk(self.disk, self.writer, self.recorder, plan.requests, states, *settings)
+                before = meta_before(self.recorder, *self._settings(meta))
+                trace = self.disk.trace(self.writer, states, before, meta)
         trace.interventions = plan.interventions
         trace.kept_rows = {s.request_id: s.kept_rows for s in states if s.kept_rows is not None}
         return trace

@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from cacheprobe.core.config import CaptureConfig, EngineConfig, captured_layers, pick_deterministic
+from cacheprobe.core.hook_names import ALL_SITES
 from cacheprobe.core.noise import derive_seed
 from cacheprobe.core.records import Observer, Request, SamplingParams
 from cacheprobe.core.values import JsonDict, whole_number
@@ -38,9 +39,9 @@ from cacheprobe.models.paths import choose_path
 from cacheprobe.models.prompts import Chat, answer_ids_of, as_list, require_unpadded, text_of, token_ids_of
 from cacheprobe.models.settings import hold_model, live_model
 from cacheprobe.trace.recording.features import recorded_dictionary
-from cacheprobe.trace.recording.later import chosen_lens
 from cacheprobe.trace.recording.lens_reader import LENS_TILE
 from cacheprobe.trace.recording.recorder import Recorder
+from cacheprobe.trace.recording.stored_states import chosen_lens
 
 DEFAULT_SAMPLING = SamplingParams(
     temperature=0.0, max_new_tokens=32, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop=(), n=1
@@ -61,7 +62,7 @@ class RunPlan:
         config: EngineConfig,
         unset_shapes: Collection[str] = (),
         deterministic: Any = False,
-        capture: "str | CaptureConfig | None" = "STCZ",
+        capture: "str | CaptureConfig | None" = ALL_SITES,
         layers: Any = "all",
         lens: Lens | str | None = None,
         sampling: SamplingParams | None = None,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cacheprobe.core.hook_names import SITES
 from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.kvcache.staged import PassAttention
 from cacheprobe.models.base import CachedLM
@@ -38,7 +39,7 @@ def order_of(at: tuple[int, str]) -> tuple[int, int]:
 
 def all_sites(model: CachedLM) -> list[tuple[str, int]]:
     """Returns (site, layer) of S, T and C of every layer."""
-    return [(site, layer) for layer in range(model.n_layers) for site in "STC"]
+    return [(site, layer) for layer in range(model.n_layers) for site in SITES]
 
 
 def num_trials(model: CachedLM, batch: int, width: int) -> int:

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from cacheprobe.core.config import CaptureConfig, resolve_layers
+from cacheprobe.core.hook_names import SITES
 from cacheprobe.core.registry import make, parse_options
 from cacheprobe.core.values import JsonDict
 from cacheprobe.engine.shapes import choose_shapes
@@ -168,7 +169,7 @@ def estimated_bytes(axes: JsonDict, run: SweepRunSettings) -> int:
     counts = _prompts(axes, run)
     generated = len(counts) * run.max_new_tokens * 2
     rows = sum(counts) + generated
-    sites = sum(site in (run.capture or "") for site in "STC")
+    sites = sum(site in (run.capture or "") for site in SITES)
     states = rows * sites * layers * facts.d_model * ITEM_BYTES[axes["dtype"]]
     readings = generated * layers * READING_BYTES if "Z" in (run.capture or "") else 0
     return SHARD_BYTES + rows * ROW_BYTES + states + readings

@@ -13,7 +13,7 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.sweeps.cells import AXES
 from cacheprobe.sweeps.store import PLAN, SHARDS, SweepStore
 from cacheprobe.trace.manifest import MANIFEST
-from cacheprobe.trace.parts.relations import duckdb
+from cacheprobe.trace.stored import duckdb
 from cacheprobe.trace.tables.schema import arrow_schema
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""Defines the trace of a run: its tables and captured states; saves, loads and migrates traces."""
+"""Defines the trace of a run: its tables and captured states; saves and loads traces."""

@@ -27,8 +27,6 @@ from cacheprobe.trace.parts.journal import read_journal
 KINDS = ("states", "rows", "hypotheses", "events", "ledger", "thoughts", "tokens", "features", "readings", "waiting")
 """First part of the names of a run's data files."""
 REPORT, LOCK = "report.html", ".saving"
-_LIBRARY_TEMPORARY = re.compile(r"\.tmp\w*")
-"""Names of temporary files that safetensors leaves in the directory if an older version of this code was killed."""
 
 
 def require_free(directory: Path, overwrite: bool = False) -> None:
@@ -51,12 +49,12 @@ def require_free(directory: Path, overwrite: bool = False) -> None:
 
 
 @contextmanager
-def saving(directory: Path, run_id: str, *, overwrite: bool = False, keep_report: bool = False) -> Iterator[Path]:
+def saving(directory: Path, run_id: str, *, overwrite: bool = False) -> Iterator[Path]:
     """Lets only this process save a run in `directory` during a `with` block, and yields an empty folder for files that
     are not whole yet.
 
-    At the end deletes the files of the run that was replaced, which its manifest names, and its report unless
-    `keep_report`. After an error deletes what this save wrote; an earlier run is unchanged.
+    At the end deletes the files of the run that was replaced, which its manifest names, and its report. After an error
+    deletes what this save wrote; an earlier run is unchanged.
     Raises: TraceError as `require_free`, and for an error of the file system, such as a full disk.
     """
     is_new = False
@@ -69,7 +67,7 @@ def saving(directory: Path, run_id: str, *, overwrite: bool = False, keep_report
                 _clean(directory, lock.left)
                 _require_no_run(directory, overwrite)
                 earlier = _manifest_in(directory)
-                replaced = list(earlier.get("files", ())) + ([REPORT] if earlier and not keep_report else [])
+                replaced = list(earlier.get("files", ())) + ([REPORT] if earlier else [])
                 replaced += _unfinished_in(directory)
                 note = {"run_id": run_id, "replaces": replaced}
                 lock.note(note)
@@ -277,8 +275,7 @@ def is_of_a_run(name: str) -> bool:
     killed leaves."""
     stem = name.removesuffix(".tmp")
     is_data = stem.endswith((".parquet", ".safetensors")) and stem.startswith(tuple(f"{kind}-" for kind in KINDS))
-    is_left = name.startswith(LOCK) or _LIBRARY_TEMPORARY.fullmatch(name) is not None
-    return is_data or is_left or stem in (MANIFEST, REPORT, JOURNAL)
+    return is_data or name.startswith(LOCK) or stem in (MANIFEST, REPORT, JOURNAL)
 
 
 def _run_description(directory: Path) -> str:

@@ -14,32 +14,146 @@ run leaves the old one complete until the new manifest replaces the old. Then th
 deleted. Only one process at a time saves in a directory (see places.py).
 """
 
+import json
+import os
 import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from io import BytesIO
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
 from torch import Tensor
 
+from cacheprobe import __version__
+from cacheprobe.core.files import fsync
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks import example_from_record, example_record
-from cacheprobe.trace.checked_files import CheckedFiles, damaged_files
 from cacheprobe.trace.data import TraceData
-from cacheprobe.trace.manifest import (
-    FORMAT_VERSION,
-    TraceError,
-    read_manifest,
-    require_whole,
-)
-from cacheprobe.trace.migrate import migrated_events, migrated_readings, migrated_rows, renamed_status
-from cacheprobe.trace.parts.shards import ShardStore, header_of, read_tensor
+from cacheprobe.trace.manifest import FORMAT_VERSION, JOURNAL, MANIFEST, checksums_of, sha256_of_manifest
+from cacheprobe.trace.parts.growing import GrowingRun
+from cacheprobe.trace.parts.shards import ShardStore, read_tensors
 from cacheprobe.trace.places import saving
-from cacheprobe.trace.run_files import RunFiles, write_parquet
 from cacheprobe.trace.state_store import tensor_key
-from cacheprobe.trace.tables.schema import typed
+from cacheprobe.trace.stored import StoredRun
+from cacheprobe.trace.tables.schema import arrow_schema, arrow_table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+ROW_GROUP = 2**14
+"""Lines of a Parquet row group. Reading one request of a long run then reads little more than its own lines."""
+
+
+def parquet_options(schema: pa.Schema) -> JsonDict:
+    """Returns the options with which a table of this schema is written as Parquet.
+
+    Dictionaries make floats larger, because few repeat; their bytes are split by place and compressed instead. Numbers
+    and types stay, so every reader of Parquet reads the same bits.
+    """
+    paths = {}
+    for column in schema:
+        is_list = pa.types.is_list(column.type)
+        paths[f"{column.name}.list.element" if is_list else column.name] = (
+            column.type.value_type if is_list else column.type
+        )
+    floats = [path for path, kind in paths.items() if pa.types.is_floating(kind)]
+    return {
+        "compression": "zstd",
+        "use_dictionary": [path for path in paths if path not in floats],
+        "use_byte_stream_split": floats or False,
+    }
+
+
+def write_parquet(table: "pd.DataFrame | pa.Table", path: "Path | BytesIO", name: str) -> None:
+    """Writes a table of a run as one Parquet file. path: or an open file.  name: of the table in `schema.TABLES`."""
+    arrow = table if isinstance(table, pa.Table) else arrow_table(table, name)
+    pq.write_table(arrow, path, row_group_size=ROW_GROUP, **parquet_options(arrow.schema))
+
+
+def write_pieces(path: Path, pieces: Iterable[pd.DataFrame], name: str) -> None:
+    """Writes pieces of a table, one after the other, as one Parquet file. name: of the table in `schema.TABLES`."""
+    schema = arrow_schema(name)
+    with pq.ParquetWriter(path, schema, **parquet_options(schema)) as writer:
+        for piece in pieces:
+            writer.write_table(arrow_table(piece, name), row_group_size=ROW_GROUP)
+
+
+class RunFiles:
+    """Writes files of one run into a directory, and holds their sizes and checksums by name.
+
+    staging: an empty folder on the same file system, for files that are not whole yet.
+    """
+
+    def __init__(self, directory: Path, staging: Path, run_id: str) -> None:
+        self.directory, self.staging, self.run_id = directory, staging, run_id
+        self.sizes: dict[str, int] = {}
+        self.blocks: dict[str, str] = {}
+
+    @property
+    def checksums(self) -> JsonDict:
+        """Sizes of the written files, and checksums of their blocks, as in a manifest."""
+        return {"files": self.sizes, "blocks": self.blocks}
+
+    def clear(self) -> None:
+        """Forgets the sizes and checksums of the files written so far."""
+        self.sizes, self.blocks = {}, {}
+
+    def write(self, name: str, fill: Callable[[Path], object]) -> str:
+        """Calls `fill` on a path of its own, flushes that file to the disk, gives it its name, and returns the name."""
+        self._write_whole(name, fill)
+        self.sizes[name], self.blocks[name] = checksums_of(self.directory / name)
+        return name
+
+    def write_table(self, name: str, table: "pd.DataFrame | pa.Table", schema: str) -> str:
+        """Writes a table as one Parquet file, and returns its name. schema: of `tables.schema.TABLES`."""
+        return self.write(name, lambda path: write_parquet(table, path, schema))
+
+    def write_tensors(self, name: str, tensors: "Mapping[str, Tensor]") -> str:
+        """Writes tensors as one safetensors file, and returns its name."""
+        from safetensors.torch import save_file
+
+        return self.write(name, lambda path: save_file(dict(tensors), path))
+
+    def write_manifest(
+        self, shards: Sequence[str], sites: dict[str, Sequence[object]], requests: Sequence[JsonDict], meta: JsonDict
+    ) -> None:
+        """Writes manifest.json, which makes these files the run of the directory.
+
+        shards: names of the files of states, in their order.  sites: the lists `sites`, `heads` and `layers` of the
+        store.  requests: as from `storage.request_record`, with the committed tokens and the text.
+        """
+        manifest = {
+            "format": "cacheprobe trace",
+            "format_version": FORMAT_VERSION,
+            "cacheprobe": __version__,
+            "run_id": self.run_id,
+            **self.checksums,
+            "shards": list(shards),
+            **sites,
+            "requests": list(requests),
+            "meta": meta,
+        }
+        manifest = json.loads(json.dumps(manifest))  # as it will be read: tuples become lists
+        manifest["manifest_sha256"] = sha256_of_manifest(manifest)
+        text = json.dumps(manifest, indent=1, ensure_ascii=False)
+        self._write_whole(MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
+
+    def _write_whole(self, name: str, fill: Callable[[Path], object]) -> None:
+        temporary = self.staging / name
+        fill(temporary)
+        fsync(temporary)
+        os.replace(temporary, self.directory / name)
+        fsync(self.directory)
+
 
 SHARD_BYTES = 10**9
 TABLES = {
@@ -51,7 +165,6 @@ TABLES = {
     "tokens": "token_table",
     "features": "feature_table",
 }
-_THOUGHT_STATES = "thoughts-{}.safetensors"
 
 
 def save_trace(trace: TraceData, directory: Path, *, run_id: str | None = None, overwrite: bool = False) -> Path:
@@ -69,41 +182,16 @@ def save_trace(trace: TraceData, directory: Path, *, run_id: str | None = None, 
     return directory
 
 
-def migrate_run(directory: Path) -> int:
-    """Rewrites a saved run of an older trace format in the newest format, in place, and returns the number of the
-    format that it had. A run of the newest format is not changed.
-
-    Can be killed at any moment: the directory then holds the whole run, in the older or the newest format. The bytes of
-    states are not written again, and a report of the run stays.
-    Raises: TraceError for a damaged run, for a cell of a sweep, whose files the sweep lists, and as `save_trace`.
-    """
-    read_manifest(directory)
-    run_id = secrets.token_hex(4)
-    with saving(directory, run_id, overwrite=True, keep_report=True) as staging:
-        manifest = read_manifest(directory)
-        if manifest["stored_version"] < FORMAT_VERSION:
-            if "sweep" in manifest["meta"]:
-                raise TraceError(f"{directory} is a cell of a sweep, which lists its files; run the sweep again")
-            if faults := damaged_files(directory)[1]:
-                raise TraceError(f"{directory}: {faults[0]}; run it again or restore the file")
-            _write_run(TraceData(**load_fields(directory, None)), directory, staging, run_id)
-    return manifest["stored_version"]
-
-
 def _write_run(trace: TraceData, directory: Path, staging: Path, run_id: str) -> None:
     """Writes the files of a run into `directory`, the manifest last. staging: a folder for files that are not whole."""
     files = RunFiles(directory, staging, run_id)
     shards = _write_states(trace, files)
-    assert trace.token_texts  # builds the table of tokens if the run has none
     for name, attribute in TABLES.items():
         table = getattr(trace, attribute)
         if table is not None:
-            files.write(
-                f"{name}-{run_id}.parquet",
-                lambda path, table=table, name=name: write_parquet(table, path, name),
-            )
+            files.write_table(f"{name}-{run_id}.parquet", table, name)
     if trace.thought_states is not None:
-        files.write_tensors(_THOUGHT_STATES.format(run_id), {"states": trace.thought_states.contiguous()})
+        files.write_tensors(f"thoughts-{run_id}.safetensors", {"states": trace.thought_states.contiguous()})
     requests = [
         {
             **request_record(r),
@@ -117,64 +205,57 @@ def _write_run(trace: TraceData, directory: Path, staging: Path, run_id: str) ->
     files.write_manifest(shards, sites, requests, trace.meta)
 
 
-def load_fields(directory: Path, model: CachedLM | None) -> dict[str, Any]:
-    """Returns the fields of a saved trace as a dict by name: the keyword arguments of `Trace`. States and lens readings
-    are read at their first use.
+def finish_run(run: GrowingRun, files: RunFiles, meta: JsonDict) -> list[str]:
+    """Writes one table of each kind and the manifest of a run that was recorded in parts, which makes the directory a
+    finished run. Returns the names of the files that the finished run no longer needs, the journal last.
 
-    Raises: TraceError, as `load_trace`.
+    files: of the same directory and run.  meta: of the whole run. One part of the readings is in memory at a time.
     """
-    manifest = read_manifest(directory)
-    require_whole(directory, manifest)
-    files, run_id = CheckedFiles(directory, manifest), manifest["run_id"]
-    requests = tuple(request_from_record(item) for item in manifest["requests"])
-    lengths = {request.request_id: request.num_prompt_tokens for request in requests}
+    run_id = files.run_id
+    written = {"rows": run.rows, "events": run.events, "ledger": run.ledger, "tokens": run.token_table}
+    for name, table in {**written, "thoughts": run.thoughts, "features": run.feature_table}.items():
+        if table is not None:
+            files.write_table(f"{name}-{run_id}.parquet", table, name)
+    if (states := thought_states(run)) is not None:
+        files.write_tensors(f"thoughts-{run_id}.safetensors", {"states": states})
+    pieces = run.reading_pieces()
+    if (first := next(pieces, None)) is not None:
+        whole = chain([first], pieces)
+        files.write(f"hypotheses-{run_id}.parquet", lambda path: write_pieces(path, whole, "hypotheses"))
+    for of_files, kept in files.checksums.items():
+        kept |= {name: run.journal.checksums[of_files][name] for name in run.shards}
+    sites = {name: run.journal.header[name] for name in ("sites", "heads", "layers")}
+    files.write_manifest(run.shards, sites, run.requests, meta)
+    return [*(name for name in run.files.sizes if name not in files.sizes), JOURNAL]
 
-    def stored(name: str) -> pd.DataFrame | None:
-        """Returns a table of the run as it is stored; None if the run has no such table."""
-        file = f"{name}-{run_id}.parquet"
-        return typed(migrated_events(files.table(file).to_pandas()), name) if file in files.sizes else None
 
-    events, tokens, rows = stored("events"), stored("tokens"), stored("rows")
-    if tokens is None:
-        rows = migrated_rows(rows, events, lengths)
-    rows = renamed_status(rows, manifest["stored_version"])
+def thought_states(run: StoredRun) -> Tensor | None:
+    """Returns the chunk states [n, c, m] of n thoughts; None for a run without thoughts."""
+    parts = [read_tensors(run.files, name, ["states"])["states"] for name in run.thought_files]
+    return torch.cat(parts) if parts else None
 
-    of_today = TABLES if manifest["stored_version"] == FORMAT_VERSION else ()
-    table_files = {name: file for name in of_today if (file := f"{name}-{run_id}.parquet") in files.sizes}
 
-    def read(name: str) -> pd.DataFrame | None:
-        """Returns a table of readings or thoughts in today's format; None if the run has no such table."""
-        table = stored(name)
-        if table is not None and tokens is None:
-            table = migrated_readings(table, rows)
-        return None if table is None else renamed_status(table, manifest["stored_version"])
-
+def trace_fields(run: StoredRun, model: CachedLM | None) -> dict[str, Any]:
+    """Returns the fields of the Trace of a run, finished or not, as a dict by name. Reads the tables now; states and
+    lens readings are read at their first use. Raises: TraceError for a damaged file."""
     return dict(
-        requests=requests,
-        tokens={item["request_id"]: item["committed_token_ids"] for item in manifest["requests"]},
-        texts={item["request_id"]: item["text"] for item in manifest["requests"]},
-        store=ShardStore(files, manifest["shards"], manifest["sites"], manifest["layers"], manifest["heads"]),
-        meta=manifest["meta"],
+        requests=tuple(request_from_record(item) for item in run.requests),
+        tokens={item["request_id"]: item["committed_token_ids"] for item in run.requests},
+        texts={item["request_id"]: item["text"] for item in run.requests},
+        store=ShardStore(run.files, run.shards, run.sites, run.layers, run.heads),
+        meta=run.meta,
         model=model,
-        thought_states=_thought_states(files, _THOUGHT_STATES.format(run_id)),
-        row_table=rows,
-        event_table=events,
-        token_table=tokens,
-        ledger_table=stored("ledger"),
-        thought_table=read("thoughts"),
-        feature_table=stored("features"),
+        thought_states=thought_states(run),
+        row_table=run.rows,
+        event_table=run.events,
+        token_table=run.token_table,
+        ledger_table=run.ledger,
+        thought_table=run.thoughts,
+        feature_table=run.feature_table,
         stored_readings=None,
-        readings_on_disk=lambda: read("hypotheses"),
-        table_files=table_files,
+        readings_on_disk=run.all_readings,
+        table_files=run.table_files,
     )
-
-
-def _thought_states(files: CheckedFiles, name: str) -> Tensor | None:
-    """Returns the chunk states [n, c, m] in a safetensors file; None if the run has no such file."""
-    if name not in files.sizes:
-        return None
-    with files.naming(name):
-        return read_tensor(files, name, header_of(files, name)["states"])
 
 
 def _write_states(trace: TraceData, files: RunFiles) -> list[str]:

@@ -2,20 +2,19 @@
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cacheprobe.core.tokens import visible
 from cacheprobe.core.values import JsonDict
-from cacheprobe.trace.checked_files import CheckedFiles
-from cacheprobe.trace.manifest import UNREAD, TraceError, read_manifest, require_whole
-from cacheprobe.trace.migrate import migrated_events, migrated_readings, migrated_rows, renamed_status
+from cacheprobe.trace.manifest import UNREAD, CheckedFiles, read_manifest, require_whole
+from cacheprobe.trace.tables.build import recorded_lines
 from cacheprobe.trace.tables.draft_verdicts import with_verdicts
-from cacheprobe.trace.tables.recorded_features import recorded_lines
 from cacheprobe.trace.tables.schema import typed
 
 REQUESTS_IN_MEMORY = 8
@@ -30,30 +29,37 @@ class StoredRun:
     """
 
     def __init__(self, directory: "str | Path") -> None:
-        self.directory = Path(directory)
-        self._manifest = read_manifest(self.directory)
-        require_whole(self.directory, self._manifest)
-        self._files = CheckedFiles(self.directory, self._manifest)
-        self.meta: JsonDict = self._manifest["meta"]
-        self.requests: list[JsonDict] = self._manifest["requests"]
+        manifest = read_manifest(Path(directory))
+        require_whole(Path(directory), manifest)
+        self._describe(Path(directory), manifest, manifest)
+        self.meta: JsonDict = manifest["meta"]
+        self.requests: list[JsonDict] = manifest["requests"]
         """One object for each request: request_id, prompt, prompt_token_ids, is_deterministic, committed_token_ids,
         text, example and others."""
-        self.sites = tuple(self._manifest["sites"])
-        self.layers = tuple(self._manifest["layers"])
+        self.shards: list[str] = manifest["shards"]
+        """Names of the files of states, in the order of their rows."""
+        states = f"thoughts-{self.run_id}.safetensors"
+        self.thought_files = [states] if states in self.files.sizes else []
+        """Names of the files with the chunk states of thoughts."""
+
+    def _describe(self, directory: Path, header: JsonDict, sums: JsonDict) -> None:
+        """Sets what a finished and a growing run have alike. header: with the run's id, sites, heads and layers.  sums:
+        sizes and checksums of the run's files."""
+        self.directory, self.files = directory, CheckedFiles(directory, sums)
+        self.run_id: str = header["run_id"]
+        """Id of the run, which its file names hold."""
+        self.version = self.run_id
+        """Names what was read: the run's id; of a growing run also its number of parts."""
+        self.sites, self.heads = tuple(header["sites"]), tuple(header["heads"])
+        self.layers = tuple(header["layers"])
         self._request_readings = lru_cache(maxsize=REQUESTS_IN_MEMORY)(self._read_readings)
 
     def __repr__(self) -> str:
-        return f"StoredRun({self.directory.name}: {len(self.requests)} requests of {self.fingerprint['model']})"
+        return f"{type(self).__name__}({self.directory.name}: {len(self.requests)} requests of {self._model_name})"
 
     @property
-    def run_id(self) -> str:
-        """Id of the run, which its file names hold."""
-        return self._manifest["run_id"]
-
-    @property
-    def version(self) -> str:
-        """Names what was read: the run's id; of a run that is recorded also its number of parts."""
-        return self.run_id
+    def _model_name(self) -> str:
+        return self.fingerprint["model"]
 
     @property
     def fingerprint(self) -> JsonDict:
@@ -68,154 +74,149 @@ class StoredRun:
             raise KeyError(f"no request {request_id} in this run; it has 0 to {len(self.requests) - 1}")
         return self.requests[request_id]
 
+    @property
+    def table_files(self) -> dict[str, str]:
+        """Names of the Parquet files of whole tables, by table."""
+        suffix = f"-{self.run_id}.parquet"
+        return {name.removesuffix(suffix): name for name in self.files.sizes if name.endswith(suffix)}
+
+    def _table(self, name: str) -> pd.DataFrame | None:
+        """Returns a whole table of the run; None if it has none. Raises: TraceError if it is damaged."""
+        file = self.table_files.get(name)
+        return None if file is None else typed(self.files.table(file).to_pandas(), name)
+
+    def _required(self, name: str) -> pd.DataFrame:
+        table = self._table(name)
+        assert table is not None  # every run has it
+        return table
+
     @cached_property
     def rows(self) -> pd.DataFrame:
-        """Rows table of the saved run: a DataFrame with one line for each token of each pass."""
-        rows = self._read_table("rows")
-        if not self._has_table("tokens"):
-            rows = migrated_rows(rows, self.events, self._prompt_lengths)
-        return renamed_status(rows, self._manifest["stored_version"])
+        """Rows table of the run: a DataFrame with one line for each token of each pass."""
+        return self._required("rows")
 
     @cached_property
     def events(self) -> pd.DataFrame:
-        """Events table of the saved run: a DataFrame with one line for each request in each step (mostly a pass)."""
-        return self._read_table("events")
+        """Events table of the run: a DataFrame with one line for each request in each step (mostly a pass)."""
+        return self._required("events")
 
     @cached_property
     def ledger(self) -> pd.DataFrame:
-        """Ledger table of the saved run: a DataFrame with one line for each change of a request's cached slots.
+        """Ledger table of the run: a DataFrame with one line for each change of a request's cached slots.
 
-        `trace.tables.ledgers.ledger_at` gives the slots after a step.
+        `trace.tables.build.ledger_at` gives the slots after a step.
         """
-        return self._read_table("ledger")
+        return self._required("ledger")
+
+    @cached_property
+    def token_table(self) -> pd.DataFrame:
+        """Tokens table of the run: token_id and token, one line for every token of its rows, events and readings."""
+        return self._required("tokens")
+
+    @cached_property
+    def token_texts(self) -> dict[int, str]:
+        """Dict from token id to text (signs such as ␣ for white space), for every token of the tokens table."""
+        table = self.token_table
+        return dict(zip(table.token_id.tolist(), table.token.tolist(), strict=True))
 
     @cached_property
     def thoughts(self) -> pd.DataFrame | None:
-        """Thoughts table of the saved run, one line for each thought of a Thinking States model; None for a run without
+        """Thoughts table of the run, one line for each thought of a Thinking States model; None for a run without
         thoughts.
         """
-        if not self._has_table("thoughts"):
-            return None
-        thoughts = self._read_table("thoughts")
-        if not self._has_table("tokens"):
-            thoughts = migrated_readings(thoughts, self.rows)
-        return renamed_status(thoughts, self._manifest["stored_version"])
+        return self._table("thoughts")
+
+    @cached_property
+    def feature_table(self) -> pd.DataFrame | None:
+        """Recorded features: row, rank, feature and activation; None for a run without a dictionary."""
+        return self._table("features")
 
     @cached_property
     def features(self) -> pd.DataFrame | None:
-        """Features of a dictionary that were recorded, in the columns of `Trace.features`; None for a run without."""
-        if not self._has_table("features"):
-            return None
-        return recorded_lines(self.rows, self._read_table("features"), self.meta["capture"]["dictionary"])
+        """Recorded features of a dictionary, in the columns of `Trace.features`; None for a run without."""
+        found = self.feature_table
+        return None if found is None else recorded_lines(self.rows, found, self.meta["capture"]["dictionary"])
 
     @property
     def has_readings(self) -> bool:
-        """True if the saved run contains lens readings."""
-        return self._has_table("hypotheses")
+        """True if the run contains lens readings."""
+        return "hypotheses" in self.table_files
 
     @property
     def is_unread(self) -> bool:
         """True if the run was made with lens="later" and saved before its Z was read."""
         return bool(self.meta.get("is_lens_later"))
 
+    def all_readings(self) -> pd.DataFrame | None:
+        """Returns the lens readings of the whole run, without verdicts; None if there are none."""
+        return self._table("hypotheses")
+
     def readings(self, request_id: int, positions: range | None = None) -> pd.DataFrame:
         """Returns the lens readings of one request as a DataFrame, one line for each row and layer, rolled-back rows
-        included and thoughts left out.
+        included and thoughts left out. Of a growing run, a row whose next token is open has none yet.
 
         positions: only readings of rows at these positions; None for all.
         Raises: ValueError if the run has no lens readings.
         """
+        self._require_readings()
         table = self._request_readings(request_id)
         if positions is not None:
             position = table["position"]
             inside = pc.and_(pc.greater_equal(position, positions.start), pc.less(position, positions.stop))
             table = table.filter(inside)
-        readings = table.to_pandas()
-        if not self._has_table("tokens"):
-            readings = migrated_readings(readings, self.rows)
-        readings = renamed_status(readings, self._manifest["stored_version"])
         events = self.events[self.events.request_id == request_id]
-        return with_verdicts(readings, self.rows, events, self._prompt_lengths, self.token_texts)
+        return with_verdicts(table.to_pandas(), self.rows, events, self._prompt_lengths, self.token_texts)
 
     def readings_of_rows(self, rows: Sequence[int], columns: Sequence[str]) -> pd.DataFrame:
         """Returns some columns of the lens readings of some rows, as a DataFrame with one line for each row and layer.
-        Reads only those parts of the file that hold one of the rows.
+        Reads only those parts of the files that hold one of the rows.
 
         rows: row numbers.  columns: numbers and lists of numbers alone.
         Raises: ValueError if the run has no lens readings.
         """
         self._require_readings()
-        name, wanted = self._file("hypotheses"), np.unique(np.asarray(rows, dtype=np.int64))
-        file, found = self._files.parquet(name), []
-        column = file.schema_arrow.get_field_index("row")
-        with self._files.naming(name):
-            for number in range(file.num_row_groups):
-                statistics = file.metadata.row_group(number).column(column).statistics
-                if statistics is not None:
-                    low, high = np.searchsorted(wanted, [statistics.min, statistics.max + 1])
-                    if low == high:
-                        continue
-                is_wanted = pc.is_in(file.read_row_group(number, ["row"])["row"], value_set=pa.array(wanted))
+        return self.lines(self.table_files["hypotheses"], "row", rows, columns).to_pandas()
+
+    def lines(self, file: str, key: str, values: Sequence[int], columns: "Sequence[str] | None" = None) -> pa.Table:
+        """Returns the lines of a stored table whose column `key` holds one of `values`. Reads only those parts of the
+        file that can hold one. columns: some of the table's columns; None for all."""
+        wanted = np.unique(np.asarray(values, dtype=np.int64))
+        parquet = self.files.parquet(file)
+        column = parquet.schema_arrow.get_field_index(key)
+        found = []
+        with self.files.naming(file):
+            for number in range(parquet.num_row_groups):
+                statistics = parquet.metadata.row_group(number).column(column).statistics
+                if statistics is None or not statistics.has_min_max:  # of no line
+                    continue
+                low, high = np.searchsorted(wanted, [statistics.min, statistics.max + 1])
+                if low == high:
+                    continue
+                is_wanted = pc.is_in(parquet.read_row_group(number, [key])[key], value_set=pa.array(wanted))
                 if pc.any(is_wanted).as_py():
-                    found.append(file.read_row_group(number, list(columns)).filter(is_wanted))
-            if not found:
-                found = [file.schema_arrow.empty_table().select(list(columns))]
-            return pa.concat_tables(found).to_pandas()
+                    found.append(parquet.read_row_group(number, columns).filter(is_wanted))
+            schema = parquet.schema_arrow
+            nothing = schema.empty_table() if columns is None else schema.empty_table().select(columns)
+            return pa.concat_tables(found or [nothing])
 
     @property
     def _prompt_lengths(self) -> dict[int, int]:
         """Number of prompt tokens of each request, by request id."""
         return {request["request_id"]: len(request["prompt_token_ids"]) for request in self.requests}
 
-    @cached_property
-    def token_texts(self) -> dict[int, str]:
-        """Dict from token id to text (signs such as ␣ for white space), for every token of the run's tokens table. For
-        a run stored without this table: for the tokens of its rows and readings tables."""
-        if self._has_table("tokens"):
-            table = self._read_table("tokens")
-            return dict(zip(table.token_id.tolist(), table.token.tolist(), strict=True))
-        texts = dict(zip(self.rows.token_id.tolist(), self.rows.token.tolist(), strict=True))
-        if self._has_table("hypotheses"):
-            for number, text in (("token_id", "token"), ("committed_token_id", "committed_token")):
-                ids = self._files.table(self._file("hypotheses"), [number])[number].combine_chunks()
-                lacking = pa.array(set(pc.unique(ids).to_pylist()) - {None, *texts}, ids.type)
-                if len(lacking):  # the column of texts is a hundred times larger than that of ids, so read it last
-                    said = self._files.table(self._file("hypotheses"), [text])[text]
-                    added = said.take(pc.index_in(lacking, value_set=ids))
-                    texts |= {t: visible(s) for t, s in zip(lacking.to_pylist(), added.to_pylist(), strict=True)}
-        return texts
-
     def _read_readings(self, request_id: int) -> pa.Table:
-        """Returns the stored lens readings of one request as a pyarrow Table. Raises: ValueError if there are none."""
-        self._require_readings()
-        name = self._file("hypotheses")
-        file = self._files.parquet(name)
-        column = file.schema_arrow.get_field_index("request_id")
-        groups = []
-        for number in range(file.num_row_groups):
-            statistics = file.metadata.row_group(number).column(column).statistics
-            if statistics is None or statistics.min <= request_id <= statistics.max:
-                groups.append(number)
-        with self._files.naming(name):
-            table = file.read_row_groups(groups)
-        return table.filter(pc.equal(table["request_id"], request_id))
+        """Returns the stored lens readings of one request."""
+        return self.lines(self.table_files["hypotheses"], "request_id", [request_id])
 
     def _require_readings(self) -> None:
         """Raises: ValueError if the run has no lens readings, with the reason."""
         if not self.has_readings:
             raise ValueError(UNREAD if self.is_unread else "this run read no lens; run it with 'Z' in capture=")
 
-    def _file(self, name: str) -> str:
-        """Returns the name of a table's Parquet file."""
-        return f"{name}-{self._manifest['run_id']}.parquet"
 
-    def _has_table(self, name: str) -> bool:
-        """Returns True if the run has this table."""
-        return self._file(name) in self._manifest["files"]
-
-    def _read_table(self, name: str) -> pd.DataFrame:
-        """Reads a whole table of the saved run. Raises: TraceError if the run has no such table, or if it is
-        damaged."""
-        if not self._has_table(name):
-            raise TraceError(f"{self.directory} holds no table of {name}; run it again")
-        return typed(migrated_events(self._files.table(self._file(name)).to_pandas()), name)
+def duckdb() -> ModuleType:
+    """Imports and returns the module duckdb. Raises: ValueError if it is not installed."""
+    try:
+        return import_module("duckdb")
+    except ModuleNotFoundError:
+        raise ValueError("a query needs duckdb: pip install 'cacheprobe[sweep]', or duckdb alone") from None

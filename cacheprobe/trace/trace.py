@@ -14,20 +14,29 @@ from cacheprobe.core.values import folder
 from cacheprobe.lenses.dictionaries import Dictionary
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.data import TraceData
-from cacheprobe.trace.manifest import MANIFEST
-from cacheprobe.trace.parts.growing import GrowingRun
-from cacheprobe.trace.parts.journal import read_journal
-from cacheprobe.trace.parts.relations import relation_of
+from cacheprobe.trace.parts.growing import open_run
 from cacheprobe.trace.self_checks import self_checks_text
-from cacheprobe.trace.storage import load_fields, save_trace
+from cacheprobe.trace.storage import save_trace, trace_fields
+from cacheprobe.trace.stored import duckdb
+from cacheprobe.trace.tables.build import ledger_at
 from cacheprobe.trace.tables.edits import edits_of
 from cacheprobe.trace.tables.features import features_of, recorded_features
 from cacheprobe.trace.tables.hypotheses import hypotheses_of
-from cacheprobe.trace.tables.ledgers import ledger_at
 from cacheprobe.trace.tables.rejected import rejected_of
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyRelation
+from typing import TYPE_CHECKING
+
+from cacheprobe.core.values import hint
+from cacheprobe.trace.manifest import TraceError
+from cacheprobe.trace.parts.shards import ShardStore
+from cacheprobe.trace.storage import TABLES
+from cacheprobe.trace.tables.schema import arrow_table
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyRelation
+
 
 MOVED = {
     "read": "read_states",
@@ -292,7 +301,26 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
     Raises: TraceError for a directory without a readable manifest, for an unknown version, and for a file that is
     missing or has another size.
     """
-    directory = Path(directory)
-    if not (directory / MANIFEST).exists() and (journal := read_journal(directory)) is not None:
-        return Trace(**GrowingRun(journal).fields(model))
-    return Trace(**load_fields(directory, model))
+    return Trace(**trace_fields(open_run(directory), model))
+
+
+def relation_of(trace: TraceData, name: str) -> "DuckDBPyRelation":
+    """Returns a table of a trace as a DuckDB relation. name: of `storage.TABLES`.
+
+    Of a saved run, the file is compared with its checksums, and DuckDB then reads the columns and row groups that a
+    query needs. Other traces have the table in memory.
+    Raises: ValueError for an unknown table, one that the run does not have, and without duckdb; TraceError for a file
+    that differs from its checksums.
+    """
+    if name not in TABLES:
+        raise ValueError(f"unknown table {name!r}; tables are {', '.join(TABLES)}{hint(name, TABLES)}")
+    database, file = duckdb().connect(), trace.table_files.get(name)
+    if file is not None and isinstance(trace.store, ShardStore):
+        files = trace.store.files
+        if fault := files.fault(file):
+            raise TraceError(f"{files.directory}: {fault}; run it again or restore the file")
+        return database.read_parquet(str(files.directory / file))
+    table = getattr(trace, "hypothesis_table" if name == "hypotheses" else TABLES[name])
+    if table is None:
+        raise ValueError(f"this run has no table of {name}")
+    return database.from_arrow(arrow_table(table, name))

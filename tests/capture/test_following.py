@@ -11,7 +11,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.files import Locked, only_writer, writer_of
 from cacheprobe.trace.manifest import JOURNAL, TraceError
-from cacheprobe.trace.parts.following import FollowedRun
+from cacheprobe.trace.parts.growing import growing_run
 from cacheprobe.trace.parts.journal import read_journal, read_on
 from cacheprobe.trace.tables.build import hypotheses_table
 from cacheprobe.views.dashboard import app
@@ -42,7 +42,7 @@ def test_read_on_is_read_at_once(stopped: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(stopped, tmp_path / "run"))
     lines = (directory / JOURNAL).read_bytes().splitlines(keepends=True)
     upto(directory, lines, 1)
-    followed = FollowedRun(directory)
+    followed = growing_run(directory)
     assert followed.rows.empty and followed.read_on() is followed
     for count in (3, 4, 15, len(lines)):
         upto(directory, lines, count)
@@ -96,7 +96,7 @@ def test_every_view_answers_at_every_part(stopped: Path, tmp_path: Path) -> None
 def test_a_reading_without_a_next_token_asks_for_no_text_of_token_0(stopped: Path) -> None:
     """A growing run knows the texts of the tokens that occurred. A reading without a committed next token asked for
     that of token 0, and the run could not be read."""
-    followed = FollowedRun(stopped)
+    followed = growing_run(stopped)
     row = followed.rows[followed.rows.request_id == 0].iloc[:1]
     one = {name: torch.tensor([-1]) for name in ("target", "target_rank")}
     one |= {"row": torch.tensor(row.row.to_numpy()), "layer": torch.tensor([0]), "entropy_nats": torch.tensor([0.1])}
@@ -119,7 +119,7 @@ def test_a_journal_that_is_of_another_run_or_shorter_is_read_anew(stopped: Path,
     (tmp_path / JOURNAL).write_bytes((stopped / JOURNAL).read_bytes()[1:])
     assert read_on(moved) is None
     with pytest.raises(TraceError, match=f"has no {JOURNAL}"):
-        FollowedRun(tmp_path / "none")
+        growing_run(tmp_path / "none")
 
 
 def test_the_writer_is_known_by_its_lock(tmp_path: Path) -> None:

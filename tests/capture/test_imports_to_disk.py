@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 import cacheprobe as cp
 from cacheprobe.cli.run import resume
@@ -81,6 +84,31 @@ def test_a_file_of_generate(has_logits: bool, tmp_path: Path) -> None:
     assert trace.ledger(1).provenance.tolist() == ["prefill"] * 5 + ["decoded"] * 5
 
 
+def test_a_character_that_two_parts_share_is_whole(tmp_path: Path) -> None:
+    """Each token is a byte, and a part ends after one to four bytes of a text whose characters have one to four."""
+    inner = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
+    inner.pre_tokenizer, inner.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    text = "naïve € 🦊🦊 日本, aé€🦊" * 3
+    tokens = tokenizer.encode(text)
+    states = torch.randn(len(tokens), LAYERS, WIDTH, dtype=torch.bfloat16)
+    save_file({"hidden_states": states, "token_ids": torch.tensor(tokens)}, tmp_path / "dump.safetensors")
+
+    def made(**to: Any) -> cp.Trace:
+        return cp.import_vllm(tmp_path / "dump.safetensors", [1, 2, 3], num_prompt_tokens=2, tokenizer=tokenizer, **to)
+
+    assert made().text(0) == text[2:]
+    for rows in (1, 2, 3, 4):
+        size = 3 * rows * (LAYERS * WIDTH * 2 + 600)
+        with failing_after(4 * 11):  # four files a part
+            made(out=tmp_path / f"stopped {rows}", memory_budget=size)
+        stopped = cp.load_trace(tmp_path / f"stopped {rows}")
+        assert 1 < len(stopped.committed(0)) < len(tokens) - 2
+        said = bytes(inner.decode(stopped.committed(0)), "utf-8")
+        assert bytes(stopped.text(0), "utf-8") == said
+        assert made(out=tmp_path / str(rows), memory_budget=size).text(0) == text[2:]
+
+
 def test_outputs_in_memory(tmp_path: Path) -> None:
     """Tensors of generate's outputs are copied: a later change of them does not change the trace."""
     draw = torch.Generator().manual_seed(2)
@@ -98,9 +126,9 @@ def test_a_piece_is_no_larger_than_asked_for(of_vllm: tuple[Path, list[int]], mo
     record = imports._record
     row_bytes = LAYERS * WIDTH * 2 + 600
 
-    def spy(imported: Imported, disk: Any) -> None:
-        held.extend(len(piece.rows) for piece in imported.pieces(disk.part_bytes))
-        record(imported, disk)
+    def spy(imported: Imported, source: Any, disk: Any) -> None:
+        held.extend(len(part.rows) for part, _ in imported.pieces(disk.part_bytes))
+        record(imported, source, disk)
 
     monkeypatch.setattr(imports, "_record", spy)
     folder, lengths = of_vllm

@@ -2,12 +2,10 @@
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -17,11 +15,12 @@ from cacheprobe.core.config import CaptureConfig, TokenRow
 from cacheprobe.core.records import ObserverError
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.ops.state_codec import decode, encode
-from cacheprobe.trace.manifest import JOURNAL, TraceError
+from cacheprobe.trace.manifest import FORMAT_VERSION, JOURNAL, TraceError
+from cacheprobe.trace.parts import journal
 from cacheprobe.trace.parts.journal import read_journal
 from cacheprobe.trace.recording import disk_writer
 from cacheprobe.trace.recording.kept_states import KeptStates
-from cacheprobe.trace.recording.later import chosen_lens
+from cacheprobe.trace.recording.stored_states import chosen_lens
 from tests.capture.test_to_disk import require_equal
 from tests.dashboard.growing_run import part_each_round
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -236,23 +235,14 @@ def test_a_killed_run_goes_on_with_the_same_choice(tmp_path: Path) -> None:
     assert cp.verify(resumed, loaded()).first_difference is None
 
 
-def test_a_journal_of_version_1_is_read_and_one_of_a_newer_version_refused(tmp_path: Path) -> None:
+def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
     stopped(tmp_path, {})
     path = tmp_path / "run" / JOURNAL
-    from cacheprobe.trace.parts import journal as journals
-
-    lines = [journals._content(line) for line in path.read_bytes().splitlines(keepends=True)]
-    for version in (1, 6):
-        older = [{**lines[0], "version": version}] + [
-            {**line, "labelled": [one[:3] for one in line["labelled"]]} for line in lines[1:]
-        ]
-        shutil.copytree(tmp_path / "run", tmp_path / str(version))
-        (tmp_path / str(version) / JOURNAL).write_bytes(b"".join(map(journals._line, older)))
-    old, new = cp.load_trace(tmp_path / "1"), cp.load_trace(tmp_path / "run")
-    pd.testing.assert_frame_equal(old.row_table, new.row_table)
-    assert np.array_equal(old.store.all_of("S", 0), new.store.all_of("S", 0))
-    with pytest.raises(TraceError, match="reads versions 1 to 5"):
-        read_journal(tmp_path / "6")
+    lines = [journal._content(line) for line in path.read_bytes().splitlines(keepends=True)]
+    for version in (5, FORMAT_VERSION + 1):
+        path.write_bytes(b"".join(map(journal._line, [{**lines[0], "format_version": version}, *lines[1:]])))
+        with pytest.raises(TraceError, match=f"trace format {version}, .* reads {FORMAT_VERSION}; .* cacheprobe 0.1.0"):
+            read_journal(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.trace.parts.following import FollowedRun
+from cacheprobe.trace.parts.growing import growing_run
 from tests.capture.recorded_run import failing_after
 from tests.capture.test_to_disk import _part_each_round, require_equal  # noqa: F401  (a fixture)
 from tests.thinking.test_thinking_engine import FREE, PROMPTS, RUN, lm
@@ -61,7 +61,7 @@ def test_thoughts_are_read_while_they_grow(tmp_path: Path) -> None:
     counts = []
     for number, _ in enumerate(stream):
         if number % 8 == 0 and (tmp_path / "run" / "journal.jsonl").exists():
-            growing, followed = cp.load_trace(tmp_path / "run"), FollowedRun(tmp_path / "run")
+            growing, followed = cp.load_trace(tmp_path / "run"), growing_run(tmp_path / "run")
             if growing.thought_table is not None:
                 pd.testing.assert_frame_equal(growing.thoughts(), followed.thoughts)
                 rows = growing.row_table.set_index("row").loc[growing.thoughts().row]

@@ -30,7 +30,6 @@ QUICK = {
     "doctor",
     "dash",
     "query",
-    "migrate",
     "import generate",
     "import vllm",
 }

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.trace.parts.background import Background
 from cacheprobe.trace.parts.journal import read_journal
 from cacheprobe.trace.recording import disk_writer
+from cacheprobe.trace.recording.disk_writer import Background
 from cacheprobe.trace.recording.stream import Stream
 from tests.tiny import PROMPTS, SMALL, loaded
 

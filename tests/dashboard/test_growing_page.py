@@ -139,7 +139,7 @@ def test_nothing_is_read_where_nothing_is_new(tmp_path: Path, monkeypatch: pytes
     stream = begun(directory)
     go_on(stream, directory, 3)
     follower = Follower(directory)
-    from cacheprobe.trace.checked_files import CheckedFiles
+    from cacheprobe.trace.manifest import CheckedFiles
 
     read: list[str] = []
     table, built = CheckedFiles.table, follower.tables

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.trace.parts.following import FollowedRun
+from cacheprobe.trace.parts.growing import GrowingRun
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.views.dashboard import facts
 from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion
@@ -218,9 +218,9 @@ def test_a_question_of_another_kind_is_refused(stored: Path) -> None:
 def test_the_list_of_a_growing_run_reads_each_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part_each_round(monkeypatch)
     directory, read = tmp_path / "run", []
-    of_rows = FollowedRun.readings_of_rows
+    of_rows = GrowingRun.readings_of_rows
     monkeypatch.setattr(
-        FollowedRun,
+        GrowingRun,
         "readings_of_rows",
         lambda self, rows, columns: (read.extend(rows), of_rows(self, rows, columns))[1],
     )

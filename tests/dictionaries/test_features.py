@@ -7,7 +7,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.lenses.dictionaries.dictionary import Dictionary, DictionaryError
-from cacheprobe.trace.tables.recorded_features import FEATURE_COLUMNS
+from cacheprobe.trace.tables.build import FEATURE_COLUMNS
 from tests.dictionaries.planted import random_dictionary, saved
 from tests.tiny import PROMPTS, SMALL, loaded
 from tests.twins.features_slowly import features_slowly

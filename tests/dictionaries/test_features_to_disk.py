@@ -11,15 +11,17 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.trace.manifest import JOURNAL
-from cacheprobe.trace.parts.following import FollowedRun
+from cacheprobe.trace.parts.growing import growing_run
 from cacheprobe.trace.parts.journal import read_journal
 from cacheprobe.trace.recording.features import FeatureRecorder
-from cacheprobe.trace.rows import RowRecord
-from cacheprobe.trace.tables.features import feature_table
+from cacheprobe.trace.tables.build import RowRecord
 from tests.capture.recorded_run import DRAFTERS, LONG, failing_after, recorded, recording_process
 from tests.command import cacheprobe
 from tests.dashboard.growing_run import part_each_round
 from tests.dictionaries.planted import random_dictionary
+from tests.invariants.machines import Faulty, tiny
+from tests.invariants.runs import PROMPTS as FAILING
+from tests.invariants.runs import RUN
 from tests.tiny import PROMPTS, SMALL, loaded
 
 TWINS = [*PROMPTS[:3], PROMPTS[2], PROMPTS[2], PROMPTS[2]]
@@ -72,10 +74,23 @@ def test_they_are_read_while_the_run_grows(tmp_path: Path) -> None:
         growing = cp.load_trace(tmp_path / "run")
         features = growing.features()
         assert features.equals(growing.features(mine, top=8))
-        followed = FollowedRun(tmp_path / "run").features
+        followed = growing_run(tmp_path / "run").features
         assert followed is not None and followed.equals(features)
         numbers.append(len(features))
     assert len(numbers) > 2 and numbers == sorted(numbers) and numbers[0] < numbers[-1] < len(stream.trace().features())
+
+
+@pytest.mark.parametrize("is_drafted", [False, True])
+def test_a_pass_that_fails_moves_no_feature(is_drafted: bool, tmp_path: Path) -> None:
+    """The features that follow a failed pass belong to their rows, also if parts were written before it."""
+    drafter = cp.drafters.EarlyExit(layer=1) if is_drafted else None
+    settings = dict(RUN, deterministic=True, capture="S", dictionary=random_dictionary(), drafter=drafter)
+    for number in (2, 7, 8, 13):
+        faults = {number: torch.OutOfMemoryError("for once")}
+        model = Faulty(tiny(), lambda call, faults=faults: faults.pop(call.number, None))
+        trace = cp.run(model, FAILING[:4], **settings, out=tmp_path / str(number))
+        assert model.num_faults == 1 and not trace.meta["errors"]
+        assert len(trace.features()) and trace.features().equals(trace.features(random_dictionary(), top=8))
 
 
 def committed(trace: cp.Trace, request_id: int) -> pd.DataFrame:
@@ -165,8 +180,7 @@ def test_a_damaged_table_is_named(tmp_path: Path) -> None:
 
 def test_a_row_whose_source_was_not_recorded_has_no_features() -> None:
     recorder = FeatureRecorder(random_dictionary(), 3, ())
-    recorder.add([4], [RowRecord(0, 0, "prefill", 4, 9, 3)], torch.randn(1, 32))
+    recorder.add([4], [RowRecord(0, 0, "prefill", 4, 9, 3, role="prompt")], torch.randn(1, 32))
     recorder.copy(6, 4)
     recorder.copy(7, 5)
-    table = feature_table(recorder.take(), pd.DataFrame({"row": range(8), "status": "committed"}), None)
-    assert {*table.row} == {4, 6} and not len(recorder.take()["row"])
+    assert {*recorder.take().row} == {4, 6} and not len(recorder.take())

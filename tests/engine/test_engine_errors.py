@@ -11,10 +11,9 @@ from cacheprobe.engine import committer
 from cacheprobe.engine.passes import EngineError
 from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.paths import choose_path
-from cacheprobe.trace.head_blocks import HeadBlocks
 from cacheprobe.trace.recording.recorder import Recorder
 from cacheprobe.trace.self_checks import CaptureError
-from cacheprobe.trace.state_store import Blocks
+from cacheprobe.trace.state_store import Blocks, HeadBlocks
 from tests.invariants.machines import Call, Faulty, tiny
 from tests.invariants.runs import CHUNK, PROMPTS, RUN, Watched, future, outcome
 from tests.tiny import hf_model

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.trace.tables.token_measures import token_measures
+from cacheprobe.trace.tables.draft_verdicts import token_measures
 from cacheprobe.views.report.request_text import MOST_TOKENS, text_parts, text_piece, with_feature
 from tests.dictionaries.planted import random_dictionary
 from tests.plots.test_picture_contract import drafted, thinking

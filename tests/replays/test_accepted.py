@@ -3,9 +3,8 @@
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.trace.replays.acceptance import accepted_drafts
-from cacheprobe.trace.replays.json_responses import read_json
-from cacheprobe.trace.replays.response import ReplayRefused
+from cacheprobe.trace.replays.response import ReplayRefused, accepted_drafts
+from cacheprobe.trace.replays.responses import read_json
 from tests.replays.test_replay import ANSWERS, SETTINGS
 from tests.tiny import PROMPTS, loaded
 

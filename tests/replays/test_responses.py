@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from cacheprobe.trace.replays import json_responses
-from cacheprobe.trace.replays.python_responses import read_responses
+from cacheprobe.trace.replays import responses
 from cacheprobe.trace.replays.response import ReplayRefused
+from cacheprobe.trace.replays.responses import read_responses
 from tests.tiny import hf_model
 
 PROMPT, IDS, NATS = (5, 6, 7), (8, 9, 4), (-0.5, -1.25, -3.0)
@@ -146,7 +146,7 @@ def test_a_damaged_file_is_refused_within_a_second(
         held = {"cut": whole[:-9], "deep": b"[" * 200_000, "bytes": b"\xff\xfe" + whole, "empty": b"", "large": whole}
         path.write_bytes(held[damage])
     if damage == "large":
-        monkeypatch.setattr(json_responses, "LARGEST_BYTES", 10)
+        monkeypatch.setattr(responses, "LARGEST_BYTES", 10)
     began = time.monotonic()
     with pytest.raises(ReplayRefused, match=path.name):
         read_responses(path)

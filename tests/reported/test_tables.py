@@ -1,7 +1,6 @@
 """Tables have one schema, whatever a run holds: in memory, in every Parquet file, and exported."""
 
 import inspect
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +16,7 @@ import cacheprobe as cp
 from cacheprobe.cli import look, sweep
 from cacheprobe.lenses.base import LensError
 from cacheprobe.models.base import ModelError
-from cacheprobe.trace.parts.following import FollowedRun
-from cacheprobe.trace.storage import migrate_run
+from cacheprobe.trace.parts.growing import growing_run
 from cacheprobe.trace.stored import StoredRun
 from tests.dashboard.growing_run import part_each_round
 from tests.dictionaries.planted import random_dictionary
@@ -30,7 +28,6 @@ from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 FEW: dict[str, Any] = {**SMALL, "max_new_tokens": 8}
 EARLY = cp.drafters.EarlyExit(layer=1)
 LENS = cp.lenses.LogitLens()
-EARLIER = [Path(__file__).parents[1] / "fixtures" / name for name in ("trace-v1", "trace-v6")]
 
 
 def imported(**to: Any) -> cp.Trace:
@@ -79,7 +76,7 @@ def saved(runs: dict[str, cp.Trace], tmp_path_factory: pytest.TempPathFactory) -
 def everywhere(runs: dict[str, cp.Trace], saved: dict[str, Path]) -> dict[str, cp.Trace]:
     """The runs in memory, and loaded from the disk; and runs that earlier versions saved."""
     loaded_again = {f"{name}, loaded": cp.load_trace(saved[name], trace.model) for name, trace in runs.items()}
-    return runs | loaded_again | {folder.name: cp.load_trace(folder, loaded()) for folder in EARLIER}
+    return runs | loaded_again
 
 
 def with_costs(trace: cp.Trace) -> pd.DataFrame:
@@ -227,7 +224,7 @@ def stored_types(files: Iterator[Path]) -> dict[str, dict[str, dict[str, str]]]:
 def test_every_parquet_file_has_one_schema(
     runs: dict[str, cp.Trace], saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of saved and migrated runs, of runs that are recorded in parts, while they grow and at their end, and of recorded
+    """Of saved runs, of runs that are recorded in parts, while they grow and at their end, and of recorded
     imports."""
     part_each_round(monkeypatch)
     monkeypatch.setattr("os.fsync", lambda file: None)  # many parts; no power is cut
@@ -238,9 +235,6 @@ def test_every_parquet_file_has_one_schema(
         imported=lambda to: imported(model=loaded(), out=to),
     )
     files = [file for folder in saved.values() for file in folder.glob("*.parquet")]
-    for folder in EARLIER:
-        migrate_run(shutil.copytree(folder, tmp_path / folder.name))
-        files += (tmp_path / folder.name).glob("*.parquet")
     for name, make in made.items():
         files += make(tmp_path / name).save(tmp_path / f"{name} again").glob("*.parquet")
         files += (tmp_path / name).glob("*.parquet")
@@ -257,12 +251,14 @@ def test_every_parquet_file_has_one_schema(
             pass
         stream.close()
         files += (tmp_path / name).glob("*.parquet")
-        growing, followed = cp.load_trace(tmp_path / name), FollowedRun(tmp_path / name)
+        growing, followed = cp.load_trace(tmp_path / name), growing_run(tmp_path / name)
         assert growing.rejected().dtypes.equals(runs["drafted"].rejected().dtypes)
         assert followed.features is None or growing.features().dtypes.equals(followed.features.dtypes)
         assert followed.events.dtypes.equals(runs["drafted"].events().dtypes)
     found = stored_types(iter(files))
-    assert {*found} == {"rows", "events", "ledger", "tokens", "hypotheses", "features", "thoughts", "thoughts part"}
+    assert {*found} == {
+        *("rows", "events", "ledger", "tokens", "hypotheses", "readings", "features", "thoughts", "thoughts part"),
+    }
     assert {kind: said for kind, of in found.items() if (said := differences(of))} == {}
 
 

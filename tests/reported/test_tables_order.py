@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel as ByteLevelSplit
 from transformers import PreTrainedTokenizerFast
 
 import cacheprobe as cp
-from cacheprobe.trace.parts.following import FollowedRun
+from cacheprobe.trace.parts.growing import growing_run
 from tests.capture.recorded_run import failing_after
 from tests.dashboard.growing_run import part_each_round
 from tests.dictionaries.planted import FEATURES, random_dictionary, saved
@@ -110,7 +110,7 @@ def test_a_text_that_ends_in_half_a_character_goes_on_whole(tmp_path: Path, monk
         folder = tmp_path / str(files)
         with failing_after(files):
             cp.replay(model, [response], **settings, out=folder)
-        growing, followed = cp.load_trace(folder), FollowedRun(folder)
+        growing, followed = cp.load_trace(folder), growing_run(folder)
         so_far = growing.committed(0)
         assert growing.text(0) == followed.requests[0]["text"] == tokenizer.decode(so_far)
         halves += growing.text(0).endswith("\ufffd")

@@ -3,21 +3,15 @@
 import json
 import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
-import torch
-from safetensors.torch import save_file
 
 import cacheprobe as cp
 from cacheprobe.cli.app import app
-from cacheprobe.core.values import JsonDict
-from cacheprobe.trace.checked_files import CheckedFiles, checksums_of, damaged_files
-from cacheprobe.trace.manifest import BLOCK_BYTES, TraceError, sha256_of_manifest
+from cacheprobe.trace.manifest import BLOCK_BYTES, CheckedFiles, TraceError, checksums_of, damaged_files
 from cacheprobe.trace.stored import StoredRun
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
 
@@ -118,55 +112,12 @@ def test_verify_files_compares_them_without_a_model(
     assert code == 1 and f"damaged: {shard.name} is missing" in said and f"damaged: {rows.name} has " in said
 
 
-def rewritten(directory: Path, change: Callable[[JsonDict], object]) -> None:
-    """Changes the manifest, with a checksum that fits: what another program could write."""
-    path = directory / "manifest.json"
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    change(manifest)
-    path.write_text(json.dumps({**manifest, "manifest_sha256": sha256_of_manifest(manifest)}), encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda m: m.pop("run_id"), "lacks run_id"),
-        (lambda m: m.pop("requests"), "lacks requests"),
-        (lambda m: m.pop("blocks"), "lacks blocks"),
-        (lambda m: m["requests"][1].pop("committed_token_ids"), r"lacks requests\[1\]\.committed_token_ids"),
-        (lambda m: m["requests"][0].update(text=3), r"requests\[0\]\.text is not a text"),
-        (lambda m: m["requests"][0]["prompt_token_ids"].append("9"), r"prompt_token_ids\[5\] is not a whole number"),
-        (lambda m: m["requests"][0].update(is_deterministic=None), r"is_deterministic is not true or false"),
-        (lambda m: m["requests"][0].update(sampling=1), r"sampling is not an object or null"),
-        (lambda m: m["meta"].pop("fingerprint"), r"lacks meta\.fingerprint"),
-        (lambda m: m["meta"]["capture"].pop("heads"), r"lacks meta\.capture\.heads"),
-        (lambda m: m.update(files=[]), "files is not an object"),
-        (lambda m: m.update(layers=[0, True]), r"layers\[1\] is not a whole number"),
-        (lambda m: m["files"].pop(f"rows-{m['run_id']}.parquet"), r"lacks files\.rows-"),
-        (lambda m: m["files"].pop(m["shards"][0]), r"lacks files\.states-"),
-        (lambda m: m.update(format_version=7, sha256={}), r"lacks sha256\."),
-        (lambda m: m.update(format_version=7, sha256=None), "sha256 is not an object"),
-        (lambda m: m.update(format_version=7), "lacks sha256"),
-        (lambda m: m["blocks"].update({m["shards"][0]: "00"}), "lacks checksums of blocks.states-"),
-        (lambda m: m["files"].update({"../other": 1}), "names a file of another folder, ../other"),
-        (lambda m: m.update(format_version=99), "trace format 99, this cacheprobe reads 1 to .*a newer cacheprobe"),
-    ],
-)  # fmt: skip
-def test_a_manifest_without_a_key_is_refused_by_name(run: Path, tmp_path: Path, change: Any, said: str) -> None:
-    copy = Path(shutil.copytree(run, tmp_path / "copy"))
-    rewritten(copy, lambda manifest: None)
-    assert everything(copy) == everything(run)
-    rewritten(copy, change)
-    for opened in (cp.load_trace, StoredRun):
-        with pytest.raises(TraceError, match=f"{copy}.*({said})"):
-            opened(copy)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda m: m["requests"][0]["committed_token_ids"].__setitem__(2, 5), "manifest.json was changed after"),
         (lambda m: m["meta"].update(kind="nur"), "manifest.json was changed after"),
-        (lambda m: m.pop("manifest_sha256"), "manifest.json lacks manifest_sha256"),
+        (lambda m: m.pop("manifest_sha256"), "manifest.json was changed after"),
     ],
 )
 def test_a_changed_manifest_is_refused(run: Path, tmp_path: Path, change: Any, said: str) -> None:
@@ -191,37 +142,3 @@ def test_a_file_of_another_run_is_refused(run: Path, tmp_path: Path) -> None:
     shard.write_bytes(data[: (run / shard.name).stat().st_size].ljust((run / shard.name).stat().st_size, b"\0"))
     with pytest.raises(TraceError, match=f"{shard} was changed .* or is of another run: bytes 0 to .* differ"):
         cp.load_trace(copy).states("S", 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("name", "write", "said"),
-    [
-        ("rows", lambda path: pd.read_parquet(path).drop(columns="role").to_parquet(path), "has no column role"),
-        ("hypotheses", lambda path: pd.read_parquet(path).drop(columns="layer").to_parquet(path), "no column layer"),
-        ("events", lambda path: path.write_bytes(b"PAR1" + bytes(90) + b"PAR1"), "cannot be read"),
-        ("states", lambda path: path.write_bytes(b"\xff" * 40), "cannot be read .its header would be"),
-        ("states", lambda path: save_file({"S.0": torch.zeros(3)}, path), "holds no states of site S, layer 1"),
-        ("states", lambda path: path.write_bytes(b"\x02" + bytes(7) + b"{}"), "holds no states of site S, layer 1"),
-        ("states", lambda path: path.write_bytes(b"\x0a" + bytes(7) + b'{"S.1": 4}'), "cannot be read"),
-    ],
-)
-def test_a_run_without_checksums_raises_no_error_of_a_library(
-    run: Path, tmp_path: Path, name: str, write: Any, said: str
-) -> None:
-    """As trace format 3 stored it: a missing column, a table or a shard that is none."""
-    copy = Path(shutil.copytree(run, tmp_path / "copy"))
-    path = next(copy.glob(f"{name}-*"))
-    write(path)
-    manifest = json.loads((copy / "manifest.json").read_text(encoding="utf-8"))
-    old = {k: v for k, v in manifest.items() if k not in ("blocks", "manifest_sha256")}
-    old["files"][path.name] = path.stat().st_size
-    (copy / "manifest.json").write_text(json.dumps({**old, "format_version": 3}), encoding="utf-8")
-    where = copy if "holds no states" in said else path
-    with pytest.raises(TraceError, match=f"{where}.*{said}"):
-        trace = cp.load_trace(copy)
-        assert trace.recorded_readings is not None
-        trace.states("S", 1, 0)
-    if name != "states":
-        with pytest.raises(TraceError, match=f"{path}.*{said}"):
-            stored = StoredRun(copy)
-            _ = (stored.rows, stored.events, stored.readings(0))

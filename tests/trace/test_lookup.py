@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.trace.lookup import Lookup
+from cacheprobe.trace.data import Lookup
 from tests.tiny import loaded
 
 LONG = dict(max_new_tokens=3, max_batch=4, capacity=64, progress=False)

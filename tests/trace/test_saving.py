@@ -1,6 +1,5 @@
 """Saving a run: one process at a time, nothing of others deleted, and nothing lost by a kill or a full disk."""
 
-import json
 import os
 import resource
 import shutil
@@ -10,7 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,15 +16,9 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.cli.app import app
-from cacheprobe.trace.checked_files import damaged_files
-from cacheprobe.trace.manifest import FORMAT_VERSION, TraceError
+from cacheprobe.trace.manifest import TraceError, damaged_files
 from cacheprobe.trace.places import require_free
-from cacheprobe.trace.storage import migrate_run
 from tests.tiny import PROMPTS, SMALL, loaded
-
-FIXTURES = Path(__file__).parents[1] / "fixtures"
-FIRST, SIXTH = FIXTURES / "trace-v1", FIXTURES / "trace-v6"
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +29,6 @@ def trace() -> cp.Trace:
 @pytest.fixture
 def saved(trace: cp.Trace, tmp_path: Path) -> Path:
     return trace.save(tmp_path / "run")
-
-
-def version(directory: Path) -> int:
-    return json.loads((directory / "manifest.json").read_text(encoding="utf-8"))["format_version"]
 
 
 HOLDS = """
@@ -72,8 +60,6 @@ def test_a_second_saver_is_refused_by_name_and_a_killed_one_leaves_nothing(
             with pytest.raises(TraceError, match=f"{saved} is being written by process {other.pid} on .*; wait for it"):
                 attempt()
         if not is_new:
-            with pytest.raises(TraceError, match=f"being written by process {other.pid}"):
-                migrate_run(saved)
             assert cp.load_trace(saved).digest(0) == trace.digest(0)
         other.kill()
     assert len(list(saved.iterdir())) == len(before) + 3
@@ -94,13 +80,7 @@ def test_a_save_in_the_same_process_is_refused_too(trace: cp.Trace, saved: Path)
 
 def test_files_that_only_look_like_those_of_a_run_stay(trace: cp.Trace, saved: Path) -> None:
     """Before, every file named like rows-2024.parquet was deleted."""
-    theirs = [
-        "rows-2024.parquet",
-        "rows-20240131.parquet",
-        "states-mine.safetensors",
-        "tokens-1.parquet.tmp",
-        ".tmpA1b2C3",
-    ]
+    theirs = ["rows-2024.parquet", "rows-20240131.parquet", "states-mine.safetensors", "tokens-1.parquet.tmp"]
     for name in theirs:
         (saved / name).write_text("of a user")
     trace.save(saved, overwrite=True)
@@ -197,11 +177,10 @@ def test_a_run_saved_over_itself_keeps_its_states_without_writing_them(saved: Pa
 KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
-from cacheprobe.trace.storage import migrate_run
 from cacheprobe.trace.trace import load_trace
 import filelock, pyarrow.parquet, safetensors.torch
 
-work, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+source, target = Path(sys.argv[1]), Path(sys.argv[2])
 CHANGES = {"os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "open", "shutil.rmtree"}
 
 def kill_at(number):
@@ -220,10 +199,7 @@ for number in range(1, 400):
     if not child:
         target = target / str(number)
         kill_at(number)
-        if work == "migrate":
-            migrate_run(target)
-        else:
-            load_trace(source).save(target, overwrite=True)
+        load_trace(source).save(target, overwrite=True)
         os._exit(0)
     status = os.waitpid(child, 0)[1]
     if status == 0:
@@ -244,68 +220,23 @@ def as_list(cell: object) -> object:
     return list(cell) if isinstance(cell, np.ndarray) else cell
 
 
-@pytest.mark.parametrize(("work", "source"), [("migrate", SIXTH), ("migrate", FIRST), ("save", SIXTH)])
-def test_killed_before_any_change_of_a_file_the_run_is_whole(work: str, source: Path, tmp_path: Path) -> None:
+def test_killed_before_any_change_of_a_file_the_run_is_whole(trace: cp.Trace, tmp_path: Path) -> None:
+    source, copies = trace.save(tmp_path / "run"), tmp_path / "copies"
+    copies.mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, work, str(source), str(tmp_path)], capture_output=True, text=True, timeout=250
+        [sys.executable, "-c", KILLED, str(source), str(copies)], capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
-    last, seen, wanted, want = int(done.stdout), set(), tables(source), cp.load_trace(source)
+    last, wanted, want = int(done.stdout), tables(source), cp.load_trace(source)
     assert last > 30
     for number in range(1, last + 1):
-        copy = tmp_path / str(number)
-        seen.add(version(copy))
-        trace = cp.load_trace(copy)
+        copy = copies / str(number)
+        again = cp.load_trace(copy)
         for ours, theirs in zip(tables(copy), wanted, strict=True):
             pd.testing.assert_frame_equal(ours, theirs, check_exact=True)
-        assert trace.meta == want.meta and trace.tokens == want.tokens and trace.texts == want.texts
-        assert all(torch.equal(trace.states(s, 1, 0), want.states(s, 1, 0)) for s in "STC")
+        assert again.meta == want.meta and again.tokens == want.tokens and again.texts == want.texts
+        assert all(torch.equal(again.states(s, 1, 0), want.states(s, 1, 0)) for s in "STC")
         if number < last:
-            assert migrate_run(copy) in (FORMAT_VERSION, version(source))
-        assert version(copy) == FORMAT_VERSION
+            require_free(copy, overwrite=True)  # deletes what the killed save left
         assert {path.name for path in copy.iterdir()} == {"manifest.json", *cp.load_trace(copy).store.files.sizes}
         assert not damaged_files(copy)[1]
-    assert seen == {version(source), FORMAT_VERSION}
-
-
-def test_migrate_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def command(directory: Path) -> str:
-        app(["migrate", str(directory)], result_action="return_value", exit_on_error=False)
-        return capsys.readouterr().out
-
-    copy = Path(shutil.copytree(FIRST, tmp_path / "run"))
-    (copy / "report.html").write_text("of this run")
-    assert command(copy) == f"{copy} migrated from trace format 1 to {FORMAT_VERSION}\n"
-    assert command(copy) == f"{copy} is already of trace format {FORMAT_VERSION}\n"
-    assert (copy / "report.html").read_text() == "of this run"
-    states = next(path.name for path in FIRST.glob("states-*"))
-    assert not (copy / states).exists() and (FIRST / states).read_bytes() == next(copy.glob("states-*")).read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (
-            lambda copy: next(copy.glob("rows-*")).write_bytes(b"x" * 8138),
-            "rows-.* was changed after the run",
-        ),
-        (lambda copy: next(copy.glob("rows-*")).unlink(), "rows-.* is missing"),
-    ],
-)
-def test_a_damaged_run_is_not_migrated(tmp_path: Path, change: Any, said: str) -> None:
-    """Its new checksums would call the damage whole."""
-    copy = Path(shutil.copytree(SIXTH, tmp_path / "run"))
-    change(copy)
-    before = sorted(copy.iterdir())
-    with pytest.raises(TraceError, match=said):
-        migrate_run(copy)
-    assert sorted(copy.iterdir()) == before and version(copy) == 6
-
-
-def test_a_cell_of_a_sweep_is_not_migrated(tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(FIRST, tmp_path / "run"))
-    manifest = json.loads((copy / "manifest.json").read_text(encoding="utf-8"))
-    manifest["meta"]["sweep"] = {}
-    (copy / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    with pytest.raises(TraceError, match="is a cell of a sweep"):
-        migrate_run(copy)

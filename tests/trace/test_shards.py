@@ -8,11 +8,10 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.trace.checked_files import CheckedFiles
-from cacheprobe.trace.manifest import BLOCK_BYTES, TraceError
+from cacheprobe.trace.manifest import BLOCK_BYTES, CheckedFiles, TraceError
 from cacheprobe.trace.parts import shards
 from cacheprobe.trace.parts.shards import ShardStore
-from cacheprobe.trace.run_files import RunFiles
+from cacheprobe.trace.storage import RunFiles
 from tests.tiny import PROMPTS, SMALL, loaded
 
 WIDTH = 512

@@ -16,7 +16,8 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.trace.manifest import FORMAT_VERSION, TraceError
-from cacheprobe.trace.run_files import RunFiles
+from cacheprobe.trace.storage import RunFiles
+from cacheprobe.trace.stored import StoredRun
 from tests.tiny import PROMPTS, SMALL, loaded
 
 EXAMPLE = cp.tasks.CoinFlip(people=2, shots=1).examples(1, seed=4)[0]
@@ -93,23 +94,18 @@ def test_damage_is_named(saved: Path, damage, message: str) -> None:
     assert str(saved) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_another_version_is_refused(saved: Path) -> None:
+@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, FORMAT_VERSION - 1, 1, 0, True, "12", None])
+@pytest.mark.parametrize(("written_by", "reader"), [({"cacheprobe": "0.3.1"}, "0.3.1"), ({}, "commit 29bbc91e")])
+def test_another_format_is_refused_with_the_version_that_reads_it(
+    saved: Path, version: object, written_by: dict[str, str], reader: str
+) -> None:
     manifest = json.loads((saved / "manifest.json").read_text())
-    (saved / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
-    with pytest.raises(TraceError, match=f"trace format 99, this cacheprobe reads 1 to {FORMAT_VERSION}"):
-        cp.load_trace(saved)
-
-
-def test_a_run_from_before_heads_is_read(trace: cp.Trace, saved: Path) -> None:
-    manifest = json.loads((saved / "manifest.json").read_text())
-    manifest["format_version"] = 2
-    for name in ("heads", "blocks", "manifest_sha256"):
-        del manifest[name]
-    del manifest["meta"]["capture"]["heads"]
-    (saved / "manifest.json").write_text(json.dumps(manifest))
-    again = cp.load_trace(saved, model=loaded())
-    assert again.digest(0) == trace.digest(0) and again.store.heads == ()
-    assert cp.verify(again, progress=False).is_equal
+    del manifest["cacheprobe"]
+    (saved / "manifest.json").write_text(json.dumps({**manifest, **written_by, "format_version": version}))
+    said = f"{saved} is of trace format {version}, this cacheprobe reads {FORMAT_VERSION}; read it with .* {reader}"
+    for opened in (cp.load_trace, StoredRun):
+        with pytest.raises(TraceError, match=said):
+            opened(saved)
 
 
 def test_a_strangers_directory_is_left_alone(trace: cp.Trace, tmp_path: Path) -> None:

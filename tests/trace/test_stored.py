@@ -8,10 +8,10 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.analysis.comparison import compare_requests, first_difference, first_reading_difference
-from cacheprobe.trace import run_files
+from cacheprobe.trace import storage
 from cacheprobe.trace.manifest import TraceError
 from cacheprobe.trace.stored import StoredRun
-from cacheprobe.trace.tables.ledgers import ledger_at, rows_in_use
+from cacheprobe.trace.tables.build import ledger_at, rows_in_use
 from cacheprobe.trace.tables.token_history import standing_at, token_history
 from cacheprobe.views.report.run_comparison import UNCOMPARED, about_request, request_list
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
@@ -28,7 +28,7 @@ def trace() -> cp.Trace:
 def run(trace: cp.Trace, tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
     """Saved in row groups of a hundred lines, so that a request has several and shares some."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_files, "ROW_GROUP", 100)
+        patch.setattr(storage, "ROW_GROUP", 100)
         return StoredRun(trace.save(tmp_path_factory.mktemp("stored") / "run"))
 
 

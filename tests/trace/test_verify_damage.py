@@ -1,21 +1,17 @@
 """Damage to a stored run: each kind is noticed, and named, by `cp.verify` and by `cacheprobe verify`."""
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 import cacheprobe as cp
 from cacheprobe.analysis.audit import audit
 from cacheprobe.cli.app import verify as verify_command
 from cacheprobe.core.records import Request
-from cacheprobe.trace.checked_files import damaged_files
-from cacheprobe.trace.manifest import sha256_of_manifest
+from cacheprobe.trace.manifest import damaged_files
 from cacheprobe.trace.state_store import MemoryStore
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -166,21 +162,6 @@ def test_damage_on_the_disk_is_noticed_by_file(
         path.write_bytes(data)
     assert verify_command(directory, progress=False) == 1
     assert f"damaged: {path.name} was changed after the run was saved" in capsys.readouterr().out
-
-
-def test_a_run_without_checksums_is_compared_all_the_same(run: cp.Trace, tmp_path: Path) -> None:
-    """As the third format stored it."""
-    directory = run.save(tmp_path / "run")
-    path = directory / "manifest.json"
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    assert manifest["manifest_sha256"] == sha256_of_manifest(manifest)
-    old = {k: v for k, v in manifest.items() if k != "manifest_sha256"} | {"format_version": 3}
-    path.write_text(json.dumps(old), encoding="utf-8")
-    shard = next(directory.glob("states-*"))
-    states = load_file(shard)
-    save_file({key: torch.clone(value) for key, value in states.items()}, shard)
-    result = cp.verify(cp.load_trace(directory), loaded(), progress=False)
-    assert result.is_equal and result.num_files == 0 and "not compared: files: the run was stored before" in str(result)
 
 
 SAMPLED = cp.SamplingParams(temperature=0.8)

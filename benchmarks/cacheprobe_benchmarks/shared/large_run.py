@@ -6,9 +6,8 @@ import numpy as np
 import pandas as pd
 
 import cacheprobe as cp
-from cacheprobe.trace.rows import LedgerChange
 from cacheprobe.trace.state_store import MemoryStore
-from cacheprobe.trace.tables.build import EVENT_COLUMNS, ledger_table
+from cacheprobe.trace.tables.build import EVENT_COLUMNS, LedgerChange, ledger_table
 from cacheprobe.trace.tables.schema import typed
 from cacheprobe_benchmarks.shared.tiny import tiny_model
 

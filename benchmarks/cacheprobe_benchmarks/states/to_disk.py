@@ -114,7 +114,7 @@ def _raw_over_parts(run: Path, folder: Path) -> float:
     the run does: one safetensors file a part, with its checksums."""
     from safetensors.torch import load_file, save_file
 
-    from cacheprobe.trace.run_files import RunFiles
+    from cacheprobe.trace.storage import RunFiles
 
     shards = [load_file(path) for path in sorted(run.glob("states-*"))]
     data = b"".join(path.read_bytes() for path in sorted(run.glob("states-*")))

@@ -8,6 +8,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from cacheprobe.core.hook_names import SITES
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.terminal import Progress
 from cacheprobe.core.tokens import visible
@@ -133,7 +134,7 @@ def gradients(
     source: object,
     metric: Metric,
     *,
-    sites: Iterable[str] = "STC",
+    sites: Iterable[str] = SITES,
     layers: "Iterable[int] | None" = None,
     request_ids: "Iterable[int] | None" = None,
     rejected: bool = True,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,10 +20,7 @@ from cacheprobe.core.tokens import special_token_ids
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.hf.text import TokenText
-from cacheprobe.trace.rows import LedgerChange, RowRecord
-from cacheprobe.trace.state_store import MemoryStore
-from cacheprobe.trace.tables import build as tables
-from cacheprobe.trace.trace import Trace
+from cacheprobe.trace.tables.build import LedgerChange, Part, RowRecord
 
 KIND = "import"
 """Entry "kind" of the metadata of an imported trace."""
@@ -113,19 +110,6 @@ class Origin:
     """Whether the program stores which passes it ran."""
 
 
-class ImportPiece(NamedTuple):
-    """Holds some of the rows of an import, which follow each other in its order, and the passes that end with them."""
-
-    rows: list[RowRecord]
-    states: dict[tuple[str, int], Tensor]
-    """By (site, layer): states [n, m] of the rows."""
-    steps: list[StepRecord]
-    """One StepRecord for each pass that ends with these rows."""
-    ledger: list[LedgerChange]
-    ended: list[int]
-    """Ids of the requests that end with these rows."""
-
-
 @dataclass(frozen=True)
 class Imported:
     """Holds checked generations of another program, to be made a Trace in memory or recorded to disk in pieces."""
@@ -159,9 +143,9 @@ class Imported:
         """Layers with states, ascending."""
         return self.generations[0].layers
 
-    def pieces(self, max_bytes: int | None = None) -> Iterator[ImportPiece]:
-        """Yields the rows in the order of a run: by pass, request and position. Reads the states of one piece at a
-        time.
+    def pieces(self, max_bytes: int | None = None) -> Iterator[tuple[Part, list[int]]]:
+        """Yields (rows that follow each other in the order of a run: by pass, request and position, with the passes
+        that end with them; ids of the requests that end with them). Reads the states of one piece at a time.
 
         max_bytes: most bytes of a piece, or one row; None for one piece of everything.
         """
@@ -175,13 +159,11 @@ class Imported:
             chosen, following = following, list(islice(places, count))
             end = following[0][0] if following else last + 1  # passes before this one have all their rows
             rows, states = self._read(chosen, num_rows)
-            yield ImportPiece(
-                rows,
-                states,
-                [record for number in range(step, end) for record in self._records_of(number)],
-                [change for number in range(step, end) for change in self._changes_of(number)],
-                [i for i, one in enumerate(self.generations) if step <= one.last_step < end],
-            )
+            size = sum(state.nbytes for state in states.values())
+            steps = [record for number in range(step, end) for record in self._records_of(number)]
+            ledger = [change for number in range(step, end) for change in self._changes_of(number)]
+            ended = [i for i, one in enumerate(self.generations) if step <= one.last_step < end]
+            yield Part(num_rows, rows, [], size, lambda states=states: states, {}, steps, ledger, []), ended
             num_rows, step = num_rows + len(rows), end
 
     def _read(
@@ -276,25 +258,6 @@ class Imported:
             "behaviour": None,
             "path_reason": f"imported from {origin.program}",
         }
-
-    def trace(self) -> Trace:
-        """Returns the Trace, with all states in memory."""
-        (piece,) = self.pieces()
-        rows, events = tables.rows_table(piece.rows, self.text.token_texts), tables.events_table(piece.steps)
-        tokens = {number: list(one.generated) for number, one in enumerate(self.generations)}
-        return Trace(
-            requests=self.requests,
-            tokens=tokens,
-            texts={n: self.text.decode(ids, after=self.generations[n].prompt) for n, ids in tokens.items()},
-            row_table=rows,
-            stored_readings=None,
-            event_table=events,
-            token_table=tables.tokens_table(rows, tokens, events, {}, self.text.token_texts),
-            ledger_table=tables.ledger_table(piece.ledger),
-            store=MemoryStore(piece.states),
-            meta=self.meta,
-            model=self.model,
-        )
 
 
 def _places(generations: Sequence[Generation]) -> Iterator[tuple[int, int, int]]:

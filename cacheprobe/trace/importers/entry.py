@@ -1,21 +1,20 @@
 """Defines import_generate and import_vllm: a Trace of what another program kept, in memory or on the disk."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Unpack
-
-from torch import Tensor
 
 from cacheprobe.analysis.reading import readable
 from cacheprobe.core.live import require_usable_process
 from cacheprobe.core.records import Finished
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
-from cacheprobe.trace.importers.common import Imported, ImportPiece
+from cacheprobe.trace.importers.common import Imported
 from cacheprobe.trace.importers.generate import read_generate
 from cacheprobe.trace.importers.vllm import read_vllm
-from cacheprobe.trace.recording.part import Part
+from cacheprobe.trace.recording.assemble import trace_of_part
 from cacheprobe.trace.recording.to_disk import ImportOutput, ToDisk, to_disk
+from cacheprobe.trace.tables.build import Part
 from cacheprobe.trace.trace import Trace, load_trace
 
 __all__ = ["import_generate", "import_vllm"]
@@ -91,42 +90,44 @@ def import_vllm(
 
 def _recorded(imported: Imported, to: ImportOutput) -> Trace:
     """Returns the Trace of checked generations: of the memory, or of the directory that they are recorded in."""
+    source = ImportSource(imported)
     with to_disk(**to) as disk:
         if disk is None:
-            return readable(imported.trace())
-        _record(imported, disk)
+            ((part, _),) = imported.pieces()
+            tokens = {number: list(one.generated) for number, one in enumerate(imported.generations)}
+            return readable(trace_of_part(part, source, imported.requests, tokens, imported.meta))
+        _record(imported, source, disk)
     return readable(load_trace(Path(disk.place.directory), imported.model))
 
 
-def _record(imported: Imported, disk: ToDisk) -> None:
+def _record(imported: Imported, source: "ImportSource", disk: ToDisk) -> None:
     """Records an import to disk, one part of at most `disk.part_bytes` after the other, and finishes it.
 
-    Twin: `Imported.trace`, ==: the tables have the same lines, and the states the same bits.
+    Twin: `trace_of_part` of the import as one part, ==: the tables have the same lines, and the states the same bits.
     """
-    source, meta = ImportSource(imported), imported.meta
     sites = {"sites": ["S"], "heads": [], "layers": imported.layers}
-    writer = disk.begin_new(source, imported.requests, meta, sites)
-    for piece in imported.pieces(disk.part_bytes):
-        source.piece = piece
-        for record in piece.steps:
+    writer = disk.begin_new(source, imported.requests, imported.meta, sites)
+    for part, ended in imported.pieces(disk.part_bytes):
+        source.part = part
+        for record in part.steps:
             for number, token_ids in record.committed:
                 start = len(imported.generations[number].prompt) + record.step
                 writer.on_commit(number, record.step, start, token_ids, ["committed"] * len(token_ids))
             writer.step = record.step
-        for number in piece.ended:
+        for number in ended:
             one = imported.generations[number]
             writer.on_finish(Finished(number, one.last_step, one.finish, one.generated))
         writer.end_round((), is_last=True)
     writer.wait()
-    disk.finish(meta)
+    disk.finish(imported.meta)
 
 
 class ImportSource:
-    """Gives a DiskWriter the pieces of an import, one at a time; see `capture.part.Source`."""
+    """Gives a DiskWriter the parts of an import, one at a time; see `recording.part.Source`."""
 
     def __init__(self, imported: Imported) -> None:
-        self.piece: ImportPiece | None = None
-        """The piece that `take` returns next."""
+        self.part: Part | None = None
+        """What `take` returns next."""
         self.num_taken = self.num_compared = 0
         self.differences: list[str] = []
         self.preemptions: list[tuple[int, int]] = []
@@ -134,12 +135,12 @@ class ImportSource:
         self.answer_mass: Mapping[int, tuple[float, ...]] = {}
         self.checks: list[JsonDict] = []
         self.model = imported.model
-        self._imported = imported
+        self.token_texts, self.decode = imported.text.token_texts, imported.text.decode
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the states of the piece."""
-        return 0 if self.piece is None else sum(state.nbytes for state in self.piece.states.values())
+        """Bytes of the states of the next part."""
+        return 0 if self.part is None else self.part.state_bytes or 0
 
     @property
     def num_states(self) -> int:
@@ -147,19 +148,8 @@ class ImportSource:
         return self.num_taken
 
     def take(self) -> Part:
-        """Returns the piece, and forgets it."""
-        size = self.num_bytes if self.piece is not None and self.piece.states else None
-        piece, self.piece = self.piece, None
-        assert piece is not None, "a piece is given before each part"
-        columns: dict[str, Tensor] = {}
-        part = Part(self.num_taken, piece.rows, [], size, lambda: piece.states, columns, piece.steps, piece.ledger, [])
-        self.num_taken += len(piece.rows)
+        """Returns the next part, and forgets it."""
+        part, self.part = self.part, None
+        assert part is not None, "a part is given before it is taken"
+        self.num_taken += len(part.rows)
         return part
-
-    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns the text of each token id."""
-        return self._imported.text.token_texts(token_ids)
-
-    def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
-        """Returns the joint text of token ids, as it stands after the tokens `after`."""
-        return self._imported.text.decode(token_ids, after)

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import xxhash
 
+from cacheprobe import __version__
 from cacheprobe.core.files import fsync
 from cacheprobe.core.values import JsonDict
-from cacheprobe.trace.manifest import JOURNAL, TraceError
+from cacheprobe.trace.manifest import FORMAT_VERSION, JOURNAL, TraceError, require_format
 
-_FORMAT, _VERSION, _READ = "cacheprobe journal", 5, (1, 2, 3, 4, 5)
-"""Version 2: states as int8; the state_index of rows in `labelled`. Version 3: thoughts. Version 4: features. Version
-5: no SHA-256 of files. A run that is continued keeps the version of its first line."""
+_FORMAT = "cacheprobe journal"
 _SUM = 32
 """Length of a line's checksum."""
 
@@ -60,6 +59,20 @@ class Journal:
         return {request_id: value for part in self.parts for request_id, value in part[key].items()}
 
     @property
+    def texts(self) -> dict[int, str]:
+        """Text of each request's committed tokens so far."""
+        texts = dict.fromkeys((request["request_id"] for request in self.header["requests"]), "")
+        for part in self.parts:
+            for request_id, (num_kept, added) in part["texts"].items():
+                texts[int(request_id)] = texts[int(request_id)][:num_kept] + added
+        return texts
+
+    @property
+    def token_texts(self) -> dict[int, str]:
+        """Text of each token so far, by token id."""
+        return {token_id: text for part in self.parts for token_id, text in part["token_texts"]}
+
+    @property
     def tokens(self) -> dict[int, list[int]]:
         """Committed token ids by request id."""
         tokens: dict[int, list[int]] = {request["request_id"]: [] for request in self.header["requests"]}
@@ -89,7 +102,8 @@ def waiting_file(journal: Journal) -> str | None:
 def begin_journal(directory: Path, header: JsonDict) -> None:
     """Writes a new journal with its first line. header: see `Journal.header`."""
     temporary = directory / f"{JOURNAL}.tmp"
-    temporary.write_bytes(_line({"format": _FORMAT, "version": _VERSION, **header}))
+    about = {"format": _FORMAT, "format_version": FORMAT_VERSION, "cacheprobe": __version__}
+    temporary.write_bytes(_line({**about, **header}))
     fsync(temporary)
     os.replace(temporary, directory / JOURNAL)
     fsync(directory)
@@ -115,8 +129,9 @@ def read_journal(directory: Path) -> Journal | None:
     if not contents:
         raise TraceError(f"{path}: line 1 was changed after it was written; restore the file")
     header = contents[0]
-    if header.get("format") != _FORMAT or header.get("version") not in _READ:
-        raise TraceError(f"{path} is of another program or version; this cacheprobe reads versions 1 to {_VERSION}")
+    if header.get("format") != _FORMAT:
+        raise TraceError(f"{path} is of another program")
+    require_format(directory, header)
     return Journal(directory, header, tuple(contents[1:]), num_bytes, data[:_SUM])
 
 

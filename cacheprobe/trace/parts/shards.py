@@ -10,8 +10,7 @@ from torch import Tensor
 
 from cacheprobe.core.values import JsonDict
 from cacheprobe.ops.state_codec import decode
-from cacheprobe.trace.checked_files import CheckedFiles
-from cacheprobe.trace.manifest import BLOCK_BYTES, TraceError
+from cacheprobe.trace.manifest import BLOCK_BYTES, CheckedFiles, TraceError
 from cacheprobe.trace.state_store import tensor_key
 
 KEPT_BYTES = 2**30
@@ -138,6 +137,12 @@ def header_of(files: CheckedFiles, name: str) -> dict[str, JsonDict]:
         for entry in entries.values():
             entry["data_offsets"] = [length + offset for offset in entry["data_offsets"]]
         return entries
+
+
+def read_tensors(files: CheckedFiles, name: str, keys: "Sequence[str] | None" = None) -> dict[str, Tensor]:
+    """Reads some tensors of a safetensors file by their names; all if `keys` is None. Raises: as `read_tensor`."""
+    entries = header_of(files, name)
+    return {key: read_tensor(files, name, entries[key]) for key in (entries if keys is None else keys)}
 
 
 def read_tensor(files: CheckedFiles, name: str, entry: JsonDict) -> Tensor:

@@ -10,11 +10,12 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.conversation import stopped_by
 from cacheprobe.tasks import accuracy
-from cacheprobe.trace.recording.later import missing_readings, read_now
+from cacheprobe.trace.recording.part import Source
 from cacheprobe.trace.recording.recorder import Recorder
+from cacheprobe.trace.recording.stored_states import missing_readings, read_now
 from cacheprobe.trace.state_store import MemoryStore
 from cacheprobe.trace.tables import build as tables
-from cacheprobe.trace.tables.features import feature_table
+from cacheprobe.trace.tables.build import Part
 from cacheprobe.trace.tables.reasoning import spans_of
 from cacheprobe.trace.tables.thoughts import first_logits, thought_lines, thought_states, thoughts_table
 from cacheprobe.trace.trace import Trace
@@ -33,40 +34,52 @@ def assemble(
     Reads the remaining rows through the lens, joins the states and builds the tables. If `capture` has Z and the
     recorder does not read it, the trace reads Z at its first use. meta: more entries of trace.meta.
     """
-    model = recorder.model
     if recorder.reader is not None:
         recorder.reader.require_ended()
     part = recorder.take()
     tokens = {r.request_id: list(recorder.finished[r.request_id].committed) for r in requests}
-    texts = {r.request_id: model.decode(tokens[r.request_id], after=r.prompt_token_ids) for r in requests}
-    rows, columns = tables.rows_table(part.rows, model.token_texts), part.columns
-    hypotheses = tables.hypotheses_table(columns, rows, recorder.lens.name, model.token_texts) if columns else None
-    thoughts, events = part.thoughts, tables.events_table(part.steps)
-    is_later = capture.reads_lens and recorder.reader is None
-    whole = {
-        **meta_before(recorder, fingerprint, config, capture, meta, has_thoughts=bool(thoughts)),
-        **meta_after(recorder, requests, texts, bool(columns), meta),
-    }
-    thought_table = None
+    before = meta_before(recorder, fingerprint, config, capture, meta, has_thoughts=bool(part.thoughts))
+    trace = trace_of_part(part, recorder, requests, tokens, before)
+    trace.meta |= meta_after(recorder, requests, trace.texts, bool(part.columns), meta)
+    trace.reading_later = read_now if trace.is_unread else None
+    return trace
+
+
+def trace_of_part(
+    part: Part, source: Source, requests: Sequence[Request], tokens: dict[int, list[int]], meta: JsonDict
+) -> Trace:
+    """Returns the Trace of a run whose only part is in memory. source: gave the part.  tokens: committed ids by
+    request.
+
+    Twin: the Trace of the same run in several parts on disk, ==: the tables have the same lines, and the states the
+    same bits.
+    """
+    texts_of, thoughts = source.token_texts, part.thoughts
+    rows, events = tables.rows_table(part.rows, texts_of), tables.events_table(part.steps)
+    thought_table = readings = features = None
     if thoughts:
-        lines = thought_lines(thoughts, requests, model)
+        assert source.model is not None
+        lines = thought_lines(thoughts, requests, source.model)
         thought_table = thoughts_table(lines, first_logits(thoughts), rows, tokens)
+    if part.columns:
+        readings = tables.hypotheses_table(part.columns, rows, meta["lens"], texts_of)
+    if part.features is not None:
+        features = tables.feature_table(part.features, rows, meta["capture"]["statuses"])
     return Trace(
         requests=tuple(requests),
         tokens=tokens,
-        texts=texts,
+        texts={r.request_id: source.decode(tokens[r.request_id], after=r.prompt_token_ids) for r in requests},
         row_table=rows,
-        stored_readings=hypotheses,
+        stored_readings=readings,
         event_table=events,
-        token_table=tables.tokens_table(rows, tokens, events, columns, model.token_texts),
+        token_table=tables.tokens_table(rows, tokens, events, part.columns, texts_of),
         ledger_table=tables.ledger_table(part.ledger),
         store=MemoryStore(part.states()),
         thought_table=thought_table,
-        feature_table=feature_table(part.features, rows, capture.statuses) if part.features else None,
+        feature_table=features,
         thought_states=thought_states(thoughts) if thoughts else None,
-        meta=whole,
-        model=model,
-        reading_later=read_now if is_later else None,
+        meta=meta,
+        model=source.model,
     )
 
 
@@ -98,7 +111,7 @@ def meta_before(
 
 
 def meta_after(
-    recorder: Recorder, requests: Sequence[Request], texts: dict[int, str], has_readings: bool, meta: JsonDict
+    recorder: Recorder, requests: Sequence[Request], texts: Mapping[int, str], has_readings: bool, meta: JsonDict
 ) -> JsonDict:
     """Returns the entries of trace.meta that are known after the last pass. meta: the run's "errors" and "missing"."""
     scores, unscored = _behaviour_or_reason(recorder, requests, texts)
@@ -136,7 +149,7 @@ def _thinking(model: CachedLM) -> dict[str, object] | None:
 
 
 def _behaviour_or_reason(
-    recorder: Recorder, requests: Sequence[Request], texts: dict[int, str]
+    recorder: Recorder, requests: Sequence[Request], texts: Mapping[int, str]
 ) -> tuple[dict[str, float | None] | None, dict[str, str]]:
     """Returns (result of `behaviour`, {}), or (None, {"behaviour": error text}) if the task cannot score the texts."""
     try:
@@ -154,7 +167,9 @@ def _answered(model: CachedLM, request: Request, text: str) -> str:
     return f"<think>{text}" if spans and not spans[-1][2] else text
 
 
-def behaviour(recorder: Recorder, requests: Sequence[Request], texts: dict[int, str]) -> dict[str, float | None] | None:
+def behaviour(
+    recorder: Recorder, requests: Sequence[Request], texts: Mapping[int, str]
+) -> dict[str, float | None] | None:
     """Returns a dict that scores the run on its task: num_examples, accuracy, accuracy_low, accuracy_high,
     num_unparsed, chance, answer_mass, forced_accuracy.
 

@@ -10,26 +10,112 @@ the earlier files are on the disk.
 
 import ctypes
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from types import TracebackType
 
 import pandas as pd
+import pyarrow as pa
 import torch
 from torch import Tensor
 
 from cacheprobe.core.records import Finished, Observer, Request, StepRecord
 from cacheprobe.core.values import JsonDict
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.trace.parts.background import Background
-from cacheprobe.trace.parts.growing import GrowingRun
 from cacheprobe.trace.parts.journal import Journal, append_part, last_step, next_number, waiting_file
 from cacheprobe.trace.places import Recording, saying_why
 from cacheprobe.trace.recording.lens_reader import Queued
 from cacheprobe.trace.recording.part import Source
-from cacheprobe.trace.run_files import RunFiles, write_parquet
 from cacheprobe.trace.state_store import tensor_key
+from cacheprobe.trace.storage import RunFiles
 from cacheprobe.trace.tables import build as tables
 from cacheprobe.trace.tables.thoughts import first_logits, thought_lines, thought_states
+
+
+class Background:
+    """Runs jobs one after the other, in the order in which they were added. After a job that failed, no job runs.
+
+    Used in a `with` block, whose end waits for the jobs; after Ctrl-C only for the one that runs, and the others are
+    dropped.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._changed = threading.Condition()
+        self._num_left = 0
+        self._is_dropped = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def add(self, job: Callable[[], object]) -> None:
+        """Adds a job. Raises: the error of an earlier job, if one has failed already."""
+        self._require_success()
+        if self._thread is None:  # a daemon: a stream that nobody ends does not keep the process alive
+            self._thread = threading.Thread(target=self._work, name="cacheprobe-files", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._num_left += 1
+        self._jobs.put(job)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if every job has run, or one has failed."""
+        return not self._num_left or self._error is not None
+
+    def wait(self) -> None:
+        """Waits until every job has run. Raises: the error of the first that failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_left)
+        self._require_success()
+
+    def __enter__(self) -> "Background":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _place: TracebackType | None
+    ) -> None:
+        is_own_thread = self._thread is threading.current_thread()  # the garbage collector closes a stream there
+        self._is_dropped |= is_own_thread or (kind is not None and issubclass(kind, KeyboardInterrupt))
+        self._jobs.put(None)
+        pressed = None if is_own_thread else self._wait_for_the_end()
+        if self._error is not None and (kind is None or kind is GeneratorExit):
+            raise self._error
+        if self._error is not None and error is not None and error is not self._error:
+            error.add_note(f"what was recorded was not all written: {self._error}")
+        if pressed is not None and kind is None:
+            raise pressed
+
+    def _wait_for_the_end(self) -> KeyboardInterrupt | None:
+        """Waits until no job runs. Ctrl-C drops the jobs that have not begun, but does not end the waiting: nobody else
+        may write the run before. Returns the exception of Ctrl-C; None if it was not pressed."""
+        pressed = None
+        while True:
+            try:
+                with self._changed:
+                    self._changed.wait_for(lambda: not self._num_left)
+                return pressed
+            except KeyboardInterrupt as again:
+                pressed, self._is_dropped = again, True
+
+    def _require_success(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        """Takes jobs until there is None."""
+        while (job := self._jobs.get()) is not None:
+            if self._error is None and not self._is_dropped:
+                try:
+                    job()
+                except BaseException as error:
+                    self._error = error
+            del job  # with the tensors of its part
+            with self._changed:
+                self._num_left -= 1
+                self._changed.notify_all()
+
 
 PART_BYTES = 2**26
 """Most bytes that the recorder holds before a part is written, by default: 64 MiB."""
@@ -67,7 +153,7 @@ class DiskWriter(Observer):
         self._files = RunFiles(place.directory, place.staging, place.run_id)
         """Used by the background's jobs alone."""
         self._number = next_number(journal)
-        self._tokens, self._texts = journal.tokens, GrowingRun(journal).texts
+        self._tokens, self._texts = journal.tokens, journal.texts
         self._names: dict[str, list[str]] = {}
         """Names of the files, by kind, that the journal does not name yet."""
         self._is_late = False
@@ -154,7 +240,16 @@ class DiskWriter(Observer):
         events = tables.events_table(part.steps)
         tokens = tables.tokens_table(rows, self._committed, events, part.columns, texts_of).token_id
         self._new_tokens |= {*tokens.tolist()} - self._seen_tokens
-        for kind, table in (("rows", rows), ("events", events), ("ledger", tables.ledger_table(part.ledger))):
+        written: dict[str, pd.DataFrame | pa.Table] = {
+            "rows": rows,
+            "events": events,
+            "ledger": tables.ledger_table(part.ledger),
+        }
+        if part.features is not None:
+            written["features"] = part.features
+        if part.columns:
+            written["readings"] = tables.readings_table(part.columns)
+        for kind, table in written.items():
             if len(table):
                 self._write_table(kind, table, kind)
         if part.thoughts:
@@ -169,9 +264,6 @@ class DiskWriter(Observer):
             join = part.states
             self._write_tensors("states", lambda: _named(join()))
             self._has_states = True
-        for kind, tensors in (("readings", part.columns), ("features", part.features)):
-            if any(tensor.numel() for tensor in tensors.values()):
-                self._write_tensors(kind, lambda tensors=tensors: tensors)
         self._number += 1
 
     @property
@@ -180,9 +272,9 @@ class DiskWriter(Observer):
         command = f"`cacheprobe resume {self.place.directory}`"
         return f"its whole parts stay; when the fault is gone, {command} continues it, unless it is an import"
 
-    def _write_table(self, kind: str, table: pd.DataFrame, schema: str) -> None:
+    def _write_table(self, kind: str, table: "pd.DataFrame | pa.Table", schema: str) -> None:
         name = f"{kind}-{self.place.run_id}-{self._number:05d}.parquet"
-        self._in_background(lambda: self._files.write(name, lambda path: write_parquet(table, path, schema)))
+        self._in_background(lambda: self._files.write_table(name, table, schema))
         self._names.setdefault(kind, []).append(name)
 
     def _write_tensors(self, kind: str, tensors: Callable[[], Mapping[str, Tensor]]) -> None:

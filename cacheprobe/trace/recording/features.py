@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -11,7 +13,8 @@ from cacheprobe.core.hook_names import SITES
 from cacheprobe.core.tokens import is_special, special_token_ids
 from cacheprobe.lenses.dictionaries import Dictionary, DictionaryError
 from cacheprobe.models.base import CachedLM
-from cacheprobe.trace.rows import RowRecord
+from cacheprobe.trace.tables.build import RowRecord
+from cacheprobe.trace.tables.schema import typed
 
 
 def recorded_dictionary(capture: CaptureConfig, model: CachedLM) -> Dictionary | None:
@@ -45,8 +48,8 @@ class FeatureRecorder:
     """Ids of special tokens, whose rows are left out as those of the first position are; None to leave out none."""
     _found: list[tuple[list[int], Tensor, Tensor]] = field(default_factory=list)
     """For each pass: row numbers, features [n, k] and activations [n, k]."""
-    _copies: list[tuple[int, int]] = field(default_factory=list)
-    """(row number, number of the row with the same state), for requests that share a prompt."""
+    _of_prompts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By number of a prompt's row: its features [k] and activations [k], for requests with the same prompt."""
 
     @classmethod
     def of(cls, capture: CaptureConfig, model: CachedLM) -> "FeatureRecorder | None":
@@ -82,27 +85,29 @@ class FeatureRecorder:
     def add(self, row_numbers: Sequence[int], rows: Sequence[RowRecord], states: Tensor) -> None:
         """Encodes the states [n, m] of rows, and keeps the largest features of each."""
         chosen = [i for i, row in enumerate(rows) if self.records(row.position, row.token_id)]
-        self._found.append(([row_numbers[i] for i in chosen], *self.dictionary.top(states[chosen], self.count)))
+        features, activations = self.dictionary.top(states[chosen], self.count)
+        self._found.append(([row_numbers[i] for i in chosen], features, activations))
+        for place, index in enumerate(chosen):
+            if rows[index].role == "prompt":
+                self._of_prompts[row_numbers[index]] = features[place], activations[place]
 
     def copy(self, row_number: int, source: int) -> None:
-        """Gives a row the features of another row, whose stored state it shares."""
-        self._copies.append((row_number, source))
+        """Gives a row the features of a row of another request, whose stored state it shares, if it has some."""
+        if (of_row := self._of_prompts.get(source)) is not None:
+            self._found.append(([row_number], of_row[0][None], of_row[1][None]))
 
     def drop_from(self, first: int) -> None:
         """Forgets the rows with this number or a higher one, because their pass failed."""
         self._found = [found for found in self._found if not found[0] or found[0][0] < first]
-        self._copies = [pair for pair in self._copies if pair[0] < first]
+        self._of_prompts = {number: of_row for number, of_row in self._of_prompts.items() if number < first}
 
-    def take(self) -> dict[str, Tensor]:
-        """Returns the features recorded since the last call as columns, and forgets them.
-
-        row [n], feature [n, k] and activation [n, k] of n rows; copies [c, 2], as in `_copies`.
-        """
+    def take(self) -> pd.DataFrame:
+        """Returns the features recorded since the last call, and forgets them: a DataFrame with one line for each
+        active feature of a row, of its row, rank, feature and activation."""
         found, self._found = self._found, []
-        copies, self._copies = self._copies, []
-        return {
-            "row": torch.tensor([number for part, _, _ in found for number in part], dtype=torch.long),
-            "feature": torch.cat([torch.empty(0, self.count, dtype=torch.long), *(part for _, part, _ in found)]),
-            "activation": torch.cat([torch.empty(0, self.count), *(part for _, _, part in found)]),
-            "copies": torch.tensor(copies, dtype=torch.long).reshape(-1, 2),
-        }
+        row = np.array([number for part, _, _ in found for number in part], dtype=np.int64)
+        features = torch.cat([torch.empty(0, self.count, dtype=torch.long), *(part for _, part, _ in found)]).numpy()
+        activations = torch.cat([torch.empty(0, self.count), *(part for _, _, part in found)]).numpy()
+        line, rank = np.nonzero(features >= 0)
+        columns = {"row": row[line], "rank": rank, "feature": features[line, rank]}
+        return typed(pd.DataFrame({**columns, "activation": activations[line, rank]}), "features")

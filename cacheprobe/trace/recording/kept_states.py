@@ -10,9 +10,8 @@ from cacheprobe.core.config import CaptureConfig, TokenRow
 from cacheprobe.core.records import ObserverError, RowSlot
 from cacheprobe.core.values import is_flag
 from cacheprobe.ops.state_codec import INT8, encode, kept_dtype
-from cacheprobe.trace.head_blocks import HeadBlock, HeadBlocks
-from cacheprobe.trace.rows import RowRecord
-from cacheprobe.trace.state_store import Blocks
+from cacheprobe.trace.state_store import Blocks, HeadBlock, HeadBlocks
+from cacheprobe.trace.tables.build import RowRecord
 
 
 def is_kept(config: CaptureConfig, row: RowSlot, step: int, phase: str, num_prompt_tokens: int) -> bool:

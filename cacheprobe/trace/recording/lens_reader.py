@@ -160,7 +160,8 @@ class LensReader:
 
     def take(self) -> dict[str, Tensor]:
         """Reads the rows whose targets are set. Returns the readings since the last call, and forgets them: a dict of
-        columns (tensors) row, layer, target, and what was read (the fields of Readout); {} without readings.
+        columns (tensors) row, request_id, layer, target, and what was
+        read (the fields of Readout); {} without readings.
 
         Leaves out requests on which the lens has failed so far, because their earlier readings would look complete.
         """
@@ -170,12 +171,13 @@ class LensReader:
             return {}
         owners, rows, layers, targets, readouts = zip(*self._parts, strict=True)
         self._parts = []
-        columns = {"row": torch.cat(rows), "layer": torch.cat(layers), "target": torch.cat(targets)}
+        columns = {"row": torch.cat(rows), "request_id": torch.cat(owners), "layer": torch.cat(layers)}
+        columns["target"] = torch.cat(targets)
         for name, parts in zip(Readout._fields, zip(*readouts, strict=True), strict=True):
             columns[name] = torch.cat(parts)
         copies = [one for one in self._copies if one.request_id not in self.errors]
         self._copies = []
-        failed = torch.isin(torch.cat(owners), torch.tensor([*self.errors], dtype=torch.long))
+        failed = torch.isin(columns["request_id"], torch.tensor([*self.errors], dtype=torch.long))
         if bool(failed.all()):
             return {}
         return self._with_copies({name: column[~failed] for name, column in columns.items()}, copies)

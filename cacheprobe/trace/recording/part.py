@@ -1,41 +1,13 @@
-"""Defines what a recorder gives away at once (Part), what it may still discard (Unconfirmed), and what a DiskWriter
-needs of it (Source)."""
+"""Defines what a recorder may still discard (Unconfirmed), and what a DiskWriter needs of it (Source)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from torch import Tensor
-
-from cacheprobe.core.records import StepRecord, Thought
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.recording.lens_reader import LensReader, Queued
-from cacheprobe.trace.rows import LedgerChange, RowRecord
-
-
-@dataclass
-class Part:
-    """Holds what a recorder collected between two calls of `Recorder.take`."""
-
-    first_row: int
-    """Number of the first of `rows` in the rows table."""
-    rows: list[RowRecord]
-    """Rows; those fed a draft token without a verdict so far have no role and no status."""
-    labelled: list[tuple[int, RowRecord]]
-    """Rows of earlier parts, with their numbers, that got their role and status since."""
-    state_bytes: int | None
-    """Bytes of the states; None for a run that captures none."""
-    states: Callable[[], dict[tuple[str, int], Tensor]]
-    """Returns by (site, layer) the states [n, m] of the kept rows; heads as in `HeadBlocks.joined`. Called once, in any
-    thread."""
-    columns: dict[str, Tensor]
-    """Lens readings, as from `LensReader.take`."""
-    steps: list[StepRecord]
-    ledger: list[LedgerChange]
-    thoughts: list[Thought]
-    features: dict[str, Tensor] = field(default_factory=dict)
-    """Features of a dictionary, as from `FeatureRecorder.take`; {} for a run without one."""
+from cacheprobe.trace.tables.build import Part, RowRecord
 
 
 @dataclass

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.config import CaptureConfig
+from cacheprobe.core.hook_names import SITES
 from cacheprobe.core.records import Finished, ForwardRecord, Observer, RowSlot, StepRecord, Thought
 from cacheprobe.core.values import JsonDict
 from cacheprobe.lenses.base import Lens
@@ -22,9 +23,9 @@ from cacheprobe.trace import self_checks as checks
 from cacheprobe.trace.recording.features import FeatureRecorder
 from cacheprobe.trace.recording.kept_states import KeptStates, is_kept, status_of
 from cacheprobe.trace.recording.lens_reader import LensReader, Queued
-from cacheprobe.trace.recording.open_pass import OpenPass
-from cacheprobe.trace.recording.part import Part, Unconfirmed
-from cacheprobe.trace.rows import LedgerChange, RowRecord
+from cacheprobe.trace.recording.part import Unconfirmed
+from cacheprobe.trace.recording.pass_capture import PassCapture
+from cacheprobe.trace.tables.build import LedgerChange, Part, RowRecord
 
 CHECK_EVERY = 16
 """A pass is checked if its step is a multiple of this number; the first pass of each phase is checked too."""
@@ -72,9 +73,8 @@ class Recorder(Observer):
         self._pack = operations.pack if isinstance(operations, KernelSet) and self.kept.dtype in DTYPES else None
         self.residual_check = checks.residual_check(self.model.dtype)
         self.lens_check = checks.lens_check(self.model.dtype)
-        self._roles: dict[int, dict[int, str]] = {
-            r: dict.fromkeys(range(len(p)), "prompt") for r, p in self.prompts.items()
-        }
+        roles = {r: dict.fromkeys(range(len(p)), "prompt") for r, p in self.prompts.items()}
+        self._roles: dict[int, dict[int, str]] = roles
         self._undecided: dict[int, list[RowRecord]] = {request_id: [] for request_id in self.prompts}
         self._unconfirmed = Unconfirmed()
         self._undecided_reads: list[tuple[RowRecord, Queued]] = []
@@ -88,7 +88,7 @@ class Recorder(Observer):
         """By request id and number of the row: what the lens reads of the prompt."""
         self._prompt_thoughts: dict[int, list[Thought]] = {}
         self._seen_phases: set[str] = set()
-        self._now: OpenPass | None = None
+        self._now: PassCapture | None = None
         self._layers_below = _LayersBelow(self.layers)
 
     def wanted(self) -> list[tuple[str, int]]:
@@ -99,7 +99,7 @@ class Recorder(Observer):
         if not self.config.keeps_states:
             return []
         entering = [("pre", layer) for layer in sorted({0, *self.model.injected_layers})]
-        states = [(site, layer) for layer in range(self.model.n_layers) for site in "STC"]
+        states = [(site, layer) for layer in range(self.model.n_layers) for site in SITES]
         return entering + states + head_places(self.model, self.config.heads, self.layers)
 
     @property
@@ -139,7 +139,7 @@ class Recorder(Observer):
         self._late += [(number, row) for number, row in enumerate(rows, first) if not row.role]
         self.num_taken += len(rows)
         columns = self.reader.take() if self.reader is not None else {}
-        found = {} if self.features is None else self.features.take()
+        found = None if self.features is None else self.features.take()
         part = Part(first, rows, labelled, *self.kept.take(), columns, self.steps, self.ledger, self.thoughts, found)
         self.steps, self.ledger, self.thoughts = [], [], []
         self._unconfirmed = Unconfirmed()
@@ -162,7 +162,7 @@ class Recorder(Observer):
             wanted and self.config.reads_row(row.position, length)
             for row, wanted, length in zip(rows, kept, lengths, strict=True)
         ]
-        now = self._now = OpenPass.of(rows, shape[1], kept, reads, self.blocks.layer_index, device)
+        now = self._now = PassCapture.of(rows, shape[1], kept, reads, self.blocks.layer_index, device)
         now.pack = self._pack
         now.feature_place = self.features.place if self.features is not None and any(kept) else None
         if any(kept):
@@ -178,7 +178,7 @@ class Recorder(Observer):
         self._seen_phases.add(phase)
 
     def on_state(self, site: str, layer: int, value: Tensor) -> None:
-        """Copies a hook's tensor into the open pass; without one, ignores it (see `OpenPass`)."""
+        """Copies a hook's tensor into the PassCapture; without one, ignores it."""
         if self._now is not None:
             self._now.take(site, layer, value, self.model.device)
 
@@ -232,7 +232,9 @@ class Recorder(Observer):
         else:
             self.reader.queue(row.request_id, queued)
 
-    def _check(self, record: ForwardRecord, now: OpenPass, watched: Mapping[tuple[str, int], Tensor], ran: int) -> None:
+    def _check(
+        self, record: ForwardRecord, now: PassCapture, watched: Mapping[tuple[str, int], Tensor], ran: int
+    ) -> None:
         """Checks in some rows that S = input + T + C, and that the last S gives the logits, if the pass computed all of
         them. Raises: CaptureError if a difference is larger than rounding errors."""
         checked = range(0, len(record.rows), now.check_step)

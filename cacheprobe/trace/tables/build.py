@@ -2,21 +2,81 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from torch import Tensor
+import pyarrow as pa
 
-from cacheprobe.core.records import StepRecord
+from cacheprobe.core.records import StepRecord, Thought
 from cacheprobe.core.tokens import visible
-from cacheprobe.trace.rows import LedgerChange, RowRecord
-from cacheprobe.trace.tables.schema import TABLES, typed
+from cacheprobe.trace.tables.schema import TABLES, arrow_schema, typed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+from dataclasses import dataclass
+from typing import SupportsIndex
+
+from cacheprobe.core.values import JsonDict
+
+
+@dataclass(slots=True)
+class RowRecord:
+    """Holds one row of a trace: one token of one pass. Role and status are filled in later."""
+
+    request_id: int
+    step: int
+    phase: str
+    position: int
+    token_id: int
+    num_layers: int
+    state_index: int = -1
+    """Index among the stored vectors; -1 if a capture filter dropped the row, or may still drop it."""
+    role: str = ""
+    status: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerChange:
+    """Holds one change in a request's cache row: in one step, slots start..end-1 got this provenance, such as
+    "verified".
+    """
+
+    request_id: int
+    step: int
+    start: int
+    end: int
+    provenance: str
+
 
 TokenTexts = Callable[[Sequence[int]], list[str]]
 
 EVENT_COLUMNS = list(TABLES["events"])
 """Columns of `events_table`, also for a run without steps, whose requests were all cancelled before they began."""
+
+
+@dataclass
+class Part:
+    """Holds what a recorder collected between two calls of `Recorder.take`."""
+
+    first_row: int
+    """Number of the first of `rows` in the rows table."""
+    rows: list[RowRecord]
+    """Rows; those fed a draft token without a verdict so far have no role and no status."""
+    labelled: list[tuple[int, RowRecord]]
+    """Rows of earlier parts, with their numbers, that got their role and status since."""
+    state_bytes: int | None
+    """Bytes of the states; None for a run that captures none."""
+    states: "Callable[[], dict[tuple[str, int], Tensor]]"
+    """Returns by (site, layer) the states [n, m] of the kept rows; heads as in `HeadBlocks.joined`. Called once, in any
+    thread."""
+    columns: "dict[str, Tensor]"
+    """Lens readings, as from `LensReader.take`."""
+    steps: list[StepRecord]
+    ledger: list[LedgerChange]
+    thoughts: list[Thought]
+    features: pd.DataFrame | None = None
+    """Features of a dictionary, as from `FeatureRecorder.take`; None for a run without one."""
 
 
 def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFrame:
@@ -32,7 +92,11 @@ def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFra
 
 
 def hypotheses_table(
-    columns: Mapping[str, Tensor], rows: pd.DataFrame, lens: str, token_texts: TokenTexts, site: str = "S"
+    columns: "Mapping[str, Tensor] | Mapping[str, np.ndarray]",
+    rows: pd.DataFrame,
+    lens: str,
+    token_texts: TokenTexts,
+    site: str = "S",
 ) -> pd.DataFrame:
     """Returns the table of lens readings: a DataFrame with one line for each layer of each row that the lens read.
 
@@ -43,32 +107,73 @@ def hypotheses_table(
     whether the committed token is the most likely one.
     columns: from `LensReader.finish`.  rows: as from `rows_table`.
     """
-    about = rows.set_index("row").loc[columns["row"].numpy()]
-    target, top = columns["target"].numpy(), columns["top_token_ids"].numpy()
+    columns = {name: np.asarray(column) for name, column in columns.items()}
+    about = rows.set_index("row").loc[columns["row"]]
+    target, top = columns["target"], columns["top_token_ids"]
     has_target = target >= 0
     table = pd.DataFrame(
         {
-            "row": columns["row"].numpy(),
+            "row": columns["row"],
             **{key: about[key].to_numpy() for key in ("request_id", "step", "phase", "role", "status", "position")},
-            "layer": columns["layer"].numpy(),
+            "layer": columns["layer"],
             "site": site,
             "lens": lens,
             "token_id": top[:, 0],
             "token": texts_of(top[:, 0], token_texts),
-            "logprob_nats": columns["top_logprob_nats"][:, 0].numpy(),
-            "entropy_nats": columns["entropy_nats"].numpy(),
+            "logprob_nats": columns["top_logprob_nats"][:, 0],
+            "entropy_nats": columns["entropy_nats"],
             "committed_token_id": target,
             "committed_token": texts_of(np.where(has_target, target, top[:, 0]), token_texts),  # of known tokens alone
-            "rank": columns["target_rank"].numpy(),
-            "committed_logprob_nats": columns["target_logprob_nats"].numpy(),
+            "rank": columns["target_rank"],
+            "committed_logprob_nats": columns["target_logprob_nats"],
             "agrees": top[:, 0] == target,
             "top_token_ids": list(top),
-            "top_logprob_nats": list(columns["top_logprob_nats"].numpy()),
+            "top_logprob_nats": list(columns["top_logprob_nats"]),
         }
     )
     table = typed(table, "hypotheses")
     table.loc[~has_target, ["committed_token_id", "committed_token", "rank", "agrees"]] = pd.NA
     return table.sort_values(["request_id", "step", "row", "layer"], ignore_index=True)
+
+
+def readings_table(columns: "Mapping[str, Tensor]") -> pa.Table:
+    """Returns the columns of `LensReader.take` as an Arrow table, sorted by request: what a part of a run stores."""
+    order = np.argsort(np.asarray(columns["request_id"]), kind="stable")
+    schema, arrays = arrow_schema("readings"), []
+    for field in schema:
+        values = np.asarray(columns[field.name])[order]
+        if pa.types.is_list(field.type):
+            offsets = np.arange(len(values) + 1, dtype=np.int32) * np.int32(values.shape[1])
+            flat = values.ravel().astype(field.type.value_type.to_pandas_dtype())
+            arrays.append(pa.ListArray.from_arrays(offsets, flat))
+        else:
+            arrays.append(pa.array(values.astype(field.type.to_pandas_dtype())))
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def reading_columns(table: pa.Table) -> dict[str, np.ndarray]:
+    """Returns the columns of an Arrow table of `readings_table`, as `hypotheses_table` takes them."""
+    columns = {}
+    for field in table.schema:
+        column = table[field.name].combine_chunks()
+        is_list = pa.types.is_list(field.type)
+        values = (column.flatten() if is_list else column).to_numpy(zero_copy_only=False)
+        columns[field.name] = values.reshape(len(table), -1) if is_list and len(table) else values
+    if not len(table):
+        columns |= {name: np.zeros((0, 1)) for name in ("top_token_ids", "top_logprob_nats")}
+    return columns
+
+
+def feature_table(features: pd.DataFrame, rows: pd.DataFrame, statuses: "Sequence[str] | None") -> pd.DataFrame:
+    """Returns recorded features as a DataFrame with the columns row, rank, feature and activation: one line for each
+    active feature of a row.
+
+    features: from `FeatureRecorder.take`, of the whole run.  rows: the rows table.  statuses: of the rows whose
+    features are kept; None for all.
+    """
+    if statuses is not None:
+        features = features[features.row.isin(rows.row[rows.status.isin(statuses)])]
+    return features.sort_values(["row", "rank"], ignore_index=True)
 
 
 def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
@@ -139,7 +244,7 @@ def tokens_table(
     rows: pd.DataFrame,
     tokens: Mapping[int, Sequence[int]],
     events: pd.DataFrame,
-    columns: Mapping[str, Tensor],
+    columns: "Mapping[str, Tensor]",
     token_texts: TokenTexts,
 ) -> pd.DataFrame:
     """Returns a DataFrame with one line for every token of a run's rows, events and readings.
@@ -157,3 +262,55 @@ def tokens_table(
 
 
 _EVENT_IDS = ("proposed_token_ids", "draft_token_ids", "target_token_ids")
+
+
+FEATURE_COLUMNS = tuple(TABLES["Trace.features"])
+ROW_COLUMNS = FEATURE_COLUMNS[: FEATURE_COLUMNS.index("layer")]
+
+
+def recorded_lines(rows: pd.DataFrame, found: pd.DataFrame, about: JsonDict) -> pd.DataFrame:
+    """Returns recorded features with the columns FEATURE_COLUMNS. found: row, rank, feature and activation.  about:
+    the capture settings' description of the dictionary."""
+    merged = rows[list(ROW_COLUMNS)].merge(found, on="row")
+    return typed(merged.assign(layer=about["layer"], site=about["site"]), "Trace.features")
+
+
+def ledger_at(changes: pd.DataFrame, step: SupportsIndex | None) -> pd.DataFrame:
+    """Returns the slots of one request's cache row that are in use after `step`, as a DataFrame.
+
+    Columns: position, provenance (such as "verified"), step of the last write.
+    changes: the ledger's lines of this request, in order of step.  step: None for the end.
+    """
+    slots: dict[int, tuple[str, int]] = {}
+    for change in changes.itertuples():
+        if step is not None and change.step > step:
+            break
+        for position in range(change.start, change.end):
+            if change.provenance == "free":
+                slots.pop(position, None)
+            else:
+                slots[position] = (change.provenance, change.step)
+    lines = [(position, *slots[position]) for position in sorted(slots)]
+    return typed(lines, "Trace.ledger")
+
+
+def rows_in_use(changes: pd.DataFrame) -> pd.DataFrame:
+    """Returns the number of cached slots of each request after every step in which the ledger has a change of the
+    request, as a DataFrame.
+
+    Columns: request_id, step, rows (the number of slots; 0 if the request freed its cache row in this step).
+    changes: the ledger table of a run.
+    Twin: `ledger_at` of each request and step, ==.
+    """
+    records = []
+    for request_id, of_request in changes.groupby("request_id", sort=True):
+        in_use, num_in_use = bytearray(int(of_request.end.max())), 0
+        counts: dict[int, int] = {}
+        columns = (of_request[name].tolist() for name in ("step", "start", "end", "provenance"))
+        for step, start, end, provenance in zip(*columns, strict=True):
+            is_used = provenance != "free"
+            num_in_use += is_used * (end - start) - in_use.count(1, start, end)
+            in_use[start:end] = (b"\1" if is_used else b"\0") * (end - start)
+            counts[step] = num_in_use
+        records += [(int(request_id), step, count) for step, count in counts.items()]
+    return pd.DataFrame(records, columns=["request_id", "step", "rows"])

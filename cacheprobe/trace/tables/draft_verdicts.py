@@ -8,7 +8,7 @@ import pandas as pd
 
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.trace.tables.schema import typed
-from cacheprobe.trace.tables.token_history import token_history
+from cacheprobe.trace.tables.token_history import COMMITTED, token_history
 
 NOT_DRAFTED = "not_drafted"
 """Group of the readings whose pass had no draft token for the predicted position."""
@@ -219,3 +219,27 @@ def parting(shares: pd.DataFrame) -> str:
         return f"{beginning} committed token is first in half of the readings at no last layer"
     since = stays_first.index[stays_first][0]
     return f"{beginning} committed token is first in at least half of the readings from layer {since} on"
+
+
+def token_measures(events: pd.DataFrame, readings: pd.DataFrame | None, num_prompt_tokens: int) -> pd.DataFrame:
+    """Returns a DataFrame with one line for each generated token of a request.
+
+    Columns: place (0 is the first), position (absolute, of the row that predicts the token), token_id, outcome (as in
+    `token_history`), born and decided_step; of the committed row's readings of S: depth (prediction depth, a layer),
+    layer (the last one read), entropy and logprob of the committed token (nats), null if they were not read.
+    events, readings: of one request.  Twin: tests.twins.measures_slowly.token_measures_slowly, ==.
+    """
+    history = token_history(events)
+    tokens = history[history.outcome.isin(COMMITTED).fillna(False)].sort_values("place", kind="stable")
+    tokens = tokens.drop_duplicates("place", keep="last")[["place", "token_id", "outcome", "born", "decided_step"]]
+    tokens = tokens.assign(position=tokens.place + num_prompt_tokens - 1)
+    if readings is None:
+        readings = typed([], "hypotheses")
+    read = readings[(readings.status == "committed") & (readings.site != "thought")]
+    read = read.assign(depth=prediction_depths(read)).sort_values("layer", kind="stable")
+    last = read.drop_duplicates("position", keep="last")[
+        ["position", "depth", "layer", "entropy_nats", "committed_logprob_nats"]
+    ]
+    names = ["position", "depth", "layer", "entropy", "logprob"]
+    measures = tokens.merge(last.set_axis(names, axis=1), on="position", how="left")
+    return typed(measures, "generated_tokens").drop(columns="token")

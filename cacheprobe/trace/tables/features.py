@@ -1,6 +1,5 @@
 """Builds a trace's table of features: the largest activations of a dictionary at each row, rolled-back rows too."""
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 
 from cacheprobe.core.values import whole_number
 from cacheprobe.lenses.dictionaries import Dictionary, DictionaryError
-from cacheprobe.trace.tables.recorded_features import ROW_COLUMNS, recorded_lines
+from cacheprobe.trace.tables.build import ROW_COLUMNS, recorded_lines
 from cacheprobe.trace.tables.schema import typed
 
 if TYPE_CHECKING:
@@ -109,34 +108,6 @@ def recorded_features(
             "CaptureConfig(dictionary=..., include_special=True)"
         )
     return recorded_lines(chosen, found[found["rank"] < top], about)
-
-
-def feature_table(
-    columns: Mapping[str, torch.Tensor], rows: pd.DataFrame, statuses: "Sequence[str] | None"
-) -> pd.DataFrame:
-    """Returns recorded features as a DataFrame with the columns row, rank, feature and activation: one line for each
-    active feature of a row.
-
-    columns: as from `FeatureRecorder.take`, of the whole run.  rows: the rows table.  statuses: of the rows whose
-    features are kept; None for all.
-    """
-    row, features, sizes = (columns[name].numpy() for name in ("row", "feature", "activation"))
-    places = pd.Series(np.arange(len(row)), row)
-    copies = pd.DataFrame(columns["copies"].numpy(), columns=["row", "source"])
-    copies = copies[copies.source.isin(places.index)]
-    at = np.concatenate([places.to_numpy(), places[copies.source].to_numpy()])
-    line, rank = np.nonzero(features[at] >= 0)
-    table = pd.DataFrame(
-        {
-            "row": np.concatenate([row, copies.row.to_numpy()])[line],
-            "rank": rank,
-            "feature": features[at][line, rank],
-            "activation": sizes[at][line, rank],
-        }
-    )
-    if statuses is not None:
-        table = table[table.row.isin(rows.row[rows.status.isin(statuses)])]
-    return typed(table.sort_values(["row", "rank"], ignore_index=True), "features")
 
 
 def _checked_top(top: int) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from cacheprobe.core.hook_names import ROUTER
-from cacheprobe.trace.tables.recorded_features import ROW_COLUMNS
+from cacheprobe.trace.tables.build import ROW_COLUMNS
 from cacheprobe.trace.tables.schema import typed
 
 if TYPE_CHECKING:

@@ -57,6 +57,8 @@ _TABLES = {
     "hypotheses": "row request_id step phase role status position layer site lens token_id token logprob_nats "
     "entropy_nats committed_token_id committed_token rank committed_logprob_nats agrees top_token_ids top_logprob_nats",
     "features": "row rank:int64 feature activation",
+    "readings": "row request_id layer target:int64 target_rank:int64 target_logprob_nats:float32 entropy_nats "
+    "top_token_ids top_logprob_nats",
     "thoughts": f"thought request_id step phase role status row {_THOUGHT} committed_token_id rank "
     "committed_logprob_nats:float64 true_state agrees state_norm",
     "thoughts of a part": f"request_id step phase {_THOUGHT} true_state agrees state_norm",

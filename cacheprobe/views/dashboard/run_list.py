@@ -13,6 +13,7 @@ from cacheprobe.core.terminal import duration
 from cacheprobe.core.values import JsonDict
 from cacheprobe.sweeps.store import PLAN, SHARDS
 from cacheprobe.trace.manifest import JOURNAL, MANIFEST, TraceError
+from cacheprobe.trace.parts.growing import growing_run
 from cacheprobe.trace.places import recorded_by
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.views.dashboard.flip_process import FlipJobs
@@ -21,7 +22,7 @@ from cacheprobe.views.dashboard.reader import RunReader
 from cacheprobe.views.dashboard.run_tables import RunTables
 
 if TYPE_CHECKING:
-    from cacheprobe.trace.parts.following import FollowedRun
+    from cacheprobe.trace.parts.growing import GrowingRun
     from cacheprobe.trace.parts.journal import Journal
 
 
@@ -155,13 +156,11 @@ class Follower:
         }
 
 
-def _followed(directory: Path) -> "FollowedRun":
+def _followed(directory: Path) -> "GrowingRun":
     """Returns the unfinished run in a directory. Raises: TraceError if there is none."""
-    from cacheprobe.trace.parts.following import FollowedRun
-
     if not (directory / JOURNAL).exists():
         raise TraceError(f"{directory} holds no run any more: it was deleted or moved")
-    return FollowedRun(directory)
+    return growing_run(directory)
 
 
 def _warmed(run: StoredRun, before: RunTables | None = None) -> RunTables:

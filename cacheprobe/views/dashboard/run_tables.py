@@ -9,8 +9,8 @@ import pandas as pd
 
 from cacheprobe.trace.manifest import UNFINISHED
 from cacheprobe.trace.stored import StoredRun
+from cacheprobe.trace.tables.build import ledger_at, rows_in_use
 from cacheprobe.trace.tables.engine_differences import request_differences
-from cacheprobe.trace.tables.ledgers import ledger_at, rows_in_use
 from cacheprobe.trace.tables.token_history import standing_at, token_history
 from cacheprobe.views.dashboard.rejected_list import RejectedList
 from cacheprobe.views.diagrams.timeline import step_words, timeline_finding

@@ -8,8 +8,7 @@ import pandas as pd
 
 from cacheprobe.core.values import TableLine
 from cacheprobe.tasks.words import PAD
-from cacheprobe.trace.tables.draft_verdicts import drafts_table, rejected_by_place
-from cacheprobe.trace.tables.token_measures import token_measures
+from cacheprobe.trace.tables.draft_verdicts import drafts_table, rejected_by_place, token_measures
 from cacheprobe.views.diagrams.frame import Markup, TitledPicture
 from cacheprobe.views.text import markup, text_of, token_label, token_texts, visible
 from cacheprobe.views.thoughts.columns import words_of

@@ -1,4 +1,4 @@
-"""Defines OpenPass: the rows that a recorder keeps of the pass that is running, and the tensors that it copies into."""
+"""Defines PassCapture: the rows that a recorder keeps of the running pass, and the tensors that it copies into."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cacheprobe.core.hook_names import HEAD_SITES
 from cacheprobe.core.records import RowSlot
-from cacheprobe.trace.head_blocks import HeadBlock
+from cacheprobe.trace.state_store import HeadBlock
 
 Pack = Callable[[Tensor, Tensor, Tensor], None]
 """Function (states [b, t, m], rows [n], out [n, m]) that writes chosen rows to `out`: `ops.references.pack_rows`."""
@@ -18,11 +18,11 @@ _CHECKED_ROWS = 64
 
 
 @dataclass
-class OpenPass:
+class PassCapture:
     """Holds the tensors that the hooks of one pass copy states into, from the recorder's `before_forward` to its
     `after_forward`.
 
-    A pass without an OpenPass, such as one of a drafter that calls the model itself, records no state.
+    A pass without an PassCapture, such as one of a drafter that calls the model itself, records no state.
     """
 
     kept: list[bool]
@@ -65,9 +65,9 @@ class OpenPass:
         lens_rows: list[bool],
         layer_index: dict[int, int],
         device: torch.device,
-    ) -> "OpenPass":
-        """Returns an OpenPass whose tensors for states the caller must allocate. Chooses at most 64 evenly spaced rows
-        for the self-check (S = input + T + C).
+    ) -> "PassCapture":
+        """Returns a PassCapture whose tensors for states the caller must allocate. Chooses at most 64 evenly spaced
+        rows for the self-check (S = input + T + C).
 
         kept, lens_rows: for each row, whether its states are kept, and whether the lens reads it.
         width: token slots of the pass for each batch index.
