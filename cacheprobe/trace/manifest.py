@@ -43,6 +43,10 @@ class TraceError(ValueError):
     """Raised if a saved run cannot be read, or if a run may not be saved in a directory."""
 
 
+class ChangedManifestError(TraceError):
+    """Says that a manifest differs from its checksum."""
+
+
 def read_manifest(directory: Path) -> JsonDict:
     """Returns the manifest of a saved run as a dict.
 
@@ -73,7 +77,7 @@ def read_manifest(directory: Path) -> JsonDict:
         raise TraceError(f"{path} is not a cacheprobe trace")
     require_format(directory, manifest)
     if manifest.get("manifest_sha256") != sha256_of_manifest(manifest):
-        raise TraceError(
+        raise ChangedManifestError(
             f"{path} was changed after the run was saved: its checksum differs; run it again or restore the file"
         )
     return manifest
@@ -282,5 +286,8 @@ def damaged_files(directory: Path) -> tuple[int, list[str]]:
     Returns (number of files compared, manifest.json included; a list with one sentence for each file that differs or is
     missing). Raises: TraceError for an unreadable manifest.
     """
-    files = CheckedFiles(directory, read_manifest(directory))
+    try:
+        files = CheckedFiles(directory, read_manifest(directory))
+    except ChangedManifestError:  # its checksums prove nothing
+        return 1, [f"{MANIFEST} was changed after the run was saved: its checksum differs"]
     return len(files.sizes) + 1, [fault for name in files.sizes if (fault := files.fault(name))]

@@ -1,7 +1,5 @@
 """Which draft a reading is compared with, what became of the draft, and what the tables leave out."""
 
-import hashlib
-import json
 from pathlib import Path
 
 import pandas as pd
@@ -10,7 +8,6 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.analysis.measures import prediction_depth
 from cacheprobe.core.records import DISCARDED_DRAFT
-from cacheprobe.trace.manifest import sha256_of_manifest
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.draft_verdicts import drafts_table, parting, prediction_depths, shares_by_verdict
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -170,38 +167,6 @@ def test_the_sentence_names_the_layer_where_the_committed_token_wins() -> None:
         shares((0.2, 0.2), (0.5, 0.5), verdict="accepted")
     )
     assert "at no last layer" in parting(shares((0.9, 0), (0.1, 0), verdict="not_drafted"))
-
-
-@pytest.mark.parametrize("name", ["preempted", "cancelled"])
-def test_a_run_of_format_4_is_read_as_todays(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """Its rows called given-up drafts rolled back, its tokens had their blanks, and no table named every token."""
-    preempted = request.getfixturevalue(name)
-    run = preempted.save(tmp_path / "run")
-    manifest = json.loads((run / "manifest.json").read_text())
-    old = {"rolled_back": "rolled_back", "given_up": "rolled_back"}
-    for name in ("rows", "hypotheses"):
-        path = next(run.glob(f"{name}-*.parquet"))
-        table = pd.read_parquet(path)
-        tokens = {c: table[c].str.replace("␣", " ") for c in ("token", "committed_token") if c in table}
-        table = table.assign(role=table.role.replace(old), status=table.status.replace(old), **tokens)
-        table.to_parquet(path, index=False)
-        manifest["files"][path.name] = path.stat().st_size
-    tokens = next(run.glob("tokens-*.parquet"))
-    manifest["files"].pop(tokens.name)
-    tokens.unlink()
-    sha256 = {name: hashlib.sha256((run / name).read_bytes()).hexdigest() for name in manifest["files"]}
-    manifest.update(format_version=4, sha256=sha256)
-    (run / "manifest.json").write_text(json.dumps({**manifest, "manifest_sha256": sha256_of_manifest(manifest)}))
-    again = cp.load_trace(run, loaded())
-    pd.testing.assert_frame_equal(again.row_table, preempted.row_table, check_dtype=False)
-    ours, theirs = (
-        cp.analysis.lens_readings(preempted, include_rolled_back=True),
-        cp.analysis.lens_readings(again, include_rolled_back=True),
-    )
-    texts = ["drafted_token", "top_tokens"]  # a lesser choice that no table names has no text
-    pd.testing.assert_frame_equal(theirs.drop(columns=texts), ours.drop(columns=texts), check_dtype=False)
-    stored = pd.concat([StoredRun(run).readings(r) for r in range(len(PROMPTS))], ignore_index=True)
-    pd.testing.assert_frame_equal(stored.drop(columns=texts), ours.drop(columns=texts), check_dtype=False)
 
 
 def test_the_texts_of_all_choices_are_stored(drafted: cp.Trace, tmp_path: Path) -> None:

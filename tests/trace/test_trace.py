@@ -311,24 +311,3 @@ def test_rows_of_all_requests_are_a_copy(drafted: cp.Trace) -> None:
     assert not (drafted.row_table.token == "changed").any()
     with pytest.raises(KeyError, match="no request 9"):
         drafted.rows(9)
-
-
-def test_names_of_earlier_versions_are_told_with_todays() -> None:
-    with pytest.raises(TypeError, match="unknown argument 'kv_rows'; it is named max_kv_tokens now"):
-        cp.run(loaded(), [[1, 2, 3]], kv_rows=12)
-    with pytest.raises(TypeError, match="unknown argument 'widow'; did you mean window"):
-        cp.stream(loaded(), [[1, 2, 3]], widow=4)
-    with pytest.raises(TypeError, match="unknown argument 'max_in_flight'"):
-        cp.reference(loaded(), [[1, 2, 3]], max_in_flight=3)  # pyright: ignore[reportCallIssue]
-    trace = cp.run(loaded(), [[1, 2, 3]], max_new_tokens=2, capture=None, progress=False)
-    with pytest.raises(ValueError, match="unknown path 'twin'; choose one of auto, bridge, fast; it is named fast now"):
-        cp.run(loaded(), [[1, 2, 3]], path="twin")
-    with pytest.raises(AttributeError, match="no attribute 'cache_rows'; it is named kv_snapshot now"):
-        _ = cp.cache_rows  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(AttributeError, match=r"trace.agreement\(...\) is cp.analysis.agreement\(trace, ...\)"):
-        trace.agreement()  # pyright: ignore[reportAttributeAccessIssue]
-    trace.event_table = trace.event_table.drop(columns="num_rolled_back")
-    with pytest.raises(AttributeError, match="DataFrame"):  # not hidden as a missing attribute of the trace
-        _ = trace.num_rolled_back
-    with pytest.warns(DeprecationWarning, match="cp.plots"):
-        assert cp.views is cp.plots  # pyright: ignore[reportAttributeAccessIssue]
