@@ -79,7 +79,7 @@ def test_a_model_at_chance_is_refused() -> None:
 def test_the_stored_result_is_whole_and_on_the_page() -> None:
     """The page has some of the layers; each of its lines says what the whole table says."""
     held = json.loads((ROOT / "analyses/results/coin-state-patch.json").read_text(encoding="utf-8"))
-    page = (ROOT / "docs/analyses.md").read_text(encoding="utf-8").split("coin_state_patch --json")[1]
+    page = (ROOT / "docs/tables/coin-state-patch.txt").read_text(encoding="utf-8")
     for name, one in held.items():
         result = patches.Result.of(one)
         whole = result.table().replace("-0.000", "0.000").splitlines()

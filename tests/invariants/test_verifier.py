@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.engine import model_runner as passes
+from cacheprobe.engine import passes
 from cacheprobe.engine.passes import EngineError, Entry, Pass
 from cacheprobe.engine.shapes import narrow_widths
 from cacheprobe.kvcache.cache import KVCache
@@ -81,7 +81,7 @@ def test_invariant_04_verifier_idempotence() -> None:
         if call.shape != (G, W):
             return
         before = [held.clone() for held in (*call.cache.keys, *call.cache.values)]
-        out = spy.inner.forward(call.token_ids, call.cache, call.rows, call.starts)
+        out = spy.inner.forward(call.token_ids, call.cache, call.rows, call.starts, attention=call.attention)
         assert bitwise(out, call.out)
         assert same_rows(before, (*call.cache.keys, *call.cache.values))
         count += 1
