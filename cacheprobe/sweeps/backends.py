@@ -60,7 +60,7 @@ def on_ray(cells: Sequence[Cell], url: str, resources: Resources, address: str |
         while waiting or running:
             while idle and waiting:
                 cell, worker = waiting.popleft(), idle.pop()
-                running[worker.run.remote(url, cell.to_json())] = cell, worker
+                running[worker.run.remote(url, cell.to_json())] = cell, worker  # pyright: ignore[reportFunctionMemberAccess]
                 yield cell, None
             for reference in ray.wait(list(running), timeout=SECONDS_BETWEEN_LOOKS)[0]:
                 cell, worker = running.pop(reference)
