@@ -2,9 +2,8 @@
 load_trace; `imports.py` has import_generate and import_vllm."""
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack
-from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -12,20 +11,18 @@ from typing import Any, Unpack
 from cacheprobe.analysis.reading import readable
 from cacheprobe.analysis.replay import Replay, replay
 from cacheprobe.analysis.summary import behaviour_line
-from cacheprobe.core.config import CaptureConfig, EngineConfig, EngineOptions, TokenRow
+from cacheprobe.core.config import CaptureConfig, EngineOptions, TokenRow
 from cacheprobe.core.hook_names import ALL_SITES
 from cacheprobe.core.records import Observer, SamplingParams
-from cacheprobe.core.values import JsonDict, folder, require_known_options
+from cacheprobe.core.values import JsonDict, folder
 from cacheprobe.edits.interventions.base import Intervention, as_interventions
-from cacheprobe.engine.continuation import REFERENCE, plan_again, unfinished_run
+from cacheprobe.engine.continuation import REFERENCE, prepare_again, unfinished_run
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.drafters.replayed import Replayed
 from cacheprobe.engine.estimates.run import Estimate, estimate_plan
-from cacheprobe.engine.execution import Execution
-from cacheprobe.engine.loop import prefill_snapshot, run_reference
-from cacheprobe.engine.plan import RunPlan
-from cacheprobe.engine.shapes import choose_shapes
-from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.engine.execution import Execution, prepare
+from cacheprobe.engine.loop import prefill_snapshot
+from cacheprobe.engine.plan import RunPlan, make_plan
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.lenses.base import Lens
 from cacheprobe.lenses.dictionaries import Dictionary
@@ -117,18 +114,17 @@ def run(
     """
     to = _output_of(options)
     given = dict(
-        capture=capture, deterministic=deterministic, lens=lens, sampling=sampling, max_new_tokens=max_new_tokens,
-        seed=seed, interventions=interventions, **options,
+        drafter=drafter, capture=capture, deterministic=deterministic, lens=lens, sampling=sampling,
+        max_new_tokens=max_new_tokens, seed=seed, interventions=interventions, **options,
     )  # fmt: skip
     with ExitStack() as stack:
         with hashing_once():
-            plan = _plan(model, prompts, drafter, given, is_on_disk=to.get("out") is not None)
-            states = plan.states(drafter)
-            meta = {"kind": "run", "drafter": repr(drafter) if drafter else None, **_origin_of(to)}
+            prepared = prepare(make_plan(model, prompts, given, is_on_disk=to.get("out") is not None))
+            plan, meta = prepared.plan, _meta_of(drafter, to)
             bar = stack.enter_context(_progress_bar(plan, progress))
-            stop = stack.enter_context(cancelling(states, progress))
+            stop = stack.enter_context(cancelling(prepared.states, progress))
             disk = stack.enter_context(to_disk(**to, stop=stop))
-            execution = Execution(plan, plan.bind_loop(drafter), states, [bar], disk, **meta)
+            execution = Execution(prepared, [bar], disk, **meta)
         trace = execution.run()
     if stop.was_pressed:
         raise Interrupted(trace, disk.finished_in if disk else None)
@@ -142,21 +138,19 @@ def stream(model: CachedLM, prompts: Any, **settings: Unpack[StreamSettings]) ->
     ends with a whole character, unless the request ended inside one.
     `stream.cancel(request_id)` ends a request early; `stream.trace()` returns the run's Trace, after the last piece.
     """
-    drafter, to = settings.pop("drafter", None), _output_of(settings)
+    to = _output_of(settings)
     given: dict[str, Any] = {"capture": None, **settings}
-    plan = _plan(model, prompts, drafter, given, is_on_disk=to.get("out") is not None)
-    states = plan.states(drafter)
-    loop = plan.bind_loop(drafter)
-    meta = {"kind": "run", "drafter": repr(drafter) if drafter else None, **_origin_of(to)}
+    run = prepare(make_plan(model, prompts, given, is_on_disk=to.get("out") is not None))
+    meta = _meta_of(run.plan.drafter, to)
 
     def begin(observer: Observer) -> Generator[int, None, Trace]:
         """Runs the requests, from the first `next` on; returns the Trace."""
         with to_disk(**to) as disk:
-            trace = yield from Execution(plan, loop, states, [observer], disk, **meta).steps()
+            trace = yield from Execution(run, [observer], disk, **meta).steps()
             _warn_of_edits(trace)
             return trace
 
-    return Stream(states, plan.model.decode, begin)
+    return Stream(run.states, run.plan.model.decode, begin)
 
 
 def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **settings: Unpack[StreamSettings]) -> Trace:
@@ -170,20 +164,13 @@ def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **setting
     fingerprint (D2 in docs/determinism.md).
     With out=, it is recorded to disk as by `run`. After a kill, `load_trace` reads what was written; `resume` refuses.
     """
-    given: dict[str, Any] = {**settings}
-    to = _output_of(given)
-    drafter = given.pop("drafter", None)
-    for unused in ("max_batch", "max_kv_tokens", "draft_length"):
-        given.pop(unused, None)
-    plan = _plan(model, prompts, drafter, given, max_in_flight=1, is_on_disk=to.get("out") is not None)
-    states, origin = plan.states(drafter, is_all_verified=True), _origin_of(to)
-
-    def loop(states: Sequence[SequenceState], observer: Observer) -> Generator[int, None, None]:
-        """Returns the generator of step numbers that runs these requests by the slow reference."""
-        return run_reference(plan.model, states, plan.config, observer, plan.checker, plan.editor)
-
+    to = _output_of(settings)
+    unused = ("max_batch", "max_kv_tokens", "draft_length")
+    given = {name: value for name, value in settings.items() if name not in unused}
+    plan = make_plan(model, prompts, given, max_in_flight=1, is_on_disk=to.get("out") is not None)
+    run, meta = prepare(plan, is_reference=True), _meta_of(None, to) | {"kind": REFERENCE}
     with to_disk(**to) as disk, _progress_bar(plan, progress) as bar:
-        trace = Execution(plan, loop, states, [bar], disk, kind=REFERENCE, drafter=None, **origin).run()
+        trace = Execution(run, [bar], disk, **meta).run()
     return _checked(plan, trace, progress)
 
 
@@ -216,16 +203,15 @@ def resume(
     replay = journal.header["meta"].get("replay")
     if drafter is None and replay is not None and replay["is_replayed"]:
         drafter = Replayed.from_record(replay["drafts"])
-    plan, states = plan_again(journal, model, drafter, lens, interventions, keep, dictionary)
-    stored = journal.header["meta"]
+    run = prepare_again(journal, model, drafter, lens, interventions, keep, dictionary)
+    plan, states, stored, step = run.plan, run.states, journal.header["meta"], last_step(journal)
     meta = {name: stored[name] for name in ("kind", "drafter", "command", "replay") if name in stored}
-    loop = plan.bind_loop(drafter, last_step(journal))
     with (
         _progress_bar(plan, progress, sum(state.num_generated for state in states)) as bar,
         cancelling([state for state in states if not state.is_ended], progress) as stop,
         to_disk(directory, memory_budget=memory_budget, journal=journal, stop=stop) as disk,
     ):
-        trace = Execution(plan, loop, states, [bar], disk, **meta).run()
+        trace = Execution(run, [bar], disk, step, **meta).run()
     if stop.was_pressed:
         raise Interrupted(trace, disk.finished_in if disk else None)
     return _checked(plan, trace, progress)
@@ -240,8 +226,7 @@ def estimate(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> 
     Raises: as `run` before its first pass; ValueError, too, for a Thinking States model, and for a run that needs more
     memory than the machine has.
     """
-    drafter = settings.pop("drafter", None)
-    return estimate_plan(_plan(model, prompts, drafter, settings), drafter)
+    return estimate_plan(make_plan(model, prompts, settings))
 
 
 def _output_of(options: Any) -> JsonDict:
@@ -251,37 +236,10 @@ def _output_of(options: Any) -> JsonDict:
     return to if to.get("out") is None else {**to, "out": folder("out", to["out"])}
 
 
-def _origin_of(to: JsonDict) -> JsonDict:
-    """Removes "command" and "replay" from output options; returns those that were given, as a dict."""
-    return {name: to.pop(name) for name in ("command", "replay") if name in to}
-
-
-def _plan(
-    model: CachedLM,
-    prompts: Any,
-    drafter: Drafter | None,
-    given: Mapping[str, Any],
-    max_in_flight: int | None = None,
-    is_on_disk: bool = False,
-) -> RunPlan:
-    """Returns the RunPlan of a call, with the EngineConfig fields that were not given filled in. Raises: TypeError for
-    an unknown option; ValueError for settings that do not fit the model or its memory."""
-    require_known_options(given, RunSettings.__annotations__)
-    settings = dict(given)
-    if (dictionary := settings.pop("dictionary", None)) is not None:
-        settings["capture"] = _with_dictionary(settings.get("capture", ALL_SITES), dictionary)
-    shapes = {field.name: settings.pop(field.name) for field in fields(EngineConfig) if field.name in settings}
-    config = choose_shapes(model, drafter is not None, shapes)
-    return RunPlan(model, prompts, *config, **settings, max_in_flight=max_in_flight, is_on_disk=is_on_disk)
-
-
-def _with_dictionary(capture: "str | CaptureConfig | None", dictionary: object) -> CaptureConfig:
-    """Returns the capture settings with a dictionary. Raises: ValueError if they have one."""
-    if not isinstance(capture, CaptureConfig):
-        return CaptureConfig(sites=capture, dictionary=dictionary)
-    if capture.dictionary is not None:
-        raise ValueError("capture has a dictionary, and dictionary= was given; leave out one")
-    return replace(capture, sites=capture.sites or None, dictionary=dictionary)
+def _meta_of(drafter: Drafter | None, to: JsonDict) -> JsonDict:
+    """Returns the metadata of a run; removes "command" and "replay", which belong to it, from output options."""
+    origin = {name: to.pop(name) for name in ("command", "replay") if name in to}
+    return {"kind": "run", "drafter": repr(drafter) if drafter else None, **origin}
 
 
 def kv_snapshot(
@@ -302,12 +260,12 @@ def kv_snapshot(
     Raises: ValueError for a prompt of one token, and for a model whose cache holds more than keys, values and
     recurrent states.
     """
-    shapes = dict(capacity=capacity, prefill_chunk=prefill_chunk, pad_prefill=pad_prefill)
-    chosen = choose_shapes(model, False, shapes)
-    plan = RunPlan(
-        model, [prompt], *chosen, True, None, max_new_tokens=1, path=path, interventions=interventions, max_in_flight=1
-    )
-    (state,) = plan.states(None)
+    given = dict(
+        capacity=capacity, prefill_chunk=prefill_chunk, pad_prefill=pad_prefill, deterministic=True, capture=None,
+        max_new_tokens=1, path=path, interventions=interventions,
+    )  # fmt: skip
+    run = prepare(make_plan(model, [prompt], given, max_in_flight=1))
+    plan, (state,) = run.plan, run.states
     if state.request.num_prompt_tokens < 2:
         raise ValueError("a prompt of one token leaves no row: its last token is read when generation goes on")
     last = state.request.num_prompt_tokens - 1
@@ -316,8 +274,8 @@ def kv_snapshot(
             raise ValueError(
                 f"{one}: position {last} is that of the prompt's last token, which a KVSnapshot leaves out"
             )
-    with hold_model(plan.model), plan.hooks():
-        return prefill_snapshot(plan.model, state, plan.config, Observer(), plan.editor)
+    with hold_model(plan.model), run.hooks():
+        return prefill_snapshot(plan.model, state, plan.config, Observer(), run.editor)
 
 
 def verify(

@@ -15,7 +15,7 @@ from cacheprobe.core.noise import gumbel_noise
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.core.values import whole_number
 from cacheprobe.engine.drafters.base import DraftContext, Drafter
-from cacheprobe.engine.loop import FIRST_DRAFT_LENGTH
+from cacheprobe.engine.scheduler import FIRST_DRAFT_LENGTH
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.ops.acceptance import clip_draft, num_accepted
 from cacheprobe.ops.sampling import choose_token

@@ -153,6 +153,18 @@ JUDGES = {"equality": judge_by_equality, "rejection": judge_by_rejection}
 """Maps each value of EngineConfig.acceptance to the function that judges a draft."""
 
 
+def adapt_draft_cap(state: SequenceState, config: EngineConfig, num_accepted: int) -> None:
+    """If draft_length is "adaptive", lets a request's next draft be 2 tokens longer after a full match of its draft, 1
+    shorter after a mismatch. Call it before the tokens are committed.
+
+    Source: the "heuristic" schedule of transformers' assisted generation.
+    """
+    if state.draft_cap is None or config.draft_length != "adaptive" or not state.draft:
+        return
+    is_whole, longest = num_accepted == len(state.draft), max(config.window - 1, 1)
+    state.draft_cap = min(state.draft_cap + 2, longest) if is_whole else max(state.draft_cap - 1, 1)
+
+
 class Committer:
     """Chooses tokens after a pass; commits, rolls back, preempts and ends requests; reports this to the observer."""
 
@@ -266,7 +278,7 @@ class Committer:
         self._keep_logprobs(state, verdict.start, len(committed))
         last_role = "recovered" if verdict.is_rollback else "bonus"  # of the verifier's own token
         roles = ["accepted"] * verdict.num_accepted + [last_role]
-        self._adapt(state, verdict)
+        adapt_draft_cap(state, self.config, verdict.num_accepted)
         state.commit(committed)
         self.observer.on_commit(state.request_id, verdict.step, verdict.start, committed, roles[: len(committed)])
         self._end(state, verdict.finish)
@@ -289,17 +301,6 @@ class Committer:
         """Keeps, for the next report, the log-probabilities of `count` committed tokens from position `start` on."""
         nats = tuple(self._choices[state.request_id, start + t].logprob_nats for t in range(count))
         self._logprobs.append((state.request_id, nats))
-
-    def _adapt(self, state: SequenceState, verdict: Verdict) -> None:
-        """If draft_length is "adaptive", lets the next draft be 2 tokens longer after a full match, 1 shorter after a
-        mismatch.
-
-        Source: the "heuristic" schedule of transformers' assisted generation.
-        """
-        if state.draft_cap is None or self.config.draft_length != "adaptive" or not verdict.draft_token_ids:
-            return
-        longest = max(self.config.window - 1, 1)
-        state.draft_cap = max(state.draft_cap - 1, 1) if verdict.is_rollback else min(state.draft_cap + 2, longest)
 
     def _end(self, state: SequenceState, reason: str | None, error: str | None = None) -> None:
         """Ends a request and reports its end; does nothing if `reason` is None."""

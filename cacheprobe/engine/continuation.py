@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from cacheprobe.core.config import CaptureConfig, EngineConfig, TokenRow
+from cacheprobe.core.config import CaptureConfig, TokenRow
 from cacheprobe.core.values import JsonDict
 from cacheprobe.edits.interventions.base import Intervention
 from cacheprobe.engine.drafters.base import Drafter
+from cacheprobe.engine.execution import PreparedRun, prepare
 from cacheprobe.engine.fingerprint import require_same
-from cacheprobe.engine.plan import RunPlan
-from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.engine.plan import make_plan
 from cacheprobe.lenses.base import Lens
 from cacheprobe.lenses.dictionaries import Dictionary
 from cacheprobe.models.base import CachedLM
@@ -46,7 +46,7 @@ def unfinished_run(directory: Path) -> Journal:
     return journal
 
 
-def plan_again(
+def prepare_again(
     journal: Journal,
     model: CachedLM,
     drafter: Drafter | None,
@@ -54,8 +54,8 @@ def plan_again(
     interventions: "Intervention | Iterable[Any]",
     keep: "Callable[[TokenRow], bool] | None" = None,
     dictionary: Dictionary | None = None,
-) -> tuple[RunPlan, list[SequenceState]]:
-    """Returns (the plan of the run of a journal, the state of each request at the journal's end).
+) -> PreparedRun:
+    """Returns the run of a journal, with the state of each request at the journal's end.
 
     Raises: ValueError, FingerprintMismatch as `cacheprobe.resume`.
     """
@@ -79,18 +79,18 @@ def plan_again(
         )
     path = meta["fingerprint"].get("path")
     layers = tuple(capture["layers"]) if capture["sites"] or capture["heads"] else None
-    plan = RunPlan(
-        model,
-        [request_from_record(item) for item in journal.header["requests"]],
-        EngineConfig(**meta["config"]),
-        capture=CaptureConfig(
+    settings = {
+        **meta["config"],
+        "drafter": drafter,
+        "capture": CaptureConfig(
             **{**capture, "sites": capture["sites"] or None, "layers": layers, "keep": keep, "dictionary": dictionary}
         ),
-        lens=LATER if meta.get("is_lens_later") else lens,
-        path=path if path in PATHS else "auto",  # a Thinking States model has one path, which is not asked for
-        interventions=interventions,
-        is_on_disk=True,
-    )
+        "lens": LATER if meta.get("is_lens_later") else lens,
+        "path": path if path in PATHS else "auto",  # a Thinking States model has one path, which is not asked for
+        "interventions": interventions,
+    }
+    requests = [request_from_record(item) for item in journal.header["requests"]]
+    plan = make_plan(model, requests, settings, is_on_disk=True)
     had, given_lens = meta["fingerprint"].get("lens"), plan.fingerprint().get("lens")
     if plan.lens.name != meta["lens"] or (had is not None and had != given_lens):
         raise ValueError(
@@ -102,12 +102,12 @@ def plan_again(
             raise ValueError(
                 f"request {made.request_id}: the model's tokenizer gives its prompt other tokens than the run had"
             )
-    states = plan.states(drafter)
-    require_same(meta["fingerprint"], plan.fingerprint(), "the unfinished run and its continuation")
-    restore_states(states, journal)
-    if plan.editor is not None:
-        plan.editor.written = _written(journal)
-    return plan, states
+    run = prepare(plan)
+    require_same(meta["fingerprint"], run.plan.fingerprint(), "the unfinished run and its continuation")
+    restore_states(run.states, journal)
+    if run.editor is not None:
+        run.editor.written = _written(journal)
+    return run
 
 
 def _titled(dictionary: JsonDict | None) -> str:

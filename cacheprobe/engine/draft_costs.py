@@ -14,8 +14,8 @@ from cacheprobe.core.records import Observer, StepRecord
 from cacheprobe.core.terminal import Progress
 from cacheprobe.core.values import whole_number
 from cacheprobe.engine.drafters.base import Drafter
-from cacheprobe.engine.plan import RunPlan
-from cacheprobe.engine.shapes import choose_shapes
+from cacheprobe.engine.execution import prepare
+from cacheprobe.engine.plan import make_plan
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.settings import hold_model
 from cacheprobe.trace.tables.schema import typed
@@ -116,15 +116,9 @@ def timed_run(
     model: CachedLM, prompt: object, drafter: Drafter | None, max_new_tokens: int, options: EngineOptions
 ) -> StepClock:
     """Runs one prompt alone, greedily and without capture; returns the StepClock of its steps."""
-    shapes = {name: value for name, value in options.items() if name != "path"}
-    chosen = choose_shapes(model, drafter is not None, {**shapes, "max_batch": 1})
-    plan = RunPlan(
-        model, [prompt], *chosen, capture=None, max_new_tokens=max_new_tokens, path=options.get("path", "auto"),
-        max_in_flight=1,
-    )  # fmt: skip
-    states = plan.states(drafter)
-    clock = StepClock()
-    with hold_model(plan.model), closing(plan.bind_loop(drafter)(states, clock)) as steps:
+    settings = {**options, "drafter": drafter, "max_batch": 1, "capture": None, "max_new_tokens": max_new_tokens}
+    run, clock = prepare(make_plan(model, [prompt], settings, max_in_flight=1)), StepClock()
+    with hold_model(run.plan.model), closing(run.rounds(clock)) as steps:
         for _ in steps:
             pass
     return clock

@@ -1,37 +1,168 @@
-"""Executes a RunPlan: runs the main loop under the run's hooks, and records it in memory or to disk."""
+"""Prepares and executes a run: tries its pass shapes, runs the main loop under the run's hooks, and records it in
+memory or to disk.
+"""
 
-from collections.abc import Generator, Sequence
-from contextlib import closing
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import Observer
 from cacheprobe.core.values import JsonDict
+from cacheprobe.edits.interventions.checks import Drafting
+from cacheprobe.edits.interventions.editor import Editor
+from cacheprobe.engine.checker import RecomputeChecker
+from cacheprobe.engine.drafters.base import drafted_layers, require_drafter
+from cacheprobe.engine.drafters.early_exit import FastPath
 from cacheprobe.engine.fingerprint import FingerprintMismatch, RunGuard
-from cacheprobe.engine.plan import BoundLoop, RunPlan
+from cacheprobe.engine.loop import generation_loop, run_reference
+from cacheprobe.engine.model_runner import ModelRunner
+from cacheprobe.engine.plan import RunPlan
+from cacheprobe.engine.shapes import Hooked, batches_prompts
+from cacheprobe.engine.sizes import require_room
 from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.models.base import StateSink
+from cacheprobe.models.experts.sites import head_places
 from cacheprobe.models.settings import hold_model
 from cacheprobe.trace.recording.assemble import assemble, meta_before
 from cacheprobe.trace.recording.disk_writer import DiskWriter
 from cacheprobe.trace.recording.observers import Tee
+from cacheprobe.trace.recording.recorder import Recorder
 from cacheprobe.trace.recording.to_disk import ToDisk
 from cacheprobe.trace.trace import Trace
 
 
+@dataclass(frozen=True)
+class PreparedRun:
+    """Holds what a run's loop works on: the states of its requests, its editor of interventions and its checker."""
+
+    plan: RunPlan
+    """Its config may be another than that of the plan that was prepared."""
+    states: Sequence[SequenceState]
+    checker: RecomputeChecker
+    editor: Editor | None = None
+    is_reference: bool = False
+    """Whether the slow reference runs the requests."""
+
+    def rounds(self, observer: Observer, step: int = -1) -> Generator[int, None, None]:
+        """Returns the generator of step numbers that runs the requests that have not ended. No pass runs before its
+        first `next`. step: number of the last step that an earlier process has run."""
+        model, config = self.plan.model, self.plan.config
+        ahead = [state for state in self.states if not state.is_ended]
+        if self.states and not ahead:  # all requests ended in an earlier process
+            return (number for number in ())
+        if self.is_reference:
+            return run_reference(model, ahead, config, observer, self.checker, self.editor)
+
+        def new_runner() -> ModelRunner:
+            """Returns a ModelRunner with a new cache, which has a row for dummies."""
+            cache = model.new_cache(min(len(ahead), config.max_batch) + 1, config.capacity)
+            return ModelRunner(model, cache, observer, self.checker, self.editor, step)
+
+        return generation_loop(new_runner, ahead, config, self.plan.drafter)
+
+    @contextmanager
+    def hooks(self, recorder: Recorder | None = None) -> Iterator[None]:
+        """Inside the `with`, the hooks of the interventions, and of the recorder if given, are on the model."""
+        with ExitStack() as stack:
+            if self.editor is not None:  # first, so that the changed states are recorded
+                stack.enter_context(self.plan.model.editing(self.editor.sites, self.editor.edit))
+            if recorder is not None:
+                sink = of_this_thread(self.checker.listening(recorder.on_state))
+                stack.enter_context(self.plan.model.capturing(recorder.wanted(), sink))
+            yield
+
+
+def prepare(plan: RunPlan, is_reference: bool = False) -> PreparedRun:
+    """Returns a PreparedRun with a new state for each request. With a drafter all are verified, else the deterministic
+    ones; with determinism="invariant" these are not verified, but invariant. For the reference, all are.
+
+    Tries the run's pass shapes, and may choose others than the plan's. Raises: ShapeRefused if no allowed
+    shape is batch-invariant; ValueError for a drafter that does not fit the model, and for interventions that cannot
+    act.
+    """
+    is_drafted, is_invariant = plan.drafter is not None, plan.config.is_invariant
+    if is_drafted and not is_reference:
+        require_drafter(plan.drafter, plan.model)
+    states = []
+    for request in plan.requests:
+        is_decided = is_reference or is_drafted or request.is_deterministic
+        is_verified = is_decided and (is_drafted or not is_invariant)
+        sampling = request.sampling or plan.sampling
+        states.append(SequenceState(request, is_verified, sampling, plan.model.decode, is_decided and is_invariant))
+        states[-1].is_edited = request.cached is not None
+    run = PreparedRun(plan, states, RecomputeChecker(plan.model), is_reference=is_reference)
+    run = replace(run, editor=_make_editor(run))
+    return _with_tried_shapes(run) if any(state.reads_in_chunks for state in states) else run
+
+
+def _with_tried_shapes(run: PreparedRun) -> PreparedRun:
+    """Returns the run with pass shapes that a trial found to be batch-invariant."""
+    plan, states, before = run.plan, run.states, run.plan.config
+    heads = tuple(head_places(plan.model, plan.capture.heads, plan.layers))
+    hooked = Hooked(heads, tuple(run.editor.sites) if run.editor is not None else ())
+    is_any = any(state.request.is_deterministic for state in states)
+    # the slow reference needs the shapes of a deterministic run; other runs keep their window
+    replaceable = {*plan.unset_shapes} - (set() if is_any or run.is_reference else {"window"})
+    most = 1 if run.is_reference else min(len(states), before.group if plan.drafter is not None else before.max_batch)
+
+    def require_all_fit(config: EngineConfig) -> None:
+        """Raises: ValueError if the model refuses the window, or a request does not fit the cache."""
+        plan.model.check_settings(config.window)
+        for state in states:
+            require_room(config, state.request, state.sampling.max_new_tokens or 1)
+
+    with hold_model(plan.model):
+        config = run.checker.trial(before, hooked, replaceable, is_any, require_all_fit, most)
+        if "prefill_group" in plan.unset_shapes and not run.is_reference:
+            prompts = {state.request.prompt_token_ids for state in states if state.reads_in_chunks}
+            at_once = min(len(prompts), before.max_batch)
+            run.checker.batches_prompts = batches_prompts(plan.model, config, hooked, at_once)
+    run = replace(run, plan=replace(plan, config=config))
+    return replace(run, editor=_make_editor(run)) if config.window != before.window else run
+
+
+def _make_editor(run: PreparedRun) -> Editor | None:
+    """Returns the Editor of the run's interventions; None without interventions."""
+    plan, drafter = run.plan, run.plan.drafter or FastPath()
+    if not plan.interventions:
+        return None
+    drafting = None
+    if not run.is_reference:
+        drafting = Drafting(drafter.name, drafted_layers(drafter, plan.model), plan.config.window)
+    return Editor(plan.interventions, plan.model, run.states, drafting)
+
+
+def of_this_thread(sink: StateSink) -> StateSink:
+    """Returns a sink for captured states that ignores states of other threads, such as an abandoned drafter's."""
+    owner = threading.get_ident()
+
+    def capture(site: str, layer: int, value: Tensor) -> None:
+        """Calls `sink` with a state if the thread that created this function computed it."""
+        if threading.get_ident() == owner:
+            sink(site, layer, value)
+
+    return capture
+
+
 class Execution:
-    """Holds one run of a plan: its requests' states, its recorder, and the writer if it is recorded to disk."""
+    """Holds one run: its requests' states, its recorder, and the writer if it is recorded to disk."""
 
     def __init__(
         self,
-        plan: RunPlan,
-        loop: BoundLoop,
-        states: Sequence[SequenceState],
+        run: PreparedRun,
         observers: Sequence[Observer] = (),
         disk: ToDisk | None = None,
+        step: int = -1,
         **meta: object,
     ) -> None:
-        """Prepares the run, whose first pass runs later. loop: from `plan.bind_loop`.  meta: entries of the Trace's
-        metadata.  disk: where the run is recorded; None for the memory. States that have ended are not run."""
-        self.plan, self.states, self.disk, self._meta = plan, states, disk, meta
+        """Sets up the run, whose first pass runs later. meta: entries of the Trace's metadata.  disk: where the run is
+        recorded; None for the memory.  step: number of the last step that an earlier process has run."""
+        self._run, self.disk, self._meta = run, disk, meta
+        plan, states = self.plan, self.states = run.plan, run.states
         self.recorder = plan.recorder()
         self._guard = RunGuard(plan.model, plan.fingerprint)
         self.writer: DiskWriter | None = None
@@ -40,9 +171,7 @@ class Execution:
                 known = meta_before(self.recorder, *self._settings(plan.meta(meta)))
             self.writer = disk.begin(self.recorder, plan.requests, states, known)
         writers = () if self.writer is None else (self.writer,)
-        ahead = [state for state in states if not state.is_ended]
-        observer = Tee(self.recorder, *writers, *observers)
-        self._rounds = loop(ahead, observer) if ahead or not states else nothing_to_run()
+        self._rounds = run.rounds(Tee(self.recorder, *writers, *observers), step)
 
     def _settings(self, meta: JsonDict) -> tuple[JsonDict, EngineConfig, CaptureConfig, JsonDict]:
         """Returns (fingerprint, engine settings, capture settings, `meta`): what metadata is made from."""
@@ -50,7 +179,7 @@ class Execution:
 
     def run(self) -> Trace:
         """Runs every request to its end and returns the recorded Trace. Runs in other threads wait meanwhile."""
-        with closing(self._rounds), self._guard.holding(self.plan.hooks(self.recorder)):
+        with closing(self._rounds), self._guard.holding(self._run.hooks(self.recorder)):
             for _ in self._rounds:
                 self._end_round()
         return self._trace()
@@ -62,7 +191,7 @@ class Execution:
         """
         with closing(self._rounds):
             while True:
-                with self._guard.holding(self.plan.hooks(self.recorder)):
+                with self._guard.holding(self._run.hooks(self.recorder)):
                     step = next(self._rounds, None)
                 if step is None:
                     break
@@ -100,8 +229,3 @@ class Execution:
         trace.interventions = plan.interventions
         trace.kept_rows = {s.request_id: s.kept_rows for s in states if s.kept_rows is not None}
         return trace
-
-
-def nothing_to_run() -> Generator[int, None, None]:
-    """Returns a generator without a step, for a run whose requests have all ended."""
-    yield from ()

@@ -16,15 +16,13 @@ from cacheprobe.engine.checker import RecomputeChecker
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.passes import EngineError
+from cacheprobe.engine.prefill import prefills
 from cacheprobe.engine.scheduler import Scheduler
 from cacheprobe.engine.step import Engine
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import is_checking
 from cacheprobe.kvcache.surgery import KVSnapshot, take_snapshot
 from cacheprobe.models.base import CachedLM
-
-FIRST_DRAFT_LENGTH = 4
-"""Draft tokens that a request may have at first if draft_length is "adaptive"."""
 
 
 def generation_loop(
@@ -49,9 +47,6 @@ def generation_loop(
     scheduler = Scheduler(states, engine.cache, config)
     if drafter is not None:
         drafter.check(engine.model)
-    for state in states:
-        length = config.draft_length
-        state.draft_cap = min(FIRST_DRAFT_LENGTH, config.window - 1) if isinstance(length, str) else length
     decode = engine.decode if drafter is None else engine.draft
     with closing(engine.drafter_calls) as calls:
         while not scheduler.is_done:
@@ -63,7 +58,7 @@ def generation_loop(
                 engine.committer.preempt(state)
                 calls.release(state)
             admitted = scheduler.admit(engine.runner.step + 1)
-            for prefill, group in engine.prefills(admitted, scheduler.running):
+            for prefill, group in prefills(engine.prefill, admitted, scheduler.running):
                 for requests in engine.attempts(group):
                     with engine.isolating():
                         prefill(requests)

@@ -3,13 +3,18 @@
 A request may copy a prompt that another one has read. A preempted request is rebuilt: computed again.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Protocol
 
 from torch import Tensor
 
+from cacheprobe.core.config import EngineConfig
+from cacheprobe.engine.checker import RecomputeChecker
 from cacheprobe.engine.committer import Committer
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.passes import EngineError, Entry, Pass
+from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import Status
 from cacheprobe.kvcache.surgery import put_snapshot
@@ -43,12 +48,9 @@ class Prefill:
             self._begin(state)
         is_fixed = states[0].reads_in_chunks
         is_without_pads = is_fixed and not self.config.pad_prefill
-        for entries, width in self._prompt_passes(states):
+        for entries, width, batch in prompt_passes(states, self.config, self.checker, self.runner.cache):
             last = [len(e.token_ids) - 1 if e.end == e.state.request.num_prompt_tokens else None for e in entries]
             slots = self._logit_slots(last, width, is_fixed)
-            batch = None if not is_fixed else self.config.prefill_group
-            if is_fixed and self.checker.batches_prompts:
-                batch = len(entries)
             a_pass = Pass(self.runner.cache, self.runner.next_step(), "prefill", entries, width, batch)
             a_pass.logit_slots, a_pass.is_without_pads = slots, is_without_pads
             out = self.runner.run(a_pass)
@@ -70,32 +72,6 @@ class Prefill:
                 if token_id is not None:
                     committed.append((entry.state.request_id, self.committer.commit_plain(entry.state, token_id)))
             self.committer.report("prefill", [e.state for e in entries], committed=tuple(committed))
-
-    def _prompt_passes(self, states: Sequence[SequenceState]) -> Iterator[tuple[list[Entry], int]]:
-        """Yields (entries, width) of each prefill pass, until the prompts are read. The caller must set num_prefilled
-        of each request after the pass."""
-        is_fixed = states[0].reads_in_chunks
-        size = self.config.prefill_group if is_fixed and not self.checker.batches_prompts else len(states)
-        chunk = self.config.prefill_chunk if is_fixed else FREE_PREFILL_WIDTH
-        for group in (states[i : i + size] for i in range(0, len(states), size)):
-            while unread := [s for s in group if s.num_prefilled < s.request.num_prompt_tokens]:
-                entries = [
-                    Entry(
-                        s, s.request.prompt_token_ids[s.num_prefilled : s.num_prefilled + chunk], s.num_prefilled, True
-                    )
-                    for s in unread
-                ]
-                if is_fixed and self.checker.batches_prompts:
-                    entries = self._next_batch(entries)
-                is_padded = is_fixed and self.config.pad_prefill
-                yield entries, chunk if is_padded else max(len(entry.token_ids) for entry in entries)
-
-    def _next_batch(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Returns the entries of the next pass. A request with hidden slots is read alone, since it may need another
-        forward."""
-        apart = [i for i, entry in enumerate(entries) if self.runner.cache.hides_slots([entry.state.cache_row])]
-        chunks = [(len(entry.token_ids), entry.start) for entry in entries]
-        return [entries[i] for i in pick_prompts(chunks, self.config.capacity, apart)]
 
     def _begin(self, state: SequenceState) -> None:
         """Stores the prompt's length in the cache, and copies the request's KVSnapshot, if any, into its cache row."""
@@ -152,7 +128,7 @@ class Prefill:
             raise EngineError(self.checker.prompt_faults[state.request_id])
         self._begin(state)
         num_prompt = state.request.num_prompt_tokens
-        for phase, start, end, width, batch in self._passes_again(state):
+        for phase, start, end, width, batch in passes_again(state, self.config):
             if phase != "prefill" and start == num_prompt:
                 self._mark(state, num_prompt, "prefill")
             is_exact = self.config.acceptance == "equality" or state.request.is_deterministic
@@ -172,22 +148,6 @@ class Prefill:
         state.num_prefilled = num_prompt
         state.become(Status.RUNNING)
 
-    def _passes_again(self, state: SequenceState) -> Iterator[tuple[str, int, int, int, int | None]]:
-        """Yields (phase, start, end, width, batch) of each pass of a rebuild, which feeds positions start..end-1."""
-        config, num_prompt, last = self.config, state.request.num_prompt_tokens, state.last_committed_position
-        if not state.reads_in_chunks:
-            for start in range(state.request.num_cached, last, FREE_PREFILL_WIDTH):
-                end = min(start + FREE_PREFILL_WIDTH, last)
-                yield "prefill", start, end, end - start, None
-            return
-        for start in range(state.request.num_cached, num_prompt, config.prefill_chunk):
-            end = min(start + config.prefill_chunk, num_prompt)
-            width = config.prefill_chunk if config.pad_prefill else end - start
-            yield "prefill", start, end, width, config.prefill_group
-        phase, batch = "verify" if state.is_verified else "decode", 1 if config.is_invariant else config.group
-        for start in range(num_prompt, last, config.window):
-            yield phase, start, min(start + config.window, last), config.window, batch
-
     def _mark(self, state: SequenceState, end: int, provenance: str) -> None:
         """Marks the slots from the first unused one to `end` - 1 of a request's cache row with this provenance."""
         start = int(self.runner.cache.lengths[state.cache_row])
@@ -204,6 +164,118 @@ class Prefill:
                 f"token {again} at position {position} where it had committed {state.token_ids[position]}; this model "
                 "or machine is not deterministic at a fixed shape"
             )
+
+
+# -- which passes a prompt needs
+
+
+class ReadsPrompts(Protocol):
+    """Defines the three ways in which admitted requests get their keys and values; each takes the requests."""
+
+    def read(self, states: Sequence[SequenceState]) -> None:
+        """Reads the prompts of these requests."""
+        ...
+
+    def share(self, source: SequenceState, states: Sequence[SequenceState]) -> None:
+        """Copies the prompt of request `source`."""
+        ...
+
+    def rebuild(self, states: Sequence[SequenceState]) -> None:
+        """Computes a preempted request again."""
+        ...
+
+
+def prefills(
+    prefill: ReadsPrompts, states: Sequence[SequenceState], running: Sequence[SequenceState]
+) -> Iterator[tuple[Callable[[Sequence[SequenceState]], None], Sequence[SequenceState]]]:
+    """Yields (method of `prefill`, requests) for each prefill that the newly admitted requests `states` need.
+
+    The caller calls the method with the requests. Preempted requests are rebuilt. Of requests that may share a prompt,
+    the first reads it, and the others copy its keys and values.
+    """
+    for state in [s for s in states if s.num_generated]:
+        yield prefill.rebuild, [state]
+    by_prompt: dict[_PromptKey, list[SequenceState]] = {}
+    for state in running:
+        by_prompt.setdefault(_prompt_key(state), []).append(state)
+    leaders, others = [], []
+    seen: set[_PromptKey] = set()
+    for state in [s for s in states if not s.num_generated]:
+        key = _prompt_key(state)
+        is_first = key not in seen and _with_same_prompt(state, by_prompt) is None
+        (leaders if is_first else others).append(state)
+        seen.add(key)
+    for is_fixed in (True, False):
+        if group := [s for s in leaders if s.reads_in_chunks == is_fixed]:
+            yield prefill.read, group
+    for state in others:
+        source = _with_same_prompt(state, by_prompt)
+        yield prefill.read if source is None else partial(prefill.share, source), [state]
+
+
+_PromptKey = tuple[tuple[int, ...], bool, int]
+
+
+def _prompt_key(state: SequenceState) -> _PromptKey:
+    """Returns a key that is equal for two requests if one can copy the keys and values of the other's prompt: same
+    prompt and same prefill schedule. Requests with interventions, or that continue a KVSnapshot, share no prompt."""
+    return state.request.prompt_token_ids, state.reads_in_chunks, state.request_id if state.is_edited else -1
+
+
+def _with_same_prompt(
+    state: SequenceState, by_prompt: Mapping[_PromptKey, Sequence[SequenceState]]
+) -> SequenceState | None:
+    """Returns the first running request, by `_prompt_key`, whose cache row holds the prompt of `state`; None without
+    one."""
+    sharing = by_prompt.get(_prompt_key(state), ())
+    return next(
+        (o for o in sharing if o.prompt_logits is not None and o.status is not Status.FAILED and o is not state), None
+    )
+
+
+def prompt_passes(
+    states: Sequence[SequenceState], config: EngineConfig, checker: RecomputeChecker, cache: KVCache
+) -> Iterator[tuple[list[Entry], int, int | None]]:
+    """Yields (entries, width, batch) of each prefill pass, until the prompts are read. The caller must set
+    num_prefilled of each request after the pass.
+
+    With `checker.batches_prompts`, a request with hidden slots is read alone, since it may need another forward.
+    """
+    is_fixed = states[0].reads_in_chunks
+    is_batched = is_fixed and checker.batches_prompts
+    size = config.prefill_group if is_fixed and not is_batched else len(states)
+    chunk = config.prefill_chunk if is_fixed else FREE_PREFILL_WIDTH
+    for group in (states[i : i + size] for i in range(0, len(states), size)):
+        while unread := [s for s in group if s.num_prefilled < s.request.num_prompt_tokens]:
+            entries = [
+                Entry(s, s.request.prompt_token_ids[s.num_prefilled : s.num_prefilled + chunk], s.num_prefilled, True)
+                for s in unread
+            ]
+            if is_batched:
+                apart = [i for i, entry in enumerate(entries) if cache.hides_slots([entry.state.cache_row])]
+                chunks = [(len(entry.token_ids), entry.start) for entry in entries]
+                entries = [entries[i] for i in pick_prompts(chunks, config.capacity, apart)]
+            longest = max(len(entry.token_ids) for entry in entries)
+            batch = len(entries) if is_batched else config.prefill_group if is_fixed else None
+            yield entries, chunk if is_fixed and config.pad_prefill else longest, batch
+
+
+def passes_again(state: SequenceState, config: EngineConfig) -> Iterator[tuple[str, int, int, int, int | None]]:
+    """Yields (phase, start, end, width, batch) of each pass that rebuilds a preempted request; it feeds positions
+    start..end-1."""
+    num_prompt, last = state.request.num_prompt_tokens, state.last_committed_position
+    if not state.reads_in_chunks:
+        for start in range(state.request.num_cached, last, FREE_PREFILL_WIDTH):
+            end = min(start + FREE_PREFILL_WIDTH, last)
+            yield "prefill", start, end, end - start, None
+        return
+    for start in range(state.request.num_cached, num_prompt, config.prefill_chunk):
+        end = min(start + config.prefill_chunk, num_prompt)
+        width = config.prefill_chunk if config.pad_prefill else end - start
+        yield "prefill", start, end, width, config.prefill_group
+    phase, batch = "verify" if state.is_verified else "decode", 1 if config.is_invariant else config.group
+    for start in range(num_prompt, last, config.window):
+        yield phase, start, min(start + config.window, last), config.window, batch
 
 
 def pick_prompts(chunks: Sequence[tuple[int, int]], capacity: int, apart: Collection[int] = ()) -> list[int]:

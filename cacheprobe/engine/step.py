@@ -4,9 +4,8 @@ A request that fails even so ends with an error. A failed pass has committed no 
 made before the first commit.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 from torch import Tensor
 
@@ -37,35 +36,6 @@ class Engine:
         self._error: EngineError | None = None
         """Of the last pass inside `isolating`; None if it did not fail."""
 
-    # -- prefill
-
-    def prefills(
-        self, states: Sequence[SequenceState], running: Sequence[SequenceState]
-    ) -> Iterator[tuple[Callable[[Sequence[SequenceState]], None], Sequence[SequenceState]]]:
-        """Yields (function, requests) for each prefill that the newly admitted requests `states` need.
-
-        The caller calls the function with the requests. Preempted requests are rebuilt. Of requests that may share a
-        prompt, the first reads it, and the others copy its keys and values.
-        """
-        for state in [s for s in states if s.num_generated]:
-            yield self.prefill.rebuild, [state]
-        by_prompt: dict[_PromptKey, list[SequenceState]] = {}
-        for state in running:
-            by_prompt.setdefault(_prompt_key(state), []).append(state)
-        leaders, others = [], []
-        seen: set[_PromptKey] = set()
-        for state in [s for s in states if not s.num_generated]:
-            key = _prompt_key(state)
-            is_first = key not in seen and _with_same_prompt(state, by_prompt) is None
-            (leaders if is_first else others).append(state)
-            seen.add(key)
-        for is_fixed in (True, False):
-            if group := [s for s in leaders if s.reads_in_chunks == is_fixed]:
-                yield self.prefill.read, group
-        for state in others:
-            source = _with_same_prompt(state, by_prompt)
-            yield self.prefill.read if source is None else partial(self.prefill.share, source), [state]
-
     # -- decode
 
     def decode(self, states: Sequence[SequenceState]) -> None:
@@ -75,7 +45,7 @@ class Engine:
         pass has the narrowest width whose bits are those of a whole window, and attention runs request by request.
         Source: LLM-42 (arXiv 2601.17768), section 4.2: the decode of a deterministic request is its draft.
         """
-        entries = _newest_entries(states)
+        entries = newest_entries(states)
         is_invariant = any(state.is_invariant for state in states)
         width, batch = (self._widths[0], len(entries)) if is_invariant else (1, None)
         a_pass = Pass(self.cache, self.runner.next_step(), "decode", entries, width, batch)
@@ -127,7 +97,7 @@ class Engine:
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
         """Runs a decode pass on each request's newest token. Returns logits [b, v], or states [b, m] after the first
         `num_layers` blocks if given."""
-        entries = _newest_entries(states)
+        entries = newest_entries(states)
         a_pass = Pass(self.cache, self.runner.next_step(), "decode", entries, width=1, num_layers=num_layers)
         out = self.runner.run(a_pass)
         self._mark_newest(entries)
@@ -245,7 +215,7 @@ class Engine:
         return []
 
 
-def _newest_entries(states: Sequence[SequenceState]) -> list[Entry]:
+def newest_entries(states: Sequence[SequenceState]) -> list[Entry]:
     """Returns a list with an Entry for each request of a decode pass: its newest token, committed or drafted."""
     return [
         Entry(state, state.newest[:1], state.newest[1], not state.is_verified, 1 if state.draft else 0)
@@ -260,23 +230,3 @@ def verify_entry(state: SequenceState) -> Entry:
     """
     fed = state.draft[:-1] if state.draft_ends() else state.draft
     return Entry(state, (state.token_ids[-1], *fed), state.last_committed_position, True, len(fed))
-
-
-_PromptKey = tuple[tuple[int, ...], bool, int]
-
-
-def _prompt_key(state: SequenceState) -> _PromptKey:
-    """Returns a key that is equal for two requests if one can copy the keys and values of the other's prompt: same
-    prompt and same prefill schedule. Requests with interventions, or that continue a KVSnapshot, share no prompt."""
-    return state.request.prompt_token_ids, state.reads_in_chunks, state.request_id if state.is_edited else -1
-
-
-def _with_same_prompt(
-    state: SequenceState, by_prompt: Mapping[_PromptKey, Sequence[SequenceState]]
-) -> SequenceState | None:
-    """Returns the first running request, by `_prompt_key`, whose cache row holds the prompt of `state`; None without
-    one."""
-    sharing = by_prompt.get(_prompt_key(state), ())
-    return next(
-        (o for o in sharing if o.prompt_logits is not None and o.status is not Status.FAILED and o is not state), None
-    )

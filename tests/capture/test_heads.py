@@ -8,7 +8,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
-from cacheprobe.engine.plan import RunPlan
+from cacheprobe.engine.plan import make_plan
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.paths import choose_path
@@ -179,7 +179,7 @@ def test_nothing_is_kept_where_nothing_was_asked_for() -> None:
     with fast.capturing(pairs, lambda *heard: None):
         pass
     assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in fast.model.modules()) == before
-    assert RunPlan(model, PROMPTS[:1], config).path_reason.startswith("fast")
+    assert make_plan(model, PROMPTS[:1], vars(config)).path_reason.startswith("fast")
 
 
 def test_the_path_falls_back_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,7 @@ def test_passes_and_bytes_are_those_of_the_run(capture: Any, tmp_path: Path) -> 
     [
         {"window": 1, "deterministic": True},
         {"window": 1, "deterministic": 0.5, "max_batch": 2},
+        {"window": 1, "deterministic": 0.5, "max_kv_tokens": 60},
         {"prefill_group": 2, "window": 1, "deterministic": True},
         {"determinism": "invariant", "deterministic": 0.5, "max_batch": 4},
         {"interventions": cp.interventions.zero(request_id=1, site="S", layer=0)},
@@ -251,12 +252,12 @@ def test_settings_are_those_of_a_run(settings: dict[str, Any], message: str) -> 
 
 def test_an_estimate_says_what_it_assumed() -> None:
     change = cp.interventions.zero(request_id=1, site="S", layer=0)
-    estimate = cp.estimate(loaded(), PROMPTS, capture="STC", max_kv_tokens=200, interventions=change, **SETTINGS)
+    estimate = cp.estimate(loaded(), PROMPTS, capture="STC", interventions=change, **SETTINGS)
     text = repr(estimate)
     assert text.startswith(
         "Estimate of 5 requests: 57 prompt tokens, up to 100 new tokens\n  passes:  1 prefill, 19 decode"
     )
-    for said in ("every request generates all its new tokens", "interventions take no time", "preempts no request"):
+    for said in ("every request generates all its new tokens", "interventions take no time"):
         assert said in text
     assert Bounds(3, 3, 3).text() == "3" and Bounds(3, 4, 1200).text() == "4 (3 to 1,200)"
     assert Bounds(2e9, 3e9, 3e9).text("bytes") == "3.00 GB (2.00 GB to 3.00 GB)"

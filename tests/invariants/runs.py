@@ -10,8 +10,8 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Observer, Request, SamplingParams
-from cacheprobe.engine.execution import Execution
-from cacheprobe.engine.plan import RunPlan
+from cacheprobe.engine.execution import Execution, prepare
+from cacheprobe.engine.plan import make_plan
 from cacheprobe.engine.shapes import narrow_widths, serving_config
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
@@ -72,15 +72,15 @@ class Watched:
         self.spy = model if isinstance(model, Spy) else Spy(model)
         serving_config(self.spy.inner, self.config)
         narrow_widths(self.spy.inner, self.config)
-        self.setup = RunPlan(self.spy, prompts, self.config, capture=capture, **settings)
-        self.states: list[SequenceState] = self.setup.states(drafter)
+        given = {**vars(self.config), "drafter": drafter, "capture": capture, **settings}
+        self.prepared = prepare(make_plan(self.spy, prompts, given))
+        self.states = self.prepared.states
         self.log = StepLog()
         self.trace: cp.Trace | None = None
         meta = {"kind": "run", "drafter": repr(drafter) if drafter else None}
         for observer in observers:
             observer.run = self
-        loop = self.setup.bind_loop(drafter)
-        self._steps = Execution(self.setup, loop, self.states, [self.log, *observers], **meta).steps()
+        self._steps = Execution(self.prepared, [self.log, *observers], **meta).steps()
 
     def __iter__(self) -> Iterator[int]:
         while True:

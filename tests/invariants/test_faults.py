@@ -15,6 +15,7 @@ from cacheprobe.engine import committer as books
 from cacheprobe.engine.checker import RecomputeChecker
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.passes import EngineError
+from cacheprobe.engine.prefill import prefills
 from cacheprobe.engine.scheduler import Scheduler
 from cacheprobe.engine.step import Engine
 from cacheprobe.kvcache.sequence import SequenceState
@@ -45,7 +46,7 @@ def half_way(model: Spy) -> tuple[Engine, list[SequenceState]]:
     cache = model.new_cache(len(run.states) + 1, run.config.capacity)
     engine = Engine(ModelRunner(model, cache, Observer(), RecomputeChecker(model)), run.config)
     scheduler = Scheduler(run.states, cache, run.config)
-    for prefill, group in engine.prefills(scheduler.admit(0), scheduler.running):
+    for prefill, group in prefills(engine.prefill, scheduler.admit(0), scheduler.running):
         prefill(group)
     while drafting := scheduler.drafting():
         engine.decode(drafting)

@@ -12,20 +12,20 @@ COMMITTER, ENGINE = "cacheprobe.engine.committer:Committer", "cacheprobe.engine.
 PREFILL, SCHEDULER = "cacheprobe.engine.prefill:Prefill", "cacheprobe.engine.scheduler:Scheduler"
 RUN, STATE = "cacheprobe.engine.model_runner:ModelRunner.run", "cacheprobe.kvcache.sequence:SequenceState"
 STEP, PASS = "cacheprobe.engine.step", "cacheprobe.engine.passes:Pass"
-ACCEPTED, PLAN = "cacheprobe.ops.acceptance:num_accepted", "cacheprobe.engine.plan:RunPlan"
+ACCEPTED, PREPARE = "cacheprobe.ops.acceptance:num_accepted", "cacheprobe.engine.execution:prepare"
 
 
 def _verified_if(chosen: Any) -> Any:
-    """Requests are verified if `chosen(state, drafter, is_all_verified)`."""
+    """Requests are verified if `chosen(state, drafter, is_reference)`."""
 
     def make(real: Any) -> Any:
-        def states(self: Any, drafter: Any, is_all_verified: bool = False) -> Any:
-            made = real(self, drafter, is_all_verified)
-            for state in made:
-                state.is_verified = chosen(state, drafter, is_all_verified)
+        def prepare(plan: Any, is_reference: bool = False) -> Any:
+            made = real(plan, is_reference)
+            for state in made.states:
+                state.is_verified = chosen(state, plan.drafter, is_reference)
             return made
 
-        return states
+        return prepare
 
     return make
 
@@ -197,10 +197,10 @@ MUTATIONS = [
     bug(
         "deterministic requests are not verified",
         ("01", "02"),
-        f"{PLAN}.states",
+        PREPARE,
         _verified_if(lambda state, drafter, is_all: is_all or drafter is not None),
     ),
-    bug("all requests are verified", ("24",), f"{PLAN}.states", _verified_if(lambda *given: True)),
+    bug("all requests are verified", ("24",), PREPARE, _verified_if(lambda *given: True)),
     bug("an adaptive draft is committed as it comes", ("01",), f"{ENGINE}._take", _commits_adaptive),
     bug(
         "a group with dummies waits for ever",
@@ -304,7 +304,7 @@ MUTATIONS = [
     bug(
         "rows are shared with a request that is not verified",
         ("22",),
-        "cacheprobe.engine.step:_prompt_key",
+        "cacheprobe.engine.prefill:_prompt_key",
         instead(lambda state: (state.request.prompt_token_ids, True, -1)),
     ),
     # -- preemption

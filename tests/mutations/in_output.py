@@ -7,7 +7,7 @@ from unittest.mock import patch
 import numpy as np
 
 from cacheprobe.ops.acceptance import Ending
-from tests.mutations.in_engine import COMMITTER, ENGINE, PLAN, STATE
+from tests.mutations.in_engine import COMMITTER, ENGINE, STATE
 from tests.mutations.mutate import Mutation, bug, inside, instead
 
 CHOOSING, ENDING = "cacheprobe.engine.committer", "cacheprobe.ops.acceptance:find_ending"
@@ -32,8 +32,8 @@ def _remembers(real: Any) -> Any:
 
 
 def _own_seed(real: Any) -> Any:
-    def samples(self: Any, request: Any, first: int, run_seed: int) -> Any:
-        made, seed = real(self, request, first, run_seed), request.sampling.seed
+    def samples(request: Any, first: int, run_seed: int) -> Any:
+        made, seed = real(request, first, run_seed), request.sampling.seed
         return made if seed is None else tuple(replace(r, sampling=replace(r.sampling, seed=seed)) for r in made)
 
     return samples
@@ -128,14 +128,14 @@ MUTATIONS = [
         lambda real: lambda seed, position, *more: real(seed, 0, *more),
     ),
     bug("large seeds are cut to 32 bits", ("19",), NOISE, lambda real: lambda seed, *more: real(seed % 2**32, *more)),
-    bug("all samples have one seed", ("19_sampling_of_several",), f"{PLAN}._samples", _own_seed),
+    bug("all samples have one seed", ("19_sampling_of_several",), "cacheprobe.engine.plan:_samples", _own_seed),
     bug(
         "all requests have one seed",
         ("19_sampling_of_several",),
-        f"{PLAN}._samples",
+        "cacheprobe.engine.plan:_samples",
         inside(
             "cacheprobe.engine.plan:derive_seed",
-            lambda real, self, request, first, run_seed: lambda seed, index: real(seed, index - first),
+            lambda real, request, first, run_seed: lambda seed, index: real(seed, index - first),
         ),
     ),
     bug(

@@ -12,9 +12,8 @@ import numpy as np
 import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.engine.drafters.base import Drafter
-from cacheprobe.engine.execution import Execution
-from cacheprobe.engine.plan import RunPlan
-from cacheprobe.engine.shapes import choose_shapes
+from cacheprobe.engine.execution import Execution, prepare
+from cacheprobe.engine.plan import make_plan
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.recording.observers import StepLog
 
@@ -90,18 +89,16 @@ class Run:
         drafter: Drafter | None = None, path: str = "auto", capture: str | None = None,
     ) -> None:  # fmt: skip
         """config: every shape, or those fields alone that `cp.run` would be given."""
-        is_whole = isinstance(config, EngineConfig)
-        chosen = (config, ()) if is_whole else choose_shapes(model, drafter is not None, config)
-        setup = RunPlan(model, requests, *chosen, capture=capture, path=path)
-        self.requests, self.states = setup.requests, setup.states(drafter)
+        settings = vars(config) if isinstance(config, EngineConfig) else config
+        prepared = prepare(
+            make_plan(model, requests, {**settings, "drafter": drafter, "capture": capture, "path": path})
+        )
+        self.requests, self.states = prepared.plan.requests, prepared.states
         self.total = sum(state.num_left for state in self.states)
         self.log = StepLog()
-        loop = setup.bind_loop(drafter)
-        self._rounds = (
-            loop(self.states, self.log)
-            if capture is None
-            else Execution(setup, loop, self.states, [self.log], kind="run", drafter=None).steps()
-        )
+        is_recorded = capture is not None
+        execution = Execution(prepared, [self.log], kind="run", drafter=None) if is_recorded else None
+        self._rounds = prepared.rounds(self.log) if execution is None else execution.steps()
 
     def steps(self) -> Iterator[float]:
         """Round by round; yields the share of the new tokens that are committed."""

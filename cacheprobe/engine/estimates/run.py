@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cacheprobe.core.terminal import duration
-from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.drafters.calls import is_own
 from cacheprobe.engine.drafters.model import DraftModel
 from cacheprobe.engine.estimates.count import RunCount
 from cacheprobe.engine.estimates.times import TIMES_LONGER, time_short_runs
+from cacheprobe.engine.execution import prepare
 from cacheprobe.engine.plan import RunPlan
 from cacheprobe.engine.sizes import (
     READING_BYTES,
@@ -127,7 +127,7 @@ def _megabytes(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-def estimate_plan(plan: RunPlan, drafter: Drafter | None) -> Estimate:
+def estimate_plan(plan: RunPlan) -> Estimate:
     """Returns the Estimate of a plan's run. Applies no intervention and calls no drafter of the user.
 
     Raises: ValueError for a Thinking States model, whose thoughts cost what their texts need, and for a run that needs
@@ -138,11 +138,13 @@ def estimate_plan(plan: RunPlan, drafter: Drafter | None) -> Estimate:
             f"{plan.model.name} is a Thinking States model, whose run cannot be estimated: its time and its records "
             "depend on the thoughts that it writes; use the same model without thoughts, or run a part"
         )
-    states = plan.states(drafter)
-    best, worst = (RunCount(plan, drafter, states, accepted) for accepted in (1.0, 0.0))
-    clock = time_short_runs(plan, drafter, states, best)
+    run = prepare(plan)
+    plan, states = run.plan, run.states
+    best = RunCount(run, 1.0)
+    worst = RunCount(run, 0.0) if best.num_drafted else best
+    clock = time_short_runs(run, best)
     rate = None if clock is None else clock.acceptance
-    likely = best if rate is None else RunCount(plan, drafter, states, rate)
+    likely = best if rate is None else RunCount(run, rate)
     probe = plan.model.new_cache(1, 1)
     in_flight = min(len(states), plan.config.max_batch)
     slot_bytes = probe.cache_bytes - bytes_of_states(probe, 1, 1)
@@ -153,8 +155,8 @@ def estimate_plan(plan: RunPlan, drafter: Drafter | None) -> Estimate:
     beside = cache_bytes + slot_bytes * sum(
         count for count, state in zip(num_positions, states, strict=True) if state.request.keep_kv
     )
-    if isinstance(drafter, DraftModel):
-        beside += drafter.model.new_cache(1, 1).cache_bytes * in_flight * max(num_positions)
+    if isinstance(plan.drafter, DraftModel):
+        beside += plan.drafter.model.new_cache(1, 1).cache_bytes * in_flight * max(num_positions)
     reading_bytes = READING_DISK_BYTES + READ_TOKEN_DISK_BYTES * plan.capture.top_k
 
     def tables(run: RunCount) -> float:
@@ -183,20 +185,19 @@ def estimate_plan(plan: RunPlan, drafter: Drafter | None) -> Estimate:
         ),
         available_bytes=available_bytes() if plan.model.device.type == "cpu" else None,
         seconds=None if clock is None else Bounds(*sorted(bounds(clock.seconds_of))),
-        assumptions=_assumptions(plan, drafter, best, rate),
+        assumptions=_assumptions(plan, best, rate),
     )
     estimate.require_memory()
     return estimate
 
 
-def _assumptions(plan: RunPlan, drafter: Drafter | None, best: "RunCount", rate: float | None) -> tuple[str, ...]:
+def _assumptions(plan: RunPlan, best: RunCount, rate: float | None) -> tuple[str, ...]:
     """Returns what the estimate assumed, as texts. rate: part of the draft tokens that the short runs accepted."""
-    how = "every one" if rate is None else f"{rate:.0%}, as in two short runs"
+    drafter, how = plan.drafter, "every one" if rate is None else f"{rate:.0%}, as in two short runs"
     said = {
         "every request generates all its new tokens; a request that stops earlier takes less": True,
         f"accepted draft tokens: {how}; in brackets, the numbers if every one is, and if none is": best.num_drafted,
         f"the drafter {getattr(drafter, 'name', '')} itself takes no time": drafter is not None and not is_own(drafter),
-        "max_kv_tokens preempts no request": plan.config.max_kv_tokens is not None,
         "the predicate keep of CaptureConfig keeps every row": plan.capture.keep is not None,
         "every draft token has a status to keep": plan.capture.statuses is not None and best.num_drafted,
         "features of a dictionary take no space": plan.capture.dictionary is not None,

@@ -2,15 +2,13 @@
 
 import time
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from random import Random
 
 from cacheprobe.core.records import Observer, StepRecord
-from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.drafters.calls import is_own
 from cacheprobe.engine.estimates.count import RunCount
-from cacheprobe.engine.plan import RunPlan
+from cacheprobe.engine.execution import PreparedRun
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.settings import hold_model
 from cacheprobe.trace.recording.lens_reader import LENS_TILE
@@ -75,36 +73,35 @@ def _line(points: Sequence[tuple[int, float]], slope: float) -> tuple[float, flo
     return max(large[1] - slope * large[0], 0.0), slope
 
 
-def time_short_runs(
-    plan: RunPlan, drafter: Drafter | None, states: Sequence[SequenceState], whole: RunCount
-) -> StepTimes | None:
+def time_short_runs(run: PreparedRun, whole: RunCount) -> StepTimes | None:
     """Runs one request, then several, with short prompts and few new tokens, and discards the results. Returns the
     times of their steps; None if the run is less than TIMES_LONGER times as long, however few they are."""
-    own = drafter if drafter is None or is_own(drafter) else None
+    plan = replace(run.plan, drafter=run.plan.drafter if is_own(run.plan.drafter) else None)
     for most_requests in MOST_REQUESTS:
         # drawn: every n-th request might have the same prompt each time
-        drawn = Random(0).sample(states, min(len(states), most_requests))
+        drawn = Random(0).sample(run.states, min(len(run.states), most_requests))
         most_new = 2
         if whole.num_drafted:
             most_new = max(3, min(plan.config.window + 1, whole.rows // (4 * TIMES_LONGER * most_requests)))
-        runs = [[_shortened(state, most_new) for state in chosen] for chosen in (drawn[:1], drawn)]
-        counts = [RunCount(plan, own, short, 1.0) for short in runs]
+        short_runs = [
+            replace(run, plan=plan, states=[_shortened(state, most_new) for state in chosen], editor=None)
+            for chosen in (drawn[:1], drawn)
+        ]
+        counts = [RunCount(short, 1.0) for short in short_runs]
         if _work(whole) >= TIMES_LONGER * (_work(counts[0], has_readings=False) + _work(counts[1])):
             break
     else:
         return None
-    unedited = copy(plan)
-    unedited.editor = None
     times = StepTimes()
-    for short, count in zip(runs, counts, strict=True):
-        prompts = {state.request_id: state.request.prompt_token_ids for state in short}
+    for short, count in zip(short_runs, counts, strict=True):
+        prompts = {state.request_id: state.request.prompt_token_ids for state in short.states}
         recorder = Recorder(plan.model, plan.recorded_capture, plan.layers, plan.lens, prompts)
-        with hold_model(plan.model), unedited.hooks(recorder):
+        with hold_model(plan.model), short.hooks(recorder):
             times.last = time.perf_counter()
-            for _ in unedited.bind_loop(own)(short, Tee(recorder, times)):
+            for _ in short.rounds(Tee(recorder, times)):
                 pass
             began = time.perf_counter()
-            if short is runs[-1] and count.readings:
+            if short is short_runs[-1] and count.readings:
                 recorder.take()
                 times.tile_seconds = (time.perf_counter() - began) / count.num_tiles
     return times
