@@ -98,8 +98,8 @@ def run(
         They act during this run, on the bridge and the fast path, and do not change the other requests' bits.
     progress: show a bar on a terminal; if the prompts come from a task, print the model's accuracy.
     options: window, group, capacity, prefill_chunk, prefill_group, pad_prefill, max_batch, max_kv_tokens,
-        draft_length, acceptance, determinism, layers and path; `cacheprobe.core.config.EngineOptions` says what each
-        does. The defaults suit the model and the processor.
+        draft_length, acceptance, determinism, layers and path; `EngineConfig` and `EngineOptions` of
+        cacheprobe/core/config.py say what each does. The defaults suit the model and the processor.
         dictionary, from `cp.lenses.Dictionary.load`, records the largest features of each row, as the field of
         CaptureConfig does; `trace.features()` gives them.
         out, overwrite and memory_budget record the run to disk while it goes on, so that it can be longer than memory,

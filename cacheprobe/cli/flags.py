@@ -9,7 +9,7 @@ from dataclasses import Field, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from textwrap import dedent
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from cyclopts import App, ArgumentCollection, Parameter
 
@@ -80,22 +80,21 @@ Command = Callable[..., Any]
 def with_flags(command: Command) -> Command:
     """Decorates a command: every parameter that is a settings dataclass becomes one flag for each field.
 
-    The field's docstring is the flag's help. A field with metadata {"flag": False} is no flag and keeps its default.
+    The field's docstring is the flag's help. `NO_FLAG` and `as_flag` of core/values.py say in a field's metadata that
+    it is no flag and keeps its default, or that its flag has another name or type. A parameter of the type
+    Annotated[JsonDict, settings dataclass] is a dict of the flags that were given.
     """
-    given = inspect.signature(command).parameters
-    groups: dict[str, type] = {
-        name: one.annotation
-        for name, one in given.items()
-        if isinstance(one.annotation, type) and is_dataclass(one.annotation)
-    }
-    flags = [flag for name, one in given.items() for flag in (_flags(groups[name]) if name in groups else [one])]
+    parameters = inspect.signature(command).parameters
+    groups = {name: group for name, one in parameters.items() if (group := _group_of(one.annotation)) is not None}
+    flags = [flag for name, one in parameters.items() for flag in (_flags(*groups[name]) if name in groups else [one])]
 
     @wraps(command)
     def run(*args: Any, **values: Any) -> Any:
         """Makes the settings dataclasses from the flags in `values`, and runs the command with them."""
-        for name, settings in groups.items():
-            named = {field.name: values.pop(field.name) for field in flagged(settings) if field.name in values}
-            values[name] = settings(**named)
+        for name, (settings, is_dict) in groups.items():
+            names = {flag_name(field): field.name for field in flagged(settings)}
+            given = {names[flag]: values.pop(flag) for flag in [*values] if flag in names}
+            values[name] = given if is_dict else settings(**given)
         return command(*args, **values)
 
     vars(run)["__signature__"] = inspect.Signature(flags)  # read by cyclopts, and by inspect.signature
@@ -103,22 +102,41 @@ def with_flags(command: Command) -> Command:
     return run
 
 
-def flagged(settings: type) -> list[Field]:
-    """Returns the fields of a settings dataclass that are flags, as a list: all but those with metadata {"flag":
-    False}."""
+def _group_of(annotation: Any) -> tuple[type, bool] | None:
+    """Returns (settings dataclass, whether the parameter is a dict of it) of an annotation; None without a
+    dataclass."""
+    settings, *more = getattr(annotation, "__metadata__", (annotation,))
+    is_group = isinstance(settings, type) and is_dataclass(settings) and not more
+    return (settings, settings is not annotation) if is_group else None
+
+
+def flagged(settings: Any) -> list[Field]:
+    """Returns the fields of a settings dataclass that are flags, as a list: all but those with `NO_FLAG`."""
     return [field for field in fields(settings) if field.metadata.get("flag", True)]
 
 
-def _flags(settings: type) -> Iterator[inspect.Parameter]:
+def flag_name(field: Field) -> str:
+    """Returns the name of a field's flag, with _ for -."""
+    return field.metadata.get("name") or field.name
+
+
+def given_flags(*groups: Any) -> dict[str, Any]:
+    """Returns the flags of these settings that have a value, by the names of the flags; those of the last win."""
+    values = {flag_name(field): getattr(group, field.name) for group in groups for field in flagged(group)}
+    return {name: value for name, value in values.items() if value not in (None, ())}
+
+
+def _flags(settings: type, is_dict: bool) -> Iterator[inspect.Parameter]:
+    """Yields a keyword parameter for each flag of a settings dataclass. is_dict: a flag without a value is None."""
     kinds, docs = get_type_hints(settings), attribute_docs(settings)
     for field in flagged(settings):
-        kind = kinds[field.name]
-        several = (SEVERAL,) if get_origin(kind) is tuple else ()
+        kind = field.metadata.get("kind", kinds[field.name])
+        several = (SEVERAL,) if tuple in {get_origin(one) for one in (kind, *get_args(kind))} else ()
         yield inspect.Parameter(
-            field.name,
+            flag_name(field),
             inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=Annotated[kind, *several, Parameter(help=docs.get(field.name))],
+            default=None if is_dict else field.default,
+            annotation=Annotated[kind | None if is_dict else kind, *several, Parameter(help=docs.get(field.name))],
         )
 
 
@@ -134,5 +152,5 @@ def attribute_docs(settings: type) -> dict[str, str]:
     docs = {}
     for field, doc in zip(class_node.body, class_node.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
-            docs[ast.unparse(field.target)] = inspect.cleandoc(str(doc.value.value))
+            docs[ast.unparse(field.target)] = " ".join(str(doc.value.value).split())
     return docs

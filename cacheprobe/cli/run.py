@@ -6,19 +6,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from cacheprobe.cli.flags import with_flags
-from cacheprobe.core.settings import ModelFlags, PromptFlags, RunFlags
+from cacheprobe.cli.flags import given_flags, with_flags
+from cacheprobe.core.config import CaptureConfig, EngineConfig
+from cacheprobe.core.settings import DEFAULT_SAMPLING, ModelFlags, PromptFlags, RunFlags, SamplingParams
 from cacheprobe.core.values import JsonDict
 
 if TYPE_CHECKING:
     from cacheprobe.engine.drafters.base import Drafter
     from cacheprobe.trace.trace import Trace
-
-SHAPES = ("window", "group", "capacity", "max_batch", "max_kv_tokens", "determinism")
-PASSED_ON = ("deterministic", "lens", "max_new_tokens", "seed", *SHAPES)
-"""Settings that are passed to `cp.run` unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +30,8 @@ class OutFlags:
     """Replace the run that --out holds, and remove its report.html. The old run stays until the new one is complete."""
     memory_budget: str | None = None
     """Most memory for what is not written yet, such as 2GB; by default a quarter of what is free."""
+    config: Path | None = None
+    """A YAML file of settings, named as these flags are; flags override them."""
 
     def require_usable(self) -> None:
         """Checks that a run can be recorded. Raises: ValueError if there is no directory, or one that is in use."""
@@ -48,10 +47,12 @@ class OutFlags:
 def run(
     *,
     output: OutFlags,
-    config: Path | None = None,
     model: ModelFlags,
     prompts: PromptFlags,
     settings: RunFlags,
+    shapes: Annotated[JsonDict, EngineConfig],
+    sampling: SamplingParams,
+    capture: CaptureConfig,
     progress: bool = True,
 ) -> int:
     """Generate from prompts or a task's examples, and save the trace; with --dry-run, estimate what that takes.
@@ -61,8 +62,6 @@ def run(
 
     Parameters
     ----------
-    config
-        A YAML file of settings, named as these flags are; flags override them.
     progress
         Show progress bars.
     """
@@ -73,24 +72,27 @@ def run(
 
     prompts.require_one_source()
     output.require_usable()
-    # before examples are made and the model is loaded, which takes seconds: settings check themselves
-    arguments = _run_arguments(settings)
-    drafter, to_read = _drafter_and_prompts(model, prompts, settings)
+    # before the model is loaded, which takes seconds: settings check themselves
+    drafter, to_read = _drafter_and_prompts(model, prompts, settings, shapes, capture)
+    arguments = dict(
+        drafter=drafter, deterministic=settings.deterministic, lens=settings.lens, seed=settings.seed,
+        sampling=sampling, capture=capture, **shapes,
+    )  # fmt: skip
     loaded = cp.load_model(**asdict(model), progress=progress)
     if output.dry_run or output.out is None:
-        estimate = cp.estimate(loaded, to_read, drafter=drafter, **arguments)
+        estimate = cp.estimate(loaded, to_read, **arguments)
         print(estimate)
         estimate.require_disk(output.out or Path())
         return 0
     command = {
         "name": "run",
-        "config": config.name if config else None,
-        "settings": _given(model) | _given(prompts) | _given(settings),
+        "config": output.config.name if output.config else None,
+        "settings": given_flags(model, prompts, settings, capture, sampling.over(DEFAULT_SAMPLING)) | shapes,
     }
     to = {"command": command, "overwrite": output.overwrite, "memory_budget": output.memory_budget}
     return _recorded(
         output.out,
-        lambda out: cp.run(loaded, to_read, drafter=drafter, progress=progress, out=out, **arguments, **to),
+        lambda out: cp.run(loaded, to_read, progress=progress, out=out, **arguments, **to),
         progress,
     )
 
@@ -172,40 +174,20 @@ def _recorded(out: Path, record: "Callable[[Path], Trace]", progress: bool) -> i
     return 0
 
 
-def _run_arguments(settings: RunFlags) -> dict[str, Any]:
-    """Returns the arguments of `cp.run` that the flags give, without the drafter. Raises: ValueError for a wrong
-    value."""
-    from cacheprobe.core.config import CaptureConfig
-    from cacheprobe.core.settings import SamplingParams
-
-    sampling = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p", "stop")}
-    capture = CaptureConfig(
-        settings.capture,
-        heads=settings.heads,
-        statuses=settings.statuses or None,
-        every=settings.every,
-        dtype=settings.capture_dtype,
-    )
-    passed_on = {name: getattr(settings, name) for name in PASSED_ON}
-    layers = list(settings.layers) or "all"
-    return {"capture": capture, "layers": layers, "sampling": SamplingParams(**sampling), **passed_on}
-
-
 def _drafter_and_prompts(
-    model: ModelFlags, prompts: PromptFlags, settings: RunFlags
+    model: ModelFlags, prompts: PromptFlags, settings: RunFlags, shapes: JsonDict, capture: CaptureConfig
 ) -> "tuple[Drafter | None, list[object]]":
     """Returns (the drafter or None, a list of prompts or task examples), checked before the model is loaded. Raises:
     ValueError for settings that a run would refuse."""
     from cacheprobe.core.config import resolve_layers
     from cacheprobe.core.registry import make
-    from cacheprobe.core.settings import SamplingParams
     from cacheprobe.core.values import require_encodable
     from cacheprobe.engine.drafters.early_exit import EarlyExit
     from cacheprobe.engine.shapes import choose_shapes
     from cacheprobe.models.known import num_layers
 
-    SamplingParams(seed=settings.seed, max_new_tokens=settings.max_new_tokens, n=prompts.n)
-    choose_shapes(None, settings.drafter is not None, {name: getattr(settings, name) for name in SHAPES})
+    SamplingParams(seed=settings.seed, n=prompts.n)
+    choose_shapes(None, settings.drafter is not None, shapes)
     for text in prompts.prompt:
         require_encodable("--prompt", text)
     to_read: list[object] = list(prompts.prompt)
@@ -213,12 +195,7 @@ def _drafter_and_prompts(
         to_read = make("tasks", prompts.task, **prompts.task_settings).examples(prompts.n, settings.seed)
     drafter = make("drafters", settings.drafter) if settings.drafter else None
     if (depth := num_layers(model.model)) is not None:
-        resolve_layers(settings.layers or "all", depth)
+        resolve_layers(capture.layers, depth)
         if isinstance(drafter, EarlyExit):
             drafter.check_layers(depth, model.model)
     return drafter, to_read
-
-
-def _given(settings: ModelFlags | PromptFlags | RunFlags) -> JsonDict:
-    """Returns the settings that have a value, from flags, file and defaults, as a dict to store with the run."""
-    return {name: value for name, value in asdict(settings).items() if value not in (None, ())}

@@ -1,11 +1,11 @@
 """Defines the settings of a run (`EngineConfig`, `CaptureConfig`) as frozen dataclasses that check their own values."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import TypedDict
+from dataclasses import dataclass, field, fields
+from typing import Literal, TypedDict
 
 from cacheprobe.core.hook_names import ALL_SITES, HEAD_SITES, SITES
-from cacheprobe.core.values import JsonDict, KnownKeywords, flag, is_flag, whole_number
+from cacheprobe.core.values import NO_FLAG, JsonDict, KnownKeywords, as_flag, flag, is_flag, whole_number
 
 PHASES = ("prefill", "decode", "verify")
 """Kinds of forward pass."""
@@ -39,40 +39,20 @@ class TokenRow:
 
 
 class EngineOptions(TypedDict, total=False):
-    """Declares the types of the optional keywords of `run`, `reference` and `stream` that set how passes are computed,
-    such as window, group and capacity."""
+    """Declares the types of the optional keywords of `run`, `reference` and `stream` that set how passes are computed.
+    EngineConfig says what each does; None and a keyword that is left out mean its default."""
 
     window: int | None
-    """Token positions of a verify pass for each request (W). By default 1 without a drafter on a CPU, otherwise 16; if
-    the model refuses this, the first of 4, 8 and 16 that it accepts; at most the capacity. With window=1 no token is
-    drafted: a verify pass is a decode of a fixed shape. If no group gives the same bits everywhere with a default
-    window, 16, 8, 4, 2 and 1 are tried."""
     group: int | None
-    """Requests of a verify pass (G). By default the first number for which every batch index gives the same bits on
-    this machine."""
     capacity: int | None
-    """Cache slots of each request; prompt + max_new_tokens + window must fit. By default 512, or the first of 1,024,
-    2,048, ... that the longest request fits. Part of the schedule fingerprint, unless attention runs request by
-    request: the bits are then the same for every multiple of 64."""
     prefill_chunk: int | None
-    """Prompt tokens fed at once for verified requests; by default 128, or 32 if prompts are padded."""
     prefill_group: int | None
-    """Prompts of a prefill pass of verified requests; 1: each prompt alone. By default a pass has several prompts if a
-    trial finds that each has the bits of a pass by itself, otherwise one."""
-    pad_prefill: bool | None
-    """Whether a prompt's last chunk is padded to a whole one; by default only if prefill_group is above 1."""
     max_batch: int
-    """Requests in flight at once, by default 64."""
     max_kv_tokens: int | None
-    """Cache slots in use at once; if the running requests need more, the newest request is preempted and resumed
-    later."""
     draft_length: "int | str | None"
-    """Draft tokens before each verification: None for all that the window takes, a number, or "adaptive"."""
     acceptance: str
-    """"equality", or "rejection" for speculative sampling of requests that are not deterministic."""
+    pad_prefill: bool | None
     determinism: str
-    """How deterministic requests get their bits. "verify": passes of one fixed shape decide. "invariant": passes of any
-    number of requests decide, without verifier and rollback; refused if their bits depend on that number."""
     layers: "str | int | Iterable[int]"
     """Layers to keep states of: "all", a number or a list. Must be left out if the CaptureConfig sets layers."""
     path: str
@@ -82,40 +62,51 @@ class EngineOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class EngineConfig(KnownKeywords):
-    """Holds the checked settings of the engine, such as the fixed shapes of passes and the limits of the cache.
+    """Declares the settings of the engine, such as the fixed shapes of passes and the limits of the cache: types,
+    defaults, limits, and what each does, which is also the help of its command-line flag.
 
+    `engine.shapes.choose_shapes` chooses window, group, capacity and the prefill settings where a run leaves them out.
     window, group, capacity, prefill_chunk, prefill_group, pad_prefill and determinism enter the schedule fingerprint.
     Raises: ValueError for a value of a wrong type or out of range, and for two settings that contradict each other;
     TypeError for an unknown setting.
     """
 
     window: int = 16
-    """W: token positions of a verify pass for each request, so at most W - 1 draft tokens are verified at once."""
+    """Token positions of a verify pass for each request (W), so at most W - 1 draft tokens are verified at once. By
+    default 1 without a drafter on a CPU, otherwise 16; if the model refuses this, the first of 4, 8 and 16 that it
+    accepts; at most the capacity. With window=1 no token is drafted: a verify pass is a decode of a fixed shape. If no
+    group gives the same bits everywhere with a default window, 16, 8, 4, 2 and 1 are tried."""
     group: int = 4
-    """G: requests of a verify pass. Dummy requests pad a pass to exactly G x W."""
+    """Requests of a verify pass (G); dummy requests pad it to exactly G x W tokens. By default the first number for
+    which every batch index gives the same bits on this machine."""
     capacity: int = 512
-    """C: cache slots of each request. In passes of a fixed shape, attention runs over all C slots, masked."""
-    prefill_chunk: int = 32
-    """Prompt tokens of a verified request that one prefill pass takes."""
-    prefill_group: int = 1
-    """Verified prompts of one prefill pass, unless they are batched (`consistency.batches_prompts`). Dummy prompts pad
-    a pass to exactly this many."""
+    """Cache slots of each request (C); prompt + max_new_tokens + window must fit. In passes of a fixed shape, attention
+    runs over all C slots, masked. By default 512, or the first of 1,024, 2,048, ... that the longest request fits. Part
+    of the schedule fingerprint, unless attention runs request by request: the bits are then the same for every multiple
+    of 64."""
+    prefill_chunk: int = field(default=32, metadata=NO_FLAG)
+    """Prompt tokens of a verified request that one prefill pass takes; by default 128, or 32 if prompts are padded."""
+    prefill_group: int = field(default=1, metadata=NO_FLAG)
+    """Prompts of a prefill pass of verified requests; 1: each prompt alone. Dummy prompts pad a pass to exactly this
+    many. By default a pass has several prompts if a trial finds that each has the bits of a pass by itself, otherwise
+    one."""
     max_batch: int = 64
-    """Requests in flight at once; the others wait."""
+    """Requests in flight at once, by default 64; the others wait."""
     max_kv_tokens: int | None = None
-    """Cache slots in use at once, over all requests. If the running requests need more, the newest request is
-    preempted. None: no limit but max_batch x capacity."""
-    draft_length: "int | str | None" = None
+    """Cache slots in use at once, over all requests; if the running requests need more, the newest is preempted and
+    resumed later. No limit but max_batch x capacity by default."""
+    draft_length: "int | str | None" = field(default=None, metadata=NO_FLAG)
     """Draft tokens before each verification: None for all that the window takes, a number, or "adaptive"."""
-    acceptance: str = "equality"
-    """"equality": a draft token is accepted if the verifier chose the same token. "rejection": speculative sampling."""
-    pad_prefill: bool = True
-    """Whether a prompt's last chunk is padded to the length of the others. An unpadded chunk costs less, and its shape
-    still depends on the prompt alone. With a prefill_group above 1 prompts are padded, because a pass has one
-    shape."""
-    determinism: str = "verify"
-    """"verify": passes of group x window tokens decide a deterministic request's tokens. "invariant": passes of any
-    number of requests do; a trial before the run finds whether a token has the same bits in all of them."""
+    acceptance: str = field(default="equality", metadata=NO_FLAG)
+    """"equality": a draft token is accepted if the verifier chose the same token. "rejection": speculative sampling of
+    requests that are not deterministic."""
+    pad_prefill: bool = field(default=True, metadata=NO_FLAG)
+    """Whether a prompt's last chunk is padded to the length of the others; by default only if prefill_group is above 1,
+    because a pass has one shape. An unpadded chunk costs less, and its shape still depends on the prompt alone."""
+    determinism: str = field(default="verify", metadata=as_flag(Literal["verify", "invariant"]))
+    """How deterministic requests get their bits. "verify", the default: passes of one fixed shape, of group x window
+    tokens, decide. "invariant": passes of any number of requests decide, without verifier and rollback; refused if a
+    trial before the run finds that their bits depend on that number."""
 
     def __post_init__(self) -> None:
         for name in ("window", "group", "capacity", "prefill_chunk", "prefill_group", "max_batch", "max_kv_tokens"):
@@ -169,40 +160,40 @@ class CaptureConfig(KnownKeywords):
     Raises: ValueError for an unknown, empty or out-of-range value; TypeError for an unknown setting.
     """
 
-    sites: "str | None" = ALL_SITES
+    sites: "str | None" = field(default=ALL_SITES, metadata=as_flag(str, "capture"))
     """Sites to keep: letters of S (residual stream), T (attention output), C (MLP output) and Z (lens readings at site
     S); None for tokens and events alone."""
-    heads: "str | Sequence[str]" = ()
+    heads: "str | Sequence[str]" = field(default=(), metadata=as_flag(tuple[str, ...]))
     """Head activations to keep: one or more of q, k, v, z and pattern; router, the experts of each token; and
     recurrent, the state of a recurrent layer after each token. Only the bridge gives patterns."""
     layers: tuple[int, ...] | None = None
-    """Layers to keep; None for those of the run's argument `layers`, which by default are all."""
-    positions: Sequence[int] | None = None
+    """Layers to keep, such as 0 15 29; by default those of the run's argument `layers`, which are all."""
+    positions: Sequence[int] | None = field(default=None, metadata=NO_FLAG)
     """Absolute positions to keep; None for all."""
-    phases: Sequence[str] | None = None
+    phases: Sequence[str] | None = field(default=None, metadata=NO_FLAG)
     """Phases to keep: one or more of prefill, decode, verify; None for all."""
-    statuses: Sequence[str] | None = None
+    statuses: Sequence[str] | None = field(default=None, metadata=as_flag(tuple[str, ...] | None))
     """Statuses of the rows to keep, such as rolled_back (rejected draft tokens): one or more of committed, superseded,
     rolled_back, given_up; None for all. States of a draft token are dropped at its verdict."""
     every: int = 1
     """Keep absolute positions that are multiples of this number. A draft token and the token committed in its place are
     then both kept, or neither."""
-    keep: "Callable[[TokenRow], bool] | None" = None
+    keep: "Callable[[TokenRow], bool] | None" = field(default=None, metadata=NO_FLAG)
     """Predicate that says whether to keep a row, called before its pass, once for each row that the other settings
     allow. An error in it ends the run. Metadata store only its name."""
-    dtype: str | None = None
-    """dtype of kept states; None for the model's own. "int8" rounds each vector after the pass and the lens reading;
-    states are then read as float32."""
-    prompt_hypotheses: bool = False
+    dtype: str | None = field(default=None, metadata=as_flag(str | None, "capture_dtype"))
+    """dtype of kept states: float32, bfloat16, float16, float64 or int8; None for the model's own. "int8" rounds each
+    vector after the pass and the lens reading; states are then read as float32."""
+    prompt_hypotheses: bool = field(default=False, metadata=NO_FLAG)
     """Whether Z also reads the prompt's positions before the last one."""
-    top_k: int = 5
+    top_k: int = field(default=5, metadata=NO_FLAG)
     """Tokens in a lens reading."""
-    dictionary: object = None
+    dictionary: object = field(default=None, metadata=NO_FLAG)
     """A `cp.lenses.Dictionary`: the largest features of each kept row are recorded, though its states are not kept
     unless `sites` says so. `trace.features()` gives them."""
-    top_features: int = 8
+    top_features: int = field(default=8, metadata=NO_FLAG)
     """Features of a row that are recorded, at most."""
-    include_special: bool = False
+    include_special: bool = field(default=False, metadata=NO_FLAG)
     """Whether to record features of special tokens and of the first position too; see `core.tokens.special`."""
 
     def __post_init__(self) -> None:

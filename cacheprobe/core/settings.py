@@ -3,11 +3,10 @@ flags of `cacheprobe run`, lines of its YAML file, and defaults of a sweep's fil
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from cacheprobe.core.config import CaptureConfig, EngineConfig
-from cacheprobe.core.values import hint, number, require_encodable, whole_number
+from cacheprobe.core.values import NO_FLAG, as_flag, hint, number, require_encodable, whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,23 +20,23 @@ class SamplingParams:
 
     temperature: float | None = None
     """0 is greedy; otherwise logits are divided by it before keyed Gumbel noise is added. Default 0."""
-    seed: int | None = None
+    seed: int | None = field(default=None, metadata=NO_FLAG)
     """Seed of the noise. Default: derived from the run's seed and the request's index."""
     max_new_tokens: int | None = None
     """Maximum number of tokens to commit. Default 32."""
-    stop_token_ids: "Iterable[int] | int | None" = None
+    stop_token_ids: "Iterable[int] | int | None" = field(default=None, metadata=NO_FLAG)
     """Token ids that end the request; the stop token is kept. Default: the model's own; (): none."""
     top_k: int | None = None
     """Draw from this many of the likeliest tokens. Default 0: from all."""
     top_p: float | None = None
     """Draw from the likeliest tokens that together hold this much probability, at least one. Default 1: from all."""
-    min_p: float | None = None
+    min_p: float | None = field(default=None, metadata=NO_FLAG)
     """Draw from the tokens with at least this share of the likeliest one's probability. Default 0: from all."""
-    repetition_penalty: float | None = None
+    repetition_penalty: float | None = field(default=None, metadata=NO_FLAG)
     """Divides positive and multiplies negative logits of tokens in the prompt or the output. Default 1: no penalty."""
-    stop: "Iterable[str] | None" = None
+    stop: "Iterable[str] | None" = field(default=None, metadata=as_flag(tuple[str, ...] | None))
     """Texts that end the request; the token that completes one is kept as the last. Default (): none."""
-    n: int | None = None
+    n: int | None = field(default=None, metadata=NO_FLAG)
     """Number of samples of the prompt. Each is a request with its own seed; they share one prefill. Default 1."""
 
     def __new__(cls, *args: object, **settings: object) -> "SamplingParams":
@@ -115,6 +114,12 @@ def _stop_texts(given: object) -> tuple[str, ...]:
     return texts
 
 
+DEFAULT_SAMPLING = SamplingParams(
+    temperature=0.0, max_new_tokens=32, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop=(), n=1
+)
+"""Sampling settings of a request, if neither the request nor the run gives them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
     """Holds the flags of `cacheprobe run` that `cp.load_model` takes."""
@@ -168,50 +173,15 @@ class PromptFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """Holds the flags of `cacheprobe run` from which the arguments of `cp.run` are made."""
+    """Holds the flags of `cacheprobe run` that are keywords of `cp.run`. Its other flags are the settings of
+    EngineConfig, SamplingParams and CaptureConfig."""
 
     drafter: str | None = None
     """NAME or NAME:key=value,... such as early_exit:layer=20. Without one, only deterministic requests are verified."""
-    window: int | None = None
-    """Token positions of a verify pass for each request; by default 16 with a drafter, and 1 without one on a CPU."""
-    group: int | None = None
-    """Requests of a verify pass; by default chosen for model and machine."""
     deterministic: float = 0.0
     """Fraction of the requests that are deterministic."""
-    determinism: Literal["verify", "invariant"] = "verify"
-    """How these get their bits: decided by a verifier, or by passes of any number of requests, if their bits allow."""
-    capture: str = str(CaptureConfig.sites)
-    """Sites to keep: letters of S (residual stream), T (attention output), C (MLP output) and Z (lens readings)."""
     lens: Literal["logit", "later"] = "logit"
     """later: record S during the run; the logit lens reads Z when a table or view of the run is first made with its
     model."""
-    heads: tuple[str, ...] = ()
-    """Head activations to keep: one or more of q, k, v, z and pattern."""
-    layers: tuple[int, ...] = ()
-    """Layers to keep, such as 0 15 29; all by default."""
-    statuses: tuple[str, ...] = ()
-    """Statuses of the rows whose states are kept: one or more of committed, superseded, rolled_back (rejected draft
-    tokens), given_up; all by default."""
-    every: int = CaptureConfig.every
-    """Keep states of positions that are multiples of this number."""
-    capture_dtype: str | None = None
-    """dtype of kept states: float32, bfloat16, float16, float64 or int8; the model's by default."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    top_k: int = 0
-    """Number of most likely tokens to draw from; 0 for all."""
-    top_p: float = 1.0
-    """Draw from the most likely tokens whose probabilities sum to this."""
-    stop: tuple[str, ...] = ()
-    """A text that ends a request, or several."""
-    max_new_tokens: int = 32
-    """Largest number of tokens to generate for a prompt."""
     seed: int = 0
     """Seed of the task's examples and of the sampling noise."""
-    capacity: int | None = None
-    """Cache slots of each request; by default what the longest request needs."""
-    max_batch: int = EngineConfig.max_batch
-    """Requests in flight at once; the others wait."""
-    max_kv_tokens: int | None = EngineConfig.max_kv_tokens
-    """Cache slots in use at once; if the running requests need more, the newest is preempted and resumed later. No
-    limit by default."""

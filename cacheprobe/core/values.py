@@ -22,7 +22,14 @@ JsonDict: TypeAlias = dict[str, Any]
 TableLine: TypeAlias = Any
 """One line of a pandas table (of itertuples() or iloc): each column is an attribute. pandas gives it no useful type."""
 NO_FLAG = {"flag": False}
-"""Metadata of a dataclass's setting for which the command line has no flag."""
+"""Metadata of a dataclass's setting for which the command line has no flag. `as_flag` makes that of one whose flag has
+another name or type than the setting."""
+
+
+def as_flag(kind: object, name: str | None = None) -> dict[str, object]:
+    """Returns metadata of a dataclass's setting whose command-line flag has this type and this name (None: the
+    setting's)."""
+    return {"flag": True, "kind": kind, "name": name}
 
 
 def whole_number(name: str, value: object) -> int:

@@ -9,6 +9,7 @@ from cacheprobe.core.config import CaptureConfig, EngineConfig, captured_layers,
 from cacheprobe.core.hook_names import ALL_SITES
 from cacheprobe.core.noise import derive_seed
 from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.core.settings import DEFAULT_SAMPLING
 from cacheprobe.core.values import JsonDict, require_known_options, whole_number
 from cacheprobe.edits.interventions.base import Intervention, as_interventions
 from cacheprobe.engine.drafters.base import Drafter
@@ -30,11 +31,6 @@ from cacheprobe.trace.recording.features import recorded_dictionary
 from cacheprobe.trace.recording.lens_reader import LENS_TILE
 from cacheprobe.trace.recording.recorder import Recorder
 from cacheprobe.trace.recording.stored_states import chosen_lens
-
-DEFAULT_SAMPLING = SamplingParams(
-    temperature=0.0, max_new_tokens=32, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop=(), n=1
-)
-"""Sampling settings of a request, if neither the request nor the run gives them."""
 
 DEFAULTS: dict[str, Any] = dict(
     drafter=None, deterministic=False, capture=ALL_SITES, dictionary=None, layers="all", lens=None, sampling=None,

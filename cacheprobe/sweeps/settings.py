@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_type_h
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from cacheprobe.core.settings import ModelFlags, PromptFlags, RunFlags
+from cacheprobe.core.config import EngineConfig
+from cacheprobe.core.settings import DEFAULT_SAMPLING, ModelFlags, PromptFlags, RunFlags
 from cacheprobe.core.values import JsonDict, nearest_or_all
 
 if TYPE_CHECKING:
@@ -109,22 +110,22 @@ class SweepRunSettings(_Strict):
     """Number of the task's examples in each cell."""
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     """cpu, cuda or cuda:1. A Ray actor sees the GPUs that `resources.num_gpus` gives it, counted from 0."""
-    max_new_tokens: Count = RunFlags.max_new_tokens
-    capacity: Count | None = RunFlags.capacity
-    group: Count | None = RunFlags.group
+    max_new_tokens: Count = DEFAULT_SAMPLING.max_new_tokens or 1
+    capacity: Count | None = None
+    group: Count | None = None
     """None: `cp.run` chooses. The same holds for `capacity`, `prefill_chunk`, `prefill_group` and `pad_prefill`."""
     prefill_chunk: Count | None = None
     prefill_group: Count | None = None
     pad_prefill: Annotated[bool, Field(strict=True)] | None = None
     deterministic: Annotated[float, Field(ge=0, le=1)] = RunFlags.deterministic
-    determinism: Literal["verify", "invariant"] = RunFlags.determinism
+    determinism: Literal["verify", "invariant"] = EngineConfig.determinism
     capture: str | None = "Z"
     """Sites to keep, of S (residual stream), T (attention output), C (MLP output) and Z (lens readings)."""
     layers: tuple[Annotated[int, Field(strict=True)], ...] | None = None
-    temperature: Annotated[float, Field(ge=0)] = RunFlags.temperature
-    top_k: Annotated[int, Field(ge=0, strict=True)] = RunFlags.top_k
-    top_p: Annotated[float, Field(gt=0, le=1)] = RunFlags.top_p
-    stop: Annotated[tuple[Text, ...], BeforeValidator(_as_list)] = RunFlags.stop
+    temperature: Annotated[float, Field(ge=0)] = DEFAULT_SAMPLING.temperature or 0.0
+    top_k: Annotated[int, Field(ge=0, strict=True)] = DEFAULT_SAMPLING.top_k or 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = DEFAULT_SAMPLING.top_p or 1.0
+    stop: Annotated[tuple[Text, ...], BeforeValidator(_as_list)] = ()
 
 
 class Resources(_Strict):

@@ -3,15 +3,18 @@
 from dataclasses import dataclass, field, fields
 from inspect import signature
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from cyclopts import App
 
 import cacheprobe as cp
 from cacheprobe.cli.app import app
-from cacheprobe.cli.flags import read, with_flags
+from cacheprobe.cli.flags import flagged, given_flags, read, with_flags
+from cacheprobe.cli.run import run
 from cacheprobe.core.config import EngineConfig, EngineOptions
-from cacheprobe.core.settings import ModelFlags, PromptFlags, RunFlags
+from cacheprobe.core.settings import DEFAULT_SAMPLING, ModelFlags, RunFlags
+from cacheprobe.core.values import NO_FLAG, as_flag
 from cacheprobe.models.loaders import LoadOptions
 from cacheprobe.sweeps.settings import Axes
 from cacheprobe.sweeps.settings import SweepRunSettings as SweepRun
@@ -154,21 +157,17 @@ def test_runs_are_named_by_the_file_or_by_hand(tmp_path: Path) -> None:
 
 def test_the_flags_of_a_run_are_settings_of_the_calls() -> None:
     """Their names and defaults stay those of `cp.load_model` and `cp.run`, and those of a sweep's file are theirs."""
-    flags = {field.name: field.default for kind in (ModelFlags, RunFlags) for field in fields(kind)}
-    defaults = {field.name: field.default for field in fields(EngineConfig)}
-    given = signature(cp.run).parameters.items()
-    defaults |= {name: one.default for name, one in given if one.default is not one.empty}
-    sampling = {field.name for field in fields(cp.SamplingParams)} | {field.name for field in fields(cp.CaptureConfig)}
-    renamed = {"capture_dtype"}  # of CaptureConfig, because --dtype is the model's
-    options = {"model", *EngineOptions.__annotations__, *LoadOptions.__annotations__}
-    assert set(flags) - renamed <= set(defaults) | options | sampling
-    differ = {name for name, value in flags.items() if name in defaults and defaults[name] != value}
-    # what a call leaves open, or decides elsewhere
-    assert differ == {"window", "group", "capacity", "max_new_tokens", "lens"}
+    assert set(EngineOptions.__annotations__) == {*(field.name for field in fields(EngineConfig)), "layers", "path"}
+    assert {field.name for field in fields(ModelFlags)} <= {"model", *LoadOptions.__annotations__}
+    call = signature(cp.run).parameters
+    differ = {field.name for field in fields(RunFlags) if call[field.name].default != field.default}
+    assert differ == {"lens"}  # None is the logit lens
+    flags = {name: one.default for name, one in signature(run).parameters.items()}
+    flags |= {field.name: getattr(DEFAULT_SAMPLING, field.name) for field in flagged(cp.SamplingParams)}
+    flags["determinism"] = EngineConfig.determinism
     shared = {**Axes.model_fields, **SweepRun.model_fields}
-    known = {**flags, **{field.name: field.default for field in fields(PromptFlags)}}
-    assert set(shared) - set(known) == {"intervention", "prefill_chunk", "prefill_group", "pad_prefill"}
-    differ = {name for name in set(shared) & set(known) if shared[name].default not in (known[name], None)}
+    assert set(shared) - set(flags) == {"intervention", "prefill_chunk", "prefill_group", "pad_prefill"}
+    differ = {name for name in set(shared) & set(flags) if shared[name].default not in (flags[name], None)}
     assert differ == {"dtype", "task", "window", "device", "capture"}
 
 
@@ -179,18 +178,26 @@ def test_fields_are_flags() -> None:
         """Rows of it."""
         names: tuple[str, ...] = ()
         """Names, or one."""
-        hidden: int = field(default=4, metadata={"flag": False})
+        hidden: int = field(default=4, metadata=NO_FLAG)
+        texts: object = field(default=None, metadata=as_flag(tuple[str, ...] | None, "words"))
+        """Words."""
 
     @with_flags
     def measure(path: Path, *, settings: Settings, fast: bool = False) -> tuple[Path, Settings, bool]:
         return path, settings, fast
 
-    assert list(signature(measure).parameters) == ["path", "size", "names", "fast"]
+    @with_flags
+    def given(*, settings: Annotated[dict, Settings]) -> dict:
+        return settings
+
+    assert list(signature(measure).parameters) == ["path", "size", "names", "words", "fast"]
     assert measure(Path("a"), size=5, fast=True) == (Path("a"), Settings(size=5), True)
+    assert given_flags(measure(Path("a"), words=("b",))[1]) == {"size": 3, "words": ("b",)}
+    assert given(size=5, words=("b",)) == {"size": 5, "texts": ("b",)} and given() == {}
     with pytest.raises(TypeError, match="hidden"):
         measure(Path("a"), hidden=5)
     of = App(default_command=measure)
-    _, given, *_ = of.parse_args(["a", "--names", "b", "c"], exit_on_error=False, print_error=False)
-    assert given.kwargs == {"names": ("b", "c")}
+    _, bound, *_ = of.parse_args(["a", "--names", "b", "c", "--words", "d"], exit_on_error=False, print_error=False)
+    assert bound.kwargs == {"names": ("b", "c"), "words": ("d",)}
     said = {one.names[0]: one.parameter.help for one in of.assemble_argument_collection(parse_docstring=True)}
     assert said["--size"] == "Rows of it." and said["--names"] == "Names, or one."
