@@ -130,14 +130,13 @@ def make_plan(
     interventions = as_interventions(given["interventions"])
     listed = as_list(prompts)
     chosen = pick_deterministic(given["deterministic"], len(listed))
-    in_memory = CaptureConfig(None) if is_on_disk else recorded_capture
 
     def require_memory(config: EngineConfig, sizes: list[tuple[int, int, int]]) -> None:
         """Checks the memory for prompts of these sizes."""
         config = replace(config, max_batch=max_in_flight or config.max_batch)
         slots = [config.slots_needed(prompt, new) for prompt, new, n in sizes for _ in range(min(n, config.max_batch))]
         require_cache_fits(served, config, slots)
-        require_records_fit(served, in_memory, layers, sizes)
+        require_records_fit(served, CaptureConfig(None) if is_on_disk else recorded_capture, layers, sizes)
 
     def sizes_of(items: Iterable[Any]) -> list[tuple[int, int, int]]:
         """Returns (prompt tokens, new tokens, samples) of each; 1 for a prompt that is not tokenized."""
@@ -148,13 +147,7 @@ def make_plan(
         ]
 
     require_memory(config, sizes_of(listed))
-    tokenized = []
-    for i, item in enumerate(listed):
-        request = _request(item, i, served, run_sampling, sampling)
-        tokenized.append(replace(request, is_deterministic=i in chosen or request.is_deterministic))
-        _check_cached(tokenized[-1], served)
-        _check_fit(tokenized[-1], served)
-    require_unpadded(listed, model.tokenizer)
+    tokenized = _tokenized(listed, chosen, served, run_sampling, sampling)
     sizes = sizes_of(tokenized)
     config = _fitting_config(config, unset, tokenized, sizes, served)
     require_memory(config, sizes)
@@ -207,6 +200,25 @@ def _fitting_config(
 
 
 # -- requests
+
+
+def _tokenized(
+    listed: Sequence[Any],
+    chosen: Collection[int],
+    model: CachedLM,
+    run_sampling: SamplingParams,
+    sampling: SamplingParams,
+) -> list[Request]:
+    """Returns the checked Request of each prompt. chosen: indices of those that the run makes deterministic."""
+    tokenized = []
+    for i, item in enumerate(listed):
+        request = _request(item, i, model, run_sampling, sampling)
+        request = replace(request, is_deterministic=i in chosen or request.is_deterministic)
+        _check_cached(request, model)
+        _check_fit(request, model)
+        tokenized.append(request)
+    require_unpadded(listed, model.tokenizer)
+    return tokenized
 
 
 def _samples(request: Request, first: int, run_seed: int) -> tuple[Request, ...]:
