@@ -110,8 +110,8 @@ def episode(seed: int) -> Counter:
         return Counter(error=len(run.states))
     finally:
         assert run.cache.num_free_rows == run.cache.rows
-    finishes = [run.trace.meta["finish"][str(r.request_id)] for r in run.setup.requests]
-    for request, finish in zip(run.setup.requests, finishes, strict=True):
+    finishes = [run.trace.meta["finish"][str(r.request_id)] for r in run.prepared.plan.requests]
+    for request, finish in zip(run.prepared.plan.requests, finishes, strict=True):
         check_tables(run.trace, request, finish)
         if request.is_deterministic and run.trace.committed(request.request_id):
             check_against_oracle(run.trace, request, finish, model, shapes)
