@@ -18,7 +18,6 @@ from cacheprobe.core.records import Finished, StepRecord, Verdict
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.passes import EngineError, Entry, Pass, is_out_of_memory
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.kvcache.status import is_checking
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.acceptance import accept_or_recover, find_ending, num_accepted
 from cacheprobe.ops.kernel_set import KernelSet
@@ -386,9 +385,6 @@ class Committer:
             )
         )
         self.forget_choices()
-        if is_checking():
-            for state in states:
-                state.check()
 
     def forget_choices(self) -> None:
         """Drops the choices since the last report, so that choices of a failed step are never reported."""

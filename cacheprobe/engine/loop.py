@@ -20,7 +20,6 @@ from cacheprobe.engine.prefill import prefills
 from cacheprobe.engine.scheduler import Scheduler
 from cacheprobe.engine.step import Engine
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.kvcache.status import is_checking
 from cacheprobe.kvcache.surgery import KVSnapshot, take_snapshot
 from cacheprobe.models.base import CachedLM
 
@@ -73,9 +72,6 @@ def generation_loop(
                         engine.verify(requests)
             for state in scheduler.retire():
                 calls.release(state)
-            if is_checking():
-                for state in states:
-                    state.check()
             yield engine.runner.step
 
     engine.cache.check_integrity()

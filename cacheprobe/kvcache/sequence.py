@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.kvcache.status import ALLOWED, ENDED, FIELDS, STATUS_OF_REASON, Status, StatusError
+from cacheprobe.kvcache.status import ALLOWED, ENDED, STATUS_OF_REASON, Status, StatusError
 from cacheprobe.kvcache.surgery import KVSnapshot, take_snapshot
 from cacheprobe.ops.acceptance import StopRule
 
@@ -22,7 +22,7 @@ class SequenceState:
     prompt + committed tokens                  | draft
     0 ................ last_committed_position | last_committed_position + 1 ...
     Keys and values are cached up to last_committed_position - 1; the newest committed token is pending until a pass has
-    fed it. `status` says what the request does; `check` tests whether the other fields fit the status.
+    fed it. `status` says what the request does.
     """
 
     request: Request
@@ -192,43 +192,6 @@ class SequenceState:
         the reason is "error"."""
         self.become(STATUS_OF_REASON.get(reason, Status.FINISHED))
         self.finish, self.error = reason, error
-
-    def check(self) -> None:
-        """Checks that the fields fit the status (table FIELDS), and that the number of used cache slots fits the
-        committed and drafted tokens.
-
-        A running request has at least every committed token but the newest in the cache, at most also the newest and
-        the whole draft.
-        Raises: StatusError that names the request and the fault.
-        """
-        status, last = self.status, self.last_committed_position
-        is_set_by_name = {
-            "cache_row": self.cache_row >= 0,
-            "cache": self.cache is not None,
-            "prompt_logits": self.prompt_logits is not None,
-            "num_prefilled": self.num_prefilled > 0,
-            "draft": bool(self.draft),
-            "draft_probs": bool(self.draft_probs),
-            "num_generated": self.num_generated > 0,
-            "finish": self.finish is not None,
-            "error": self.error is not None,
-            "kept_rows": self.kept_rows is not None,
-        }
-        for name, is_set in is_set_by_name.items():
-            must, may = FIELDS[name]
-            if (status in must and not is_set) or (is_set and status not in may):
-                value = "not set" if not is_set else f"{getattr(self, name)!r:.40}"
-                raise StatusError(f"request {self.request_id} is {status.value}, but its {name} is {value}")
-        if self.finish is not None and STATUS_OF_REASON.get(self.finish, Status.FINISHED) is not status:
-            raise StatusError(f"request {self.request_id} is {status.value}, but its finish is {self.finish!r}")
-        if status is Status.RUNNING and self.num_prefilled != self.request.num_prompt_tokens:
-            raise StatusError(f"request {self.request_id} is running, but its prompt is read to {self.num_prefilled}")
-        num_cached = 0 if self.cache is None else int(self.cache.lengths[self.cache_row])
-        if not (last if status is Status.RUNNING else 0) <= num_cached <= len(self.token_ids) + len(self.draft):
-            raise StatusError(
-                f"request {self.request_id} is {status.value} and has {num_cached} tokens in the cache, "
-                f"{len(self.token_ids)} committed and {len(self.draft)} drafted"
-            )
 
     def snapshot(self) -> KVSnapshot:
         """Returns a copy of the request's keys and values as a KVSnapshot: of the prompt and all committed tokens but

@@ -1,9 +1,6 @@
 """Defines the status of a request in a run, and which status may follow which. Rows of a trace have other statuses
 (`core.records.STATUSES`)."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from enum import Enum
 
 
@@ -43,51 +40,5 @@ STATUS_OF_REASON = {"error": Status.FAILED, "cancelled": Status.CANCELLED}
 """Status of an ended request, by its finish reason; FINISHED for every reason that is not in the table."""
 
 
-_ADMITTED = frozenset({Status.PREFILLING, Status.RUNNING})
-_NONE: frozenset[Status] = frozenset()
-
-FIELDS: dict[str, tuple[frozenset[Status], frozenset[Status]]] = {
-    "cache_row": (_ADMITTED, _ADMITTED | ENDED),
-    "cache": (_ADMITTED, _ADMITTED | ENDED),
-    "prompt_logits": (_NONE, _ADMITTED | ENDED),
-    "num_prefilled": (frozenset({Status.RUNNING}), _ADMITTED | ENDED),
-    "draft": (_NONE, frozenset({Status.RUNNING})),
-    "draft_probs": (_NONE, frozenset({Status.RUNNING})),
-    "num_generated": (
-        frozenset({Status.RUNNING, Status.PREEMPTED, Status.FINISHED}),
-        frozenset(Status) - {Status.WAITING},
-    ),
-    "finish": (ENDED, ENDED),
-    "error": (frozenset({Status.FAILED}), frozenset({Status.FAILED})),
-    "kept_rows": (_NONE, frozenset({Status.FINISHED, Status.CANCELLED})),
-}
-"""For fields of a SequenceState: (statuses in which the field must be set, statuses in which it may be set).
-
-An ended request keeps its cache row until the scheduler retires it at the end of the round.
-"""
-
-
 class StatusError(RuntimeError):
-    """Raised if a status would change in a way that is not allowed, or if a request's fields contradict its status."""
-
-
-_is_checking: ContextVar[bool] = ContextVar("is_checking", default=False)
-
-
-def is_checking() -> bool:
-    """Returns True inside `with checked_states()`, in which runs call `SequenceState.check` after each step."""
-    return _is_checking.get()
-
-
-@contextmanager
-def checked_states() -> Iterator[None]:
-    """Makes every run inside the `with` call `SequenceState.check` on the requests of each step after the step, as in
-    the tests.
-
-    Raises: StatusError in a run whose request breaks `SequenceState.check`.
-    """
-    token = _is_checking.set(True)
-    try:
-        yield
-    finally:
-        _is_checking.reset(token)
+    """Raised if a status would change in a way that is not allowed."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -18,8 +19,8 @@ import cacheprobe as cp
 from cacheprobe.core import tokens as token_text
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.engine.scheduler import Scheduler
-from cacheprobe.kvcache import status
 from cacheprobe.kvcache.sequence import SequenceState
+from tests import checked
 from tests.drafters.test_drafters import Context
 from tests.tiny import VOCAB, loaded
 
@@ -39,15 +40,15 @@ def counting_lines(within: str) -> Iterator[Callable[[], int]]:
         count += event == "line"
         return on_line
 
-    before, is_checking = sys.gettrace(), status._is_checking.set(False)  # the checks of tests look at all requests
+    before = sys.gettrace()
     sys.settrace(
         lambda frame, event, arg: on_line if frame.f_code.co_filename.startswith(f"{PACKAGE}/{within}") else None
     )
     try:
-        yield lambda: count
+        with patch.object(checked, "IS_ON", False):  # the checks of tests look at all requests
+            yield lambda: count
     finally:
         sys.settrace(before)
-        status._is_checking.reset(is_checking)
 
 
 def lines_of(job: Callable[[int], object], size: int, within: str) -> int:

@@ -1,6 +1,5 @@
 """A request's status: which transitions happen in real runs, which are refused, and which fields fit which status."""
 
-import contextvars
 from collections.abc import Iterator
 
 import pytest
@@ -12,13 +11,11 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import (
     ALLOWED,
-    FIELDS,
     STATUS_OF_REASON,
     Status,
     StatusError,
-    checked_states,
-    is_checking,
 )
+from tests.checked import FIELDS, check
 from tests.invariants.machines import Call, Faulty, tiny
 from tests.invariants.runs import PROMPTS, Watched
 
@@ -109,7 +106,7 @@ UNSET = dict(
 
 @pytest.mark.parametrize("status", Status)
 def test_every_status_passes_its_check(status: Status) -> None:
-    made(status).check()
+    check(made(status))
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -123,7 +120,7 @@ def test_a_field_that_does_not_fit_the_status_is_noticed(status: Status, name: s
         if is_right:
             continue
         with pytest.raises(StatusError, match=f"request 7 is {status.value}, but its {name} is"):
-            state.check()
+            check(state)
 
 
 def test_the_cache_holds_what_was_committed_and_drafted() -> None:
@@ -133,18 +130,18 @@ def test_the_cache_holds_what_was_committed_and_drafted() -> None:
         state.draft = [5, 6]
         state.cache.lengths[state.cache_row] = length
         if is_right:
-            state.check()
+            check(state)
             continue
         with pytest.raises(StatusError, match=f"running and has {length} tokens in the cache, 4 committed and 2 draft"):
-            state.check()
+            check(state)
     state = made(Status.RUNNING)
     state.num_prefilled = 2
     with pytest.raises(StatusError, match="its prompt is read to 2"):
-        state.check()
+        check(state)
     state = made(Status.FINISHED)
     state.finish = "cancelled"
     with pytest.raises(StatusError, match="is finished, but its finish is 'cancelled'"):
-        state.check()
+        check(state)
 
 
 def test_the_status_is_shown() -> None:
@@ -154,7 +151,6 @@ def test_the_status_is_shown() -> None:
 
 def test_a_run_that_breaks_the_invariant_stops_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit that leaves its draft, planted; in the tests every run is checked."""
-    assert is_checking()
     right = SequenceState.end
 
     def ends_with_a_draft(state: SequenceState, reason: str, error: str | None = None) -> None:
@@ -164,19 +160,3 @@ def test_a_run_that_breaks_the_invariant_stops_after_the_step(monkeypatch: pytes
     monkeypatch.setattr(SequenceState, "end", ends_with_a_draft)
     with pytest.raises(StatusError, match=r"request 0 is finished, but its draft is \[3\]"):
         cp.run(tiny(), PROMPTS[:1], max_new_tokens=3, deterministic=True, progress=False)
-
-
-def test_a_run_is_checked_only_inside_the_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It costs nothing elsewhere."""
-    calls: list[int] = []
-    monkeypatch.setattr(SequenceState, "check", lambda state: calls.append(state.request_id))
-    settings = dict(max_new_tokens=3, deterministic=True, progress=False)
-    contextvars.Context().run(lambda: cp.run(tiny(), PROMPTS[:1], **settings))
-    assert not calls
-
-    def checked() -> None:
-        with checked_states():
-            cp.run(tiny(), PROMPTS[:1], **settings)
-
-    contextvars.Context().run(checked)
-    assert len(calls) >= 4
