@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from cacheprobe.engine import shapes
-from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.paths import choose_path
+from tests import checked
 from tests.invariants import machines
 from tests.tiny import loaded
 
@@ -140,7 +140,7 @@ def applied(mutation: Mutation) -> Iterator[None]:
     """
     with pristine(), ExitStack() as stack:
         stack.enter_context(patch.object(shapes, "_fault", lambda *shape: None))
-        stack.enter_context(patch.object(SequenceState, "check", lambda state: None))
+        stack.enter_context(patch.object(checked, "IS_ON", False))
         for target, replace in mutation.bugs.items():
             put(target, replace, stack)
         yield
