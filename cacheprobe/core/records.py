@@ -17,10 +17,6 @@ ROLES = ("prompt", "committed", "accepted", "recovered", "bonus", "rolled_back",
 DISCARDED_DRAFT = ("rolled_back", "given_up")
 """Statuses of rows that were fed a draft token that was never committed. rolled_back: the rejected token or a later
 one. given_up: the draft got no verdict."""
-VERDICTS = ("accepted", "rejected", "never_judged")
-"""Verdicts on a draft token.
-accepted: the verifier chose it.  rejected: the verifier chose another token.  never_judged: it followed a rejected
-token, or its draft was given up (the request was preempted or cancelled, or a pass failed)."""
 PROVENANCES = ("free", "prefill", "decoded", "provisional", "verified", "edited")
 
 

@@ -72,7 +72,8 @@ def _thinking_facts(name: str, folder: Path) -> ModelFacts:
 
 def _plain_facts(name: str) -> ModelFacts:
     """Returns the ModelFacts of a Hugging Face model. Raises: ModelError if it cannot be read or is not supported."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import CONFIG_NAME, AutoConfig, AutoTokenizer
+    from transformers.utils import cached_file
 
     from cacheprobe.models.hf.masks import context_length
     from cacheprobe.models.known import SMOLLM2, require_known
@@ -91,6 +92,9 @@ def _plain_facts(name: str) -> ModelFacts:
         untrusted = {"local_files_only": is_local, "trust_remote_code": False}
         config = AutoConfig.from_pretrained(source, **untrusted)
         tokenizer = AutoTokenizer.from_pretrained(source, **untrusted)
+        # the hub's cache names the folder of a revision by its hash
+        in_cache = None if known or is_local else cached_file(source, CONFIG_NAME)
+        digest = known or (folder_digest(Path(source)) if in_cache is None else Path(in_cache).parent.name)
     except ModelError:
         raise
     except (OSError, ValueError, KeyError) as error:
@@ -98,7 +102,6 @@ def _plain_facts(name: str) -> ModelFacts:
         raise ModelError(f"model {name!r} is not to be had with its tokenizer: {first}") from error
     refuse_unknown_memory(config, (config.architectures or [config.model_type])[0])
     text = config.get_text_config()
-    digest = known or (folder_digest(Path(source)) if is_local else str(getattr(config, "_commit_hash", "")))
     shape = (text.num_hidden_layers, text.hidden_size, text.num_attention_heads, context_length(text))
     return ModelFacts(name, *shape, tokenizer, digest)
 
