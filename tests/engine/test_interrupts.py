@@ -143,32 +143,11 @@ cli.main()
 
 
 def run(out: Path, times: int, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-c",
-        PRESSED,
-        "run",
-        "--out",
-        str(out),
-        "--model",
-        "coinflip-plain",
-        "--dtype",
-        "float32",
-    ]
-    task = [
-        "--task",
-        "coin_flip:people=2",
-        "--n",
-        "3",
-        "--max-new-tokens",
-        "30",
-        "--capacity",
-        "128",
-        "--capture",
-        "SZ",
-    ]
+    command = [sys.executable, "-c", PRESSED, "run", "--out", str(out)]
+    command += "--model coinflip-plain --dtype float32 --task coin_flip:people=2 --n 3".split()
+    command += "--max-new-tokens 30 --capacity 128 --capture SZ".split()
     env = {**os.environ, "TIMES": str(times)}
-    return subprocess.run([*command, *task, *words], capture_output=True, text=True, env=env, timeout=300)
+    return subprocess.run([*command, *words], capture_output=True, text=True, env=env, timeout=300)
 
 
 def test_the_command_saves_what_is_finished(tmp_path: Path) -> None:

@@ -103,15 +103,17 @@ def test_all_layers_and_heads_are_the_whole_mask() -> None:
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
-def test_neighbours_of_masked_parts_keep_their_bits_under_traffic_and_preemptions(dtype: torch.dtype) -> None:
+def test_edited_and_masked_rows_equal_the_oracle_under_traffic_and_preemptions(dtype: torch.dtype) -> None:
     lm = loaded(dtype=dtype)
-    rows = masked(cp.kv_snapshot(lm, PROMPT, capacity=96))
+    rows = masked(cp.kv_snapshot(lm, PROMPT, capacity=96)).edited(lambda old: old + 1, 2, heads=1).masked(0)
     request = cp.Request(PROMPT, cached=rows, is_deterministic=True, own_fingerprint=True, arrival_step=3)
     requests = [[7, 8, 9], cp.Request(PROMPT, is_deterministic=True), request]
     trace = cp.run(lm, requests, drafter=cp.drafters.EarlyExit(layer=0), max_kv_tokens=34, **LIGHT)
     oracle = cp.reference(lm, requests, **LIGHT)
     assert [trace.digest(i) for i in (1, 2)] == [oracle.digest(i) for i in (1, 2)]
     assert 2 in [request_id for request_id, _ in trace.meta["preemptions"]]
+    assert trace.committed(1) != trace.committed(2)
+    assert trace.fingerprint["cached"] == f"request 2: {rows.digest()}"
 
 
 def test_parts_travel_with_rows_and_leave_with_them() -> None:

@@ -102,18 +102,6 @@ def test_masked_rows_of_a_backbone_without_thoughts(changes: dict) -> None:
                      because="the control: the mask shows")  # fmt: skip
 
 
-def test_edited_rows_equal_the_oracle_under_traffic_and_preemptions() -> None:
-    rows = cp.kv_snapshot(loaded(), PROMPT, **ROWS).edited(lambda old: old + 1, 2, heads=1).masked(0)
-    request = cp.Request(PROMPT, cached=rows, is_deterministic=True, own_fingerprint=True, arrival_step=3)
-    requests = [[7, 8, 9], cp.Request(PROMPT, is_deterministic=True), request]
-    trace = cp.run(loaded(), requests, drafter=cp.drafters.EarlyExit(layer=0), max_kv_tokens=34, **LIGHT)
-    oracle = cp.reference(loaded(), requests, **LIGHT)
-    assert [trace.digest(i) for i in (1, 2)] == [oracle.digest(i) for i in (1, 2)]
-    assert 2 in [request_id for request_id, _ in trace.meta["preemptions"]]
-    assert trace.committed(1) != trace.committed(2)
-    assert trace.fingerprint["cached"] == f"request 2: {rows.digest()}"
-
-
 def test_all_rows_spliced_are_the_donors() -> None:
     own, donor = (cp.kv_snapshot(loaded(), prompt, **ROWS) for prompt in (PROMPT, OTHER))
     spliced = own.spliced(donor, range(5))
