@@ -53,7 +53,7 @@ def as_many_threads_as_before() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def checked_requests() -> Iterator[None]:
     """Every run checks the state of its requests after each step."""
-    from tests.checked import checked_states
+    from tests.request_checks import checked_states
 
     with checked_states():
         yield

@@ -20,7 +20,7 @@ from cacheprobe.core import tokens as token_text
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.engine.scheduler import Scheduler
 from cacheprobe.kvcache.sequence import SequenceState
-from tests import checked
+from tests import request_checks
 from tests.drafters.test_drafters import Context
 from tests.tiny import VOCAB, loaded
 
@@ -45,7 +45,7 @@ def counting_lines(within: str) -> Iterator[Callable[[], int]]:
         lambda frame, event, arg: on_line if frame.f_code.co_filename.startswith(f"{PACKAGE}/{within}") else None
     )
     try:
-        with patch.object(checked, "IS_ON", False):  # the checks of tests look at all requests
+        with patch.object(request_checks, "IS_ON", False):  # the checks of tests look at all requests
             yield lambda: count
     finally:
         sys.settrace(before)

@@ -15,9 +15,9 @@ from cacheprobe.kvcache.status import (
     Status,
     StatusError,
 )
-from tests.checked import FIELDS, check
 from tests.invariants.machines import Call, Faulty, tiny
 from tests.invariants.runs import PROMPTS, Watched
+from tests.request_checks import FIELDS, check
 
 Transition = tuple[Status, Status]
 

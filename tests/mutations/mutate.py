@@ -16,7 +16,7 @@ import torch
 
 from cacheprobe.engine import shapes
 from cacheprobe.models.paths import choose_path
-from tests import checked
+from tests import request_checks
 from tests.invariants import machines
 from tests.tiny import loaded
 
@@ -140,7 +140,7 @@ def applied(mutation: Mutation) -> Iterator[None]:
     """
     with pristine(), ExitStack() as stack:
         stack.enter_context(patch.object(shapes, "_fault", lambda *shape: None))
-        stack.enter_context(patch.object(checked, "IS_ON", False))
+        stack.enter_context(patch.object(request_checks, "IS_ON", False))
         for target, replace in mutation.bugs.items():
             put(target, replace, stack)
         yield

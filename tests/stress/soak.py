@@ -13,7 +13,7 @@ from typing import Any
 
 import cacheprobe as cp
 from cacheprobe.models.settings import numeric_settings, processor_name
-from tests.checked import checked_states
+from tests.request_checks import checked_states
 from tests.stress.subjects import REAL, Subject, in_accepted_shape, near_tie_subjects, real_subjects, tiny_subjects
 from tests.stress.traffic import Corrupted, Episode, draw_episode, draw_request
 
