@@ -186,6 +186,7 @@ def _write_run(trace: TraceData, directory: Path, staging: Path, run_id: str) ->
     """Writes the files of a run into `directory`, the manifest last. staging: a folder for files that are not whole."""
     files = RunFiles(directory, staging, run_id)
     shards = _write_states(trace, files)
+    _ = trace.token_texts  # makes the tokens table of a trace without one
     for name, attribute in TABLES.items():
         table = getattr(trace, attribute)
         if table is not None:

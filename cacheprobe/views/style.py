@@ -4,7 +4,9 @@ Blue prefill, yellow draft token or provisional slot, green accepted or verified
 other requests. Textures, signs and labels beside the colours help readers without colour vision.
 """
 
+import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import SupportsInt
 
 import pandas as pd
@@ -134,46 +136,19 @@ _TINTS = "".join(
     for name in ("blue", "yellow", "green", "red", "grey")
 )
 
-DIAGRAM_CSS = f"""
-.cp{{{_variables(_LIGHT)}color-scheme:light dark;color:var(--ink);font-family:{SANS}}}
-@media (prefers-color-scheme:dark){{.cp{{{_variables(_DARK)}}}}}
-{_TINTS}
-.cp svg{{display:block;width:100%;height:auto;overflow:visible}}
-.cp svg text{{fill:var(--ink);stroke:none;font:12px {SANS}}}
-.cp svg .strong{{font-weight:650}}
-.cp svg .small{{font-size:11px}}
-.cp svg .mark{{font-size:11px}}
-.cp svg .muted{{fill:var(--muted)}}
-.cp svg .token{{font:11px {MONO}}}
-.cp svg .brief{{font-size:14px;font-weight:600}}
-.cp svg .halo{{paint-order:stroke;stroke-width:5px;stroke-linejoin:round}}
-.cp svg .on-green{{stroke:var(--green)}}.cp svg .on-yellow{{stroke:var(--yellow)}}
-.cp svg .on-red{{stroke:var(--red)}}.cp svg .on-grey{{stroke:var(--grey)}}.cp svg .on-blue{{stroke:var(--blue)}}
-.cp svg .red-ink{{fill:var(--red-edge)}}.cp svg .green-ink{{fill:var(--green-edge)}}
-.cp svg .box{{stroke-width:1.3}}
-.cp svg .texture{{stroke:none}}
-.cp svg .arrow{{fill:none;stroke:var(--muted);stroke-width:1.5;stroke-linecap:round;stroke-linejoin:round}}
-.cp svg .sign{{fill:none;stroke-width:2;stroke-linecap:round;stroke-linejoin:round}}
-.cp svg .gone{{fill:none;stroke-dasharray:3 3}}
-.cp .panels{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(272px,100%),1fr));gap:0 22px;margin:0}}
-.cp .panel{{position:relative;display:grid;grid-row:span 3;grid-template-rows:subgrid;margin:0 0 22px;
-  background:var(--card);border:1px solid var(--line);border-radius:10px;padding:10px 9px 12px;
-  min-width:0}}
-.cp .panel svg{{max-width:340px;margin:0 auto}}
-.cp .panel.middle svg{{align-self:center}}
-.cp .panel h4{{margin:0 0 10px;padding:0 4px;font-size:16px;display:flex;justify-content:space-between;
-  align-items:baseline;gap:8px}}
-.cp .panel h4 small{{font-weight:400;font-size:12px;color:var(--muted);white-space:nowrap}}
-.cp .panel p{{margin:12px 4px 0;padding-top:10px;border-top:1px solid var(--line);font-size:13px;
-  line-height:1.45;color:var(--muted);overflow-wrap:anywhere}}
-.cp .panel:not(:last-child)::after{{content:"";position:absolute;right:-16px;top:50%;width:8px;height:8px;
-  border:solid var(--muted);border-width:2px 2px 0 0;transform:translateY(-50%) rotate(45deg)}}
-.cp .legend{{display:flex;flex-wrap:wrap;gap:6px 18px;margin:14px 0;padding:0;list-style:none;font-size:13px}}
-.cp .legend li{{display:flex;align-items:center;gap:7px}}
-.cp .legend svg{{width:26px;height:18px;flex:none}}
-@media (max-width:640px){{.cp .panels{{grid-template-columns:minmax(0,1fr)}}
-  .cp .panel:not(:last-child)::after{{right:50%;top:auto;bottom:-15px;transform:translateX(50%) rotate(135deg)}}}}
-"""
+
+def _rules(name: str) -> str:
+    """Returns the CSS rules of the file css/NAME.css without its comments."""
+    text = (Path(__file__).parent / "css" / f"{name}.css").read_text(encoding="utf-8")
+    return re.sub(r"/\*.*?\*/\s*", "", text)
+
+
+_COLOURS_CSS = (
+    f".cp{{--sans:{SANS};--mono:{MONO};{_variables(_LIGHT)}}}"
+    f"@media (prefers-color-scheme:dark){{.cp{{{_variables(_DARK)}}}}}{_TINTS}\n"
+)
+DIAGRAM_CSS = _COLOURS_CSS + _rules("diagram")
+GRID_CSS, CARD_CSS, PAGE_CSS, THOUGHTS_CSS = map(_rules, ("grid", "cards", "page", "thoughts"))
 
 SHADES = 20
 """Number of violet shades, from weakest to strongest, of cells drawn without plotly: CSS classes v0 to v19."""
@@ -198,6 +173,8 @@ SHADE_CSS = (
     f"{_shade_rules('', dark=False)}@media (prefers-color-scheme:dark){{{_shade_rules('', dark=True)}}}{_DARKER_HALF}"
 )
 """CSS rules of the classes v0 to v19, light or dark as the browser prefers."""
+PICTURE_CSS = DIAGRAM_CSS + SHADE_CSS + GRID_CSS + CARD_CSS
+"""CSS rules of all pictures and cards."""
 
 THEME_CSS = "".join(
     f":root[data-theme={theme}] .cp{{{_variables(colours)}color-scheme:{theme}}}"

@@ -150,8 +150,8 @@ def test_a_click_reads_no_file_twice(short_run: Path, monkeypatch: pytest.Monkey
     """Reading files is what a click would wait for: each table is read once, and the lens readings of each request."""
     tables: list[str] = []
     readings: list[int] = []
-    whole, of_request = StoredRun._read_table, StoredRun._read_readings
-    monkeypatch.setattr(StoredRun, "_read_table", lambda self, name: (tables.append(name), whole(self, name))[1])
+    whole, of_request = StoredRun._table, StoredRun._read_readings
+    monkeypatch.setattr(StoredRun, "_table", lambda self, name: (tables.append(name), whole(self, name))[1])
     monkeypatch.setattr(
         StoredRun, "_read_readings", lambda self, request: (readings.append(request), of_request(self, request))[1]
     )

@@ -18,6 +18,7 @@ from cacheprobe.views.dashboard.questions import CannotShow, answered, span, who
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs import cache, compare, replay
 from cacheprobe.views.diagrams.cache_strip import cache_passes, cache_strip, memory_sentence
+from cacheprobe.views.diagrams.cards import card_parts
 from cacheprobe.views.diagrams.decode_grid import SIGNS, decode_picture
 from cacheprobe.views.diagrams.timeline import TIMELINE_LEGEND, timeline_finding, timeline_picture
 from cacheprobe.views.diagrams.windows import find_windows

@@ -49,7 +49,8 @@ class _Counted:
 class RunCount:
     """Counts passes, rows and lens readings of a run by the rules of `engine.loop`, without running one.
 
-    Exact without drafts, if no request is preempted; else for drafts of which this part of the tokens is accepted.
+    Exact without drafts, if no request is preempted. accepted: part of the draft tokens that the verifier accepts if it
+    accepted those before them.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class RunCount:
             self._pass("verify", width * (len(group) if config.is_invariant else config.group))
             for one in group:
                 self._add(one, "verify", one.last, 1 + one.draft, one.draft)
-                one.accepted += one.draft * self._accepted
+                one.accepted += sum(self._accepted ** (t + 1) for t in range(one.draft))
                 num_accepted = min(one.draft, math.floor(one.accepted + 1e-9))
                 one.accepted -= num_accepted
                 if one.cap is not None and config.draft_length == "adaptive" and one.draft:

@@ -38,7 +38,7 @@ class Bounds(NamedTuple):
     least: float
     """If the verifier accepts every draft token."""
     likely: float
-    """If the verifier accepts the same part of the draft tokens as in the two short runs."""
+    """If the verifier accepts the same part of the draft tokens that it compares as in the two short runs."""
     most: float
     """If the verifier rejects every draft token."""
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from random import Random
 
 from cacheprobe.core.records import Observer, StepRecord
 from cacheprobe.engine.drafters.base import Drafter
@@ -16,8 +17,10 @@ from cacheprobe.trace.recording.lens_reader import LENS_TILE
 from cacheprobe.trace.recording.observers import Tee
 from cacheprobe.trace.recording.recorder import Recorder
 
-SHORT_PROMPT, MOST_REQUESTS = 2, 8
-"""Tokens of a prompt, and requests, of the longer of the two short runs, at most."""
+SHORT_PROMPT = 2
+"""Tokens of a prompt of a short run, at most."""
+MOST_REQUESTS = (8, 4, 2)
+"""Requests of the longer of the two short runs, at most: the first number with which both are short enough."""
 PASS_ROWS = 8
 """Rows whose computation takes about as long as a pass by itself: SmolLM2 on two cores."""
 TIMES_LONGER = 20
@@ -30,8 +33,9 @@ class StepTimes(Observer):
 
     points: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     """By phase: (token slots, seconds) of each step."""
-    num_drafted: int = 0
     num_accepted: int = 0
+    num_rejected: int = 0
+    """Draft tokens that the verifier accepted, and that it compared and rejected; none after these was compared."""
     tile_seconds: float = 0.0
     """Time in which the lens reads a tile."""
     last: float = 0.0
@@ -42,14 +46,15 @@ class StepTimes(Observer):
         batch, width = record.batch_shape or (0, 0)
         phase, slots = (record.phase, batch * width) if batch else ("draft", len(record.request_ids))
         self.points.setdefault(phase, []).append((slots, now - self.last))
-        self.num_drafted += sum(len(verdict.draft_token_ids) for verdict in record.verdicts)
         self.num_accepted += sum(verdict.num_accepted for verdict in record.verdicts)
+        self.num_rejected += sum(verdict.is_rollback for verdict in record.verdicts)
         self.last = time.perf_counter()
 
     @property
     def acceptance(self) -> float | None:
-        """Part of the draft tokens that were accepted; None if there was none."""
-        return self.num_accepted / self.num_drafted if self.num_drafted else None
+        """Part of the compared draft tokens that were accepted; None if none was compared."""
+        num_compared = self.num_accepted + self.num_rejected
+        return self.num_accepted / num_compared if num_compared else None
 
     def seconds_of(self, count: RunCount) -> float:
         """Returns the seconds of a run with these passes: on the line through the measured ones of the phase."""
@@ -73,16 +78,20 @@ def _line(points: Sequence[tuple[int, float]], slope: float) -> tuple[float, flo
 def time_short_runs(
     plan: RunPlan, drafter: Drafter | None, states: Sequence[SequenceState], whole: RunCount
 ) -> StepTimes | None:
-    """Runs one request, then up to MOST_REQUESTS, with short prompts and few new tokens, and discards the results.
-    Returns the times of their steps; None if the run is less than TIMES_LONGER times as long."""
-    spaced = states[:: -(-len(states) // MOST_REQUESTS)]
-    most_new = 2
-    if whole.num_drafted:
-        most_new = max(3, min(plan.config.window + 1, whole.rows // (4 * TIMES_LONGER * MOST_REQUESTS)))
-    runs = [[_shortened(state, most_new) for state in chosen] for chosen in (states[:1], spaced)]
+    """Runs one request, then several, with short prompts and few new tokens, and discards the results. Returns the
+    times of their steps; None if the run is less than TIMES_LONGER times as long, however few they are."""
     own = drafter if drafter is None or is_own(drafter) else None
-    counts = [RunCount(plan, own, short, 1.0) for short in runs]
-    if _work(whole) < TIMES_LONGER * (_work(counts[0], has_readings=False) + _work(counts[1])):
+    for most_requests in MOST_REQUESTS:
+        # drawn: every n-th request might have the same prompt each time
+        drawn = Random(0).sample(states, min(len(states), most_requests))
+        most_new = 2
+        if whole.num_drafted:
+            most_new = max(3, min(plan.config.window + 1, whole.rows // (4 * TIMES_LONGER * most_requests)))
+        runs = [[_shortened(state, most_new) for state in chosen] for chosen in (drawn[:1], drawn)]
+        counts = [RunCount(plan, own, short, 1.0) for short in runs]
+        if _work(whole) >= TIMES_LONGER * (_work(counts[0], has_readings=False) + _work(counts[1])):
+            break
+    else:
         return None
     unedited = copy(plan)
     unedited.editor = None
@@ -111,7 +120,7 @@ def _shortened(state: SequenceState, most_new: int) -> SequenceState:
         sampling=sampling,
         cached=None,
         keep_kv=False,
-        forced_token_ids=(),
+        forced_token_ids=request.forced_token_ids[:most_new],
         arrival_step=0,
     )
     return SequenceState(short, state.is_verified, sampling, state.decode, state.is_invariant)

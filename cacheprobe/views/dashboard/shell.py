@@ -12,8 +12,7 @@ from cacheprobe.views.dashboard.export import WAYS
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs.results import KINDS, kind_of
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.frame import CARD_CSS, GRID_CSS
-from cacheprobe.views.style import DIAGRAM_CSS, SHADE_CSS, THEME_CSS
+from cacheprobe.views.style import PICTURE_CSS, THEME_CSS
 from cacheprobe.views.text import markup
 from cacheprobe.views.thoughts.strokes import WAITING
 
@@ -74,7 +73,7 @@ def index(run_list: RunList, scripts: Sequence[str]) -> str:
     content_json = markup(json.dumps(content)).replace("{%", "&#123;%")
     return (
         '<!DOCTYPE html><html lang="en"><head>{%metas%}<title>{%title%}</title>{%favicon%}'
-        f"<style>{DIAGRAM_CSS}{SHADE_CSS}{GRID_CSS}{CARD_CSS}{THEME_CSS}</style>{{%css%}}</head>"
+        f"<style>{PICTURE_CSS}{THEME_CSS}</style>{{%css%}}</head>"
         f'<body class="cp" data-listed="{content_json}">{svg.TEXTURES}{WAITING}{{%app_entry%}}'
         f"<footer>{{%config%}}{own}{{%scripts%}}{{%renderer%}}</footer></body></html>"
     )

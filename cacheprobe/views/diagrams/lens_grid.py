@@ -11,7 +11,7 @@ from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import TableLine
 from cacheprobe.views.diagrams import svg
 from cacheprobe.views.diagrams.diagram import key_list
-from cacheprobe.views.diagrams.frame import GRID_CSS, Drawing, Markup, TitledPicture, picture_alone
+from cacheprobe.views.diagrams.frame import Drawing, Markup, TitledPicture, picture_alone
 from cacheprobe.views.lens_table import (
     BELOW,
     MARKS,
@@ -30,7 +30,7 @@ from cacheprobe.views.lens_table import (
     scale_of,
     select,
 )
-from cacheprobe.views.style import SHADE_CSS, SHADES
+from cacheprobe.views.style import GRID_CSS, SHADE_CSS, SHADES
 from cacheprobe.views.text import markup, token_label, visible
 
 LABEL_WIDTH, PITCH, WIDEST = 50, 50, 112

@@ -8,46 +8,13 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.frame import CARD_CSS, GRID_CSS
-from cacheprobe.views.style import DIAGRAM_CSS, FIGURE_CONFIG, MONO, SHADE_CSS, layout_template
+from cacheprobe.views.style import FIGURE_CONFIG, PAGE_CSS, PICTURE_CSS, layout_template
 from cacheprobe.views.text import markup
 
 # The page needs no other file, so the policy forbids the browser to fetch any.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:; font-src data:"
 )
-
-_PAGE_CSS = f"""
-:root{{color-scheme:light dark}}
-body{{margin:0;background:var(--paper);line-height:1.55;font-size:16px}}
-main{{max-width:1280px;margin:0 auto;padding:28px 20px 64px;box-sizing:border-box}}
-h1{{font-size:28px;line-height:1.2;margin:0 0 12px;letter-spacing:-.01em}}
-h2{{font-size:20px;line-height:1.3;margin:44px 0 6px}}
-h3{{font-size:16px;line-height:1.35;margin:26px 0 10px}}
-p.note,figcaption{{color:var(--muted);font-size:14px;margin:4px 0 12px}}
-p.lead,p.note{{max-width:82ch}}
-p.lead{{margin:0 0 10px}}
-figure{{margin:0}}
-code{{font-family:{MONO};font-size:.92em;overflow-wrap:anywhere}}
-.cp .prose{{border:1px solid var(--line);border-radius:10px;padding:14px 16px;margin:8px 0;
-  max-height:24em;overflow-y:auto}}
-.scroll{{overflow-x:auto;max-width:100%;-webkit-overflow-scrolling:touch}}
-.two{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(480px,100%),1fr));gap:0 28px}}
-.two>*{{min-width:0}}
-table{{border-collapse:collapse;font-size:14px;width:100%}}
-table.wide{{min-width:620px}}
-th,td{{text-align:left;padding:6px 14px 6px 0;border-bottom:1px solid var(--line);vertical-align:top}}
-td{{overflow-wrap:break-word;max-width:60ch}}
-td.number,th.number{{text-align:right;font-variant-numeric:tabular-nums}}
-.contents ol{{margin:8px 0;padding-left:1.4em;columns:2 300px;font-size:14px}}
-.contents a{{color:inherit}}
-details{{margin-top:24px;border:1px solid var(--line);border-radius:10px;padding:10px 16px}}
-summary{{cursor:pointer;font-weight:600}}
-#tip{{position:fixed;z-index:9;max-width:min(420px,90vw);box-sizing:border-box;padding:6px 10px;font-size:13px;
-  white-space:pre-line;overflow-wrap:anywhere;background:var(--card);border:1px solid var(--line);border-radius:8px}}
-.js-plotly-plot .main-svg{{border-radius:6px}}
-@media (max-width:640px){{main{{padding:20px 14px 48px}}h1{{font-size:24px}}}}
-"""
 
 _THEME_SCRIPT = """
 (function () {
@@ -81,7 +48,7 @@ def page(title: str, body: str) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{markup(title)}</title><style>{DIAGRAM_CSS}{SHADE_CSS}{GRID_CSS}{CARD_CSS}{_PAGE_CSS}</style>"
+        f"<title>{markup(title)}</title><style>{PICTURE_CSS}{PAGE_CSS}</style>"
         f'<script>{get_plotlyjs()}</script></head>\n<body class="cp">{svg.TEXTURES}<main>{body}</main>\n'
         f"<div id='tip' hidden></div><script>{_THEME_SCRIPT.replace('TEMPLATES', templates)}</script></body></html>\n"
     )

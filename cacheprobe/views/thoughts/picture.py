@@ -9,6 +9,7 @@ from cacheprobe.views.diagrams import svg
 from cacheprobe.views.diagrams.cylinder import swatch
 from cacheprobe.views.diagrams.diagram import key_list
 from cacheprobe.views.diagrams.frame import Drawing, Markup, framed, picture_alone
+from cacheprobe.views.style import THOUGHTS_CSS
 from cacheprobe.views.text import markup, visible
 from cacheprobe.views.thoughts.columns import Story, changes_of_mind, chosen, finding, story_of
 from cacheprobe.views.thoughts.strokes import (
@@ -16,7 +17,6 @@ from cacheprobe.views.thoughts.strokes import (
     GAP_WIDTH,
     MARGIN,
     PITCH,
-    STYLES,
     WAITING,
     Levels,
     cache_strokes,
@@ -70,7 +70,7 @@ def thoughts_block(story: Story, ledger: pd.DataFrame, thinking: JsonDict | None
     notes = _notes(story, shown, settings)
     heading = markup(title if title.endswith("…") else f"{title}.")
     return (
-        f'<style>{STYLES}</style>{WAITING}<figure class="thoughts"><h3>{heading}</h3>'
+        f'<style>{THOUGHTS_CSS}</style>{WAITING}<figure class="thoughts"><h3>{heading}</h3>'
         f'<div class="wide" tabindex="0" role="group" aria-label="chunks, states and thoughts">'
         f"{_picture(story, shown, ledger, settings, title)}</div>{key_list(_keys(story))}"
         f"<figcaption>{notes}</figcaption></figure>"
@@ -81,7 +81,7 @@ def thoughts_alone(story: Story, ledger: pd.DataFrame, thinking: JsonDict | None
     """Returns the picture of a request's thoughts, with title, note and legend, as a `Drawing` (an SVG file)."""
     settings, title, shown = _settings(thinking), finding(story), chosen(story, MOST_PLACES)
     picture, note = _picture(story, shown, ledger, settings, title), _notes(story, shown, settings)
-    return picture_alone(markup(title), picture, _keys(story), note, styles=STYLES, textures=WAITING)
+    return picture_alone(markup(title), picture, _keys(story), note, styles=THOUGHTS_CSS, textures=WAITING)
 
 
 def _settings(thinking: JsonDict | None) -> JsonDict:

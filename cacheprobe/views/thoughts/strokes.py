@@ -23,24 +23,6 @@ _LEFT, _RIGHT = 17, 54
 """Centres of a column's halves, in pixels: S and T on the left, plus and C on the right."""
 _MOST_TOKENS, _MOST_WORDS, _MOST_BOXES = 8, 4, 6
 
-STYLES = (
-    ".cp{--sand:#efe0cf;--sand-edge:#8a5a2b}"
-    "@media (prefers-color-scheme:dark){.cp{--sand:#46331f;--sand-edge:#d3a473}}"
-    ":root[data-theme=light] .cp{--sand:#efe0cf;--sand-edge:#8a5a2b}"
-    ":root[data-theme=dark] .cp{--sand:#46331f;--sand-edge:#d3a473}"
-    ".cp .sand{fill:var(--sand);stroke:var(--sand-edge)}.cp .plain{fill:var(--paper);stroke:var(--line)}"
-    ".cp .group{fill:var(--card);stroke:var(--line)}.cp .zero{stroke-dasharray:3 3}"
-    ".cp svg .on-plain{stroke:var(--paper)}.cp svg .on-sand{stroke:var(--sand)}"
-    ".cp svg .changed{stroke:var(--ink);stroke-width:2.2}"
-    ".cp .level{stroke:var(--line);stroke-width:1.2;stroke-dasharray:2 4}"
-    ".cp svg .path{fill:none;stroke:var(--sand-edge);stroke-width:1.6;stroke-linejoin:round;stroke-linecap:round}"
-    ".cp svg .lost{stroke:var(--red-edge);stroke-dasharray:4 3}"
-    ".cp .thoughts{margin:0}.cp .thoughts figcaption{font-size:13px;color:var(--muted);max-width:82ch}"
-    ".cp .note sup{line-height:0}.cp .thoughts h3{margin:14px 0 10px;font-size:17px;line-height:1.35}"
-    ".cp .wide{overflow-x:auto;max-width:100%;padding:2px 0 6px}"
-)
-"""CSS rules of the thoughts picture, used together with those of every diagram."""
-
 WAITING = svg.patterns(
     {
         "waiting": ("blue", 6, 6, '<path d="M-1 7 7-1M-1 1 1-1M5 7 7 5" stroke-width="1.2" opacity=".7"/>'),
