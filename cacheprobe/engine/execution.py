@@ -25,7 +25,7 @@ from cacheprobe.engine.shapes import Hooked, batches_prompts
 from cacheprobe.engine.sizes import require_room
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import StateSink
-from cacheprobe.models.experts.sites import head_places
+from cacheprobe.models.experts import head_places
 from cacheprobe.models.settings import hold_model
 from cacheprobe.trace.recording.assemble import assemble, meta_before
 from cacheprobe.trace.recording.disk_writer import DiskWriter
