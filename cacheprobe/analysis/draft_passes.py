@@ -281,6 +281,10 @@ class TokenContext:
     def __getattr__(self, name: str) -> object:
         raise self._refusal
 
+    def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
+        """Raises: ValueError, since a replay does not run the verified model."""
+        raise self._refusal
+
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
         """Returns the token id that the request would choose from logits [v], with its own settings and noise."""
         text = [*state.token_ids, *state.draft, *drafted]

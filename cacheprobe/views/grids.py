@@ -108,7 +108,7 @@ def patching_grid(
         raise ValueError("the table of the grid is empty; there is nothing to draw")
     change = next((change for change in _ANSWER_CHANGES if change in table.columns), None)
     cells = _cells(table, value, change)
-    layers, positions = (sorted(cells[axis].unique()) for axis in ("layer", "position"))
+    layers, positions = (sorted(cells[axis].unique().tolist()) for axis in ("layer", "position"))
     low, high = min(0.0, float(cells.value.min())), max(0.0, float(cells.value.max()))
     words = _COLUMN_WORDS.get(value, (value,))
     figure = _heat_map(
