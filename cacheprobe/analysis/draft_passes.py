@@ -282,7 +282,7 @@ class TokenContext:
         raise self._refusal
 
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
-        """Raises: ValueError, since a replay does not run the verified model."""
+        """Raises: ValueError, because a replay does not run the verified model."""
         raise self._refusal
 
     def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:

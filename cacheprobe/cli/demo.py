@@ -26,7 +26,7 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     """
     import cacheprobe as cp
     from cacheprobe.analysis.summary import closing, thoughts_text
-    from cacheprobe.models.inventory import THINKING
+    from cacheprobe.models.known import THINKING
     from cacheprobe.trace.places import require_free
     from cacheprobe.views import token_texts, write_report
     from cacheprobe.views.report.insight import first_insight
@@ -63,7 +63,7 @@ def _two_runs(progress: bool) -> "tuple[Trace, Trace]":
     """Runs SmolLM2, or a shipped model at temperature 1 if SmolLM2 is not installed, with an early-exit drafter and
     with an n-gram drafter. Returns both traces."""
     import cacheprobe as cp
-    from cacheprobe.models.inventory import PLAIN, SMOLLM2, smollm2_state
+    from cacheprobe.models.known import PLAIN, SMOLLM2, smollm2_state
     from cacheprobe.models.smollm2 import INSTALL
 
     if smollm2_state() != "absent":

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 from cacheprobe.core.config import RUN_DTYPES
 from cacheprobe.core.terminal import Listing
-from cacheprobe.models import inventory, smollm2
+from cacheprobe.models import known, smollm2
 from cacheprobe.models.known import shipped_names
 from cacheprobe.models.settings import CPU_INFO, numeric_settings, processor_name
 from cacheprobe.ops.compiled.operations import TORCH, choose
@@ -241,22 +241,22 @@ def model_findings() -> list[Finding]:
     findings = _smollm2()
     for kind in ("checkpoints", "adapters"):
         names, demo_needs_it = shipped_names(kind), kind == "checkpoints"
-        is_there = {inventory.PLAIN, inventory.THINKING} <= set(names) if demo_needs_it else bool(names)
+        is_there = {known.PLAIN, known.THINKING} <= set(names) if demo_needs_it else bool(names)
         findings.append(Finding(kind, ", ".join(names) or "none", is_there, "" if is_there else remedy, demo_needs_it))
     return findings
 
 
 def _smollm2() -> list[Finding]:
-    name, state = inventory.SMOLLM2, inventory.smollm2_state()
+    name, state = known.SMOLLM2, known.smollm2_state()
     if state == "hub":
-        return [Finding(name, f"as {inventory.SMOLLM2_ON_HUB} in the hub's cache")]
+        return [Finding(name, f"as {known.SMOLLM2_ON_HUB} in the hub's cache")]
     cache = smollm2.cache_directory()
     existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     has_room = state != "installed" or free >= CONVERSION_BYTES
     remedy = f"set CACHEPROBE_CACHE to a folder with {CONVERSION_BYTES / 1e6:.0f} MB free"
     said = {
-        "absent": f"not installed; the demo runs on {inventory.PLAIN} instead",
+        "absent": f"not installed; the demo runs on {known.PLAIN} instead",
         "converted": "converted",
         "installed": "installed; it is converted at its first use, once",
     }

@@ -1,7 +1,7 @@
 """Lists for a terminal which models this machine has, and which model families will run."""
 
 from cacheprobe.core.terminal import Listing
-from cacheprobe.models.inventory import (
+from cacheprobe.models.known import (
     REFUSED,
     SMOLLM2,
     SMOLLM2_ON_HUB,

@@ -189,8 +189,8 @@ def source_sha256(f: Callable[..., object]) -> str:
     try:
         text = inspect.getsource(f if hasattr(f, "__code__") else type(f))
     except (OSError, TypeError):
-        code = getattr(f, "__code__", None) or getattr(type(f).__call__, "__code__", None)
-        text = repr(f) if code is None else _code_text(code)  # a function of a library in C
+        called = f if hasattr(f, "__code__") else type(f).__call__
+        text = _code_text(called.__code__) if hasattr(called, "__code__") else repr(f)  # a function of a library in C
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -32,7 +32,7 @@ from cacheprobe.lenses.identity import lens_identity
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM, StateSink
 from cacheprobe.models.conversation import assistant_turns, stop_sources
-from cacheprobe.models.experts.sites import head_places
+from cacheprobe.models.experts import head_places
 from cacheprobe.models.feeding import require_heads
 from cacheprobe.models.hf.masks import longrope_length
 from cacheprobe.models.paths import choose_path

@@ -34,7 +34,7 @@ from cacheprobe.engine.shapes import DRAFTED_WINDOW, LEAST_CAPACITY, config_to_t
 from cacheprobe.kvcache.cache import is_mapped
 from cacheprobe.kvcache.recurrent import bytes_of_states
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.experts.sites import layers_of, state_shapes
+from cacheprobe.models.experts import layers_of, state_shapes
 from cacheprobe.ops.attention import BY_REQUEST
 from cacheprobe.ops.state_codec import INT8, SCALE_BYTES, kept_dtype
 

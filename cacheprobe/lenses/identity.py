@@ -24,7 +24,8 @@ def lens_identity(lens: "Lens") -> str:
     Two lenses with one text read the states of one model alike, unless they read what the text leaves out: global
     variables of a function, private attributes (such as caches), and objects that say nothing of themselves.
     """
-    shown = {name: value for name, value in getattr(lens, "__dict__", {}).items() if name[0] != "_"}
+    attributes = vars(lens) if hasattr(lens, "__dict__") else {}
+    shown = {name: value for name, value in attributes.items() if name[0] != "_"}
     declared = fields(lens) if is_dataclass(lens) else ()
     named = {item.name: getattr(lens, item.name) for item in declared if item.name[0] != "_"}
     hidden = {item.name for item in declared if not item.repr}
@@ -77,7 +78,7 @@ def _held_by(function: object) -> list[object]:
     if isinstance(function, FunctionType):
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         return [cells, function.__defaults__, function.__kwdefaults__]
-    return [getattr(function, "__dict__", None)]
+    return [vars(function) if hasattr(function, "__dict__") else None]
 
 
 def _has_numbers(value: object) -> bool:

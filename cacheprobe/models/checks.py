@@ -11,7 +11,6 @@ from torch import Tensor
 from cacheprobe.core.hook_names import SITES
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.experts.sites import own_experts
 from cacheprobe.models.hf.masks import chunk_size, sliding_window
 from cacheprobe.models.settings import product_dtype
 
@@ -30,47 +29,55 @@ LEAST_COSINE = 0.9
 .5."""
 
 
-def check_model(model: "BridgeLM") -> None:
-    """Checks a newly loaded model: a short text, fed in three parts through the KVCache, must give the logits of one
-    forward without a cache. Also checks that the hooks of every layer fire with the right shape, that a block's output
-    is its input plus T plus C, and that the last layer's state is read as the model's logits.
+def check_model(model: "BridgeLM | PlainLM") -> None:
+    """Checks a newly loaded model: a short text, fed in parts through the KVCache, must give the logits of one forward
+    without a cache; so must the last layer's state, read by the model's norm and unembedding.
 
+    Of a bridge, the hooks of every layer must fire, and a block's output must be its input plus T plus C. A plain model
+    must also give these logits beside a sequence that starts at another position. If its config lets some tokens see
+    later ones, such as an image's, the logits of a text must not change with what follows.
     Tolerances are those of `agrees`. Raises: ModelError naming what differs.
     """
-    token_ids = probe_ids(model)
-    fired: dict[tuple[str, int], Tensor] = {}
+    token_ids, kind = probe_ids(model), type(model.live).__name__
+    is_bridge, last = hasattr(model, "bridge"), ("S", model.n_layers - 1)
+    every = [("pre", 0), *((site, layer) for layer in range(model.n_layers) for site in SITES)]
+    wanted, fired = every if is_bridge else [last], dict[tuple[str, int], Tensor]()
 
     def note(site: str, layer: int, value: Tensor) -> None:
         """Keeps a copy of the activation, if it has shape [b, t, d_model]."""
         if value.shape[-1] == model.d_model and value.dim() == 3:
             fired[site, layer] = value[0].clone()
 
-    wanted = [("pre", 0)] + [(site, layer) for layer in range(model.n_layers) for site in SITES]
-    with _running(model, "; use a decoder with plain full attention"):
+    with _running(model, "; use a decoder with plain full attention" if is_bridge else ""):
+        whole = model.whole_logits(token_ids)[0].float()
         cache = probe_cache(model, token_ids)
         with model.capturing(wanted, note):
             cached = cached_logits(model, token_ids, cache)
-        with torch.inference_mode(), own_experts(model.mixtures):
-            whole = model.bridge.forward(token_ids.to(model.device), return_type="logits")[0].float()
-    if silent := sorted(set(wanted) - set(fired)):
-        raise ModelError(f"{model.name}: the hook for site {silent[0][0]} of layer {silent[0][1]} does not fire")
-    _require_finite(model, cached)
-    if not agrees(cached, whole, model.dtype):
+        if silent := sorted(set(wanted) - set(fired)):
+            raise ModelError(f"{model.name}: the hook for site {silent[0][0]} of layer {silent[0][1]} does not fire")
+        found = {"with our KV cache": cached}
+        if not is_bridge:
+            found["beside a sequence of another length"] = _beside_another(model, token_ids)
+        found["read from its last state by norm and unembedding"] = model.read_out(fired[last]).float()
+    if not bool(torch.isfinite(cached).all()):
+        raise ModelError(f"{model.name} gives NaN or infinite logits; load it in float32 or check its weights")
+    for what, logits in found.items():
+        expected = whole[-len(logits) :]
+        if not agrees(logits, expected, model.dtype):
+            raise ModelError(
+                f"{model.name}: {kind} {what} differs from the model without it by up to "
+                f"{float((logits - expected).abs().max()):.3g}; its attention, positions or experts follow a rule that "
+                "is not known here"
+            )
+    if is_bridge:
+        _check_sums(model, fired)
+    elif getattr(model.config, "use_bidirectional_attention", None) and not is_causal(model, token_ids):
         raise ModelError(
-            f"{model.name}: the model with our KV cache differs from the model without it by up to "
-            f"{_largest_difference(cached, whole)}; its attention is not plain full attention over the context, which "
-            "is not supported; use another architecture"
-        )
-    _check_sums(model, fired)
-    read = model.read_out(fired["S", model.n_layers - 1]).float()
-    if not agrees(read, cached[-len(read) :], model.dtype):
-        raise ModelError(
-            f"{model.name}: the last layer's state, read by the bridge's norm and unembedding, differs from "
-            f"the model's logits by up to {_largest_difference(read, cached[-len(read) :])}"
+            f"{model.name}: {kind} lets tokens of a text see later ones; cacheprobe runs models that generate"
         )
 
 
-def _check_sums(model: "BridgeLM", states: dict[tuple[str, int], Tensor]) -> None:
+def _check_sums(model: CachedLM, states: dict[tuple[str, int], Tensor]) -> None:
     """Raises: ModelError if a block's output [t, m] is not its input plus T plus C, up to 1e-3 of the largest value
     (.1 in 16 bits)."""
     limit = 1e-3 if product_dtype(model.dtype) in (torch.float32, torch.float64) else 0.1
@@ -84,41 +91,7 @@ def _check_sums(model: "BridgeLM", states: dict[tuple[str, int], Tensor]) -> Non
             )
 
 
-def check_plain(model: "PlainLM") -> None:
-    """Checks a newly loaded plain model: a short text, fed in parts through the KVCache, must give the logits of one
-    forward of the model itself, alone and beside a sequence that starts at another position. If the config lets some
-    tokens see later ones, such as an image's, the logits of a text must not change with what follows.
-
-    Tolerances are those of `agrees`. Raises: ModelError naming what differs.
-    """
-    token_ids = probe_ids(model)
-    kind = type(model.live).__name__
-    with _running(model), torch.inference_mode():
-        whole = model.whole_logits(token_ids)[0].float()
-        cache, last = probe_cache(model, token_ids), {}
-        with model.capturing([("S", model.n_layers - 1)], lambda site, layer, value: last.update({site: value[0]})):
-            cached = cached_logits(model, token_ids, cache)
-        read = model.read_out(last["S"]).float()
-        beside = _beside_another(model, token_ids)
-    _require_finite(model, cached)
-    for what, logits in (
-        ("with our KV cache", cached),
-        ("beside a sequence of another length", beside),
-        ("read from its last state by norm and unembedding", read),
-    ):
-        if not agrees(logits, whole[-len(logits) :], model.dtype):
-            raise ModelError(
-                f"{model.name}: {kind} {what} differs from the model without it by up to "
-                f"{_largest_difference(logits, whole[-len(logits) :])}; its attention, positions or experts follow a "
-                "rule that is not known here"
-            )
-    if getattr(model.config, "use_bidirectional_attention", None) and not is_causal(model, token_ids):
-        raise ModelError(
-            f"{model.name}: {kind} lets tokens of a text see later ones; cacheprobe runs models that generate"
-        )
-
-
-def is_causal(model: "PlainLM", token_ids: Tensor) -> bool:
+def is_causal(model: "BridgeLM | PlainLM", token_ids: Tensor) -> bool:
     """Returns True if the logits of the first half of token_ids [1, t] stay the same, in forwards of the model itself,
     when the second half becomes another text.
 
@@ -132,7 +105,7 @@ def is_causal(model: "PlainLM", token_ids: Tensor) -> bool:
     return bool((one - two).abs().max() <= limit * one.abs().max())
 
 
-def _beside_another(model: "PlainLM", token_ids: Tensor) -> Tensor:
+def _beside_another(model: CachedLM, token_ids: Tensor) -> Tensor:
     """Returns float32 logits [t, v] of the last tokens of token_ids [1, n], computed in one pass with a sequence that
     starts at position 1."""
     n = token_ids.shape[1]
@@ -155,15 +128,6 @@ def _running(model: "BridgeLM | PlainLM", remedy: str = "") -> Iterator[None]:
             f"{model.name}: {type(model.live).__name__} does not run on our KV cache ({type(error).__name__}: "
             f"{error!s:.120}){remedy}"
         ) from error
-
-
-def _require_finite(model: CachedLM, logits: Tensor) -> None:
-    if not bool(torch.isfinite(logits).all()):
-        raise ModelError(f"{model.name} gives NaN or infinite logits; load it in float32 or check its weights")
-
-
-def _largest_difference(a: Tensor, b: Tensor) -> str:
-    return f"{float((a - b).abs().max()):.3g}"
 
 
 def probe_cache(model: CachedLM, token_ids: torch.Tensor) -> KVCache:

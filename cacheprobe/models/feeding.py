@@ -14,7 +14,7 @@ from torch import Tensor
 from cacheprobe.core.hook_names import PATTERN, RECURRENT, ROUTER, hook_name
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.experts.sites import head_places, layers_of, state_shapes
+from cacheprobe.models.experts import head_places, layers_of, state_shapes
 
 Choose = Callable[[list[int], Tensor], list[int]]
 """Function that returns the next token id of each text, from the texts' indices and their logits [n, v]."""

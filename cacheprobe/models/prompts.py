@@ -4,9 +4,9 @@ request."""
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Protocol, TypeAlias, cast, runtime_checkable
 
-from cacheprobe.core.live import LiveTokenizer
+from cacheprobe.core.live import LiveTokenizer, ModuleValue
 from cacheprobe.core.records import Request
 from cacheprobe.core.values import Json, require_encodable, whole_number
 from cacheprobe.models.base import CachedLM
@@ -90,15 +90,15 @@ def as_list(prompts: object) -> list[object]:
     return [listed] if all(isinstance(item, int) or getattr(item, "ndim", None) == 0 for item in listed) else listed
 
 
-def _rows_of_encoding(encoding: Mapping[object, object]) -> list[object]:
+def _rows_of_encoding(encoding: Mapping[str, ModuleValue]) -> list[object]:
     """Returns the prompts of what a tokenizer returns, a mapping with input_ids: each row's token ids where the
     attention mask is not 0. Raises: ValueError for a mapping without input_ids, and for a mask of another shape or with
     a hole."""
-    ids: Any = encoding.get("input_ids")
+    ids = encoding.get("input_ids")
     if ids is None:
         raise ValueError(f"{KINDS}; got a mapping without input_ids, {', '.join(map(str, encoding)):.60}")
     rows = [list(row) for row in (ids if not len(ids) or isinstance(ids[0], Iterable) else [ids])]
-    mask: Any = encoding.get("attention_mask")
+    mask = encoding.get("attention_mask")
     if mask is None:
         return [*rows]
     masks = [[bool(i) for i in row] for row in (mask if not len(mask) or isinstance(mask[0], Iterable) else [mask])]
@@ -139,7 +139,7 @@ def require_unpadded(prompts: Sequence[object], tokenizer: LiveTokenizer, what: 
         )
 
 
-def _ids_given(item: Any) -> tuple[int, ...]:
+def _ids_given(item: ModuleValue) -> tuple[int, ...]:
     """Returns the token ids of a prompt that was given as ids and may hold padding; () for another prompt."""
     if isinstance(item, Request):
         item = () if item.prompt_token_ids else item.prompt  # the ids of an earlier run were checked there
@@ -160,7 +160,7 @@ def as_token_ids(model: CachedLM, prompt: Prompt, what: str) -> tuple[int, ...]:
         given, *others = _rows_of_encoding({**prompt}) if isinstance(prompt, Mapping) else [prompt]
         if others:
             raise ValueError(f"the {what} prompt is one text, and {1 + len(others)} rows of input_ids were given")
-        ids = given_ids(model, cast("Iterable[Any]", given), f"the {what} prompt")
+        ids = given_ids(model, cast("Iterable[object]", given), f"the {what} prompt")
         require_unpadded([ids if given is prompt else ()], model.tokenizer, f"the {what} prompt")
     if not ids:
         raise ValueError(f"the {what} prompt is empty; give at least one token")

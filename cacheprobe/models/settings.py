@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from threading import RLock, get_ident, local
-from typing import Any
 
 import torch
 import transformers
@@ -36,7 +35,7 @@ def numeric_settings() -> dict[str, str | int | float]:
     Cheap, since the engine calls this function before every step. The keys are those of the fingerprint, which error
     messages name.
     """
-    backends: Any = torch.backends  # its stubs lack the precision of a backend's products
+    backends: LiveModule = torch.backends  # its stubs lack the precision of a backend's products
     precision = str(backends.mkldnn.matmul.fp32_precision)
     return {
         "torch": torch.__version__,
@@ -155,15 +154,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def keeping_float64(dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Returns a context manager. Inside its `with`, torch calls on a float64 tensor that name float32
-    (`.to(torch.float32)`, `.float()`, `dtype=torch.float32`) keep float64; `.to(other_tensor)` still converts. Does
-    nothing if `dtype` is not float64."""
-    return _KeepingFloat64() if dtype == torch.float64 else nullcontext()
+class FunctionMode(TorchFunctionMode):
+    """Calls `call(func, args, kwargs)` in place of every torch function `func` inside its `with`."""
 
-
-class _KeepingFloat64(TorchFunctionMode):
-    """Changes torch calls inside its `with`: a call on a float64 tensor that names float32 gives float64."""
+    def __init__(self, call: Callable[..., object]) -> None:
+        super().__init__()
+        self.call = call
 
     def __torch_function__(
         self,
@@ -172,14 +168,25 @@ class _KeepingFloat64(TorchFunctionMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        named = dict(kwargs or {})
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func is Tensor.float:
-                return args[0]
-            args = [torch.float64 if one is torch.float32 else one for one in args]
-            if named.get("dtype") is torch.float32:
-                named["dtype"] = torch.float64
-        return func(*args, **named)
+        return self.call(func, args, kwargs or {})
+
+
+def keeping_float64(dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Returns a context manager. Inside its `with`, torch calls on a float64 tensor that name float32
+    (`.to(torch.float32)`, `.float()`, `dtype=torch.float32`) keep float64; `.to(other_tensor)` still converts. Does
+    nothing if `dtype` is not float64."""
+    return FunctionMode(_in_float64) if dtype == torch.float64 else nullcontext()
+
+
+def _in_float64(func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    named = dict(kwargs)
+    if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+        if func is Tensor.float:
+            return args[0]
+        args = [torch.float64 if one is torch.float32 else one for one in args]
+        if named.get("dtype") is torch.float32:
+            named["dtype"] = torch.float64
+    return func(*args, **named)
 
 
 class _ModelLock:

@@ -2,7 +2,6 @@
 its texts."""
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -171,6 +170,18 @@ _KNOWN: ContextVar[_Known | None] = ContextVar("known checksums", default=None)
 `hashing_once`."""
 
 
+def checksum_once(model: object, named: Sequence[tuple[str, Tensor]]) -> str:
+    """Returns the checksum of a model's weights; inside `hashing_once` the known one, if no weight was edited or
+    moved."""
+    known = _KNOWN.get()
+    if known is None:
+        return checksum_of(named)
+    versions = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for _, weight in named]
+    if id(model) not in known or known[id(model)][1] != versions:
+        known[id(model)] = model, versions, checksum_of(named)
+    return known[id(model)][2]
+
+
 @contextmanager
 def hashing_once() -> Iterator[None]:
     """Reads the bytes of each model's weights once inside the `with`, and again if a weight was edited or moved. Do not
@@ -180,33 +191,3 @@ def hashing_once() -> Iterator[None]:
         yield
     finally:
         _KNOWN.reset(token)
-
-
-class HashedWeights(ABC):
-    """Gives a model a checksum and a hash of its weights."""
-
-    _hashed = "", ""
-    """(checksum of the weights, SHA-256 of the weights at that checksum); empty texts before the first use."""
-
-    @abstractmethod
-    def named_weights(self) -> Sequence[tuple[str, Tensor]]:
-        """Returns all parameters with their names, sorted by name."""
-
-    @property
-    def weights_checksum(self) -> str:
-        """Checksum of all parameters as hex text, computed at every access; inside `hashing_once`, at the first."""
-        named, known = self.named_weights(), _KNOWN.get()
-        if known is None:
-            return checksum_of(named)
-        versions = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for _, weight in named]
-        if id(self) not in known or known[id(self)][1] != versions:
-            known[id(self)] = self, versions, checksum_of(named)
-        return known[id(self)][2]
-
-    @property
-    def weights_sha256(self) -> str:
-        """First 16 hex digits of a SHA-256 over all parameters, sorted by name; computed again if the checksum has
-        changed."""
-        if self._hashed[0] != (checksum := self.weights_checksum):
-            self._hashed = checksum, sha256_of(self.named_weights())
-        return self._hashed[1]

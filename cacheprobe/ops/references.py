@@ -13,7 +13,7 @@ def rms_norm(values: Float[Tensor, "n m"], weight: Float[Tensor, "m"], eps: floa
     The mean square is computed in float32 (float64 for float64 input), the product with the weight in the dtype of
     `values`.
     Source: Zhang & Sennrich 2019 (arXiv 1910.07467), equation 4.
-    Twin: the rms_norm of models.fast.functional, which is that of the modules, bitwise (tests.ops.test_plain_ops).
+    Twin: Operations.norm of models.fast.operations, which is that of the modules, bitwise (tests.ops.test_plain_ops).
     """
     wide = values if values.dtype == torch.float64 else values.float()
     scaled = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -78,7 +78,7 @@ def cached_attention(
     query sees, including its own.
     Sums are computed in float32. Masked slots must be finite, as KVCache guarantees.
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1; grouped heads, Ainslie et al. 2023 (2305.13245).
-    Twin: the fused attention of models.fast.functional, close (tests.ops.test_plain_ops).
+    Twin: the fused attention of torch over the same cache, close (tests.ops.test_plain_ops).
     """
     slots = torch.arange(keys.shape[2], device=q.device)
     query_slots = positions[..., None]

@@ -98,7 +98,7 @@ def _plain_facts(name: str) -> ModelFacts:
         raise ModelError(f"model {name!r} is not to be had with its tokenizer: {first}") from error
     refuse_unknown_memory(config, (config.architectures or [config.model_type])[0])
     text = config.get_text_config()
-    digest = known or (folder_digest(Path(source)) if is_local else str(getattr(config, "_commit_hash", "")))
+    digest = known or (folder_digest(Path(source)) if is_local else str(vars(config).get("_commit_hash", "")))
     shape = (text.num_hidden_layers, text.hidden_size, text.num_attention_heads, context_length(text))
     return ModelFacts(name, *shape, tokenizer, digest)
 

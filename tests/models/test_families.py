@@ -94,10 +94,3 @@ def test_states_differ_between_positions(family: str) -> None:
     trace = cp.run(loaded(family), PROMPTS[:1], **SMALL)
     states = trace.states("S", 2, 0)
     assert not close(states[1:], states[:-1], 1e-2, because="neighbouring positions")
-
-
-def test_live_model_without_tokenizer_takes_token_ids(family: str) -> None:
-    trace = cp.run(loaded(family), [1, 2, 3], **SMALL)
-    assert len(trace.requests) == 1 and trace.text(0).startswith("<")
-    with pytest.raises(ValueError, match="no tokenizer"):
-        cp.run(loaded(family), "heads", **SMALL)

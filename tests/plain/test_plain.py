@@ -11,7 +11,7 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.checks import check_plain
+from cacheprobe.models.checks import check_model
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.plain.lm import PlainLM
@@ -27,7 +27,7 @@ IDS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]])
 )
 def test_its_sites_equal_the_bridges(family: str) -> None:
     bridge, plain = loaded(family), PlainLM(copy.deepcopy(hf_model(family)), None, family)
-    check_plain(plain)
+    check_model(plain)
     sites = [("pre", 0)] + [(site, layer) for layer in range(bridge.n_layers) for site in ("S", "T", "C", "z")]
     ours, theirs = feed(plain, IDS, sites), feed(bridge, IDS, sites)
     assert close(ours.out, theirs.out, 1e-4, because="fused attention reorders sums")
@@ -91,12 +91,6 @@ def test_what_a_trace_says_of_the_path() -> None:
         choose_path(loaded("llama"), "plain")
 
 
-def test_in_16_bits() -> None:
-    plain = PlainLM(hf_model("llama", torch.bfloat16), None, "llama")
-    check_plain(plain)
-    assert plain.dtype == torch.bfloat16 and feed(plain, IDS).out.dtype == torch.bfloat16
-
-
 def test_positions_of_another_sequence_are_noticed() -> None:
     """A family that takes every position from the first sequence is wrong in a batch only."""
     plain = PlainLM(copy.deepcopy(hf_model("llama")), None, "llama")
@@ -108,7 +102,7 @@ def test_positions_of_another_sequence_are_noticed() -> None:
 
     vars(plain.model)["forward"] = of_first
     with pytest.raises(ModelError, match="beside a sequence of another length"):
-        check_plain(plain)
+        check_model(plain)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.checks import check_plain
-from cacheprobe.models.experts.dispatch import ALL_EXPERTS_FUNCTIONS, INVARIANT, invariant_experts
+from cacheprobe.models.checks import check_model
+from cacheprobe.models.experts import ALL_EXPERTS_FUNCTIONS, INVARIANT, invariant_experts
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.plain.watch import _capped
@@ -29,7 +29,7 @@ def test_a_massive_dimension_hides_no_part_of_the_sum(dtype: torch.dtype, factor
     with torch.no_grad():
         live.model.layers[1].block_sparse_moe.experts.down_proj[:, 3] *= factor
     plain = PlainLM(live.to(dtype), None, "tiny")
-    check_plain(plain)
+    check_model(plain)
     assert [[part.path.rpartition(".")[2] for part in block.mlp] for block in plain.blocks] == [SHARED] * 4
 
 
@@ -39,7 +39,7 @@ def test_a_massive_bias_is_no_reason_to_refuse(dtype: torch.dtype) -> None:
     with torch.no_grad():
         for layer in live.model.decoder.layers:
             layer.fc2.bias[5] = 500.0
-    check_plain(PlainLM(live.to(dtype), None, "tiny"))
+    check_model(PlainLM(live.to(dtype), None, "tiny"))
 
 
 def test_the_real_model_in_16_bits_without_a_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_experts_are_compared_with_the_models_own_at_load() -> None:
     try:
         ALL_EXPERTS_FUNCTIONS.register(INVARIANT, lambda experts, states, ids, weights: torch.zeros_like(states))
         with pytest.raises(ModelError, match="differs from the model without it"):
-            check_plain(PlainLM(copy.deepcopy(live), None, "tiny"))
+            check_model(PlainLM(copy.deepcopy(live), None, "tiny"))
         with pytest.raises(ModelError, match="differs from the model without it"):
             cp.load_model(live)
     finally:

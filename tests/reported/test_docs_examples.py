@@ -23,7 +23,8 @@ def logits_of(text: list[int]) -> torch.Tensor:
 
 def test_the_attribution_of_the_page_is_about_the_token_that_it_names() -> None:
     """The row at a position predicts the next one; close(1e-4): sums in another order."""
-    (block,) = BLOCK.findall(CAPTURE.read_text(encoding="utf-8").split("## Which parts gave a logit?")[1])
+    page = CAPTURE.read_text(encoding="utf-8")
+    (block,) = BLOCK.findall(page.split("## Which parts gave a logit?")[1].split("\n## ")[0])
     trace = cp.run(loaded(), PROMPTS[:2], **{**SMALL, "max_new_tokens": 6})
     scope: dict[str, Any] = {"cp": cp, "model": loaded(), "prompts": PROMPTS[:2], "trace": trace, "request_id": 0}
     wrong = run_and_compare(

@@ -193,7 +193,7 @@ def _places(model: CachedLM, sites: Sequence[str], layers: "Iterable[int] | None
 
 def _name_of(metric: Metric) -> str:
     """Returns the name of a metric for listings."""
-    return str(getattr(metric, "__name__", type(metric).__name__))
+    return str(metric.__name__ if hasattr(metric, "__name__") else type(metric).__name__)
 
 
 def _of_text(text: GradientText, metric: Metric, places: Sequence[tuple[str, int]]) -> Derivatives:

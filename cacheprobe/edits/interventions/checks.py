@@ -9,7 +9,7 @@ from cacheprobe.edits.interventions.base import Intervention
 from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.experts.sites import layers_of, state_shapes
+from cacheprobe.models.experts import layers_of, state_shapes
 
 
 @dataclass(frozen=True)

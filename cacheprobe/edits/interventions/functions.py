@@ -69,7 +69,7 @@ def function(f: StateFunction, *, name: str | None = None, **where: Unpack[Where
     If `f` raises an error, or returns another shape or dtype, NaN or infinity, its request ends with an error that
     names the place; other requests go on.
     """
-    name = name or getattr(f, "__name__", type(f).__name__)
+    name = name or (f.__name__ if hasattr(f, "__name__") else type(f).__name__)
     return _by_layer(
         "function", where, name=name, function=f, source_sha256=source_sha256(f), vectors=torch.zeros(1, 1)
     )

@@ -11,7 +11,7 @@ from cacheprobe.core.hook_names import HEADS, RECURRENT
 from cacheprobe.core.tokens import tokens_after
 from cacheprobe.core.values import KnownKeywords, listed, whole_number
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.experts.sites import state_shapes
+from cacheprobe.models.experts import state_shapes
 from cacheprobe.models.paths import usable as usable
 from cacheprobe.models.prompts import Prompt, as_token_ids
 

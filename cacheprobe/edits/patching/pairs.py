@@ -28,7 +28,7 @@ from cacheprobe.edits.patching.grid import PatchingGrid, as_stored, difference, 
 from cacheprobe.edits.patching.runs import AnswerPair, Run, extend, run_once
 from cacheprobe.edits.patching.sweep import CellStore, Group, Index, sweep, unpatched
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.experts.sites import state_shapes
+from cacheprobe.models.experts import state_shapes
 from cacheprobe.models.prompts import Prompt
 
 _LEAST_DIFFERENCE = 1e-4

@@ -11,7 +11,7 @@ from cacheprobe.core.hook_names import HEADS, RECURRENT, SITES
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import copy_prefix
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.experts.sites import head_places
+from cacheprobe.models.experts import head_places
 from cacheprobe.models.feeding import feed
 
 SiteLayer = tuple[str, int]

@@ -137,7 +137,9 @@ class FunctionalLlama(FunctionalForward):
         """Returns (embedded tokens [b, t, m], rotation). The rotation is the cosines and sines of the rotary embedding
         at these positions."""
         stream = self.model.model.embed_tokens(token_ids)
-        return stream, _rotation(*self.model.model.rotary_emb(stream, position_ids=position_ids))
+        cos, sin = self.model.model.rotary_emb(stream, position_ids=position_ids)
+        first, second = sin.chunk(2, -1)
+        return stream, (cos[:, :, None], torch.cat((-first, second), -1)[:, :, None])
 
     def _block(self, operations: Operations, layer: int, stream: Tensor, inputs: PassInputs, kind: str) -> Tensor:
         assert inputs.rotation is not None
@@ -161,12 +163,6 @@ class FunctionalLlama(FunctionalForward):
 def affine(module: LiveModule) -> Affine:
     """Returns the present tensors of a linear layer."""
     return Affine(module.weight.T if is_conv(module) else module.weight, module.bias)
-
-
-def _rotation(cos: Tensor, sin: Tensor) -> Rotation:
-    """Returns the Rotation of cosines and sines [b, t, d]."""
-    first, second = sin.chunk(2, -1)
-    return cos[:, :, None], torch.cat((-first, second), -1)[:, :, None]
 
 
 def _norm(module: LiveModule) -> Norm:

@@ -3,7 +3,6 @@
 Hooks on the bridge have no effect on this forward; `models.paths` decides which of the two runs.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
 
@@ -12,10 +11,9 @@ from torch import Tensor, nn
 
 from cacheprobe.core.hook_names import INPUT_POINT, OUTPUT_POINT, PATTERN, hook_name
 from cacheprobe.core.live import LiveModule
-from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.base import HeadWriter, ModelError, OutputParts
-from cacheprobe.models.experts.sites import use_invariant_experts
+from cacheprobe.models.experts import use_invariant_experts
 from cacheprobe.models.fast.functional import FunctionalForward, FunctionalGPT, FunctionalLlama, affine
 from cacheprobe.models.fast.operations import (
     KernelOperations,
@@ -30,7 +28,7 @@ from cacheprobe.models.hf.attention import Attend
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.hf.shared import WRAPPED, SharedWeights
 from cacheprobe.models.plain.lm import CopiedLM
-from cacheprobe.models.plain.sites import HeadCut, ModulePoint
+from cacheprobe.models.plain.sites import HeadCut, ModulePoint, by_head
 from cacheprobe.models.plain.structure import AddedPart, PlainBlock
 from cacheprobe.models.weights import ROTATIONS_OF_PASSES, is_conv, output_rows
 from cacheprobe.ops.attention import BY_REQUEST
@@ -38,7 +36,6 @@ from cacheprobe.ops.compiled.attention import MOST_TOKENS
 from cacheprobe.ops.compiled.lanes import FORMATS
 from cacheprobe.ops.compiled.operations import TORCH, CompiledOperations
 from cacheprobe.ops.kernel_set import KernelSet
-from cacheprobe.ops.readout import Readout
 
 FUNCTIONAL = (FunctionalLlama, FunctionalGPT)
 """Classes that compute a forward without calling modules; each supports some model families."""
@@ -66,6 +63,8 @@ class FastLM(CopiedLM):
     stop_token_ids = _of_origin("stop_token_ids")  # pyright: ignore[reportAssignmentType]
     stop_source = _of_origin("stop_source")  # pyright: ignore[reportAssignmentType]
     prepend_bos = _of_origin("prepend_bos")  # pyright: ignore[reportAssignmentType]
+    weights_checksum = _of_origin("weights_checksum")
+    weights_sha256 = _of_origin("weights_sha256")
 
     def __init__(self, origin: BridgeLM, functional: bool = True) -> None:
         """Builds the plain model around the weights of the BridgeLM `origin`. functional: compute without modules in
@@ -98,25 +97,27 @@ class FastLM(CopiedLM):
         for module in self.model.modules():
             if type(module) is nn.Linear or is_conv(module):
                 vars(module)["forward"] = partial(_linear_by, faster.product, module)
+        operations: Operations = Operations(faster.product)
         if isinstance(faster, KernelSet) and self._functional_class is not None:
-            operations = KernelOperations(faster, self.model.config, self.n_layers)
-            operations.replace_norms(self.model)
+            operations = by_module = KernelOperations(faster, self.model.config, self.n_layers)
+        elif isinstance(faster, CompiledOperations) and self._functional_class is FunctionalLlama:
+            by_module = QueuedOperations(faster.product, self.dtype)
+            operations = PreparedOperations(faster.product, self.dtype)
+        else:
             return operations
-        if isinstance(faster, CompiledOperations) and self._functional_class is FunctionalLlama:
-            for module in self.model.modules():
-                replace_forward(module, QueuedOperations(faster.product, self.dtype))
-            return PreparedOperations(faster.product, self.dtype)
-        return Operations(faster.product)
+        for module in self.model.modules():
+            replace_forward(module, by_module)
+        return operations
 
     def _rebind(self) -> None:
         super()._rebind()
         self._functional = None
 
-    def _functional_forward(self, cache: KVCache, cache_rows: Sequence[int]) -> FunctionalForward | None:
+    def _functional_forward(self, cache: StagedCache) -> FunctionalForward | None:
         """Returns the FunctionalForward, which calls no modules; None if the pass needs the modules."""
         if self._functional_class is None or not self._is_functional:
             return None
-        if not self._has_capture_hooks_only or cache.head_masks.concern(cache_rows):
+        if not self._has_capture_hooks_only or cache.cache.head_masks.concern(cache.rows):
             return None
         if self._functional is None:
             self._functional = self._functional_class(self.model, self._operations)
@@ -171,7 +172,7 @@ class FastLM(CopiedLM):
         try:
             path, side = self._path(site, layer)
             assert shape is not None
-            return (self._module(path), side), partial(_unflatten, shape)
+            return (self._module(path), side), partial(by_head, shape)
         except ModelError:
             path, cut = _joint_projection(self.origin, self.weights, site, layer)
             return (self._module(path), OUTPUT_POINT), cut
@@ -183,32 +184,6 @@ class FastLM(CopiedLM):
     def output_parts(self) -> OutputParts:
         """Returns the steps from the last residual stream to the logits, as BridgeLM.output_parts."""
         return self.origin.output_parts()
-
-    def read_out(self, states: Tensor) -> Tensor:
-        """Returns the logits of residual states, as BridgeLM.read_out."""
-        return self.origin.read_out(states)
-
-    def read_tokens(self, states: Tensor, target_token_ids: Tensor, top_k: int) -> Readout | None:
-        """Returns what BridgeLM.read_tokens returns."""
-        return self.origin.read_tokens(states, target_token_ids, top_k)
-
-    def read_out_with_gradients(self, states: Tensor) -> Tensor:
-        """Returns the logits of residual states and lets gradients flow back, as BridgeLM.read_out_with_gradients."""
-        return self.origin.read_out_with_gradients(states)
-
-    def named_weights(self) -> Sequence[tuple[str, Tensor]]:
-        """Returns all parameters with their names, as BridgeLM.named_weights."""
-        return self.origin.named_weights()
-
-    @property
-    def weights_checksum(self) -> str:
-        """Returns the checksum that the model it copies knows."""
-        return self.origin.weights_checksum
-
-    @property
-    def weights_sha256(self) -> str:
-        """Returns the hash that the model it copies knows."""
-        return self.origin.weights_sha256
 
     def fingerprint_of_path(self) -> dict[str, str | int | float]:
         """Returns what a fingerprint says of this path: its name, its attention, and what else it depends on."""
@@ -265,10 +240,6 @@ def _joint_projection(origin: BridgeLM, weights: SharedWeights, site: str, layer
         if torch.equal(whole.reshape(heads, 3, width, -1)[:, part_index].flatten(0, 1), own):
             return path, partial(_third, (heads, 3, width), 3, part_index)
     raise ModelError(f"{origin.name}: {path} of the plain model holds q, k and v in an order that is not known here")
-
-
-def _unflatten(shape: tuple[int, int], value: Tensor) -> Tensor:
-    return value.unflatten(-1, shape)
 
 
 def _third(shape: tuple[int, int, int], dim: int, part_index: int, value: Tensor) -> Tensor:

@@ -83,6 +83,10 @@ class Operations:
     def begin(self) -> None:
         """Starts a forward. Here nothing is kept from forward to forward."""
 
+    def takes(self, values: Tensor) -> bool:
+        """Returns True if `norm` can compute with `values`; here with all."""
+        return True
+
     def run_blocks(self, model: BlockForward, inputs: PassInputs) -> Tensor:
         """Returns the residual stream [b, t, m] after the blocks of a model."""
         return model.blocks(self, inputs)
@@ -225,18 +229,16 @@ def is_silu(activation: LiveModule) -> bool:
     return isinstance(activation, nn.SiLU | SiLUActivation)
 
 
-def replace_forward(module: LiveModule, operations: QueuedOperations) -> None:
-    """Makes a module that is an RMSNorm or a SiLU compute with `operations`; others stay as they are. Inputs of another
-    dtype, and those that need gradients, are computed by the module's own forward."""
+def replace_forward(module: LiveModule, operations: Operations) -> None:
+    """Makes a module that is an RMSNorm, or a SiLU that the loops compute, compute with `operations`; others stay as
+    they are. Inputs that `operations` does not take are computed by the module's own forward."""
     if rms_norm_of(module) is not None:
         vars(module)["forward"] = partial(_norm_by, operations, module, module.forward)
-    elif is_silu(module):
+    elif is_silu(module) and isinstance(operations, QueuedOperations):
         vars(module)["forward"] = partial(_silu_by, operations, module.forward)
 
 
-def _norm_by(
-    operations: QueuedOperations, module: LiveModule, own: Callable[[Tensor], Tensor], values: Tensor
-) -> Tensor:
+def _norm_by(operations: Operations, module: LiveModule, own: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
     norm = rms_norm_of(module)
     if norm is None or not operations.takes(values):
         return own(values)
@@ -293,14 +295,3 @@ class KernelOperations(Operations):
         held = cache.keys[layer], cache.values[layer], placed.rows, placed.positions
         out = self.kernels.attend(q, *held, factor, cache.hidden_slots(layer), self.windows[layer])
         return out.transpose(1, 2).flatten(2)
-
-    def replace_norms(self, model: LiveModule) -> None:
-        """Makes every plain RMSNorm module of the model compute with `norm`."""
-        for module in model.modules():
-            if rms_norm_of(module) is not None:
-                vars(module)["forward"] = partial(self._norm_by, module)
-
-    def _norm_by(self, module: LiveModule, values: Tensor) -> Tensor:
-        norm = rms_norm_of(module)
-        assert norm is not None
-        return self.norm(values, norm)

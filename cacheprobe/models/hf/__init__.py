@@ -1,2 +1,2 @@
-"""Runs Hugging Face models through TransformerLens' TransformerBridge: hooks may edit activations, and the results are
-the reference for the fast forward."""
+"""Holds what all models around a transformers model share, and the model that runs through TransformerLens'
+TransformerBridge: hooks may edit its activations, and its results are the reference for the fast forward."""

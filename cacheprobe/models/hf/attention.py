@@ -42,12 +42,6 @@ class _Calls:
 _calls: ContextVar[_Calls | None] = ContextVar("cacheprobe_attention", default=None)
 
 
-def uses_attention_table(model_class: type[object]) -> bool:
-    """Returns True if a transformers model class looks up its attention in transformers' table of attention functions,
-    so that cacheprobe's attention can be set by name."""
-    return bool(getattr(model_class, "_supports_attention_backend", False))
-
-
 @contextmanager
 def attending(spans: AttentionSpans | None, num_layers: int, attend: Attend | None = None) -> Iterator[None]:
     """Makes a transformers model that uses cacheprobe's attention attend as `spans` says, for one forward inside the

@@ -18,10 +18,9 @@ from transformers import AutoTokenizer
 
 from cacheprobe.core.hook_names import ROTATED, SITES, hook_name, resid_pre_name
 from cacheprobe.core.live import LiveModule, LiveTokenizer
-from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.kvcache.staged import PassAttention, StagedCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.base import HeadWriter, ModelError, OutputParts
-from cacheprobe.models.experts.sites import use_invariant_experts
+from cacheprobe.models.experts import own_experts, use_invariant_experts
 from cacheprobe.models.hf.cache import KVCacheAdapter, ShapeProbe, forward_inputs
 from cacheprobe.models.hf.lm import Head, HookedSites, HuggingFaceLM
 from cacheprobe.models.quantised.packed import packed_modules
@@ -125,45 +124,28 @@ class BridgeLM(HookedSites, HuggingFaceLM):
             )
         return probe
 
-    @one_at_a_time()
-    @torch.inference_mode()
-    def forward(
-        self,
-        token_ids: Tensor,
-        cache: KVCache,
-        cache_rows: Sequence[int],
-        starts: Sequence[int],
-        *,
-        num_layers: int | None = None,
-        logit_slots: Sequence[int] | None = None,
-        attention: PassAttention | None = None,
+    def _forward(
+        self, token_ids: Tensor, cache: StagedCache, num_layers: int | None, logit_slots: Sequence[int] | None
     ) -> Tensor:
-        """Runs one forward through the bridge, and returns logits (of all tokens, or of those at `logit_slots`), or the
-        residual stream after `num_layers` blocks. Arguments and shapes are those of CachedLM.forward."""
         if num_layers == self.n_layers:  # the bridge would go on to the logits
-            return self._last_residual(token_ids, cache, cache_rows, starts, attention)
+            kept: list[Tensor] = []
+            with self.capturing([("S", self.n_layers - 1)], lambda site, layer, value: kept.append(value.clone())):
+                self._forward(token_ids, cache, None, [0])
+            return kept[0]
         stop_early: dict[str, LiveModule] = {"stop_at_layer": num_layers}
         choice = self.logit_choice(logit_slots) if num_layers is None else stop_early
-        staged = StagedCache(cache, cache_rows, starts, token_ids.shape[1], attention)
-        inputs = forward_inputs(staged, self.config, self.n_ctx)
+        inputs = forward_inputs(cache, self.config, self.n_ctx)
         with keeping_float64(self.dtype), evaluating(self.live):
-            settings = {"return_type": "logits", "past_key_values": KVCacheAdapter(staged), **inputs, **choice}
-            out = self.bridge.forward(token_ids.to(self.device), **settings)
+            settings = {"return_type": "logits", "past_key_values": KVCacheAdapter(cache), **inputs, **choice}
+            out = self.bridge.forward(token_ids, **settings)
         return out if logit_slots is None or choice else out[:, list(logit_slots)]
 
-    def _last_residual(
-        self,
-        token_ids: Tensor,
-        cache: KVCache,
-        cache_rows: Sequence[int],
-        starts: Sequence[int],
-        attention: PassAttention | None,
-    ) -> Tensor:
-        """Returns the residual stream [b, t, m] after the last block, captured during a full forward."""
-        kept: list[Tensor] = []
-        with self.capturing([("S", self.n_layers - 1)], lambda site, layer, value: kept.append(value.clone())):
-            self.forward(token_ids, cache, cache_rows, starts, logit_slots=[0], attention=attention)
-        return kept[0]
+    @torch.inference_mode()
+    def whole_logits(self, token_ids: Tensor) -> Tensor:
+        """Returns the logits [b, t, v] of one forward of the bridge without our cache, masks or positions, with the
+        model's own experts."""
+        with own_experts(self.mixtures):
+            return self.bridge.forward(token_ids.to(self.device), return_type="logits")
 
     def output_parts(self) -> OutputParts:
         """Returns the steps from the last residual stream to the logits as OutputParts: final norm, unembedding matrix
@@ -236,6 +218,6 @@ def _keep_dtype_when_rotated(points: dict[str, HookPoint], dtype: torch.dtype) -
         return tensor.to(dtype) if tensor.dtype != dtype else None
 
     for name, point in points.items():
-        is_ours = any(getattr(handle.user_hook, "__module__", "") == __name__ for handle in point.fwd_hooks)
+        is_ours = any(handle.user_hook.__module__ == __name__ for handle in point.fwd_hooks)
         if name.endswith(ROTATED) and not is_ours:
             point.add_perma_hook(rounded)

@@ -4,12 +4,12 @@ Each forward makes a StagedCache first. The two methods from which transformers 
 or build a mask raise an error, so a forgotten mask or position cannot stay unnoticed.
 """
 
-from typing import Any, NoReturn, TypeAlias, TypedDict
+from typing import NoReturn, TypedDict
 
 from torch import Tensor, device
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from cacheprobe.core.live import LiveConfig
+from cacheprobe.core.live import LiveConfig, LiveModule
 from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.hf.masks import attention_masks
 
@@ -60,21 +60,17 @@ class KVCacheAdapter(Cache):
 
     def __init__(self, cache: StagedCache, length: int | None = None, places: object = None) -> None:
         """length: of the first batch index, for families that ask the cache for a length. A family that takes positions
-        from it would be wrong for the other batch indices; `check_plain` compares such a batch at load.
+        from it would be wrong for the other batch indices; `check_model` compares such a batch at load.
         places: where recurrent layers find their states (RecurrentPlaces); None for a model without any."""
         super().__init__(layers=[KVCacheLayer(cache, layer, length) for layer in range(len(cache.keys))])
         self.places = places
 
 
-LiveMasks: TypeAlias = Any
-"""Mask [b, 1, t, s], or a dict of masks by kind of layer. (Typed Any, because TransformerLens declares only the
-first.)"""
-
-
 class ForwardInputs(TypedDict):
     """Holds the positions and masks of a Hugging Face forward over our KVCache (a TypedDict)."""
 
-    attention_mask: LiveMasks
+    attention_mask: LiveModule
+    """Mask [b, 1, t, s], or a dict of masks by kind of layer. (TransformerLens declares only the first.)"""
     position_ids: Tensor
 
 

@@ -2,7 +2,7 @@
 model: reading of states, fingerprint, caches."""
 
 import inspect
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,17 +16,19 @@ from cacheprobe.core.hook_names import hook_name, resid_pre_name
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import LayerStates, RecurrentCache
+from cacheprobe.kvcache.staged import PassAttention, StagedCache
 from cacheprobe.models.base import ModelError, OutputParts, StateEdit, StateSink
-from cacheprobe.models.experts.sites import EXPERTS, MixtureLayer, capturing_routing, editing_routers, split
+from cacheprobe.models.experts import EXPERTS, MixtureLayer, capturing_routing, editing_routers, split
 from cacheprobe.models.hf.text import TokenText
 from cacheprobe.models.quantised.packed import quantised_text
 from cacheprobe.models.settings import keeping_float64, model_lock, numeric_settings, one_at_a_time
 from cacheprobe.models.weights import (
-    HashedWeights,
     buffers_sha256,
+    checksum_once,
     one_dtype,
     output_rows,
     rms_norm_of,
+    sha256_of,
     stop_ids,
 )
 from cacheprobe.ops.compiled.operations import TORCH, CompiledOperations
@@ -34,7 +36,7 @@ from cacheprobe.ops.kernel_set import KernelSet
 from cacheprobe.ops.readout import Readout
 
 
-class BaseLM(TokenText, HashedWeights):
+class BaseLM(TokenText, ABC):
     """Implements members of CachedLM that BridgeLM, PlainLM, FastLM and ThinkingLM share."""
 
     live: LiveModule
@@ -47,9 +49,35 @@ class BaseLM(TokenText, HashedWeights):
     injected_layers: tuple[int, ...] = ()
     mixtures: Mapping[int, MixtureLayer] = {}
     """Mixtures of experts by layer."""
+    _hashed = "", ""
+    """(checksum of the weights, SHA-256 of the weights at that checksum); empty texts before the first use."""
 
     def check_settings(self, window: int) -> None:
         """Does nothing: the model supports verify passes with any number of tokens."""
+
+    @one_at_a_time()
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        cache: KVCache,
+        cache_rows: Sequence[int],
+        starts: Sequence[int],
+        *,
+        num_layers: int | None = None,
+        logit_slots: Sequence[int] | None = None,
+        attention: PassAttention | None = None,
+    ) -> Tensor:
+        """Runs one forward, and returns logits (of all tokens, or of those at `logit_slots`), or the residual stream
+        after `num_layers` blocks. Arguments and shapes are those of CachedLM.forward."""
+        staged = StagedCache(cache, cache_rows, starts, token_ids.shape[1], attention)
+        return self._forward(token_ids.to(self.device), staged, num_layers, logit_slots)
+
+    @abstractmethod
+    def _forward(
+        self, token_ids: Tensor, cache: StagedCache, num_layers: int | None, logit_slots: Sequence[int] | None
+    ) -> Tensor:
+        """Returns what `forward` returns. token_ids: [b, t], on the model's device."""
 
     @abstractmethod
     def output_parts(self) -> OutputParts:
@@ -79,6 +107,19 @@ class BaseLM(TokenText, HashedWeights):
     def named_weights(self) -> Sequence[tuple[str, Tensor]]:
         """Returns all parameters with their names, sorted by name."""
         return sorted(self.live.named_parameters(), key=lambda item: item[0])
+
+    @property
+    def weights_checksum(self) -> str:
+        """Checksum of all parameters as hex text, computed at every access; inside `hashing_once`, at the first."""
+        return checksum_once(self, self.named_weights())
+
+    @property
+    def weights_sha256(self) -> str:
+        """First 16 hex digits of a SHA-256 over all parameters, sorted by name; computed again if the checksum has
+        changed."""
+        if self._hashed[0] != (checksum := self.weights_checksum):
+            self._hashed = checksum, sha256_of(self.named_weights())
+        return self._hashed[1]
 
 
 class HookedSites(BaseLM):

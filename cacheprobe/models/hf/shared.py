@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from cacheprobe.core.live import LiveConfig, LiveModule
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.experts.sites import forward_of
-from cacheprobe.models.hf.attention import ATTENTION, uses_attention_table
+from cacheprobe.models.experts import forward_of
+from cacheprobe.models.hf.attention import ATTENTION
 from cacheprobe.models.quantised.packed import packed_copy, packed_modules
 
 WRAPPED = "_original_component"
@@ -29,18 +29,20 @@ def empty_model(wrapped: nn.Module) -> nn.Module:
 
     Raises: ModelError if the class cannot be built from its config.
     """
+    kind: LiveModule = type(wrapped)
+    has_table = hasattr(kind, "_supports_attention_backend") and kind._supports_attention_backend
     try:
         config: LiveConfig = copy.deepcopy(wrapped.config)
         config.output_attentions = config.output_hidden_states = False  # set by some bridges; fused attention has none
         with torch.device("meta"):
             try:
-                config._attn_implementation = ATTENTION if uses_attention_table(type(wrapped)) else "sdpa"
-                plain = type(wrapped)(config)
+                config._attn_implementation = ATTENTION if has_table else "sdpa"
+                plain = kind(config)
             except (ValueError, ImportError):  # not with this architecture's attention
                 config._attn_implementation = "eager"
-                plain = type(wrapped)(config)
+                plain = kind(config)
     except Exception as error:
-        raise ModelError(f"{type(wrapped).__name__} cannot be built from its config: {error!s:.120}") from error
+        raise ModelError(f"{kind.__name__} cannot be built from its config: {error!s:.120}") from error
     for path, module in packed_modules(wrapped).items():
         if type(module) is not type(plain.get_submodule(path)):
             plain.set_submodule(path, packed_copy(module))

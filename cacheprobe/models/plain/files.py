@@ -74,7 +74,7 @@ def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
             f"{architecture} has {' and '.join(others)} layers, whose rollback is not defined yet; use a model with "
             "full attention in every layer"
         )
-    # "vision": only the tokens of images see later ones; `check_plain` tries whether a text stays causal
+    # "vision": only the tokens of images see later ones; `check_model` tries whether a text stays causal
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise ModelError(f"{architecture} attends in both directions; cacheprobe runs models that generate")
     if (streams := getattr(config, "altup_num_inputs", 1)) > 1:
@@ -103,7 +103,7 @@ def refuse_unknown_memory(config: LiveConfig, architecture: str) -> None:
         "linear_num_value_heads",
         "mamba_d_state",
     ):
-        if has_recurrent_layers(config):  # `check_plain` compares what they compute at load
+        if has_recurrent_layers(config):  # `check_model` compares what they compute at load
             break
         if getattr(config, field, None) and not (field == "attention_chunk_size" and kinds):
             raise ModelError(
@@ -192,7 +192,7 @@ def plain_model(
     """Loads a model with transformers from a name or directory. Returns (model, tokenizer or None, note); the note says
     that its weights are quantised or dequantised, or that code of the model's own was run; "" for other models.
 
-    tokenizer: returned unchanged if given.  device_map: as returned by `devices.placement`.  trust_remote_code: run
+    tokenizer: returned unchanged if given.  device_map: as returned by `placement`.  trust_remote_code: run
     Python files that come with the model, if transformers does not know its type.
     Raises: ModelError for a model that cannot be loaded, whose memory cannot be rolled back, whose quantisation is
     unknown or needs a library that is not installed, or whose files lack weights: transformers would fill them with

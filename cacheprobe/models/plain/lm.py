@@ -13,11 +13,10 @@ from torch import Tensor
 
 from cacheprobe.core.hook_names import RECURRENT
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
-from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import memory_of
-from cacheprobe.kvcache.staged import PassAttention, StagedCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.base import BlockSum, HeadWriter, ModelError
-from cacheprobe.models.experts.sites import own_experts, use_invariant_experts
+from cacheprobe.models.experts import own_experts, use_invariant_experts
 from cacheprobe.models.fast.functional import FunctionalForward
 from cacheprobe.models.hf.attention import ATTENTION, Attend, attending
 from cacheprobe.models.hf.cache import KVCacheAdapter, forward_inputs
@@ -41,6 +40,8 @@ class CopiedLM(PlainSites, HuggingFaceLM):
 
     layer_devices: Sequence[torch.device]
     """Device of each layer's keys and values."""
+    shows_length = False
+    """Whether the model may ask the cache for a length: it is told that of the first batch index."""
 
     def __init__(self, live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str) -> None:
         super().__init__(live, tokenizer, name, note)
@@ -60,39 +61,25 @@ class CopiedLM(PlainSites, HuggingFaceLM):
         the batch."""
         return self.model.config._attn_implementation == ATTENTION
 
-    @one_at_a_time()
-    @torch.inference_mode()
-    def forward(
-        self,
-        token_ids: Tensor,
-        cache: KVCache,
-        cache_rows: Sequence[int],
-        starts: Sequence[int],
-        *,
-        num_layers: int | None = None,
-        logit_slots: Sequence[int] | None = None,
-        attention: PassAttention | None = None,
+    def _forward(
+        self, token_ids: Tensor, cache: StagedCache, num_layers: int | None, logit_slots: Sequence[int] | None
     ) -> Tensor:
-        """Runs one forward, and returns logits (of all tokens, or of those at `logit_slots`), or the residual stream
-        after `num_layers` blocks. Calls no modules if `_functional_forward` has a forward for this pass. Arguments and
-        shapes are those of CachedLM.forward."""
+        """Returns what `forward` returns. Calls no modules if `_functional_forward` has a forward for this pass."""
         if not self.weights.is_current:
             self._rebind()
-        functional = self._functional_forward(cache, cache_rows)
+        functional = self._functional_forward(cache)
         self.token_shape = (token_ids.shape[0], token_ids.shape[1])
-        staged = StagedCache(cache, cache_rows, starts, token_ids.shape[1], attention)
-        inputs = forward_inputs(staged, self.config, self.n_ctx)
+        inputs = forward_inputs(cache, self.config, self.n_ctx)
         with keeping_float64(self.dtype):
-            token_ids = token_ids.to(self.device)
             if functional is not None:
                 positions_and_masks = inputs["position_ids"], inputs["attention_mask"]
-                return functional(token_ids, staged, *positions_and_masks, self.listeners, num_layers, logit_slots)
-            memory = memory_of(cache)
-            places = None if memory is None else RecurrentPlaces(memory, staged.rows, staged.starts)
-            adapter = KVCacheAdapter(staged, self._length_shown(starts), places)
+                return functional(token_ids, cache, *positions_and_masks, self.listeners, num_layers, logit_slots)
+            memory = memory_of(cache.cache)
+            places = None if memory is None else RecurrentPlaces(memory, cache.rows, cache.starts)
+            adapter = KVCacheAdapter(cache, cache.starts[0] if self.shows_length else None, places)
             named = {**inputs, **cache_argument(self.model, adapter)}
             arguments = {name: value for name, value in named.items() if name in self._arguments}
-            with attending(staged.spans, self._num_attending(num_layers), self._attend(staged)):
+            with attending(cache.spans, self._num_attending(num_layers), self._attend(cache)):
                 if num_layers is not None:
                     return self._residual(token_ids, arguments, num_layers)
                 choice = self.logit_choice(logit_slots)
@@ -107,16 +94,12 @@ class CopiedLM(PlainSites, HuggingFaceLM):
         """Takes the present tensors of the transformers model."""
         self.weights.bind()
 
-    def _functional_forward(self, cache: KVCache, cache_rows: Sequence[int]) -> FunctionalForward | None:
+    def _functional_forward(self, cache: StagedCache) -> FunctionalForward | None:
         """Returns a forward that calls no modules; None if the pass needs the modules."""
         return None
 
     def _attend(self, cache: StagedCache) -> Attend | None:
         """Returns the function that computes the attention of a pass; None for cacheprobe's attention in torch."""
-        return None
-
-    def _length_shown(self, starts: Sequence[int]) -> int | None:
-        """Returns the length that the cache tells the model, if the model may ask."""
         return None
 
     def _num_attending(self, num_layers: int | None) -> int:
@@ -151,8 +134,10 @@ class CopiedLM(PlainSites, HuggingFaceLM):
 class PlainLM(CopiedLM):
     """Runs a transformers model without a bridge, as a CachedLM. Finds the modules of its states by their values.
 
-    Twin: the model's own uncached forward, close(1e-5) in float32; `check_plain` compares both at load, to 1e-3.
+    Twin: the model's own uncached forward, close(1e-5) in float32; `check_model` compares both at load, to 1e-3.
     """
+
+    shows_length = True
 
     def __init__(self, live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str = "", why: str = "") -> None:
         """live: the transformers model.  why: why no bridge runs it, for the reason of the path.
@@ -212,16 +197,13 @@ class PlainLM(CopiedLM):
                 f"it does not run on a cache of keys and values ({type(error).__name__}: {error!s:.120})"
             ) from error
 
-    def _functional_forward(self, cache: KVCache, cache_rows: Sequence[int]) -> None:
+    def _functional_forward(self, cache: StagedCache) -> None:
         """Checks that the pass hides no slots that other layers need. Returns None: the modules compute all passes."""
-        if self.sources and cache.head_masks.concern(list(cache_rows)):
+        if self.sources and cache.cache.head_masks.concern(cache.rows):
             raise ModelError(
                 f"{self.name}: layers {', '.join(map(str, self.sources))} attend over the keys of others, so slots are "
                 "hidden in all layers and heads or in none; leave out layers= and heads="
             )
-
-    def _length_shown(self, starts: Sequence[int]) -> int:
-        return int(starts[0])
 
     @one_at_a_time()
     @torch.inference_mode()

@@ -151,9 +151,5 @@ class _OfLayers:
         return self._cache
 
 
-def _unchanged(cache: Cache) -> Cache:
-    return cache
-
-
-_RWKV = OwnStates("state", _unchanged, _rwkv_initial, _feed_rwkv, _stop_rescaling)
+_RWKV = OwnStates("state", lambda cache: cache, _rwkv_initial, _feed_rwkv, _stop_rescaling)
 _XLSTM = OwnStates("cache_params", _OfLayers, _xlstm_initial, _feed_xlstm)

@@ -14,13 +14,13 @@ from math import inf
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
 from cacheprobe.core.hook_names import RECURRENT
 from cacheprobe.core.live import LiveModule, ModuleValue
 from cacheprobe.kvcache.recurrent import LayerStates, RecurrentMemory, StateKey
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
+from cacheprobe.models.settings import FunctionMode
 
 CONV = "conv"
 
@@ -99,7 +99,7 @@ class _Lane:
 class StepForward:
     """Replaces the forward of a module with a recurrent state: feeds one token at a time.
 
-    Twin: the layer's own forward without a cache, close(1e-4) in float32; `check_plain` compares the logits at load.
+    Twin: the layer's own forward without a cache, close(1e-4) in float32; `check_model` compares the logits at load.
     """
 
     def __init__(self, mixer: nn.Module, layer: int, keys: Sequence[StateKey], feed: FeedToken | None = None) -> None:
@@ -141,7 +141,7 @@ class StepForward:
     def _limits(self) -> AbstractContextManager[object]:
         """Returns a context in which one token gets the limits of time steps that several tokens get."""
         least, most = getattr(self.mixer, "time_step_limit", None) or (0.0, inf)
-        return nullcontext() if least <= 0 and most == inf else _LimitedTimeSteps(least, most)
+        return nullcontext() if least <= 0 and most == inf else FunctionMode(partial(_limited, least, most))
 
     def _steps(self, inputs: Tensor, places: RecurrentPlaces, step: Step) -> Tensor:
         """Feeds inputs [b, t, m] token by token, each cache row by itself: its bits depend on no other. Batch indices
@@ -203,24 +203,14 @@ class StepForward:
         return own.replace(parameters=list(own.parameters.values())[1:])
 
 
-class _LimitedTimeSteps(TorchFunctionMode):
-    """Limits time steps, which are softplus of a number. transformers limits those of several tokens and not those of
-    one, so that Nemotron-H, whose steps have a lower limit, computes a text otherwise than its tokens one by one."""
+def _limited(least: float, most: float, func: Callable[..., Tensor], args: Sequence[object], kwargs: dict) -> Tensor:
+    """Returns the result of a torch function, limited if it is a softplus: the time steps.
 
-    def __init__(self, least: float, most: float) -> None:
-        super().__init__()
-        self.least, self.most = least, most
-
-    def __torch_function__(
-        self,
-        func: Callable[..., ModuleValue],
-        types: object,
-        args: tuple[ModuleValue, ...] = (),
-        kwargs: dict[str, ModuleValue] | None = None,
-    ) -> ModuleValue:
-        """Returns the result of torch's function `func`, limited if it is a softplus."""
-        result = func(*args, **(kwargs or {}))
-        return result.clamp(self.least, self.most) if func is nn.functional.softplus else result
+    transformers limits those of several tokens and not those of one, so that Nemotron-H, whose steps have a lower
+    limit, computes a text otherwise than its tokens one by one.
+    """
+    result = func(*args, **kwargs)
+    return result.clamp(least, most) if func is nn.functional.softplus else result
 
 
 def step_by_step(

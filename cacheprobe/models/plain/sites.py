@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from cacheprobe.core.hook_names import HEADS, INPUT_POINT, OUTPUT_POINT, RECURRENT, SITES, hook_name
 from cacheprobe.core.live import LiveModule, ModuleValue
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
-from cacheprobe.models.experts.sites import MixtureLayer, capturing_routing, editing_routers, split
+from cacheprobe.models.experts import MixtureLayer, capturing_routing, editing_routers, split
 from cacheprobe.models.plain.recurrence import hooking_states
 from cacheprobe.models.plain.structure import AddedPart, PlainBlock
 from cacheprobe.models.settings import model_lock
@@ -27,8 +27,6 @@ ModulePoint = tuple[nn.Module, str]
 """(module of the plain model, side): the side says whether the module's input or its output is read."""
 
 _Inputs = tuple[tuple[ModuleValue, ...], dict[str, ModuleValue]]
-
-_PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 
 
 class PlainSites:
@@ -124,7 +122,7 @@ class PlainSites:
                 stack.callback(change((self._module(block.path), OUTPUT_POINT), partial(_edit_nothing, edit)).remove)
         else:
             place, cut = self._heads(site, layer)
-            stack.callback(change(place, partial(_by_head, cut, edit)).remove)
+            stack.callback(change(place, partial(_edit_heads, cut, edit)).remove)
 
     def _edit_tokens(self, edit: Edit, value: Tensor) -> Tensor | None:
         """Calls `edit` with a value as [b, t, m]; some modules give [b * t, m]."""
@@ -148,7 +146,7 @@ class PlainSites:
         last = parts[-1]
         stack.callback(self._module(block.path).register_forward_pre_hook(forget).remove)
         for part in parts[:-1]:
-            handle = listen((self._module(part.path), OUTPUT_POINT), partial(keep, part.factor))
+            handle = change((self._module(part.path), OUTPUT_POINT), partial(keep, part.factor))
             stack.callback(handle.remove)
         edit_last = partial(self._edit_tokens, partial(_edit_sum, earlier, last.factor, edit))
         stack.callback(change((self._module(last.path), OUTPUT_POINT), edit_last).remove)
@@ -161,15 +159,15 @@ class PlainSites:
         Raises: ModelError if the attention has no such projection."""
         shape = self._shape_of_heads(site, layer, self.heads_of(layer))
         if site == HEADS and shape is not None:
-            return (self.projection(layer), INPUT_POINT), partial(_unflatten, shape)
+            return (self.projection(layer), INPUT_POINT), partial(by_head, shape)
         attention = self._module(self.blocks[layer].attention)
-        module = attention._modules.get(_PROJECTIONS.get(site, ""))
+        module = attention._modules.get(f"{site}_proj")
         if module is None or shape is None or getattr(module, "out_features", None) != shape[0] * shape[1]:
             raise ModelError(
                 f"{self.name}: the attention of layer {layer} has no module for {hook_name(site, layer)}; leave "
                 f"{site!r} out"
             )
-        return (module, OUTPUT_POINT), partial(_unflatten, shape)
+        return (module, OUTPUT_POINT), partial(by_head, shape)
 
     def _shape_of_heads(self, site: str, layer: int, heads: int) -> tuple[int, int] | None:
         """Returns (number, width) of the heads of a site of a layer with so many query heads; None for a site without
@@ -214,11 +212,12 @@ def _outputs(module: LiveModule) -> int:
     return int(module.weight.shape[1] if is_conv(module) else module.out_features)
 
 
-def _unflatten(shape: tuple[int, int], value: Tensor) -> Tensor:
+def by_head(shape: tuple[int, int], value: Tensor) -> Tensor:
+    """Returns a tensor [b, t, h * d] as [b, t, h, d], for (h, d) of `shape`."""
     return value.unflatten(-1, shape)
 
 
-def _by_head(cut: HeadCut, edit: Edit, value: Tensor) -> Tensor | None:
+def _edit_heads(cut: HeadCut, edit: Edit, value: Tensor) -> Tensor | None:
     edited = edit(cut(value))
     return None if edited is None else edited.reshape(value.shape)
 
@@ -265,14 +264,3 @@ def change(place: ModulePoint, edit: Edit) -> RemovableHandle:
         return ((edited, *args[1:]), kwargs) if args else (args, {**kwargs, name: edited})
 
     return module.register_forward_pre_hook(on_input, with_kwargs=True)
-
-
-def listen(place: ModulePoint, listener: Callable[[Tensor], object]) -> RemovableHandle:
-    """Registers a PyTorch hook that calls `listener` with a module's input or output and changes no values. Returns the
-    handle that removes the hook."""
-
-    def keep(value: Tensor) -> None:
-        """Calls the listener and returns None, so that the tensor stays unchanged."""
-        listener(value)
-
-    return change(place, keep)

@@ -252,18 +252,14 @@ def _fit(
     assert call.value_in is not None and call.value_out is not None
     before, after = call.value_in.double().flatten(), call.value_out.double().flatten()
     fits = []
-    for of_input in _input_factors(call):
+    own = (*call.module.parameters(recurse=False), *call.module.buffers(recurse=False))
+    scales = [1.0, *(float(one) for one in own if one.numel() == 1)]  # that the block may give to its whole sum
+    for of_input in dict.fromkeys(scales):
         found = _factors(of_input * before, after, values, [of_input * factor for factor in factors], limit)
         if found is not None:
             terms = sum((f * value for f, value in zip(found, values, strict=True)), of_input * before)
             fits.append((float((terms - after).square().sum()), of_input, found))
     return min(fits)[1:] if fits else None
-
-
-def _input_factors(call: Call) -> list[float]:
-    """Returns 1, and the scales that a block may give to its whole sum: its own weights of one number."""
-    own = (*call.module.parameters(recurse=False), *call.module.buffers(recurse=False))
-    return list(dict.fromkeys([1.0, *(float(one) for one in own if one.numel() == 1)]))
 
 
 def _factors(

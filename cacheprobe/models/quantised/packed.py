@@ -325,12 +325,11 @@ def _parts(module: LiveModule) -> Iterator[tuple[str, Tensor]]:
         yield from (("absmax.absmax", state.state2.absmax), ("absmax.code", state.state2.code))
 
 
-def _inner(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
+def _inner(name: str, tensor: LiveModule) -> Iterator[tuple[str, Tensor]]:
+    if not hasattr(tensor, "__tensor_flatten__"):
         yield name, tensor.detach()
         return
-    for part in flatten()[0]:
+    for part in tensor.__tensor_flatten__()[0]:
         yield from _inner(f"{name}.{part}", getattr(tensor, part))
 
 

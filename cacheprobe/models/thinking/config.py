@@ -1,10 +1,10 @@
 """Defines ThinkingConfig, the configuration of a Thinking States model, which is stored beside its weights."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, ClassVar, TypedDict
+from typing import ClassVar, TypedDict
 
+from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import ModelError
 
 POSITIONS = ("rope", "nope", "alibi")
@@ -150,7 +150,7 @@ class ThinkingConfig:
         return {"format": self.format, **asdict(self)}
 
     @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> "ThinkingConfig":
+    def from_json(cls, stored: JsonDict) -> "ThinkingConfig":
         """Returns the ThinkingConfig that a dictionary from `to_json` describes.
 
         Raises: ModelError for another format, an unknown field, a missing field that has no default, or an invalid

@@ -11,7 +11,7 @@ from torch import Tensor
 from cacheprobe.core.hook_names import PATTERN
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.kvcache.staged import PassAttention, StagedCache
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.base import HeadWriter, ModelError, OutputParts, StateSink
 from cacheprobe.models.hf.lm import HookedSites
 from cacheprobe.models.settings import numeric_settings, one_at_a_time
@@ -91,37 +91,23 @@ class ThinkingLM(HookedSites):
         while decoding and the window is not a multiple of the chunk size."""
         self.config.check_window(self.name, window)
 
-    @one_at_a_time()
-    @torch.inference_mode()
-    def forward(
-        self,
-        token_ids: Tensor,
-        cache: KVCache,
-        cache_rows: Sequence[int],
-        starts: Sequence[int],
-        *,
-        num_layers: int | None = None,
-        logit_slots: Sequence[int] | None = None,
-        attention: PassAttention | None = None,
+    def _forward(
+        self, token_ids: Tensor, cache: StagedCache, num_layers: int | None, logit_slots: Sequence[int] | None
     ) -> Tensor:
-        """Runs one forward, and returns logits (of all tokens, or of those at `logit_slots`), or the residual stream
-        after `num_layers` blocks. Stores new thoughts in the cache, for `take_thoughts`. Arguments and shapes are those
-        of CachedLM.forward."""
+        """Returns what `forward` returns. Stores new thoughts in the cache, for `take_thoughts`."""
         self._chunk_states.forget_old()
-        cache.take_thoughts()  # of a pass that failed
+        cache.cache.take_thoughts()  # of a pass that failed
         for captured, _ in self._captures:
             captured.clear()
         config, model, ran = self.config, self.model, self.n_layers if num_layers is None else num_layers
-        staged = StagedCache(cache, cache_rows, starts, token_ids.shape[1], attention)
-        positions, memory = staged.positions, cache_memory(config, staged)
+        positions, memory = cache.positions, cache_memory(config, cache)
         run = partial(model.run_blocks, positions=positions, memory=memory)
-        x = model.hook_embed(model.embed(token_ids.to(self.device)))
+        x = model.hook_embed(model.embed(token_ids))
         x = run(x, 0, min(config.l_in, ran))
         if ran > config.l_in and not config.thinks:
             x = model.hook_h(run(x, config.l_in, min(config.l_out, ran)))
         elif ran > config.l_in:
-            assert isinstance(cache, ThinkingCache)
-            rounds = Rounds(model, config, self._chunk_states, cache, cache_rows, positions, memory)
+            rounds = Rounds(self._chunk_states, cache, memory)
             x = rounds.run(x, min(config.l_out, ran))
             self.num_rounds = rounds.count
         x = run(x, config.l_out, ran) if ran > config.l_out else x

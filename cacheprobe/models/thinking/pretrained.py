@@ -47,7 +47,8 @@ class HFAttention(nn.Module):
         """Returns the attention output [b, t, m] of x [b, t, m]. memory: receives the new keys and values, and returns
         all keys and values to attend to."""
         source = self.source
-        q, k, v = (rearrange(project(x), "b t (h d) -> b t h d", d=source.head_dim) for project in self._projections())
+        projections = source.q_proj, source.k_proj, source.v_proj
+        q, k, v = (rearrange(project(x), "b t (h d) -> b t h d", d=source.head_dim) for project in projections)
         q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v)
         if hasattr(source, "q_norm"):
             q, k = source.q_norm(q), source.k_norm(k)
@@ -55,9 +56,6 @@ class HFAttention(nn.Module):
         q, k = apply_rotary_pos_emb(q, k, *self.rotary(x, positions))
         z = self.hook_z(attend(q, memory(self.layer, k, v), self.hook_pattern))  # [b, t, h, d]
         return source.o_proj(rearrange(z, "b t h d -> b t (h d)"))
-
-    def _projections(self) -> tuple[nn.Module, nn.Module, nn.Module]:
-        return self.source.q_proj, self.source.k_proj, self.source.v_proj
 
     @property
     def projection(self) -> nn.Linear:

@@ -7,16 +7,14 @@ gives the same bits, so the result equals that of one chunk after another. All r
 determinism needs no further measure.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.thinking.blocks import Memory
 from cacheprobe.models.thinking.cache import ChunkStates, RowThought, ThinkingCache
-from cacheprobe.models.thinking.config import ThinkingConfig
-from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.ops.sampling import lowest_argmax
 
 
@@ -31,22 +29,18 @@ class _ChunkEnd:
     """Absolute position of the last token."""
 
 
-@dataclass
 class Rounds:
     """Runs the blocks from l_in to l_out of one pass in rounds, and writes the thoughts of the chunks that end in the
     pass. A new thought that is not empty changes the state of the next chunk, so the blocks run again if the pass holds
     tokens of that chunk."""
 
-    model: ThinkingModel
-    config: ThinkingConfig
-    chunk_states: ChunkStates
-    cache: ThinkingCache
-    cache_rows: Sequence[int]
-    positions: Tensor
-    """[b, t]"""
-    memory: Memory
-    count: int = 0
-    """Number of rounds that have run."""
+    def __init__(self, chunk_states: ChunkStates, staged: StagedCache, memory: Memory) -> None:
+        assert isinstance(staged.cache, ThinkingCache)
+        self.model, self.config, self.chunk_states = chunk_states.model, chunk_states.model.config, chunk_states
+        self.cache, self.cache_rows, self.positions = staged.cache, staged.rows, staged.positions
+        self.memory = memory
+        self.count = 0
+        """Number of rounds that have run."""
 
     def run(self, x: Tensor, last: int) -> Tensor:
         """Returns H [b, t, m], the output of block l_out - 1, from x, the input of block l_in. Stores H and the new
@@ -55,7 +49,7 @@ class Rounds:
         Runs blocks l_in to `last` - 1, and again after each round in which a thought that is not empty changes the
         state of later tokens. If `last` is below l_out, returns the output of block `last` - 1 and writes no thought.
         """
-        config, cache, row_index = self.config, self.cache, torch.tensor(list(self.cache_rows))[:, None]
+        config, cache, row_index = self.config, self.cache, torch.tensor(self.cache_rows)[:, None]
         open_ends = self._chunk_ends()
         empty = (config.eos_id,)
         written: list[RowThought] = []
@@ -89,7 +83,7 @@ class Rounds:
         thought must be written."""
         thinks = (self.positions + 1) % self.config.chunk == 0
         if not self.config.think_while_decoding:
-            thinks &= self.positions < self.cache.prompt_lengths[list(self.cache_rows)][:, None]
+            thinks &= self.positions < self.cache.prompt_lengths[self.cache_rows][:, None]
         return [
             [_ChunkEnd(cache_row, t, int(self.positions[b, t])) for t in thinks[b].nonzero().flatten().tolist()]
             for b, cache_row in enumerate(self.cache_rows)

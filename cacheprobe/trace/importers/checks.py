@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.experts.sites import layers_of
+from cacheprobe.models.experts import layers_of
 from cacheprobe.models.feeding import feed
 from cacheprobe.trace.importers.common import Generation, ImportRefused
 

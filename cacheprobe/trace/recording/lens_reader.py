@@ -317,7 +317,8 @@ def _residual_of(lens: Lens) -> "Callable[[Tensor, Tensor], Tensor] | None":
         next((owner for owner in type(lens).__mro__ if name in vars(owner)), object) for name in (_RESIDUAL, "logits")
     )
     is_ours = of_residual is of_logits and of_logits.__module__.startswith("cacheprobe.lenses.")
-    return getattr(lens, _RESIDUAL) if is_ours and "logits" not in getattr(lens, "__dict__", {}) else None
+    has_own_logits = hasattr(lens, "__dict__") and "logits" in vars(lens)
+    return getattr(lens, _RESIDUAL) if is_ours and not has_own_logits else None
 
 
 def _described(value: object) -> str:

@@ -17,7 +17,7 @@ from cacheprobe.core.records import Finished, ForwardRecord, Observer, RowSlot, 
 from cacheprobe.core.values import JsonDict
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM, block_sum
-from cacheprobe.models.experts.sites import head_places
+from cacheprobe.models.experts import head_places
 from cacheprobe.ops.kernel_set import DTYPES, KernelSet
 from cacheprobe.trace import self_checks as checks
 from cacheprobe.trace.recording.features import FeatureRecorder

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser, Route
 
 import cacheprobe as cp
-from cacheprobe.models.inventory import PLAIN
+from cacheprobe.models.known import PLAIN
 from cacheprobe.views.dashboard.run_list import RunList
 from tests.chromium import PICTURES
 from tests.dash_page import answered, choose, heard, opened, served, until

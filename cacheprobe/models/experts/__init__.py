@@ -1,1 +1,0 @@
-"""Runs mixtures of experts batch-invariantly, and reads and edits their routing."""
