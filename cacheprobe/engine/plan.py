@@ -27,8 +27,7 @@ from cacheprobe.engine.shapes import Hooked, batches_prompts, within_positions
 from cacheprobe.engine.sizes import require_cache_fits, require_records_fit, require_room, with_capacity
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot, require_fit, require_plain
-from cacheprobe.lenses.base import Lens, require_readable
-from cacheprobe.lenses.identity import lens_identity
+from cacheprobe.lenses.base import Lens, lens_identity, require_readable
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM, StateSink
 from cacheprobe.models.conversation import assistant_turns, stop_sources
